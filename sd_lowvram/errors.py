@@ -1,0 +1,53 @@
+"""What can go wrong, each with the exit code that the command line gives it.
+
+Every message says what was wrong, with the value that was given, and what would work.
+"""
+
+from __future__ import annotations
+
+
+class LowVRAMError(Exception):
+    """Base of every error that sd-lowvram raises on purpose."""
+
+    exit_code = 1
+
+
+class BadInputError(LowVRAMError, ValueError):
+    """A value, a file or a folder that cannot be used; the message names it and the remedy."""
+
+    exit_code = 2
+
+
+class SettingsError(BadInputError):
+    """A knob that does not exist, a value out of its range, or knobs that exclude each other."""
+
+
+class CheckpointError(BadInputError):
+    """A model that is missing, truncated, of an unknown kind, or a refused pickle."""
+
+
+class OutputError(BadInputError):
+    """A place that cannot be written to, or a full disk."""
+
+
+class BudgetError(LowVRAMError):
+    """A budget that cannot hold the run.
+
+    ``needed_bytes`` is the smallest budget that would work (overhead counted) and ``stage`` the part of the run
+    that needs it.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, needed_bytes: int = 0, stage: str = "") -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.stage = stage
+
+
+class NoSiteError(LowVRAMError):
+    """A hook found nothing in the model to act on."""
+
+
+class ConflictError(LowVRAMError):
+    """Two hooks, or a hook and somebody else's patch, want the same attribute for themselves."""

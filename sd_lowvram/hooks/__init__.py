@@ -1,0 +1,1 @@
+"""The optimisations, one a file; see ``patches.py`` for what a hook is."""

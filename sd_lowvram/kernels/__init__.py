@@ -1,0 +1,1 @@
+"""The arithmetic: pure functions of tensors that know nothing of models."""

@@ -1,0 +1,212 @@
+"""Every knob, declared once: the command line, the ComfyUI nodes and the WebUI panel are generated from here.
+
+The order is append-only, because saved workflows and WebUI arguments are positional.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import SettingsError
+
+
+class Fidelity(enum.IntEnum):
+    """How near an optimisation stays to the model as the user loaded it; the larger, the farther."""
+
+    BITWISE = 0
+    """The same bits."""
+    ROUNDING = 1
+    """The same arithmetic, in another order or in a wider type."""
+    APPROXIMATE = 2
+    """Another picture, however close; a narrower type is this."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    @property
+    def lossless(self) -> bool:
+        return self <= Fidelity.ROUNDING
+
+
+SURFACES = ("cli", "node", "panel")
+
+
+@dataclass(frozen=True)
+class Knob:
+    """What a surface needs to know to show one setting. ``fidelity`` is one for all values, or one for each choice."""
+
+    label: str
+    help: str
+    type: type
+    fidelity: Fidelity | Mapping[str, Fidelity]
+    choices: tuple[str, ...] = ()
+    minimum: int = 0
+    maximum: int = 0
+    unit: str = ""
+    since: str = "0.1"
+    surfaces: tuple[str, ...] = SURFACES
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise SettingsError unless ``value`` is one that this knob takes."""
+        if self.choices:
+            if value not in self.choices:
+                raise SettingsError(f"{name}={value!r} is unknown: choose one of {', '.join(self.choices)}")
+        elif self.type is bool:
+            if not isinstance(value, bool):
+                raise SettingsError(f"{name}={value!r} must be True or False")
+        elif isinstance(value, bool) or not isinstance(value, int) or not self.minimum <= value <= self.maximum:
+            raise SettingsError(f"{name}={value!r} must be a whole number from {self.minimum} to {self.maximum}")
+
+    def fidelity_of(self, value: Any) -> Fidelity:
+        return self.fidelity[value] if isinstance(self.fidelity, Mapping) else self.fidelity
+
+
+def _knob(**declaration: Any) -> Any:
+    return dataclasses.field(default=None, metadata={"knob": Knob(**declaration)})
+
+
+_BITWISE, _ROUNDING, _APPROXIMATE = Fidelity.BITWISE, Fidelity.ROUNDING, Fidelity.APPROXIMATE
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The knobs of sd-lowvram. ``None`` means undecided: a plan fills it in, and a hook leaves the model as it is.
+
+    Raises:
+        SettingsError: an unknown choice, or a number out of range.
+    """
+
+    precision: str | None = _knob(
+        label="Precision",
+        help="number type of weights and arithmetic; fp16-storage keeps fp16 weights and computes in fp32 (GTX 16xx)",
+        type=str,
+        choices=("fp32", "tf32", "fp16", "bf16", "fp16-storage", "autocast-fp16", "autocast-bf16"),
+        fidelity={
+            "fp32": _ROUNDING,
+            "tf32": _APPROXIMATE,
+            "fp16": _APPROXIMATE,
+            "bf16": _APPROXIMATE,
+            "fp16-storage": _APPROXIMATE,
+            "autocast-fp16": _APPROXIMATE,
+            "autocast-bf16": _APPROXIMATE,
+        },
+    )
+    attention: str | None = _knob(
+        label="Attention",
+        help="sdpa picks torch's kernel by size, head width and GPU; sliced and fused-softmax bound the score matrix",
+        type=str,
+        choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced"),
+        fidelity=_ROUNDING,
+    )
+    attention_mib: int | None = _knob(
+        label="Attention slice",
+        help="largest block of attention scores held at once by sliced and fused-softmax",
+        type=int,
+        minimum=1,
+        maximum=65536,
+        unit="MiB",
+        fidelity=_ROUNDING,
+    )
+    deterministic: bool | None = _knob(
+        label="Deterministic",
+        help="same seed, same bits, run after run: only attention kernels that proved it on this machine",
+        type=bool,
+        fidelity=_ROUNDING,
+    )
+    channels_last: bool | None = _knob(
+        label="Channels last",
+        help="memory format of convolutions; faster on recent GPUs and CPUs",
+        type=bool,
+        fidelity=_ROUNDING,
+    )
+    inference_mode: bool | None = _knob(
+        label="Inference mode",
+        help="run the model without autograd's bookkeeping",
+        type=bool,
+        fidelity=_BITWISE,
+    )
+    vae_slices: bool | None = _knob(
+        label="VAE slices",
+        help="decode and encode one picture of the batch at a time",
+        type=bool,
+        fidelity=_ROUNDING,
+    )
+    vae_tiles: str | None = _knob(
+        label="VAE tiles",
+        help="exact: strips with whole-image statistics, no seam and no colour shift; fast: blended overlapping tiles",
+        type=str,
+        choices=("off", "exact", "fast"),
+        fidelity={"off": _BITWISE, "exact": _ROUNDING, "fast": _APPROXIMATE},
+    )
+    vae_map: str | None = _knob(
+        label="VAE map",
+        help="where exact tiles keep the feature map: held on the device, parked in host memory, or recomputed",
+        type=str,
+        choices=("held", "parked", "recomputed"),
+        fidelity=_ROUNDING,
+    )
+    vae_strip_mib: int | None = _knob(
+        label="VAE strip",
+        help="size of one strip of the exact tiles",
+        type=int,
+        minimum=1,
+        maximum=1024,
+        unit="MiB",
+        fidelity=_ROUNDING,
+    )
+    decoder_device: str | None = _knob(
+        label="Decoder device",
+        help="where the VAE runs; auto takes the CPU only when the GPU cannot hold it",
+        type=str,
+        choices=("gpu", "cpu", "auto"),
+        fidelity=_ROUNDING,
+    )
+    offload: str | None = _knob(
+        label="Offload",
+        help="weights on the device: all (none), one component at a time (component), one layer at a time (layer)",
+        type=str,
+        choices=("none", "component", "layer"),
+        fidelity=_BITWISE,
+    )
+
+    def __post_init__(self) -> None:
+        for name, knob, value in self.decided():
+            knob.check(name, value)
+
+    def decided(self) -> Iterator[tuple[str, Knob, Any]]:
+        """Name, knob and value of every setting that is not None."""
+        for name, knob in knobs().items():
+            value = getattr(self, name)
+            if value is not None:
+                yield name, knob, value
+
+    def filled(self, **defaults: Any) -> Settings:
+        """A copy in which ``defaults`` decide what is undecided here."""
+        undecided = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **undecided)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def smallest(cls) -> Settings:
+        """The least memory, whatever the time; lossless against the baseline."""
+        return cls(
+            attention="fused-softmax",
+            attention_mib=8,
+            inference_mode=True,
+            vae_slices=True,
+            vae_tiles="exact",
+            vae_map="parked",
+            vae_strip_mib=4,
+            offload="layer",
+        )
+
+
+def knobs() -> dict[str, Knob]:
+    """Every knob by name, in the order that saved workflows rely on."""
+    return {field.name: field.metadata["knob"] for field in dataclasses.fields(Settings)}
