@@ -1,23 +1,25 @@
-"""What a hook yields: patches, set on module instances and undone exactly.
+"""What a hook yields: patches and changes, set on one model and undone exactly.
 
-A patch names an owner, an attribute of it, and a function from the attribute's present value to its replacement.
-Wrapping patches compose in the order in which they are given; an exclusive patch replaces without calling the
-original, and two of them on one attribute are a conflict.
+A patch names an owner, an attribute of it, and a function from the attribute's value to its replacement; a change is
+an action that returns its own undoing (moving or converting weights). Every patched attribute has one slot, kept on
+its owner, in which the patches of all hooks and attachments stack: they can be taken off in any order, and what
+somebody else has wrapped around a slot keeps working when ours is gone.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConflictError, LowVRAMError
 
 _ABSENT = object()
+_SLOTS = "_sd_lowvram_slots"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Patch:
     """``owner.attribute = make(owner.attribute)``, undone later.
 
@@ -36,70 +38,130 @@ class Patch:
     hook: str = ""
 
 
-class Replacement:
-    """A patched-in callable: looks like the original to ``inspect``, and refuses to be copied with its model."""
+@dataclass(frozen=True, eq=False)
+class Change:
+    """An action on the model's tensors. ``apply`` performs it and returns the function that undoes it."""
 
-    def __init__(self, function: Callable[..., Any], original: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, original, updated=())
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise LowVRAMError("this model carries sd-lowvram's hooks and cannot be deep-copied: restore() it first")
-
-    def __reduce__(self) -> Any:
-        raise LowVRAMError("this model carries sd-lowvram's hooks and cannot be pickled: restore() it first")
+    apply: Callable[[], Callable[[], None]]
+    hook: str = ""
 
 
 def wrap(owner: Any, attribute: str, around: Callable[..., Any], hook: str = "") -> Patch:
     """A patch that calls ``around(original, *args, **kwargs)`` in place of ``original(*args, **kwargs)``."""
-    return Patch(owner, attribute, lambda original: Replacement(functools.partial(around, original), original), hook=hook)
+    return Patch(owner, attribute, lambda original: functools.partial(around, original), hook=hook)
 
 
 def replace(owner: Any, attribute: str, function: Callable[..., Any], hook: str = "") -> Patch:
     """An exclusive patch that calls ``function`` and never the original."""
-    return Patch(owner, attribute, lambda original: Replacement(function, original), exclusive=True, hook=hook)
+    return Patch(owner, attribute, lambda original: function, exclusive=True, hook=hook)
+
+
+def value(owner: Any, attribute: str, replacement: Any, hook: str = "") -> Patch:
+    """An exclusive patch of a plain attribute, such as a switch that the host's own code reads."""
+    return Patch(owner, attribute, lambda original: replacement, exclusive=True, hook=hook)
+
+
+class Trampoline:
+    """A patched-in callable: looks like the original to ``inspect`` and refuses to be copied with its model."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original, updated=())
+        self.function = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class Slot:
+    """The patches of one attribute, first set first applied."""
+
+    owner: Any
+    attribute: str
+    before: Any
+    original: Any
+    installed: Any = None
+    patches: list[Patch] = field(default_factory=list)
+
+    def refresh(self) -> None:
+        """Install what the present patches make of the original; with none left, put back what was there before."""
+        here = vars(self.owner)
+        foreign = self.installed is not None and here.get(self.attribute, _ABSENT) is not self.installed
+        replacement = functools.reduce(lambda current, patch: patch.make(current), self.patches, self.original)
+        if isinstance(self.installed, Trampoline):
+            self.installed.function = replacement
+        elif callable(self.original):
+            self.installed = Trampoline(self.original)
+            self.installed.function = replacement
+        else:
+            self.installed = replacement
+        if foreign:  # somebody wrapped ours: theirs stays, and calls through to what is left of us
+            return
+        if self.patches:
+            here[self.attribute] = self.installed
+        elif self.before is _ABSENT:
+            here.pop(self.attribute, None)
+        else:
+            here[self.attribute] = self.before
+
+
+class _Slots(dict[str, Slot]):
+    """The slots of one owner. They name the owner, so a copy of it would act on the original: copying is refused."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise LowVRAMError("this model carries sd-lowvram's hooks and cannot be copied: restore() it first")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LowVRAMError("this model carries sd-lowvram's hooks and cannot be pickled: restore() it first")
+
+
+def set_patch(patch: Patch) -> Callable[[], None]:
+    """Set ``patch`` and return the function that takes it off.
+
+    Raises:
+        ConflictError: the attribute cannot be patched, or another exclusive patch has it.
+    """
+    _refuse_unpatchable(patch)
+    slots = vars(patch.owner).setdefault(_SLOTS, _Slots())
+    slot = slots.get(patch.attribute)
+    if slot is None:
+        before = vars(patch.owner).get(patch.attribute, _ABSENT)
+        slot = slots[patch.attribute] = Slot(patch.owner, patch.attribute, before, getattr(patch.owner, patch.attribute))
+    slot.patches.append(patch)
+    slot.refresh()
+    return functools.partial(_take_off, patch)
+
+
+def _take_off(patch: Patch) -> None:
+    slots = vars(patch.owner).get(_SLOTS, {})
+    slot = slots.get(patch.attribute)
+    if slot is None or patch not in slot.patches:
+        return
+    slot.patches.remove(patch)
+    slot.refresh()
+    if not slot.patches:
+        del slots[patch.attribute]
+    if not slots:
+        vars(patch.owner).pop(_SLOTS, None)
 
 
 def refuse_conflicts(patches: Iterable[Patch]) -> None:
-    """Raise ConflictError when two exclusive patches share an attribute, or one names no plain attribute."""
+    """Raise ConflictError when two exclusive patches share an attribute, or one names what cannot be patched."""
     taken: dict[tuple[int, str], Patch] = {}
     for patch in patches:
-        registered = (getattr(patch.owner, kind, {}) for kind in ("_parameters", "_buffers", "_modules"))
-        if any(patch.attribute in names for names in registered) or not hasattr(patch.owner, patch.attribute):
-            raise ConflictError(f"{patch.hook}: {type(patch.owner).__name__}.{patch.attribute} cannot be patched")
-        if patch.exclusive:
-            other = taken.setdefault((id(patch.owner), patch.attribute), patch)
-            if other is not patch:
-                owner = type(patch.owner).__name__
-                raise ConflictError(f"{patch.hook} and {other.hook} both replace {owner}.{patch.attribute}: turn one off")
+        _refuse_unpatchable(patch)
+        if not patch.exclusive:
+            continue
+        key = id(patch.owner), patch.attribute
+        slot = vars(patch.owner).get(_SLOTS, {}).get(patch.attribute)
+        other = taken.get(key) or next((p for p in slot.patches if p.exclusive), None) if slot else taken.get(key)
+        if other is not None:
+            where = f"{type(patch.owner).__name__}.{patch.attribute}"
+            raise ConflictError(f"{patch.hook} and {other.hook} both replace {where}: turn one of them off")
+        taken[key] = patch
 
 
-class Applied:
-    """Patches that are set. ``undo`` takes each off again, in any order of calls, and leaves foreign ones alone."""
-
-    def __init__(self) -> None:
-        self._before: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
-
-    def set(self, patch: Patch) -> None:
-        owner, attribute = patch.owner, patch.attribute
-        key = id(owner), attribute
-        value = patch.make(getattr(owner, attribute))
-        before = self._before[key][2] if key in self._before else vars(owner).get(attribute, _ABSENT)
-        vars(owner)[attribute] = value
-        self._before[key] = (owner, attribute, before, value)
-
-    def undo(self) -> list[str]:
-        """Put everything back; returns the attributes that somebody else has patched on top and that were left."""
-        foreign = []
-        for owner, attribute, before, value in self._before.values():
-            if vars(owner).get(attribute, _ABSENT) is not value:
-                foreign.append(f"{type(owner).__name__}.{attribute}")
-            elif before is _ABSENT:
-                del vars(owner)[attribute]
-            else:
-                vars(owner)[attribute] = before
-        self._before.clear()
-        return foreign
+def _refuse_unpatchable(patch: Patch) -> None:
+    registered = (getattr(patch.owner, kind, {}) for kind in ("_parameters", "_buffers", "_modules"))
+    if any(patch.attribute in names for names in registered) or not hasattr(patch.owner, patch.attribute):
+        raise ConflictError(f"{patch.hook}: {type(patch.owner).__name__}.{patch.attribute} cannot be patched")
