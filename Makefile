@@ -1,0 +1,72 @@
+# Two commands on a fresh machine:   make picture PROMPT="a red apple"      make test
+
+PYTHON ?= python3
+VENV ?= .venv
+PROMPT ?= a red apple
+OUT ?=
+
+# Windows' own Python keeps the programs of an environment in Scripts.
+ifeq ($(OS),Windows_NT)
+BIN := $(VENV)/Scripts
+else
+BIN := $(VENV)/bin
+endif
+PIP := $(BIN)/python -m pip
+
+# Taken as typed: a dollar sign or a quote in a prompt reaches the program unchanged.
+override PROMPT := $(value PROMPT)
+override OUT := $(value OUT)
+override MODEL := $(value MODEL)
+export PROMPT OUT MODEL
+
+OPTIONS = $(if $(VRAM),--vram "$(VRAM)") $(if $(SIZE),--width $(SIZE) --height $(SIZE)) \
+	$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
+	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
+
+.PHONY: help picture install test lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make picture PROMPT="a red apple"   install into $(VENV) if need be, and make a picture'
+	@echo '             [VRAM=4GB] [SIZE=512] [SEED=1] [STEPS=30] [MODEL=path] [OUT=file.png]'
+	@echo 'make test                           lint, types and tests'
+	@echo 'make lint | make format             ruff and mypy | let ruff rewrite the files'
+	@echo 'make clean                          remove the environment and everything built'
+	@echo 'PYTHON=python3.12 chooses the Python (3.10 or newer)'
+
+picture: $(VENV)/.standalone
+	@$(BIN)/python -m sd_lowvram generate "$$PROMPT" $(OPTIONS)
+
+install: $(VENV)/.standalone
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.python:
+	@command -v "$(PYTHON)" >/dev/null || { echo 'No "$(PYTHON)" here: install Python 3.10 or newer, or name yours: make PYTHON=/path/to/python3' >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit(f"$(PYTHON) is Python {v[0]}.{v[1]}: 3.10 or newer is needed; name it with make PYTHON=/path/to/python3")'
+	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { echo '$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)' >&2; exit 1; }
+	"$(PYTHON)" -m venv "$(VENV)"
+	@touch $@
+
+# torch comes first and by itself, so that an environment with a build of its own choice keeps it.
+$(VENV)/.standalone: $(VENV)/.python pyproject.toml constraints.txt
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt -e '.[standalone]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.standalone
+	$(PIP) install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf "$(VENV)" build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
