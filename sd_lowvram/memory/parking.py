@@ -1,0 +1,196 @@
+"""The one door to host memory: activations are parked there and fetched back, bit for bit.
+
+On CUDA the host side is pinned and copies run on the current stream without blocking the host; events order them when
+the caller changes streams. On a CPU-only machine the device is RAM too, and parking copies all the same: a parked
+tensor never shares memory with what was parked or with what is fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .accounts import actual_device, device_account, host_account
+
+
+def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool | None = None) -> Tensor:
+    """An uninitialised tensor in host memory, in the host's account.
+
+    Args:
+        shape, dtype: of the tensor; the memory is contiguous.
+        pin: page-lock it, so that copies to CUDA need not block. None: where CUDA (not ROCm, where pinned memory is
+            known to stall) is at hand. Where locking fails the memory is pageable, which is slower and as right.
+    """
+    if pin is None:
+        pin = torch.cuda.is_available() and torch.version.hip is None
+    with host_account():
+        if pin:
+            with contextlib.suppress(RuntimeError):
+                return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A copy of ``tensor`` on ``device``, in the device's account; a real copy also when both are the CPU.
+
+    Strides are kept where the tensor is dense. The copy does not block when ``tensor`` is pinned: keep ``tensor``
+    unchanged until the current stream has passed it.
+    """
+    with device_account():
+        copy = torch.empty_like(tensor, device=actual_device(device), requires_grad=False)
+        return copy.copy_(tensor.detach(), non_blocking=_unblocked(tensor, copy))
+
+
+def to_host(tensor: Tensor, pin: bool | None = None) -> Tensor:
+    """A copy of ``tensor`` in host memory, in the host's account, complete on return; strides kept where dense."""
+    order = _dense_order(tensor)
+    copy = host_empty([tensor.shape[dim] for dim in order], tensor.dtype, pin).permute(_inverse(order))
+    return copy.copy_(tensor.detach())
+
+
+def _unblocked(host: Tensor, device: Tensor) -> bool:
+    return device.device.type == "cuda" and host.device.type == "cpu" and host.is_pinned()
+
+
+class Parked:
+    """A tensor waiting in host memory, whole (``park``) or written and read by rows (``Parked.empty``).
+
+    Attributes:
+        shape, dtype: of the tensor that is parked.
+        device: where it is fetched to.
+        nbytes: host memory that it takes.
+    """
+
+    def __init__(
+        self,
+        host: Tensor,
+        order: Sequence[int],
+        device: torch.device,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> None:
+        self._host = host
+        self._order = tuple(order)
+        self._format = memory_format
+        self._event: torch.cuda.Event | None = None
+        self.device = device
+        self.dtype = host.dtype
+        self.shape = host.permute(_inverse(order)).shape
+        self.nbytes = host.numel() * host.element_size()
+
+    @classmethod
+    def empty(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        *,
+        like: Tensor | None = None,
+    ) -> Parked:
+        """Room in host memory for a map (N, C, H, W) that is stored and loaded by rows, that is along dimension 2.
+
+        The rows lie outermost in host memory, so that a strip is one contiguous copy; on the device a strip passes
+        through one more buffer of its own size, unless N is 1 and its memory format is channels last.
+
+        Args:
+            shape, dtype: of the map.
+            device: where strips come from and go to; None: the device of ``like``, else the CPU.
+            like: a tensor with the memory format of the strips (contiguous, or channels last).
+        """
+        if len(shape) != 4:
+            raise ValueError(f"a map to park by rows has the shape (N, C, H, W), not {tuple(shape)}")
+        wanted = torch.device(device) if device is not None else like.device if like is not None else "cpu"
+        channels_last = like is not None and _is_channels_last(like)
+        order = (2, 0, 3, 1) if channels_last else (2, 0, 1, 3)
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        place = actual_device(wanted)
+        pin = None if place.type == "cuda" else False
+        return cls(host_empty([shape[dim] for dim in order], dtype, pin), order, place, memory_format)
+
+    def store(self, rows: slice, strip: Tensor) -> None:
+        """Copy ``strip`` (N, C, rows, W) into these rows of the map.
+
+        Raises:
+            ValueError: the strip's shape or type is not that of the rows.
+        """
+        where = self._rows_on_host(rows)
+        staged = strip.detach().permute(self._order)
+        if staged.shape != where.shape or staged.dtype != where.dtype:
+            raise ValueError(
+                f"a strip of {tuple(strip.shape)} {strip.dtype} does not fill rows {rows.start}:{rows.stop} "
+                f"of {tuple(self.shape)} {self.dtype}"
+            )
+        with self._in_order(strip.device), device_account():
+            where.copy_(staged.contiguous(), non_blocking=_unblocked(self._host, strip))
+
+    def load(self, rows: slice | None = None, device: torch.device | str | None = None) -> Tensor:
+        """These rows (all when None) of the map as a new tensor on the device, in the memory format they had."""
+        source = self._host if rows is None else self._rows_on_host(rows)
+        place = self.device if device is None else actual_device(device)
+        with self._in_order(place), device_account():
+            staged = torch.empty(source.shape, dtype=self.dtype, device=place)
+            staged.copy_(source, non_blocking=_unblocked(self._host, staged))
+            loaded = staged.permute(_inverse(self._order))
+            return loaded if self._format is torch.preserve_format else loaded.contiguous(memory_format=self._format)
+
+    def _rows_on_host(self, rows: slice) -> Tensor:
+        start, stop, step = rows.indices(self.shape[2])
+        if step != 1 or (rows.stop is not None and rows.stop > self.shape[2]) or stop <= start:
+            raise ValueError(f"rows {rows.start}:{rows.stop} are not among the {self.shape[2]} rows of this map")
+        return self._host.narrow(self._order.index(2), start, stop - start)
+
+    @contextlib.contextmanager
+    def _in_order(self, device: torch.device) -> Iterator[None]:
+        """Copies inside wait for the last one of this map, on whichever stream it ran."""
+        if device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream()
+            if self._event is not None:
+                stream.wait_event(self._event)
+            yield
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _dense_order(tensor: Tensor) -> list[int]:
+    """The dimensions from the outermost in memory to the innermost; the plain order when memory has gaps."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]
+
+
+def park(tensor: Tensor) -> Parked:
+    """Copy ``tensor`` (any shape) into host memory; drop it afterwards to free the device.
+
+    On CUDA the copy runs on the current stream: overwrite or free ``tensor`` in the order of that stream.
+    Fidelity: bitwise.
+    """
+    order = _dense_order(tensor)
+    pin = None if tensor.device.type == "cuda" else False
+    parked = Parked(host_empty([tensor.shape[dim] for dim in order], tensor.dtype, pin), order, tensor.device)
+    with parked._in_order(tensor.device), device_account():
+        source = tensor.detach().permute(order).contiguous()
+        parked._host.copy_(source, non_blocking=_unblocked(parked._host, tensor))
+    return parked
+
+
+def fetch(parked: Parked, rows: slice | None = None, device: torch.device | str | None = None) -> Tensor:
+    """A new tensor with what was parked, on ``device`` (None: where it came from), strides kept where they were dense.
+
+    Args:
+        rows: of a map (N, C, H, W), only these rows. A map that ``park`` took is cut on the host, which is slow on
+            CUDA; make it with ``Parked.empty`` when it is read by rows often.
+    """
+    return parked.load(rows, device)
