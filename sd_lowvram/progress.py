@@ -1,6 +1,6 @@
 """How far a long loop has come, for whoever wants to show it.
 
-Core loops call ``report``; it does nothing unless somebody listens. Listeners nest, and each thread or task has its own.
+Core loops call ``report``; it does nothing unless somebody listens. Listeners nest; each thread or task has its own.
 """
 
 from __future__ import annotations
