@@ -27,9 +27,7 @@ DEMO = Path(__file__).parent / "demo" / "model"
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _SUFFIX = {"txt2img": "Pipeline", "img2img": "Img2ImgPipeline", "inpaint": "InpaintPipeline"}
 _UNET = "model.diffusion_model."
-_NO_PICKLE = (
-    "it is a pickle, and loading one can run any program; get it as .safetensors, or trust it with --allow-pickle"
-)
+_NO_PICKLE = "it is a pickle, and a pickle can run any program; get it as .safetensors, or trust it with --allow-pickle"
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,7 @@ def load_pipeline(
     path = DEMO if model is None else Path(model).expanduser()
     if not path.exists():
         if model is None:
-            raise CheckpointError(
-                f"the demo model is missing from this installation ({path}): install the package again"
-            )
+            raise CheckpointError(f"this installation lacks the demo model ({path}): install the package again")
         hint = " (models are read from disk, never fetched: download it first)" if str(model).count("/") == 1 else ""
         raise CheckpointError(f"there is no model at {path}{hint}: give a diffusers folder or a .safetensors file")
     if path.is_dir():
@@ -108,13 +104,10 @@ def _folder_variant(folder: Path, allow_pickle: bool) -> str | None:
 
 def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pickle: bool) -> DiffusionPipeline:
     name = str(_read_index(folder).get("_class_name", ""))
-    prefix = next(
-        (p for p in ("StableDiffusionXL", "StableDiffusion") if name in {p + s for s in _SUFFIX.values()}), None
-    )
-    if prefix is None:
-        raise CheckpointError(
-            f"{folder} holds a {name or 'nameless pipeline'}: SD1.x, SD2.x and SDXL pipelines are served"
-        )
+    classes = {prefix + end: prefix for prefix in ("StableDiffusionXL", "StableDiffusion") for end in _SUFFIX.values()}
+    if name not in classes:
+        raise CheckpointError(f"{folder} holds a {name or 'nameless pipeline'}: SD1.x, SD2.x and SDXL are served")
+    prefix = classes[name]
     variant = _folder_variant(folder, allow_pickle)
     # A safety checker that the index names is skipped; SDXL's pipelines know no such argument.
     extra = {"safety_checker": None, "requires_safety_checker": False} if prefix == "StableDiffusion" else {}
@@ -140,7 +133,7 @@ def _load_file(
     pickled = path.suffix.lower() in PICKLES
     if pickled and not allow_pickle:
         raise CheckpointError(f"{path} cannot be loaded: {_NO_PICKLE}")
-    kind = _kind_of_pickle(path) if pickled else detect(read_header(path), path)
+    kind = _kind_of_pickle(path) if pickled else detect(read_header(path), path, _reader(path))
     prediction = prediction or kind.prediction
     config = single_file_config(kind, prediction)
     pipeline = _pipeline_class(config["pipeline"], task)
@@ -192,8 +185,8 @@ def single_file_config(kind: Kind, prediction: Prediction) -> dict[str, Any]:
     return config
 
 
-def detect(header: Header, path: Path) -> Kind:
-    """The kind of a single file, from names and shapes in its header.
+def detect(header: Header, path: Path, read: Callable[[str], torch.Tensor]) -> Kind:
+    """The kind of a single file, from names and shapes in its header; ``read`` gives the tensor of a name.
 
     What SD2.x predicts cannot be told from names: it is taken from the file's ModelSpec metadata, else from the spread
     of one bias in the last attention block, as ComfyUI does (above 0.09 in the models that predict v). SDXL predicts
@@ -219,33 +212,33 @@ def detect(header: Header, path: Path) -> Kind:
     name, texts = parts[context]
     for part, prefix in [("VAE", "first_stage_model."), *(("text encoder", text) for text in texts)]:
         if not any(tensor.startswith(prefix) for tensor in header.tensors):
-            raise CheckpointError(
-                f"{path} is an {name.upper()} checkpoint without {part} (no {prefix}*): get the full one"
-            )
+            raise CheckpointError(f"{path} is an {name.upper()} file without {part} (no {prefix}*): get the full one")
     if len(first) != 4 or first[1] not in (4, 9):
         raise CheckpointError(
-            f"{path} has a UNet with input of shape {first}: 4 channels, or 9 for inpainting, are served"
+            f"{path} has a UNet whose input is of shape {first}: 4 channels, or 9 for inpainting, work"
         )
-    return Kind(name, first[1], _prediction(name, header, path))
+    return Kind(name, first[1], _prediction(name, header, read))
 
 
-def _prediction(name: str, header: Header, path: Path) -> Prediction:
+def _prediction(name: str, header: Header, read: Callable[[str], torch.Tensor]) -> Prediction:
     stated = header.metadata.get("modelspec.prediction_type", "").lower()
     if stated in ("v", "v_prediction") or "v_pred" in header.tensors:
         return "v_prediction"
     if stated == "epsilon" or name != "sd21":
         return "epsilon"
     bias = _UNET + "output_blocks.11.1.transformer_blocks.0.norm1.bias"
-    if bias not in header.tensors:
-        return "v_prediction"
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return _by_spread(file.get_tensor(bias))
+    predicts_v = bias not in header.tensors or read(bias).float().std(unbiased=False).item() > 0.09
+    return "v_prediction" if predicts_v else "epsilon"
 
 
-def _by_spread(bias: torch.Tensor) -> Prediction:
-    return "v_prediction" if bias.float().std(unbiased=False).item() > 0.09 else "epsilon"
+def _reader(path: Path) -> Callable[[str], torch.Tensor]:
+    def read(name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            return file.get_tensor(name)
+
+    return read
 
 
 def _kind_of_pickle(path: Path) -> Kind:
@@ -263,12 +256,7 @@ def _kind_of_pickle(path: Path) -> Kind:
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds no table of weights but a {type(state).__name__}")
     tensors = {str(k): Entry("", tuple(v.shape), 0, 0) for k, v in state.items() if isinstance(v, torch.Tensor)}
-    bias = state.get(_UNET + "output_blocks.11.1.transformer_blocks.0.norm1.bias")
-    guess = (
-        {} if bias is None else {"modelspec.prediction_type": "v" if _by_spread(bias) == "v_prediction" else "epsilon"}
-    )
-    kind = detect(Header(tensors, {}, 0) if not guess else Header(tensors, guess, 0), path)
-    return kind if kind.name == "sd21" else Kind(kind.name, kind.in_channels)
+    return detect(Header(tensors, {}, 0), path, state.__getitem__)
 
 
 def describe(header: Header) -> str:

@@ -1,6 +1,6 @@
 """What a .safetensors file holds, from its header alone, and whether the file is whole.
 
-The layout (https://huggingface.co/docs/safetensors): eight bytes with the length of a JSON header, the header, the data.
+The layout, as the safetensors project states it: eight bytes with the length of a JSON header, the header, the data.
 Headers come from strangers: nothing in them is believed before it was checked against the file.
 """
 
