@@ -1,1 +1,1 @@
-"""The optimisations, one a file; see ``patches.py`` for what a hook is."""
+"""The optimisations, one a file. ``registry.py`` has the order in which they wrap the model."""

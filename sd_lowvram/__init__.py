@@ -1,0 +1,64 @@
+"""Stable Diffusion in the memory that you have.
+
+State a budget, get the fastest settings that fit, know the peak before the start, keep the same picture::
+
+    plan = sd_lowvram.optimize(pipe, vram="4GB", width=1024, height=1024)
+    image = pipe("a red apple").images[0]
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors
+    from .api import decode, encode, optimize, plan
+    from .memory import MemoryTrace, trace
+    from .planner import Plan
+    from .session import attached, restore
+    from .settings import Fidelity, Settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Fidelity",
+    "MemoryTrace",
+    "Plan",
+    "Settings",
+    "attached",
+    "decode",
+    "encode",
+    "errors",
+    "optimize",
+    "plan",
+    "restore",
+    "trace",
+]
+
+_HOMES = {
+    "plan": ".api",
+    "decode": ".api",
+    "encode": ".api",
+    "optimize": ".api",
+    "attached": ".session",
+    "restore": ".session",
+    "trace": ".memory",
+    "MemoryTrace": ".memory",
+    "Plan": ".planner",
+    "Settings": ".settings",
+    "Fidelity": ".settings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the command line's --help need not wait for torch."""
+    if name == "errors":
+        return importlib.import_module(".errors", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

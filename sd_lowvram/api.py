@@ -1,0 +1,167 @@
+"""The calls that users make: optimize, plan, decode, encode (and restore and attached, from the session)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .device import available_ram, default_device, free_vram
+from .errors import BadInputError
+from .models.anatomy import Anatomy
+from .planner import Plan, Request, check_size, make_plan, native_size, scale_factor
+from .session import anatomy_of, attach, attached, restore
+from .settings import Settings
+from .sizes import parse_size
+
+Size = int | float | str
+
+
+def plan(
+    target: Any,
+    *,
+    vram: Size | None = None,
+    ram: Size | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    batch: int = 1,
+    device: torch.device | str | None = None,
+    settings: Settings | None = None,
+    approximate: bool = False,
+) -> Plan:
+    """The fastest settings that fit, with their predicted peak; attaches nothing. Arguments as for :func:`optimize`."""
+    anatomy = anatomy_of(target)
+    request = _request(anatomy, vram, ram, width, height, batch, device)
+    return make_plan(anatomy, request, settings or Settings(), approximate)
+
+
+def optimize(
+    target: Any,
+    *,
+    vram: Size | None = None,
+    ram: Size | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    batch: int = 1,
+    device: torch.device | str | None = None,
+    settings: Settings | None = None,
+    approximate: bool = False,
+) -> Plan:
+    """Make ``target`` run within a budget, in the fastest way that fits; use it afterwards as before.
+
+    What an earlier call attached to the same target is taken off first. :func:`restore` takes everything off.
+
+    Args:
+        target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or its unet, vae or text encoder.
+        vram: the budget on the device, as people write it: "4GB", "3.5 GiB", 4096 (MiB). None: what is free now.
+        ram: the budget for what waits in host memory. None: what is free now.
+        width, height: of the picture in pixels. None: the model's own size.
+        batch: pictures at a time; guidance doubles it inside.
+        device: where to compute. None: a GPU when there is one, else the CPU.
+        settings: knobs that are fixed; the rest is chosen.
+        approximate: whether settings that change the picture may be chosen too.
+
+    Raises:
+        BudgetError: nothing fits; its message tells the smallest budget that does.
+        BadInputError: a target, size or budget that cannot be used.
+        NoSiteError, ConflictError: see :func:`attached`.
+    """
+    chosen = plan(
+        target, vram=vram, ram=ram, width=width, height=height, batch=batch, device=device, settings=settings,
+        approximate=approximate,
+    )  # fmt: skip
+    restore(target)
+    attach(target, chosen.settings, chosen.request.device).plan = chosen
+    return chosen
+
+
+def decode(
+    vae: nn.Module,
+    latents: Tensor,
+    *,
+    vram: Size | None = None,
+    ram: Size | None = None,
+    device: torch.device | str | None = None,
+    settings: Settings | None = None,
+) -> Tensor:
+    """Pixels (N, 3, H, W) in about [-1, 1] from unscaled latents (N, 4, h, w), as ``vae.decode`` takes them.
+
+    Exact within the budget: strips with whole-image statistics where the plain decode does not fit (``rounding``).
+
+    Raises:
+        BudgetError: nothing fits. BadInputError: no autoencoder, or latents of another shape.
+    """
+    if latents.dim() != 4:
+        raise BadInputError(f"latents of shape {tuple(latents.shape)} are not (N, C, h, w)")
+    factor = scale_factor(anatomy_of(vae))
+    height, width = latents.shape[-2] * factor, latents.shape[-1] * factor
+    settings = _decoder_settings(vae, vram, ram, width, height, len(latents), device or latents.device, settings)
+    with attached(vae, settings, device=device or latents.device), torch.no_grad():
+        return vae.decode(latents, return_dict=False)[0]  # type: ignore[operator]
+
+
+def encode(
+    vae: nn.Module,
+    pixels: Tensor,
+    *,
+    vram: Size | None = None,
+    ram: Size | None = None,
+    device: torch.device | str | None = None,
+    settings: Settings | None = None,
+) -> Tensor:
+    """Moments (N, 8, h, w), mean and log-variance, of the unscaled latents of ``pixels`` (N, 3, H, W) in [-1, 1].
+
+    Raises:
+        BudgetError: nothing fits. BadInputError: no autoencoder, or sides that are no multiple of 8.
+    """
+    if pixels.dim() != 4:
+        raise BadInputError(f"pixels of shape {tuple(pixels.shape)} are not (N, C, H, W)")
+    height, width = pixels.shape[-2:]
+    settings = _decoder_settings(vae, vram, ram, width, height, len(pixels), device or pixels.device, settings)
+    with attached(vae, settings, device=device or pixels.device), torch.no_grad():
+        return vae.encode(pixels).latent_dist.parameters  # type: ignore[operator]
+
+
+def _decoder_settings(
+    vae: nn.Module,
+    vram: Size | None,
+    ram: Size | None,
+    width: int,
+    height: int,
+    batch: int,
+    device: torch.device | str,
+    settings: Settings | None,
+) -> Settings:
+    anatomy = anatomy_of(vae)
+    if anatomy.vae is None:
+        raise BadInputError(f"{type(vae).__name__} is no autoencoder")
+    fixed = settings or Settings()
+    half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
+    if half and anatomy.config(anatomy.autoencoder or "").get("force_upcast"):
+        fixed = fixed.filled(precision="fp32")
+    request = _request(anatomy, vram, ram, width, height, batch, device)
+    return make_plan(anatomy, request, fixed).settings
+
+
+def _request(
+    anatomy: Anatomy,
+    vram: Size | None,
+    ram: Size | None,
+    width: int | None,
+    height: int | None,
+    batch: int,
+    device: torch.device | str | None,
+) -> Request:
+    native = native_size(anatomy)
+    width, height = width if width is not None else native, height if height is not None else native
+    check_size(width, height, batch, scale_factor(anatomy))
+    where = torch.device(device) if device is not None else default_device()
+    return Request(
+        width=width,
+        height=height,
+        batch=batch,
+        vram=parse_size(vram, "vram") if vram is not None else free_vram(where),
+        ram=parse_size(ram, "ram") if ram is not None else available_ram(),
+        device=where,
+    )

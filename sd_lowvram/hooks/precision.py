@@ -1,0 +1,167 @@
+"""Number types: conversion, TF32, autocast, and 16-bit storage with 32-bit arithmetic.
+
+Source: diffusers' memory and speed guide, Cerebrium; 16-bit storage with 32-bit arithmetic for GTX 16xx cards, whose
+fp16 is broken, as in AUTOMATIC1111's upcast sampling. Fidelity: a wider type is ``rounding``, a narrower one
+``approximate``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import NoSiteError, SettingsError
+from ..models.anatomy import Anatomy
+from ..patches import Change, Patch, wrap
+from ..settings import Fidelity, Settings
+from ..weights import all_tensors, cast_activations, lent, own_tensors, set_data
+
+_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch | Change]:
+    """Compute in ``settings.precision``.
+
+    An autoencoder whose configuration says ``force_upcast`` overflows in fp16 and is left in the type it has.
+
+    Raises:
+        NoSiteError: the target holds no floating-point weights.
+        SettingsError: tf32 away from an NVIDIA GPU.
+    """
+    if not any(tensor.is_floating_point() for tensor in all_tensors(*anatomy.components.values())):
+        raise NoSiteError("precision: the model holds no floating-point weights")
+    kind = settings.precision or ""
+    if kind == "tf32":
+        yield from _tf32(anatomy, device)
+        return
+    for name, component in anatomy.components.items():
+        if kind.endswith("fp16") and _force_upcast(anatomy, name):
+            yield from _cast_entries(anatomy, name, None)
+        elif kind.startswith("autocast-"):
+            yield from _autocast(anatomy, name, _TYPES[kind.removeprefix("autocast-")], device)
+        elif kind == "fp16-storage":
+            yield Change(functools.partial(convert, component, torch.float16), hook="precision")
+            yield from _widened_layers(component)
+            yield from _cast_entries(anatomy, name, torch.float32)
+        else:
+            yield Change(functools.partial(convert, component, _TYPES[kind]), hook="precision")
+            yield from _cast_entries(anatomy, name, None)
+
+
+def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
+    """How far ``settings.precision`` goes from this model's own types: nothing, wider, or narrower."""
+    kind = settings.precision
+    if kind is None:
+        return Fidelity.BITWISE
+    if kind == "tf32":
+        return Fidelity.APPROXIMATE
+    compute = _TYPES["fp32" if kind == "fp16-storage" else kind.removeprefix("autocast-")]
+    stored = _TYPES["fp16"] if kind == "fp16-storage" else compute
+    fidelity = Fidelity.BITWISE
+    for name, component in anatomy.components.items():
+        if kind.endswith("fp16") and _force_upcast(anatomy, name):
+            continue
+        for dtype in {tensor.dtype for tensor in all_tensors(component) if tensor.is_floating_point()}:
+            if _narrows(dtype, stored) or _narrows(dtype, compute):
+                return Fidelity.APPROXIMATE
+            if dtype != compute:
+                fidelity = Fidelity.ROUNDING
+    return fidelity
+
+
+def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Convert all floating weights to ``dtype``; returns the undoing.
+
+    What narrowing loses is kept in host memory. A tensor that was changed in between (a LoRA fused into it, say) keeps
+    its new contents and only gets its type back.
+    """
+    kept: list[tuple[Tensor, torch.dtype, Tensor | None]] = []
+
+    def undo() -> None:
+        for tensor, before, original in kept:
+            intact = original is not None and _same_bits(original.to(dtype), tensor.data.cpu())
+            set_data(tensor, original.to(tensor.device) if intact and original is not None else tensor.data.to(before))
+
+    try:
+        for tensor in all_tensors(component):
+            if tensor.is_floating_point() and tensor.dtype != dtype:
+                original = tensor.data.cpu() if _narrows(tensor.dtype, dtype) else None
+                kept.append((tensor, tensor.dtype, original))
+                set_data(tensor, tensor.data.to(dtype))
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _narrows(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``target`` cannot hold every value of ``source``."""
+    return torch.promote_types(source, target) != target
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    bits = integers.get(a.element_size(), torch.int8)
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
+def _force_upcast(anatomy: Anatomy, name: str) -> bool:
+    return name == anatomy.autoencoder and bool(anatomy.config(name).get("force_upcast"))
+
+
+def _cast_entries(anatomy: Anatomy, name: str, dtype: torch.dtype | None) -> Iterator[Patch]:
+    """Casts what other components hand to this one to ``dtype``; None: to the type that its own weights have."""
+    component = anatomy.components[name]
+
+    def cast(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        wanted = dtype or next((t.dtype for t in component.parameters() if t.is_floating_point()), torch.float32)
+        args, kwargs = cast_activations((args, kwargs), wanted)
+        return original(*args, **kwargs)
+
+    yield from (wrap(component, entry, cast, "precision") for entry in anatomy.entries[name])
+
+
+def _autocast(anatomy: Anatomy, name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Patch]:
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # each weight is used once a call, so caching its cast would only hold a second copy of the model
+        with torch.autocast(device.type, dtype, cache_enabled=False):
+            return original(*args, **kwargs)
+
+    yield from (wrap(anatomy.components[name], entry, run, "precision") for entry in anatomy.entries[name])
+
+
+def _tf32(anatomy: Anatomy, device: torch.device) -> Iterator[Patch]:
+    if device.type != "cuda":
+        raise SettingsError(f"precision='tf32' needs an NVIDIA GPU and the device is {device}: use fp32")
+
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = matmul.allow_tf32, cudnn.allow_tf32
+        matmul.allow_tf32 = cudnn.allow_tf32 = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32 = before
+
+    for name, component in anatomy.components.items():
+        yield from (wrap(component, entry, run, "precision") for entry in anatomy.entries[name])
+
+
+def _widened_layers(component: nn.Module) -> Iterator[Patch]:
+    """Every layer sees its weights and its inputs in fp32 while it runs."""
+    for module in component.modules():
+        if any(tensor.is_floating_point() for tensor in own_tensors(module)):
+            yield wrap(module, "forward", functools.partial(_run_widened, module), "precision")
+
+
+def _run_widened(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = cast_activations((args, kwargs), torch.float32)
+    floating = (tensor for tensor in own_tensors(module) if tensor.is_floating_point())
+    with lent(floating, lambda data: data.to(torch.float32)):
+        return original(*args, **kwargs)

@@ -1,0 +1,39 @@
+"""Which hooks the settings ask for.
+
+A hook is a function ``(anatomy, settings, device)`` that yields patches and changes and acts on nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ..models.anatomy import Anatomy
+from ..patches import Change, Patch
+from ..settings import Settings
+from .attention import attention
+from .channels_last import channels_last
+from .inference_mode import inference_mode
+from .offload import offload
+from .precision import precision
+from .vae_exact import vae_exact
+from .vae_fast import vae_fast
+from .vae_slices import vae_slices
+
+Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
+
+
+def active_hooks(settings: Settings) -> list[Hook]:
+    """The hooks that ``settings`` ask for, in the order in which they wrap the model: the last is the outermost."""
+    chosen: list[tuple[Hook, bool]] = [
+        (precision, settings.precision is not None),
+        (channels_last, bool(settings.channels_last)),
+        (attention, settings.attention is not None or bool(settings.deterministic)),
+        (vae_exact, settings.vae_tiles == "exact"),
+        (vae_fast, settings.vae_tiles == "fast"),
+        (vae_slices, bool(settings.vae_slices)),
+        (offload, settings.offload is not None or settings.decoder_device == "cpu"),
+        (inference_mode, bool(settings.inference_mode)),
+    ]
+    return [hook for hook, wanted in chosen if wanted]

@@ -1,0 +1,127 @@
+"""Hooks are attached here and taken off again without a trace.
+
+The record of what is attached lives on the target itself, so that both are freed together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .errors import BadInputError, LowVRAMError
+from .hooks.registry import active_hooks
+from .models import dissect
+from .models.anatomy import Anatomy
+from .patches import Change, Patch, refuse_conflicts, set_patch
+from .settings import Settings
+
+_RECORD = "_sd_lowvram"
+
+
+class Attachment:
+    """What one call of :func:`attach` did to a target: the settings, how many patches each hook set, and the way back."""
+
+    def __init__(self, anatomy: Anatomy, settings: Settings, device: torch.device) -> None:
+        self.anatomy = anatomy
+        self.settings = settings
+        self.device = device
+        self.sites: dict[str, int] = {}
+        self.plan: Any = None
+        self._undo: list[Callable[[], None]] = []
+
+    def apply(self) -> None:
+        """Set every patch; when one fails, none stays.
+
+        Raises:
+            NoSiteError, ConflictError, SettingsError: before anything has been set.
+        """
+        steps = [step for hook in active_hooks(self.settings) for step in hook(self.anatomy, self.settings, self.device)]
+        refuse_conflicts(step for step in steps if isinstance(step, Patch))
+        try:
+            for step in steps:
+                self._undo.append(step.apply() if isinstance(step, Change) else set_patch(step))
+                self.sites[step.hook] = self.sites.get(step.hook, 0) + 1
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Take everything off, last set first off; an error in one undoing does not keep the others from running."""
+        with contextlib.ExitStack() as stack:
+            for undo in self._undo:
+                stack.callback(undo)
+            self._undo = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise LowVRAMError("this model carries sd-lowvram's hooks and cannot be copied: restore() it first")
+
+
+def anatomy_of(target: Any) -> Anatomy:
+    """The anatomy of ``target``.
+
+    Raises:
+        BadInputError: no family of models that we know.
+    """
+    anatomy = dissect(target)
+    if anatomy is None:
+        raise BadInputError(
+            f"{type(target).__name__} is no model that sd-lowvram knows: give a diffusers pipeline of SD1.x, SD2.x or SDXL, "
+            "or its unet, vae or text_encoder"
+        )
+    return anatomy
+
+
+def attach(target: Any, settings: Settings, device: torch.device) -> Attachment:
+    """Attach the hooks that ``settings`` ask for to ``target``, above any that are attached already."""
+    attachment = Attachment(anatomy_of(target), settings, device)
+    attachment.apply()
+    vars(target).setdefault(_RECORD, []).append(attachment)
+    return attachment
+
+
+def detach(target: Any, attachment: Attachment) -> None:
+    """Take one attachment off, in whatever order they came."""
+    records = vars(target).get(_RECORD, [])
+    if attachment in records:
+        records.remove(attachment)
+        if not records:
+            del vars(target)[_RECORD]
+    attachment.undo()
+
+
+def attachments(target: Any) -> list[Attachment]:
+    """What is attached to ``target`` now, first attached first."""
+    return list(vars(target).get(_RECORD, []))
+
+
+def restore(target: Any) -> None:
+    """Take off everything that sd-lowvram attached to ``target``, bit for bit; nothing happens when there is nothing."""
+    with contextlib.ExitStack() as stack:
+        for attachment in attachments(target):
+            stack.callback(detach, target, attachment)
+
+
+@contextlib.contextmanager
+def attached(target: Any, settings: Settings, *, device: torch.device | str | None = None) -> Iterator[Attachment]:
+    """Within the block ``target`` runs with the hooks that ``settings`` ask for, and none of those left undecided.
+
+    Args:
+        target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or one of its components.
+        settings: what is None in them stays as the model has it.
+        device: where to compute; None: a GPU when there is one, else the CPU.
+
+    Raises:
+        BadInputError: a target of no known family.
+        NoSiteError: a hook that finds nothing to act on.
+        ConflictError: two hooks that exclude each other.
+    """
+    from .device import default_device
+
+    attachment = attach(target, settings, torch.device(device) if device is not None else default_device())
+    try:
+        yield attachment
+    finally:
+        detach(target, attachment)

@@ -1,0 +1,67 @@
+"""The tensors that modules own: walking them, lending them converted ones for a call, moving inputs along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+Convert = Callable[[Tensor], Tensor]
+
+
+def own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers that ``module`` itself holds, its children's left out."""
+    for held in (module._parameters, module._buffers):
+        yield from (tensor for tensor in held.values() if tensor is not None)
+
+
+def all_tensors(*modules: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of whole modules; tied ones once."""
+    found = {id(tensor): tensor for root in modules for module in root.modules() for tensor in own_tensors(module)}
+    return list(found.values())
+
+
+def weight_bytes(*modules: nn.Module) -> int:
+    """Bytes of all parameters and buffers; tied ones counted once."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in all_tensors(*modules))
+
+
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Give ``tensor`` other contents and keep the object itself, so that whoever holds it sees them too."""
+    with torch.no_grad():
+        tensor.data = data
+
+
+@contextmanager
+def lent(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
+    """Within the block every tensor holds ``convert`` of its contents; afterwards its own again, whatever happens."""
+    masters: list[tuple[Tensor, Tensor]] = []
+    try:
+        with torch.inference_mode(False):
+            for tensor in tensors:
+                masters.append((tensor, tensor.data))
+                set_data(tensor, convert(tensor.data))
+        yield
+    finally:
+        with torch.inference_mode(False):
+            for tensor, master in masters:
+                set_data(tensor, master)
+
+
+def map_tensors(tree: Any, convert: Convert) -> Any:
+    """``tree`` (nested lists, tuples, dicts, model outputs) with every tensor converted."""
+    return tree_map(lambda leaf: convert(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def first_tensor(tree: Any) -> Tensor | None:
+    """The first tensor in a nest of arguments."""
+    return next((leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)), None)
+
+
+def cast_activations(tree: Any, dtype: torch.dtype) -> Any:
+    """``tree`` with its floating activations in ``dtype``. Timesteps, with at most one dimension, keep their type."""
+    return map_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() and t.dim() > 1 else t)
