@@ -68,8 +68,8 @@ def _refuse_accelerate(components: dict[str, nn.Module]) -> None:
         hooked = any(hasattr(module, "_hf_hook") for module in component.modules())
         if hooked or getattr(component, "_diffusers_hook", None) is not None:
             raise ConflictError(
-                f"{name} is already offloaded by accelerate or diffusers: call pipe.remove_all_hooks() before optimize(), "
-                "or pass Settings without offload"
+                f"{name} is already offloaded by accelerate or diffusers: call pipe.remove_all_hooks() before "
+                "optimize(), or pass Settings without offload"
             )
 
 
@@ -92,7 +92,7 @@ def _sent(result: Any, home: torch.device) -> Any:
 
 
 def _run_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run on the CPU in fp32, for which :func:`_settle_on_host` has widened the weights; the result in the input's type."""
+    """Run on the CPU in fp32, to which :func:`_settle_on_host` has widened the weights; the result in the input's type."""
     first = first_tensor((args, kwargs))
     dtype = first.dtype if first is not None else torch.float32
     widen = functools.partial(map_tensors, convert=lambda t: t.float() if t.is_floating_point() else t)

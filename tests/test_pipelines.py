@@ -1,0 +1,190 @@
+"""A user's own pipeline gives the same picture with and without the lossless hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+import sd_lowvram
+from sd_lowvram import Settings, attached
+from sd_lowvram.weights import all_tensors
+
+ALONE = [
+    Settings(attention="sdpa"),
+    Settings(attention="sliced", attention_mib=1),
+    Settings(attention="fused-softmax", attention_mib=1),
+    Settings(deterministic=True),
+    Settings(channels_last=True),
+    Settings(inference_mode=True),
+    Settings(vae_slices=True),
+    Settings(vae_tiles="exact", vae_map="held", vae_strip_mib=1),
+    Settings(vae_tiles="exact", vae_map="parked", vae_strip_mib=1),
+    Settings(vae_tiles="exact", vae_map="recomputed", vae_strip_mib=1),
+    Settings(decoder_device="cpu"),
+    Settings(offload="none"),
+    Settings(offload="component"),
+    Settings(offload="layer"),
+    Settings(precision="fp32"),
+]
+TOGETHER = [
+    Settings.smallest(),
+    Settings(
+        attention="fused-softmax",
+        deterministic=True,
+        channels_last=True,
+        inference_mode=True,
+        vae_slices=True,
+        vae_tiles="exact",
+        decoder_device="cpu",
+        offload="component",
+    ),
+]
+TASKS = ("", "Img2Img", "Inpaint")
+
+
+def named(settings: Settings) -> str:
+    return ",".join(f"{name}={value}" for name, _, value in settings.decided())
+
+
+@pytest.fixture(scope="module")
+def pipes() -> dict[tuple[str, str], tuple[Any, torch.Tensor]]:
+    """Every family's pipelines with their plain picture of two, made when first asked for."""
+    return {}
+
+
+def plain(pipes: Any, family: str, task: str) -> tuple[Any, torch.Tensor]:
+    if (family, task) not in pipes:
+        pipe = tiny.pipeline(family, task)
+        pipes[family, task] = pipe, tiny.run(pipe, batch=3, size=72)
+    return pipes[family, task]
+
+
+@pytest.mark.parametrize("settings", ALONE, ids=named)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_each_hook_alone(pipes: Any, family: str, settings: Settings) -> None:
+    pipe, expected = plain(pipes, family, "")
+    with attached(pipe, settings) as attachment:
+        picture = tiny.run(pipe, batch=3, size=72)
+        assert sum(attachment.sites.values()) > 0
+    assert tiny.relative_error(picture, expected) < 1e-4
+
+
+@pytest.mark.parametrize("settings", TOGETHER, ids=["smallest", "all"])
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_all_together(pipes: Any, family: str, task: str, settings: Settings) -> None:
+    pipe, expected = plain(pipes, family, task)
+    with attached(pipe, settings):
+        assert tiny.relative_error(tiny.run(pipe, batch=3, size=72), expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_attention_is_hit(family: str) -> None:
+    pipe = tiny.pipeline(family)
+    with attached(pipe.unet, Settings(attention="sliced")) as attachment:
+        assert attachment.sites["attention"] == tiny.ATTENTIONS[family]
+    assert len(attachment.anatomy.residual_blocks) == tiny.RESIDUAL_BLOCKS[family]
+
+
+@pytest.mark.parametrize("offload", ["none", "component", "layer"])
+def test_offload_is_bitwise(offload: str) -> None:
+    pipe = tiny.pipeline("sd15")
+    for dtype in (torch.float32, torch.bfloat16):
+        pipe.to(dtype=dtype)
+        expected = tiny.run(pipe)
+        with attached(pipe, Settings(offload=offload)):
+            assert torch.equal(tiny.run(pipe), expected)
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("fp16", 0.01), ("bf16", 0.05), ("autocast-bf16", 0.05)])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_narrower_types_stay_near(pipes: Any, family: str, precision: str, limit: float) -> None:
+    pipe, expected = plain(pipes, family, "")
+    with attached(pipe, Settings(precision=precision)):
+        picture = tiny.run(pipe, batch=3, size=72)
+        narrow = {tensor.dtype for tensor in all_tensors(pipe.unet)}
+    assert 0 < tiny.relative_error(picture, expected) < limit
+    if not precision.startswith("autocast"):
+        assert narrow == {torch.float16 if precision == "fp16" else torch.bfloat16}
+
+
+def test_fp16_storage_computes_in_fp32() -> None:
+    pipe = tiny.pipeline("sd15")
+    pipe.to(dtype=torch.float16)
+    half = tiny.run(pipe)
+    with attached(pipe, Settings(precision="fp16-storage")):
+        mixed = tiny.run(pipe)
+        assert {tensor.dtype for tensor in pipe.unet.parameters()} == {torch.float16}
+    pipe.to(dtype=torch.float32)
+    wide = tiny.run(pipe)
+    assert tiny.relative_error(mixed, wide) < 1e-3 < 10 * tiny.relative_error(half, wide)
+
+
+def test_force_upcast_is_obeyed() -> None:
+    pipe = tiny.pipeline("sdxl")
+    assert pipe.vae.config.force_upcast
+    with attached(pipe, Settings(precision="fp16")):
+        assert pipe.vae.dtype == torch.float32
+        assert pipe.unet.dtype == torch.float16
+    half = pipe.vae.half()
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).half()
+    pixels = sd_lowvram.decode(half, latents, vram="1GB")
+    expected = half.float().decode(latents.float()).sample
+    assert tiny.relative_error(pixels, expected) < 1e-5
+
+
+def _lora(pipe: Any, rank: int = 4) -> dict[str, torch.Tensor]:
+    """Random weights of a LoRA over the UNet's attentions, in diffusers' own format."""
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    other = tiny.pipeline("sd15").unet
+    other.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    generator = torch.Generator().manual_seed(1)
+    weights = get_peft_model_state_dict(other)
+    return {f"unet.{name}": torch.randn(w.shape, generator=generator) * 0.3 for name, w in weights.items()}
+
+
+@pytest.mark.parametrize("settings", [Settings.smallest(), Settings(offload="component"), Settings(attention="sliced")])
+def test_lora_has_its_full_effect(settings: Settings) -> None:
+    pipe = tiny.pipeline("sd15")
+    lora = _lora(pipe)
+    without = tiny.run(pipe)
+    pipe.load_lora_weights(dict(lora))
+    expected = tiny.run(pipe)
+    assert tiny.relative_error(expected, without) > 0.01
+
+    with attached(pipe, settings):  # loaded before
+        assert tiny.relative_error(tiny.run(pipe), expected) < 1e-4
+        pipe.unload_lora_weights()
+        assert tiny.relative_error(tiny.run(pipe), without) < 1e-4
+        pipe.load_lora_weights(dict(lora))  # loaded after
+        assert tiny.relative_error(tiny.run(pipe), expected) < 1e-4
+        pipe.fuse_lora()
+        assert tiny.relative_error(tiny.run(pipe), expected) < 1e-3
+    assert tiny.relative_error(tiny.run(pipe), expected) < 1e-3
+    pipe.unfuse_lora()
+    pipe.unload_lora_weights()
+    assert tiny.relative_error(tiny.run(pipe), without) < 1e-4
+
+
+def test_ip_adapter_and_other_processors_keep_working() -> None:
+    from diffusers.models.attention_processor import AttnProcessor, IPAdapterAttnProcessor2_0
+
+    pipe = tiny.pipeline("sd15")
+    pipe.unet.set_attn_processor(AttnProcessor())
+    expected = tiny.run(pipe)
+    with attached(pipe, Settings(attention="sliced", attention_mib=1)):
+        assert tiny.relative_error(tiny.run(pipe), expected) < 1e-4
+    assert {type(p) for p in pipe.unet.attn_processors.values()} == {AttnProcessor}
+
+    attention = pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn2
+    attention.set_processor(IPAdapterAttnProcessor2_0(64, 32, num_tokens=(4,), scale=0.7))
+    hidden, text, image = torch.randn(2, 16, 64), torch.randn(2, 77, 32), torch.randn(2, 1, 4, 32)
+    with torch.no_grad():
+        expected = attention(hidden, (text, [image]))
+        with attached(pipe.unet, Settings(attention="fused-softmax")):
+            assert tiny.relative_error(attention(hidden, (text, [image])), expected) < 1e-5

@@ -1,0 +1,213 @@
+"""Attaching and restoring: nothing of ours stays, whatever happened in between."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import sd_lowvram
+from sd_lowvram import Settings, attached
+from sd_lowvram.errors import BadInputError, ConflictError, LowVRAMError, NoSiteError
+from sd_lowvram.hooks import offload as offload_hook
+from sd_lowvram.session import attach, attachments, detach
+
+CPU = torch.device("cpu")
+EVERYTHING = Settings(
+    precision="fp16-storage",
+    attention="sliced",
+    attention_mib=1,
+    channels_last=True,
+    inference_mode=True,
+    vae_slices=True,
+    vae_tiles="exact",
+    vae_map="parked",
+    decoder_device="gpu",
+    offload="layer",
+)
+
+
+def snapshot(pipe: Any) -> dict[str, Any]:
+    """Class, every attribute, and the bits, types, strides and devices of all tensors of every module."""
+    seen = {}
+    for name, component in pipe.components.items():
+        if isinstance(component, nn.Module):
+            for path, module in component.named_modules():
+                held = {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+                seen[f"{name}.{path}"] = (type(module), held)
+            for path, tensor in component.state_dict().items():
+                seen[f"{name}:{path}"] = (tensor.dtype, tensor.device, tensor.stride(), tensor.clone())
+    seen["pipe"] = (type(pipe), dict(vars(pipe)))
+    return seen
+
+
+def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before.keys() == after.keys()
+    for name, facts in before.items():
+        if isinstance(facts[-1], torch.Tensor):
+            assert facts[:-1] == after[name][:-1], name
+            assert torch.equal(facts[-1], after[name][-1]), name
+        else:
+            assert facts[0] is after[name][0], name
+            assert facts[1].keys() == after[name][1].keys(), name
+            for key, value in facts[1].items():
+                same = value is after[name][1][key] or value == after[name][1][key]
+                assert same, f"{name}.{key}"
+
+
+@pytest.fixture
+def pipe() -> Any:
+    return tiny.pipeline("sd15")
+
+
+def test_restored_after_success(pipe: Any) -> None:
+    before = snapshot(pipe)
+    with attached(pipe, EVERYTHING) as attachment:
+        tiny.run(pipe, steps=1)
+        assert attachment.sites["attention"] >= 34
+        assert vars(pipe)
+    assert_same(before, snapshot(pipe))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("offload", ["component", "layer"])
+def test_restored_after_an_error_inside_a_hook(
+    pipe: Any, error: type[BaseException], offload: str, monkeypatch: Any
+) -> None:
+    before = snapshot(pipe)
+    calls = 0
+
+    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 60:
+            raise error("planted")
+        return fetch(*args, **kwargs)
+
+    fetch = offload_hook.to_device
+    monkeypatch.setattr(offload_hook, "to_device", failing)
+    sd_lowvram.optimize(pipe, vram="1GB", settings=Settings(offload=offload, precision="fp16"))
+    with pytest.raises(error, match="planted"):
+        tiny.run(pipe, steps=1)
+    sd_lowvram.restore(pipe)
+    assert calls == 60
+    assert_same(before, snapshot(pipe))
+
+
+def test_usable_after_an_error(pipe: Any) -> None:
+    expected = tiny.run(pipe, steps=1)
+    with attached(pipe, Settings(offload="layer")):
+        failing = pipe.unet.mid_block.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tiny.run(pipe, steps=1)
+        failing.remove()
+        assert torch.equal(tiny.run(pipe, steps=1), expected)
+
+
+def test_a_failing_hook_leaves_nothing(pipe: Any) -> None:
+    before = snapshot(pipe)
+    with pytest.raises(LowVRAMError):
+        attach(pipe, Settings(channels_last=True, precision="tf32"), CPU)
+    assert_same(before, snapshot(pipe))
+
+
+def test_optimize_twice_and_on_a_component(pipe: Any) -> None:
+    before = snapshot(pipe)
+    expected = tiny.run(pipe)
+    sd_lowvram.optimize(pipe, vram="1GB", settings=Settings(offload="layer"))
+    sd_lowvram.optimize(pipe, vram="1GB", settings=Settings(offload="component"))
+    assert len(attachments(pipe)) == 1
+    sd_lowvram.optimize(pipe.unet, vram="1GB", settings=Settings(attention="sliced"))
+    assert tiny.relative_error(tiny.run(pipe), expected) < 1e-5
+    sd_lowvram.restore(pipe)
+    sd_lowvram.restore(pipe.unet)
+    sd_lowvram.restore(pipe)
+    assert_same(before, snapshot(pipe))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_attachments_come_off_in_any_order(pipe: Any, order: tuple[int, ...]) -> None:
+    before = snapshot(pipe)
+    expected = tiny.run(pipe, steps=1)
+    settings = Settings(inference_mode=True), Settings(attention="sliced"), Settings(offload="layer")
+    three = [attach(pipe, one, CPU) for one in settings]
+    for place in order:
+        detach(pipe, three[place])
+        assert tiny.relative_error(tiny.run(pipe, steps=1), expected) < 1e-5
+    assert_same(before, snapshot(pipe))
+
+
+def test_a_foreign_patch_on_top_survives(pipe: Any) -> None:
+    expected = tiny.run(pipe, steps=1)
+    attachment = attach(pipe, Settings(inference_mode=True, offload="layer"), CPU)
+    ours, calls = pipe.unet.forward, []
+    pipe.unet.forward = lambda *args, **kwargs: (calls.append(1), ours(*args, **kwargs))[1]
+    foreign = pipe.unet.forward
+    detach(pipe, attachment)
+    assert pipe.unet.forward is foreign
+    assert torch.equal(tiny.run(pipe, steps=1), expected)
+    assert calls == [1]
+    assert not torch.is_inference(pipe.unet(torch.zeros(1, 4, 8, 8), 1, torch.zeros(1, 77, 32)).sample)
+
+
+def test_copies_are_refused(pipe: Any) -> None:
+    with attached(pipe, Settings(inference_mode=True)):
+        for act in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(LowVRAMError, match="restore"):
+                act(pipe.unet)
+    copy.deepcopy(pipe.unet)
+
+
+def test_a_dropped_target_is_freed(pipe: Any) -> None:
+    local = tiny.pipeline("sd15")
+    sd_lowvram.optimize(local, vram="1GB", settings=Settings(offload="component", vae_tiles="exact"))
+    tiny.run(local, steps=1)
+    gone = weakref.ref(local.unet), weakref.ref(local)
+    del local
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("part", "settings"),
+    [
+        ("text_encoder", Settings(attention="sliced")),
+        ("text_encoder", Settings(channels_last=True)),
+        ("unet", Settings(vae_tiles="exact")),
+        ("unet", Settings(vae_tiles="fast")),
+        ("unet", Settings(vae_slices=True)),
+        ("unet", Settings(decoder_device="cpu")),
+    ],
+)
+def test_a_hook_without_a_site_raises(pipe: Any, part: str, settings: Settings) -> None:
+    with pytest.raises(NoSiteError), attached(getattr(pipe, part), settings):
+        pass
+
+
+def test_two_that_replace_the_same_conflict(pipe: Any) -> None:
+    before = snapshot(pipe)
+    with attached(pipe, Settings(vae_tiles="exact")):
+        with pytest.raises(ConflictError, match="turn one of them off"):
+            attach(pipe, Settings(vae_tiles="exact", inference_mode=True), CPU)
+    assert_same(before, snapshot(pipe))
+
+
+def test_accelerate_offload_is_refused(pipe: Any) -> None:
+    from accelerate import cpu_offload
+
+    cpu_offload(pipe.unet, execution_device=CPU)
+    with pytest.raises(ConflictError, match="remove_all_hooks"):
+        attach(pipe, Settings(offload="layer"), CPU)
+
+
+@pytest.mark.parametrize("target", [None, 3, nn.Linear(2, 2), {"unet": 1}])
+def test_unknown_targets_are_named(target: Any) -> None:
+    with pytest.raises(BadInputError, match=type(target).__name__):
+        sd_lowvram.optimize(target)
