@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 from pathlib import Path
@@ -24,9 +25,19 @@ def small_world(monkeypatch):
     monkeypatch.setattr(checkpoint, "architecture", lambda name: narrow(name, vocabulary=600))
 
 
-def make_file(tmp_path: Path, name: str, **more: torch.Tensor):
-    models = build_components(narrow(name, vocabulary=600), torch.float16)
-    return models, save_single_file(models, tmp_path / f"{name}.safetensors", **more)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Name -> models and their single file, made once."""
+    folder = tmp_path_factory.mktemp("single")
+    made = {}
+
+    def make(name: str):
+        if name not in made:
+            models = build_components(narrow(name, vocabulary=600), torch.float16)
+            made[name] = models, save_single_file(models, folder / f"{name}.safetensors")
+        return made[name]
+
+    return make
 
 
 def equal_weights(loaded: torch.nn.Module, original: torch.nn.Module) -> None:
@@ -37,8 +48,8 @@ def equal_weights(loaded: torch.nn.Module, original: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ["sd15", "sd21", "sdxl"])
-def test_single_file_round_trip(small_world, tmp_path, name):
-    models, path = make_file(tmp_path, name)
+def test_single_file_round_trip(small_world, made, name):
+    models, path = made(name)
     pipe = load_pipeline(path, dtype=torch.float16)
     for component, model in models.items():
         equal_weights(getattr(pipe, component), model)
@@ -49,8 +60,8 @@ def test_single_file_round_trip(small_world, tmp_path, name):
 
 
 @pytest.mark.parametrize(("task", "kind"), [("txt2img", ""), ("img2img", "Img2Img"), ("inpaint", "Inpaint")])
-def test_tasks(small_world, tmp_path, task, kind):
-    _, path = make_file(tmp_path, "sd15")
+def test_tasks(small_world, made, tmp_path, task, kind):
+    _, path = made("sd15")
     single = load_pipeline(path, task)
     assert type(single).__name__ == f"StableDiffusion{kind}Pipeline"
     assert single.unet.dtype == torch.float32
@@ -60,8 +71,8 @@ def test_tasks(small_world, tmp_path, task, kind):
     equal_weights(folder.unet, single.unet)
 
 
-def test_sd2_prediction(small_world, tmp_path):
-    models = build_components(narrow("sd21", vocabulary=600), torch.float16)
+def test_sd2_prediction(small_world, made, tmp_path):
+    models = copy.deepcopy(made("sd21")[0])
     bias = models["unet"].up_blocks[3].attentions[2].transformer_blocks[0].norm1.bias
     for spread, prediction in ((0.2, "v_prediction"), (0.02, "epsilon")):
         torch.nn.init.normal_(bias, std=spread, generator=torch.Generator().manual_seed(0))
@@ -76,13 +87,13 @@ def test_base_and_768_differ_in_size():
     assert checkpoint.single_file_config(kind, "v_prediction")["unet"]["sample_size"] == 96
 
 
-def test_sdxl_that_says_it_predicts_v(small_world, tmp_path):
-    _, path = make_file(tmp_path, "sdxl", v_pred=torch.zeros(0))
+def test_sdxl_that_says_it_predicts_v(small_world, made, tmp_path):
+    _, path = None, save_single_file(made("sdxl")[0], tmp_path / "v.safetensors", v_pred=torch.zeros(0))
     assert load_pipeline(path).scheduler.config.prediction_type == "v_prediction"
 
 
-def test_pickle_is_refused_then_read_without_running_it(small_world, tmp_path):
-    models = build_components(narrow("sd15", vocabulary=600), torch.float16)
+def test_pickle_is_refused_then_read_without_running_it(small_world, made, tmp_path):
+    models, _ = made("sd15")
     path = tmp_path / "model.ckpt"
     torch.save({"state_dict": single_file_state(models)}, path)
     with pytest.raises(CheckpointError, match=r"pickle.*--allow-pickle"):
@@ -103,22 +114,22 @@ def test_pickle_that_runs_a_program(tmp_path, monkeypatch):
     assert not Path("ran").exists()
 
 
-def test_folder_with_pickles_only(small_world, tmp_path):
-    _, path = make_file(tmp_path, "sd15")
+def test_folder_with_pickles_only(small_world, made, tmp_path):
+    _, path = made("sd15")
     load_pipeline(path).save_pretrained(tmp_path / "folder", safe_serialization=False)
     with pytest.raises(CheckpointError, match="pickle"):
         load_pipeline(tmp_path / "folder")
     assert load_pipeline(tmp_path / "folder", allow_pickle=True).unet.dtype == torch.float32
 
 
-def test_folder_of_the_fp16_variant(small_world, tmp_path):
-    models, path = make_file(tmp_path, "sd15")
+def test_folder_of_the_fp16_variant(small_world, made, tmp_path):
+    models, path = made("sd15")
     load_pipeline(path, dtype=torch.float16).save_pretrained(tmp_path / "folder", variant="fp16")
     equal_weights(load_pipeline(tmp_path / "folder", dtype=torch.float16).unet, models["unet"])
 
 
-def test_folder_with_a_truncated_part(small_world, tmp_path):
-    _, path = make_file(tmp_path, "sd15")
+def test_folder_with_a_truncated_part(small_world, made, tmp_path):
+    _, path = made("sd15")
     load_pipeline(path).save_pretrained(tmp_path / "folder")
     weights = tmp_path / "folder" / "vae" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
