@@ -1,0 +1,233 @@
+"""What the machine has: graphics memory, host memory, the GPU and its driver.
+
+NVML and psutil are asked when they are installed; without them torch's and the system's own figures serve, after one
+warning. All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in all and bytes free now."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. ``driver`` is "" where NVML is not at hand; ``spills`` where its driver lends it host memory."""
+
+    name: str
+    memory: Memory
+    driver: str
+    capability: tuple[int, int]
+    spills: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def default_device() -> torch.device:
+    """CUDA (or ROCm) when torch can use it, else Apple's or Intel's GPU, else the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        return torch.device("xpu")
+    return torch.device("cpu")
+
+
+@functools.cache
+def _warn_missing(package: str, instead: str) -> None:
+    warnings.warn(f"{package} is not installed: {instead} (pip install {package})", stacklevel=3)
+
+
+def device_memory(device: torch.device) -> Memory:
+    """Memory of ``device``: of the GPU, or on a CPU the host's, which is the device there.
+
+    What torch holds in its cache counts as free: the next tensor can have it.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return host_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    seen = _nvml_memory(device)
+    if seen is not None:
+        total, free = min(total, seen.total), min(free, seen.free)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return Memory(total, min(total, free + cached))
+
+
+def free_vram(device: torch.device) -> int:
+    """Bytes that a run on ``device`` can take now; on a CPU those of the host."""
+    return device_memory(device).free
+
+
+def available_ram() -> int:
+    """Bytes of host memory that this process can take now, its container's limits counted."""
+    return host_memory().free
+
+
+def _nvml() -> Any | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml
+    except ImportError:
+        _warn_missing("nvidia-ml-py", "free graphics memory is read from torch, which may not see other programs")
+    except Exception:  # a GPU of another maker, or a driver without NVML
+        pass
+    return None
+
+
+def _nvml_handle(nvml: Any, device: torch.device) -> Any:
+    import torch
+
+    # torch may number GPUs otherwise than the driver does, and CUDA_VISIBLE_DEVICES hides some.
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if uuid is not None:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    index = device.index or 0
+    physical = visible[index] if index < len(visible) and visible[index].isdigit() else index
+    return nvml.nvmlDeviceGetHandleByIndex(int(physical))
+
+
+def _nvml_memory(device: torch.device) -> Memory | None:
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    try:
+        info = nvml.nvmlDeviceGetMemoryInfo(_nvml_handle(nvml, device))
+        return Memory(int(info.total), int(info.free))
+    except Exception:  # MIG slices and some virtual machines answer nothing
+        return None
+
+
+def driver_version() -> str:
+    """NVIDIA's driver, or "" where NVML does not say."""
+    nvml = _nvml()
+    try:
+        version = nvml.nvmlSystemGetDriverVersion() if nvml else ""
+    except Exception:
+        return ""
+    return version.decode() if isinstance(version, bytes) else version
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that torch can use (CUDA and ROCm)."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = device_memory(torch.device("cuda", index))
+        capability = (properties.major, properties.minor)
+        found.append(Gpu(properties.name, memory, driver_version(), capability, spills_to_host()))
+    return found
+
+
+def spills_to_host(system: str = sys.platform, release: str | None = None) -> bool:
+    """Whether the driver silently lends the GPU host memory when its own is full, instead of failing.
+
+    NVIDIA's Windows drivers do since 536.40, in WSL too; a run that spills goes on, many times slower.
+    """
+    release = platform.release() if release is None else release
+    return system == "win32" or "microsoft" in release.lower()
+
+
+def host_memory(cgroups: Path = _CGROUPS) -> Memory:
+    """Host memory that this process may use: the machine's, or its container's (cgroup v1 or v2) where that is less."""
+    machine = _machine_memory()
+    total, free = machine.total, machine.free
+    for limit, used in _cgroup_limits(cgroups):
+        total, free = min(total, limit), min(free, max(limit - used, 0))
+    return Memory(total, free)
+
+
+def _machine_memory() -> Memory:
+    try:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return Memory(int(memory.total), int(memory.available))
+    except ImportError:
+        _warn_missing("psutil", "host memory is read from the system, where it says")
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        table = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines}
+        return Memory(table["MemTotal"], table["MemAvailable"])
+    except (OSError, KeyError, ValueError, IndexError):
+        return Memory(8 << 30, 4 << 30)
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, bytes in use that cannot be given back) of every control group above this process."""
+    found = []
+    for folder in _cgroup_folders(root):
+        for limit, used, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            bound = _number(folder / limit)
+            if bound is not None and bound < _UNLIMITED:
+                in_use = (_number(folder / used) or 0) - _statistic(folder / "memory.stat", cache)
+                found.append((bound, max(in_use, 0)))
+    return found
+
+
+def _cgroup_folders(root: Path) -> list[Path]:
+    folders = {root, root / "memory"}
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return sorted(folders)
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        base = root if controllers == "" else root / "memory"
+        inner = base / path.lstrip("/")
+        folders.update(folder for folder in (inner, *inner.parents) if folder.is_relative_to(base))
+    return sorted(folders)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # not there, or the word "max"
+        return None
+
+
+def _statistic(file: Path, name: str) -> int:
+    try:
+        for line in file.read_text(encoding="ascii").splitlines():
+            if line.startswith(name + " "):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return 0
