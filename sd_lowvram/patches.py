@@ -126,7 +126,9 @@ def set_patch(patch: Patch) -> Callable[[], None]:
     slot = slots.get(patch.attribute)
     if slot is None:
         before = vars(patch.owner).get(patch.attribute, _ABSENT)
-        slot = slots[patch.attribute] = Slot(patch.owner, patch.attribute, before, getattr(patch.owner, patch.attribute))
+        slot = slots[patch.attribute] = Slot(
+            patch.owner, patch.attribute, before, getattr(patch.owner, patch.attribute)
+        )
     slot.patches.append(patch)
     slot.refresh()
     return functools.partial(_take_off, patch)

@@ -1,12 +1,12 @@
 """From a model, a picture size and a budget to the settings that fit, by simple rules over a stated memory model.
 
-The memory model, all in bytes of the type that computes. A *map* is one feature map; ``largest`` is the largest input of
-a residual block of the decoder (256 channels at full resolution for the SD autoencoder).
+The memory model, all in bytes of the type that computes. A *map* is one feature map; ``largest`` is the largest input
+of a residual block of the decoder (256 channels at full resolution for the SD autoencoder).
 
-- UNet: ``26 x first width x latent pixels x pictures`` (two a picture with guidance), as a trace of SD1.5, SD2.1 and SDXL
-  shows it; kernels that slice add their block of scores.
-- decoder: plain 3 x largest; exact tiles held 1.5 x largest, recomputed 0.75 x largest, parked none of it (1.5 x largest
-  in host memory); each exact mode adds six strips, and the keys and values of the attention over all latent pixels.
+- UNet: ``26 x first width x latent pixels x pictures`` (two a picture with guidance), as a trace of SD1.5, SD2.1 and
+  SDXL shows it; kernels that slice add their block of scores.
+- decoder: plain 3 x largest; exact tiles held 1.5 x largest, recomputed 0.75 x largest, parked none of it (1.5 x
+  largest in host memory); each exact mode adds six strips, and the keys and values of the attention over all pixels.
 - weights: those of every component, of the largest component, or of the largest layer.
 """
 
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from .errors import BadInputError, BudgetError
 from .hooks.precision import precision_fidelity
@@ -102,7 +101,10 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
     Raises:
         BudgetError: none fits; it tells the smallest budget that works and the stage that needs it.
     """
-    estimates = [(candidate, estimate(anatomy, request, candidate)) for candidate in _candidates(anatomy, request, settings, approximate)]
+    estimates = [
+        (candidate, estimate(anatomy, request, candidate))
+        for candidate in _candidates(anatomy, request, settings, approximate)
+    ]
     smallest = min((predicted for _, predicted in estimates), key=lambda predicted: predicted.peak_bytes)
     fitting = [pair for pair in estimates if _fits(pair[1], request)]
     if not fitting:
@@ -133,7 +135,10 @@ def _candidates(anatomy: Anatomy, request: Request, settings: Settings, approxim
     precisions = [None] if not approximate else ["fp16", None] if on_gpu else [None, "bf16"]
     decoders: list[dict[str, Any]] = [{}]
     if anatomy.vae is not None:
-        exact = [{"vae_tiles": "exact", "vae_map": kind, "decoder_device": "gpu"} for kind in ("held", "parked", "recomputed")]
+        exact = [
+            {"vae_tiles": "exact", "vae_map": kind, "decoder_device": "gpu"}
+            for kind in ("held", "parked", "recomputed")
+        ]
         decoders = [{"vae_tiles": "off", "decoder_device": "gpu"}, *exact]
         if on_gpu and settings.decoder_device in (None, "auto", "cpu"):
             decoders.append({"vae_tiles": "off", "decoder_device": "cpu"})
@@ -221,9 +226,9 @@ def _decode_bytes(anatomy: Anatomy, request: Request, settings: Settings, size: 
     widths = list(anatomy.config(anatomy.autoencoder or "").get("block_out_channels", (128, 256, 512, 512)))
     pictures = 1 if settings.vae_slices else request.batch
     pixels = request.width * request.height * pictures
-    largest = max(
-        widths[min(level + 1, len(widths) - 1)] * (pixels >> 2 * level) for level in range(len(widths))
-    ) * size
+    largest = (
+        max(widths[min(level + 1, len(widths) - 1)] * (pixels >> 2 * level) for level in range(len(widths))) * size
+    )
     output = 3 * pixels * size
     keys_and_values = 2 * widths[-1] * (pixels >> 2 * (len(widths) - 1)) * size
     strip = (settings.vae_strip_mib or 16) * MIB

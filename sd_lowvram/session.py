@@ -22,7 +22,7 @@ _RECORD = "_sd_lowvram"
 
 
 class Attachment:
-    """What one call of :func:`attach` did to a target: the settings, how many patches each hook set, and the way back."""
+    """What one call of :func:`attach` did to a target: its settings, how many sites each hook hit, and the way back."""
 
     def __init__(self, anatomy: Anatomy, settings: Settings, device: torch.device) -> None:
         self.anatomy = anatomy
@@ -38,7 +38,9 @@ class Attachment:
         Raises:
             NoSiteError, ConflictError, SettingsError: before anything has been set.
         """
-        steps = [step for hook in active_hooks(self.settings) for step in hook(self.anatomy, self.settings, self.device)]
+        steps = [
+            step for hook in active_hooks(self.settings) for step in hook(self.anatomy, self.settings, self.device)
+        ]
         refuse_conflicts(step for step in steps if isinstance(step, Patch))
         try:
             for step in steps:
@@ -68,8 +70,8 @@ def anatomy_of(target: Any) -> Anatomy:
     anatomy = dissect(target)
     if anatomy is None:
         raise BadInputError(
-            f"{type(target).__name__} is no model that sd-lowvram knows: give a diffusers pipeline of SD1.x, SD2.x or SDXL, "
-            "or its unet, vae or text_encoder"
+            f"{type(target).__name__} is no model that sd-lowvram knows: give a diffusers pipeline of SD1.x, "
+            "SD2.x or SDXL, or its unet, vae or text_encoder"
         )
     return anatomy
 
@@ -98,7 +100,7 @@ def attachments(target: Any) -> list[Attachment]:
 
 
 def restore(target: Any) -> None:
-    """Take off everything that sd-lowvram attached to ``target``, bit for bit; nothing happens when there is nothing."""
+    """Take everything of ours off ``target``, bit for bit; nothing happens when there is nothing."""
     with contextlib.ExitStack() as stack:
         for attachment in attachments(target):
             stack.callback(detach, target, attachment)

@@ -102,9 +102,11 @@ def test_offload_is_bitwise(offload: str) -> None:
 @pytest.mark.parametrize(("precision", "limit"), [("fp16", 0.01), ("bf16", 0.05), ("autocast-bf16", 0.05)])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_narrower_types_stay_near(pipes: Any, family: str, precision: str, limit: float) -> None:
-    pipe, expected = plain(pipes, family, "")
+    pipe, _ = plain(pipes, family, "")
+    noise = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(5))  # drawn in fp16 it would be another
+    expected = tiny.run(pipe, batch=2, latents=noise)
     with attached(pipe, Settings(precision=precision)):
-        picture = tiny.run(pipe, batch=3, size=72)
+        picture = tiny.run(pipe, batch=2, latents=noise)
         narrow = {tensor.dtype for tensor in all_tensors(pipe.unet)}
     assert 0 < tiny.relative_error(picture, expected) < limit
     if not precision.startswith("autocast"):

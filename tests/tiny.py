@@ -13,7 +13,13 @@ from sd_lowvram.architectures import architecture, build_components, write_folde
 
 _UNET = {"cross_attention_dim": 32, "norm_num_groups": 8, "sample_size": 8}
 _VAE = {"block_out_channels": [16, 32, 32, 32], "norm_num_groups": 8, "sample_size": 64}
-_TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "projection_dim": 32}
+_TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "projection_dim": 32,
+}
 _NARROW = {
     "sd15": {"block_out_channels": [32, 64, 64, 64], "attention_head_dim": 4},
     "sd21": {"block_out_channels": [32, 64, 64, 64], "attention_head_dim": [2, 4, 4, 4]},

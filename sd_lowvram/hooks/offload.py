@@ -92,7 +92,7 @@ def _sent(result: Any, home: torch.device) -> Any:
 
 
 def _run_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run on the CPU in fp32, to which :func:`_settle_on_host` has widened the weights; the result in the input's type."""
+    """Run on the CPU in fp32, to which the weights have been widened; the result in the input's type."""
     first = first_tensor((args, kwargs))
     dtype = first.dtype if first is not None else torch.float32
     widen = functools.partial(map_tensors, convert=lambda t: t.float() if t.is_floating_point() else t)

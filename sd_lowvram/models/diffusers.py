@@ -9,7 +9,7 @@ from torch import nn
 from ..errors import BadInputError
 from .anatomy import Anatomy, sites
 
-_ORDER = ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "controlnet", "unet", "vae")
+_ORDER = ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "controlnet", "unet", "vae", "safety_checker")
 
 
 def dissect(target: Any) -> Anatomy | None:
@@ -42,9 +42,11 @@ def _components(target: Any) -> dict[str, nn.Module]:
     parts = getattr(target, "components", None)
     if not isinstance(parts, dict) or not any(is_unet(part) or is_autoencoder(part) for part in parts.values()):
         return {}
-    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module) and name != "safety_checker"}
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     if any(hasattr(part, "transformer_blocks") and not is_unet(part) for part in modules.values()):
-        raise BadInputError(f"{type(target).__name__} denoises with a transformer: sd-lowvram serves SD1.x, SD2.x and SDXL")
+        raise BadInputError(
+            f"{type(target).__name__} denoises with a transformer: sd-lowvram serves SD1.x, SD2.x and SDXL"
+        )
     first = [name for name in _ORDER if name in modules]
     return {name: modules[name] for name in first + [name for name in modules if name not in first]}
 

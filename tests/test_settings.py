@@ -1,0 +1,95 @@
+"""Knobs and sizes: what they take, what they refuse, and what they say then."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sd_lowvram import Fidelity, Settings
+from sd_lowvram.errors import BadInputError, SettingsError
+from sd_lowvram.settings import SURFACES, knobs
+from sd_lowvram.sizes import GIB, MIB, format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("4GB", 4 * GIB),
+        ("4 gib", 4 * GIB),
+        ("3.5 GiB", 7 * GIB // 2),
+        ("3,5g", 7 * GIB // 2),
+        ("700 MB", 700 * MIB),
+        (4096, 4 * GIB),
+        ("4096", 4 * GIB),
+        (0.5, MIB // 2),
+        ("123 B", 123),
+        ("1.5k", 1536),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(written: Any, size: int) -> None:
+    assert parse_size(written) == size
+
+
+@pytest.mark.parametrize(
+    "written", ["banana", "", "0", 0, "0GB", -1, "-4GB", "4GBB", "1e400", "nan", float("inf"), True]
+)
+def test_what_is_no_size_is_named(written: Any) -> None:
+    with pytest.raises(BadInputError, match="GB"):
+        parse_size(written, "vram")
+
+
+@given(st.integers(1, 1 << 45))
+def test_formatted_sizes_read_back(size: int) -> None:
+    assert parse_size(format_size(size)) == pytest.approx(size, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"attention": "magic"},
+        {"attention_mib": 0},
+        {"attention_mib": True},
+        {"attention_mib": "8"},
+        {"inference_mode": 1},
+        {"vae_tiles": True},
+        {"precision": "fp8"},
+    ],
+)
+def test_wrong_values_are_named(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(SettingsError, match=f"{name}={value!r}"):
+        Settings(**wrong)
+
+
+def test_every_knob_is_whole() -> None:
+    for name, knob in knobs().items():
+        assert knob.label and knob.help and set(knob.surfaces) <= set(SURFACES), name
+        assert knob.choices or knob.type is bool or knob.minimum < knob.maximum, name
+        values = knob.choices or (True,) if knob.type is not int else (knob.minimum, knob.maximum)
+        for value in values:
+            knob.check(name, value)
+            assert isinstance(knob.fidelity_of(value), Fidelity), name
+
+
+def test_the_order_of_knobs_never_changes() -> None:
+    saved = (
+        "precision attention attention_mib deterministic channels_last inference_mode vae_slices vae_tiles vae_map "
+        "vae_strip_mib decoder_device offload"
+    ).split()
+    assert list(knobs())[: len(saved)] == saved
+
+
+def test_filling_decides_only_what_is_open() -> None:
+    settings = Settings(attention="sliced").filled(attention="sdpa", offload="layer")
+    assert (settings.attention, settings.offload) == ("sliced", "layer")
+    assert Settings(**dataclasses.asdict(settings)) == settings
+
+
+def test_the_smallest_settings_are_lossless() -> None:
+    assert all(knob.fidelity_of(value).lossless for _, knob, value in Settings.smallest().decided())
+    assert Fidelity.ROUNDING.lossless and not Fidelity.APPROXIMATE.lossless
+    assert max(Fidelity) is Fidelity.APPROXIMATE and str(Fidelity.BITWISE) == "bitwise"
