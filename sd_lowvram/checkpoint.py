@@ -134,6 +134,8 @@ def _load_file(
     if pickled and not allow_pickle:
         raise CheckpointError(f"{path} cannot be loaded: {_NO_PICKLE}")
     kind = _kind_of_pickle(path) if pickled else detect(read_header(path), path, _reader(path))
+    if prediction not in (None, "epsilon", "v_prediction"):
+        raise CheckpointError(f"prediction {prediction!r} is unknown: choose epsilon or v_prediction")
     prediction = prediction or kind.prediction
     config = single_file_config(kind, prediction)
     pipeline = _pipeline_class(config["pipeline"], task)

@@ -1,0 +1,51 @@
+"""The command line. Each command is a file in commands/; nothing heavy is imported before one runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+try:
+    import typer
+except ImportError:
+    raise SystemExit('the command line needs more packages: pip install "sd-lowvram[standalone]"') from None
+
+from .commands.bench import bench
+from .commands.doctor import doctor
+from .commands.generate import generate
+from .commands.guard import INTERRUPTED
+
+app = typer.Typer(
+    name="sd-lowvram",
+    help="Stable Diffusion in the memory that you have.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(generate)
+app.command()(doctor)
+app.add_typer(bench, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        print(f"sd-lowvram {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; exit codes are those of commands/guard.py."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None

@@ -1,0 +1,57 @@
+"""``sd-lowvram doctor``: shows what the examination in doctor.py found."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from .guard import guarded
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Tell what this machine has, which attention backends run here and repeat their bits, and what is missing."""
+    with guarded(debug):
+        from ..doctor import examine
+
+        found = examine()
+        if as_json:
+            print(json.dumps(found, indent=2))
+        else:
+            _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..sizes import format_size
+
+    console = Console(highlight=False)
+    machine = Table(show_header=False, box=None)
+    for gpu in found["gpus"]:
+        memory = gpu["memory"]
+        machine.add_row("GPU", f"{gpu['name']}, {format_size(memory['free'])} of {format_size(memory['total'])} free")
+        machine.add_row("driver", gpu["driver"] or "unknown")
+    if not found["gpus"]:
+        machine.add_row("GPU", "none that torch can use: pictures are computed on the CPU")
+    ram = found["ram"]
+    machine.add_row("RAM", f"{format_size(ram['free'])} of {format_size(ram['total'])} free")
+    machine.add_row("torch", found["torch"])
+    console.print(machine)
+    if found["attention"]:
+        table = Table("attention", "runs here", "same bits every time", title="")
+        for row in found["attention"]:
+            runs = "yes" if row["runs"] else f"no: {row['reason']}"
+            table.add_row(
+                row["name"], runs, {True: "yes", False: "[red]no[/red]", None: "not probed"}[row["deterministic"]]
+            )
+        console.print(table)
+    for warning in found["warnings"]:
+        console.print(f"[yellow]warning:[/yellow] {warning}")
+    for missing in found["missing"]:
+        console.print(f"missing: {missing['what']}: {missing['remedy']}", markup=False)

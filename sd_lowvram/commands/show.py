@@ -1,0 +1,53 @@
+"""What people see while a picture is made: bars over steps and decode strips, and a table of the plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from ..progress import listen
+from ..sizes import format_size
+
+
+class Bars:
+    """One bar a stage, made when its first part is done."""
+
+    def __init__(self, console: Console, shown: bool) -> None:
+        columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, disable=not shown)
+        self._tasks: dict[str, TaskID] = {}
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=total)
+        self._progress.update(self._tasks[stage], completed=done, total=total)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Bars]:
+        with self._progress, listen(self.update):
+            yield self
+
+
+def show_plan(console: Console, plan: Any) -> None:
+    """One line on what was chosen and its peak, and the reasons."""
+    predicted = plan.predicted
+    chosen = ", ".join(f"{name} {_word(value)}" for name, value in decided(plan))
+    console.print(f"plan: {chosen or 'nothing changed'} ({plan.fidelity})", highlight=False)
+    host = f", {format_size(predicted.host_bytes)} in host memory" if predicted.host_bytes else ""
+    overhead = f" + {format_size(predicted.overhead_bytes)} overhead" if predicted.overhead_bytes else ""
+    console.print(f"peak: {format_size(predicted.peak_bytes)}{overhead}{host}", highlight=False)
+    for reason in plan.reasons:
+        console.print(f"  {reason}", style="dim", highlight=False)
+
+
+def decided(plan: Any) -> list[tuple[str, Any]]:
+    """Name and value of the knobs that the plan sets to something."""
+    return [(name, value) for name, _, value in plan.settings.decided() if value not in (False, "off", "none")]
+
+
+def _word(value: Any) -> str:
+    return "on" if value is True else str(value)
