@@ -78,8 +78,8 @@ def generate(
     ] = None,
     prediction: Annotated[
         str | None,
-        _option("--prediction", text="What a single file of SD2.x predicts, epsilon or v_prediction; left out: guessed from its weights.",
-                panel=_PICTURE),
+        _option("--prediction", text="What a single file of SD2.x predicts, epsilon or v_prediction; left out: "
+                "guessed from its weights.", panel=_PICTURE),
     ] = None,
     vram: Annotated[
         str | None,
