@@ -6,9 +6,11 @@ reading a pickle can run any program; when asked for, torch reads them with ``we
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -151,19 +153,25 @@ def _load_file(
 
 
 def _explained(path: Path, load: Callable[[], DiffusionPipeline]) -> DiffusionPipeline:
-    """Run ``load`` without diffusers' own bars and notes; what it raises becomes a CheckpointError."""
-    from diffusers.utils import logging
-
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """Run ``load`` without the libraries' own bars and notes; what it raises becomes a CheckpointError."""
     try:
-        return load()
+        with _silent("diffusers.utils.logging"), _silent("transformers.utils.logging"):
+            return load()
     except MemoryError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:400]
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _silent(module: str) -> Iterator[None]:
+    logging: Any = importlib.import_module(module)
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
         logging.set_verbosity(before)
         if bars:
