@@ -154,7 +154,7 @@ def save_picture(image: Image, path: Path, parameters: str) -> Path:
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
-    _add_text(info, parameters)
+    info.add_text("parameters", parameters)
     target = path.resolve()
     try:
         _write(image, target, info)
@@ -167,14 +167,6 @@ def save_picture(image: Image, path: Path, parameters: str) -> Path:
             raise failure from error
         raise OutputError(f"{failure}; the picture is in {rescue}") from error
     return path
-
-
-def _add_text(info: Any, parameters: str) -> None:
-    try:
-        parameters.encode("latin-1")
-        info.add_text("parameters", parameters)
-    except UnicodeEncodeError:
-        info.add_itxt("parameters", parameters)
 
 
 def _write(image: Image, path: Path, info: Any) -> None:

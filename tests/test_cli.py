@@ -1,0 +1,253 @@
+"""The command line as people call it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+from PIL import Image
+
+from sd_lowvram.pictures import parse_parameters
+from sd_lowvram.schedulers import SCHEDULERS
+from sd_lowvram.settings import knobs
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "sd_lowvram", *map(str, arguments)]
+
+
+def call(*arguments: object, folder: Path, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The same in this process, in an empty folder: no waiting for imports. Tiny models are fastest on one thread."""
+    import torch
+    from typer.testing import CliRunner
+
+    from sd_lowvram.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda *arguments: CliRunner().invoke(app, list(map(str, arguments)))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.pipeline("sd15").save_pretrained(folder)
+    return folder
+
+
+def parameters(path: Path) -> tuple[str, str, dict[str, str]]:
+    with Image.open(path) as image:
+        return parse_parameters(image.text["parameters"])
+
+
+def test_a_picture(model, tmp_path):
+    done = call("generate", "a red apple", "--model", model, "--steps", 2, "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    (file,) = result["files"]
+    assert file == f"outputs/00000-{result['seed']}.png" and result["plan"]["fits"]
+    prompt, negative, values = parameters(tmp_path / file)
+    assert (prompt, negative) == ("a red apple", "")
+    assert values["Steps"] == "2" and values["Size"] == "64x64" and values["Seed"] == str(result["seed"])
+    assert values["Model"] == model.name and "inference_mode=True" in values["Low VRAM plan"]
+    assert result["attention"] and values["Low VRAM attention"] == result["attention"]
+
+
+def test_a_batch_with_everything_stated(model, tmp_path, here):
+    options = ["--model", model, "--steps", 3, "--seed", 11, "--guidance", 5, "--negative", "blur: yes, more"]
+    options += ["--scheduler", "Euler a", "--width", 72, "--height", 64, "--batch", 2, "-o", "a.png"]
+    done = here("generate", "an apple", *options)
+    assert done.exit_code == 0, done.stderr
+    assert "a-1.png\na-2.png\n" in done.stdout and "seed: 11" in done.stderr and "3/3" in done.stderr
+    prompt, negative, values = parameters(tmp_path / "a-2.png")
+    assert (prompt, negative) == ("an apple", "blur: yes, more")
+    assert values["Sampler"] == "Euler a" and values["Seed"] == "12" and values["CFG scale"] == "5"
+    alone = options[: options.index("--batch")]
+    alone[alone.index(11)] = 12
+    assert here("generate", "an apple", *alone, "-o", "b.png", "-q").stdout == "b.png\n"
+    with Image.open(tmp_path / "a-2.png") as a, Image.open(tmp_path / "b.png") as b:
+        assert a.size == (72, 64)
+        difference = max(abs(x - y) for x, y in zip(a.tobytes(), b.tobytes(), strict=True))
+    assert difference <= 1
+
+
+def test_start_picture_and_mask(model, tmp_path, here):
+    Image.new("RGB", (75, 90), "green").save(tmp_path / "start.png")
+    Image.new("L", (75, 90), 255).save(tmp_path / "mask.png")
+    options = ["--model", model, "--steps", 4, "--strength", 0.5, "--init-image", "start.png", "-o", "out.png"]
+    for extra in ([], ["--mask", "mask.png"]):
+        done = here("generate", "an apple", *options, *extra)
+        assert done.exit_code == 0, done.stderr
+        assert "2/2" in done.stderr
+        with Image.open(tmp_path / "out.png") as image:
+            assert image.size == (72, 88)
+        assert parameters(tmp_path / "out.png")[2]["Denoising strength"] == "0.5"
+
+
+BAD = [
+    (["--scheduler", "eulr"], 2, "did you mean euler?"),
+    (["--scheduler", "banana"], 2, ", ".join(SCHEDULERS)),
+    (["--width", 0], 2, "positive multiple of 8"),
+    (["--width", -64], 2, "positive multiple of 8"),
+    (["--width", "wide"], 2, "--width"),
+    (["--height", 130], 2, "128 and 136 are nearest"),
+    (["--height", 3], 2, "8 is nearest"),
+    (["--vram", "banana"], 2, "4GB"),
+    (["--vram", 0], 2, "more than zero"),
+    (["--ram", "-3GB"], 2, "4GB"),
+    (["--steps", 0], 2, "at least 1"),
+    (["--batch", 0], 2, "at least 1"),
+    (["--seed", -5], 2, "-1 for a random one"),
+    (["--guidance", "nan"], 2, "from 0 to 1000"),
+    (["--attention", "banana"], 2, "fused-softmax"),
+    (["--vae-strip-mib", 0], 2, "from 1 to 1024"),
+    (["--strength", 0.5], 2, "needs --init-image"),
+    (["--mask", "mask.png"], 2, "needs --init-image"),
+    (["--init-image", "nothing.png"], 2, "No such file"),
+    (["--init-image", __file__], 2, "no picture"),
+    (["--output", "a.jpg"], 2, ".png"),
+    (["--output", "/proc/nowhere/a.png"], 2, "cannot be written"),
+    (["--model", "nothing"], 2, "no model at"),
+    (["--model", "nothing.ckpt"], 2, "no model at"),
+    (["--banana"], 2, "--banana"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    BAD,
+    ids=lambda value: "".join(map(str, value))[:20] if isinstance(value, list) else "",
+)
+def test_bad_input_before_anything_is_loaded(tmp_path, options, code, message):
+    done = call("generate", "an apple", *options, folder=tmp_path)
+    assert done.returncode == code
+    assert message in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
+    assert list(tmp_path.glob("**/*.p*")) == []
+
+
+def test_bad_models(tmp_path, here):
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    (tmp_path / "old.ckpt").write_bytes(b"\x80\x02}q\x00.")
+    for name, message in (("cut.safetensors", "truncated"), ("old.ckpt", "--allow-pickle"), (".", "model_index.json")):
+        done = here("generate", "an apple", "--model", name, "-o", "a.png")
+        assert done.exit_code == 2 and message in done.stderr, done.stderr
+
+
+def test_a_budget_that_cannot_hold(model, here):
+    done = here("generate", "an apple", "--model", model, "--vram", "100KB")
+    assert done.exit_code == 3 and "at least" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_debug_shows_where(tmp_path):
+    done = call("generate", "an apple", "--vram", "0", "--debug", folder=tmp_path)
+    assert done.returncode == 2 and "Traceback" in done.stderr
+
+
+def test_a_full_disk_is_seen_before_the_first_step(model, tmp_path):
+    """A limit on the size of files stands in for the disk."""
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+
+    options = ["--model", model, "-o", "a.png", "--steps", 2]
+    done = call("generate", "an apple", *options, folder=tmp_path, preexec_fn=small_files)
+    assert done.returncode == 2 and "cannot hold" in done.stderr, done.stderr
+    assert "2/2" not in done.stderr and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_interrupted_in_the_middle(model, tmp_path, repeat):
+    arguments = command("generate", "an apple", "--model", model, "--steps", 900, "-o", "out/a.png")
+    process = subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    try:
+        seen = ""
+        while "seed:" not in seen and process.poll() is None:
+            seen += process.stderr.readline()
+        time.sleep(0.5 * repeat)
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, seen + rest
+    assert "interrupted" in rest and "Traceback" not in rest
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_same_seed_same_bits(model, tmp_path, here):
+    for name in ("a.png", "b.png"):
+        here("generate", "an apple", "--model", model, "--steps", 2, "--seed", 3, "-o", name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_help_is_light_and_shows_every_knob(tmp_path):
+    heavy = ("torch", "diffusers", "transformers", "PIL", "numpy")
+    program = f"import sys; sys.argv[1:] = ['generate', '--help']\ntry:\n    import sd_lowvram.__main__\nfinally:\n    print([m for m in {heavy} if m in sys.modules], file=sys.stderr)"  # noqa: E501
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.stderr == "[]\n", done.stderr
+    for name in knobs():
+        assert "--" + name.replace("_", "-") in done.stdout
+    assert all(name in " ".join(done.stdout.split()) for name in ("euler-a", "dpm++-2m-karras"))
+
+
+def test_a_new_knob_becomes_an_option(monkeypatch):
+    import inspect
+
+    from sd_lowvram.commands import knobs as generated
+    from sd_lowvram.settings import Fidelity, Knob
+
+    added = Knob("New", "a new one", int, Fidelity.ROUNDING, minimum=1, maximum=9, unit="rows")
+    hidden = Knob("Hidden", "not here", bool, Fidelity.BITWISE, surfaces=("node",))
+    monkeypatch.setattr(generated, "knobs", lambda: {**knobs(), "new_one": added, "hidden_one": hidden})
+
+    def base(a: int, settings: dict) -> None:
+        assert settings["new_one"] == 4 and a == 1
+
+    wrapped = generated.with_knobs(base)
+    names = list(inspect.signature(wrapped).parameters)
+    assert names[0] == "a" and names[-1] == "new_one" and "hidden_one" not in names
+    wrapped(a=1, **dict.fromkeys(names[1:-1]), new_one=4)
+
+
+def test_doctor(tmp_path):
+    done = call("doctor", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ram"]["free"] > 0 and found["torch"]
+    backends = {row["name"]: row for row in found["attention"]}
+    assert backends["sliced"]["runs"] and backends["fused-softmax"]["deterministic"] is True
+    assert not backends["xformers"]["runs"] and backends["xformers"]["reason"]
+    for part in found["missing"]:
+        assert part["remedy"]
+
+
+def test_version(tmp_path):
+    assert call("--version", folder=tmp_path).stdout.startswith("sd-lowvram 0.")
