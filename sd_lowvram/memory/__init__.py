@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from .accounts import current_account, device_account, host_account
+from .accounts import current_account, device_account, host_account, is_host, mark_host, weights_account
+from .measured import measured_peak
 from .parking import Parked, fetch, host_empty, park, to_device, to_host
+from .tracer import MemoryTrace, trace
 
 __all__ = [
+    "MemoryTrace",
     "Parked",
     "current_account",
     "device_account",
     "fetch",
     "host_account",
     "host_empty",
+    "is_host",
+    "mark_host",
+    "measured_peak",
     "park",
     "to_device",
     "to_host",
+    "trace",
+    "weights_account",
 ]

@@ -1,4 +1,4 @@
-"""Two accounts of bytes: the device's and the host's.
+"""Accounts of bytes: the device's activations, the weights on it, and the host's.
 
 On a CPU-only machine both are RAM, and under a trace both are fake CPU tensors, so the device of a tensor does not tell
 them apart. What tells them apart is where it was made: new storages belong to the device unless they are made inside
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Literal
 
 import torch
 
-Account = Literal["device", "host"]
+Account = Literal["device", "weights", "host"]
 
 
 class _State(threading.local):
@@ -47,6 +48,26 @@ def host_account() -> contextlib.AbstractContextManager[None]:
 def device_account() -> contextlib.AbstractContextManager[None]:
     """Storages made inside count as device memory, also within ``host_account()``."""
     return _in_account("device")
+
+
+def weights_account() -> contextlib.AbstractContextManager[None]:
+    """Storages made inside count as weights on the device: in its peak, but not in the activations' peak."""
+    return _in_account("weights")
+
+
+_host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+
+def mark_host(tensor: torch.Tensor) -> None:
+    """Remember for as long as it lives that the memory of ``tensor`` is the host's, for traces to come."""
+    storage = tensor.untyped_storage()
+    key = storage._cdata
+    _host_storages[key] = weakref.ref(storage, lambda _: _host_storages.pop(key, None))
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor`` was marked as the host's."""
+    return tensor.untyped_storage()._cdata in _host_storages
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .accounts import actual_device, device_account, host_account
+from .accounts import actual_device, device_account, host_account, mark_host, weights_account
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool | None = None) -> Tensor:
@@ -27,19 +27,26 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool | None = None
     if pin is None:
         pin = torch.cuda.is_available() and torch.version.hip is None
     with host_account():
+        empty = None
         if pin:
             with contextlib.suppress(RuntimeError):
-                return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+                empty = torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+        if empty is None:
+            empty = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    mark_host(empty)
+    return empty
 
 
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device | str, *, weight: bool = False) -> Tensor:
     """A copy of ``tensor`` on ``device``, in the device's account; a real copy also when both are the CPU.
 
     Strides are kept where the tensor is dense. The copy does not block when ``tensor`` is pinned: keep ``tensor``
     unchanged until the current stream has passed it.
+
+    Args:
+        weight: it is a weight that is streamed in, not an activation.
     """
-    with device_account():
+    with weights_account() if weight else device_account():
         copy = torch.empty_like(tensor, device=actual_device(device), requires_grad=False)
         return copy.copy_(tensor.detach(), non_blocking=_unblocked(tensor, copy))
 

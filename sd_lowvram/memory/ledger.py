@@ -1,0 +1,148 @@
+"""Who holds how many bytes: every storage is booked at its birth and struck off at its death."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .accounts import Account
+
+
+class Event(NamedTuple):
+    """One allocation. Bytes are those alive right after it."""
+
+    device_bytes: int
+    host_bytes: int
+    path: str
+    operator: str
+
+
+class Timeline:
+    """The allocations of a run in their order, four machine words each; yields ``Event``."""
+
+    def __init__(self) -> None:
+        self._device, self._host, self._where = array("q"), array("q"), array("q")
+        self._names: dict[tuple[str, str], int] = {}
+        self._base = 0
+
+    def record(self, device_bytes: int, host_bytes: int, path: str, operator: str) -> None:
+        self._device.append(device_bytes - self._base)
+        self._host.append(host_bytes)
+        self._where.append(self._names.setdefault((path, operator), len(self._names)))
+
+    def raise_by(self, nbytes: int) -> None:
+        """Bytes on the device that were there during all of it."""
+        self._base += nbytes
+
+    def __len__(self) -> int:
+        return len(self._device)
+
+    def __iter__(self) -> Iterator[Event]:
+        names = list(self._names)
+        for device, host, where in zip(self._device, self._host, self._where, strict=True):
+            yield Event(device + self._base, host, *names[where])
+
+    def top(self) -> Event:
+        """The moment at which the device held most.
+
+        Raises:
+            ValueError: nothing was allocated.
+        """
+        return max(self, key=lambda event: event.device_bytes)
+
+
+class _Booked(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage, with what is booked for it. ``born``: it was made after the ledger was opened."""
+
+    __slots__ = ("account", "born", "key", "nbytes")
+    key: int
+    nbytes: int
+    account: Account
+    born: bool
+
+
+class Ledger:
+    """Bytes alive in each account now, and their peaks.
+
+    Attributes:
+        peak: most bytes on the device, weights included, at one moment.
+        host_peak: most bytes in host memory.
+        activation_peak: most bytes on the device of storages that were born here and are no weights.
+        cpu_peak: most bytes in all accounts together, with the CPU's kernels.
+        cpu_born_peak: the same of storages that were born here.
+        largest: the largest single allocation on the device.
+        met: bytes on the device that were there from the start and met on the way.
+    """
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self.live = {"device": 0, "weights": 0, "host": 0}
+        self.born = {"device": 0, "weights": 0, "host": 0}
+        self.peak = self.host_peak = self.activation_peak = self.cpu_peak = self.cpu_born_peak = 0
+        self.largest = self.met = 0
+        self.path = self.operator = ""
+        self._booked: dict[int, _Booked] = {}
+
+    def book(self, tensor: Tensor, account: Account, *, born: bool = True) -> None:
+        """Follow the storage of ``tensor`` from now on; of a storage that is followed already, note its new size."""
+        storage = tensor.untyped_storage()
+        booked = self._booked.get(storage._cdata)
+        if booked is None:
+            booked = _Booked(storage, self._struck)
+            booked.key, booked.nbytes, booked.account, booked.born = storage._cdata, 0, account, born
+            self._booked[booked.key] = booked
+        nbytes = storage.nbytes()
+        if nbytes != booked.nbytes:
+            self._change(booked, nbytes - booked.nbytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note the new size of a storage, if it is followed."""
+        booked = self._booked.get(storage._cdata)
+        if booked is not None:
+            self._change(booked, storage.nbytes() - booked.nbytes)
+
+    def look(self, on_gpu: int = 0, on_cpu: int = 0) -> None:
+        """Note the peaks. ``on_gpu``, ``on_cpu``: what an operator's kernel there holds at this moment unseen."""
+        device, weights, host = self.live.values()
+        self.peak = max(self.peak, device + weights + on_gpu)
+        self.host_peak = max(self.host_peak, host)
+        self.cpu_peak = max(self.cpu_peak, device + weights + host + on_cpu)
+        born_device, born_weights, born_host = self.born.values()
+        self.activation_peak = max(self.activation_peak, born_device + on_gpu)
+        self.cpu_born_peak = max(self.cpu_born_peak, born_device + born_weights + born_host + on_cpu)
+        self.timeline.record(device + weights + on_gpu, host, self.path, self.operator)
+
+    def existed(self, tensor: Tensor, account: Account) -> None:
+        """Book a tensor that was there from the start and is met only now."""
+        nbytes = tensor.untyped_storage().nbytes()
+        self.cpu_peak += nbytes
+        if account == "host":
+            self.host_peak += nbytes
+        else:
+            self.peak += nbytes
+            self.met += nbytes
+            self.timeline.raise_by(nbytes)
+        self.book(tensor, account, born=False)
+
+    def close(self) -> None:
+        """Stop following; the sums stay."""
+        self._booked.clear()
+
+    def _change(self, booked: _Booked, change: int) -> None:
+        booked.nbytes += change
+        self.live[booked.account] += change
+        if booked.born:
+            self.born[booked.account] += change
+            if booked.account != "host":
+                self.largest = max(self.largest, change)
+        if change > 0:
+            self.look()
+
+    def _struck(self, booked: _Booked) -> None:
+        if self._booked.pop(booked.key, None) is not None:
+            self._change(booked, -booked.nbytes)

@@ -1,0 +1,234 @@
+"""The peak of a run, known before it: the real modules run on fake tensors, and every storage is followed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from .accounts import Account, current_account, is_host, traced_device
+from .fakes import CPU, active_fake_mode, fake_of, faked, modules_of
+from .ledger import Ledger, Timeline
+from .operators import Hidden, Operator, describe
+from .sdpa import AttentionMode
+
+_LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
+_operators: dict[Any, Operator] = {}
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """What a run would hold, in bytes.
+
+    Attributes:
+        peak_bytes: most bytes of tensors on the device at one moment: weights, inputs, activations, and what the
+            kernels are known to hold unseen. No overhead (context, workspaces of libraries, rounding).
+        host_peak_bytes: most bytes in host memory: masters of offloaded weights, parked activations.
+        activation_peak_bytes: most bytes on the device of what was made during the run; the weights, streamed copies
+            of weights, and the inputs are not in it, the output is.
+        weights_bytes: parameters and buffers on the device when the run starts, and other tensors that the callable
+            brought along.
+        input_bytes: the tensors among the arguments.
+        largest_bytes: the largest single allocation on the device during the run.
+        cpu_peak_bytes: most bytes in all accounts together where the device is the CPU itself, with the buffers of its
+            kernels (oneDNN reorders what a convolution reads and writes).
+        cpu_allocated_bytes: the same for what was made during the run only: what ``measured_peak`` reports there.
+        timeline: the allocations in their order.
+        output: what the callable returned, as fake tensors.
+    """
+
+    peak_bytes: int
+    host_peak_bytes: int
+    activation_peak_bytes: int
+    weights_bytes: int
+    input_bytes: int
+    largest_bytes: int
+    cpu_peak_bytes: int
+    cpu_allocated_bytes: int
+    timeline: Timeline = field(repr=False)
+    output: Any = field(repr=False)
+
+
+def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> MemoryTrace:
+    """Run ``module_or_callable(*inputs, **kwargs)`` on fake tensors and say what memory the run would hold.
+
+    Nothing is computed and no memory of that size is taken; real, fake and ``meta`` tensors will all do, in the
+    arguments and in the modules. Parameters and buffers are exchanged for fake ones for the time of the run; the same
+    objects are back afterwards, also after an error. All fake tensors are on the CPU, whatever device the model is on:
+    host memory is what comes through ``park``, ``host_empty`` or ``host_account``. Gradients are followed as the
+    caller's mode asks: trace under ``torch.inference_mode()`` what will run so.
+
+    Modules are found when they are the callable, the owner of the bound method, among the arguments, or in the closure.
+
+    Raises:
+        whatever the callable raises, and torch's DataDependentOutputException where a value decides what runs.
+    """
+    leaves = tree_flatten((inputs, kwargs))[0]
+    modules = modules_of(module_or_callable, *leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    mode = active_fake_mode(*tensors, *parameters) or FakeTensorMode(allow_non_fake_inputs=True)
+    tracer = _Tracer()
+    with mode, traced_device(CPU), faked(modules, tracer.fake_weight):
+        ledger = tracer.ledger
+        inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
+        weights_bytes, input_bytes = ledger.live["weights"], ledger.live["device"]
+        with tracer.following(modules):
+            output = module_or_callable(*inputs, **kwargs)
+    ledger.close()
+    return MemoryTrace(
+        peak_bytes=ledger.peak,
+        host_peak_bytes=ledger.host_peak,
+        activation_peak_bytes=ledger.activation_peak,
+        weights_bytes=weights_bytes + ledger.met,
+        input_bytes=input_bytes,
+        largest_bytes=ledger.largest,
+        cpu_peak_bytes=ledger.cpu_peak,
+        cpu_allocated_bytes=ledger.cpu_born_peak,
+        timeline=ledger.timeline,
+        output=output,
+    )
+
+
+class _Tracer(TorchDispatchMode):
+    """Sees every operator on its way to the fake mode, and books what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self._fakes: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._met_on_the_way: list[tuple[Tensor, Tensor]] = []
+
+    def fake_weight(self, real: Tensor) -> Tensor:
+        """The fake of a parameter or buffer; of a tensor that modules share, the same one."""
+        return self._fake(real, "weights")
+
+    def fake_input(self, leaf: Any) -> Any:
+        return self._fake(leaf, "device") if isinstance(leaf, Tensor) else leaf
+
+    def _fake(self, real: Tensor, account: Account) -> Tensor:
+        fake = self._fakes.get(id(real))
+        if fake is None:
+            fake = self._fakes[id(real)] = real if isinstance(real, FakeTensor) else fake_of(real)
+            self.ledger.book(fake, "host" if is_host(real) else account, born=False)
+        return fake
+
+    @contextlib.contextmanager
+    def following(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Inside, operators are followed and the ledger knows which module runs."""
+        with _module_paths(self.ledger, modules), _resizes(self.ledger), AttentionMode(self._fused_attention), self:
+            yield
+
+    def _fused_attention(self, kernel: str, hidden: Hidden) -> None:
+        self.ledger.operator = f"attention.{kernel}"
+        self._look(hidden)
+
+    def _look(self, hidden: Hidden) -> None:
+        if any(hidden):
+            self.ledger.look(*hidden)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = _operators.get(func)
+        if operator is None:
+            operator = _operators[func] = describe(func)
+        kwargs = kwargs or {}
+        if operator.composite:
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        if func not in _LIFTS:
+            args = self._without_reals(args)
+        result = func(*args, **kwargs)
+        if not operator.view:
+            self.ledger.operator = operator.name
+            self._book(result)
+            if operator.hidden is not None:
+                self._look(operator.hidden(args, result))
+        return result
+
+    def _book(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            self.ledger.book(result, current_account())
+        elif isinstance(result, (list, tuple)):
+            for part in result:
+                self._book(part)
+
+    def _without_reals(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments in which tensors that the callable brought along are fake too."""
+        for arg in args:
+            if isinstance(arg, Tensor):
+                if not isinstance(arg, FakeTensor):
+                    break
+            elif isinstance(arg, (list, tuple)) and any(
+                isinstance(part, Tensor) and not isinstance(part, FakeTensor) for part in arg
+            ):
+                break
+        else:
+            return args
+        return tree_map(self._met, args)
+
+    def _met(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        fake = self._fakes.get(id(leaf))
+        if fake is None:
+            fake = self._fakes[id(leaf)] = fake_of(leaf)
+            self._met_on_the_way.append((leaf, fake))
+            self.ledger.existed(fake, "host" if is_host(leaf) else "weights")
+        return fake
+
+
+@contextlib.contextmanager
+def _module_paths(ledger: Ledger, modules: list[nn.Module]) -> Iterator[None]:
+    """Inside, ``ledger.path`` is the dotted name of the module that runs in this thread."""
+    names: dict[nn.Module, str] = {}
+    for root in modules:
+        for name, module in root.named_modules(prefix=type(root).__name__ if len(modules) > 1 else ""):
+            names.setdefault(module, name)
+    running: list[tuple[nn.Module, str]] = []
+    thread = threading.get_ident()
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        if threading.get_ident() == thread:
+            running.append((module, ledger.path))
+            ledger.path = names.get(module, type(module).__name__)
+
+    def leave(module: nn.Module, _args: Any, _output: Any) -> None:
+        if threading.get_ident() == thread:
+            while running:  # modules that an exception left are still on top
+                top, ledger.path = running.pop()
+                if top is module:
+                    break
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _resizes(ledger: Ledger) -> Iterator[None]:
+    """Inside, ``ledger`` hears of storages that are resized without an operator."""
+    resize = torch.UntypedStorage.resize_
+
+    def heard(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        ledger.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = heard  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_
