@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from .device import available_ram, default_device, free_vram
 from .errors import BadInputError
 from .models.anatomy import Anatomy
-from .planner import Plan, Request, check_size, make_plan, native_size, scale_factor
+from .planner import Plan, Request, check_size, make_plan
+from .rates import rates_of
 from .session import anatomy_of, attach, attached, restore
 from .settings import Settings
 from .sizes import parse_size
+from .stages import native_size, scale_factor
 
 Size = int | float | str
 
@@ -164,4 +166,5 @@ def _request(
         vram=parse_size(vram, "vram") if vram is not None else free_vram(where),
         ram=parse_size(ram, "ram") if ram is not None else available_ram(),
         device=where,
+        rates=rates_of(where),
     )

@@ -9,7 +9,8 @@ somebody else has wrapped around a slot keeps working when ours is gone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from .errors import ConflictError, LowVRAMError
 
 _ABSENT = object()
 _SLOTS = "_sd_lowvram_slots"
+RECORD = "_sd_lowvram"
+"""The attribute under which a target keeps what is attached to it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +148,25 @@ def _take_off(patch: Patch) -> None:
         del slots[patch.attribute]
     if not slots:
         vars(patch.owner).pop(_SLOTS, None)
+
+
+@contextmanager
+def unpatched(owner: Any) -> Iterator[None]:
+    """Within the block ``owner`` has nothing of ours in its ``__dict__``: a copy made there is a plain one."""
+    here = vars(owner)
+    held = dict(here)
+    here.pop(RECORD, None)
+    for name, slot in here.pop(_SLOTS, {}).items():
+        if slot.before is _ABSENT:
+            here.pop(name, None)
+        else:
+            here[name] = slot.before
+    try:
+        yield
+    finally:
+        if len(held) != len(here) or _SLOTS in held:
+            here.clear()
+            here.update(held)
 
 
 def refuse_conflicts(patches: Iterable[Patch]) -> None:

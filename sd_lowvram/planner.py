@@ -1,13 +1,9 @@
-"""From a model, a picture size and a budget to the settings that fit, by simple rules over a stated memory model.
+"""The search: from a model, a picture size and a budget to the fastest settings that fit.
 
-The memory model, all in bytes of the type that computes. A *map* is one feature map; ``largest`` is the largest input
-of a residual block of the decoder (256 channels at full resolution for the SD autoencoder).
-
-- UNet: ``26 x first width x latent pixels x pictures`` (two a picture with guidance), as a trace of SD1.5, SD2.1 and
-  SDXL shows it; kernels that slice add their block of scores.
-- decoder: plain 3 x largest; exact tiles held 1.5 x largest, recomputed 0.75 x largest, parked none of it (1.5 x
-  largest in host memory); each exact mode adds six strips, and the keys and values of the attention over all pixels.
-- weights: those of every component, of the largest component, or of the largest layer.
+A run is a row of stages. For every precision that is allowed and every way to place the weights, each stage takes the
+fastest of its options whose peak, with what else is resident then, stays within the budget; the fastest whole wins.
+Peaks come from tracing the real modules with the real hooks on fake tensors (:mod:`costs`), times from counted work
+over the device's rates (:mod:`rates`).
 """
 
 from __future__ import annotations
@@ -19,23 +15,24 @@ from typing import Any
 
 import torch
 
+from .costs import Cost, Costs
 from .errors import BadInputError, BudgetError
-from .hooks.precision import precision_fidelity
+from .hooks.precision import compute_dtype, precision_fidelity
 from .models.anatomy import Anatomy
+from .rates import Rates
 from .settings import Fidelity, Settings
 from .sizes import MIB, format_size
-from .weights import all_tensors, own_tensors
+from .stages import Shape, Stage
 
 CUDA_OVERHEAD_BYTES = 600 * MIB
 """Context (300 to 450 MiB), library workspaces and allocator rounding on CUDA, a stated default until calibrated."""
 
-_UNET_MAPS = 26
-_PLAIN_MAPS, _HELD_MAPS, _RECOMPUTED_MAPS, _STRIPS = 3.0, 1.5, 0.75, 6
+DEFAULT_STEPS = 30
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: picture size in pixels, pictures, bytes of device and host memory, the device."""
+    """What is asked for: picture size in pixels, pictures, bytes of device and host memory, the device and its rates."""
 
     width: int
     height: int
@@ -43,19 +40,53 @@ class Request:
     vram: int
     ram: int
     device: torch.device
+    rates: Rates
+    steps: int = DEFAULT_STEPS
+    guidance: bool = True
+    encodes: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.width, self.height, self.batch, self.guidance)
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Bytes at the peak. ``host_bytes`` are weights and maps that wait in host memory; ``seconds`` None: not known."""
+    """Bytes at the peak, and the seconds of the whole run.
+
+    Attributes:
+        peak_bytes: on the device, weights included.
+        overhead_bytes: of the driver and the libraries, besides.
+        weights_bytes, activation_bytes: on the device in the stage that has the peak.
+        host_bytes: weights and maps that wait in host memory.
+        largest_bytes: the largest single allocation.
+        seconds: text, all steps, decoding, and moving the weights.
+        stage: the one with the peak.
+    """
 
     peak_bytes: int
     overhead_bytes: int
     weights_bytes: int
     activation_bytes: int
     host_bytes: int
-    seconds: float | None = None
-    stage: str = ""
+    largest_bytes: int
+    seconds: float
+    stage: str
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together)."""
+
+    name: str
+    component: str
+    peak_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    host_bytes: int
+    largest_bytes: int
+    seconds: float
+    choice: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,7 +96,7 @@ class Plan:
     Attributes:
         settings: every knob as it is attached.
         fits: the peak and the overhead together stay within the budget, and the host's share within its own.
-        predicted: bytes at the peak, and the stage that has it.
+        predicted: the run as a whole; ``stages`` each part of it.
         minimum_peak_bytes: the least peak that any allowed settings reach; ``minimum_vram_bytes`` adds the overhead.
         minimum_ram_bytes: host memory that those smallest settings need.
         fidelity: the farthest from the baseline that any chosen setting goes.
@@ -76,6 +107,7 @@ class Plan:
     request: Request
     fits: bool
     predicted: Predicted
+    stages: tuple[StagePlan, ...]
     minimum_peak_bytes: int
     minimum_vram_bytes: int
     minimum_ram_bytes: int
@@ -84,187 +116,231 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
-        request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
         return plain | {
             "settings": self.settings.as_dict(),
-            "request": request,
+            "request": request | {"rates": self.request.rates.name},
             "predicted": dataclasses.asdict(self.predicted),
+            "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "fidelity": str(self.fidelity),
             "reasons": list(self.reasons),
         }
 
 
+@dataclass(frozen=True)
+class _Run:
+    """One whole candidate."""
+
+    settings: Settings
+    stages: tuple[StagePlan, ...]
+    overhead_bytes: int
+
+    @property
+    def worst(self) -> StagePlan:
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def host_bytes(self) -> int:
+        return max(stage.host_bytes for stage in self.stages)
+
+
 def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximate: bool = False) -> Plan:
-    """The fastest settings that fit, by rule: the first of :func:`_candidates` whose estimate is within the budgets.
+    """The fastest settings that fit.
+
+    Args:
+        settings: knobs that are fixed; the rest is searched.
+        approximate: whether a narrower precision may be chosen.
 
     Raises:
         BudgetError: none fits; it tells the smallest budget that works and the stage that needs it.
     """
-    estimates = [
-        (candidate, estimate(anatomy, request, candidate))
-        for candidate in _candidates(anatomy, request, settings, approximate)
-    ]
-    smallest = min((predicted for _, predicted in estimates), key=lambda predicted: predicted.peak_bytes)
-    fitting = [pair for pair in estimates if _fits(pair[1], request)]
-    if not fitting:
-        raise _refusal(request, smallest, min(predicted.host_bytes for _, predicted in estimates))
-    chosen, predicted = fitting[0]
+    search = _Search(anatomy, request, settings, approximate)
+    best = search.fastest()
+    smallest = search.smallest()
+    if best is None:
+        raise _refusal(request, smallest)
+    worst = best.worst
+    predicted = Predicted(
+        peak_bytes=worst.peak_bytes,
+        overhead_bytes=best.overhead_bytes,
+        weights_bytes=worst.weights_bytes,
+        activation_bytes=worst.activation_bytes,
+        host_bytes=best.host_bytes,
+        largest_bytes=max(stage.largest_bytes for stage in best.stages),
+        seconds=best.seconds,
+        stage=worst.name,
+    )
     return Plan(
-        settings=chosen,
+        settings=best.settings,
         request=request,
         fits=True,
         predicted=predicted,
-        minimum_peak_bytes=smallest.peak_bytes,
-        minimum_vram_bytes=smallest.peak_bytes + smallest.overhead_bytes,
+        stages=best.stages,
+        minimum_peak_bytes=smallest.worst.peak_bytes,
+        minimum_vram_bytes=smallest.worst.peak_bytes + smallest.overhead_bytes,
         minimum_ram_bytes=smallest.host_bytes,
-        fidelity=_fidelity(anatomy, chosen),
-        reasons=_reasons(request, chosen, predicted, estimates[0][1]),
+        fidelity=fidelity_of(anatomy, best.settings),
+        reasons=_reasons(request, best, search),
     )
 
 
-def _candidates(anatomy: Anatomy, request: Request, settings: Settings, approximate: bool) -> Iterator[Settings]:
-    """Settings from the fastest to the smallest. Moving weights costs at every step, the decoder's ways only once."""
-    on_gpu = request.device.type != "cpu"
-    base = settings.filled(
-        attention="sdpa" if anatomy.attentions and not settings.deterministic else None,
-        inference_mode=True,
-        vae_slices=True if request.batch > 1 and anatomy.vae is not None else None,
-        channels_last=True if on_gpu and anatomy.denoiser else None,
-    )
-    precisions = [None] if not approximate else ["fp16", None] if on_gpu else [None, "bf16"]
-    decoders: list[dict[str, Any]] = [{}]
-    if anatomy.vae is not None:
-        exact = [
-            {"vae_tiles": "exact", "vae_map": kind, "decoder_device": "gpu"}
-            for kind in ("held", "parked", "recomputed")
-        ]
-        decoders = [{"vae_tiles": "off", "decoder_device": "gpu"}, *exact]
-        if on_gpu and settings.decoder_device in (None, "auto", "cpu"):
-            decoders.append({"vae_tiles": "off", "decoder_device": "cpu"})
+class _Search:
+    """Candidates of one request, from the fastest to the smallest."""
+
+    def __init__(self, anatomy: Anatomy, request: Request, settings: Settings, approximate: bool) -> None:
+        self.anatomy = anatomy
+        self.request = request
+        self.costs = Costs(anatomy, request.shape, request.encodes, request.device)
+        self.on_gpu = request.device.type != "cpu"
+        self.precisions = self._precisions(approximate and settings.precision is None)
+        self.decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and self.on_gpu
         if settings.decoder_device == "auto":
-            base = dataclasses.replace(base, decoder_device=None)
-    seen = set()
-    for offload in ("none", "component", "layer"):
-        for decoder in decoders:
-            for precision in precisions:
-                candidate = base.filled(offload=offload, precision=precision, **decoder)
+            settings = dataclasses.replace(settings, decoder_device=None)
+        sees = anatomy.attentions and settings.attention is None and not settings.deterministic
+        self.base = settings.filled(
+            attention="sdpa" if sees else None,
+            inference_mode=True,
+            vae_slices=True if request.batch > 1 and anatomy.vae is not None else None,
+            channels_last=True if self.on_gpu and anatomy.denoiser else None,
+        )
+
+    def fastest(self) -> _Run | None:
+        fitting = [run for run in map(self._best, self._placements()) if run is not None]
+        return min(fitting, key=lambda run: run.seconds, default=None)
+
+    def smallest(self) -> _Run:
+        """The candidate with the least peak, whatever its time and whatever the budgets."""
+        placed = [base for base in self._placements() if base.offload == "layer" or self.base.offload is not None]
+        runs = [self._run(base, [self._smallest(base, stage) for stage in self.costs.stages]) for base in placed]
+        return min(runs, key=lambda run: run.worst.peak_bytes)
+
+    def _precisions(self, may_narrow: bool) -> list[str | None]:
+        if not may_narrow:
+            return [None]
+        return [None, "fp16" if self.on_gpu else "bf16"]
+
+    def _placements(self) -> Iterator[Settings]:
+        seen = set()
+        for offload in ("none", "component", "layer"):
+            for precision in self.precisions:
+                candidate = self.base.filled(offload=offload, precision=precision)
                 if candidate not in seen:
                     seen.add(candidate)
                     yield candidate
 
+    def _best(self, base: Settings) -> _Run | None:
+        chosen = []
+        for stage in self.costs.stages:
+            option = next((plan for plan in self._options(base, stage) if self._fits(plan)), None)
+            if option is None:
+                return None
+            chosen.append(option)
+        return self._run(base, chosen)
 
-def estimate(anatomy: Anatomy, request: Request, settings: Settings) -> Predicted:
-    """What ``settings`` need for ``request`` by the memory model at the top of this file."""
-    weights = {name: _weights(anatomy, name, settings) for name in anatomy.components}
-    decoder_on_cpu = settings.decoder_device == "cpu" and request.device.type != "cpu"
-    on_device = {name: w for name, w in weights.items() if not (decoder_on_cpu and name == anatomy.autoencoder)}
-    host = sum(w.total for w in weights.values()) - sum(w.total for w in on_device.values())
-    if settings.offload in ("component", "layer"):
-        host += sum(w.total for w in on_device.values())
-    stages = []
-    for name in on_device:
-        held = {"component": weights[name].total, "layer": weights[name].largest_layer}.get(
-            settings.offload or "none", sum(w.total for w in on_device.values())
+    def _run(self, base: Settings, chosen: list[StagePlan]) -> _Run:
+        merged: dict[str, Any] = {}
+        for stage in chosen:
+            merged |= stage.choice
+        return _Run(base.filled(**merged), tuple(chosen), self._overhead())
+
+    def _fits(self, plan: StagePlan) -> bool:
+        request = self.request
+        within = plan.peak_bytes + self._overhead() <= request.vram and plan.host_bytes <= request.ram
+        limit = (getattr(self.base, "largest_allocation_mib", None) or 0) * MIB
+        return within and (not limit or plan.largest_bytes <= limit)
+
+    def _overhead(self) -> int:
+        return CUDA_OVERHEAD_BYTES if self.request.device.type == "cuda" else 0
+
+    def _options(self, base: Settings, stage: Stage) -> Iterator[StagePlan]:
+        """Ways to run a stage, from the fastest to the smallest."""
+        for choice in _choices(stage, self.decoder_on_cpu):
+            taken = {name: value for name, value in choice.items() if getattr(base, name) is None}
+            yield self._stage(base, stage, taken)
+
+    def _smallest(self, base: Settings, stage: Stage) -> StagePlan:
+        return min(self._options(base, stage), key=lambda plan: plan.peak_bytes)
+
+    def _stage(self, base: Settings, stage: Stage, choice: dict[str, Any]) -> StagePlan:
+        settings = base.filled(**choice)
+        weights = self.costs.weights(settings.precision)
+        away = self.on_gpu and settings.decoder_device == "cpu"
+        if away and stage.component == self.anatomy.autoencoder:
+            return self._stage_on_cpu(settings, stage, choice, weights)
+        streamed = settings.offload == "layer"
+        cost = self.costs(stage, dataclasses.replace(settings, offload="layer" if streamed else None, decoder_device=None))
+        resident = {
+            name: size for name, size in weights.items() if not (away and name == self.anatomy.autoencoder)
+        }
+        own = 0 if streamed else weights[stage.component]
+        others = sum(resident.values()) - own if settings.offload == "none" else 0
+        waiting = 0 if settings.offload == "none" else sum(weights.values())
+        waiting += sum(weights.values()) - sum(resident.values())
+        parked = cost.host_bytes - (weights[stage.component] if streamed else 0)
+        return StagePlan(
+            name=stage.name,
+            component=stage.component,
+            peak_bytes=cost.peak_bytes + others,
+            weights_bytes=cost.peak_bytes - cost.activation_bytes + others,
+            activation_bytes=cost.activation_bytes,
+            host_bytes=waiting + max(0, parked),
+            largest_bytes=cost.largest_bytes,
+            seconds=self._seconds(stage, settings, cost, weights[stage.component]),
+            choice=choice,
         )
-        activations, parked = _activations(anatomy, name, request, settings)
-        stages.append((held + activations, held, activations, parked, name))
-    peak, held, activations, _, stage = max(stages, default=(0, 0, 0, 0, ""))
-    host += max((parked for *_, parked, _ in stages), default=0)
-    if decoder_on_cpu:
-        host += _decode_bytes(anatomy, request, settings, 4)[0]
-    overhead = CUDA_OVERHEAD_BYTES if request.device.type == "cuda" else 0
-    return Predicted(peak, overhead, held, activations, host, None, stage)
+
+    def _stage_on_cpu(
+        self, settings: Settings, stage: Stage, choice: dict[str, Any], weights: dict[str, int]
+    ) -> StagePlan:
+        """The decoder in host memory, in fp32; its time from a CPU a tenth as fast as a small GPU."""
+        cost = self.costs(stage, dataclasses.replace(settings, precision="fp32", offload=None, decoder_device=None))
+        others = sum(weights.values()) - weights[stage.component] if settings.offload == "none" else 0
+        waiting = 0 if settings.offload == "none" else sum(weights.values()) - weights[stage.component]
+        return StagePlan(
+            name=stage.name,
+            component=stage.component,
+            peak_bytes=others,
+            weights_bytes=others,
+            activation_bytes=0,
+            host_bytes=waiting + cost.peak_bytes + cost.host_bytes,
+            largest_bytes=0,
+            seconds=cost.flops / 1e11,
+            choice=choice,
+        )
+
+    def _seconds(self, stage: Stage, settings: Settings, cost: Cost, weights: int) -> float:
+        request = self.request
+        size = compute_dtype(self.anatomy, stage.component, settings).itemsize
+        times = request.steps if stage.repeats else 1
+        seconds = times * request.rates.seconds(cost, size)
+        if settings.offload == "component":  # brought once a run and taken back
+            seconds += 2 * weights / request.rates.copy_bandwidth
+        return seconds
 
 
-@dataclass(frozen=True)
-class _Weights:
-    total: int
-    largest_layer: int
+def _choices(stage: Stage, decoder_on_cpu: bool) -> list[dict[str, Any]]:
+    """The ladder of a stage: each rung slower than the one before, and smaller."""
+    if stage.name == "denoise":
+        return DENOISE_LADDER
+    if stage.name in ("decode", "encode"):
+        on_cpu = [{"vae_tiles": "off", "decoder_device": "cpu"}] if decoder_on_cpu else []
+        return [*DECODE_LADDER, *on_cpu]
+    return [{}]
 
 
-def _weights(anatomy: Anatomy, name: str, settings: Settings) -> _Weights:
-    component = anatomy.components[name]
-    stored = _stored_bytes(anatomy, name, settings)
-    layers = (sum(stored(t) for t in own_tensors(module)) for module in component.modules())
-    widened = 3 if settings.precision == "fp16-storage" else 1  # the stored layer and its copy of twice the size
-    return _Weights(sum(map(stored, all_tensors(component))), max(layers, default=0) * widened)
-
-
-def _stored_bytes(anatomy: Anatomy, name: str, settings: Settings) -> Any:
-    sizes = {"fp32": 4, "fp16": 2, "bf16": 2, "fp16-storage": 2}
-    size = sizes.get(settings.precision or "")
-    if name == anatomy.autoencoder and anatomy.config(name).get("force_upcast") and size == 2:
-        size = 4
-    return lambda t: t.numel() * (size if size and t.is_floating_point() else t.element_size())
-
-
-def _compute_size(anatomy: Anatomy, name: str, settings: Settings) -> int:
-    """Bytes of one activation value of a component."""
-    sizes = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp16-storage": 4, "autocast-fp16": 4, "autocast-bf16": 4}
-    upcast = name == anatomy.autoencoder and anatomy.config(name).get("force_upcast")
-    own = max((t.element_size() for t in anatomy.components[name].parameters() if t.is_floating_point()), default=4)
-    size = sizes.get(settings.precision or "", own)
-    return 4 if upcast else size
-
-
-def _activations(anatomy: Anatomy, name: str, request: Request, settings: Settings) -> tuple[int, int]:
-    """Device bytes and parked host bytes of one component's activations."""
-    size = _compute_size(anatomy, name, settings)
-    if name == anatomy.denoiser:
-        pictures = 2 * request.batch
-        width = _first_width(anatomy, name)
-        scores = (settings.attention_mib or 64) * MIB if settings.attention in ("sliced", "fused-softmax") else 0
-        return _UNET_MAPS * width * _latent_pixels(anatomy, request) * pictures * size + scores, 0
-    if name == anatomy.autoencoder:
-        return _decode_bytes(anatomy, request, settings, size)
-    hidden = int(anatomy.config(name).get("hidden_size", 768) or 768)
-    return 16 * 77 * hidden * 2 * request.batch * size, 0
-
-
-def _decode_bytes(anatomy: Anatomy, request: Request, settings: Settings, size: int) -> tuple[int, int]:
-    widths = list(anatomy.config(anatomy.autoencoder or "").get("block_out_channels", (128, 256, 512, 512)))
-    pictures = 1 if settings.vae_slices else request.batch
-    pixels = request.width * request.height * pictures
-    largest = (
-        max(widths[min(level + 1, len(widths) - 1)] * (pixels >> 2 * level) for level in range(len(widths))) * size
-    )
-    output = 3 * pixels * size
-    keys_and_values = 2 * widths[-1] * (pixels >> 2 * (len(widths) - 1)) * size
-    strip = (settings.vae_strip_mib or 16) * MIB
-    if settings.vae_tiles == "exact":
-        maps = {"parked": 0.0, "recomputed": _RECOMPUTED_MAPS}.get(settings.vae_map or "held", _HELD_MAPS)
-        working = min(_STRIPS * strip, int(_PLAIN_MAPS * largest)) + output
-        parked = int(_HELD_MAPS * largest) if settings.vae_map == "parked" else 0
-        return max(int(maps * largest), keys_and_values) + working, parked
-    if settings.vae_tiles == "fast":
-        tile = 64 * 64 * 4 ** (len(widths) - 1)
-        return int(_PLAIN_MAPS * largest * min(1.0, tile / (pixels / pictures))) + 2 * output, 0
-    return int(_PLAIN_MAPS * largest) + output, 0
-
-
-def _first_width(anatomy: Anatomy, name: str) -> int:
-    return int(anatomy.config(name).get("block_out_channels", (320,))[0])
-
-
-def scale_factor(anatomy: Anatomy) -> int:
-    """Pixels a latent pixel stands for in one direction: 8 for Stable Diffusion."""
-    if anatomy.autoencoder is None:
-        return 8
-    return 2 ** (len(anatomy.config(anatomy.autoencoder).get("block_out_channels", (0,) * 4)) - 1)
-
-
-def _latent_pixels(anatomy: Anatomy, request: Request) -> int:
-    factor = scale_factor(anatomy)
-    return (request.width // factor) * (request.height // factor)
-
-
-def native_size(anatomy: Anatomy) -> int:
-    """The picture's side in pixels for which the model was made."""
-    if anatomy.denoiser is not None:
-        sample = anatomy.config(anatomy.denoiser).get("sample_size") or 64
-        return int(sample if isinstance(sample, int) else sample[0]) * scale_factor(anatomy)
-    return int(anatomy.config(anatomy.autoencoder).get("sample_size") or 512) if anatomy.autoencoder else 512
+DENOISE_LADDER: list[dict[str, Any]] = [{}]
+DECODE_LADDER: list[dict[str, Any]] = [
+    {"vae_tiles": "off"},
+    {"vae_tiles": "exact", "vae_map": "held"},
+    {"vae_tiles": "exact", "vae_map": "parked"},
+    {"vae_tiles": "exact", "vae_map": "recomputed"},
+    {"vae_tiles": "exact", "vae_map": "parked", "vae_strip_mib": 4},
+]
 
 
 def check_size(width: int, height: int, batch: int = 1, factor: int = 8) -> None:
@@ -277,40 +353,36 @@ def check_size(width: int, height: int, batch: int = 1, factor: int = 8) -> None
         raise BadInputError(f"batch {batch!r} must be a whole number of at least 1")
 
 
-def _fits(predicted: Predicted, request: Request) -> bool:
-    return predicted.peak_bytes + predicted.overhead_bytes <= request.vram and predicted.host_bytes <= request.ram
-
-
-def _refusal(request: Request, smallest: Predicted, least_host: int) -> BudgetError:
-    needed = smallest.peak_bytes + smallest.overhead_bytes
+def _refusal(request: Request, smallest: _Run) -> BudgetError:
+    worst = smallest.worst
+    needed = worst.peak_bytes + smallest.overhead_bytes
     size = f"{request.width}x{request.height}" + (f", batch {request.batch}" if request.batch > 1 else "")
     if needed > request.vram:
         overhead = f" ({format_size(smallest.overhead_bytes)} of it for the driver)" if smallest.overhead_bytes else ""
         return BudgetError(
-            f"{format_size(request.vram)} cannot hold {size}: the {smallest.stage} needs at least "
+            f"{format_size(request.vram)} cannot hold {size}: {worst.name} needs at least "
             f"{format_size(needed)}{overhead}. Give that much, or a smaller picture",
             needed_bytes=needed,
-            stage=smallest.stage,
+            stage=worst.name,
         )
     return BudgetError(
-        f"{format_size(request.ram)} of host memory cannot hold what waits there for {size}: "
-        f"at least {format_size(max(least_host, 1))} is needed with {format_size(request.vram)} on the device",
-        needed_bytes=least_host,
+        f"{format_size(request.ram)} of host memory cannot hold what waits there for {size} with "
+        f"{format_size(request.vram)} on the device: at least {format_size(smallest.host_bytes)} is needed",
+        needed_bytes=smallest.host_bytes,
         stage="host",
     )
 
 
-def _fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
+def fidelity_of(anatomy: Anatomy, settings: Settings) -> Fidelity:
+    """The farthest from the model as loaded that any of the settings goes."""
     others = [knob.fidelity_of(value) for name, knob, value in settings.decided() if name != "precision" and value]
     return max([precision_fidelity(anatomy, settings), *others])
 
 
-def _reasons(request: Request, chosen: Settings, predicted: Predicted, fastest: Predicted) -> tuple[str, ...]:
-    total = predicted.peak_bytes + predicted.overhead_bytes
-    reasons = [f"peak {format_size(total)} of {format_size(request.vram)}, reached in {predicted.stage}"]
-    if chosen.offload != "none" or chosen.vae_tiles == "exact":
-        all_resident = fastest.peak_bytes + fastest.overhead_bytes
-        reasons.append(f"everything resident and untiled would take {format_size(all_resident)}")
+def _reasons(request: Request, best: _Run, search: _Search) -> tuple[str, ...]:
+    worst, chosen = best.worst, best.settings
+    total = worst.peak_bytes + best.overhead_bytes
+    reasons = [f"peak {format_size(total)} of {format_size(request.vram)}, reached in {worst.name}"]
     if chosen.offload == "component":
         reasons.append("one component's weights on the device at a time")
     if chosen.offload == "layer":

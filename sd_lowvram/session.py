@@ -15,10 +15,8 @@ from .errors import BadInputError, LowVRAMError
 from .hooks.registry import active_hooks
 from .models import dissect
 from .models.anatomy import Anatomy
-from .patches import Change, Patch, refuse_conflicts, set_patch
+from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch
 from .settings import Settings
-
-_RECORD = "_sd_lowvram"
 
 
 class Attachment:
@@ -80,23 +78,23 @@ def attach(target: Any, settings: Settings, device: torch.device) -> Attachment:
     """Attach the hooks that ``settings`` ask for to ``target``, above any that are attached already."""
     attachment = Attachment(anatomy_of(target), settings, device)
     attachment.apply()
-    vars(target).setdefault(_RECORD, []).append(attachment)
+    vars(target).setdefault(RECORD, []).append(attachment)
     return attachment
 
 
 def detach(target: Any, attachment: Attachment) -> None:
     """Take one attachment off, in whatever order they came."""
-    records = vars(target).get(_RECORD, [])
+    records = vars(target).get(RECORD, [])
     if attachment in records:
         records.remove(attachment)
         if not records:
-            del vars(target)[_RECORD]
+            del vars(target)[RECORD]
     attachment.undo()
 
 
 def attachments(target: Any) -> list[Attachment]:
     """What is attached to ``target`` now, first attached first."""
-    return list(vars(target).get(_RECORD, []))
+    return list(vars(target).get(RECORD, []))
 
 
 def restore(target: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import ConflictError, NoSiteError
 from ..memory import host_account, to_device, to_host
+from ..memory.accounts import actual_device, mark_host
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
@@ -77,7 +78,7 @@ def _run_at(device: torch.device, original: Callable[..., Any], *args: Any, **kw
     """Run on ``device``; the result goes back to where the first input came from."""
     first = first_tensor((args, kwargs))
     home = first.device if first is not None else device
-    args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
+    args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(actual_device(device)))
     return _sent(original(*args, **kwargs), home)
 
 

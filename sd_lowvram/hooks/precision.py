@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import NoSiteError, SettingsError
 from ..models.anatomy import Anatomy
@@ -73,6 +74,16 @@ def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
     return fidelity
 
 
+def compute_dtype(anatomy: Anatomy, name: str, settings: Settings) -> torch.dtype:
+    """The type in which the component ``name`` does its arithmetic with ``settings``."""
+    kind = settings.precision or ""
+    floating = (tensor.dtype for tensor in anatomy.components[name].parameters() if tensor.is_floating_point())
+    own = next(floating, torch.float32)
+    if kind in ("", "tf32") or (kind.endswith("fp16") and _force_upcast(anatomy, name)):
+        return own
+    return _TYPES["fp32" if kind == "fp16-storage" else kind.removeprefix("autocast-")]
+
+
 def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Convert all floating weights to ``dtype``; returns the undoing.
 
@@ -104,6 +115,8 @@ def _narrows(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if isinstance(a, FakeTensor):
+        return True
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     if a.dtype != b.dtype or a.shape != b.shape:
         return False

@@ -15,8 +15,11 @@ _ORDER = ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "
 def dissect(target: Any) -> Anatomy | None:
     """The anatomy of a pipeline, UNet, AutoencoderKL or text encoder; None when ``target`` is none of these."""
     components = _components(target)
-    if not components:
-        return None
+    return anatomy_of(components) if components else None
+
+
+def anatomy_of(components: dict[str, nn.Module]) -> Anatomy:
+    """The anatomy of a pipeline's models by name."""
     denoiser = next((name for name, module in components.items() if is_unet(module)), None)
     autoencoder = next((name for name, module in components.items() if is_autoencoder(module)), None)
     unet = components[denoiser] if denoiser else nn.Module()

@@ -1,0 +1,195 @@
+"""How fast devices are: named profiles for machines that one does not have, and a short calibration of the one at hand.
+
+A rate here is *effective*: what a whole UNet step reaches, memory traffic and launches included where a profile gives
+no figures of their own. The RTX 2070 is pinned to a measurement, 0.171 s for a guided step of SD1.5 at 512x512; the
+other profiles take the makers' figures for dense fp16 matrix work, fp32 arithmetic and bus, times the share of them
+that the RTX 2070 reached. They tell a plan's time to a factor of about two; calibration tells it better.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .costs import Cost, cache_folder
+from .errors import BadInputError
+from .sizes import GIB
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A device, as a plan's time needs it.
+
+    Attributes:
+        name: what ``--gpu`` takes.
+        title: for people.
+        half_flops, float_flops: effective operations a second in 16 and 32 bits.
+        bandwidth: bytes a second of the device's own memory, for operators without matrix work; 0: contained in the
+            effective rates.
+        copy_bandwidth: bytes a second between host and device memory.
+        launch_seconds: that every operator costs; 0: contained in the effective rates.
+        vram_bytes: memory of the card.
+        source: where the figures come from.
+    """
+
+    name: str
+    title: str
+    half_flops: float
+    float_flops: float
+    bandwidth: float
+    copy_bandwidth: float
+    launch_seconds: float
+    vram_bytes: int
+    source: str
+
+    def seconds(self, cost: Cost, element_size: int) -> float:
+        """Time of one run of a stage whose arithmetic is in elements of ``element_size`` bytes."""
+        flops = self.half_flops if element_size <= 2 else self.float_flops
+        traffic = cost.moved_bytes / self.bandwidth if self.bandwidth else 0.0
+        return cost.flops / flops + traffic + cost.copied_bytes / self.copy_bandwidth + self.launch(cost)
+
+    def launch(self, cost: Cost) -> float:
+        return cost.operators * self.launch_seconds
+
+
+# Of its 59.7 TFLOP/s of fp16 matrix work and 7.5 TFLOP/s in fp32, the RTX 2070 reached 8 and about 4.5 in SD1.5.
+_MATRIX_SHARE, _FLOAT_SHARE, _BUS_SHARE = 8.0 / 59.7, 0.6, 0.75
+
+
+def _card(name: str, title: str, matrix: float, fp32: float, bus: float, vram: float, source: str) -> Rates:
+    """A profile from makers' figures: TFLOP/s, GB/s of the bus in one direction, GiB. Without matrix units: 0."""
+    single = fp32 * _FLOAT_SHARE * 1e12
+    half = matrix * _MATRIX_SHARE * 1e12 if matrix else single
+    return Rates(name, title, half, single, 0.0, bus * _BUS_SHARE * 1e9, 0.0, int(vram * GIB), source)
+
+
+_SPECIFICATION = "maker's specification times the share measured on the RTX 2070"
+PROFILES = {
+    card.name: card
+    for card in (
+        _card("gtx1650", "GTX 1650", 0.0, 2.98, 15.75, 4, f"{_SPECIFICATION}; no matrix units, fp16 computes in fp32"),
+        Rates(
+            name="rtx2070",
+            title="RTX 2070",
+            half_flops=8.0e12,
+            float_flops=4.5e12,
+            bandwidth=0.0,
+            copy_bandwidth=12.0e9,
+            launch_seconds=0.0,
+            vram_bytes=8 * GIB,
+            source="measured: 0.171 s a guided step of SD1.5 at 512x512 in fp16, copies at 12 GB/s",
+        ),
+        _card("rtx3050-laptop", "RTX 3050 laptop", 43.9, 5.5, 15.75, 4, _SPECIFICATION),
+        _card("rtx3060", "RTX 3060", 51.2, 12.7, 31.5, 12, _SPECIFICATION),
+        _card("rtx4060", "RTX 4060", 60.4, 15.1, 15.75, 8, _SPECIFICATION),
+        _card("t4", "Tesla T4", 65.1, 8.1, 15.75, 16, _SPECIFICATION),
+        _card("a10g", "A10G", 70.0, 31.5, 31.5, 24, _SPECIFICATION),
+        _card("h200", "H200", 989.0, 67.0, 63.0, 141, _SPECIFICATION),
+    )
+}
+
+
+def profile(name: str) -> Rates:
+    """The named profile, however its name is written ("RTX 2070", "rtx2070").
+
+    Raises:
+        BadInputError: no such profile; names those there are.
+    """
+    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    for known, rates in PROFILES.items():
+        if plain.removeprefix("nvidia").removeprefix("geforce") == known.replace("-", ""):
+            return rates
+    raise BadInputError(f"no profile for the GPU {name!r}: choose one of {', '.join(PROFILES)}")
+
+
+def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
+    """The rates of the machine at hand: measured in about a second, once, and remembered."""
+    folder = cache_folder()
+    where = folder.parent / f"rates-{_machine(device)}.json" if folder else None
+    if where is not None and not recalibrate:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return Rates(**json.loads(where.read_text(encoding="utf-8")))
+    rates = calibrate(device)
+    if where is not None:
+        with contextlib.suppress(OSError):
+            where.parent.mkdir(parents=True, exist_ok=True)
+            where.write_text(json.dumps(dataclasses.asdict(rates)), encoding="utf-8")
+    return rates
+
+
+def _machine(device: torch.device) -> str:
+    title = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{os.cpu_count()}"
+    threads = f"-{torch.get_num_threads()}" if device.type == "cpu" else ""
+    return "".join(letter if letter.isalnum() else "-" for letter in f"{title}{threads}-{torch.__version__}")
+
+
+def calibrate(device: torch.device) -> Rates:
+    """Measure matrix rates on a convolution of SD1.5's first level, bandwidth on an addition, and copies."""
+    from .device import device_memory
+
+    half = torch.float16 if device.type != "cpu" else torch.bfloat16
+    title = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+    return Rates(
+        name="this",
+        title=title,
+        half_flops=_convolution_rate(device, half),
+        float_flops=_convolution_rate(device, torch.float32),
+        bandwidth=_addition_rate(device),
+        copy_bandwidth=_copy_rate(device),
+        launch_seconds=_launch_time(device),
+        vram_bytes=device_memory(device).total,
+        source="measured here",
+    )
+
+
+def _seconds(run: Callable[[], object], device: torch.device, least: float = 0.15) -> float:
+    """The fastest of several runs of ``run``, warmed up."""
+    run()
+    best, spent = float("inf"), 0.0
+    while spent < least:
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - start
+        best, spent = min(best, elapsed), spent + elapsed
+    return best
+
+
+def _convolution_rate(device: torch.device, dtype: torch.dtype) -> float:
+    image = torch.randn(2, 320, 32, 32, device=device).to(dtype)
+    kernel = torch.randn(320, 320, 3, 3, device=device).to(dtype)
+    with torch.inference_mode():
+        seconds = _seconds(lambda: torch.nn.functional.conv2d(image, kernel, padding=1), device)
+    return 2 * 2 * 320 * 320 * 9 * 32 * 32 / seconds
+
+
+def _addition_rate(device: torch.device) -> float:
+    data = torch.zeros(1 << 24, device=device)
+    return 8 * data.numel() / _seconds(lambda: data.add_(1.0), device)
+
+
+def _copy_rate(device: torch.device) -> float:
+    host = torch.zeros(1 << 24, pin_memory=device.type == "cuda")
+    target = torch.empty_like(host, device=device, pin_memory=False)
+    return 4 * host.numel() / _seconds(lambda: target.copy_(host, non_blocking=True), device)
+
+
+def _launch_time(device: torch.device) -> float:
+    small = torch.zeros(8, device=device)
+
+    def many() -> None:
+        for _ in range(200):
+            small.add_(1.0)
+
+    return _seconds(many, device, 0.05) / 200
+
+

@@ -1,0 +1,142 @@
+"""The stages of a run (text, denoise, decode, encode), each as a call that can be traced on a twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .models.anatomy import Anatomy
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is asked for: the picture in pixels, pictures at a time, and whether guidance doubles them."""
+
+    width: int
+    height: int
+    batch: int = 1
+    guidance: bool = True
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of a run.
+
+    Attributes:
+        name: for people: "text", "denoise", "decode" or "encode".
+        component: whose weights it needs.
+        run: the call, on modules and inputs of the twin.
+        inputs: fake tensors for it, made when they are needed.
+        repeats: whether it runs once a step rather than once a picture.
+    """
+
+    name: str
+    component: str
+    run: Callable[..., Any]
+    inputs: Callable[[], tuple[Any, ...]]
+    repeats: bool = False
+
+
+def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
+    """The stages of a run of ``anatomy``'s components, in order. Call them within the twin's fake mode.
+
+    Args:
+        encodes: whether the run starts from a picture (img2img, inpainting).
+    """
+    found = []
+    for name, component in anatomy.components.items():
+        if name == anatomy.denoiser:
+            found.append(Stage("denoise", name, denoise_step, _denoiser_inputs(anatomy, shape), repeats=True))
+        elif name == anatomy.autoencoder:
+            latents = (shape.batch, _latent_channels(anatomy), *latent_size(anatomy, shape))
+            pixels = (shape.batch, 3, shape.height, shape.width)
+            if encodes:
+                found.insert(0, Stage("encode", name, _encode, _maker(component, pixels)))
+            found.append(Stage("decode", name, _decode, _maker(component, latents)))
+        elif name.startswith("text_encoder"):
+            found.insert(0, Stage("text", name, _encode_text, lambda component=component: (component, _tokens())))  # type: ignore[misc]
+    return found
+
+
+def denoise_step(unet: nn.Module, latents: Tensor, timestep: Tensor, text: Tensor, extra: Mapping[str, Any]) -> Tensor:
+    """One step as pipelines make it: double the latents, predict, guide, and move on; holds what they hold."""
+    doubled = torch.cat([latents] * 2) if len(text) > len(latents) else latents
+    predicted = unet(doubled, timestep, encoder_hidden_states=text, return_dict=False, **extra)[0]
+    if len(predicted) > len(latents):
+        unconditional, conditional = predicted.chunk(2)
+        predicted = unconditional + 7.5 * (conditional - unconditional)
+    return latents - 0.1 * predicted
+
+
+def _encode_text(encoder: nn.Module, tokens: Tensor) -> Any:
+    return encoder(tokens, output_hidden_states=True)
+
+
+def _decode(vae: Any, latents: Tensor) -> Tensor:
+    return vae.decode(latents, return_dict=False)[0]
+
+
+def _encode(vae: Any, pixels: Tensor) -> Tensor:
+    return vae.encode(pixels).latent_dist.parameters
+
+
+def _tokens() -> Tensor:
+    return torch.zeros(1, 77, dtype=torch.long)
+
+
+def _dtype(component: nn.Module) -> torch.dtype:
+    return next((tensor.dtype for tensor in component.parameters() if tensor.is_floating_point()), torch.float32)
+
+
+def _maker(component: nn.Module, shape: tuple[int, ...]) -> Callable[[], tuple[Any, ...]]:
+    return lambda: (component, torch.empty(shape, dtype=_dtype(component)))
+
+
+def _denoiser_inputs(anatomy: Anatomy, shape: Shape) -> Callable[[], tuple[Any, ...]]:
+    unet = anatomy.unet
+    assert unet is not None
+    config = anatomy.config(anatomy.denoiser or "")
+    pictures = shape.batch * (2 if shape.guidance else 1)
+    channels, width = int(config.get("in_channels", 4)), config.get("cross_attention_dim") or 768
+    width = width if isinstance(width, int) else max(width)
+
+    def make() -> tuple[Any, ...]:
+        dtype = _dtype(unet)
+        extra: dict[str, Any] = {}
+        if config.get("addition_embed_type") == "text_time":
+            ids = 6 * int(config["addition_time_embed_dim"])
+            pooled = torch.empty(pictures, int(config["projection_class_embeddings_input_dim"]) - ids, dtype=dtype)
+            extra["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": torch.empty(pictures, 6, dtype=dtype)}
+        latents = torch.empty(shape.batch, channels, *latent_size(anatomy, shape), dtype=dtype)
+        return unet, latents, torch.tensor(1), torch.empty(pictures, 77, width, dtype=dtype), extra
+
+    return make
+
+
+def scale_factor(anatomy: Anatomy) -> int:
+    """Pixels that a latent pixel stands for in one direction: 8 for Stable Diffusion."""
+    if anatomy.autoencoder is None:
+        return 8
+    return int(2 ** (len(anatomy.config(anatomy.autoencoder).get("block_out_channels", (0,) * 4)) - 1))
+
+
+def latent_size(anatomy: Anatomy, shape: Shape) -> tuple[int, int]:
+    """Height and width of the latents."""
+    factor = scale_factor(anatomy)
+    return shape.height // factor, shape.width // factor
+
+
+def native_size(anatomy: Anatomy) -> int:
+    """The picture's side in pixels for which the model was made."""
+    if anatomy.denoiser is not None:
+        sample = anatomy.config(anatomy.denoiser).get("sample_size") or 64
+        return int(sample if isinstance(sample, int) else sample[0]) * scale_factor(anatomy)
+    return int(anatomy.config(anatomy.autoencoder).get("sample_size") or 512) if anatomy.autoencoder else 512
+
+
+def _latent_channels(anatomy: Anatomy) -> int:
+    return int(anatomy.config(anatomy.autoencoder or "").get("latent_channels", 4))

@@ -1,0 +1,39 @@
+"""A model's twin: the same modules with fake weights, on which settings can be tried and traced at no cost.
+
+The target itself is not touched, whatever is attached to it; the twin is a copy without our hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .memory.fakes import fake_of
+from .models import anatomy_of_components
+from .models.anatomy import Anatomy
+from .patches import unpatched
+from .weights import all_tensors
+
+
+def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
+    """Copies of the components in which every tensor is a fake one of ``mode``; shared tensors stay shared."""
+    components = list(anatomy.components.values())
+    with mode:
+        memo: dict[int, Any] = {id(tensor): fake_of(tensor) for tensor in all_tensors(*components)}
+    with _bare(components):
+        copies = {name: copy.deepcopy(component, memo) for name, component in anatomy.components.items()}
+    return anatomy_of_components(anatomy.family, copies)
+
+
+@contextlib.contextmanager
+def _bare(components: list[nn.Module]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for component in components:
+            for module in component.modules():
+                stack.enter_context(unpatched(module))
+        yield
