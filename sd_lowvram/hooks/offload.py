@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import ConflictError, NoSiteError
 from ..memory import host_account, to_device, to_host
-from ..memory.accounts import actual_device, mark_host
+from ..memory.accounts import actual_device, mark_host, unmark_host
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
@@ -114,7 +114,9 @@ def _settle_on_host(components: list[nn.Module], widen: bool) -> Callable[[], No
     def settle(data: Tensor) -> Tensor:
         data = data if data.device.type == "cpu" else to_host(data)
         with host_account():
-            return data.float() if widen and data.is_floating_point() else data
+            data = data.float() if widen and data.is_floating_point() else data
+        mark_host(data)
+        return data
 
     return _moved(components, settle)
 
@@ -124,6 +126,7 @@ def _moved(components: list[nn.Module], move: Callable[[Tensor], Tensor]) -> Cal
 
     def undo() -> None:
         for tensor, device, dtype in places:
+            unmark_host(tensor.data)
             set_data(tensor, tensor.data.to(device, dtype))
 
     try:
@@ -148,7 +151,7 @@ class _Residency:
         if self.resident is not component:
             self.evict()
             self.resident = component
-            self._move(lambda data: to_device(data, self.device))
+            self._move(lambda data: to_device(data, self.device, weight=True))
         elif self.device.type != "cpu":  # a LoRA or adapter that was loaded since waits elsewhere
             self._move(lambda data: data if data.device == self.device else data.to(self.device))
         return _run_at(self.device, original, *args, **kwargs)
@@ -169,7 +172,7 @@ def _layer_by_layer(anatomy: Anatomy, name: str, component: nn.Module, device: t
     if not layers:
         raise NoSiteError(f"offload: {name} holds no weights")
     known = set(map(id, layers))
-    fetch = functools.partial(to_device, device=device)
+    fetch = functools.partial(to_device, device=device, weight=True)
 
     def run_layer(layer: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with lent(own_tensors(layer), fetch):

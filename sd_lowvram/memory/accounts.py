@@ -16,11 +16,13 @@ from typing import Literal
 import torch
 
 Account = Literal["device", "weights", "host"]
+Kernels = Literal["cuda", "cpu"]
 
 
 class _State(threading.local):
     account: Account = "device"
     traced_device: torch.device | None = None
+    kernels: Kernels = "cuda"
 
 
 _state = _State()
@@ -65,6 +67,11 @@ def mark_host(tensor: torch.Tensor) -> None:
     _host_storages[key] = weakref.ref(storage, lambda _: _host_storages.pop(key, None))
 
 
+def unmark_host(tensor: torch.Tensor) -> None:
+    """Forget what :func:`mark_host` remembered."""
+    _host_storages.pop(tensor.untyped_storage()._cdata, None)
+
+
 def is_host(tensor: torch.Tensor) -> bool:
     """Whether the memory of ``tensor`` was marked as the host's."""
     return tensor.untyped_storage()._cdata in _host_storages
@@ -83,3 +90,18 @@ def traced_device(device: torch.device) -> Iterator[None]:
 def actual_device(device: torch.device | str) -> torch.device:
     """The device to allocate on when ``device`` is meant: the trace's own while one runs."""
     return _state.traced_device or torch.device(device)
+
+
+@contextlib.contextmanager
+def kernels_of(device_type: Kernels) -> Iterator[None]:
+    """Traces inside foretell a run on this type of device: "cuda", as everywhere else, or "cpu"."""
+    before, _state.kernels = _state.kernels, device_type
+    try:
+        yield
+    finally:
+        _state.kernels = before
+
+
+def on_cpu() -> bool:
+    """Whether traces foretell a run on the CPU."""
+    return _state.kernels == "cpu"
