@@ -14,7 +14,17 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
+class ClosedDoor:
+    """Registered apart, because hooks of this file do not reach the folder above it."""
+
+    @staticmethod
+    def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        """The root's __init__.py is ComfyUI's door, not a package of tests: it must not be imported here."""
+        return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ClosedDoor())
     from hypothesis import settings
 
     settings.register_profile("plain", deadline=None, print_blob=True)
@@ -28,8 +38,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """The root's __init__.py is ComfyUI's door, not a package of tests: it must not be imported here."""
-    return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
