@@ -47,7 +47,7 @@ def load_pipeline(
     dtype: torch.dtype | None = None,
     *,
     allow_pickle: bool = False,
-    prediction: Prediction | None = None,
+    prediction: str | None = None,
 ) -> DiffusionPipeline:
     """The pipeline for ``task`` with the weights of ``model``, on the CPU; nothing is fetched from a network.
 
@@ -59,15 +59,25 @@ def load_pipeline(
     Raises:
         CheckpointError: missing, unreadable, truncated, of an unknown kind, or a pickle that was not allowed.
     """
+    path = model_path(model)
+    if path.is_dir():
+        return _load_folder(path, task, dtype, allow_pickle)
+    return _load_file(path, task, dtype, allow_pickle, prediction)
+
+
+def model_path(model: str | Path | None) -> Path:
+    """Where ``model`` lies on disk; None is the demo model.
+
+    Raises:
+        CheckpointError: nothing is there.
+    """
     path = DEMO if model is None else Path(model).expanduser()
     if not path.exists():
         if model is None:
             raise CheckpointError(f"this installation lacks the demo model ({path}): install the package again")
         hint = " (models are read from disk, never fetched: download it first)" if str(model).count("/") == 1 else ""
         raise CheckpointError(f"there is no model at {path}{hint}: give a diffusers folder or a .safetensors file")
-    if path.is_dir():
-        return _load_folder(path, task, dtype, allow_pickle)
-    return _load_file(path, task, dtype, allow_pickle, prediction)
+    return path
 
 
 def _pipeline_class(prefix: str, task: Task) -> Any:
@@ -130,7 +140,7 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
 
 
 def _load_file(
-    path: Path, task: Task, dtype: torch.dtype | None, allow_pickle: bool, prediction: Prediction | None
+    path: Path, task: Task, dtype: torch.dtype | None, allow_pickle: bool, prediction: str | None
 ) -> DiffusionPipeline:
     pickled = path.suffix.lower() in PICKLES
     if pickled and not allow_pickle:
@@ -138,8 +148,7 @@ def _load_file(
     kind = _kind_of_pickle(path) if pickled else detect(read_header(path), path, _reader(path))
     if prediction not in (None, "epsilon", "v_prediction"):
         raise CheckpointError(f"prediction {prediction!r} is unknown: choose epsilon or v_prediction")
-    prediction = prediction or kind.prediction
-    config = single_file_config(kind, prediction)
+    config = single_file_config(kind, prediction or kind.prediction)
     pipeline = _pipeline_class(config["pipeline"], task)
     with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
         write_folder(config, pipeline.__name__, Path(folder))
@@ -184,7 +193,7 @@ def _check_channels(path: Path, pipe: Any, task: Task) -> None:
         raise CheckpointError(f"{path} is an inpainting model: give it a picture and a mask (--init-image and --mask)")
 
 
-def single_file_config(kind: Kind, prediction: Prediction) -> dict[str, Any]:
+def single_file_config(kind: Kind, prediction: str) -> dict[str, Any]:
     """The architecture of ``kind``, with what the file itself decides written into it."""
     config = architecture(kind.name)
     config["unet"]["in_channels"] = kind.in_channels

@@ -20,7 +20,7 @@ def guarded(debug: bool = False) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _end(INTERRUPTED, "interrupted; nothing was written", debug)
+        _end(INTERRUPTED, "interrupted", debug)
     except LowVRAMError as error:
         _end(error.exit_code, str(error), debug)
     except MemoryError as error:

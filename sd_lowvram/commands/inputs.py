@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..errors import BadInputError
 from ..schedulers import find_scheduler
+from ..settings import Settings
 from ..sizes import parse_size
 
 if TYPE_CHECKING:
@@ -21,20 +23,29 @@ LARGEST_SIDE = 1 << 16
 
 @dataclass(frozen=True)
 class Job:
-    """What to make: a checked picture of the command line. Sizes in pixels, None where the model decides."""
+    """What was asked for on the command line; None where the model, the plan or chance decides. Sides in pixels."""
 
     prompt: str
     negative: str
+    model: str | None
+    output: Path | None
     width: int | None
     height: int | None
     steps: int
-    seed: int
+    seed: int | None
     guidance: float | None
     scheduler: str | None
     batch: int
     init_image: Path | None
+    strength: float | None
     mask: Path | None
-    strength: float
+    prediction: str | None
+    vram: str | None
+    ram: str | None
+    approximate: bool
+    device: str | None
+    allow_pickle: bool
+    settings: Settings
 
     @property
     def task(self) -> Task:
@@ -43,47 +54,48 @@ class Job:
     @property
     def steps_run(self) -> int:
         """Steps that are computed: a picture that is changed by half starts in the middle."""
-        return min(int(self.steps * self.strength), self.steps) if self.init_image else self.steps
+        return self.steps if self.strength is None else min(int(self.steps * self.strength), self.steps)
 
 
-def check_job(
-    prompt: str,
-    negative: str,
-    width: int | None,
-    height: int | None,
-    steps: int,
-    seed: int | None,
-    guidance: float | None,
-    scheduler: str | None,
-    batch: int,
-    init_image: Path | None,
-    mask: Path | None,
-    strength: float | None,
-) -> Job:
-    """A job with a seed, or a BadInputError that says what to change."""
-    check_side("width", width)
-    check_side("height", height)
-    _at_least("steps", steps, 1)
-    _at_least("batch", batch, 1)
-    if guidance is not None and not 0 <= guidance < 1000:
-        raise BadInputError(f"--guidance {guidance:g} must be from 0 to 1000; 7.5 is usual, 1 turns it off")
-    if seed is not None and not -1 <= seed <= LARGEST_SEED:
-        raise BadInputError(f"--seed {seed} must be from 0 to {LARGEST_SEED} (-1 for a random one)")
-    chosen = find_scheduler(scheduler) if scheduler is not None else None
-    if init_image is None and mask is not None:
-        raise BadInputError(f"--mask {mask} needs --init-image, the picture of which a part is painted anew")
-    if init_image is None and strength is not None:
-        raise BadInputError(f"--strength {strength:g} needs --init-image, the picture that is changed so much")
-    strength = strength if strength is not None else 1.0 if mask is not None else 0.75
+def check_job(job: Job) -> Job:
+    """``job`` with a seed, a strength if it starts from a picture, and the scheduler's usual name.
+
+    Raises:
+        BadInputError: a value that cannot be used; the message says what to change.
+    """
+    check_side("width", job.width)
+    check_side("height", job.height)
+    for name, size in (("vram", job.vram), ("ram", job.ram)):
+        if size is not None:
+            parse_size(size, f"--{name}")
+    for name, count in (("steps", job.steps), ("batch", job.batch)):
+        if count < 1:
+            raise BadInputError(f"--{name} {count} must be at least 1")
+    if job.guidance is not None and not 0 <= job.guidance < 1000:
+        raise BadInputError(f"--guidance {job.guidance:g} must be from 0 to 1000; 7.5 is usual, 1 turns it off")
+    if job.seed is not None and not -1 <= job.seed <= LARGEST_SEED:
+        raise BadInputError(f"--seed {job.seed} must be from 0 to {LARGEST_SEED} (-1 for a random one)")
+    return dataclasses.replace(
+        job,
+        seed=secrets.randbelow(2**32) if job.seed in (None, -1) else job.seed,
+        scheduler=find_scheduler(job.scheduler) if job.scheduler is not None else None,
+        strength=_checked_strength(job),
+    )
+
+
+def _checked_strength(job: Job) -> float | None:
+    if job.init_image is None:
+        if job.mask is not None:
+            raise BadInputError(f"--mask {job.mask} needs --init-image, the picture of which a part is painted anew")
+        if job.strength is not None:
+            raise BadInputError(f"--strength {job.strength:g} needs --init-image, the picture that is changed so much")
+        return None
+    strength = job.strength if job.strength is not None else 1.0 if job.mask is not None else 0.75
     if not 0 < strength <= 1:
         raise BadInputError(f"--strength {strength:g} must be above 0 and at most 1 (1: the picture is painted over)")
-    drawn = secrets.randbelow(2**32) if seed is None or seed == -1 else seed
-    job = Job(
-        prompt, negative, width, height, steps, drawn, guidance, chosen, batch, init_image, mask, strength
-    )  # fmt: skip
-    if job.steps_run < 1:
-        raise BadInputError(f"--strength {strength:g} of {steps} steps is less than one step: raise either")
-    return job
+    if int(job.steps * strength) < 1:
+        raise BadInputError(f"--strength {strength:g} of {job.steps} steps is less than one step: raise either")
+    return strength
 
 
 def check_side(name: str, value: int | None) -> None:
@@ -99,20 +111,8 @@ def check_side(name: str, value: int | None) -> None:
     raise BadInputError(f"--{name} {value} is not divisible by 8: {near}")
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise BadInputError(f"--{name} {value} must be at least {least}")
-
-
-def check_budget(name: str, value: str | None) -> int | None:
-    """Bytes in a budget as typed, None where none was given."""
-    return None if value is None else parse_size(value, f"--{name}")
-
-
-def check_device(name: str | None) -> str | None:
+def check_device(name: str) -> str:
     """Raise BadInputError unless torch can compute on ``name``."""
-    if name is None:
-        return None
     import torch
 
     try:

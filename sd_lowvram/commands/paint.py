@@ -1,0 +1,179 @@
+"""The work of ``generate``: load, plan, run, save; every check comes before the time that it could waste."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint import load_pipeline, model_path
+from ..errors import LowVRAMError
+from ..pictures import check_writable, output_paths, parameters_text, save_picture
+from ..schedulers import label_of, set_scheduler
+from .inputs import Job, check_device, open_picture
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+DEMO_GUIDANCE, USUAL_GUIDANCE = 4.0, 7.5
+_WIDE = ("fp32", "tf32", "autocast-fp16", "autocast-bf16")
+
+
+def paint(job: Job, console: Console) -> dict[str, Any]:
+    """Make and save the pictures of a checked ``job``; plain values for ``--json``. Progress goes to ``console``.
+
+    Raises:
+        LowVRAMError: with the exit code that the command line gives.
+    """
+    files = output_paths(job.output, job.batch, job.seed or 0)
+    images = _start_pictures(job)
+    # A first look at the output's place, before the model is loaded; the second knows the size.
+    check_writable(files[0], 1)
+    path = model_path(job.model)
+    started = time.perf_counter()
+    with console.status("loading"):
+        pipe, device = _load(job, path)
+    loaded = time.perf_counter()
+    job = _sized(job, pipe, images)
+    check_writable(files[0], job.batch * ((job.width or 0) * (job.height or 0) * 4 + (64 << 10)))
+    plan = _optimize(job, pipe, device, console)
+    planned = time.perf_counter()
+    pictures = _run(job, pipe, images, console)
+    values = _parameters(job, pipe, plan)
+    for number, (picture, file) in enumerate(zip(pictures, files, strict=True)):
+        values["Seed"] = (job.seed or 0) + number
+        save_picture(picture, file, parameters_text(job.prompt, job.negative, values))
+    seconds = {"load": loaded - started, "plan": planned - loaded, "run": time.perf_counter() - planned}
+    return {
+        "files": [str(file) for file in files],
+        "seed": job.seed,
+        "width": job.width,
+        "height": job.height,
+        "attention": values["Low VRAM attention"],
+        "seconds": {stage: round(value, 3) for stage, value in seconds.items()},
+        "plan": plan.as_dict(),
+    }
+
+
+def _start_pictures(job: Job) -> dict[str, Any]:
+    """The pictures to start from, by the names that pipelines give them."""
+    images = {}
+    if job.init_image:
+        images["image"] = open_picture(job.init_image, "--init-image")
+    if job.mask:
+        images["mask_image"] = open_picture(job.mask, "--mask", "L")
+    return images
+
+
+def _load(job: Job, path: Path) -> tuple[Any, torch.device]:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import torch
+
+    from ..device import default_device
+
+    device = torch.device(check_device(job.device)) if job.device else default_device()
+    wide = device.type == "cpu" or job.settings.precision in _WIDE
+    dtype = torch.float32 if wide else torch.float16
+    pipe: Any = load_pipeline(path, job.task, dtype, allow_pickle=job.allow_pickle, prediction=job.prediction)
+    pipe.set_progress_bar_config(disable=True)
+    if job.scheduler:
+        set_scheduler(pipe, job.scheduler)
+    return pipe, device
+
+
+def _sized(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
+    """``job`` with its size: as stated, else that of the picture to start from, else the model's own."""
+    if "image" in images and job.width is None and job.height is None:
+        width, height = (max(8, side - side % 8) for side in images["image"].size)
+    else:
+        sample = pipe.unet.config.sample_size
+        sides = [sample, sample] if isinstance(sample, int) else list(sample)
+        height, width = (side * pipe.vae_scale_factor for side in sides)
+    guidance = DEMO_GUIDANCE if job.model is None else USUAL_GUIDANCE
+    return dataclasses.replace(
+        job,
+        width=job.width or width,
+        height=job.height or height,
+        guidance=guidance if job.guidance is None else job.guidance,
+    )
+
+
+def _optimize(job: Job, pipe: Any, device: torch.device, console: Console) -> Any:
+    from .. import optimize
+    from .show import show_plan
+
+    with console.status("planning"):
+        plan = optimize(
+            pipe, vram=job.vram, ram=job.ram, width=job.width, height=job.height, batch=job.batch, device=device,
+            settings=job.settings, approximate=job.approximate,
+        )  # fmt: skip
+    show_plan(console, plan)
+    console.print(f"seed: {job.seed}", highlight=False)
+    return plan
+
+
+def _run(job: Job, pipe: Any, images: dict[str, Any], console: Console) -> list[Any]:
+    import torch
+    from PIL import Image
+
+    from .show import Bars
+
+    size = (job.width or 0, job.height or 0)
+    extra: dict[str, Any] = {name: image.resize(size, Image.Resampling.LANCZOS) for name, image in images.items()}
+    if job.init_image:
+        extra["strength"] = job.strength
+    if job.task != "img2img":
+        extra |= {"width": size[0], "height": size[1]}
+    # On the CPU, so that a seed means the same picture on every device.
+    seeds = [torch.Generator("cpu").manual_seed(((job.seed or 0) + n) % 2**64) for n in range(job.batch)]
+    with Bars(console, shown=not console.quiet).running() as bars:
+        result = pipe(
+            prompt=[job.prompt] * job.batch, negative_prompt=[job.negative] * job.batch, generator=seeds,
+            num_inference_steps=job.steps, guidance_scale=job.guidance,
+            callback_on_step_end=_after_step(job.steps_run, bars.update), **extra,
+        )  # fmt: skip
+    return list(result.images)
+
+
+def _after_step(steps: int, update: Callable[[str, int, int], None]) -> Callable[..., dict[str, Any]]:
+    """A pipeline's callback: moves the bar, and stops before the decoder would turn what is no number into black."""
+    update("steps", 0, steps)
+
+    def after(_: Any, step: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
+        update("steps", step + 1, steps)
+        if step + 1 >= steps and not values["latents"].isfinite().all():
+            raise LowVRAMError("the model computed values beyond its number type: try --precision fp32 or bf16")
+        return values
+
+    return after
+
+
+def attention_that_ran(pipe: Any) -> str:
+    """The attention kernels that the hook saw running, "" where none was attached."""
+    return ""
+
+
+def _parameters(job: Job, pipe: Any, plan: Any) -> dict[str, Any]:
+    """What goes into the picture beside the prompts, in the order and by the names of the WebUI."""
+    from .. import __version__
+    from .show import decided
+
+    sampler, schedule = label_of(pipe.scheduler)
+    return {
+        "Steps": job.steps,
+        "Sampler": sampler,
+        "Schedule type": schedule or None,
+        "CFG scale": f"{job.guidance:g}",
+        "Seed": job.seed,
+        "Size": f"{job.width}x{job.height}",
+        "Model": "sd-lowvram demo" if job.model is None else Path(job.model).stem,
+        "Denoising strength": None if job.strength is None else f"{job.strength:g}",
+        "RNG": "CPU",
+        "Low VRAM plan": ", ".join(f"{name}={value}" for name, value in decided(plan)) or None,
+        "Low VRAM attention": attention_that_ran(pipe) or plan.settings.attention,
+        "Version": f"sd-lowvram {__version__}",
+    }
