@@ -38,9 +38,8 @@ def read_list(file: Path = HERE / "pictures.txt") -> dict[str, list[str]]:
     """short name -> captions, in the order of the list."""
     chosen = {}
     for line in file.read_text(encoding="utf-8").splitlines():
-        line = line.split("#")[0].strip()
-        if line:
-            name, captions = line.split(":", 1)
+        name, colon, captions = line.partition(":")
+        if colon and not line.startswith("#"):
             chosen[name.strip()] = [caption.strip() for caption in captions.split(",")]
     return chosen
 

@@ -28,12 +28,40 @@ from train_unet import SCHEDULE, Model, phrase
 from transformers import CLIPTokenizer
 
 PROMPTS, STEPS, GUIDANCE = 100, 30, 4.0
-SHEET = (
-    "a red apple|a cat|a dog face|a green tree|a yellow taxi|a banana|a rocket|a penguin|"
-    "a house|a sunflower|a hamburger|a fox|a red car|a blue gem|an octopus|a slice of pizza|"
-    "a castle|a snowman|a frog|a bicycle|a strawberry|an owl|a steam locomotive|a rainbow|"
-    "a guitar|a panda|a volcano|a cupcake|a butterfly|a sailboat|a teapot|an earth globe"
-).split("|")
+SHEET = [
+    "a red apple",
+    "a cat",
+    "a dog face",
+    "a green tree",
+    "a yellow taxi",
+    "a banana",
+    "a rocket",
+    "a penguin",
+    "a house",
+    "a sunflower",
+    "a hamburger",
+    "a fox",
+    "a red car",
+    "a blue gem",
+    "an octopus",
+    "a slice of pizza",
+    "a castle",
+    "a snowman",
+    "a frog",
+    "a bicycle",
+    "a strawberry",
+    "an owl",
+    "a steam locomotive",
+    "a rainbow",
+    "a guitar",
+    "a panda",
+    "a volcano",
+    "a cupcake",
+    "a butterfly",
+    "a sailboat",
+    "a teapot",
+    "an earth globe",
+]
 
 
 def export(work: Path, decoder: Path | None, out: Path) -> None:
@@ -100,7 +128,7 @@ def sheet(pictures: torch.Tensor, texts: list[str], file: Path, columns: int = 8
     rows, size, line = -(-len(texts) // columns), pictures.shape[-1], 14
     page = Image.new("RGB", (columns * size, rows * (size + line)), "white")
     draw = ImageDraw.Draw(page)
-    for i, (picture, text) in enumerate(zip(pictures, texts)):
+    for i, (picture, text) in enumerate(zip(pictures, texts, strict=True)):
         x, y = i % columns * size, i // columns * (size + line)
         array = (picture.permute(1, 2, 0).clamp(0, 1).numpy() * 255).round().astype(np.uint8)
         page.paste(Image.fromarray(array), (x, y))
@@ -143,10 +171,10 @@ def main() -> None:
     chosen, texts = prompts(captions)
     made = generate(pipe, texts, args.guidance)
     found = nearest(made, pictures / 2 + 0.5)
-    hits = sum(a == b for a, b in zip(found.tolist(), chosen))
+    hits = sum(a == b for a, b in zip(found.tolist(), chosen, strict=True))
     print(f"nearest picture is the prompt's own: {hits} of {PROMPTS} (guidance {args.guidance:g})")
     short = list(captions)
-    missed = [f"{t} -> {short[f]}" for t, f, c in zip(texts, found.tolist(), chosen) if f != c]
+    missed = [f"{t} -> {short[f]}" for t, f, c in zip(texts, found.tolist(), chosen, strict=True) if f != c]
     print("missed: " + ", ".join(missed))
     if args.sheet:
         sheet(generate(pipe, SHEET, args.guidance), SHEET, args.sheet)

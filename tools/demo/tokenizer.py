@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -26,7 +27,7 @@ def learn(words: list[str], merges: int) -> list[tuple[str, str]]:
     while len(learned) < merges:
         pairs: Counter[tuple[str, str]] = Counter()
         for word, parts in splits.items():
-            for pair in zip(parts, parts[1:]):
+            for pair in pairwise(parts):
                 pairs[pair] += counts[word]
         if not pairs:
             break

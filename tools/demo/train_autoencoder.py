@@ -61,7 +61,7 @@ def crops(pictures: torch.Tensor, alpha: torch.Tensor, batch: int, size: int) ->
 def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """L1 and squared error, L1 of the gradients, and both L1 terms at a half and a quarter of the size."""
     loss = 2 * F.mse_loss(a, b)
-    for scale in range(3):
+    for _ in range(3):
         loss = loss + F.l1_loss(a, b)
         loss = loss + 0.5 * F.l1_loss(a.diff(dim=-1), b.diff(dim=-1))
         loss = loss + 0.5 * F.l1_loss(a.diff(dim=-2), b.diff(dim=-2))
@@ -112,6 +112,32 @@ def save(file: Path, **state: object) -> None:
     file.with_suffix(".tmp").replace(file)
 
 
+def joint_loss(vae: AutoencoderKL, target: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        posterior = vae.encode(target).latent_dist
+        mean, logvar = posterior.mean.float(), posterior.logvar.float()
+        out = vae.decode(mean + (0.5 * logvar).exp() * torch.randn_like(mean)).sample
+    kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+    return distance(out.float(), target) + 3e-4 * kl
+
+
+def decoder_loss(vae: AutoencoderKL, latents: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Half of the latents carry a little noise, so that the decoder forgives what the UNet leaves."""
+    strength = 0.1 / SCALING * torch.rand(len(latents), 1, 1, 1) * (torch.rand(len(latents), 1, 1, 1) < 0.5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = vae.decode(latents + strength * torch.randn_like(latents)).sample
+    return distance(out.float(), target)
+
+
+@torch.no_grad()
+def evaluate_average(vae: AutoencoderKL, average: Average, *data: torch.Tensor | None) -> float:
+    current = {k: v.clone() for k, v in vae.state_dict().items()}
+    vae.load_state_dict(average.shadow)
+    result = evaluate(vae, *data)
+    vae.load_state_dict(current)
+    return result
+
+
 def train(args: argparse.Namespace) -> None:
     joint = args.phase == "joint"
     torch.manual_seed(args.seed)
@@ -121,11 +147,10 @@ def train(args: argparse.Namespace) -> None:
     if not joint:
         vae.load_state_dict(torch.load(args.work / "frozen.pt"))
         latents = torch.load(args.work / "latents.pt")
-        vae.encoder.requires_grad_(False)
-        vae.quant_conv.requires_grad_(False)
-        vae.post_quant_conv.requires_grad_(False)
+        vae.requires_grad_(False)
+        vae.decoder.requires_grad_(True)
     trained = [p for p in vae.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.rate, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=args.rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     average = Average(vae, 0.998)
     file, step = args.work / f"autoencoder-{args.phase}.pt", 0
     if file.exists():
@@ -140,22 +165,12 @@ def train(args: argparse.Namespace) -> None:
     while step < args.steps:
         for group in optimizer.param_groups:
             group["lr"] = rate(step, args.steps, args.rate)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            if joint:
-                target = crops(pictures, alpha, args.batch, 64)
-                posterior = vae.encode(target).latent_dist
-                mean, logvar = posterior.mean.float(), posterior.logvar.float()
-                kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
-                sample = mean + (0.5 * logvar).exp() * torch.randn_like(mean)
-            else:  # a little noise, so that the decoder forgives what the UNet leaves
-                chosen = torch.randint(len(pictures), (args.batch,))
-                target = pictures[chosen].contiguous(memory_format=torch.channels_last)
-                sample = latents[chosen]
-                noise = 0.1 / SCALING * torch.rand(args.batch, 1, 1, 1)
-                sample = sample + (torch.rand(args.batch, 1, 1, 1) < 0.5) * noise * torch.randn_like(sample)
-                kl = 0.0
-            out = vae.decode(sample).sample
-        loss = distance(out.float(), target) + 3e-4 * kl
+        if latents is None:
+            loss = joint_loss(vae, crops(pictures, alpha, args.batch, 64))
+        else:
+            chosen = torch.randint(len(pictures), (args.batch,))
+            target = pictures[chosen].contiguous(memory_format=torch.channels_last)
+            loss = decoder_loss(vae, latents[chosen], target)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -169,10 +184,7 @@ def train(args: argparse.Namespace) -> None:
             running = 0.0
         if step % 500 == 0 or step == args.steps:
             save(file, vae=vae.state_dict(), optimizer=optimizer.state_dict(), average=average.shadow, step=step)
-            current = {k: v.clone() for k, v in vae.state_dict().items()}
-            vae.load_state_dict(average.shadow)
-            print(f"step {step} PSNR {evaluate(vae, pictures, latents):.2f} dB", flush=True)
-            vae.load_state_dict(current)
+            print(f"step {step} PSNR {evaluate_average(vae, average, pictures, latents):.2f} dB", flush=True)
 
 
 @torch.no_grad()
@@ -195,7 +207,7 @@ def freeze(args: argparse.Namespace) -> None:
     torch.save(vae.state_dict(), args.work / "frozen.pt")
     torch.save(latents, args.work / "latents.pt")
     scaled = latents * SCALING
-    print(f"latents times {SCALING}: mean {scaled.mean((0, 2, 3)).tolist()}, deviation {scaled.std((0, 2, 3)).tolist()}")
+    print(f"scaled latents: means {scaled.mean((0, 2, 3)).tolist()}, deviations {scaled.std((0, 2, 3)).tolist()}")
     print(f"PSNR {before:.2f} dB before, {evaluate(vae, pictures):.2f} dB folded and in float16")
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
+import tempfile
 import time
 from pathlib import Path
 
@@ -56,35 +58,66 @@ class Model(torch.nn.Module):
         )
 
 
-SCHEDULE = dict(
-    num_train_timesteps=1000,
-    beta_start=0.00085,
-    beta_end=0.012,
-    beta_schedule="scaled_linear",
-    prediction_type="v_prediction",
-)
+SCHEDULE = {
+    "num_train_timesteps": 1000,
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "prediction_type": "v_prediction",
+}
 
 
 def phrase(template: str, caption: str) -> str:
-    text = template.format(caption)
-    for article in ("a ", "picture of a ", "icon of a "):
-        if text.startswith(article) or f" {article}" in text:
-            for vowel in "aeiou":
-                text = text.replace(f"a {vowel}", f"an {vowel}")
-    return text
+    """The caption in the template, with "an" before a vowel."""
+    return re.sub(r"\ba (?=[aeio]|um)", "an ", template.format(caption))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder of the data step and of `freeze`")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def batch(names: list[list[str]], size: int) -> tuple[torch.Tensor, list[str]]:
+    """Which pictures, and a prompt for each: one of its captions in one of the forms, or nothing."""
+    chosen = torch.randint(len(names), (size,))
+    texts = [
+        "" if random.random() < 0.1 else phrase(random.choice(TEMPLATES), random.choice(names[i]))
+        for i in chosen.tolist()
+    ]
+    return chosen, texts
 
-    torch.manual_seed(args.seed)
-    random.seed(args.seed)
+
+def noise_levels(size: int) -> torch.Tensor:
+    """Timesteps spread evenly over the batch."""
+    return ((torch.arange(size) + torch.rand(size)) * (1000 / size)).long().clamp(max=999)
+
+
+def velocity_loss(model: Model, clean: torch.Tensor, tokens: torch.Tensor, scheduler: DDPMScheduler) -> torch.Tensor:
+    clean = clean.contiguous(memory_format=torch.channels_last)
+    noise = torch.randn_like(clean)
+    levels = noise_levels(len(clean))
+    noisy = scheduler.add_noise(clean, noise, levels)
+    target = scheduler.get_velocity(clean, noise, levels)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model.unet(noisy, levels, model.text_encoder(tokens)[0]).sample
+    alphas = scheduler.alphas_cumprod[levels]  # 1 - alpha is 1 / (snr + 1)
+    weight = (6 * (1 - alphas)).clamp(max=1)  # nearly clean latents would otherwise rule the loss
+    return ((out.float() - target).square().mean(dim=(1, 2, 3)) * weight).mean()
+
+
+def share_gradients(model: torch.nn.Module, processes: int) -> None:
+    """Averages the gradients over the processes."""
+    gradients = [p.grad for p in model.parameters()]
+    flat = torch.cat([g.reshape(-1) for g in gradients]) / processes
+    torch.distributed.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+
+
+def train(rank: int, args: argparse.Namespace) -> None:
+    if args.processes > 1:
+        torch.distributed.init_process_group("gloo", args.meeting, rank=rank, world_size=args.processes)
+    seed(args.seed)
     _, _, captions = load(args.work)
     tokenizer.write(captions, args.work / "tokenizer")
     tokenize = CLIPTokenizer.from_pretrained(args.work / "tokenizer")
@@ -93,12 +126,8 @@ def main() -> None:
     model = Model(len(tokenize))
     model.unet.set_attn_processor(AttnProcessor())  # its backward pass is the faster one on a CPU
     model.unet.to(memory_format=torch.channels_last)
-    print(f"{sum(p.numel() for p in model.unet.parameters()) / 1e6:.2f} M parameters in the UNet,")
-    print(f"{sum(p.numel() for p in model.text_encoder.parameters()) / 1e6:.2f} M in the text encoder", flush=True)
     scheduler = DDPMScheduler(**SCHEDULE)
-    snr = scheduler.alphas_cumprod / (1 - scheduler.alphas_cumprod)
-    weight = (6 / (snr + 1)).clamp(max=1)  # nearly clean latents would otherwise rule the loss
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.99), weight_decay=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.99), weight_decay=1e-3, fused=True)
     average = Average(model, 0.998)
     file, step = args.work / "unet.pt", 0
     if file.exists():
@@ -106,43 +135,48 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         average.shadow, average.steps, step = state["average"], state["step"], state["step"]
-        torch.manual_seed(args.seed + step)
-        random.seed(args.seed + step)
         print(f"resumed at step {step}", flush=True)
+    seed(args.seed + step * args.processes + rank)
 
     start, first, running = time.time(), step, 0.0
     while step < args.steps:
         for group in optimizer.param_groups:
             group["lr"] = rate(step, args.steps, args.rate)
-        chosen = torch.randint(len(latents), (args.batch,))
-        texts = [
-            "" if random.random() < 0.1 else phrase(random.choice(TEMPLATES), random.choice(names[i]))
-            for i in chosen.tolist()
-        ]
+        chosen, texts = batch(names, args.batch)
         tokens = tokenize(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
-        clean = latents[chosen].contiguous(memory_format=torch.channels_last)
-        noise = torch.randn_like(clean)
-        levels = (torch.arange(args.batch) + torch.rand(args.batch)) * (1000 / args.batch)
-        levels = levels.long().clamp(max=999)
-        noisy = scheduler.add_noise(clean, noise, levels)
-        target = scheduler.get_velocity(clean, noise, levels)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = model.text_encoder(tokens)[0]
-            out = model.unet(noisy, levels, hidden).sample
-        loss = ((out.float() - target).square().mean(dim=(1, 2, 3)) * weight[levels]).mean()
+        loss = velocity_loss(model, latents[chosen], tokens, scheduler)
         optimizer.zero_grad()
         loss.backward()
+        if args.processes > 1:
+            share_gradients(model, args.processes)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         average.update()
         step += 1
         running += loss.item()
-        if step % 50 == 0:
+        if rank == 0 and step % 50 == 0:
             pace = (time.time() - start) / (step - first)
             print(f"step {step} loss {running / 50:.4f} {pace:.2f} s/step", flush=True)
             running = 0.0
-        if step % 200 == 0 or step == args.steps:
+        if rank == 0 and (step % 200 == 0 or step == args.steps):
             save(file, model=model.state_dict(), optimizer=optimizer.state_dict(), average=average.shadow, step=step)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder of the data step and of `freeze`")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--batch", type=int, default=32, help="prompts a step in every process")
+    parser.add_argument("--processes", type=int, default=2, help="one a core; gradients are averaged")
+    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.processes == 1:
+        train(0, args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        args.meeting = f"file://{folder}/meeting"
+        torch.multiprocessing.spawn(train, (args,), nprocs=args.processes)
 
 
 if __name__ == "__main__":
