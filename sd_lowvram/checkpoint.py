@@ -127,11 +127,11 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
     def load() -> DiffusionPipeline:
         return _pipeline_class(prefix, task).from_pretrained(
             folder,
-            torch_dtype=dtype,
             variant=variant,
             local_files_only=True,
             use_safetensors=None if allow_pickle else True,
             **extra,
+            **_typed(dtype),
         )
 
     pipe = _explained(folder, load)
@@ -154,11 +154,19 @@ def _load_file(
         write_folder(config, pipeline.__name__, Path(folder))
 
         def load() -> DiffusionPipeline:
-            return pipeline.from_single_file(str(path), config=folder, torch_dtype=dtype, local_files_only=True)
+            return pipeline.from_single_file(str(path), config=folder, local_files_only=True, **_typed(dtype))
 
         pipe = _explained(path, load)
     _check_channels(path, pipe, task)
     return pipe
+
+
+def _typed(dtype: torch.dtype | None) -> dict[str, Any]:
+    """The argument for the number type, which diffusers renamed in 0.42."""
+    import diffusers
+
+    major, minor = (int(part) for part in diffusers.__version__.split(".")[:2])
+    return {"dtype" if (major, minor) >= (0, 42) else "torch_dtype": dtype}
 
 
 def _explained(path: Path, load: Callable[[], DiffusionPipeline]) -> DiffusionPipeline:
