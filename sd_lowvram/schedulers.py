@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,13 @@ class Scheduler:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+# What belongs to the model and not to the way of sampling it.
+_FACTS = {"num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type"}
+_FACTS |= {"steps_offset", "timestep_spacing", "set_alpha_to_one", "rescale_betas_zero_snr"}
+
 _KARRAS = {"use_karras_sigmas": True}
+# Latents pass 1, where these clip by default: pixels do not.
+_LATENT = {"clip_sample": False}
 _SDE = {"algorithm_type": "sde-dpmsolver++"}
 
 SCHEDULERS = {
@@ -31,15 +38,15 @@ SCHEDULERS = {
     "dpm++-2m-karras": Scheduler("DPMSolverMultistepScheduler", "DPM++ 2M", "Karras", _KARRAS),
     "dpm++-2m-sde": Scheduler("DPMSolverMultistepScheduler", "DPM++ 2M SDE", "", _SDE),
     "dpm++-2m-sde-karras": Scheduler("DPMSolverMultistepScheduler", "DPM++ 2M SDE", "Karras", {**_SDE, **_KARRAS}),
-    "ddim": Scheduler("DDIMScheduler", "DDIM"),
-    "ddpm": Scheduler("DDPMScheduler", "DDPM"),
+    "ddim": Scheduler("DDIMScheduler", "DDIM", "", {**_LATENT, "set_alpha_to_one": False}),
+    "ddpm": Scheduler("DDPMScheduler", "DDPM", "", _LATENT),
     "plms": Scheduler("PNDMScheduler", "PLMS", "", {"skip_prk_steps": True}),
     "unipc": Scheduler("UniPCMultistepScheduler", "UniPC"),
     "heun": Scheduler("HeunDiscreteScheduler", "Heun"),
     "dpm2": Scheduler("KDPM2DiscreteScheduler", "DPM2"),
     "dpm2-a": Scheduler("KDPM2AncestralDiscreteScheduler", "DPM2 a"),
     "deis": Scheduler("DEISMultistepScheduler", "DEIS"),
-    "lcm": Scheduler("LCMScheduler", "LCM"),
+    "lcm": Scheduler("LCMScheduler", "LCM", "", _LATENT),
 }
 
 
@@ -64,7 +71,11 @@ def set_scheduler(pipe: Any, name: str) -> None:
     import diffusers
 
     chosen = SCHEDULERS[find_scheduler(name)]
-    pipe.scheduler = getattr(diffusers, chosen.kind).from_config(pipe.scheduler.config, **chosen.options)
+    kind = getattr(diffusers, chosen.kind)
+    config = pipe.scheduler.config
+    # What the old scheduler left at its own default says nothing about the model.
+    facts = _FACTS & set(inspect.signature(kind).parameters) - set(config.get("_use_default_values", ()))
+    pipe.scheduler = kind(**{fact: config[fact] for fact in facts if fact in config} | chosen.options)
 
 
 def label_of(scheduler: Any) -> tuple[str, str]:
