@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .accounts import current_account, device_account, host_account, is_host, mark_host, weights_account
+from .accounts import current_account, device_account, host_account, is_host, kernels_of, mark_host, weights_account
 from .measured import measured_peak
 from .parking import Parked, fetch, host_empty, park, to_device, to_host
 from .tracer import MemoryTrace, trace
@@ -16,6 +16,7 @@ __all__ = [
     "host_account",
     "host_empty",
     "is_host",
+    "kernels_of",
     "mark_host",
     "measured_peak",
     "park",

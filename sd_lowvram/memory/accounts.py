@@ -16,13 +16,13 @@ from typing import Literal
 import torch
 
 Account = Literal["device", "weights", "host"]
-Kernels = Literal["cuda", "cpu"]
+Kernels = Literal["gpu", "cpu"]
 
 
 class _State(threading.local):
     account: Account = "device"
     traced_device: torch.device | None = None
-    kernels: Kernels = "cuda"
+    kernels: Kernels = "gpu"
 
 
 _state = _State()
@@ -94,7 +94,7 @@ def actual_device(device: torch.device | str) -> torch.device:
 
 @contextlib.contextmanager
 def kernels_of(device_type: Kernels) -> Iterator[None]:
-    """Traces inside foretell a run on this type of device: "cuda", as everywhere else, or "cpu"."""
+    """Traces inside foretell a run on this type of device: "gpu", as everywhere else, or "cpu"."""
     before, _state.kernels = _state.kernels, device_type
     try:
         yield

@@ -73,8 +73,7 @@ class Ledger:
         peak: most bytes on the device, weights included, at one moment.
         host_peak: most bytes in host memory.
         activation_peak: most bytes on the device of storages that were born here and are no weights.
-        cpu_peak: most bytes in all accounts together, with the CPU's kernels.
-        cpu_born_peak: the same of storages that were born here.
+        born_peak: most bytes of storages that were born here, all accounts together.
         largest: the largest single allocation on the device.
         met: bytes on the device that were there from the start and met on the way.
     """
@@ -83,8 +82,7 @@ class Ledger:
         self.timeline = Timeline()
         self.live = {"device": 0, "weights": 0, "host": 0}
         self.born = {"device": 0, "weights": 0, "host": 0}
-        self.peak = self.host_peak = self.activation_peak = self.cpu_peak = self.cpu_born_peak = 0
-        self.largest = self.met = 0
+        self.peak = self.host_peak = self.activation_peak = self.born_peak = self.largest = self.met = 0
         self.path = self.operator = ""
         self._booked: dict[int, _Booked] = {}
 
@@ -106,21 +104,19 @@ class Ledger:
         if booked is not None:
             self._change(booked, storage.nbytes() - booked.nbytes)
 
-    def look(self, on_gpu: int = 0, on_cpu: int = 0) -> None:
-        """Note the peaks. ``on_gpu``, ``on_cpu``: what an operator's kernel there holds at this moment unseen."""
+    def look(self, hidden: int = 0) -> None:
+        """Note the peaks. ``hidden``: device bytes that a kernel holds at this moment and no tensor shows."""
         device, weights, host = self.live.values()
-        self.peak = max(self.peak, device + weights + on_gpu)
+        self.peak = max(self.peak, device + weights + hidden)
         self.host_peak = max(self.host_peak, host)
-        self.cpu_peak = max(self.cpu_peak, device + weights + host + on_cpu)
         born_device, born_weights, born_host = self.born.values()
-        self.activation_peak = max(self.activation_peak, born_device + on_gpu)
-        self.cpu_born_peak = max(self.cpu_born_peak, born_device + born_weights + born_host + on_cpu)
-        self.timeline.record(device + weights + on_gpu, host, self.path, self.operator)
+        self.activation_peak = max(self.activation_peak, born_device + hidden)
+        self.born_peak = max(self.born_peak, born_device + born_weights + born_host + hidden)
+        self.timeline.record(device + weights + hidden, host, self.path, self.operator)
 
     def existed(self, tensor: Tensor, account: Account) -> None:
         """Book a tensor that was there from the start and is met only now."""
         nbytes = tensor.untyped_storage().nbytes()
-        self.cpu_peak += nbytes
         if account == "host":
             self.host_peak += nbytes
         else:

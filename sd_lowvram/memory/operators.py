@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .accounts import on_cpu
 
 aten = torch.ops.aten
-
-
-class Hidden(NamedTuple):
-    """Bytes that a kernel holds besides its arguments and results, on a GPU and on the CPU; freed when it returns."""
-
-    gpu: int = 0
-    cpu: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,13 +24,15 @@ class Operator:
         name: such as ``aten.addmm``.
         view: its results share the storage of an argument.
         composite: it is made of other operators, which allocate.
-        hidden: from arguments and result to what its kernel holds unseen, if anything.
+        hidden: from arguments and result to the bytes that its kernel holds besides them and frees on return.
+        lay_out: from arguments and result to the result as the real kernel lays it out, where fakes are wrong.
     """
 
     name: str
     view: bool = False
     composite: bool = False
-    hidden: Callable[[tuple[Any, ...], Any], Hidden] | None = None
+    hidden: Callable[[tuple[Any, ...], Any], int] | None = None
+    lay_out: Callable[[tuple[Any, ...], Any], Any] | None = None
 
 
 def describe(func: Any) -> Operator:
@@ -44,45 +43,94 @@ def describe(func: Any) -> Operator:
     returns = [result.alias_info for result in schema.returns]
     view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    return Operator(str(func.overloadpacket), view, composite, _HIDDEN.get(func))
+    lay_out = functools.partial(_as_iterated, func) if func in _ELEMENTWISE else _LAYOUTS.get(func)
+    return Operator(str(func.overloadpacket), view, composite, _HIDDEN.get(func), lay_out)
 
 
 def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _packed_copy(tensor: Tensor) -> int:
-    """Bytes of the copy that a kernel makes of a tensor that is neither contiguous nor channels last."""
-    if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
-        return 0
-    return nbytes(tensor)
-
-
-def _of_packed_input(args: tuple[Any, ...], result: Any) -> Hidden:
-    copied = _packed_copy(args[0])
-    return Hidden(copied, copied)
+def _wanted_format(*tensors: Tensor) -> torch.memory_format:
+    """Channels last as soon as one of them is: what convolutions bring their arguments and result to."""
+    return torch.channels_last if any(map(_is_channels_last, tensors)) else torch.contiguous_format
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    """As torch decides it: the strides of dimensions of size 1 count, and a doubtful case is not channels last."""
+    if tensor.dim() != 4 or tensor.is_contiguous():
+        return False
+    least = 0
+    for dim in (1, 3, 2, 0):
+        stride, size = tensor.stride(dim), tensor.shape[dim]
+        if stride == 0 or stride < least or (dim == 0 and least == tensor.stride(1)):
+            return False
+        least = stride * max(size, 1)
+    return True
 
 
-def _of_convolution(args: tuple[Any, ...], result: Any) -> Hidden:
+def _copied(wanted: torch.memory_format, *tensors: Tensor) -> int:
+    return sum(nbytes(tensor) for tensor in tensors if not tensor.is_contiguous(memory_format=wanted))
+
+
+def _packed_copy(args: tuple[Any, ...], result: Any) -> int:
+    """Of the input, unless it is contiguous; on the CPU channels last will do too."""
+    return _copied(_wanted_format(args[0]) if on_cpu() else torch.contiguous_format, args[0])
+
+
+def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
     """Input and weight are brought to one memory format; oneDNN also reorders them, and the result back, on the CPU."""
     image, weight = args[0], args[1]
-    channels_last = _is_channels_last(image) or _is_channels_last(weight)
-    wanted = torch.channels_last if channels_last and image.dim() == 4 else torch.contiguous_format
-    copies = sum(nbytes(tensor) for tensor in (image, weight) if not tensor.is_contiguous(memory_format=wanted))
-    if channels_last:
-        return Hidden(copies, copies + nbytes(weight))
+    wanted = _wanted_format(image, weight)
+    copies = _copied(wanted, image, weight)
+    if not on_cpu():
+        return copies
+    if wanted is torch.channels_last:
+        return copies + nbytes(weight)
     half = image.dtype in (torch.float16, torch.bfloat16)
-    return Hidden(copies, copies + max(nbytes(image) + nbytes(weight), nbytes(result) * (2 if half else 1)))
+    return copies + max(nbytes(image) + nbytes(weight), nbytes(result) * (2 if half else 1))
 
 
-_HIDDEN: dict[Any, Callable[[tuple[Any, ...], Any], Hidden]] = {
-    aten.convolution.default: _of_convolution,
-    aten.native_group_norm.default: _of_packed_input,
-    aten.native_layer_norm.default: _of_packed_input,
-    aten._softmax.default: _of_packed_input,
-    aten.upsample_nearest2d.default: _of_packed_input,
+def _formatted(result: Tensor, wanted: torch.memory_format) -> Tensor:
+    if result.dim() != 4 or result.is_contiguous(memory_format=wanted):
+        return result
+    return torch.empty_like(result, memory_format=wanted)
+
+
+def _convolved(args: tuple[Any, ...], result: Any) -> Any:
+    return _formatted(result, _wanted_format(args[0], args[1]))
+
+
+def _normalised(args: tuple[Any, ...], result: Any) -> Any:
+    wanted = _wanted_format(args[0]) if on_cpu() else torch.contiguous_format
+    return _formatted(result[0], wanted), *result[1:]
+
+
+def _as_iterated(func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """The strides of a single picture's sum, which fakes take for channels last where the real iterator does not."""
+    if result.dim() != 4 or result.shape[0] != 1 or result.is_contiguous():
+        return result
+    with _disable_current_modes():
+        metas = [
+            torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
+            if isinstance(arg, Tensor)
+            else arg
+            for arg in args
+        ]
+        strides = func(*metas).stride()
+    return result if strides == result.stride() else result.new_empty_strided(result.shape, strides)
+
+
+_HIDDEN: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
+    aten.convolution.default: _convolution_copies,
+    aten.native_group_norm.default: _packed_copy,
+    aten.native_layer_norm.default: _packed_copy,
+    aten._softmax.default: _packed_copy,
+    aten.upsample_nearest2d.default: _packed_copy,
 }
+
+_LAYOUTS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
+    aten.convolution.default: _convolved,
+    aten.native_group_norm.default: _normalised,
+}
+_ELEMENTWISE = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})

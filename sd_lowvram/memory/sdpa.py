@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .operators import Hidden, nbytes
+from .accounts import on_cpu
+from .operators import nbytes
 
-Booking = Callable[[str, Hidden], None]
+Booking = Callable[[str, int], None]
 
 
 class AttentionMode(TorchFunctionMode):
@@ -53,7 +54,7 @@ class AttentionMode(TorchFunctionMode):
         # Fused kernels lay their output out as (batch, queries, heads, width).
         *batch, heads, queries, _ = query.shape
         out = query.new_empty((*batch, queries, heads, value.shape[-1])).transpose(-2, -3)
-        self._book(kernel, Hidden(gpu_workspace(kernel, query, key), cpu_workspace(query, key, value)))
+        self._book(kernel, cpu_workspace(query, key, value) if on_cpu() else gpu_workspace(kernel, query, key))
         return out
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from .accounts import Account, current_account, is_host, traced_device
 from .fakes import CPU, active_fake_mode, fake_of, faked, modules_of
 from .ledger import Ledger, Timeline
-from .operators import Hidden, Operator, describe
+from .operators import Operator, describe
 from .sdpa import AttentionMode
 
 _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
@@ -40,9 +40,8 @@ class MemoryTrace:
             brought along.
         input_bytes: the tensors among the arguments.
         largest_bytes: the largest single allocation on the device during the run.
-        cpu_peak_bytes: most bytes in all accounts together where the device is the CPU itself, with the buffers of its
-            kernels (oneDNN reorders what a convolution reads and writes).
-        cpu_allocated_bytes: the same for what was made during the run only: what ``measured_peak`` reports there.
+        allocated_peak_bytes: most bytes of what was made during the run, in all accounts together: what
+            ``measured_peak`` reports, and the allocator sees where the device is the CPU.
         timeline: the allocations in their order.
         output: what the callable returned, as fake tensors.
     """
@@ -53,8 +52,7 @@ class MemoryTrace:
     weights_bytes: int
     input_bytes: int
     largest_bytes: int
-    cpu_peak_bytes: int
-    cpu_allocated_bytes: int
+    allocated_peak_bytes: int
     timeline: Timeline = field(repr=False)
     output: Any = field(repr=False)
 
@@ -66,7 +64,8 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
     arguments and in the modules. Parameters and buffers are exchanged for fake ones for the time of the run; the same
     objects are back afterwards, also after an error. All fake tensors are on the CPU, whatever device the model is on:
     host memory is what comes through ``park``, ``host_empty`` or ``host_account``. Gradients are followed as the
-    caller's mode asks: trace under ``torch.inference_mode()`` what will run so.
+    caller's mode asks: trace under ``torch.inference_mode()`` what will run so. The kernels are those of a GPU, unless
+    inside ``kernels_of("cpu")``.
 
     Modules are found when they are the callable, the owner of the bound method, among the arguments, or in the closure.
 
@@ -93,8 +92,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
         weights_bytes=weights_bytes + ledger.met,
         input_bytes=input_bytes,
         largest_bytes=ledger.largest,
-        cpu_peak_bytes=ledger.cpu_peak,
-        cpu_allocated_bytes=ledger.cpu_born_peak,
+        allocated_peak_bytes=ledger.born_peak,
         timeline=ledger.timeline,
         output=output,
     )
@@ -129,13 +127,13 @@ class _Tracer(TorchDispatchMode):
         with _module_paths(self.ledger, modules), _resizes(self.ledger), AttentionMode(self._fused_attention), self:
             yield
 
-    def _fused_attention(self, kernel: str, hidden: Hidden) -> None:
+    def _fused_attention(self, kernel: str, hidden: int) -> None:
         self.ledger.operator = f"attention.{kernel}"
         self._look(hidden)
 
-    def _look(self, hidden: Hidden) -> None:
-        if any(hidden):
-            self.ledger.look(*hidden)
+    def _look(self, hidden: int) -> None:
+        if hidden:
+            self.ledger.look(hidden)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator = _operators.get(func)
@@ -149,6 +147,8 @@ class _Tracer(TorchDispatchMode):
             args = self._without_reals(args)
         result = func(*args, **kwargs)
         if not operator.view:
+            if operator.lay_out is not None:
+                result = operator.lay_out(args, result)
             self.ledger.operator = operator.name
             self._book(result)
             if operator.hidden is not None:
