@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# Before torch starts its threads: spinning ones starve each other beside any other program.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class ClosedDoor:
