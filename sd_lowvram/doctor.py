@@ -55,8 +55,8 @@ def examine(probe: bool = True) -> dict[str, Any]:
 
 def _warnings(found: list[Any]) -> list[str]:
     warnings = [_SPILLS] if any(gpu.spills for gpu in found) else []
-    if any((7, 0) <= gpu.capability < (7, 5) or gpu.name.startswith("NVIDIA GeForce GTX 16") for gpu in found):
-        warnings.append("this GPU may compute wrong pictures in fp16: use --precision fp16-storage")
+    if any("GTX 16" in gpu.name for gpu in found):
+        warnings.append("GTX 16xx cards may paint black or green in fp16: use --precision fp16-storage")
     return warnings
 
 
