@@ -128,11 +128,13 @@ def _run(job: Job, pipe: Any, images: dict[str, Any], console: Console) -> list[
         extra["strength"] = job.strength
     if job.task != "img2img":
         extra |= {"width": size[0], "height": size[1]}
+    # None, not an empty text: SDXL says in its configuration that it wants zeros then.
+    negative = [job.negative] * job.batch if job.negative else None
     # On the CPU, so that a seed means the same picture on every device.
     seeds = [torch.Generator("cpu").manual_seed(((job.seed or 0) + n) % 2**64) for n in range(job.batch)]
     with Bars(console, shown=not console.quiet).running() as bars:
         result = pipe(
-            prompt=[job.prompt] * job.batch, negative_prompt=[job.negative] * job.batch, generator=seeds,
+            prompt=[job.prompt] * job.batch, negative_prompt=negative, generator=seeds,
             num_inference_steps=job.steps, guidance_scale=job.guidance,
             callback_on_step_end=_after_step(job.steps_run, bars.update), **extra,
         )  # fmt: skip
