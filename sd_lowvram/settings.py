@@ -172,6 +172,42 @@ class Settings:
         choices=("none", "component", "layer"),
         fidelity=_BITWISE,
     )
+    feed_forward_chunks: int | None = _knob(
+        label="Feed-forward chunks",
+        help="the UNet's feed-forward layers over this many chunks of tokens; their hidden maps are 8 times as wide",
+        type=int,
+        minimum=1,
+        maximum=1024,
+        fidelity=_ROUNDING,
+    )
+    residual_strips: int | None = _knob(
+        label="Residual strips",
+        help="the UNet's residual blocks over this many strips of rows, with statistics of the whole picture",
+        type=int,
+        minimum=1,
+        maximum=1024,
+        fidelity=_ROUNDING,
+    )
+    transformer_chunks: int | None = _knob(
+        label="Transformer chunks",
+        help="the UNet's transformer blocks over this many chunks of tokens; only keys and values of all tokens are held",
+        type=int,
+        minimum=1,
+        maximum=1024,
+        fidelity=_ROUNDING,
+    )
+    park_skips: bool | None = _knob(
+        label="Park skips",
+        help="the UNet's skip connections wait in host memory; with guidance in turn, so does the half that is not computed",
+        type=bool,
+        fidelity=_BITWISE,
+    )
+    guidance_in_turn: bool | None = _knob(
+        label="Guidance in turn",
+        help="the conditional and unconditional half one after the other inside each module of the UNet",
+        type=bool,
+        fidelity=_ROUNDING,
+    )
 
     def __post_init__(self) -> None:
         for name, knob, value in self.decided():
@@ -204,6 +240,11 @@ class Settings:
             vae_map="parked",
             vae_strip_mib=4,
             offload="layer",
+            feed_forward_chunks=16,
+            residual_strips=16,
+            transformer_chunks=16,
+            park_skips=True,
+            guidance_in_turn=True,
         )
 
 

@@ -14,9 +14,14 @@ from ..patches import Change, Patch
 from ..settings import Settings
 from .attention import attention
 from .channels_last import channels_last
+from .feed_forward import feed_forward
+from .guidance_in_turn import guidance_in_turn
 from .inference_mode import inference_mode
 from .offload import offload
 from .precision import precision
+from .residual_strips import residual_strips
+from .skip_parking import skip_parking
+from .transformer_chunks import transformer_chunks
 from .vae_exact import vae_exact
 from .vae_fast import vae_fast
 from .vae_slices import vae_slices
@@ -34,6 +39,11 @@ def active_hooks(settings: Settings) -> list[Hook]:
         (vae_fast, settings.vae_tiles == "fast"),
         (vae_slices, bool(settings.vae_slices)),
         (offload, settings.offload is not None or settings.decoder_device == "cpu"),
+        (feed_forward, settings.feed_forward_chunks is not None),
+        (residual_strips, settings.residual_strips is not None),
+        (transformer_chunks, settings.transformer_chunks is not None),
+        (skip_parking, bool(settings.park_skips)),
+        (guidance_in_turn, bool(settings.guidance_in_turn)),
         (inference_mode, bool(settings.inference_mode)),
     ]
     return [hook for hook, wanted in chosen if wanted]

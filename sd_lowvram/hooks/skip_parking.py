@@ -1,0 +1,52 @@
+"""Skip connections wait in host memory from where they are made to where they are used.
+
+Source: ours for Stable Diffusion. Fidelity: ``bitwise``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..errors import NoSiteError
+from ..models.anatomy import Anatomy
+from ..patches import Patch, wrap
+from ..settings import Settings
+from .stations import skip_makers, stations
+from .strips import needs_graph
+from .waiting import Waiting, fetched
+
+
+def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """Park what the UNet's down blocks hand to its up blocks, and fetch it there.
+
+    With ``settings.guidance_in_turn`` every map between two modules waits, so that of the two halves only the one that
+    is being computed is on the device. What a ControlNet adds to the skips is added in host memory's stead: fetched,
+    added, parked again.
+
+    Raises:
+        NoSiteError: the target has no UNet.
+    """
+    unet: Any = anatomy.unet
+    if unet is None:
+        raise NoSiteError("park skips: the model has no UNet")
+    everything = stations(unet)
+    makers = skip_makers(unet)
+    parked = {id(module) for module in (makers + everything if settings.guidance_in_turn else makers)}
+    takers = [module for module in (unet.conv_in, *everything, unet.conv_norm_out, unet.conv_out) if module is not None]
+    for module in takers:
+        around = functools.partial(_through_host, module, id(module) in parked)
+        yield wrap(module, "forward", around, "park_skips")
+
+
+def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = tree_map(fetched, (args, kwargs))
+    result = original(*args, **kwargs)
+    if not parks or needs_graph(module, args, kwargs):
+        return result
+    return tree_map(lambda leaf: Waiting.of(leaf) if isinstance(leaf, Tensor) and leaf.ndim == 4 else leaf, result)

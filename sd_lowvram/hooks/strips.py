@@ -1,0 +1,104 @@
+"""What passes over a map piece by piece have in common: spans, GroupNorm over all of it, and when to keep out.
+
+Source: exact tiles, that is group statistics gathered strip by strip and merged as Chan, Golub and LeVeque 1983 do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..weights import first_tensor
+
+
+def spans(total: int, pieces: int, least: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of at most ``pieces`` even pieces of ``total``, none smaller than ``least`` if it can be helped."""
+    pieces = max(1, min(pieces, total // least))
+    size = -(-total // pieces)
+    for start in range(0, total, size):
+        yield start, min(start + size, total)
+
+
+def needs_graph(module: nn.Module, *tensors: Any) -> bool:
+    """Whether gradients will be asked of this call: then the module runs as it is."""
+    if not torch.is_grad_enabled():
+        return False
+    held = (first_tensor(tensors), *module.parameters())
+    return any(tensor is not None and tensor.requires_grad for tensor in held)
+
+
+class Moments:
+    """Mean and variance of each group of channels over all strips that were added, in float32 or wider."""
+
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+        self._count = 0
+        self._mean: Tensor | None = None
+        self._squares: Tensor | None = None
+
+    def add(self, strip: Tensor) -> None:
+        """Take a strip (N, C, rows, W) in."""
+        grouped = strip.to(torch.promote_types(strip.dtype, torch.float32)).unflatten(1, (self._groups, -1))
+        count = grouped[0, 0].numel()
+        variance, mean = torch.var_mean(grouped, dim=(2, 3, 4), correction=0)
+        if self._mean is None or self._squares is None:
+            self._mean, self._squares, self._count = mean, variance * count, count
+            return
+        total = self._count + count
+        change = mean - self._mean
+        self._squares += variance * count + change.square() * (self._count * count / total)
+        self._mean += change * (count / total)
+        self._count = total
+
+    def affine(
+        self, channels: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Scale and shift (N, C, 1, 1) that normalise a strip, with the layer's own weight and bias (C) in them."""
+        assert self._mean is not None and self._squares is not None
+        scale, mean = (self._squares / self._count + eps).rsqrt(), self._mean
+        scale, mean = (each.repeat_interleave(channels // self._groups, 1) for each in (scale, mean))
+        scale = scale if weight is None else scale * weight.to(scale.dtype)
+        shift = -mean * scale if bias is None else bias.to(scale.dtype) - mean * scale
+        return scale[:, :, None, None], shift[:, :, None, None]
+
+
+class _GivenStatistics(TorchFunctionMode):
+    """Answers ``group_norm`` with statistics that were gathered before. The layer itself is called, so that whatever
+    its host does to weights on the way (streaming, casting, a LoRA) is done."""
+
+    def __init__(self, moments: Moments) -> None:
+        super().__init__()
+        self._moments = moments
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.group_norm:
+            return self._normalise(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _normalise(
+        self, strip: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    ) -> Tensor:
+        scale, shift = self._moments.affine(strip.shape[1], weight, bias, eps)
+        return torch.mul(strip, scale).add_(shift).to(strip.dtype)
+
+
+def normalised(norm: nn.Module, strip: Tensor, moments: Moments) -> Tensor:
+    """``norm`` of a strip (N, C, rows, W), a GroupNorm, with the statistics of the whole map. A new tensor.
+
+    The arithmetic is done in float32 or wider and rounded once, as torch's own kernels do.
+    """
+    with _GivenStatistics(moments):
+        result: Tensor = norm(strip)
+    return result
+
+
+def room(shape: Sequence[int], like: Tensor) -> Tensor:
+    """An empty map (N, C, H, W) with the type, device and memory format of ``like``, a part of what will fill it."""
+    last = like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
+    wanted = torch.channels_last if last else torch.contiguous_format
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=wanted)
