@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +42,7 @@ def describe(func: Any) -> Operator:
     returns = [result.alias_info for result in schema.returns]
     view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    lay_out = functools.partial(_as_iterated, func) if func in _ELEMENTWISE else _LAYOUTS.get(func)
-    return Operator(str(func.overloadpacket), view, composite, _HIDDEN.get(func), lay_out)
+    return Operator(str(func.overloadpacket), view, composite, _HIDDEN.get(func), _LAYOUTS.get(func))
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -106,19 +104,59 @@ def _normalised(args: tuple[Any, ...], result: Any) -> Any:
     return _formatted(result[0], wanted), *result[1:]
 
 
-def _as_iterated(func: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """The strides of a single picture's sum, which fakes take for channels last where the real iterator does not."""
-    if result.dim() != 4 or result.shape[0] != 1 or result.is_contiguous():
+def _is_doubtful(result: Tensor) -> bool:
+    """Of one picture, the strides may say channels last or not; fakes and real tensors then differ."""
+    return result.dim() == 4 and result.shape[0] == 1 and not result.is_contiguous()
+
+
+def _viewed(args: tuple[Any, ...], result: Any) -> Any:
+    if not _is_doubtful(result):
         return result
     with _disable_current_modes():
-        metas = [
-            torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
-            if isinstance(arg, Tensor)
-            else arg
-            for arg in args
-        ]
-        strides = func(*metas).stride()
-    return result if strides == result.stride() else result.new_empty_strided(result.shape, strides)
+        meta = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
+        strides = meta.view(result.shape).stride()
+    return result.as_strided(result.shape, strides)
+
+
+def _iterated(args: tuple[Any, ...], result: Any) -> Any:
+    """An elementwise result with the strides that torch's iterator gives it from operands unlike each other."""
+    if not _is_doubtful(result):
+        return result
+    operands = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
+    alike = len(operands) == len(args) and all(operand.shape == result.shape for operand in operands)
+    if alike and all(operand.is_contiguous(memory_format=torch.channels_last) for operand in operands):
+        return result
+    strides, step = [0] * 4, 1
+    for dim in _iteration_order(result.shape, [operand.expand(result.shape).stride() for operand in operands]):
+        strides[dim] = step
+        step *= result.shape[dim]
+    return result.new_empty_strided(result.shape, strides)
+
+
+def _iteration_order(shape: torch.Size, operands: list[tuple[int, ...]]) -> list[int]:
+    """Dimensions from the innermost outwards, sorted by the strides of the operands, the first one first."""
+    order: list[int] = []
+    for dim in reversed(range(len(shape))):
+        place = len(order)
+        for at in reversed(range(len(order))):
+            verdict = _lies_outside(order[at], dim, shape, operands)
+            if verdict is False:
+                break
+            if verdict:
+                place = at
+        order.insert(place, dim)
+    return order
+
+
+def _lies_outside(first: int, second: int, shape: torch.Size, operands: list[tuple[int, ...]]) -> bool | None:
+    """Whether dimension ``first`` belongs outside of ``second``; None: the operands do not say."""
+    for strides in operands:
+        if strides[first] and strides[second]:
+            if strides[first] != strides[second]:
+                return strides[first] > strides[second]
+            if shape[first] > shape[second]:
+                return True
+    return None
 
 
 _HIDDEN: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
@@ -132,5 +170,10 @@ _HIDDEN: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
 _LAYOUTS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.convolution.default: _convolved,
     aten.native_group_norm.default: _normalised,
+    aten.view.default: _viewed,
+    aten._unsafe_view.default: _viewed,
+    aten.add.Tensor: _iterated,
+    aten.sub.Tensor: _iterated,
+    aten.mul.Tensor: _iterated,
+    aten.div.Tensor: _iterated,
 }
-_ELEMENTWISE = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})

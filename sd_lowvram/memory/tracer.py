@@ -146,9 +146,9 @@ class _Tracer(TorchDispatchMode):
         if func not in _LIFTS:
             args = self._without_reals(args)
         result = func(*args, **kwargs)
+        if operator.lay_out is not None:
+            result = operator.lay_out(args, result)
         if not operator.view:
-            if operator.lay_out is not None:
-                result = operator.lay_out(args, result)
             self.ledger.operator = operator.name
             self._book(result)
             if operator.hidden is not None:
