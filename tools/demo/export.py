@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from data import load
 from diffusers import AutoencoderKL, DPMSolverMultistepScheduler, StableDiffusionPipeline
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
 from train_autoencoder import build, evaluate, to_tensors
 from train_unet import SCHEDULE, Model, phrase
 from transformers import CLIPTokenizer
@@ -78,7 +79,7 @@ def export(work: Path, decoder: Path | None, out: Path) -> None:
     state = torch.load(work / "unet.pt")
     model.load_state_dict(state["average"])
     print(f"UNet of step {state['step']}")
-    scheduler = DPMSolverMultistepScheduler(**SCHEDULE, timestep_spacing="trailing")
+    scheduler = DPMSolverMultistepScheduler(**SCHEDULE, timestep_spacing="trailing", steps_offset=1)
     pipe = StableDiffusionPipeline(
         vae=vae,
         text_encoder=model.text_encoder,
@@ -95,7 +96,14 @@ def export(work: Path, decoder: Path | None, out: Path) -> None:
             (out / part).mkdir(parents=True, exist_ok=True)
             for file in (Path(folder) / part).iterdir():
                 (out / part / file.name).write_bytes(file.read_bytes())
-        (out / "model_index.json").write_bytes((Path(folder) / "model_index.json").read_bytes())
+        index = json.loads((Path(folder) / "model_index.json").read_text(encoding="utf-8"))
+    # what SD1.5's own folder says, so that older versions read it too: no image encoder, and the text encoder's
+    # weights under the names that transformers had before version 5
+    del index["image_encoder"]
+    (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    weights = out / "text_encoder" / "model.safetensors"
+    named = {"text_model." + k.removeprefix("text_model."): v for k, v in load_file(weights).items()}
+    save_file(named, weights, metadata={"format": "pt"})
 
 
 def prompts(captions: dict[str, list[str]]) -> tuple[list[int], list[str]]:
@@ -134,7 +142,7 @@ def sheet(pictures: torch.Tensor, texts: list[str], file: Path, columns: int = 8
         page.paste(Image.fromarray(array), (x, y))
         draw.text((x + size // 2, y + size), text, fill="black", anchor="ma")
     file.parent.mkdir(parents=True, exist_ok=True)
-    page.save(file, optimize=True)
+    page.quantize(256).save(file, optimize=True)
 
 
 def fill(card: Path, name: str, lines: list[str]) -> None:
@@ -160,7 +168,7 @@ def main() -> None:
 
     if not args.measure_only:
         export(args.work, args.decoder, args.out)
-    pipe = StableDiffusionPipeline.from_pretrained(args.out, safety_checker=None, torch_dtype=torch.float32)
+    pipe = StableDiffusionPipeline.from_pretrained(args.out, safety_checker=None).to(torch.float32)
     pipe.set_progress_bar_config(disable=True)
     assert isinstance(pipe.vae, AutoencoderKL)
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file()) / 1e6
