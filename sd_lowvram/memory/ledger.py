@@ -104,6 +104,11 @@ class Ledger:
         if booked is not None:
             self._change(booked, storage.nbytes() - booked.nbytes)
 
+    def account_of(self, tensor: Tensor) -> Account:
+        """Where the storage of ``tensor`` is booked; of one that is not, the device."""
+        booked = self._booked.get(tensor.untyped_storage()._cdata)
+        return "device" if booked is None else booked.account
+
     def look(self, hidden: int = 0) -> None:
         """Note the peaks. ``hidden``: device bytes that a kernel holds at this moment and no tensor shows."""
         device, weights, host = self.live.values()

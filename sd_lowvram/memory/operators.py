@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .accounts import on_cpu
+from .work import COPIES, FLOPS, IDLE
 
 aten = torch.ops.aten
 
@@ -25,6 +26,9 @@ class Operator:
         composite: it is made of other operators, which allocate.
         hidden: from arguments and result to the bytes that its kernel holds besides them and frees on return.
         lay_out: from arguments and result to the result as the real kernel lays it out, where fakes are wrong.
+        flops: from arguments and result to floating-point operations, if it is a product.
+        moves: it reads or writes memory.
+        copies: it may carry bytes from one account to the other.
     """
 
     name: str
@@ -32,6 +36,9 @@ class Operator:
     composite: bool = False
     hidden: Callable[[tuple[Any, ...], Any], int] | None = None
     lay_out: Callable[[tuple[Any, ...], Any], Any] | None = None
+    flops: Callable[[Any, Any], int] | None = None
+    moves: bool = False
+    copies: bool = False
 
 
 def describe(func: Any) -> Operator:
@@ -42,7 +49,16 @@ def describe(func: Any) -> Operator:
     returns = [result.alias_info for result in schema.returns]
     view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    return Operator(str(func.overloadpacket), view, composite, _HIDDEN.get(func), _LAYOUTS.get(func))
+    return Operator(
+        name=str(func.overloadpacket),
+        view=view,
+        composite=composite,
+        hidden=_HIDDEN.get(func),
+        lay_out=_LAYOUTS.get(func),
+        flops=FLOPS.get(func),
+        moves=not view and func not in IDLE,
+        copies=func in COPIES,
+    )
 
 
 def nbytes(tensor: Tensor) -> int:

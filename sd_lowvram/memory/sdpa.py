@@ -17,14 +17,14 @@ from torch.overrides import TorchFunctionMode
 from .accounts import on_cpu
 from .operators import nbytes
 
-Booking = Callable[[str, int], None]
+Booking = Callable[[str, int, tuple[Tensor, Tensor, Tensor], Tensor], None]
 
 
 class AttentionMode(TorchFunctionMode):
     """Replaces ``scaled_dot_product_attention`` by an allocation of its output, and books what its kernel holds.
 
     Args:
-        book: called with the kernel's name and what it holds unseen.
+        book: called with the kernel's name, the bytes that it holds unseen, query, key and value, and the output.
     """
 
     def __init__(self, book: Booking) -> None:
@@ -54,7 +54,8 @@ class AttentionMode(TorchFunctionMode):
         # Fused kernels lay their output out as (batch, queries, heads, width).
         *batch, heads, queries, _ = query.shape
         out = query.new_empty((*batch, queries, heads, value.shape[-1])).transpose(-2, -3)
-        self._book(kernel, cpu_workspace(query, key, value) if on_cpu() else gpu_workspace(kernel, query, key))
+        hidden = cpu_workspace(query, key, value) if on_cpu() else gpu_workspace(kernel, query, key)
+        self._book(kernel, hidden, (query, key, value), out)
         return out
 
 

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from .accounts import Account, current_account, is_host, traced_device
 from .fakes import CPU, active_fake_mode, fake_of, faked, modules_of
 from .ledger import Ledger, Timeline
-from .operators import Operator, describe
+from .operators import Operator, describe, nbytes
 from .sdpa import AttentionMode
+from .work import Work, attention_flops
 
 _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 _operators: dict[Any, Operator] = {}
@@ -28,7 +29,7 @@ _operators: dict[Any, Operator] = {}
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """What a run would hold, in bytes.
+    """What a run would hold, in bytes, and what it would have to do.
 
     Attributes:
         peak_bytes: most bytes of tensors on the device at one moment: weights, inputs, activations, and what the
@@ -42,6 +43,10 @@ class MemoryTrace:
         largest_bytes: the largest single allocation on the device during the run.
         allocated_peak_bytes: most bytes of what was made during the run, in all accounts together: what
             ``measured_peak`` reports, and the allocator sees where the device is the CPU.
+        flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
+        moved_bytes: what all operators read and write, each for itself.
+        copied_bytes: what crosses between the device's account and the host's.
+        operators: how many ran, views not counted: on a GPU, about the number of kernel launches.
         timeline: the allocations in their order.
         output: what the callable returned, as fake tensors.
     """
@@ -53,6 +58,10 @@ class MemoryTrace:
     input_bytes: int
     largest_bytes: int
     allocated_peak_bytes: int
+    flops: int
+    moved_bytes: int
+    copied_bytes: int
+    operators: int
     timeline: Timeline = field(repr=False)
     output: Any = field(repr=False)
 
@@ -93,6 +102,10 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
         input_bytes=input_bytes,
         largest_bytes=ledger.largest,
         allocated_peak_bytes=ledger.born_peak,
+        flops=tracer.work.flops,
+        moved_bytes=tracer.work.moved_bytes,
+        copied_bytes=tracer.work.copied_bytes,
+        operators=tracer.work.operators,
         timeline=ledger.timeline,
         output=output,
     )
@@ -104,6 +117,7 @@ class _Tracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger()
+        self.work = Work()
         self._fakes: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._met_on_the_way: list[tuple[Tensor, Tensor]] = []
 
@@ -127,13 +141,10 @@ class _Tracer(TorchDispatchMode):
         with _module_paths(self.ledger, modules), _resizes(self.ledger), AttentionMode(self._fused_attention), self:
             yield
 
-    def _fused_attention(self, kernel: str, hidden: int) -> None:
+    def _fused_attention(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         self.ledger.operator = f"attention.{kernel}"
-        self._look(hidden)
-
-    def _look(self, hidden: int) -> None:
-        if hidden:
-            self.ledger.look(hidden)
+        self.ledger.look(hidden)
+        self.work.count(args, out, attention_flops)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator = _operators.get(func)
@@ -151,9 +162,18 @@ class _Tracer(TorchDispatchMode):
         if not operator.view:
             self.ledger.operator = operator.name
             self._book(result)
-            if operator.hidden is not None:
-                self._look(operator.hidden(args, result))
+            if operator.hidden is not None and (hidden := operator.hidden(args, result)):
+                self.ledger.look(hidden)
+            if operator.moves:
+                self.work.count(args, result, operator.flops)
+            if operator.copies:
+                self._count_crossing(args, result)
         return result
+
+    def _count_crossing(self, args: tuple[Any, ...], result: Tensor) -> None:
+        source = args[-1] if isinstance(args[-1], Tensor) else args[0]
+        if (self.ledger.account_of(source) == "host") != (self.ledger.account_of(result) == "host"):
+            self.work.copied_bytes += nbytes(result)
 
     def _book(self, result: Any) -> None:
         if isinstance(result, Tensor):

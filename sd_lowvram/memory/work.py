@@ -1,0 +1,85 @@
+"""What a traced run has to do: operations, bytes through the device's memory, bytes between the accounts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Work:
+    """Sums over the operators of a run.
+
+    Attributes:
+        flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
+        moved_bytes: what all operators read and write, each for itself.
+        copied_bytes: what crosses between the device's account and the host's.
+        operators: how many ran, views not counted: on a GPU, about the number of launches.
+    """
+
+    flops: int = 0
+    moved_bytes: int = 0
+    copied_bytes: int = 0
+    operators: int = 0
+
+    def count(self, args: Any, result: Any, flops: Callable[[Any, Any], int] | None = None) -> None:
+        """Add one operator that reads ``args`` and writes ``result``."""
+        self.operators += 1
+        self.moved_bytes += moved(args, result)
+        if flops is not None:
+            self.flops += flops(args, result)
+
+
+def moved(args: Any, result: Any) -> int:
+    """Bytes of all tensors among arguments and results."""
+    total = 0
+    for value in (*args, result):
+        if isinstance(value, Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, (list, tuple)):
+            total += moved(value, None)
+    return total
+
+
+def attention_flops(args: Any, result: Any) -> int:
+    query, key, value = args[:3]
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _product_flops(args: Any, result: Tensor) -> int:
+    return 2 * result.numel() * args[-1].shape[-2]
+
+
+def _sum_of_product_flops(args: Any, result: Tensor) -> int:
+    return 2 * result.numel() * args[2].shape[-2]
+
+
+def _convolution_flops(args: Any, result: Tensor) -> int:
+    weight, transposed = args[1], args[6]
+    return 2 * (args[0] if transposed else result).numel() * weight[0].numel()
+
+
+FLOPS: dict[Any, Callable[[Any, Any], int]] = {
+    aten.mm.default: _product_flops,
+    aten.bmm.default: _product_flops,
+    aten.addmm.default: _sum_of_product_flops,
+    aten.baddbmm.default: _sum_of_product_flops,
+    aten.convolution.default: _convolution_flops,
+}
+for _name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+    _packet = getattr(aten, f"_scaled_dot_product_{_name}", None)
+    if _packet is not None:
+        FLOPS[_packet.default] = attention_flops
+
+# These only reserve memory.
+IDLE = frozenset(
+    {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
+)
+COPIES = frozenset({aten.copy_.default, aten._to_copy.default, aten.clone.default})
