@@ -44,13 +44,13 @@ def to_tensors(work: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return pictures, torch.from_numpy(alpha)[:, None].float() / 255
 
 
-def crops(pictures: torch.Tensor, alpha: torch.Tensor, batch: int, size: int) -> torch.Tensor:
-    """Random crops and flips; one in five stands on a coloured gradient instead of on white."""
+def crops(pictures: torch.Tensor, alpha: torch.Tensor, batch: int, size: int, coloured: float = 0.2) -> torch.Tensor:
+    """Random crops and flips; a part of them stands on a coloured gradient instead of on white."""
     out = []
     for i in torch.randint(len(pictures), (batch,)).tolist():
         y, x = torch.randint(pictures.shape[-1] - size + 1, (2,)).tolist()
         crop = pictures[i, :, y : y + size, x : x + size]
-        if torch.rand(()) < 0.2:
+        if torch.rand(()) < coloured:
             corners = torch.rand(1, 3, 2, 2) * 2 - 1
             ground = F.interpolate(corners, size=(size, size), mode="bilinear", align_corners=True)[0]
             crop = crop + (1 - alpha[i, :, y : y + size, x : x + size]) * (ground - 1)
@@ -167,6 +167,11 @@ def train(args: argparse.Namespace) -> None:
             group["lr"] = rate(step, args.steps, args.rate)
         if latents is None:
             loss = joint_loss(vae, crops(pictures, alpha, args.batch, 64))
+        elif step % 4 == 3:  # not only whole pictures on white
+            target = crops(pictures, alpha, 16, 64, coloured=0.8)
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                code = vae.encode(target).latent_dist.mean.float()
+            loss = decoder_loss(vae, code, target)
         else:
             chosen = torch.randint(len(pictures), (args.batch,))
             target = pictures[chosen].contiguous(memory_format=torch.channels_last)
