@@ -1,0 +1,416 @@
+"""Exact tiles: decode and encode in bounded memory, with nothing approximated.
+
+Peers run tiles of the picture through the whole decoder, so that every tile is normalised by its own statistics:
+colours shift and seams show. Here every layer runs over the whole picture by strips of rows, normalised by the
+statistics of the whole map; the attention in the middle keeps keys and values of all pixels and takes the queries by
+strips. Fidelity: ``rounding``. Own idea; the shared statistics were first seen in ScaleCrafter's decoder.
+
+Between layers the map is *held* on the device (at most half of what the plain decoder holds), *parked* in host memory
+(only strips on the device), or at the largest level *recomputed* from the last smaller map, once for each
+normalisation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import progress
+from ..errors import NoSiteError
+from ..kernels.attention_bounded import fused_softmax
+from ..models.anatomy import Anatomy
+from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBlock, Step, Upsample, dissect
+from ..patches import Patch, replace, value
+from ..settings import Settings
+from ..sizes import MIB
+from .maps import AnyMap, Given, Map, ParkedMap, Statistics, Strip, load, spans
+
+_MOST_STRIP_BYTES = 16 * MIB
+_STRIPS_A_MAP = 16
+_PLAIN_MAPS = 3
+
+
+def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """Run decoder and encoder of the target's autoencoder by exact strips.
+
+    Raises:
+        NoSiteError: the target has no autoencoder, or one that is built in another way.
+    """
+    vae: Any = anatomy.vae
+    steps = dissect(vae) if vae is not None else None
+    if steps is None:
+        raise NoSiteError("exact tiles: the target has no autoencoder that is built like Stable Diffusion's")
+    yield replace(vae.decoder, "forward", functools.partial(_decode, steps, settings), "vae_exact")
+    yield replace(vae.encoder, "forward", functools.partial(_encode, steps, settings), "vae_exact")
+    if getattr(vae, "use_tiling", False):
+        yield value(vae, "use_tiling", False, "vae_exact")
+
+
+def _decode(steps: Autoencoder, settings: Settings, latents: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
+    return run_exact(steps.decoder, latents, settings, "decode")
+
+
+def _encode(steps: Autoencoder, settings: Settings, pixels: Tensor) -> Tensor:
+    return run_exact(steps.encoder, pixels, settings, "encode")
+
+
+def run_exact(steps: Sequence[Step], x: Tensor, settings: Settings, stage: str = "decode") -> Tensor:
+    """Run ``x`` (N, C, H, W) through ``steps`` by strips and return what the plain layers would, up to rounding."""
+    run = _Run(steps, x, settings, stage)
+    with torch.no_grad():
+        return run()
+
+
+def _neighbours(start: int, stop: int) -> tuple[int, int]:
+    return start - 1, stop + 1
+
+
+def _before_doubling(start: int, stop: int) -> tuple[int, int]:
+    return (start - 1) // 2, -(-(stop + 1) // 2)
+
+
+def _before_halving(start: int, stop: int) -> tuple[int, int]:
+    return 2 * start, 2 * stop + 1
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What happens to a strip between two stored maps.
+
+    Attributes:
+        run: the work, given the statistics of ``norm``.
+        norm: the normalisation that it starts with, of the strip's hidden rows with ``of_hidden``.
+        needs: the rows of its input for rows (start, stop) of its output.
+        resize: output rows for an input row.
+    """
+
+    run: Callable[[Strip, Statistics | None], Strip]
+    norm: nn.GroupNorm | None = None
+    of_hidden: bool = False
+    needs: Callable[[int, int], tuple[int, int]] = _neighbours
+    resize: float = 1.0
+
+
+def _convolution(step: Conv) -> _Operation:
+    def run(strip: Strip, statistics: Statistics | None) -> Strip:
+        data = strip.x if statistics is None else statistics.activated(strip.x)
+        return strip.shrunk(strip.convolve(step.conv, data))
+
+    return _Operation(run, step.norm)
+
+
+def _first_half(block: ResBlock) -> _Operation:
+    def run(strip: Strip, statistics: Statistics | None) -> Strip:
+        assert statistics is not None
+        hidden = strip.convolve(block.conv1, statistics.activated(strip.x))
+        return strip.shrunk(strip.inner(strip.x), hidden)
+
+    return _Operation(run, block.norm1)
+
+
+def _second_half(block: ResBlock) -> _Operation:
+    def run(strip: Strip, statistics: Statistics | None) -> Strip:
+        assert statistics is not None and strip.hidden is not None
+        hidden, strip.hidden = strip.hidden, None
+        result = strip.convolve(block.conv2, statistics.activated(hidden))
+        del hidden
+        return strip.shrunk(_joined(block, strip.inner(strip.x), result))
+
+    return _Operation(run, block.norm2, of_hidden=True)
+
+
+def _joined(block: ResBlock, x: Tensor, result: Tensor) -> Tensor:
+    shortcut = x if block.shortcut is None else block.shortcut(x)
+    result = result.add_(shortcut)
+    return result if block.scale == 1.0 else result.div_(block.scale)
+
+
+def _upsampling(step: Upsample) -> _Operation:
+    def run(strip: Strip, statistics: Statistics | None) -> Strip:
+        large = nn.functional.interpolate(strip.x, scale_factor=2.0, mode="nearest")
+        doubled = Strip(large, 2 * strip.start, 2 * strip.height, strip.wraps)
+        return doubled.shrunk(doubled.convolve(step.conv, large))
+
+    return _Operation(run, needs=_before_doubling, resize=2.0)
+
+
+def _downsampling(step: Downsample) -> _Operation:
+    def run(strip: Strip, statistics: Statistics | None) -> Strip:
+        odd = strip.start % 2
+        start = strip.start + odd
+        data = strip.x[:, :, odd : odd + strip.height - start]  # beyond the last row there is padding, not the first
+        last = start + data.shape[2] >= strip.height
+        result = step.conv(nn.functional.pad(data, (0, 1, 0, int(last))))
+        return Strip(result, start // 2, strip.height // 2, strip.wraps)
+
+    return _Operation(run, needs=_before_halving, resize=0.5)
+
+
+def _operations(step: Step) -> list[_Operation]:
+    if isinstance(step, ResBlock):
+        return [_first_half(step), _second_half(step)]
+    if isinstance(step, Upsample):
+        return [_upsampling(step)]
+    if isinstance(step, Downsample):
+        return [_downsampling(step)]
+    assert isinstance(step, Conv)
+    return [_convolution(step)]
+
+
+class _Overwritten:
+    """A map that is read with a halo while strips are written over it: the last rows' old contents are kept."""
+
+    def __init__(self, over: AnyMap, halo: int) -> None:
+        self._map, self._halo, self._written = over, halo, 0
+        self.shape = over.shape
+        self._kept: Tensor | None = None
+
+    def load(self, start: int, stop: int) -> Tensor:
+        if start >= self._written or self._kept is None:
+            return self._map.load(start, stop)
+        old = self._kept[:, :, self._kept.shape[2] - (self._written - start) :]
+        return torch.cat([old, self._map.load(self._written, stop)], dim=2) if stop > self._written else old
+
+    def store(self, start: int, strip: Tensor) -> None:
+        stop = start + strip.shape[2]
+        self._kept = self.load(max(0, stop - self._halo), stop).clone()
+        self._written = stop
+        self._map.store(start, strip)
+
+
+class _Run:
+    """One pass of a map through the steps."""
+
+    def __init__(self, steps: Sequence[Step], x: Tensor, settings: Settings, stage: str) -> None:
+        self.groups = list(_grouped(steps, settings.vae_map == "recomputed"))
+        self.input = x
+        self.stage = stage
+        self.parks = settings.vae_map == "parked"
+        first = steps[0]
+        self.wraps = isinstance(first, Conv) and getattr(first.conv, "padding_mode", "zeros") == "circular"
+        self.itemsize = x.element_size()
+        self.largest = max(_map_bytes(steps, x))
+        most = settings.vae_strip_mib * MIB if settings.vae_strip_mib else _MOST_STRIP_BYTES
+        self.strip_bytes = min(most, max(MIB // 4, self.largest // _STRIPS_A_MAP))
+        self.done = 0
+
+    def __call__(self) -> Tensor:
+        x: AnyMap = Given(self.input)
+        del self.input
+        known: Statistics | None = None
+        for number, group in enumerate(self.groups):
+            self.done = number
+            after = _first_norm(self.groups[number + 1]) if number + 1 < len(self.groups) else None
+            known, x = self._group(x, known, group, after)
+        assert isinstance(x, Map)
+        return x.data
+
+    def _group(
+        self, x: AnyMap, known: Statistics | None, group: list[Step], after: nn.GroupNorm | None
+    ) -> tuple[Statistics | None, AnyMap]:
+        """The map after the steps of ``group``, with the statistics that the next group starts from."""
+        if len(group) == 1 and isinstance(group[0], Attention):
+            return self._attention(x, known, group[0], after)
+        if len(group) == 1 and isinstance(group[0], ResBlock):
+            block = group[0]
+            both = math.prod(x.shape) * self.itemsize * (1 + block.norm2.num_channels / block.norm1.num_channels)
+            if self.parks or both <= _PLAIN_MAPS / 2 * self.largest:
+                return self._two_maps(x, known, block, after)
+        operations = [operation for step in group for operation in _operations(step)]
+        statistics = [known if operation.norm is not None else None for operation in operations[:1]]
+        for place in range(1, len(operations)):
+            norm = operations[place].norm
+            gathered = Statistics(norm) if norm is not None else None
+            if gathered is not None:
+                self._sweep(x, None, operations[:place], statistics, None, gathered, operations[place].of_hidden)
+            statistics.append(gathered)
+        final = after is None and self.done == len(self.groups) - 1
+        over = not final and not self.wraps and _keeps_shape(group)
+        gathered = Statistics(after) if after is not None else None
+        sink = self._sweep(x, None, operations, statistics, x if over else "held" if final else "new", gathered)
+        return gathered, sink
+
+    def _two_maps(
+        self, x: AnyMap, known: Statistics | None, block: ResBlock, after: nn.GroupNorm | None
+    ) -> tuple[Statistics | None, AnyMap]:
+        """A residual block with its inner map stored: every convolution runs once."""
+        first, second = _first_half(block), _second_half(block)
+        inner = Statistics(block.norm2)
+        hidden = self._sweep(x, None, [first], [known], "new", inner, of_hidden=True)
+        gathered = Statistics(after) if after is not None else None
+        sink = self._sweep(x, hidden, [second], [inner], "new" if self.wraps else hidden, gathered)
+        return gathered, sink
+
+    def _sweep(
+        self,
+        x: AnyMap,
+        hidden: AnyMap | None,
+        operations: list[_Operation],
+        statistics: list[Statistics | None],
+        sink: Any,
+        gathered: Statistics | None,
+        of_hidden: bool = False,
+    ) -> Any:
+        """Run ``operations`` over all strips of ``x``; write to ``sink`` (a map, "new", "held" or None), add to
+        ``gathered``."""
+        resize = math.prod(operation.resize for operation in operations)
+        height, width = int(x.shape[2] * resize), int(x.shape[3] * resize)
+        halo = -_needed(0, 0, operations)[0]
+        readers: list[Any] = [x, hidden]
+        if sink is not None and sink in (x, hidden):
+            place = 0 if sink is x else 1
+            sink = readers[place] = _Overwritten(sink, halo)
+        channels = max(
+            [
+                x.shape[1],
+                *(o.norm.num_channels for o in operations if o.norm),
+                gathered.norm.num_channels if gathered else 0,
+            ]
+        )
+        rows = max(1, self.strip_bytes // (x.shape[0] * channels * width * self.itemsize))
+        cuts = list(spans(height, max(rows, min(halo, height)) if len(operations) > 2 else rows))
+        for number, (start, stop) in enumerate(cuts):
+            result = self._strip(readers, operations, statistics, start, stop)
+            kept = result.hidden if of_hidden and result.hidden is not None else result.x
+            kept = kept[:, :, start - result.start : stop - result.start]
+            del result
+            if isinstance(sink, str):
+                sink = self._new((x.shape[0], kept.shape[1], height, width), kept, sink)
+            if gathered is not None:
+                gathered.add(kept)
+            if sink is not None:
+                sink.store(start, kept)
+            del kept
+            self._report((number + 1) / len(cuts))
+        return sink._map if isinstance(sink, _Overwritten) else sink
+
+    def _strip(
+        self,
+        readers: list[Any],
+        operations: list[_Operation],
+        statistics: list[Statistics | None],
+        start: int,
+        stop: int,
+    ) -> Strip:
+        first, last = _needed(start, stop, operations)
+        x, hidden = readers
+        height = x.shape[2]
+        if not self.wraps:
+            first, last = max(0, first), min(height, last)
+        inside = load(hidden, first, last, self.wraps) if hidden is not None else None
+        strip = Strip(load(x, first, last, self.wraps), first, height, self.wraps, inside)
+        del inside
+        for operation, known in zip(operations, statistics, strict=True):
+            strip = operation.run(strip, known)
+        return strip
+
+    def _attention(
+        self, x: AnyMap, known: Statistics | None, step: Attention, after: nn.GroupNorm | None
+    ) -> tuple[Statistics | None, AnyMap]:
+        """Keys and values of all pixels are held, queries come by strips; the result is written over the map."""
+        assert known is not None
+        count, channels, height, width = x.shape
+        rows = max(1, self.strip_bytes // (count * channels * width * self.itemsize))
+        keys = values = None
+        for start, stop in spans(height, rows):
+            tokens = _tokens(known.normalised(x.load(start, stop)))
+            key, value_ = step.to_k(tokens), step.to_v(tokens)
+            if keys is None or values is None:
+                keys, values = (one.new_empty(count, height * width, one.shape[2]) for one in (key, value_))
+            keys[:, start * width : stop * width] = key
+            values[:, start * width : stop * width] = value_
+            del tokens, key, value_
+        assert keys is not None and values is not None
+        keys, values = _heads(keys, step.heads), _heads(values, step.heads)
+        gathered = Statistics(after) if after is not None else None
+        cuts = list(spans(height, rows))
+        for number, (start, stop) in enumerate(cuts):
+            strip = x.load(start, stop)
+            queries = _heads(step.to_q(_tokens(known.normalised(strip))), step.heads)
+            mixed = fused_softmax(queries, keys, values, score_bytes=self.strip_bytes)
+            del queries
+            mixed = step.to_out(mixed.transpose(1, 2).flatten(2))
+            mixed = mixed.transpose(1, 2).unflatten(2, (stop - start, width)) + strip
+            mixed = mixed if step.scale == 1.0 else mixed.div_(step.scale)
+            if gathered is not None:
+                gathered.add(mixed)
+            x = self._own(x, mixed)
+            x.store(start, mixed)
+            del mixed, strip
+            self._report((number + 1) / len(cuts))
+        return gathered, x
+
+    def _own(self, x: AnyMap, like: Tensor) -> AnyMap:
+        """The map itself; never the caller's tensor."""
+        return self._new(x.shape, like, "new") if isinstance(x, Given) else x
+
+    def _new(self, shape: tuple[int, ...], like: Tensor, kind: str) -> AnyMap:
+        return ParkedMap(shape, like) if self.parks and kind == "new" else Map(shape, like)
+
+    def _report(self, share: float) -> None:
+        parts = 1000
+        progress.report(self.stage, int(parts * (self.done + share) / len(self.groups)), parts)
+
+
+def _grouped(steps: Sequence[Step], recomputed: bool) -> Iterator[list[Step]]:
+    """One step a group; with ``recomputed`` those at the largest size in one, from or up to the change of size."""
+    ups = [place for place, step in enumerate(steps) if isinstance(step, Upsample)]
+    downs = [place for place, step in enumerate(steps) if isinstance(step, Downsample)]
+    if recomputed and ups:
+        yield from ([step] for step in steps[: ups[-1]])
+        yield list(steps[ups[-1] :])
+    elif recomputed and downs:
+        yield list(steps[: downs[0] + 1])
+        yield from ([step] for step in steps[downs[0] + 1 :])
+    else:
+        yield from ([step] for step in steps)
+
+
+def _needed(start: int, stop: int, operations: Sequence[_Operation]) -> tuple[int, int]:
+    """The rows of the first operation's input that rows (start, stop) of the last one's output depend on."""
+    for operation in reversed(operations):
+        start, stop = operation.needs(start, stop)
+    return start, stop
+
+
+def _first_norm(group: Sequence[Step]) -> nn.GroupNorm | None:
+    """The normalisation that a group starts with."""
+    step = group[0]
+    if isinstance(step, ResBlock):
+        return step.norm1
+    return step.norm if isinstance(step, Attention | Conv) else None
+
+
+def _keeps_shape(group: Sequence[Step]) -> bool:
+    """Whether the output can lie where the input lay."""
+    return all(isinstance(step, ResBlock) and step.norm1.num_channels == step.norm2.num_channels for step in group)
+
+
+def _map_bytes(steps: Sequence[Step], x: Tensor) -> Iterator[int]:
+    """The sizes of the maps between the steps."""
+    yield x.numel() * x.element_size()
+    pixels = x.shape[0] * x.shape[2] * x.shape[3]
+    for step in steps:
+        if isinstance(step, Upsample):
+            pixels *= 4
+        elif isinstance(step, Downsample):
+            pixels //= 4
+        norm = _first_norm([step])
+        if norm is not None:
+            yield norm.num_channels * pixels * x.element_size()
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """(N, C, H, W) as (N, pixels, C)."""
+    return x.flatten(2).transpose(1, 2)
+
+
+def _heads(tokens: Tensor, heads: int) -> Tensor:
+    """(N, pixels, C) as (N, heads, pixels, C / heads)."""
+    return tokens.unflatten(2, (heads, -1)).transpose(1, 2)

@@ -1,0 +1,113 @@
+"""Fast tiles: independent overlapping tiles of the picture, blended where they overlap.
+
+Every tile is normalised by its own statistics, so colours shift a little: ``approximate``. Source: VAE tiling in
+diffusers; the ramps are ours and sum to one in both directions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import progress
+from ..errors import NoSiteError
+from ..models.anatomy import Anatomy
+from ..patches import Patch
+from ..settings import Settings
+
+TILE, OVERLAP = 64, 16
+"""Side of a tile and of what two neighbours share, in latent pixels: 512 and 128 pixels of the picture."""
+
+
+def vae_fast(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """Decode and encode by blended tiles; what fits in one tile is not tiled.
+
+    Raises:
+        NoSiteError: the target has no autoencoder.
+    """
+    vae: Any = anatomy.vae
+    if vae is None:
+        raise NoSiteError("fast tiles: the target has no autoencoder")
+    widths = anatomy.config(anatomy.autoencoder or "").get("block_out_channels", (0,) * 4)
+    factor = 2 ** (len(widths) - 1)
+    for part, up, down, stage in ((vae.decoder, factor, 1, "decode"), (vae.encoder, 1, factor, "encode")):
+        around = functools.partial(_tiled, up=up, down=down, stage=stage)
+        yield Patch(part, "forward", functools.partial(_bound, around), exclusive=True, hook="vae_fast")
+
+
+def _bound(around: Callable[..., Tensor], original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return functools.partial(around, original)
+
+
+def _tiled(
+    original: Callable[..., Tensor], x: Tensor, *args: Any, up: int, down: int, stage: str, **kwargs: Any
+) -> Tensor:
+    if max(x.shape[2:]) <= TILE * down:
+        return original(x, *args, **kwargs)
+    return blended(lambda tile: original(tile, *args, **kwargs), x, TILE * down, OVERLAP * down, up, down, stage)
+
+
+def blended(
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    tile: int,
+    overlap: int,
+    up: int = 1,
+    down: int = 1,
+    stage: str = "decode",
+) -> Tensor:
+    """``run`` over tiles of ``x`` (N, C, H, W), blended linearly.
+
+    Args:
+        tile, overlap: in pixels of ``x``, multiples of ``down``; ``overlap`` less than ``tile``.
+        up, down: ``run`` makes its input so many times larger or smaller.
+    """
+    rows, columns = (starts(size, tile, overlap) for size in x.shape[2:])
+    height, width = (size * up // down for size in x.shape[2:])
+    result, total = None, len(rows) * len(columns)
+    for number, (top, left) in enumerate((top, left) for top in rows for left in columns):
+        piece = run(x[:, :, top : top + tile, left : left + tile])
+        y0, x0 = top * up // down, left * up // down
+        ramps = []
+        for start, size, all_starts in ((y0, piece.shape[2], rows), (x0, piece.shape[3], columns)):
+            places = [place * up // down for place in all_starts]
+            ramps.append(share(places, start, size, height if all_starts is rows else width).to(piece))
+        weighted = piece * ramps[0][:, None] * ramps[1]
+        if result is None:
+            result = piece.new_zeros((*piece.shape[:2], height, width))
+        result[:, :, y0 : y0 + piece.shape[2], x0 : x0 + piece.shape[3]] += weighted
+        progress.report(stage, number + 1, total)
+    assert result is not None
+    return result
+
+
+def starts(size: int, tile: int, overlap: int) -> list[int]:
+    """Where tiles begin so that they cover ``size``, sharing ``overlap`` or, before the last one, more."""
+    if size <= tile:
+        return [0]
+    return [*range(0, size - tile, tile - overlap), size - tile]
+
+
+def share(places: list[int], start: int, size: int, total: int) -> Tensor:
+    """What the tile at ``start`` adds to each of its pixels along one side; the tiles' shares sum to one everywhere.
+
+    Args:
+        places: the starts of all tiles, each ``size`` long, that cover ``total``.
+    """
+    heights = torch.zeros(total, dtype=torch.float64)
+    own = None
+    for place in places:
+        position = torch.arange(size, dtype=torch.float64) + 0.5
+        tent = torch.minimum(position, size - position)
+        if place == 0:
+            tent = size - position
+        if place + size == total:
+            tent = position if place else torch.ones_like(position)
+        heights[place : place + size] += tent
+        own = tent if place == start else own
+    assert own is not None
+    return own / heights[start : start + size]
