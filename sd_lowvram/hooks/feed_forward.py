@@ -16,7 +16,8 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .strips import needs_graph, spans
+from .lending import kept
+from .strips import assembled, needs_graph, spans
 
 FEWEST_TOKENS = 256
 """With fewer rows a matrix product starves."""
@@ -38,15 +39,8 @@ def feed_forward(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
 def _in_chunks(
     module: nn.Module, chunks: int, original: Callable[..., Tensor], tokens: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    pieces = list(spans(tokens.shape[-2], chunks, FEWEST_TOKENS))
+    pieces = spans(tokens.shape[-2], chunks, FEWEST_TOKENS)
     if len(pieces) == 1 or needs_graph(module, tokens):
         return original(tokens, *args, **kwargs)
-    out: Tensor | None = None
-    for start, stop in pieces:
-        part = original(tokens[..., start:stop, :], *args, **kwargs)
-        if out is None:
-            out = part.new_empty((*tokens.shape[:-1], part.shape[-1]))
-        out[..., start:stop, :] = part
-        del part
-    assert out is not None
-    return out
+    with kept():
+        return assembled(lambda start, stop: original(tokens[..., start:stop, :], *args, **kwargs), pieces, -2, tokens)

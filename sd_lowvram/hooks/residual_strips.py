@@ -20,7 +20,8 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .strips import Moments, needs_graph, normalised, room, spans
+from .lending import kept
+from .strips import Moments, Span, assembled, needs_graph, normalised, over, spans
 
 FEWEST_ROWS = 8
 """Of these, two more are computed for the halo."""
@@ -64,15 +65,20 @@ def _is_3x3(conv: nn.Module) -> bool:
 
 
 def _in_strips(
-    block: Any, strips: int, original: Callable[..., Tensor], x: Tensor, temb: Tensor | None = None, *args: Any, **kw: Any
+    block: Any,
+    strips: int,
+    original: Callable[..., Tensor],
+    x: Tensor,
+    temb: Tensor | None = None,
+    *args: Any,
+    **kw: Any,
 ) -> Tensor:
-    pieces = list(spans(x.shape[2], strips, FEWEST_ROWS))
+    pieces = spans(x.shape[2], strips, FEWEST_ROWS)
     dropping = block.training and block.dropout.p > 0
     if len(pieces) == 1 or dropping or needs_graph(block, x, temb) or not is_plain(block):
         return original(x, temb, *args, **kw)
     before = Moments(block.norm1.num_groups)
-    for start, stop in pieces:
-        before.add(x[:, :, start:stop])
+    over(pieces, x, lambda start, stop: before.add(x[:, :, start:stop]))
     hidden, after = _first_half(block, x, _time(block, temb), pieces, before)
     return _second_half(block, x, hidden, pieces, after)
 
@@ -85,51 +91,44 @@ def _time(block: Any, temb: Tensor | None) -> Tensor | None:
 
 
 def _first_half(
-    block: Any, x: Tensor, shift: Tensor | None, pieces: list[tuple[int, int]], before: Moments
+    block: Any, x: Tensor, shift: Tensor | None, pieces: list[Span], before: Moments
 ) -> tuple[Tensor, Moments]:
     """conv1(act(norm1(x))) + shift as a new map (N, C, H, W), and its moments."""
-    hidden: Tensor | None = None
     after = Moments(block.norm2.num_groups)
     rows = _Rows(x, block.conv1)
-    for start, stop in pieces:
-        strip, above = rows.with_halo(start, stop)
-        part = _convolved(block, block.norm1, block.conv1, strip, before)[:, :, above : above + stop - start]
+
+    def strip(start: int, stop: int) -> Tensor:
+        part = _convolved(block, block.norm1, block.conv1, rows, before, start, stop)
         part = part if shift is None else part + shift
-        hidden = room(_whole(part, x), part) if hidden is None else hidden
-        hidden[:, :, start:stop] = part
         after.add(part)
-        del strip, part
-    assert hidden is not None
-    return hidden, after
+        return part
+
+    with kept():
+        return assembled(strip, pieces, 2, x), after
 
 
-def _second_half(block: Any, x: Tensor, hidden: Tensor, pieces: list[tuple[int, int]], after: Moments) -> Tensor:
+def _second_half(block: Any, x: Tensor, hidden: Tensor, pieces: list[Span], after: Moments) -> Tensor:
     """(shortcut(x) + conv2(act(norm2(hidden)))) / scale, written over ``hidden`` where it has the same type."""
-    out: Tensor | None = None
     rows = _Rows(hidden, block.conv2)
-    for start, stop in pieces:
-        strip, above = rows.with_halo(start, stop)
-        part = _convolved(block, block.norm2, block.conv2, strip, after)[:, :, above : above + stop - start]
-        del strip
+
+    def strip(start: int, stop: int) -> Tensor:
+        part = _convolved(block, block.norm2, block.conv2, rows, after, start, stop)
         straight = x[:, :, start:stop]
         part = (straight if block.conv_shortcut is None else block.conv_shortcut(straight)) + part
-        if block.output_scale_factor != 1:
-            part = part / block.output_scale_factor
-        if out is None:
-            out = hidden if (part.dtype, part.shape[1]) == (hidden.dtype, hidden.shape[1]) else room(_whole(part, x), part)
-        out[:, :, start:stop] = part
-        del part, straight
-    assert out is not None
-    return out
+        return part if block.output_scale_factor == 1 else part / block.output_scale_factor
+
+    with kept():
+        return assembled(strip, pieces, 2, x, out=hidden)
 
 
-def _convolved(block: Any, norm: nn.Module, conv: nn.Module, strip: Tensor, moments: Moments) -> Tensor:
-    convolved: Tensor = conv(block.nonlinearity(normalised(norm, strip, moments)))
-    return convolved
-
-
-def _whole(part: Tensor, x: Tensor) -> tuple[int, ...]:
-    return (*part.shape[:2], x.shape[2], part.shape[3])
+def _convolved(
+    block: Any, norm: nn.Module, conv: nn.Module, rows: _Rows, moments: Moments, start: int, stop: int
+) -> Tensor:
+    """Rows ``start`` to ``stop`` of conv(act(norm(map)))."""
+    strip, above = rows.with_halo(start, stop)
+    strip = normalised(norm, strip, moments)
+    strip = conv(block.nonlinearity(strip))
+    return strip[:, :, above : above + stop - start]
 
 
 class _Rows:
@@ -147,7 +146,7 @@ class _Rows:
         There is none beyond the edges of the map, where the convolution pads by itself, unless it pads in a circle.
         """
         height = self._image.shape[2]
-        above = self._image[:, :, :0] if self._above is None else self._above
+        above = self._image[:, :, max(0, start - 1) : start] if self._above is None else self._above
         pieces = [above, self._image[:, :, start : min(stop + 1, height)]]
         if stop == height and self._first is not None:
             pieces.append(self._first)

@@ -22,11 +22,10 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, set_patch, wrap
 from ..settings import Settings
 from .feed_forward import FEWEST_TOKENS
-from .strips import needs_graph, spans
+from .lending import kept
+from .strips import Span, assembled, needs_graph, spans
 
 _ROW_BY_ROW = frozenset({"AttnProcessor", "AttnProcessor2_0", "SlicedAttnProcessor", "XFormersAttnProcessor"})
-
-Span = tuple[int, int]
 
 
 def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -71,7 +70,7 @@ def _in_chunks(
     cross_attention_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    pieces = list(spans(tokens.shape[1], chunks, FEWEST_TOKENS))
+    pieces = spans(tokens.shape[1], chunks, FEWEST_TOKENS)
     attentions = [attention for attention in (block.attn1, block.attn2) if attention is not None]
     leave = len(pieces) == 1 or args or needs_graph(block, tokens, encoder_hidden_states)
     leave = leave or not (_is_plain(block) and all(map(_is_row_by_row, attentions)))
@@ -81,14 +80,18 @@ def _in_chunks(
         kwargs["cross_attention_kwargs"] = cross_attention_kwargs
         return original(tokens, attention_mask, encoder_hidden_states, encoder_attention_mask, *args, **kwargs)
     extra = cross_attention_kwargs or {}
-    attend = functools.partial(_attended, pieces=pieces, **extra)
-    out = attend(block.norm1, block.attn1, tokens, None, None, attention_mask)
+    given = {"attention_mask": attention_mask, **extra}
+    out = _attended(block.norm1, block.attn1, tokens, None, None, pieces, given)
     if block.attn2 is not None:
-        out = attend(block.norm2, block.attn2, out, out, encoder_hidden_states, encoder_attention_mask)
-    for start, stop in pieces:
+        given = {"attention_mask": encoder_attention_mask, **extra}
+        out = _attended(block.norm2, block.attn2, out, out, encoder_hidden_states, pieces, given)
+
+    def fed(start: int, stop: int) -> Tensor:
         part = out[:, start:stop]
-        out[:, start:stop] = block.ff(block.norm3(part)) + part
-    return out
+        return block.ff(block.norm3(part)) + part
+
+    with kept():
+        return assembled(fed, pieces, 1, tokens, out)
 
 
 def _attended(
@@ -97,39 +100,29 @@ def _attended(
     tokens: Tensor,
     out: Tensor | None,
     context: Tensor | None,
-    mask: Tensor | None,
-    *,
     pieces: list[Span],
-    **extra: Any,
+    given: dict[str, Any],
 ) -> Tensor:
-    """tokens + attention(norm(tokens)), written into ``out`` (which may be ``tokens``), or into new room."""
+    """tokens + attention(norm(tokens), context), written into ``out`` (which may be ``tokens``), or into new room."""
     if context is None:
         keys = _projected(norm, attention.to_k, tokens, pieces)
         values = _projected(norm, attention.to_v, tokens, pieces)
     else:
         keys, values = attention.to_k(context), attention.to_v(context)
-    with _answering(attention.to_k, keys), _answering(attention.to_v, values):
-        for start, stop in pieces:
-            part = tokens[:, start:stop]
-            # any tensor with the batch and the count of the keys will do for the context
-            part = attention(norm(part), encoder_hidden_states=keys, attention_mask=mask, **extra) + part
-            out = part.new_empty((*tokens.shape[:-1], part.shape[-1])) if out is None else out
-            out[:, start:stop] = part
-            del part
-    assert out is not None
-    return out
+
+    def attended(start: int, stop: int) -> Tensor:
+        part = tokens[:, start:stop]
+        # of a context whose keys and values are there, only the batch and the length are looked at
+        return attention(norm(part), encoder_hidden_states=keys, **given) + part
+
+    with kept(), _answering(attention.to_k, keys), _answering(attention.to_v, values):
+        return assembled(attended, pieces, 1, tokens, out)
 
 
 def _projected(norm: nn.Module, projection: nn.Module, tokens: Tensor, pieces: list[Span]) -> Tensor:
     """projection(norm(tokens)) of all tokens."""
-    out: Tensor | None = None
-    for start, stop in pieces:
-        part = projection(norm(tokens[:, start:stop]))
-        out = part.new_empty((*tokens.shape[:-1], part.shape[-1])) if out is None else out
-        out[:, start:stop] = part
-        del part
-    assert out is not None
-    return out
+    with kept():
+        return assembled(lambda start, stop: projection(norm(tokens[:, start:stop])), pieces, 1, tokens)
 
 
 @contextlib.contextmanager
