@@ -110,7 +110,8 @@ def sliced(
     """
     problem = problem_of(q, k, v, mask, upcast)
     blocks = sliced_blocks(problem, score_bytes)
-    mask, scale, out = _mask_4d(mask), _scale(q, scale), empty_output(q, v)
+    scale, out = _scale(q, scale), empty_output(q, v)
+    mask = None if mask is None else mask_4d(mask)
     space = [_space(blocks, problem) for _ in ("scores", "probabilities")]
     for picture in _spans(problem.batch, 1, q):
         for head in _spans(problem.heads, blocks.heads, q):
@@ -156,7 +157,8 @@ def fused_softmax(
     """
     problem = problem_of(q, k, v, mask, upcast)
     blocks = fused_blocks(problem, score_bytes)
-    mask, scale, out = _mask_4d(mask), _scale(q, scale), empty_output(q, v)
+    scale, out = _scale(q, scale), empty_output(q, v)
+    mask = None if mask is None else mask_4d(mask)
     space = _space(blocks, problem)
     for picture in _spans(problem.batch, 1, q):
         for head in _spans(problem.heads, blocks.heads, q):
@@ -239,8 +241,9 @@ def _spans(total: int, step: int, like: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
-def _mask_4d(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask[(None,) * (4 - mask.ndim)]
+def mask_4d(mask: Tensor) -> Tensor:
+    """The mask with leading dimensions of size 1 up to (batch, heads, queries, keys)."""
+    return mask[(None,) * (4 - mask.ndim)]
 
 
 def _part(mask: Tensor, *index: slice) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..memory.accounts import on_cpu
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -56,7 +58,13 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, upca
     elements = 0 if mask is None else mask.numel()
     batch, heads, queries, width = q.shape
     shape = batch, heads, queries, k.shape[2], width, v.shape[3]
-    return Problem(*shape, q.dtype, q.device, kind, elements, upcast, not is_fake(q))
+    real = not is_fake(q)
+    return Problem(*shape, q.dtype, q.device if real else foretold(q.device), kind, elements, upcast, real)
+
+
+def foretold(device: torch.device) -> torch.device:
+    """The device of the run that shapes stand for: traces keep fake tensors on the CPU also when they mean a GPU."""
+    return torch.device("cuda") if device.type in ("cpu", "meta") and not on_cpu() else device
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -1,0 +1,194 @@
+"""Attention by the backend of the settings, under the host's own processors.
+
+Within the forward of each attention site, calls of torch's scaled_dot_product_attention go to our one function of (q, k,
+v, mask, scale). The processor itself stays the host's, so LoRA, IP-Adapter (two calls), PAG and fused projections keep
+working. Fidelity: ``rounding``. Sources: those of the backends, in kernels/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import LowVRAMError, NoSiteError
+from ..kernels import attention as kernels
+from ..kernels.attention_problem import problem_of
+from ..kernels.attention_torch import BUILTIN
+from ..models.anatomy import Anatomy, Site
+from ..patches import Patch, wrap
+from ..settings import Settings
+
+_SUCCESSORS = {
+    "AttnProcessor": "AttnProcessor2_0",
+    "SlicedAttnProcessor": "AttnProcessor2_0",
+    "XFormersAttnProcessor": "AttnProcessor2_0",
+    "AttnAddedKVProcessor": "AttnAddedKVProcessor2_0",
+    "SlicedAttnAddedKVProcessor": "AttnAddedKVProcessor2_0",
+    "XFormersAttnAddedKVProcessor": "AttnAddedKVProcessor2_0",
+}
+"""diffusers' processors that never call torch's function, and those that do the same by calling it."""
+
+_ran: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """Run every attention of denoiser, ControlNet and VAE through the backend that ``settings`` ask for.
+
+    Raises:
+        NoSiteError: the target has no attention.
+        SettingsError: the backend cannot run on ``device``, or has not proved deterministic there; later, in the
+            forward, where a forced kernel cannot run a layer.
+    """
+    if not anatomy.attentions:
+        raise NoSiteError("attention: the model has no attention layer of a UNet, ControlNet or VAE")
+    backend, score_bytes = kernels.choose_backend(settings, device), kernels.score_bytes(settings)
+    for site in anatomy.attentions:
+        _ran[site.module] = Counter()
+        yield wrap(site.module, "forward", functools.partial(_forward, site, backend, score_bytes), hook="attention")
+
+
+def kernels_that_ran(sites: Iterable[Site]) -> Counter[str]:
+    """How often each kernel ran in these sites since the hook was last attached to them."""
+    return sum((_ran.get(site.module, Counter()) for site in sites), Counter())
+
+
+def _forward(site: Site, backend: str, score_bytes: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The site's forward with its attention redirected. ``forward`` comes from `wrap` as the first argument."""
+    with _modern_processor(site.module) as scale:
+        redirect = Redirect(backend, score_bytes, bool(getattr(site.module, "upcast_attention", False)), scale)
+        with redirect:
+            result = forward(*args, **kwargs)
+    if not redirect.calls:
+        processor = type(getattr(site.module, "processor", site.module)).__name__
+        raise LowVRAMError(
+            f"{site.name}: {processor} computes attention without torch's scaled_dot_product_attention, so "
+            f"attention={backend!r} cannot reach it. Set a processor that calls it, such as AttnProcessor2_0, or leave "
+            "the attention setting undecided"
+        )
+    _ran.setdefault(site.module, Counter()).update(redirect.ran)
+    return result
+
+
+@contextlib.contextmanager
+def _modern_processor(module: nn.Module) -> Iterator[float | None]:
+    """Stand in for a processor of before torch 2.0; yields the scale that it read from the module, else None."""
+    here = vars(module)
+    old = here.get("processor")
+    successor = _SUCCESSORS.get(type(old).__name__)
+    if successor is None or not type(old).__module__.startswith("diffusers."):
+        yield None
+        return
+    from diffusers.models import attention_processor
+
+    stand_in = here["processor"] = getattr(attention_processor, successor)()
+    try:
+        yield getattr(module, "scale", None)
+    finally:
+        if here.get("processor") is stand_in:
+            here["processor"] = old
+
+
+@dataclass(eq=False)
+class Redirect(TorchFunctionMode):
+    """While entered, torch's scaled_dot_product_attention is ours.
+
+    Attributes:
+        backend: its name; ``score_bytes`` bound those that work in blocks.
+        upcast: compute the scores in float32.
+        scale: of the scores, for calls that give none.
+        calls: how many calls there were; ``ran`` counts the kernels that ran them.
+    """
+
+    backend: str
+    score_bytes: int
+    upcast: bool = False
+    scale: float | None = None
+    calls: int = 0
+    ran: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __enter__(self) -> Redirect:
+        # Somebody else's function in torch.nn.functional (a trace's, another library's) is out of a mode's sight.
+        self._theirs = torch.nn.functional.scaled_dot_product_attention
+        if self._theirs is not BUILTIN:
+            torch.nn.functional.scaled_dot_product_attention = self.attend  # type: ignore[assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._theirs is not BUILTIN:
+            torch.nn.functional.scaled_dot_product_attention = self._theirs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self.attend if func is BUILTIN else func)(*args, **(kwargs or {}))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """torch's signature; (batch, heads, tokens, width) of inference goes to the backend, all else to torch."""
+        self.calls += 1
+        scale = self.scale if scale is None else scale
+        if query.dim() != 4 or dropout_p or _trains(query, key, value, attn_mask):
+            self.ran["torch"] += 1
+            more = {"enable_gqa": True} if enable_gqa else {}  # torch 2.1 to 2.4 know no such argument
+            return BUILTIN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+        if is_causal:
+            shape = query.shape[-2], key.shape[-2]
+            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+        if enable_gqa:
+            key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
+        with _as_autocast(query, key, value, attn_mask) as tensors:
+            problem = problem_of(*tensors, upcast=self.upcast)
+            self.ran[kernels.kernel_name(self.backend, problem, self.score_bytes)] += 1
+            function = kernels.BACKENDS[self.backend]
+            return function(*tensors, scale, upcast=self.upcast, score_bytes=self.score_bytes)
+
+
+def _trains(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+@contextlib.contextmanager
+def _as_autocast(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The tensors in the type that autocast gives torch's own attention; inside, autocast is off."""
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    dtype = _autocast_dtype(device)
+    if dtype is None:
+        yield tensors
+        return
+    cast = (torch.float16, torch.bfloat16, torch.float32)
+    with torch.autocast(device, enabled=False):
+        yield tuple(one.to(dtype) if one is not None and one.dtype in cast else one for one in tensors)
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """The type that autocast narrows to on this kind of device now, None when it is off."""
+    if hasattr(torch, "get_autocast_dtype"):
+        try:
+            return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        except RuntimeError:  # a device without autocast
+            return None
+    if device == "cpu":
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
