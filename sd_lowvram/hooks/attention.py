@@ -1,8 +1,8 @@
 """Attention by the backend of the settings, under the host's own processors.
 
-Within the forward of each attention site, calls of torch's scaled_dot_product_attention go to our one function of (q, k,
-v, mask, scale). The processor itself stays the host's, so LoRA, IP-Adapter (two calls), PAG and fused projections keep
-working. Fidelity: ``rounding``. Sources: those of the backends, in kernels/.
+Within the forward of each attention site, calls of torch's scaled_dot_product_attention go to our one function of
+(q, k, v, mask, scale). The processor itself stays the host's, so LoRA, IP-Adapter (two calls), PAG and fused
+projections keep working. Fidelity: ``rounding``. Sources: those of the backends, in kernels/.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class Redirect(TorchFunctionMode):
 
     def __post_init__(self) -> None:
         super().__init__()
+        self._busy = False
 
     def __enter__(self) -> Redirect:
         # Somebody else's function in torch.nn.functional (a trace's, another library's) is out of a mode's sight.
@@ -132,7 +133,7 @@ class Redirect(TorchFunctionMode):
             torch.nn.functional.scaled_dot_product_attention = self._theirs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self.attend if func is BUILTIN else func)(*args, **(kwargs or {}))
+        return (self.attend if func is BUILTIN and not self._busy else func)(*args, **(kwargs or {}))
 
     def attend(
         self,
@@ -149,20 +150,26 @@ class Redirect(TorchFunctionMode):
         """torch's signature; (batch, heads, tokens, width) of inference goes to the backend, all else to torch."""
         self.calls += 1
         scale = self.scale if scale is None else scale
-        if query.dim() != 4 or dropout_p or _trains(query, key, value, attn_mask):
-            self.ran["torch"] += 1
-            more = {"enable_gqa": True} if enable_gqa else {}  # torch 2.1 to 2.4 know no such argument
-            return BUILTIN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
-        if is_causal:
-            shape = query.shape[-2], key.shape[-2]
-            attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
-        if enable_gqa:
-            key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
-        with _as_autocast(query, key, value, attn_mask) as tensors:
-            problem = problem_of(*tensors, upcast=self.upcast)
-            self.ran[kernels.kernel_name(self.backend, problem, self.score_bytes)] += 1
-            function = kernels.BACKENDS[self.backend]
-            return function(*tensors, scale, upcast=self.upcast, score_bytes=self.score_bytes)
+        self._busy = True
+        try:
+            if query.dim() != 4 or dropout_p or _trains(query, key, value, attn_mask):
+                self.ran["torch"] += 1
+                more = {"enable_gqa": True} if enable_gqa else {}  # torch 2.1 to 2.4 know no such argument
+                return BUILTIN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+            if is_causal:
+                shape = query.shape[-2], key.shape[-2]
+                attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+            if enable_gqa:
+                key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
+            with _as_autocast(query, key, value, attn_mask) as (q, k, v, mask):
+                return self._run(q, k, v, mask, scale)
+        finally:
+            self._busy = False
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        kernel = kernels.kernel_name(self.backend, problem_of(q, k, v, mask, self.upcast), self.score_bytes)
+        self.ran[kernel] += 1
+        return kernels.BACKENDS[self.backend](q, k, v, mask, scale, upcast=self.upcast, score_bytes=self.score_bytes)
 
 
 def _trains(*tensors: Tensor | None) -> bool:

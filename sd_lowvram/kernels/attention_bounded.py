@@ -112,7 +112,7 @@ def sliced(
     blocks = sliced_blocks(problem, score_bytes)
     scale, out = _scale(q, scale), empty_output(q, v)
     mask = None if mask is None else mask_4d(mask)
-    space = [_space(blocks, problem) for _ in ("scores", "probabilities")]
+    space = [_space(blocks, problem, q) for _ in ("scores", "probabilities")]
     for picture in _spans(problem.batch, 1, q):
         for head in _spans(problem.heads, blocks.heads, q):
             keys = k[picture, head][0].to(problem.score_dtype)
@@ -159,7 +159,7 @@ def fused_softmax(
     blocks = fused_blocks(problem, score_bytes)
     scale, out = _scale(q, scale), empty_output(q, v)
     mask = None if mask is None else mask_4d(mask)
-    space = _space(blocks, problem)
+    space = _space(blocks, problem, q)
     for picture in _spans(problem.batch, 1, q):
         for head in _spans(problem.heads, blocks.heads, q):
             for row in _spans(problem.queries, blocks.rows, q):
@@ -220,8 +220,8 @@ def _scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _space(blocks: Blocks, problem: Problem) -> Tensor:
-    return torch.empty(blocks.heads * blocks.rows * blocks.keys, dtype=problem.score_dtype, device=problem.device)
+def _space(blocks: Blocks, problem: Problem, q: Tensor) -> Tensor:
+    return torch.empty(blocks.heads * blocks.rows * blocks.keys, dtype=problem.score_dtype, device=q.device)
 
 
 def _shaped(space: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
