@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .device import available_ram, default_device, free_vram
 from .errors import BadInputError
+from .hooks.precision import force_upcast
 from .models.anatomy import Anatomy
 from .planner import Plan, Request, check_size, make_plan
 from .rates import rates_of
@@ -140,7 +141,7 @@ def _decoder_settings(
         raise BadInputError(f"{type(vae).__name__} is no autoencoder")
     fixed = settings or Settings()
     half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
-    if half and anatomy.config(anatomy.autoencoder or "").get("force_upcast"):
+    if half and force_upcast(anatomy, anatomy.autoencoder or ""):
         fixed = fixed.filled(precision="fp32")
     request = _request(anatomy, vram, ram, width, height, batch, device)
     return make_plan(anatomy, request, fixed).settings

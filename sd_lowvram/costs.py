@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .memory import trace
+from .memory import kernels_of, trace
 from .models.anatomy import Anatomy
 from .session import attached
 from .settings import Settings
@@ -35,7 +35,7 @@ class Cost:
         activation_bytes: the same without weights.
         host_bytes: most bytes that wait in host memory.
         largest_bytes: the largest single allocation.
-        unseen_bytes: what the CPU's kernels hold besides, where the device is a CPU.
+        allocated_bytes: most bytes that the stage makes in both accounts together: what a CPU's allocator sees.
         flops: floating-point operations of matrix products and convolutions.
         moved_bytes: read and written by all operators.
         copied_bytes: crossing between device and host memory.
@@ -46,7 +46,7 @@ class Cost:
     activation_bytes: int
     host_bytes: int
     largest_bytes: int
-    unseen_bytes: int
+    allocated_bytes: int
     flops: int
     moved_bytes: int
     copied_bytes: int
@@ -101,14 +101,15 @@ class Costs:
             for twin_stage in stages(self._twin, self._shape, self._encodes)
             if (twin_stage.name, twin_stage.component) == (stage.name, stage.component)
         )
-        with self._mode, torch.no_grad(), attached(component, settings, device=self._device):
+        kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
+        with self._mode, torch.no_grad(), kernels, attached(component, settings, device=self._device):
             traced = trace(on_twin.run, *on_twin.inputs())
         cost = Cost(
             peak_bytes=traced.peak_bytes,
             activation_bytes=traced.activation_peak_bytes + traced.input_bytes,
             host_bytes=traced.host_peak_bytes,
             largest_bytes=traced.largest_bytes,
-            unseen_bytes=max(0, traced.cpu_peak_bytes - traced.peak_bytes - traced.host_peak_bytes),
+            allocated_bytes=traced.allocated_peak_bytes,
             flops=getattr(traced, "flops", 0),
             moved_bytes=getattr(traced, "moved_bytes", 0),
             copied_bytes=getattr(traced, "copied_bytes", 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,8 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
                 found.insert(0, Stage("encode", name, _encode, _maker(component, pixels)))
             found.append(Stage("decode", name, _decode, _maker(component, latents)))
         elif name.startswith("text_encoder"):
-            found.insert(0, Stage("text", name, _encode_text, lambda component=component: (component, _tokens())))  # type: ignore[misc]
+            inputs = functools.partial(_text_inputs, component, text_length(anatomy, name))
+            found.insert(0, Stage("text", name, _encode_text, inputs))
     return found
 
 
@@ -84,8 +86,14 @@ def _encode(vae: Any, pixels: Tensor) -> Tensor:
     return vae.encode(pixels).latent_dist.parameters
 
 
-def _tokens() -> Tensor:
-    return torch.zeros(1, 77, dtype=torch.long)
+def text_length(anatomy: Anatomy, name: str | None = None) -> int:
+    """Tokens of a prompt: 77 for CLIP."""
+    name = name or next((one for one in anatomy.components if one.startswith("text_encoder")), None)
+    return int(anatomy.config(name).get("max_position_embeddings") or 77) if name else 77
+
+
+def _text_inputs(encoder: nn.Module, length: int) -> tuple[nn.Module, Tensor]:
+    return encoder, torch.zeros(1, length, dtype=torch.long)
 
 
 def _dtype(component: nn.Module) -> torch.dtype:
@@ -103,6 +111,7 @@ def _denoiser_inputs(anatomy: Anatomy, shape: Shape) -> Callable[[], tuple[Any, 
     pictures = shape.batch * (2 if shape.guidance else 1)
     channels, width = int(config.get("in_channels", 4)), config.get("cross_attention_dim") or 768
     width = width if isinstance(width, int) else max(width)
+    length = text_length(anatomy)
 
     def make() -> tuple[Any, ...]:
         dtype = _dtype(unet)
@@ -112,7 +121,7 @@ def _denoiser_inputs(anatomy: Anatomy, shape: Shape) -> Callable[[], tuple[Any, 
             pooled = torch.empty(pictures, int(config["projection_class_embeddings_input_dim"]) - ids, dtype=dtype)
             extra["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": torch.empty(pictures, 6, dtype=dtype)}
         latents = torch.empty(shape.batch, channels, *latent_size(anatomy, shape), dtype=dtype)
-        return unet, latents, torch.tensor(1), torch.empty(pictures, 77, width, dtype=dtype), extra
+        return unet, latents, torch.tensor(1), torch.empty(pictures, length, width, dtype=dtype), extra
 
     return make
 

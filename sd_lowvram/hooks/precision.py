@@ -40,7 +40,7 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         yield from _tf32(anatomy, device)
         return
     for name, component in anatomy.components.items():
-        if kind.endswith("fp16") and _force_upcast(anatomy, name):
+        if kind.endswith("fp16") and force_upcast(anatomy, name):
             yield from _cast_entries(anatomy, name, None)
         elif kind.startswith("autocast-"):
             yield from _autocast(anatomy, name, _TYPES[kind.removeprefix("autocast-")], device)
@@ -64,7 +64,7 @@ def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
     stored = _TYPES["fp16"] if kind == "fp16-storage" else compute
     fidelity = Fidelity.BITWISE
     for name, component in anatomy.components.items():
-        if kind.endswith("fp16") and _force_upcast(anatomy, name):
+        if kind.endswith("fp16") and force_upcast(anatomy, name):
             continue
         for dtype in {tensor.dtype for tensor in all_tensors(component) if tensor.is_floating_point()}:
             if _narrows(dtype, stored) or _narrows(dtype, compute):
@@ -79,7 +79,7 @@ def compute_dtype(anatomy: Anatomy, name: str, settings: Settings) -> torch.dtyp
     kind = settings.precision or ""
     floating = (tensor.dtype for tensor in anatomy.components[name].parameters() if tensor.is_floating_point())
     own = next(floating, torch.float32)
-    if kind in ("", "tf32") or (kind.endswith("fp16") and _force_upcast(anatomy, name)):
+    if kind in ("", "tf32") or (kind.endswith("fp16") and force_upcast(anatomy, name)):
         return own
     return _TYPES["fp32" if kind == "fp16-storage" else kind.removeprefix("autocast-")]
 
@@ -124,8 +124,15 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
-def _force_upcast(anatomy: Anatomy, name: str) -> bool:
-    return name == anatomy.autoencoder and bool(anatomy.config(name).get("force_upcast"))
+def force_upcast(anatomy: Anatomy, name: str) -> bool:
+    """Whether this component overflows in fp16 and its configuration says so.
+
+    diffusers writes ``force_upcast`` into every autoencoder, and only the pipelines of SDXL obey it: an autoencoder
+    with the scaling factor of SD1.x and SD2.x is sound in fp16.
+    """
+    config = anatomy.config(name)
+    sound = abs(float(config.get("scaling_factor") or 0) - 0.18215) < 1e-6
+    return name == anatomy.autoencoder and bool(config.get("force_upcast")) and not sound
 
 
 def _cast_entries(anatomy: Anatomy, name: str, dtype: torch.dtype | None) -> Iterator[Patch]:

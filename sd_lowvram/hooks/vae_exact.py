@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import progress
 from ..errors import NoSiteError
 from ..kernels.attention_bounded import fused_softmax
 from ..models.anatomy import Anatomy
-from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBlock, Step, Upsample, dissect
+from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBlock, Step, Upsample, dissect, layer
 from ..patches import Patch, replace, value
 from ..settings import Settings
 from ..sizes import MIB
@@ -43,21 +45,49 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         NoSiteError: the target has no autoencoder, or one that is built in another way.
     """
     vae: Any = anatomy.vae
-    steps = dissect(vae) if vae is not None else None
-    if steps is None:
-        raise NoSiteError("exact tiles: the target has no autoencoder that is built like Stable Diffusion's")
-    yield replace(vae.decoder, "forward", functools.partial(_decode, steps, settings), "vae_exact")
-    yield replace(vae.encoder, "forward", functools.partial(_encode, steps, settings), "vae_exact")
+    if vae is None:
+        raise NoSiteError("exact tiles: the target has no autoencoder")
+    _steps(vae)
+    for part, stage in ((vae.decoder, "decode"), (vae.encoder, "encode")):
+        around = functools.partial(_exactly, vae, settings, stage)
+        make = functools.partial(functools.partial, around)
+        yield Patch(part, "forward", make, exclusive=True, hook="vae_exact")
     if getattr(vae, "use_tiling", False):
         yield value(vae, "use_tiling", False, "vae_exact")
+    if hasattr(vae, "enable_tiling"):
+        yield replace(vae, "enable_tiling", _no_other_tiling, "vae_exact")
 
 
-def _decode(steps: Autoencoder, settings: Settings, latents: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
-    return run_exact(steps.decoder, latents, settings, "decode")
+def _steps(vae: Any) -> Autoencoder:
+    steps = dissect(vae)
+    if steps is None:
+        raise NoSiteError(f"exact tiles: {type(vae).__name__} is not built like Stable Diffusion's autoencoder")
+    return steps
 
 
-def _encode(steps: Autoencoder, settings: Settings, pixels: Tensor) -> Tensor:
-    return run_exact(steps.encoder, pixels, settings, "encode")
+def _exactly(
+    vae: Any, settings: Settings, stage: str, original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:  # strips that overwrite each other keep no graph
+        return original(x, *args, **kwargs)
+    steps = _steps(vae)  # now, because a LoRA may have been loaded since
+    result = run_exact(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)
+    _warn_of_overflow(stage, x, result)
+    return result
+
+
+def _no_other_tiling(*args: Any, **kwargs: Any) -> None:
+    warnings.warn("exact tiles are attached and bound the memory already: enable_tiling() is ignored", stacklevel=3)
+
+
+def _warn_of_overflow(stage: str, x: Tensor, result: Tensor) -> None:
+    if x.dtype != torch.float16 or isinstance(x, FakeTensor) or bool(result.isfinite().all()):
+        return
+    if bool(x.isfinite().all()):
+        warnings.warn(
+            f"{stage}: the autoencoder overflowed in float16: load it in float32 or bfloat16",
+            stacklevel=3,
+        )
 
 
 def run_exact(steps: Sequence[Step], x: Tensor, settings: Settings, stage: str = "decode") -> Tensor:
@@ -193,12 +223,12 @@ class _Run:
         self.stage = stage
         self.parks = settings.vae_map == "parked"
         first = steps[0]
-        self.wraps = isinstance(first, Conv) and getattr(first.conv, "padding_mode", "zeros") == "circular"
+        self.wraps = isinstance(first, Conv) and getattr(layer(first.conv), "padding_mode", "zeros") == "circular"
         self.itemsize = x.element_size()
         self.largest = max(_map_bytes(steps, x))
         most = settings.vae_strip_mib * MIB if settings.vae_strip_mib else _MOST_STRIP_BYTES
         self.strip_bytes = min(most, max(MIB // 4, self.largest // _STRIPS_A_MAP))
-        self.done = 0
+        self.done, self.shown = 0, 0
 
     def __call__(self) -> Tensor:
         x: AnyMap = Given(self.input)
@@ -355,7 +385,8 @@ class _Run:
 
     def _report(self, share: float) -> None:
         parts = 1000
-        progress.report(self.stage, int(parts * (self.done + share) / len(self.groups)), parts)
+        self.shown = max(self.shown, int(parts * (self.done + share) / len(self.groups)))
+        progress.report(self.stage, self.shown, parts)
 
 
 def _grouped(steps: Sequence[Step], recomputed: bool) -> Iterator[list[Step]]:
