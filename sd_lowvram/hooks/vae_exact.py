@@ -34,7 +34,7 @@ from ..sizes import MIB
 from .maps import AnyMap, Given, Map, ParkedMap, Statistics, Strip, load, spans
 
 _MOST_STRIP_BYTES = 16 * MIB
-_STRIPS_A_MAP = 16
+_STRIPS_A_MAP = {4: 16, 2: 24}  # half types pass through float32 where they are normalised
 _PLAIN_MAPS = 3
 
 
@@ -227,7 +227,7 @@ class _Run:
         self.itemsize = x.element_size()
         self.largest = max(_map_bytes(steps, x))
         most = settings.vae_strip_mib * MIB if settings.vae_strip_mib else _MOST_STRIP_BYTES
-        self.strip_bytes = min(most, max(MIB // 4, self.largest // _STRIPS_A_MAP))
+        self.strip_bytes = min(most, max(MIB // 4, self.largest // _STRIPS_A_MAP.get(self.itemsize, 16)))
         self.done, self.shown = 0, 0
 
     def __call__(self) -> Tensor:
@@ -303,7 +303,8 @@ class _Run:
                 gathered.norm.num_channels if gathered else 0,
             ]
         )
-        rows = max(1, self.strip_bytes // (x.shape[0] * channels * width * self.itemsize))
+        row_bytes = int(x.shape[0] * channels * width * self.itemsize * max(1, resize**-2))
+        rows = max(1, self.strip_bytes // row_bytes)
         cuts = list(spans(height, max(rows, min(halo, height)) if len(operations) > 2 else rows))
         for number, (start, stop) in enumerate(cuts):
             result = self._strip(readers, operations, statistics, start, stop)
