@@ -72,7 +72,10 @@ class Autoencoder:
 
 
 def dissect(vae: Any) -> Autoencoder | None:
-    """The steps of a diffusers AutoencoderKL; None when ``vae`` is built otherwise."""
+    """The steps of a diffusers AutoencoderKL; None when ``vae`` is built otherwise.
+
+    The layers are those that it has now: ask again at every run, because a LoRA puts others in their place.
+    """
     try:
         return Autoencoder(tuple(_decoder(vae.decoder)), tuple(_encoder(vae.encoder)))
     except (AttributeError, TypeError, ValueError):
@@ -85,7 +88,7 @@ def _decoder(decoder: Any) -> Iterator[Step]:
     for block in decoder.up_blocks:
         yield from map(_resnet, block.resnets)
         yield from (Upsample(sampler.conv) for sampler in block.upsamplers or ())
-    yield Conv(decoder.conv_out, decoder.conv_norm_out)
+    yield _last(decoder)
 
 
 def _encoder(encoder: Any) -> Iterator[Step]:
@@ -94,7 +97,22 @@ def _encoder(encoder: Any) -> Iterator[Step]:
         yield from map(_resnet, block.resnets)
         yield from (_downsample(sampler) for sampler in block.downsamplers or ())
     yield from _middle(encoder.mid_block)
-    yield Conv(encoder.conv_out, encoder.conv_norm_out)
+    yield _last(encoder)
+
+
+def _last(part: Any) -> Conv:
+    _must_be_silu(part.conv_act)
+    return Conv(part.conv_out, part.conv_norm_out)
+
+
+def _must_be_silu(activation: Any) -> None:
+    if not isinstance(activation, nn.SiLU):
+        raise ValueError(f"an activation other than SiLU: {activation}")
+
+
+def layer(conv: nn.Module) -> Any:
+    """The convolution itself where a LoRA is wrapped around it: to look at, not to call."""
+    return getattr(conv, "base_layer", conv)
 
 
 def _middle(block: Any) -> Iterator[Step]:
@@ -108,6 +126,7 @@ def _middle(block: Any) -> Iterator[Step]:
 def _resnet(block: Any) -> ResBlock:
     if getattr(block, "upsample", None) or getattr(block, "downsample", None):
         raise ValueError("a residual block that changes the size inside")
+    _must_be_silu(block.nonlinearity)
     return ResBlock(
         block.norm1, block.conv1, block.norm2, block.conv2, block.conv_shortcut, float(block.output_scale_factor)
     )
@@ -122,6 +141,6 @@ def _attention(block: Any) -> Attention:
 
 
 def _downsample(sampler: Any) -> Downsample:
-    if sampler.conv.padding != (0, 0):
+    if layer(sampler.conv).padding != (0, 0):
         raise ValueError("a downsampler with symmetric padding")
     return Downsample(sampler.conv)
