@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .accounts import on_cpu
+from .recipes import is_repeatable
 from .work import COPIES, FLOPS, IDLE
 
 aten = torch.ops.aten
@@ -29,6 +30,7 @@ class Operator:
         flops: from arguments and result to floating-point operations, if it is a product.
         moves: it reads or writes memory.
         copies: it may carry bytes from one account to the other.
+        repeatable: the same shapes, strides and types give the same again.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Operator:
     flops: Callable[[Any, Any], int] | None = None
     moves: bool = False
     copies: bool = False
+    repeatable: bool = False
 
 
 def describe(func: Any) -> Operator:
@@ -58,6 +61,7 @@ def describe(func: Any) -> Operator:
         flops=FLOPS.get(func),
         moves=not view and func not in IDLE,
         copies=func in COPIES,
+        repeatable=is_repeatable(func),
     )
 
 

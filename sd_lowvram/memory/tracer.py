@@ -20,10 +20,13 @@ from .accounts import Account, current_account, is_host, traced_device
 from .fakes import CPU, active_fake_mode, fake_of, faked, modules_of
 from .ledger import Ledger, Timeline
 from .operators import Operator, describe, nbytes
-from .sdpa import AttentionMode
-from .work import Work, attention_flops
+from .recipes import Recipe, made_of, make, signature, sliced
+from .sdpa import foretold_attention
+from .work import Work, attention_flops, moved
 
-_LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
+aten = torch.ops.aten
+_LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
+_DEVICE = torch.ops.prim.device.default
 _operators: dict[Any, Operator] = {}
 
 
@@ -86,7 +89,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     parameters = (parameter for module in modules for parameter in module.parameters())
     mode = active_fake_mode(*tensors, *parameters) or FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = _Tracer()
+    tracer = _Tracer(mode)
     with mode, traced_device(CPU), faked(modules, tracer.fake_weight):
         ledger = tracer.ledger
         inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
@@ -114,10 +117,12 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
 class _Tracer(TorchDispatchMode):
     """Sees every operator on its way to the fake mode, and books what comes back."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self.ledger = Ledger()
         self.work = Work()
+        self._mode = mode
+        self._recipes: dict[tuple[Any, ...], Recipe] = {}
         self._fakes: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._met_on_the_way: list[tuple[Tensor, Tensor]] = []
 
@@ -138,15 +143,17 @@ class _Tracer(TorchDispatchMode):
     @contextlib.contextmanager
     def following(self, modules: list[nn.Module]) -> Iterator[None]:
         """Inside, operators are followed and the ledger knows which module runs."""
-        with _module_paths(self.ledger, modules), _resizes(self.ledger), AttentionMode(self._fused_attention), self:
+        with _module_paths(self.ledger, modules), _resizes(self.ledger), foretold_attention(self._attended), self:
             yield
 
-    def _fused_attention(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+    def _attended(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         self.ledger.operator = f"attention.{kernel}"
         self.ledger.look(hidden)
-        self.work.count(args, out, attention_flops)
+        self.work.count(attention_flops(args, out), moved(args, out))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         operator = _operators.get(func)
         if operator is None:
             operator = _operators[func] = describe(func)
@@ -156,19 +163,35 @@ class _Tracer(TorchDispatchMode):
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if func not in _LIFTS:
             args = self._without_reals(args)
-        result = func(*args, **kwargs)
-        if operator.lay_out is not None:
-            result = operator.lay_out(args, result)
+        result, recipe = self._run(func, operator, args, kwargs)
         if not operator.view:
             self.ledger.operator = operator.name
             self._book(result)
-            if operator.hidden is not None and (hidden := operator.hidden(args, result)):
-                self.ledger.look(hidden)
+            if recipe.hidden:
+                self.ledger.look(recipe.hidden)
             if operator.moves:
-                self.work.count(args, result, operator.flops)
+                self.work.count(recipe.flops, recipe.moved)
             if operator.copies:
                 self._count_crossing(args, result)
         return result
+
+    def _run(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe]:
+        """The fake results, by a recipe where there is one."""
+        key = signature(func, args, kwargs) if operator.repeatable and self._mode.shape_env is None else None
+        recipe = None
+        if key is not None:
+            recipe = self._recipes.get(key)
+            if recipe is None and func is aten.slice.Tensor:
+                recipe = Recipe((sliced(*args),), None)
+            if recipe is not None:
+                return make(recipe, self._mode, args), recipe
+        result = func(*args, **kwargs)
+        if operator.lay_out is not None:
+            result = operator.lay_out(args, result)
+        recipe = _recipe(operator, args, result)
+        if key is not None and (recipe.made is not None or result is args[0]):
+            self._recipes[key] = recipe
+        return result, recipe
 
     def _count_crossing(self, args: tuple[Any, ...], result: Tensor) -> None:
         source = args[-1] if isinstance(args[-1], Tensor) else args[0]
@@ -205,6 +228,17 @@ class _Tracer(TorchDispatchMode):
             self._met_on_the_way.append((leaf, fake))
             self.ledger.existed(fake, "host" if is_host(leaf) else "weights")
         return fake
+
+
+def _recipe(operator: Operator, args: tuple[Any, ...], result: Any) -> Recipe:
+    itself = bool(args) and result is args[0]
+    made = None if itself or not args else made_of(result, args[0], view=operator.view)
+    container = type(result) if isinstance(result, (list, tuple)) else None
+    if operator.view or not operator.moves:
+        return Recipe(made, container)
+    hidden = 0 if operator.hidden is None else operator.hidden(args, result)
+    flops = 0 if operator.flops is None else operator.flops(args, result)
+    return Recipe(made, container, hidden, flops, moved(args, result))
 
 
 @contextlib.contextmanager
