@@ -2,7 +2,7 @@
 
     python tools/demo/train_autoencoder.py --work WORK joint      # encoder and decoder
     python tools/demo/train_autoencoder.py --work WORK freeze     # fixes the encoder, writes the latents
-    python tools/demo/train_autoencoder.py --work WORK decoder    # the decoder alone, on those latents
+    python tools/demo/train_autoencoder.py --work WORK decoder    # the decoder alone, on those latents (optional)
 
 `freeze` folds the per-channel mean and deviation of the latents into the two 1x1 convolutions beside
 the bottleneck, exactly, so that the scaling factor is SD1.5's 0.18215. The UNet trains on WORK/latents.pt,
@@ -220,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the data step")
     parser.add_argument("phase", choices=("joint", "freeze", "decoder"))
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--batch", type=int, help="default: 16 crops of 64x64, or 6 whole pictures")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)

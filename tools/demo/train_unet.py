@@ -1,6 +1,6 @@
 """Trains the demo model's UNet and text encoder, together, on the latents that `freeze` wrote.
 
-    python tools/demo/train_unet.py --work WORK --steps 6000
+    python tools/demo/train_unet.py --work WORK --steps 4500 --until 1000
 
 Velocity prediction; noise levels stratified over the batch; 10 % empty prompts for guidance; exponential
 moving average. Stops and resumes at any time, with another number of steps too.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -116,6 +117,7 @@ def seed(value: int) -> None:
 
 def train(rank: int, args: argparse.Namespace) -> None:
     if args.processes > 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ends with its parent, under nohup too
         torch.distributed.init_process_group("gloo", args.meeting, rank=rank, world_size=args.processes)
     seed(args.seed)
     _, _, captions = load(args.work)
@@ -139,7 +141,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
     seed(args.seed + step * args.processes + rank)
 
     start, first, running = time.time(), step, 0.0
-    while step < args.steps:
+    while step < args.until:
         for group in optimizer.param_groups:
             group["lr"] = rate(step, args.steps, args.rate)
         chosen, texts = batch(names, args.batch)
@@ -158,19 +160,21 @@ def train(rank: int, args: argparse.Namespace) -> None:
             pace = (time.time() - start) / (step - first)
             print(f"step {step} loss {running / 50:.4f} {pace:.2f} s/step", flush=True)
             running = 0.0
-        if rank == 0 and (step % 200 == 0 or step == args.steps):
+        if rank == 0 and (step % 200 == 0 or step == args.until):
             save(file, model=model.state_dict(), optimizer=optimizer.state_dict(), average=average.shadow, step=step)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the data step and of `freeze`")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=4500, help="length of the rate's schedule")
+    parser.add_argument("--until", type=int, help="stop at this step (default: the schedule's end)")
     parser.add_argument("--batch", type=int, default=32, help="prompts a step in every process")
     parser.add_argument("--processes", type=int, default=2, help="one a core; gradients are averaged")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    args.until = min(args.until or args.steps, args.steps)
     if args.processes == 1:
         train(0, args)
         return
