@@ -229,6 +229,7 @@ class _Run:
         most = settings.vae_strip_mib * MIB if settings.vae_strip_mib else _MOST_STRIP_BYTES
         self.strip_bytes = min(most, max(MIB // 4, self.largest // _STRIPS_A_MAP.get(self.itemsize, 16)))
         self.done, self.shown = 0, 0
+        self.silent = isinstance(x, FakeTensor)  # a plan's trace is no progress
 
     def __call__(self) -> Tensor:
         x: AnyMap = Given(self.input)
@@ -385,9 +386,9 @@ class _Run:
         return ParkedMap(shape, like) if self.parks and kind == "new" else Map(shape, like)
 
     def _report(self, share: float) -> None:
-        parts = 1000
-        self.shown = max(self.shown, int(parts * (self.done + share) / len(self.groups)))
-        progress.report(self.stage, self.shown, parts)
+        self.shown = max(self.shown, int(1000 * (self.done + share) / len(self.groups)))
+        if not self.silent:
+            progress.report(self.stage, self.shown, 1000)
 
 
 def _grouped(steps: Sequence[Step], recomputed: bool) -> Iterator[list[Step]]:
