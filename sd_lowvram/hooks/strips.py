@@ -27,13 +27,15 @@ def spans(total: int, pieces: int, least: int) -> list[Span]:
 
 
 def over(pieces: Sequence[Span], like: Tensor, run: Callable[[int, int], None]) -> None:
-    """``run(start, stop)`` for every piece. Where ``like`` is fake, one inner piece stands for all but the last."""
-    if isinstance(like, FakeTensor) and len(pieces) > 2:
-        with standing_for(len(pieces) - 1):
-            run(*pieces[1])
-        pieces = pieces[-1:]
-    for piece in pieces:
-        run(*piece)
+    """``run(start, stop)`` for every piece. Where ``like`` is fake, the second stands for all after it, which are no
+    larger; the first differs, because room is made in it."""
+    if not isinstance(like, FakeTensor) or len(pieces) < 3:
+        for piece in pieces:
+            run(*piece)
+        return
+    run(*pieces[0])
+    with standing_for(len(pieces) - 1):
+        run(*pieces[1])
 
 
 def assembled(
