@@ -151,6 +151,8 @@ class Redirect(TorchFunctionMode):
         self.calls += 1
         scale = self.scale if scale is None else scale
         self._busy = True
+        here = torch.nn.functional.scaled_dot_product_attention
+        torch.nn.functional.scaled_dot_product_attention = self._theirs  # a trace books the kernels that we choose
         try:
             if query.dim() != 4 or dropout_p or _trains(query, key, value, attn_mask):
                 self.ran["torch"] += 1
@@ -164,6 +166,7 @@ class Redirect(TorchFunctionMode):
             with _as_autocast(query, key, value, attn_mask) as (q, k, v, mask):
                 return self._run(q, k, v, mask, scale)
         finally:
+            torch.nn.functional.scaled_dot_product_attention = here
             self._busy = False
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

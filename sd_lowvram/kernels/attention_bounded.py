@@ -6,7 +6,8 @@ the scores (default width**-0.5). Both return (batch, heads, queries, value widt
 queries, heads, value width), which is what the output projection reads. A row whose keys are all masked gives zeros,
 as torch's own kernels do since 2.5 (older ones give NaN).
 
-Nothing is copied to be multiplied: a slice of heads of one picture is a strided view, which BLAS takes as it is.
+Nothing is copied to be multiplied: a slice of heads of one picture is a strided view, which BLAS takes as it is (half
+types on the CPU excepted).
 """
 
 from __future__ import annotations
@@ -71,24 +72,41 @@ class _Costs:
 
 def sliced_blocks(problem: Problem, score_bytes: int) -> Blocks:
     """The slices of `sliced`: ``score_bytes`` hold scores and probabilities, or one row where a row alone is larger."""
-    size, value_size = problem.score_dtype.itemsize, problem.dtype.itemsize
-    cast = problem.score_dtype != problem.dtype
-    passing = max(problem.mask == "bool", value_size * cast)  # an inverted mask, then probabilities in v's type
-    return _Costs(2 * size + passing, (4 * problem.width if cast else 0) + 8, 4 * problem.width * cast).fit(
-        problem, score_bytes
-    )
+    score, copies = _common_costs(problem)
+    size, result = problem.score_dtype.itemsize, problem.value_width * copies.value_size
+    costs = _Costs(score + size, copies.q + result + 8, copies.k + copies.v)
+    return costs.fit(problem, score_bytes)
 
 
 def fused_blocks(problem: Problem, score_bytes: int) -> Blocks:
     """The blocks of `fused_softmax`: within ``score_bytes`` whatever the number of keys."""
-    size, value_size = problem.score_dtype.itemsize, problem.dtype.itemsize
-    cast = problem.score_dtype != problem.dtype
-    score = size + max(problem.mask == "bool", value_size * cast)
-    row, key = 4 * problem.width * cast + 4 * size, 4 * problem.width * cast
+    score, copies = _common_costs(problem)
+    size, value_size = problem.score_dtype.itemsize, problem.value_dtype.itemsize
     wide = max(4, size)
+    row, key = copies.q + 4 * size, max(copies.k, copies.v)
     means = problem.value_width * (value_size + wide * (1 if value_size == wide else 2))  # of this block, and merged
     split = _Costs(score, row + means + 8 * wide, key).fit_keys(problem, score_bytes)
-    return split or _Costs(score, row, key).fit(problem, score_bytes)
+    return split or _Costs(score, row + problem.value_width * copies.value_size, key).fit(problem, score_bytes)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Bytes for each row of q, k and v that is widened, and for each channel of a result that is narrowed after it."""
+
+    q: int
+    k: int
+    v: int
+    value_size: int
+
+
+def _common_costs(problem: Problem) -> tuple[int, _Copies]:
+    """Bytes for each score: itself, and in passing an inverted mask, then the probability in v's type; and copies."""
+    size, value_size = problem.score_dtype.itemsize, problem.value_dtype.itemsize
+    narrowed = problem.value_dtype != problem.score_dtype
+    score = size + max(problem.mask == "bool", value_size * narrowed)
+    widened = size * problem.width * (problem.score_dtype != problem.dtype)
+    values_widened = value_size * (problem.value_dtype != problem.dtype)
+    return score, _Copies(widened, widened, problem.value_width * values_widened, values_widened)
 
 
 def sliced(
@@ -116,12 +134,13 @@ def sliced(
     for picture in _spans(problem.batch, 1, q):
         for head in _spans(problem.heads, blocks.heads, q):
             keys = k[picture, head][0].to(problem.score_dtype)
+            values = v[picture, head][0].to(problem.value_dtype)
             for row in _spans(problem.queries, blocks.rows, q):
                 scores, probs = (_shaped(one, q[picture, head, row], keys) for one in space)
                 _scores(scores, q[picture, head, row][0], keys, scale)
                 part = None if mask is None else _part(mask, picture, head, row, slice(None))
-                _softmax_times(scores, probs, v[picture, head][0], part, out[picture, head, row][0])
-            del keys
+                _softmax_times(scores, probs, values, part, out[picture, head, row][0])
+            del keys, values
     return out
 
 
@@ -134,7 +153,10 @@ def _softmax_times(scores: Tensor, probs: Tensor, values: Tensor, mask: Tensor |
     torch.softmax(scores, -1, out=probs)
     if blind is not None:
         probs.masked_fill_(blind, 0)
-    torch.bmm(probs.to(values.dtype), values, out=out)
+    if values.dtype == out.dtype:
+        torch.bmm(probs.to(values.dtype), values, out=out)
+    else:
+        out.copy_(torch.bmm(probs, values))
 
 
 def fused_softmax(
@@ -160,19 +182,22 @@ def fused_softmax(
     scale, out = _scale(q, scale), empty_output(q, v)
     mask = None if mask is None else mask_4d(mask)
     space = _space(blocks, problem, q)
+    at_once = blocks.keys == problem.keys and problem.value_dtype == problem.dtype
     for picture in _spans(problem.batch, 1, q):
         for head in _spans(problem.heads, blocks.heads, q):
             for row in _spans(problem.queries, blocks.rows, q):
-                queries, target = q[picture, head, row][0].to(problem.score_dtype), out[picture, head, row][0]
+                queries = q[picture, head, row][0].to(problem.score_dtype)
+                target = out[picture, head, row][0]
                 seen: _Seen | None = None
                 for span in _spans(problem.keys, blocks.keys, q):
                     scores = _shaped(space, queries, k[picture, head, span])
                     _scores(scores, queries, k[picture, head, span][0], scale)
                     if mask is not None:
                         _apply_mask(scores, _part(mask, picture, head, row, span))
-                    whole = blocks.keys == problem.keys
-                    seen = _merge(seen, *_mean(scores, v[picture, head, span][0], target if whole else None))
-                if blocks.keys < problem.keys and seen is not None:
+                    values = v[picture, head, span][0].to(problem.value_dtype)
+                    seen = _merge(seen, *_mean(scores, values, target if at_once else None))
+                    del values
+                if seen is not None and not at_once:
                     target.copy_(seen.mean)
                 del queries, seen
     return out

@@ -39,7 +39,14 @@ class Problem:
 
     @property
     def score_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32) if self.upcast else self.dtype
+        """The type of scores in plain torch. Half types widen on the CPU, whose products and sums would copy them."""
+        widens = self.upcast or (self.device.type == "cpu" and self.dtype.itemsize == 2)
+        return torch.promote_types(self.dtype, torch.float32) if widens else self.dtype
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The type in which probabilities and values are multiplied in plain torch."""
+        return self.score_dtype if self.device.type == "cpu" else self.dtype
 
     @property
     def scores(self) -> int:

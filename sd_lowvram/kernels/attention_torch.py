@@ -226,10 +226,11 @@ def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
 
 def _emulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Fake tensors have no fused kernels: a trace that replaces torch's function books them, else nothing is."""
-    if torch.nn.functional.scaled_dot_product_attention is BUILTIN:
+    tracing = torch.nn.functional.scaled_dot_product_attention
+    if tracing is BUILTIN:
         return empty_output(q, v)
     with only_kernel(kernel):
-        return BUILTIN(q, k, v, attn_mask=mask, scale=scale)
+        return tracing(q, k, v, attn_mask=mask, scale=scale)
 
 
 @contextlib.contextmanager
@@ -280,15 +281,16 @@ def flash_bytes(problem: Problem) -> int:
     if problem.device.type == "cpu":
         # Each thread holds a block of scores, their row maxima and sums, and a block of the output.
         block = min(problem.queries, 256 if problem.queries >= 768 else 64 if problem.queries >= 192 else 32)
-        keys, half = min(problem.keys, 512), problem.dtype.itemsize == 2
-        thread = block * (4 * (keys + 2 + problem.width) + 2 * keys * half)
-        return row_sums + torch.get_num_threads() * thread + half * _repacked_bytes(problem)
+        keys = min(problem.keys, 512)
+        thread = 4 * block * (keys + 2 + problem.width)
+        if problem.dtype.itemsize > 2:
+            return row_sums + torch.get_num_threads() * thread
+        # In half types also scores and keys in the order that the matrix unit wants, keys rounded up to pairs.
+        thread += 2 * block * (keys + keys % 2) + 2 * keys * problem.width
+        pairs = problem.keys + problem.keys % 2
+        repacked = 2 * problem.batch * problem.heads * pairs * (problem.width + problem.value_width)
+        return row_sums + torch.get_num_threads() * thread + repacked
     return row_sums + 4 * rows * (problem.width + 1) * _splits(problem)
-
-
-def _repacked_bytes(problem: Problem) -> int:
-    """Keys and values in the order that the CPU's matrix unit wants for half types."""
-    return problem.batch * problem.heads * problem.keys * (problem.width + problem.value_width) * problem.dtype.itemsize
 
 
 def _splits(problem: Problem) -> int:
