@@ -32,7 +32,7 @@ DEFAULT_STEPS = 30
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: picture size in pixels, pictures, bytes of device and host memory, the device and its rates."""
+    """What is asked for: pixels, pictures, bytes of device and host memory, the device and its rates."""
 
     width: int
     height: int
@@ -273,10 +273,9 @@ class _Search:
         if away and stage.component == self.anatomy.autoencoder:
             return self._stage_on_cpu(settings, stage, choice, weights)
         streamed = settings.offload == "layer"
-        cost = self.costs(stage, dataclasses.replace(settings, offload="layer" if streamed else None, decoder_device=None))
-        resident = {
-            name: size for name, size in weights.items() if not (away and name == self.anatomy.autoencoder)
-        }
+        placed = dataclasses.replace(settings, offload="layer" if streamed else None, decoder_device=None)
+        cost = self.costs(stage, placed)
+        resident = {name: size for name, size in weights.items() if not (away and name == self.anatomy.autoencoder)}
         own = 0 if streamed else weights[stage.component]
         others = sum(resident.values()) - own if settings.offload == "none" else 0
         waiting = 0 if settings.offload == "none" else sum(weights.values())

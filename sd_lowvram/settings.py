@@ -190,7 +190,7 @@ class Settings:
     )
     transformer_chunks: int | None = _knob(
         label="Transformer chunks",
-        help="the UNet's transformer blocks over this many chunks of tokens; only keys and values of all tokens are held",
+        help="the UNet's transformer blocks over this many chunks of tokens; only keys and values are held whole",
         type=int,
         minimum=1,
         maximum=1024,
@@ -198,7 +198,7 @@ class Settings:
     )
     park_skips: bool | None = _knob(
         label="Park skips",
-        help="the UNet's skip connections wait in host memory; with guidance in turn, so does the half that is not computed",
+        help="the UNet's skip connections wait in host memory; with guidance in turn, so does the half not computed",
         type=bool,
         fidelity=_BITWISE,
     )

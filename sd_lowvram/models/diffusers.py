@@ -9,7 +9,8 @@ from torch import nn
 from ..errors import BadInputError
 from .anatomy import Anatomy, sites
 
-_ORDER = ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "controlnet", "unet", "vae", "safety_checker")
+_TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3")
+_ORDER = (*_TEXT, "image_encoder", "controlnet", "unet", "vae", "safety_checker")
 
 
 def dissect(target: Any) -> Anatomy | None:
