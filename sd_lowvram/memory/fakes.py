@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+Registry = MutableMapping[str, Any]
 CPU = torch.device("cpu")
 
 
@@ -66,9 +67,13 @@ def _cells(function: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def faked(modules: list[nn.Module], fake: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, every parameter and buffer of ``modules`` is ``fake`` of it; after, and after an error, as before."""
-    registries: dict[int, Any] = {
+def faked(modules: list[nn.Module], fake: Callable[[Tensor, Registry, str], Tensor]) -> Iterator[None]:
+    """Inside, every parameter and buffer of ``modules`` is ``fake`` of it; after, and after an error, as before.
+
+    Args:
+        fake: from a tensor, the dictionary that it stands in, and its name there, to the fake one.
+    """
+    registries: dict[int, Registry] = {
         id(registry): registry
         for root in modules
         for module in root.modules()
@@ -79,7 +84,7 @@ def faked(modules: list[nn.Module], fake: Callable[[Tensor], Tensor]) -> Iterato
         for registry, entries in before:
             for name, tensor in entries.items():
                 if tensor is not None:
-                    registry[name] = fake(tensor)
+                    registry[name] = fake(tensor, registry, name)
         yield
     finally:
         for registry, entries in before:

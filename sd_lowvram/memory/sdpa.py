@@ -37,10 +37,12 @@ def foretold_attention(book: Booking) -> Iterator[None]:
         mask = kwargs.get("attn_mask", args[0] if args else None)
         if not isinstance(query, FakeTensor) or (kernel := chosen_kernel(query, value, mask)) == "math":
             return original(query, key, value, *args, **kwargs)
-        # Fused kernels lay their output out as (batch, queries, heads, width).
         batch, heads, queries, _ = query.shape
         width = value.shape[-1]
-        out = query.new_empty((batch, queries, heads, width)).transpose(1, 2)
+        if kernel == "flash":
+            out = torch.empty_like(query)
+        else:  # it lays its output out as (batch, queries, heads, width)
+            out = query.new_empty((batch, queries, heads, width)).transpose(1, 2)
         hidden = workspace_bytes(kernel, query.shape, key.shape, query.dtype, query.fake_device, value_width=width)
         book(kernel, hidden, (query, key, value), out)
         return out

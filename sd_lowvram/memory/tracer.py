@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .accounts import Account, current_account, is_host, traced_device
-from .fakes import CPU, active_fake_mode, fake_of, faked, modules_of
+from .accounts import current_account, is_host, traced_device
+from .fakes import CPU, Registry, active_fake_mode, fake_of, faked, modules_of
 from .ledger import Ledger, Timeline
 from .operators import Operator, describe, nbytes
 from .recipes import Recipe, made_of, make, signature, sliced
@@ -80,6 +79,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
     inside ``kernels_of("cpu")``.
 
     Modules are found when they are the callable, the owner of the bound method, among the arguments, or in the closure.
+    torch cannot convert modules of fake parameters in place: what runs here must not call ``Module.to`` or ``half``.
 
     Raises:
         whatever the callable raises, and torch's DataDependentOutputException where a value decides what runs.
@@ -123,22 +123,34 @@ class _Tracer(TorchDispatchMode):
         self.work = Work()
         self._mode = mode
         self._recipes: dict[tuple[Any, ...], Recipe] = {}
-        self._fakes: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self._met_on_the_way: list[tuple[Tensor, Tensor]] = []
+        self._places: dict[int, tuple[Registry, str]] = {}
+        self._met: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def fake_weight(self, real: Tensor) -> Tensor:
+    def fake_weight(self, real: Tensor, registry: Registry, name: str) -> Tensor:
         """The fake of a parameter or buffer; of a tensor that modules share, the same one."""
-        return self._fake(real, "weights")
+        if id(real) in self._places:
+            return self._fake_of(real)
+        self._places[id(real)] = registry, name
+        fake = real if isinstance(real, FakeTensor) else fake_of(real)
+        self.ledger.book(fake, "host" if is_host(real) else "weights", born=False)
+        return fake
 
     def fake_input(self, leaf: Any) -> Any:
-        return self._fake(leaf, "device") if isinstance(leaf, Tensor) else leaf
-
-    def _fake(self, real: Tensor, account: Account) -> Tensor:
-        fake = self._fakes.get(id(real))
-        if fake is None:
-            fake = self._fakes[id(real)] = real if isinstance(real, FakeTensor) else fake_of(real)
-            self.ledger.book(fake, "host" if is_host(real) else account, born=False)
+        """The fake of an argument, if it is a tensor."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        fake = self._fake_of(leaf)
+        self.ledger.book(fake, "host" if is_host(leaf) else "device", born=False)
         return fake
+
+    def _fake_of(self, real: Tensor) -> Tensor:
+        """The fake of a tensor, the same one each time; of a weight, what stands in its place now."""
+        if id(real) in self._places:
+            registry, name = self._places[id(real)]
+            return registry[name]
+        if id(real) not in self._met:
+            self._met[id(real)] = real, real if isinstance(real, FakeTensor) else fake_of(real)
+        return self._met[id(real)][1]
 
     @contextlib.contextmanager
     def following(self, modules: list[nn.Module]) -> Iterator[None]:
@@ -217,15 +229,14 @@ class _Tracer(TorchDispatchMode):
                 break
         else:
             return args
-        return tree_map(self._met, args)
+        return tree_map(self._brought_along, args)
 
-    def _met(self, leaf: Any) -> Any:
+    def _brought_along(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
-        fake = self._fakes.get(id(leaf))
-        if fake is None:
-            fake = self._fakes[id(leaf)] = fake_of(leaf)
-            self._met_on_the_way.append((leaf, fake))
+        known = id(leaf) in self._met or id(leaf) in self._places
+        fake = self._fake_of(leaf)
+        if not known:
             self.ledger.existed(fake, "host" if is_host(leaf) else "weights")
         return fake
 

@@ -1,0 +1,354 @@
+"""The trace against the allocator, and what a trace must leave alone."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from measure import CASES, THREADS, measure
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from sd_lowvram.memory import (
+    Parked,
+    fetch,
+    host_account,
+    host_empty,
+    kernels_of,
+    mark_host,
+    measured_peak,
+    park,
+    to_device,
+    to_host,
+    trace,
+    weights_account,
+)
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return measure(*CASES)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_trace_agrees_with_the_allocator(name, measured, threads):
+    function, args, kwargs = CASES[name]()
+    with torch.no_grad(), kernels_of("cpu"):
+        traced = trace(function, *args, **kwargs).allocated_peak_bytes
+    assert abs(traced - measured[name]) <= min(0.02 * measured[name], 2 * MIB), f"{traced} and {measured[name]} bytes"
+
+
+def net(width=8):
+    return nn.Sequential(nn.Conv2d(4, width, 3, padding=1), nn.GroupNorm(2, width), nn.SiLU(), nn.Conv2d(width, 4, 1))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes_give_the_same_peak(mode):
+    with torch.no_grad():
+        expected = trace(net(), torch.empty(1, 4, 32, 32))
+    with mode():
+        traced = trace(net(), torch.empty(1, 4, 32, 32))
+    assert (traced.peak_bytes, traced.activation_peak_bytes) == (expected.peak_bytes, expected.activation_peak_bytes)
+
+
+@torch.no_grad()
+def test_what_a_small_net_holds():
+    traced = trace(net(), torch.empty(1, 4, 32, 32))
+    one = 8 * 32 * 32 * 4
+    assert traced.weights_bytes == sum(p.numel() * 4 for p in net().parameters())
+    assert traced.input_bytes == one // 2
+    assert traced.largest_bytes == one
+    assert one * 2 <= traced.activation_peak_bytes <= one * 2 + 64  # and the mean and deviation of each group
+    assert traced.peak_bytes == traced.weights_bytes + traced.input_bytes + traced.activation_peak_bytes
+    assert traced.host_peak_bytes == 0
+    assert isinstance(traced.output, FakeTensor) and traced.output.shape == (1, 4, 32, 32)
+    top = traced.timeline.top()
+    assert (top.device_bytes, top.path, top.operator) == (traced.peak_bytes, "1", "aten.native_group_norm")
+    assert traced.flops == 2 * 32 * 32 * (8 * 4 * 9 + 4 * 8)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_model_is_left_as_it_was(device):
+    model = net().to(device).eval()
+    model.register_buffer("table", torch.zeros(3, device=device))
+    before = {name: (tensor, tensor._version) for name, tensor in model.state_dict(keep_vars=True).items()}
+    attributes = [dict(vars(module)) for module in model.modules()]
+    registries = [list(module._parameters) + list(module._buffers) for module in model.modules()]
+    with torch.no_grad():
+        trace(model, torch.empty(1, 4, 8, 8))
+    for error in (RuntimeError, KeyboardInterrupt):
+
+        def fail(model, image, error=error):
+            model[0].weight.add_(1)
+            del model[1].bias
+            model[3].weight = nn.Parameter(model[3].weight * 2)
+            raise error
+
+        with pytest.raises(error), torch.no_grad():
+            trace(fail, model, torch.empty(1, 4, 8, 8))
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(before)
+    assert all(after[name] is tensor and tensor._version == version for name, (tensor, version) in before.items())
+    assert registries == [list(module._parameters) + list(module._buffers) for module in model.modules()]
+    assert attributes == [dict(vars(module)) for module in model.modules()]
+    assert type(F.scaled_dot_product_attention).__name__ == "builtin_function_or_method"
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+@torch.no_grad()
+def test_inside_a_fake_mode_of_the_caller():
+    expected = trace(net(), torch.empty(1, 4, 32, 32))
+    with FakeTensorMode():
+        model, image = net(), torch.empty(1, 4, 32, 32)
+        traced = trace(model, image)
+        assert traced.output.fake_mode is image.fake_mode
+    assert traced.peak_bytes == expected.peak_bytes
+    assert trace(model, image).peak_bytes == expected.peak_bytes  # and outside, with its tensors
+
+
+K = 1024  # elements of float32: 4 KiB
+
+
+def views(x):
+    y = x + 1
+    return y.view(2, -1).t().unsqueeze(0).expand(3, -1, -1)[0].chunk(2)[1]
+
+
+def in_place(x):
+    y = torch.zeros(K)
+    y.add_(1).mul_(2).clamp_(0, 1)
+    y[: K // 2] = 3
+    return y
+
+
+def resized(x):
+    y = torch.empty(K)
+    y.resize_(3 * K)
+    y.untyped_storage().resize_(0)
+    return torch.empty(K)
+
+
+def freed(x):
+    for _ in range(5):
+        y = x + 1
+        del y
+    return x * 2
+
+
+def moved(x):
+    return x.to(torch.float16).to(torch.float32)
+
+
+def listed(x):
+    a, b = torch.split(x + 1, K // 2)
+    return torch.cat([a, b, a])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("function", "kib"),
+    [(views, 4), (in_place, 4), (resized, 12), (freed, 4), (moved, 6), (listed, 10)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_lives_of_storages(function, kib, mode):
+    with mode():
+        twice = [trace(lambda x: (function(x), function(x))[1], torch.empty(K)) for _ in range(2)]
+        traced = trace(function, torch.empty(K))
+        assert traced.activation_peak_bytes == kib << 10
+        assert {one.activation_peak_bytes for one in twice} != {0}
+        assert traced.peak_bytes == (kib + 4) << 10
+        if function is not resized:
+            assert measured_peak(lambda: function(torch.empty(K))) - 4096 == pytest.approx(kib << 10, abs=256)
+
+
+@torch.no_grad()
+def test_recipes_keep_shapes_strides_and_aliases():
+    """The second time an operator meets the same shapes its results come from a recipe, and must be the same."""
+
+    def run(x):
+        results = []
+        for _ in range(2):
+            y = F.conv2d(x[:, :, 2:9:3], torch.ones(3, 4, 1, 1)).transpose(1, 2)
+            z = y.reshape(1, -1)
+            parts = z.split(5, dim=1)
+            z.add_(1)
+            w = torch.add(parts[0], 1), parts[1].half(), x.amax((2, 3), keepdim=True), torch.add(parts[0], 1.5), x[0, 1]
+            results.append((y, z, *parts, *w))
+        return results
+
+    x = torch.randn(1, 4, 10, 10)
+    first, second = trace(run, x).output
+    for a, b, real in zip(first, second, run(x)[0], strict=True):
+        assert (a.shape, a.dtype, a.storage_offset()) == (b.shape, b.dtype, b.storage_offset())
+        assert (a.shape, a.stride(), a.dtype) == (real.shape, real.stride(), real.dtype)
+        assert b.stride() == real.stride()
+    owners = [{t.untyped_storage()._cdata for t in results} for results in (first, second)]
+    assert len(owners[0]) == len(owners[1]) == len({t.untyped_storage()._cdata for t in run(x)[0]})
+
+
+@torch.no_grad()
+def test_gradients_are_followed_when_the_caller_wants_them():
+    model = net().eval()
+    plain = trace(model, torch.empty(1, 4, 32, 32)).activation_peak_bytes
+    with torch.enable_grad():
+        assert trace(model, torch.empty(1, 4, 32, 32)).activation_peak_bytes > plain
+
+
+@torch.no_grad()
+def test_parked_bytes_change_the_account():
+    image = torch.empty(1, 2, 64, 32)
+    one = 2 * 64 * 32 * 4
+
+    def run(x):
+        y = park(x + 1)
+        rows = Parked.empty(x.shape, x.dtype, x.device)
+        for start in range(0, 64, 8):
+            rows.store(slice(start, start + 8), x[:, :, start : start + 8])
+        del rows
+        return fetch(y)
+
+    traced = trace(run, image)
+    assert traced.host_peak_bytes == 2 * one
+    assert traced.activation_peak_bytes == one
+    assert traced.copied_bytes == 3 * one
+    assert max(event.host_bytes for event in traced.timeline) == 2 * one
+
+
+@torch.no_grad()
+def test_streamed_weights_are_no_activations():
+    layer = nn.Linear(K, K, bias=False)
+    layer.weight = nn.Parameter(to_host(layer.weight))
+    size = K * K * 4
+
+    def run(layer, x):
+        weight = to_device(layer.weight, "cuda", weight=True)
+        return F.linear(x, weight)
+
+    traced = trace(run, layer, torch.empty(1, K))
+    assert (traced.weights_bytes, traced.host_peak_bytes) == (0, size)
+    assert traced.activation_peak_bytes == K * 4
+    assert traced.peak_bytes == size + 2 * K * 4
+    assert traced.copied_bytes == traced.largest_bytes == size
+
+
+@torch.no_grad()
+def test_accounts_by_context():
+    def run(x):
+        with host_account():
+            a = x + 1
+        with weights_account():
+            b = x + 1
+        return a, b, x + 1
+
+    traced = trace(run, torch.empty(K))
+    assert traced.host_peak_bytes == 4096
+    assert traced.activation_peak_bytes == 4096
+    assert traced.peak_bytes == 3 * 4096
+    assert traced.allocated_peak_bytes == 3 * 4096
+
+
+@torch.no_grad()
+def test_tensors_met_on_the_way_were_there_all_along():
+    table, parked = torch.zeros(K), host_empty((2 * K,), torch.float32)
+    marked = torch.zeros(K)
+    mark_host(marked)
+
+    def run(x):
+        big = x + 1
+        del big
+        return x[:1] + table[:1] + parked[:1] + marked[:1] + table[:1]
+
+    traced = trace(run, torch.empty(K))
+    assert traced.weights_bytes == 4096
+    assert traced.peak_bytes == 3 * 4096
+    assert traced.host_peak_bytes == 3 * 4096
+    assert traced.timeline.top().device_bytes == traced.peak_bytes
+
+
+@torch.no_grad()
+def test_shared_weights_count_once():
+    layer = nn.Linear(K, K, bias=False)
+    pair = nn.ModuleList([layer, nn.Linear(K, K, bias=False), layer])
+    pair[1].weight = layer.weight
+    assert trace(lambda x: pair[2](pair[1](x)), torch.empty(1, K)).weights_bytes == K * K * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 10, 4096, 64), (1, 1, 4096, 512), (2, 8, 256, 160)])
+@torch.no_grad()
+def test_attention_holds_no_scores(shape, dtype):
+    q = torch.empty(shape, dtype=dtype, device="meta").transpose(1, 2).contiguous().transpose(1, 2)
+    one, scores = q.numel() * q.element_size(), shape[0] * shape[1] * shape[2] ** 2 * q.element_size()
+    original = F.scaled_dot_product_attention
+    traced = trace(lambda q: F.scaled_dot_product_attention(q, q, q), q)
+    assert one <= traced.activation_peak_bytes <= 3.1 * one
+    assert traced.flops == 4 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
+    assert traced.output.transpose(1, 2).is_contiguous()
+    assert trace(original, q, q, q).activation_peak_bytes <= 3.1 * one
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert trace(F.scaled_dot_product_attention, q, q, q).activation_peak_bytes >= scores
+
+
+@torch.no_grad()
+def test_multi_head_attention_module_is_foretold_too():
+    layer = nn.MultiheadAttention(64, 4, batch_first=True)
+    x = torch.empty(1, 1024, 64)
+    traced = trace(lambda layer: layer(x, x, x, need_weights=False)[0], layer)
+    assert traced.activation_peak_bytes < 4 * 1024 * 1024 * 4
+
+
+@torch.no_grad()
+def test_other_threads_keep_their_attention():
+    q = torch.randn(1, 2, 8, 16)
+    expected, got = F.scaled_dot_product_attention(q, q, q), []
+
+    def run(x):
+        thread = threading.Thread(target=lambda: got.append(F.scaled_dot_product_attention(q, q, q)))
+        thread.start()
+        thread.join()
+        return F.scaled_dot_product_attention(x, x, x)
+
+    trace(run, q)
+    assert torch.equal(got[0], expected)
+
+
+@torch.no_grad()
+def test_channels_last_on_a_gpu_costs_copies_in_group_norm():
+    image = torch.empty(2, 4, 32, 32).to(memory_format=torch.channels_last)
+    model = net().to(memory_format=torch.channels_last)
+    with kernels_of("cpu"):
+        assert trace(model[1], torch.empty(2, 8, 32, 32).to(memory_format=torch.channels_last)).output.is_contiguous(
+            memory_format=torch.channels_last
+        )
+    assert trace(model, image).peak_bytes > trace(net(), torch.empty(2, 4, 32, 32)).peak_bytes
+
+
+@torch.no_grad()
+def test_autocast_casts_are_counted():
+    layer = nn.Linear(K, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trace(layer, torch.empty(1, K)).activation_peak_bytes >= K * K * 2
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert trace(layer, torch.empty(1, K)).activation_peak_bytes == K * 4
+
+
+@torch.no_grad()
+def test_measured_peak_counts_what_is_held_at_once():
+    def run():
+        a = torch.empty(1 << 20)
+        del a
+        return torch.empty(1 << 19)
+
+    assert measured_peak(run) == 4 << 20
