@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -62,8 +63,10 @@ def kernels_that_ran(sites: Iterable[Site]) -> Counter[str]:
 
 
 def _forward(site: Site, backend: str, score_bytes: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The site's forward with its attention redirected. ``forward`` comes from `wrap` as the first argument."""
-    with _modern_processor(site.module) as scale:
+    """The site's forward with its attention redirected; of several attachments the last one's, the outermost."""
+    if site.module in _entered.modules:
+        return forward(*args, **kwargs)
+    with _modern_processor(site.module) as scale, _entering(site.module):
         redirect = Redirect(backend, score_bytes, bool(getattr(site.module, "upcast_attention", False)), scale)
         with redirect:
             result = forward(*args, **kwargs)
@@ -76,6 +79,25 @@ def _forward(site: Site, backend: str, score_bytes: int, forward: Callable[..., 
         )
     _ran.setdefault(site.module, Counter()).update(redirect.ran)
     return result
+
+
+class _Entered(threading.local):
+    """The modules whose redirected forward this thread is in."""
+
+    def __init__(self) -> None:
+        self.modules: set[nn.Module] = set()
+
+
+_entered = _Entered()
+
+
+@contextlib.contextmanager
+def _entering(module: nn.Module) -> Iterator[None]:
+    _entered.modules.add(module)
+    try:
+        yield
+    finally:
+        _entered.modules.remove(module)
 
 
 @contextlib.contextmanager
