@@ -127,7 +127,7 @@ class Redirect(TorchFunctionMode):
         backend: its name; ``score_bytes`` bound those that work in blocks.
         upcast: compute the scores in float32.
         scale: of the scores, for calls that give none.
-        calls: how many calls there were; ``ran`` counts the kernels that ran them.
+        calls: how many calls there were; ``ran`` counts the kernels that ran them, of calls with numbers.
     """
 
     backend: str
@@ -192,8 +192,9 @@ class Redirect(TorchFunctionMode):
             self._busy = False
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        kernel = kernels.kernel_name(self.backend, problem_of(q, k, v, mask, self.upcast), self.score_bytes)
-        self.ran[kernel] += 1
+        problem = problem_of(q, k, v, mask, self.upcast)
+        if problem.real:
+            self.ran[kernels.kernel_name(self.backend, problem, self.score_bytes)] += 1
         return kernels.BACKENDS[self.backend](q, k, v, mask, scale, upcast=self.upcast, score_bytes=self.score_bytes)
 
 
