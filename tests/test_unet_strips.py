@@ -41,6 +41,7 @@ def test_moments_do_not_depend_on_the_strips(cuts: list[int], batch: int, mean: 
     edges = [0, *sorted(cuts), 20]
     for start, stop in itertools.pairwise(edges):
         moments.add(x[:, :, start:stop])
+        normalised(norm, x[:, :, :1], moments)  # what was worked out for some strips must not stay for more
     strips = [normalised(norm, x[:, :, start:stop], moments) for start, stop in itertools.pairwise(edges)]
     expected = norm.double()(x.double())
     assert (torch.cat(strips, 2) - expected).abs().max() < 2e-3 * max(1e-2, abs(mean) / 50)
