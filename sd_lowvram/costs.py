@@ -110,10 +110,10 @@ class Costs:
             host_bytes=traced.host_peak_bytes,
             largest_bytes=traced.largest_bytes,
             allocated_bytes=traced.allocated_peak_bytes,
-            flops=getattr(traced, "flops", 0),
-            moved_bytes=getattr(traced, "moved_bytes", 0),
-            copied_bytes=getattr(traced, "copied_bytes", 0),
-            operators=len(traced.timeline),
+            flops=traced.flops,
+            moved_bytes=traced.moved_bytes,
+            copied_bytes=traced.copied_bytes,
+            operators=traced.operators,
         )
         _remember(place, cost)
         return cost

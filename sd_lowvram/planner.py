@@ -17,12 +17,12 @@ import torch
 
 from .costs import Cost, Costs
 from .errors import BadInputError, BudgetError
-from .hooks.precision import compute_dtype, precision_fidelity
+from .hooks.precision import compute_dtype, force_upcast, precision_fidelity
 from .models.anatomy import Anatomy
 from .rates import Rates
 from .settings import Fidelity, Settings
 from .sizes import MIB, format_size
-from .stages import Shape, Stage
+from .stages import Shape, Stage, latent_size
 
 CUDA_OVERHEAD_BYTES = 600 * MIB
 """Context (300 to 450 MiB), library workspaces and allocator rounding on CUDA, a stated default until calibrated."""
@@ -164,6 +164,7 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
     smallest = search.smallest()
     if best is None:
         raise _refusal(request, smallest)
+    smallest = min(smallest, best, key=lambda run: run.worst.peak_bytes)
     worst = best.worst
     predicted = Predicted(
         peak_bytes=worst.peak_bytes,
@@ -234,6 +235,10 @@ class _Search:
                     yield candidate
 
     def _best(self, base: Settings) -> _Run | None:
+        weights = self.costs.weights(base.precision).values()
+        alone = {"none": sum(weights), "component": max(weights), "layer": 0}[base.offload or "none"]
+        if alone + self._overhead() > self.request.vram:
+            return None
         chosen = []
         for stage in self.costs.stages:
             option = next((plan for plan in self._options(base, stage) if self._fits(plan)), None)
@@ -257,14 +262,16 @@ class _Search:
     def _overhead(self) -> int:
         return CUDA_OVERHEAD_BYTES if self.request.device.type == "cuda" else 0
 
-    def _options(self, base: Settings, stage: Stage) -> Iterator[StagePlan]:
+    def _options(self, base: Settings, stage: Stage, only_last: bool = False) -> Iterator[StagePlan]:
         """Ways to run a stage, from the fastest to the smallest."""
-        for choice in _choices(stage, self.decoder_on_cpu):
+        choices = _choices(stage, self.decoder_on_cpu and not only_last)
+        for choice in choices[-1:] if only_last else choices:
             taken = {name: value for name, value in choice.items() if getattr(base, name) is None}
             yield self._stage(base, stage, taken)
 
     def _smallest(self, base: Settings, stage: Stage) -> StagePlan:
-        return min(self._options(base, stage), key=lambda plan: plan.peak_bytes)
+        *_, last = self._options(base, stage, only_last=True)
+        return last
 
     def _stage(self, base: Settings, stage: Stage, choice: dict[str, Any]) -> StagePlan:
         settings = base.filled(**choice)
@@ -273,8 +280,7 @@ class _Search:
         if away and stage.component == self.anatomy.autoencoder:
             return self._stage_on_cpu(settings, stage, choice, weights)
         streamed = settings.offload == "layer"
-        placed = dataclasses.replace(settings, offload="layer" if streamed else None, decoder_device=None)
-        cost = self.costs(stage, placed)
+        cost = self.costs(stage, self._as_traced(stage, settings, streamed))
         resident = {name: size for name, size in weights.items() if not (away and name == self.anatomy.autoencoder)}
         own = 0 if streamed else weights[stage.component]
         others = sum(resident.values()) - own if settings.offload == "none" else 0
@@ -291,6 +297,15 @@ class _Search:
             largest_bytes=cost.largest_bytes,
             seconds=self._seconds(stage, settings, cost, weights[stage.component]),
             choice=choice,
+        )
+
+    def _as_traced(self, stage: Stage, settings: Settings, streamed: bool) -> Settings:
+        """``settings`` as they act on one stage; weights that stay or move whole are added up without a trace."""
+        upcast = force_upcast(self.anatomy, stage.component)
+        half = compute_dtype(self.anatomy, stage.component, settings) == torch.float16
+        precision = "fp32" if upcast and half else settings.precision
+        return dataclasses.replace(
+            settings, precision=precision, offload="layer" if streamed else None, decoder_device=None
         )
 
     def _stage_on_cpu(
@@ -313,10 +328,18 @@ class _Search:
         )
 
     def _seconds(self, stage: Stage, settings: Settings, cost: Cost, weights: int) -> float:
+        """Counted work of the plain stage over the device's rates, with what strips do twice and all copies."""
         request = self.request
         size = compute_dtype(self.anatomy, stage.component, settings).itemsize
-        times = request.steps if stage.repeats else 1
-        seconds = times * request.rates.seconds(cost, size)
+        work = cost
+        if stage.name == "denoise":  # a trace of chunks runs one of many equal ones: the plain stage has the count
+            without = dict.fromkeys(DENOISE_LADDER[-1])
+            plain = self.costs(stage, dataclasses.replace(self._as_traced(stage, settings, False), **without))
+            rows = latent_size(self.anatomy, request.shape)[0]
+            halo = 2 * ((settings.residual_strips or 1) - 1) / max(rows, 1)
+            work = dataclasses.replace(plain, flops=int(plain.flops * (1 + _CONVOLUTIONS * min(halo, 1.0))))
+            work = dataclasses.replace(work, copied_bytes=cost.copied_bytes, operators=cost.operators)
+        seconds = (request.steps if stage.repeats else 1) * request.rates.seconds(work, size)
         if settings.offload == "component":  # brought once a run and taken back
             seconds += 2 * weights / request.rates.copy_bandwidth
         return seconds
@@ -332,7 +355,22 @@ def _choices(stage: Stage, decoder_on_cpu: bool) -> list[dict[str, Any]]:
     return [{}]
 
 
-DENOISE_LADDER: list[dict[str, Any]] = [{}]
+_CONVOLUTIONS = 0.5
+"""About what residual blocks have of a UNet's operations; only these are done again in the halo of strips."""
+
+DENOISE_LADDER: list[dict[str, Any]] = [
+    {},
+    {"feed_forward_chunks": 4},
+    {"feed_forward_chunks": 8, "residual_strips": 8, "transformer_chunks": 8},
+    {"feed_forward_chunks": 8, "residual_strips": 8, "transformer_chunks": 8, "park_skips": True},
+    {
+        "feed_forward_chunks": 16,
+        "residual_strips": 16,
+        "transformer_chunks": 16,
+        "park_skips": True,
+        "guidance_in_turn": True,
+    },
+]
 DECODE_LADDER: list[dict[str, Any]] = [
     {"vae_tiles": "off"},
     {"vae_tiles": "exact", "vae_map": "held"},
