@@ -142,16 +142,19 @@ class Redirect(TorchFunctionMode):
         self._busy = False
 
     def __enter__(self) -> Redirect:
-        # Somebody else's function in torch.nn.functional (a trace's, another library's) is out of a mode's sight.
+        # Somebody else's function in torch.nn.functional (a trace's, another library's) is out of a mode's sight. Then
+        # there is no mode: it would slow every access of a trace to a shape down.
         self._theirs = torch.nn.functional.scaled_dot_product_attention
-        if self._theirs is not BUILTIN:
+        if self._theirs is BUILTIN:
+            super().__enter__()
+        else:
             torch.nn.functional.scaled_dot_product_attention = self.attend  # type: ignore[assignment]
-        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._theirs is not BUILTIN:
+        if self._theirs is BUILTIN:
+            super().__exit__(*error)
+        else:
             torch.nn.functional.scaled_dot_product_attention = self._theirs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

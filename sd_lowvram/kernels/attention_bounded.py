@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..repeats import standing_for
 from .attention_problem import Problem, empty_output, is_fake, problem_of
 
 SCORE_BYTES = 32 << 20
@@ -260,10 +261,14 @@ def _even(total: int, most: int) -> int:
 
 
 def _spans(total: int, step: int, like: Tensor) -> Iterator[slice]:
-    """Slices of ``step`` over ``total``. On fake tensors only the first and the last: those between are equal."""
-    starts = range(0, total, step)
-    for start in dict.fromkeys((starts[0], starts[-1])) if is_fake(like) else starts:
-        yield slice(start, min(start + step, total))
+    """Slices of ``step`` over ``total``. On fake tensors the second stands for all after it, which are no larger."""
+    spans = [slice(start, min(start + step, total)) for start in range(0, total, step)]
+    if len(spans) < 3 or not is_fake(like):
+        yield from spans
+        return
+    yield spans[0]
+    with standing_for(len(spans) - 1):
+        yield spans[1]
 
 
 def mask_4d(mask: Tensor) -> Tensor:
