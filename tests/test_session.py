@@ -94,7 +94,7 @@ def test_restored_after_an_error_inside_a_hook(
 
     fetch = offload_hook.to_device
     monkeypatch.setattr(offload_hook, "to_device", failing)
-    sd_lowvram.optimize(pipe, vram="1GB", settings=Settings(offload=offload, precision="fp16"))
+    attach(pipe, Settings(offload=offload, precision="fp16"), CPU)
     with pytest.raises(error, match="planted"):
         tiny.run(pipe, steps=1)
     sd_lowvram.restore(pipe)

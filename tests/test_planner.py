@@ -1,0 +1,199 @@
+"""The search: what it promises holds, more memory is never slower, and the impossible is refused with the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+import sd_lowvram
+from sd_lowvram import Fidelity, Settings
+from sd_lowvram.architectures import build_components
+from sd_lowvram.errors import BadInputError, BudgetError
+from sd_lowvram.memory import measured_peak
+from sd_lowvram.models import anatomy_of_components
+from sd_lowvram.planner import Request, make_plan
+from sd_lowvram.rates import PROFILES, profile
+from sd_lowvram.sizes import GIB, MIB
+from sd_lowvram.weights import weight_bytes
+
+CPU = torch.device("cpu")
+RATES = profile("rtx2070")
+
+
+def request(vram: int, size: int = 64, **options: Any) -> Request:
+    return Request(size, size, options.pop("batch", 1), vram, options.pop("ram", 4 * GIB), CPU, RATES, **options)
+
+
+@pytest.fixture(scope="module")
+def anatomy() -> Any:
+    return anatomy_of_components("diffusers", build_components(tiny.config("sd15"), device="meta"))
+
+
+@pytest.fixture(scope="module")
+def least(anatomy: Any) -> int:
+    return make_plan(anatomy, request(GIB), Settings()).minimum_peak_bytes
+
+
+def test_plenty_leaves_the_model_resident(anatomy: Any) -> None:
+    plan = make_plan(anatomy, request(GIB), Settings())
+    assert plan.fits
+    assert (plan.settings.offload, plan.settings.vae_tiles) == ("none", "off")
+    assert plan.predicted.host_bytes == 0
+    assert plan.predicted.weights_bytes == weight_bytes(*anatomy.components.values())
+    assert plan.predicted.peak_bytes >= plan.predicted.weights_bytes + plan.predicted.activation_bytes
+    assert plan.fidelity.lossless
+
+
+def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
+    most = make_plan(anatomy, request(GIB), Settings()).predicted.peak_bytes
+    budgets = [least + (most - least) * step // 6 for step in range(7)]
+    plans = [make_plan(anatomy, request(budget), Settings()) for budget in budgets]
+    times = [plan.predicted.seconds for plan in plans]
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) > 2
+    for plan, budget in zip(plans, budgets, strict=True):
+        assert plan.predicted.peak_bytes + plan.predicted.overhead_bytes <= budget
+        assert plan.predicted.peak_bytes == max(stage.peak_bytes for stage in plan.stages)
+        assert plan.minimum_peak_bytes == least
+
+
+def test_the_impossible_is_refused(anatomy: Any, least: int) -> None:
+    with pytest.raises(BudgetError, match="needs at least") as refusal:
+        make_plan(anatomy, request(least - 1), Settings())
+    assert refusal.value.needed_bytes == least
+    assert refusal.value.exit_code == 3
+    assert refusal.value.stage in ("text", "denoise", "decode")
+    assert make_plan(anatomy, request(least), Settings()).fits
+    with pytest.raises(BudgetError, match="host memory") as refusal:
+        make_plan(anatomy, request(least, ram=MIB), Settings())
+    assert refusal.value.stage == "host"
+
+
+def test_fixed_knobs_stay(anatomy: Any) -> None:
+    fixed = Settings(offload="layer", vae_tiles="exact", vae_map="recomputed", attention="sliced", precision="bf16")
+    plan = make_plan(anatomy, request(GIB), fixed)
+    assert all(getattr(plan.settings, name) == value for name, _, value in fixed.decided())
+    assert plan.fidelity is Fidelity.APPROXIMATE
+
+
+def test_larger_pictures_never_need_less(anatomy: Any) -> None:
+    plans = [make_plan(anatomy, request(8 * GIB, size), Settings()) for size in (64, 96, 192)]
+    for least_of in (lambda plan: plan.minimum_peak_bytes, lambda plan: plan.predicted.peak_bytes):
+        peaks = [least_of(plan) for plan in plans]
+        assert peaks == sorted(peaks)
+
+
+def test_guidance_and_batch_count(anatomy: Any) -> None:
+    without = make_plan(anatomy, request(GIB, guidance=False), Settings())
+    three = make_plan(anatomy, request(GIB, batch=3), Settings())
+    one = make_plan(anatomy, request(GIB), Settings())
+    peaks = [next(s for s in plan.stages if s.name == "denoise").activation_bytes for plan in (without, one, three)]
+    assert peaks[0] < peaks[1] < peaks[2]
+    assert three.settings.vae_slices and not one.settings.vae_slices
+
+
+def test_a_narrower_type_only_when_asked(anatomy: Any) -> None:
+    assert make_plan(anatomy, request(GIB), Settings()).settings.precision is None
+    least = make_plan(anatomy, request(GIB), Settings()).minimum_peak_bytes
+    assert make_plan(anatomy, request(least * 3 // 4), Settings(), approximate=True).settings.precision == "bf16"
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_plan_that_fits_runs_within_it(family: str) -> None:
+    pipe = tiny.pipeline(family)
+    expected = tiny.run(pipe)
+    plenty = sd_lowvram.plan(pipe, vram="1GB")
+    for share in (0.0, 0.4, 1.0):
+        budget = (
+            int(plenty.minimum_vram_bytes + share * (plenty.predicted.peak_bytes - plenty.minimum_vram_bytes)) + 1024
+        )
+        plan = sd_lowvram.optimize(pipe, vram=f"{budget} B", ram="1GB")
+        try:
+            measured = measured_peak(lambda: tiny.run(pipe))
+            assert tiny.relative_error(tiny.run(pipe), expected) < 1e-4
+        finally:
+            sd_lowvram.restore(pipe)
+        # what is allocated during the run is on the device or parked; resident weights were there before
+        resident = weight_bytes(*plan_components(pipe)) if plan.settings.offload == "none" else 0
+        assert measured <= plan.predicted.peak_bytes + plan.predicted.host_bytes - resident + 2 * MIB
+
+
+def plan_components(pipe: Any) -> list[torch.nn.Module]:
+    return [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+
+
+def test_plan_attaches_nothing_also_to_an_optimised_target() -> None:
+    pipe = tiny.pipeline("sd15")
+    sd_lowvram.optimize(pipe, vram="1GB", settings=Settings(offload="layer"))
+    hooked = pipe.unet.forward
+    first = sd_lowvram.plan(pipe, vram="1GB")
+    assert pipe.unet.forward is hooked
+    sd_lowvram.restore(pipe)
+    assert sd_lowvram.plan(pipe, vram="1GB").settings == first.settings
+
+
+def test_as_dict_is_json(anatomy: Any) -> None:
+    plan = json.loads(json.dumps(make_plan(anatomy, request(GIB), Settings()).as_dict()))
+    wanted = [
+        "settings",
+        "fits",
+        "predicted",
+        "minimum_peak_bytes",
+        "minimum_vram_bytes",
+        "minimum_ram_bytes",
+        "fidelity",
+        "reasons",
+    ]
+    assert set(wanted) <= set(plan)
+    parts = ["peak_bytes", "overhead_bytes", "weights_bytes", "activation_bytes", "host_bytes", "seconds"]
+    assert set(parts) <= set(plan["predicted"])
+
+
+def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
+    first = make_plan(anatomy, request(GIB), Settings())
+    assert list(tmp_path.glob("*.json"))
+    monkeypatch.setattr("sd_lowvram.costs.trace", lambda *_: pytest.fail("traced again"))
+    assert make_plan(anatomy, request(GIB), Settings()) == first
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"width": 101}, "nearest is 104"),
+        ({"width": 0}, "positive multiple of 8"),
+        ({"height": -64}, "positive multiple of 8"),
+        ({"height": 64.5}, "64.5"),
+        ({"batch": 0}, "batch 0"),
+        ({"vram": "banana"}, "banana"),
+        ({"vram": 0}, "more than zero"),
+        ({"ram": "-1GB"}, "-1GB"),
+    ],
+)
+def test_bad_requests_are_named(wrong: dict[str, Any], says: str) -> None:
+    unet = build_components(tiny.config("sd15"), device="meta", only=("unet",))["unet"]
+    with pytest.raises(BadInputError, match=says):
+        sd_lowvram.plan(unet, **wrong)
+
+
+def test_profiles() -> None:
+    assert profile("RTX 2070") is profile("rtx2070") is PROFILES["rtx2070"]
+    assert all(rates.source and rates.vram_bytes >= 4 * GIB for rates in PROFILES.values())
+    with pytest.raises(BadInputError, match="rtx3060"):
+        profile("banana")
+
+
+def test_the_bounds_of_full_size_models() -> None:
+    unet = build_components("sd15", dtype=torch.float16, device="meta")
+    anatomy = anatomy_of_components("diffusers", unet)
+    ask = dataclasses.replace(request(8 * GIB, 512, ram=32 * GIB), device=torch.device("cuda"))
+    plan = make_plan(anatomy, ask, Settings())
+    assert plan.minimum_peak_bytes <= 320 * MIB
+    assert plan.minimum_vram_bytes > plan.minimum_peak_bytes
+    guided_step = next(stage for stage in plan.stages if stage.name == "denoise").seconds / ask.steps
+    assert guided_step == pytest.approx(0.171, rel=0.02)
