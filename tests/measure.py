@@ -5,24 +5,46 @@ The trace that is compared with it runs in the test's process, and the two share
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-THREADS = 2
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+THREADS = 1
 
 
-def _vae(scale: int = 1) -> Any:
+class Call(NamedTuple):
+    """A call of a model's method, with hooks attached to the model when there are settings."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    settings: dict[str, Any] = {}  # noqa: RUF012
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, the hooks are on the model, as a plan for the CPU attaches them."""
+        from sd_lowvram import Settings, attached
+
+        with torch.no_grad():
+            if not self.settings:
+                yield
+                return
+            model = getattr(self.function, "__self__", self.function)
+            with attached(model, Settings(**self.settings), device="cpu"):
+                yield
+
+
+def _vae() -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(32 * scale, 64 * scale, 64 * scale, 64 * scale),
+        block_out_channels=(32, 64, 64, 64),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         layers_per_block=2,
@@ -42,34 +64,34 @@ def _full_unet() -> Any:
 
 def _unet_call(unet: Any, batch: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> Call:
     text = torch.randn(batch, 77, unet.config.cross_attention_dim, dtype=dtype)
-    return unet, (torch.randn(batch, 4, height, width, dtype=dtype), torch.tensor(3), text), {}
+    return Call(unet, (torch.randn(batch, 4, height, width, dtype=dtype), torch.tensor(3), text))
 
 
 def _sliced_vae() -> Call:
     vae = _vae()
     vae.enable_slicing()
-    return vae.decode, (torch.randn(3, 4, 24, 20),), {}
+    return Call(vae.decode, (torch.randn(3, 4, 24, 20),))
 
 
 def _channels_last_vae() -> Call:
     vae = _vae().to(memory_format=torch.channels_last)
-    return vae.decode, (torch.randn(1, 4, 32, 40).to(memory_format=torch.channels_last),), {}
+    return Call(vae.decode, (torch.randn(1, 4, 24, 16).to(memory_format=torch.channels_last),))
 
 
 def _half_vae() -> Call:
-    return _vae().to(torch.bfloat16).decode, (torch.randn(1, 4, 32, 40, dtype=torch.bfloat16),), {}
+    return Call(_vae().to(torch.bfloat16).decode, (torch.randn(1, 4, 24, 16, dtype=torch.bfloat16),))
 
 
 def _sliced_unet() -> Call:
     unet = _unet()
     unet.set_attention_slice(1)
-    return _unet_call(unet, 2, 48, 40)
+    return _unet_call(unet, 2, 32, 24)
 
 
 def _text_encoder() -> Call:
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    return CLIPTextModel(CLIPTextConfig(num_hidden_layers=3, vocab_size=1000)), (torch.randint(0, 999, (2, 77)),), {}
+    return Call(CLIPTextModel(CLIPTextConfig(num_hidden_layers=3, vocab_size=1000)), (torch.randint(0, 999, (2, 77)),))
 
 
 def _parking() -> Call:
@@ -81,20 +103,53 @@ def _parking() -> Call:
             rows.store(slice(start, start + 16), image[:, :, start : start + 16].relu())
         return fetch(parked) + rows.load()
 
-    return run, (torch.randn(2, 16, 128, 128),), {}
+    return Call(run, (torch.randn(2, 16, 128, 128),))
 
+
+def _decode(**settings: Any) -> Call:
+    return Call(_vae().decode, (torch.randn(1, 4, 28, 20),), settings)
+
+
+def _denoise(**settings: Any) -> Call:
+    return _unet_call(_unet(), 2, 32, 24)._replace(settings=settings)
+
+
+EXACT = {"vae_tiles": "exact", "vae_strip_mib": 1}
+UNET_HOOKS = {
+    "feed_forward_chunks": 4,
+    "residual_strips": 4,
+    "transformer_chunks": 4,
+    "park_skips": True,
+    "guidance_in_turn": True,
+}
+SLICED = {"attention": "sliced", "attention_mib": 1}
+FUSED = {"attention": "fused-softmax", "attention_mib": 1}
+LAYERS = {"offload": "layer"}
 
 CASES: dict[str, Callable[[], Call]] = {
-    "vae decode": lambda: (_vae().decode, (torch.randn(1, 4, 32, 40),), {}),
-    "vae encode": lambda: (_vae().encode, (torch.randn(1, 3, 264, 200),), {}),
+    "vae decode": _decode,
+    "vae encode": lambda: Call(_vae().encode, (torch.randn(1, 3, 184, 136),)),
     "vae decode, bfloat16": _half_vae,
     "vae decode, channels last": _channels_last_vae,
     "vae decode, sliced batch": _sliced_vae,
-    "unet": lambda: _unet_call(_unet(), 2, 48, 40),
-    "unet, sliced attention": _sliced_unet,
+    "vae decode, exact tiles, held": lambda: _decode(**EXACT, vae_map="held"),
+    "vae decode, exact tiles, parked": lambda: _decode(**EXACT, vae_map="parked"),
+    "vae decode, exact tiles, recomputed": lambda: _decode(**EXACT, vae_map="recomputed"),
+    "vae encode, exact tiles": lambda: Call(
+        _vae().encode, (torch.randn(1, 3, 184, 136),), {**EXACT, "vae_map": "parked"}
+    ),
+    "vae decode, smallest": lambda: _decode(**EXACT, **FUSED, **LAYERS, vae_map="parked", vae_slices=True),
+    "unet": _denoise,
+    **{f"unet, {name}": functools.partial(_denoise, **{name: value}) for name, value in UNET_HOOKS.items()},
+    "unet, attention sliced": lambda: _denoise(**SLICED),
+    "unet, attention fused": lambda: _denoise(**FUSED),
+    "unet, channels last": lambda: _denoise(channels_last=True),
+    "unet, layer by layer": lambda: _denoise(**LAYERS),
+    "unet, smallest": lambda: _denoise(**UNET_HOOKS, **FUSED, **LAYERS),
+    "unet, diffusers' slices": _sliced_unet,
     "text encoder": _text_encoder,
     "parking": _parking,
-    "sd15 unet, full size": lambda: _unet_call(_full_unet(), 1, 24, 24),
+    "sd15 unet, full size": lambda: _unet_call(_full_unet(), 1, 16, 16),
 }
 
 
@@ -113,9 +168,9 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     peaks = {}
     for name in sys.argv[1:]:
-        function, args, kwargs = CASES[name]()
-        with torch.no_grad():
-            peaks[name] = measured_peak(lambda: function(*args, **kwargs))  # noqa: B023
+        call = CASES[name]()
+        with call.attached():
+            peaks[name] = measured_peak(functools.partial(call.function, *call.args))
     print(json.dumps(peaks))
 
 

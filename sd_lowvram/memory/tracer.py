@@ -208,7 +208,7 @@ class _Tracer(TorchDispatchMode):
     def _count_crossing(self, args: tuple[Any, ...], result: Tensor) -> None:
         source = args[-1] if isinstance(args[-1], Tensor) else args[0]
         if (self.ledger.account_of(source) == "host") != (self.ledger.account_of(result) == "host"):
-            self.work.copied_bytes += nbytes(result)
+            self.work.count_copy(nbytes(result))
 
     def _book(self, result: Any) -> None:
         if isinstance(result, Tensor):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..repeats import times
+
 aten = torch.ops.aten
 
 
@@ -30,10 +32,14 @@ class Work:
     operators: int = 0
 
     def count(self, flops: int, moved_bytes: int) -> None:
-        """Add one operator."""
-        self.operators += 1
-        self.flops += flops
-        self.moved_bytes += moved_bytes
+        """Add one operator, as often as the pass of a loop that it runs in stands for others."""
+        self.operators += times()
+        self.flops += flops * times()
+        self.moved_bytes += moved_bytes * times()
+
+    def count_copy(self, copied_bytes: int) -> None:
+        """Add bytes that cross between the accounts."""
+        self.copied_bytes += copied_bytes * times()
 
 
 def moved(args: Any, result: Any) -> int:
