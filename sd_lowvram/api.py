@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ def plan(
     """The fastest settings that fit, with their predicted peak; attaches nothing. Arguments as for :func:`optimize`."""
     anatomy = anatomy_of(target)
     request = _request(anatomy, vram, ram, width, height, batch, device)
+    request = dataclasses.replace(request, encodes=_starts_from_a_picture(target))
     return make_plan(anatomy, request, settings or Settings(), approximate)
 
 
@@ -124,6 +127,11 @@ def encode(
     settings = _decoder_settings(vae, vram, ram, width, height, len(pixels), device or pixels.device, settings)
     with attached(vae, settings, device=device or pixels.device), torch.no_grad():
         return vae.encode(pixels).latent_dist.parameters  # type: ignore[operator]
+
+
+def _starts_from_a_picture(target: Any) -> bool:
+    """Whether a pipeline encodes a picture before it denoises: img2img and inpainting."""
+    return not isinstance(target, nn.Module) and "image" in inspect.signature(type(target).__call__).parameters
 
 
 def _decoder_settings(

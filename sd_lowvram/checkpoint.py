@@ -145,7 +145,7 @@ def _load_file(
     pickled = path.suffix.lower() in PICKLES
     if pickled and not allow_pickle:
         raise CheckpointError(f"{path} cannot be loaded: {_NO_PICKLE}")
-    kind = _kind_of_pickle(path) if pickled else detect(read_header(path), path, _reader(path))
+    kind = _kind_of_pickle(path) if pickled else detect(read_header(path), path, tensor_reader(path))
     if prediction not in (None, "epsilon", "v_prediction"):
         raise CheckpointError(f"prediction {prediction!r} is unknown: choose epsilon or v_prediction")
     config = single_file_config(kind, prediction or kind.prediction)
@@ -258,7 +258,7 @@ def _prediction(name: str, header: Header, read: Callable[[str], torch.Tensor]) 
     return "v_prediction" if predicts_v else "epsilon"
 
 
-def _reader(path: Path) -> Callable[[str], torch.Tensor]:
+def tensor_reader(path: Path) -> Callable[[str], torch.Tensor]:
     def read(name: str) -> torch.Tensor:
         from safetensors import safe_open
 

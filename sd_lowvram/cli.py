@@ -14,6 +14,7 @@ from .commands.bench import bench
 from .commands.doctor import doctor
 from .commands.generate import generate
 from .commands.guard import INTERRUPTED
+from .commands.plan import plan
 
 app = typer.Typer(
     name="sd-lowvram",
@@ -23,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(generate)
+app.command()(plan)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
 

@@ -1,0 +1,91 @@
+"""``sd-lowvram plan``: built-in names and files, tables and JSON, and the smallest budget when nothing fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from typer.testing import CliRunner
+
+from sd_lowvram.architectures import build_components, write_folder
+from sd_lowvram.blueprint import blueprint
+from sd_lowvram.cli import app
+from sd_lowvram.errors import CheckpointError
+from sd_lowvram.sizes import MIB
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *words])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_folder(tiny.config("sd15"), "StableDiffusionPipeline", path)
+    return path
+
+
+def test_a_table_for_people(folder: Path) -> None:
+    result = run("--model", str(folder), "--vram", "500MB", "--ram", "2GB", "--gpu", "RTX 2070", "--vram", "1GB")
+    assert result.exit_code == 0, result.output
+    for word in ("text", "denoise", "decode", "smallest budget", "peak", "RTX 2070"):
+        assert word in result.output
+
+
+def test_json_for_machines(folder: Path) -> None:
+    result = run("--model", str(folder), "--vram", "1GB", "--json", "--width", "128", "--attention", "sliced")
+    plan = json.loads(result.stdout)
+    assert plan["fits"] and plan["request"]["width"] == 128
+    assert plan["settings"]["attention"] == "sliced"
+    assert plan["minimum_peak_bytes"] <= plan["predicted"]["peak_bytes"]
+    assert {stage["name"] for stage in plan["stages"]} == {"text", "denoise", "decode"}
+
+
+def test_an_impossible_budget_names_the_smallest_that_works(folder: Path) -> None:
+    result = run("--model", str(folder), "--vram", "1MB", "--json")
+    assert result.exit_code == 3
+    assert "needs at least" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--model", "sd99"), "sd99"),
+        (("--gpu", "voodoo"), "rtx2070"),
+        (("--model", "sd15", "--width", "100"), "multiple of 8"),
+        (("--vram", "banana"), "banana"),
+    ],
+)
+def test_bad_input(words: tuple[str, ...], says: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_built_in_names_need_no_weights() -> None:
+    anatomy = blueprint("sdxl", torch.float16)
+    assert len([site for site in anatomy.attentions if site.name.startswith("unet")]) == tiny.ATTENTIONS["sdxl"]
+    assert all(tensor.is_meta for tensor in anatomy.components["unet"].parameters())
+
+
+def test_a_checkpoint_is_planned_from_its_header(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    narrow = {
+        "model.diffusion_model.input_blocks.0.0.weight": torch.zeros(320, 4, 3, 3),
+        "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": torch.zeros(320, 768),
+        "first_stage_model.decoder.conv_in.weight": torch.zeros(1),
+        "cond_stage_model.transformer.text_model.embeddings.position_ids": torch.zeros(1),
+    }
+    save_file(narrow, tmp_path / "model.safetensors")
+    unet = blueprint(str(tmp_path / "model.safetensors"), torch.float16).components["unet"]
+    full = build_components("sd15", dtype=torch.float16, device="meta", only=("unet",))["unet"]
+    assert sum(p.numel() for p in unet.parameters()) == sum(p.numel() for p in full.parameters()) > 800 * MIB
+    with pytest.raises(CheckpointError, match="pickle"):
+        blueprint(str(tmp_path / "model.ckpt"), torch.float16)
+    with pytest.raises(CheckpointError, match="no diffusers folder"):
+        blueprint(str(tmp_path), torch.float16)
