@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .device import available_ram, default_device, free_vram
 from .errors import BadInputError
+from .guard import guard
 from .hooks.precision import force_upcast
 from .models.anatomy import Anatomy
 from .planner import Plan, Request, check_size, make_plan
@@ -56,7 +57,8 @@ def optimize(
 ) -> Plan:
     """Make ``target`` run within a budget, in the fastest way that fits; use it afterwards as before.
 
-    What an earlier call attached to the same target is taken off first. :func:`restore` takes everything off.
+    What an earlier call attached to the same target is taken off first. :func:`restore` takes everything off. A larger
+    picture than planned (a hires fix) is planned anew before its first step, or refused there.
 
     Args:
         target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or its unet, vae or text encoder.
@@ -78,7 +80,16 @@ def optimize(
         approximate=approximate,
     )  # fmt: skip
     restore(target)
-    attach(target, chosen.settings, chosen.request.device).plan = chosen
+    attachment = attach(target, chosen.settings, chosen.request.device)
+    attachment.plan = chosen
+
+    def replan(width: int, height: int, batch: int) -> None:
+        optimize(
+            target, vram=vram, ram=ram, width=width, height=height, batch=batch, device=device, settings=settings,
+            approximate=approximate,
+        )  # fmt: skip
+
+    attachment.add(guard(attachment.anatomy, chosen.request, replan))
     return chosen
 
 

@@ -6,7 +6,7 @@ The record of what is attached lives on the target itself, so that both are free
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,6 +47,10 @@ class Attachment:
         except BaseException:
             self.undo()
             raise
+
+    def add(self, patches: Iterable[Patch]) -> None:
+        """Set further patches, outside those that are set already."""
+        self._undo.extend(set_patch(patch) for patch in patches)
 
     def undo(self) -> None:
         """Take everything off, last set first off; an error in one undoing does not keep the others from running."""
