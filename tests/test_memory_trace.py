@@ -296,6 +296,8 @@ def test_attention_holds_no_scores(shape, dtype):
     assert one <= traced.activation_peak_bytes <= 3.1 * one
     assert traced.flops == 4 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
     assert traced.output.transpose(1, 2).is_contiguous()
+    if not hasattr(nn, "attention"):  # torch 2.1
+        return
     assert trace(original, q, q, q).activation_peak_bytes <= 3.1 * one
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert trace(F.scaled_dot_product_attention, q, q, q).activation_peak_bytes >= scores

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Literal
 
 import torch
+
+from .lifetimes import Deaths
 
 Account = Literal["device", "weights", "host"]
 Kernels = Literal["gpu", "cpu"]
@@ -57,19 +58,19 @@ def weights_account() -> contextlib.AbstractContextManager[None]:
     return _in_account("weights")
 
 
-_host_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+_host_storages: set[int] = set()
+_deaths = Deaths(_host_storages.discard)
 
 
 def mark_host(tensor: torch.Tensor) -> None:
     """Remember for as long as it lives that the memory of ``tensor`` is the host's, for traces to come."""
-    storage = tensor.untyped_storage()
-    key = storage._cdata
-    _host_storages[key] = weakref.ref(storage, lambda _: _host_storages.pop(key, None))
+    _deaths.settle()
+    _host_storages.add(_deaths.watch(tensor.untyped_storage()))
 
 
 def unmark_host(tensor: torch.Tensor) -> None:
     """Forget what :func:`mark_host` remembered."""
-    _host_storages.pop(tensor.untyped_storage()._cdata, None)
+    _host_storages.discard(tensor.untyped_storage()._cdata)
 
 
 def is_host(tensor: torch.Tensor) -> bool:

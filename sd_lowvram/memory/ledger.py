@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .accounts import Account
+from .lifetimes import Deaths
 
 
 class Event(NamedTuple):
@@ -56,14 +57,13 @@ class Timeline:
         return max(self, key=lambda event: event.device_bytes)
 
 
-class _Booked(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a storage, with what is booked for it. ``born``: it was made after the ledger was opened."""
+@dataclass
+class _Booked:
+    """What is booked for a storage. ``born``: it was made after the ledger was opened."""
 
-    __slots__ = ("account", "born", "key", "nbytes")
-    key: int
-    nbytes: int
     account: Account
     born: bool
+    nbytes: int = 0
 
 
 class Ledger:
@@ -85,15 +85,15 @@ class Ledger:
         self.peak = self.host_peak = self.activation_peak = self.born_peak = self.largest = self.met = 0
         self.path = self.operator = ""
         self._booked: dict[int, _Booked] = {}
+        self._deaths = Deaths(self._strike)
 
     def book(self, tensor: Tensor, account: Account, *, born: bool = True) -> None:
         """Follow the storage of ``tensor`` from now on; of a storage that is followed already, note its new size."""
         storage = tensor.untyped_storage()
         booked = self._booked.get(storage._cdata)
         if booked is None:
-            booked = _Booked(storage, self._struck)
-            booked.key, booked.nbytes, booked.account, booked.born = storage._cdata, 0, account, born
-            self._booked[booked.key] = booked
+            self._deaths.settle()
+            booked = self._booked[self._deaths.watch(storage)] = _Booked(account, born)
         nbytes = storage.nbytes()
         if nbytes != booked.nbytes:
             self._change(booked, nbytes - booked.nbytes)
@@ -132,6 +132,7 @@ class Ledger:
 
     def close(self) -> None:
         """Stop following; the sums stay."""
+        self._deaths.forget()
         self._booked.clear()
 
     def _change(self, booked: _Booked, change: int) -> None:
@@ -144,6 +145,6 @@ class Ledger:
         if change > 0:
             self.look()
 
-    def _struck(self, booked: _Booked) -> None:
-        if self._booked.pop(booked.key, None) is not None:
-            self._change(booked, -booked.nbytes)
+    def _strike(self, key: int) -> None:
+        booked = self._booked.pop(key)
+        self._change(booked, -booked.nbytes)

@@ -1,0 +1,55 @@
+"""When storages die."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Before torch 2.2 a storage's Python object is made anew at each look, and a weak reference to it crashes.
+_probe = torch.empty(1)
+_OBJECTS_LAST = _probe.untyped_storage() is _probe.untyped_storage()
+
+
+class _Reference(weakref.ref):  # type: ignore[type-arg]
+    __slots__ = ("key",)
+    key: int
+
+
+class Deaths:
+    """Tells ``told`` the key (``storage._cdata``) of each watched storage that has died: at once, or at ``settle``."""
+
+    def __init__(self, told: Callable[[int], Any]) -> None:
+        self._told = told
+        self._references: dict[int, Any] = {}
+
+    def watch(self, storage: torch.UntypedStorage) -> int:
+        """Watch ``storage``; returns its key."""
+        key: int = storage._cdata
+        if _OBJECTS_LAST:
+            reference = self._references[key] = _Reference(storage, self._died)
+            reference.key = key
+        else:
+            self._references[key] = StorageWeakRef(storage)
+        return key
+
+    def settle(self) -> None:
+        """Where nobody tells of a death, look for the dead."""
+        if not _OBJECTS_LAST:
+            for key in [key for key, reference in self._references.items() if reference.expired()]:
+                self._gone(key)
+
+    def forget(self) -> None:
+        """Watch none any longer."""
+        self._references.clear()
+
+    def _died(self, reference: _Reference) -> None:
+        if self._references.get(reference.key) is reference:
+            self._gone(reference.key)
+
+    def _gone(self, key: int) -> None:
+        del self._references[key]
+        self._told(key)
