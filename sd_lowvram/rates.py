@@ -192,5 +192,3 @@ def _launch_time(device: torch.device) -> float:
             small.add_(1.0)
 
     return _seconds(many, device, 0.05) / 200
-
-

@@ -23,6 +23,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
 from ..weights import all_tensors, first_tensor, lent, map_tensors, own_tensors, set_data
+from .lending import lent_to_call
 
 
 def offload(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch | Change]:
@@ -175,7 +176,7 @@ def _layer_by_layer(anatomy: Anatomy, name: str, component: nn.Module, device: t
     fetch = functools.partial(to_device, device=device, weight=True)
 
     def run_layer(layer: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with lent(own_tensors(layer), fetch):
+        with lent_to_call(own_tensors(layer), fetch):
             return original(*args, **kwargs)
 
     def run_component(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,8 @@ from ..errors import NoSiteError, SettingsError
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, wrap
 from ..settings import Fidelity, Settings
-from ..weights import all_tensors, cast_activations, lent, own_tensors, set_data
+from ..weights import all_tensors, cast_activations, own_tensors, set_data
+from .lending import lent_to_call
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -183,5 +184,9 @@ def _widened_layers(component: nn.Module) -> Iterator[Patch]:
 def _run_widened(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     args, kwargs = cast_activations((args, kwargs), torch.float32)
     floating = (tensor for tensor in own_tensors(module) if tensor.is_floating_point())
-    with lent(floating, lambda data: data.to(torch.float32)):
+    with lent_to_call(floating, _widen):
         return original(*args, **kwargs)
+
+
+def _widen(data: Tensor) -> Tensor:
+    return data.to(torch.float32)

@@ -31,6 +31,7 @@ from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBl
 from ..patches import Patch, replace, value
 from ..settings import Settings
 from ..sizes import MIB
+from .lending import kept
 from .maps import AnyMap, Given, Map, ParkedMap, Statistics, Strip, load, spans
 
 _MOST_STRIP_BYTES = 16 * MIB
@@ -278,6 +279,7 @@ class _Run:
         sink = self._sweep(x, hidden, [second], [inner], "new" if self.wraps else hidden, gathered)
         return gathered, sink
 
+    @kept()
     def _sweep(
         self,
         x: AnyMap,
@@ -342,6 +344,7 @@ class _Run:
             strip = operation.run(strip, known)
         return strip
 
+    @kept()
     def _attention(
         self, x: AnyMap, known: Statistics | None, step: Attention, after: nn.GroupNorm | None
     ) -> tuple[Statistics | None, AnyMap]:
