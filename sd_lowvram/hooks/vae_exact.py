@@ -16,7 +16,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from ..settings import Settings
 from ..sizes import MIB
 from .lending import kept
 from .maps import AnyMap, Given, Map, ParkedMap, Statistics, Strip, load, spans
+from .vae_operations import Operation, first_half, needed_rows, operations_of, second_half
 
 _MOST_STRIP_BYTES = 16 * MIB
 _STRIPS_A_MAP = {4: 16, 2: 24}  # half types pass through float32 where they are normalised
@@ -98,102 +98,6 @@ def run_exact(steps: Sequence[Step], x: Tensor, settings: Settings, stage: str =
         return run()
 
 
-def _neighbours(start: int, stop: int) -> tuple[int, int]:
-    return start - 1, stop + 1
-
-
-def _before_doubling(start: int, stop: int) -> tuple[int, int]:
-    return (start - 1) // 2, -(-(stop + 1) // 2)
-
-
-def _before_halving(start: int, stop: int) -> tuple[int, int]:
-    return 2 * start, 2 * stop + 1
-
-
-@dataclass(frozen=True)
-class _Operation:
-    """What happens to a strip between two stored maps.
-
-    Attributes:
-        run: the work, given the statistics of ``norm``.
-        norm: the normalisation that it starts with, of the strip's hidden rows with ``of_hidden``.
-        needs: the rows of its input for rows (start, stop) of its output.
-        resize: output rows for an input row.
-    """
-
-    run: Callable[[Strip, Statistics | None], Strip]
-    norm: nn.GroupNorm | None = None
-    of_hidden: bool = False
-    needs: Callable[[int, int], tuple[int, int]] = _neighbours
-    resize: float = 1.0
-
-
-def _convolution(step: Conv) -> _Operation:
-    def run(strip: Strip, statistics: Statistics | None) -> Strip:
-        data = strip.x if statistics is None else statistics.activated(strip.x)
-        return strip.shrunk(strip.convolve(step.conv, data))
-
-    return _Operation(run, step.norm)
-
-
-def _first_half(block: ResBlock) -> _Operation:
-    def run(strip: Strip, statistics: Statistics | None) -> Strip:
-        assert statistics is not None
-        hidden = strip.convolve(block.conv1, statistics.activated(strip.x))
-        return strip.shrunk(strip.inner(strip.x), hidden)
-
-    return _Operation(run, block.norm1)
-
-
-def _second_half(block: ResBlock) -> _Operation:
-    def run(strip: Strip, statistics: Statistics | None) -> Strip:
-        assert statistics is not None and strip.hidden is not None
-        hidden, strip.hidden = strip.hidden, None
-        result = strip.convolve(block.conv2, statistics.activated(hidden))
-        del hidden
-        return strip.shrunk(_joined(block, strip.inner(strip.x), result))
-
-    return _Operation(run, block.norm2, of_hidden=True)
-
-
-def _joined(block: ResBlock, x: Tensor, result: Tensor) -> Tensor:
-    shortcut = x if block.shortcut is None else block.shortcut(x)
-    result = result.add_(shortcut)
-    return result if block.scale == 1.0 else result.div_(block.scale)
-
-
-def _upsampling(step: Upsample) -> _Operation:
-    def run(strip: Strip, statistics: Statistics | None) -> Strip:
-        large = nn.functional.interpolate(strip.x, scale_factor=2.0, mode="nearest")
-        doubled = Strip(large, 2 * strip.start, 2 * strip.height, strip.wraps)
-        return doubled.shrunk(doubled.convolve(step.conv, large))
-
-    return _Operation(run, needs=_before_doubling, resize=2.0)
-
-
-def _downsampling(step: Downsample) -> _Operation:
-    def run(strip: Strip, statistics: Statistics | None) -> Strip:
-        odd = strip.start % 2
-        start = strip.start + odd
-        data = strip.x[:, :, odd : odd + strip.height - start]  # beyond the last row there is padding, not the first
-        last = start + data.shape[2] >= strip.height
-        result = step.conv(nn.functional.pad(data, (0, 1, 0, int(last))))
-        return Strip(result, start // 2, strip.height // 2, strip.wraps)
-
-    return _Operation(run, needs=_before_halving, resize=0.5)
-
-
-def _operations(step: Step) -> list[_Operation]:
-    if isinstance(step, ResBlock):
-        return [_first_half(step), _second_half(step)]
-    if isinstance(step, Upsample):
-        return [_upsampling(step)]
-    if isinstance(step, Downsample):
-        return [_downsampling(step)]
-    assert isinstance(step, Conv)
-    return [_convolution(step)]
-
-
 class _Overwritten:
     """A map that is read with a halo while strips are written over it: the last rows' old contents are kept."""
 
@@ -254,7 +158,7 @@ class _Run:
             both = math.prod(x.shape) * self.itemsize * (1 + block.norm2.num_channels / block.norm1.num_channels)
             if self.parks or both <= _PLAIN_MAPS / 2 * self.largest:
                 return self._two_maps(x, known, block, after)
-        operations = [operation for step in group for operation in _operations(step)]
+        operations = [operation for step in group for operation in operations_of(step)]
         statistics = [known if operation.norm is not None else None for operation in operations[:1]]
         for place in range(1, len(operations)):
             norm = operations[place].norm
@@ -272,7 +176,7 @@ class _Run:
         self, x: AnyMap, known: Statistics | None, block: ResBlock, after: nn.GroupNorm | None
     ) -> tuple[Statistics | None, AnyMap]:
         """A residual block with its inner map stored: every convolution runs once."""
-        first, second = _first_half(block), _second_half(block)
+        first, second = first_half(block), second_half(block)
         inner = Statistics(block.norm2)
         hidden = self._sweep(x, None, [first], [known], "new", inner, of_hidden=True)
         gathered = Statistics(after) if after is not None else None
@@ -284,7 +188,7 @@ class _Run:
         self,
         x: AnyMap,
         hidden: AnyMap | None,
-        operations: list[_Operation],
+        operations: list[Operation],
         statistics: list[Statistics | None],
         sink: Any,
         gathered: Statistics | None,
@@ -294,7 +198,7 @@ class _Run:
         ``gathered``."""
         resize = math.prod(operation.resize for operation in operations)
         height, width = int(x.shape[2] * resize), int(x.shape[3] * resize)
-        halo = -_needed(0, 0, operations)[0]
+        halo = -needed_rows(0, 0, operations)[0]
         readers: list[Any] = [x, hidden]
         if sink is not None and sink in (x, hidden):
             place = 0 if sink is x else 1
@@ -327,12 +231,12 @@ class _Run:
     def _strip(
         self,
         readers: list[Any],
-        operations: list[_Operation],
+        operations: list[Operation],
         statistics: list[Statistics | None],
         start: int,
         stop: int,
     ) -> Strip:
-        first, last = _needed(start, stop, operations)
+        first, last = needed_rows(start, stop, operations)
         x, hidden = readers
         height = x.shape[2]
         if not self.wraps:
@@ -406,13 +310,6 @@ def _grouped(steps: Sequence[Step], recomputed: bool) -> Iterator[list[Step]]:
         yield from ([step] for step in steps[downs[0] + 1 :])
     else:
         yield from ([step] for step in steps)
-
-
-def _needed(start: int, stop: int, operations: Sequence[_Operation]) -> tuple[int, int]:
-    """The rows of the first operation's input that rows (start, stop) of the last one's output depend on."""
-    for operation in reversed(operations):
-        start, stop = operation.needs(start, stop)
-    return start, stop
 
 
 def _first_norm(group: Sequence[Step]) -> nn.GroupNorm | None:
