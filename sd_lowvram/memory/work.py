@@ -74,8 +74,10 @@ def _convolution_flops(args: Any, result: Tensor) -> int:
 FLOPS: dict[Any, Callable[[Any, Any], int]] = {
     aten.mm.default: _product_flops,
     aten.bmm.default: _product_flops,
+    aten.bmm.out: _product_flops,
     aten.addmm.default: _sum_of_product_flops,
     aten.baddbmm.default: _sum_of_product_flops,
+    aten.baddbmm_.default: _sum_of_product_flops,
     aten.convolution.default: _convolution_flops,
 }
 for _name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
