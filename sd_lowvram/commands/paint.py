@@ -14,6 +14,7 @@ from ..errors import LowVRAMError
 from ..pictures import check_writable, output_paths, parameters_text, save_picture
 from ..schedulers import label_of, set_scheduler
 from .inputs import Job, check_device, open_picture
+from .noise import drawn_in_float32
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +133,7 @@ def _run(job: Job, pipe: Any, images: dict[str, Any], console: Console) -> list[
     negative = [job.negative] * job.batch if job.negative else None
     # On the CPU, so that a seed means the same picture on every device.
     seeds = [torch.Generator("cpu").manual_seed(((job.seed or 0) + n) % 2**64) for n in range(job.batch)]
-    with Bars(console, shown=not console.quiet).running() as bars:
+    with drawn_in_float32(), Bars(console, shown=not console.quiet).running() as bars:
         result = pipe(
             prompt=[job.prompt] * job.batch, negative_prompt=negative, generator=seeds,
             num_inference_steps=job.steps, guidance_scale=job.guidance,
@@ -155,8 +156,12 @@ def _after_step(steps: int, update: Callable[[str, int, int], None]) -> Callable
 
 
 def attention_that_ran(pipe: Any) -> str:
-    """The attention kernels that the hook saw running, "" where none was attached."""
-    return ""
+    """The attention kernels that the hook saw running, the most used first; "" where it was not attached."""
+    from ..hooks.attention import kernels_that_ran
+    from ..session import attachments
+
+    sites = {site.module: site for attachment in attachments(pipe) for site in attachment.anatomy.attentions}
+    return " + ".join(kernel for kernel, _ in kernels_that_ran(sites.values()).most_common())
 
 
 def _parameters(job: Job, pipe: Any, plan: Any) -> dict[str, Any]:
