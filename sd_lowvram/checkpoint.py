@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -177,8 +178,19 @@ def _explained(path: Path, load: Callable[[], DiffusionPipeline]) -> DiffusionPi
     except MemoryError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:400]
-        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {reason}") from error
+        raise CheckpointError(f"{path} cannot be loaded: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if shapes := re.search(r"because (\S+) expected shape \S*?\[([\d, ]*)\]\)?, but got \S*?\[([\d, ]*)\]", text):
+        # diffusers goes on with advice on arguments of its own.
+        name, wanted, found = shapes.groups()
+        return (
+            f"{name} is of shape [{found}] where this kind of model has [{wanted}]. A model with changed layers loads "
+            "from a diffusers folder, which states its shapes"
+        )
+    return f"{type(error).__name__}: {text[:400]}"
 
 
 @contextlib.contextmanager

@@ -137,6 +137,12 @@ def test_folder_with_a_truncated_part(small_world, made, tmp_path):
         load_pipeline(tmp_path / "folder")
 
 
+def test_a_file_with_other_layers(made):
+    """The single file says nothing of its widths: diffusers takes those of the full model."""
+    with pytest.raises(CheckpointError, match=r"is of shape \[\d.* where this kind .* has \[.*diffusers folder"):
+        load_pipeline(made("sd15")[1])
+
+
 def test_missing_things(tmp_path):
     with pytest.raises(CheckpointError, match="no model at"):
         load_pipeline(tmp_path / "nothing.safetensors")
