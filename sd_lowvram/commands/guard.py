@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -23,6 +24,10 @@ def guarded(debug: bool = False) -> Iterator[None]:
         _end(INTERRUPTED, "interrupted", debug)
     except LowVRAMError as error:
         _end(error.exit_code, str(error), debug)
+    except BrokenPipeError:
+        # Whoever read our output has left (head, less): no fault, and nothing more to tell. Python would flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(OURS) from None
     except MemoryError as error:
         _end(BUDGET, f"host memory is full: give a smaller --ram or picture ({error})", debug)
     except Exception as error:
