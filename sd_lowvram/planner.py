@@ -19,13 +19,11 @@ from .costs import Cost, Costs
 from .errors import BadInputError, BudgetError
 from .hooks.precision import compute_dtype, force_upcast, precision_fidelity
 from .models.anatomy import Anatomy
+from .overhead import Overhead
 from .rates import Rates
 from .settings import Fidelity, Settings
 from .sizes import MIB, format_size
 from .stages import Shape, Stage, latent_size
-
-CUDA_OVERHEAD_BYTES = 600 * MIB
-"""Context (300 to 450 MiB), library workspaces and allocator rounding on CUDA, a stated default until calibrated."""
 
 DEFAULT_STEPS = 30
 
@@ -260,7 +258,7 @@ class _Search:
         return within and (not limit or plan.largest_bytes <= limit)
 
     def _overhead(self) -> int:
-        return CUDA_OVERHEAD_BYTES if self.request.device.type == "cuda" else 0
+        return Overhead().total() if self.request.device.type == "cuda" else 0
 
     def _options(self, base: Settings, stage: Stage, only_last: bool = False) -> Iterator[StagePlan]:
         """Ways to run a stage, from the fastest to the smallest."""

@@ -136,6 +136,8 @@ BAD = [
     (["--output", "/proc/nowhere/a.png"], 2, "cannot be written"),
     (["--model", "nothing"], 2, "no model at"),
     (["--model", "nothing.ckpt"], 2, "no model at"),
+    (["--device", "banana"], 2, "cpu always can"),
+    (["--device", "meta"], 2, "cpu always can"),
     (["--banana"], 2, "--banana"),
 ]
 

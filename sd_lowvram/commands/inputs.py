@@ -116,7 +116,7 @@ def check_device(name: str) -> str:
     import torch
 
     try:
-        torch.zeros(1, device=name)
+        torch.zeros(1, device=name).item()  # asked back: meta makes tensors, but without numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().split("\n")[0]
         raise BadInputError(f"--device {name!r} cannot be used ({reason}): cpu always can") from error
