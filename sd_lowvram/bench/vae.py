@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import progress
 from ..architectures import build_components
 from ..demo import MODEL_PATH
 from ..session import attached
@@ -50,10 +51,11 @@ def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:
     ways: dict[str, Settings] = {"plain": Settings()}
     ways |= {kind: Settings(vae_tiles="exact", vae_map=kind) for kind in MAPS}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(repeats + 1):
+    for turn in range(repeats + 1):
         for way, settings in ways.items():
             with attached(vae, settings):
                 seconds[way].append(_seconds(vae, latents))
+        progress.report(f"{size}x{size}", turn + 1, repeats + 1)
     medians = {way: statistics.median(taken[1:]) for way, taken in seconds.items()}  # the first round warms up
     return {"size": size, "plain_seconds": medians["plain"]} | {kind: medians[kind] / medians["plain"] for kind in MAPS}
 

@@ -18,9 +18,13 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 def vae(as_json: Json = False, debug: Debug = False) -> None:
     """Exact tiles beside the plain decode: time, and how far every way is from it."""
     with guarded(debug):
-        from ..bench.vae import run
+        from rich.console import Console
 
-        run(json=as_json)
+        from ..bench.vae import run
+        from .show import Bars
+
+        with Bars(Console(stderr=True), shown=not as_json).running():
+            run(json=as_json)
 
 
 @bench.command()
