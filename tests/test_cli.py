@@ -184,10 +184,16 @@ def test_a_full_disk_is_seen_before_the_first_step(model, tmp_path):
     assert "2/2" not in done.stderr and list(tmp_path.iterdir()) == []
 
 
+def _heed_interrupts() -> None:
+    """A suite that was started in the background ignores them, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("repeat", [1, 2])
 def test_interrupted_in_the_middle(model, tmp_path, repeat):
     arguments = command("generate", "an apple", "--model", model, "--steps", 900, "-o", "out/a.png")
-    process = subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    options: dict = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": _heed_interrupts}
+    process = subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, **options)
     try:
         seen = ""
         while "seed:" not in seen and process.poll() is None:
