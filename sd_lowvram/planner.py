@@ -22,10 +22,13 @@ from .models.anatomy import Anatomy
 from .overhead import Overhead
 from .rates import Rates
 from .settings import Fidelity, Settings
-from .sizes import MIB, format_size
+from .sizes import format_size
 from .stages import Shape, Stage, latent_size
 
 DEFAULT_STEPS = 30
+
+_ASSUMED_CPU_FLOPS = 1e11
+"""Operations a second of a CPU that decodes beside a GPU: an assumption, as no profile tells it."""
 
 
 @dataclass(frozen=True)
@@ -253,9 +256,7 @@ class _Search:
 
     def _fits(self, plan: StagePlan) -> bool:
         request = self.request
-        within = plan.peak_bytes + self._overhead() <= request.vram and plan.host_bytes <= request.ram
-        limit = (getattr(self.base, "largest_allocation_mib", None) or 0) * MIB
-        return within and (not limit or plan.largest_bytes <= limit)
+        return plan.peak_bytes + self._overhead() <= request.vram and plan.host_bytes <= request.ram
 
     def _overhead(self) -> int:
         return Overhead().total() if self.request.device.type == "cuda" else 0
@@ -309,7 +310,7 @@ class _Search:
     def _stage_on_cpu(
         self, settings: Settings, stage: Stage, choice: dict[str, Any], weights: dict[str, int]
     ) -> StagePlan:
-        """The decoder in host memory, in fp32; its time from a CPU a tenth as fast as a small GPU."""
+        """The decoder in host memory, in fp32."""
         cost = self.costs(stage, dataclasses.replace(settings, precision="fp32", offload=None, decoder_device=None))
         others = sum(weights.values()) - weights[stage.component] if settings.offload == "none" else 0
         waiting = 0 if settings.offload == "none" else sum(weights.values()) - weights[stage.component]
@@ -321,7 +322,7 @@ class _Search:
             activation_bytes=0,
             host_bytes=waiting + cost.peak_bytes + cost.host_bytes,
             largest_bytes=0,
-            seconds=cost.flops / 1e11,
+            seconds=cost.flops / _ASSUMED_CPU_FLOPS,
             choice=choice,
         )
 
