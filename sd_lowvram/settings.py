@@ -167,9 +167,10 @@ class Settings:
     )
     offload: str | None = _knob(
         label="Offload",
-        help="weights on the device: all (none), one component at a time (component), one layer at a time (layer)",
+        help="weights on the device: all (none), one component, half a UNet (halves), as many blocks as weights_mib "
+        "holds, the rest streamed under the compute (blocks), or one layer at a time (layer)",
         type=str,
-        choices=("none", "component", "layer"),
+        choices=("none", "component", "layer", "halves", "blocks"),
         fidelity=_BITWISE,
     )
     feed_forward_chunks: int | None = _knob(
@@ -207,6 +208,37 @@ class Settings:
         help="the conditional and unconditional half one after the other inside each module of the UNet",
         type=bool,
         fidelity=_ROUNDING,
+    )
+    weights_mib: int | None = _knob(
+        label="Weights on the device",
+        help="device memory for streamed weights: those that stay and the ring through which the others pass",
+        type=int,
+        minimum=1,
+        maximum=1048576,
+        unit="MiB",
+        fidelity=_BITWISE,
+    )
+    split_layers: bool | None = _knob(
+        label="Split layers",
+        help="streamed layers that are larger than the ring come and compute by output rows",
+        type=bool,
+        fidelity=_ROUNDING,
+    )
+    weight_storage: str | None = _knob(
+        label="Weight storage",
+        help="weights kept in 8 bits, with a scale for each output channel, and widened when used",
+        type=str,
+        choices=("fp8", "int8"),
+        fidelity=_APPROXIMATE,
+    )
+    largest_mib: int | None = _knob(
+        label="Largest allocation",
+        help="plan nothing whose largest single allocation is above this, for devices that have such a limit",
+        type=int,
+        minimum=1,
+        maximum=1048576,
+        unit="MiB",
+        fidelity=_BITWISE,
     )
 
     def __post_init__(self) -> None:
