@@ -33,6 +33,9 @@ class Fidelity(enum.IntEnum):
 
 
 SURFACES = ("cli", "node", "panel")
+_NOT_COMFYUI = ("cli", "panel")
+"""For knobs that would act on what ComfyUI does itself: it shares one set of weights among all clones of a model and
+keeps account of where they are and in which type; it runs every prompt in inference mode."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Settings:
             "autocast-fp16": _APPROXIMATE,
             "autocast-bf16": _APPROXIMATE,
         },
+        surfaces=_NOT_COMFYUI,
     )
     attention: str | None = _knob(
         label="Attention",
@@ -122,12 +126,14 @@ class Settings:
         help="memory format of convolutions; faster on recent GPUs and CPUs",
         type=bool,
         fidelity=_ROUNDING,
+        surfaces=_NOT_COMFYUI,
     )
     inference_mode: bool | None = _knob(
         label="Inference mode",
         help="run the model without autograd's bookkeeping",
         type=bool,
         fidelity=_BITWISE,
+        surfaces=_NOT_COMFYUI,
     )
     vae_slices: bool | None = _knob(
         label="VAE slices",
@@ -172,6 +178,7 @@ class Settings:
         type=str,
         choices=("none", "component", "layer", "halves", "blocks"),
         fidelity=_BITWISE,
+        surfaces=_NOT_COMFYUI,
     )
     feed_forward_chunks: int | None = _knob(
         label="Feed-forward chunks",
@@ -217,12 +224,14 @@ class Settings:
         maximum=1048576,
         unit="MiB",
         fidelity=_BITWISE,
+        surfaces=_NOT_COMFYUI,
     )
     split_layers: bool | None = _knob(
         label="Split layers",
         help="streamed layers that are larger than the ring come and compute by output rows",
         type=bool,
         fidelity=_ROUNDING,
+        surfaces=_NOT_COMFYUI,
     )
     weight_storage: str | None = _knob(
         label="Weight storage",
@@ -230,6 +239,7 @@ class Settings:
         type=str,
         choices=("fp8", "int8"),
         fidelity=_APPROXIMATE,
+        surfaces=_NOT_COMFYUI,
     )
     largest_mib: int | None = _knob(
         label="Largest allocation",
