@@ -1,0 +1,1 @@
+"""Weights that are brought to the device while others compute."""

@@ -1,0 +1,118 @@
+"""Which weights stay on the device, where in the ring the others go, and when each may be fetched.
+
+A step runs units one after the other: a unit is what is brought in as one piece, a layer or a few. Those that do not
+stay are *streamed*: each has a fixed place in one buffer, the ring, and is fetched there in every step, in the order of
+``Schedule.fetches``, as soon as the copy engine is free and the last unit that used any of these bytes has computed.
+Places are fixed, so that views are made once, nothing fragments, and what is on the device never exceeds the ring.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ..errors import BudgetError
+from ..sizes import format_size
+
+ALIGNMENT = 512
+"""Bytes to which places in the ring are rounded: what the CUDA allocator gives, and enough for every kernel."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are brought in and used together, in the order in which a step uses them.
+
+    Attributes:
+        name: for people.
+        bytes: of its weights, on the device.
+        seconds: that it computes; its weights are on the device for all of it.
+        gap: seconds from its end until the next unit begins: what computes there needs no weights.
+    """
+
+    name: str
+    bytes: int
+    seconds: float
+    gap: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """One copy from host memory into the ring.
+
+    Attributes:
+        unit: number of the unit.
+        offset: of its first byte in the ring.
+        after: number of the unit whose end frees the last of these bytes. It computes before ``unit``: in the same
+            step where ``after < unit``, else in the step before; in a first step there is nothing to wait for.
+    """
+
+    unit: int
+    offset: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Where every unit's weights are.
+
+    Attributes:
+        resident: numbers of the units that stay.
+        resident_bytes: what these take.
+        ring_bytes: size of the buffer through which the others pass.
+        fetches: of every other unit with weights, one a step, in the order in which they are issued. The fetches of
+            the next step follow at once: they run while this step's last units compute.
+    """
+
+    resident: frozenset[int]
+    resident_bytes: int
+    ring_bytes: int
+    fetches: tuple[Fetch, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        """On the device at every moment: residents and ring."""
+        return self.resident_bytes + self.ring_bytes
+
+
+def aligned(size: int) -> int:
+    """``size`` rounded up to a place in the ring."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out(units: Sequence[Unit], resident: Collection[int], ring_bytes: int) -> Schedule:
+    """The schedule in which streamed units follow each other round the ring, fetched in the order of their use.
+
+    A unit that does not fit behind the one before begins at the start of the ring again.
+
+    Raises:
+        BudgetError: a streamed unit is larger than the ring.
+    """
+    streamed = [number for number, unit in enumerate(units) if unit.bytes and number not in resident]
+    offsets: dict[int, int] = {}
+    head = 0
+    for number in streamed:
+        size = aligned(units[number].bytes)
+        if size > ring_bytes:
+            raise BudgetError(
+                f"{units[number].name} has {format_size(size)} of weights and the ring {format_size(ring_bytes)}: "
+                "give it more, or let layers be split",
+                needed_bytes=size,
+                stage=units[number].name,
+            )
+        head = 0 if head + size > ring_bytes else head
+        offsets[number] = head
+        head += size
+    fetches = tuple(Fetch(number, offsets[number], _after(units, offsets, number)) for number in streamed)
+    kept = frozenset(number for number, unit in enumerate(units) if unit.bytes and number in resident)
+    return Schedule(kept, sum(aligned(units[number].bytes) for number in kept), ring_bytes if fetches else 0, fetches)
+
+
+def _after(units: Sequence[Unit], offsets: dict[int, int], number: int) -> int:
+    """The last unit before ``number``, going back into the step before, that has any of its bytes of the ring."""
+    start, stop = offsets[number], offsets[number] + aligned(units[number].bytes)
+    for other in itertools.chain(range(number - 1, -1, -1), range(len(units) - 1, number, -1)):
+        begins = offsets.get(other)
+        if begins is not None and begins < stop and start < begins + aligned(units[other].bytes):
+            return other
+    return number
