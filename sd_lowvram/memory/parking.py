@@ -53,8 +53,8 @@ def to_device(tensor: Tensor, device: torch.device | str, *, weight: bool = Fals
 
 def to_host(tensor: Tensor, pin: bool | None = None) -> Tensor:
     """A copy of ``tensor`` in host memory, in the host's account, complete on return; strides kept where dense."""
-    order = _dense_order(tensor)
-    copy = host_empty([tensor.shape[dim] for dim in order], tensor.dtype, pin).permute(_inverse(order))
+    order = dense_order(tensor)
+    copy = host_empty([tensor.shape[dim] for dim in order], tensor.dtype, pin).permute(inverse(order))
     return copy.copy_(tensor.detach())
 
 
@@ -84,7 +84,7 @@ class Parked:
         self._event: torch.cuda.Event | None = None
         self.device = device
         self.dtype = host.dtype
-        self.shape = host.permute(_inverse(order)).shape
+        self.shape = host.permute(inverse(order)).shape
         self.nbytes = host.numel() * host.element_size()
 
     @classmethod
@@ -139,7 +139,7 @@ class Parked:
         with self._in_order(place), device_account():
             staged = torch.empty(source.shape, dtype=self.dtype, device=place)
             staged.copy_(source, non_blocking=_unblocked(self._host, staged))
-            loaded = staged.permute(_inverse(self._order))
+            loaded = staged.permute(inverse(self._order))
             return loaded if self._format is torch.preserve_format else loaded.contiguous(memory_format=self._format)
 
     def _rows_on_host(self, rows: slice) -> Tensor:
@@ -167,14 +167,14 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
-def _dense_order(tensor: Tensor) -> list[int]:
+def dense_order(tensor: Tensor) -> list[int]:
     """The dimensions from the outermost in memory to the innermost; the plain order when memory has gaps."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
 
 
-def _inverse(order: Sequence[int]) -> list[int]:
+def inverse(order: Sequence[int]) -> list[int]:
     return [order.index(dim) for dim in range(len(order))]
 
 
@@ -184,7 +184,7 @@ def park(tensor: Tensor) -> Parked:
     On CUDA the copy runs on the current stream: overwrite or free ``tensor`` in the order of that stream.
     Fidelity: bitwise.
     """
-    order = _dense_order(tensor)
+    order = dense_order(tensor)
     pin = None if tensor.device.type == "cuda" else False
     parked = Parked(host_empty([tensor.shape[dim] for dim in order], tensor.dtype, pin), order, tensor.device)
     with parked._in_order(tensor.device), device_account():

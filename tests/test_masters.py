@@ -1,0 +1,182 @@
+"""The host's side of streamed weights: what is copied, what stays in its file, and how much memory that takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sd_lowvram.memory import is_host
+from sd_lowvram.sizes import MIB
+from sd_lowvram.streaming import masters as module
+from sd_lowvram.streaming.masters import CHUNK_BYTES, RING_BYTES, host_budget, mapped_bytes, masters_of
+
+CPU = torch.device("cpu")
+SHAPES = {"small": (3,), "scalar": (), "image": (8, 4, 3, 3), "large": (1300, 4096), "bytes": (77,)}
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> dict[str, Tensor]:
+    """Tensors that safetensors has mapped: one longer than two chunks of the ring, none in another type."""
+    noise = torch.Generator().manual_seed(0)
+    made = {name: torch.randn(shape, generator=noise).half() for name, shape in SHAPES.items()}
+    made["bytes"] = torch.arange(77, dtype=torch.uint8)
+    save_file(made, tmp_path / "weights.safetensors")
+    return load_file(tmp_path / "weights.safetensors")
+
+
+def _nbytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _in_file(tensor: Tensor) -> bool:
+    return module._Mapping().kind(tensor) == "mapped"
+
+
+def test_files_stay_mapped_where_memory_is_short_and_pass_the_ring(mapped: dict[str, Tensor]) -> None:
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in mapped.items()}
+    assert mapped["large"].nbytes > 1.2 * CHUNK_BYTES
+    masters = masters_of(mapped.values(), 0, CPU)
+    assert masters.pinned_bytes == masters.held_bytes == 0
+    assert masters.host_bytes == masters.ring_bytes == RING_BYTES
+    assert masters.mapped_bytes == _nbytes(mapped)
+    for _ in range(2):  # the second time round, chunks are used again
+        for name, tensor in mapped.items():
+            target = torch.zeros_like(tensor)
+            masters.copy_to(tensor.data, target)
+            assert torch.equal(target, before[name][1])
+            assert tensor.data_ptr() == before[name][0]
+            assert is_host(tensor)
+    masters.undo()
+    assert not any(is_host(tensor) for tensor in mapped.values())
+
+
+def test_the_ring_is_used(mapped: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    masters = masters_of(mapped.values(), 0, CPU)
+    seen: list[int] = []
+    copy = module._Ring.copy
+
+    def watched(ring: module._Ring, source: Tensor, *rest: object) -> None:
+        seen.append(len(source))
+        copy(ring, source, *rest)
+
+    monkeypatch.setattr(module._Ring, "copy", watched)
+    for tensor in mapped.values():
+        masters.copy_to(tensor.data, torch.empty_like(tensor))
+    assert sum(seen) == _nbytes(mapped)
+
+
+def test_memory_that_is_there_is_used(mapped: dict[str, Tensor]) -> None:
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in mapped.items()}
+    masters = masters_of(mapped.values(), 64 * MIB, CPU)
+    assert masters.mapped_bytes == masters.ring_bytes == masters.held_bytes == 0
+    assert _nbytes(mapped) <= masters.pinned_bytes <= 32 * MIB
+    assert not any(_in_file(tensor) for tensor in mapped.values())
+    for name, tensor in mapped.items():
+        target = torch.zeros_like(tensor)
+        masters.copy_to(tensor.data, target)
+        assert torch.equal(target, before[name][1])
+    masters.undo()
+    assert {name: tensor.data_ptr() for name, tensor in mapped.items()} == {
+        name: at for name, (at, _) in before.items()
+    }
+
+
+@pytest.mark.parametrize("ram", [0, 1, 33 * MIB, 36 * MIB, 40 * MIB, 48 * MIB])
+def test_never_more_than_the_budget(mapped: dict[str, Tensor], ram: int) -> None:
+    ordinary = torch.ones(1000)
+    masters = masters_of([ordinary, *mapped.values()], ram, CPU)
+    assert masters.held_bytes == 4000
+    assert masters.host_bytes <= max(ram, RING_BYTES + 4000)
+    masters.undo()
+    assert torch.equal(ordinary, torch.ones(1000))
+
+
+def test_never_more_than_a_share_of_the_machine(mapped: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    from sd_lowvram.device import Memory
+
+    monkeypatch.setattr(module, "host_memory", lambda: Memory(80 * MIB, 80 * MIB))
+    masters = masters_of(mapped.values(), 1 << 40, CPU)
+    assert masters.host_bytes <= 40 * MIB
+    assert masters.mapped_bytes > 0
+
+
+def test_the_budget_of_the_run_is_the_default(mapped: dict[str, Tensor]) -> None:
+    with host_budget(RING_BYTES):
+        masters = masters_of(mapped.values(), None, CPU)
+    assert masters.mapped_bytes == _nbytes(mapped)
+    masters.undo()
+    assert masters_of(mapped.values(), None, CPU).mapped_bytes == 0
+
+
+def test_ordinary_memory_is_not_copied() -> None:
+    tensor = torch.ones(2048, 2048)
+    at = tensor.data_ptr()
+    masters = masters_of([tensor], 1 << 40, CPU)
+    assert tensor.data_ptr() == at
+    assert masters.host_bytes == masters.held_bytes == tensor.nbytes
+
+
+def test_tied_weights_have_one_master(mapped: dict[str, Tensor]) -> None:
+    first = nn.Parameter(mapped["large"], requires_grad=False)
+    second = nn.Parameter(mapped["large"], requires_grad=False)
+    masters = masters_of([first, second, first], 1 << 30, CPU)
+    assert first.data_ptr() == second.data_ptr() != mapped["large"].data_ptr()
+    assert masters.pinned_bytes < 2 * first.nbytes
+    masters.undo()
+    assert first.data_ptr() == second.data_ptr() == mapped["large"].data_ptr()
+
+
+def test_strides_are_kept(mapped: dict[str, Tensor]) -> None:
+    tensor = mapped["image"].to(memory_format=torch.channels_last)
+    masters = masters_of([tensor, mapped["image"]], 1 << 30, CPU)
+    for ram in (0, 1 << 30):
+        masters = masters_of([mapped["image"].permute(0, 2, 3, 1)], ram, CPU)
+        target = torch.zeros(8, 4, 3, 3, dtype=torch.float16).permute(0, 2, 3, 1)
+        masters.copy_to(mapped["image"].permute(0, 2, 3, 1), target)
+        assert torch.equal(target, mapped["image"].permute(0, 2, 3, 1))
+    target = torch.zeros(8, 4, 3, 3, dtype=torch.float16)  # other strides than the source: slower, and as right
+    masters.copy_to(tensor, target)
+    assert torch.equal(target, tensor)
+
+
+@pytest.mark.parametrize("ram", [0, 1 << 30])
+def test_what_is_fused_meanwhile_stays(mapped: dict[str, Tensor], ram: int) -> None:
+    weight = nn.Parameter(mapped["large"], requires_grad=False)
+    wanted = weight.detach() + 1
+    masters = masters_of([weight], ram, CPU)
+    weight.data += 1
+    target = torch.zeros_like(weight)
+    masters.copy_to(weight.data, target)
+    assert torch.equal(target, wanted)
+    masters.undo()
+    assert torch.equal(weight, wanted)
+
+
+def test_other_contents_are_copied_too(mapped: dict[str, Tensor]) -> None:
+    weight = nn.Parameter(mapped["large"], requires_grad=False)
+    masters = masters_of([weight], 0, CPU)
+    weight.data = torch.full_like(weight, 3)
+    target = torch.zeros_like(weight)
+    masters.copy_to(weight.data, target)
+    assert torch.equal(target, weight)
+
+
+def test_works_inside_inference_mode(mapped: dict[str, Tensor]) -> None:
+    with torch.inference_mode():
+        masters = masters_of(mapped.values(), 0, CPU)
+        target = torch.zeros_like(mapped["large"])
+        masters.copy_to(mapped["large"].data, target)
+    assert torch.equal(target, mapped["large"])
+
+
+def test_mapped_bytes_of_modules(mapped: dict[str, Tensor]) -> None:
+    layer = nn.Linear(4096, 1300, bias=True)
+    assert mapped_bytes(layer) == 0
+    layer.weight = nn.Parameter(mapped["large"], requires_grad=False)
+    assert mapped_bytes(layer) == mapped["large"].nbytes
+    with torch.device("meta"):
+        assert mapped_bytes(nn.Linear(10, 10)) == 440
