@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .api import decode, encode, optimize, plan
     from .memory import MemoryTrace, trace
     from .planner import Plan
+    from .recording import measured
     from .session import attached, restore
     from .settings import Fidelity, Settings
 
@@ -30,6 +31,7 @@ __all__ = [
     "decode",
     "encode",
     "errors",
+    "measured",
     "optimize",
     "plan",
     "restore",
@@ -42,6 +44,7 @@ _HOMES = {
     "encode": ".api",
     "optimize": ".api",
     "attached": ".session",
+    "measured": ".recording",
     "restore": ".session",
     "trace": ".memory",
     "MemoryTrace": ".memory",

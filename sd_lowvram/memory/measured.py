@@ -31,19 +31,24 @@ def _peak_on_gpu(function: Callable[[], Any]) -> int:
 
 
 def _peak_on_cpu(function: Callable[[], Any]) -> int:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    with allocator_profile() as profile:
         function()
     live = peak = 0
-    for _, change in sorted(_allocator_events(profiler), key=lambda event: event[0]):
+    for _, change in sorted(allocator_events(profile), key=lambda event: event[0]):
         live += change
         peak = max(peak, live)
     return peak
 
 
-def _allocator_events(profiler: torch.profiler.profile) -> list[tuple[int, int]]:
-    """Time and change in bytes of every allocation and release on the CPU."""
-    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+def allocator_profile() -> torch.profiler.profile:
+    """A profiler of the CPU allocator, to be entered."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+
+def allocator_events(profile: torch.profiler.profile) -> list[tuple[int, int]]:
+    """Nanoseconds since the epoch, and change in bytes, of every allocation and release on the CPU."""
+    results: Any = profile.profiler.kineto_results  # type: ignore[union-attr]
     events = [event for event in results.events() if event.name() == "[memory]"]
-    clock = "start_ns" if events and hasattr(events[0], "start_ns") else "start_us"
-    return [(getattr(event, clock)(), event.nbytes()) for event in events]
+    if events and not hasattr(events[0], "start_ns"):  # before torch 2.4
+        return [(1000 * event.start_us(), event.nbytes()) for event in events]
+    return [(event.start_ns(), event.nbytes()) for event in events]
