@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .models.anatomy import Anatomy
 from .patches import Patch, wrap
-from .planner import Request
+from .plans import Request
 from .stages import scale_factor
 from .weights import first_tensor
 

@@ -1,0 +1,124 @@
+"""What is asked of the planner, and what it answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import BadInputError
+from .rates import Rates
+from .settings import Fidelity, Settings
+from .stages import Shape
+
+DEFAULT_STEPS = 30
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: pixels, pictures, bytes of device and host memory, the device and its rates."""
+
+    width: int
+    height: int
+    batch: int
+    vram: int
+    ram: int
+    device: torch.device
+    rates: Rates
+    steps: int = DEFAULT_STEPS
+    guidance: bool = True
+    encodes: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.width, self.height, self.batch, self.guidance)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Bytes at the peak, and the seconds of the whole run.
+
+    Attributes:
+        peak_bytes: on the device, weights included.
+        overhead_bytes: of the driver and the libraries, besides.
+        weights_bytes, activation_bytes: on the device in the stage that has the peak.
+        host_bytes: weights and maps that wait in host memory.
+        largest_bytes: the largest single allocation.
+        seconds: text, all steps, decoding, and moving the weights.
+        stage: the one with the peak.
+    """
+
+    peak_bytes: int
+    overhead_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    host_bytes: int
+    largest_bytes: int
+    seconds: float
+    stage: str
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together)."""
+
+    name: str
+    component: str
+    peak_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    host_bytes: int
+    largest_bytes: int
+    seconds: float
+    choice: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings with what they are predicted to need, and why they were chosen.
+
+    Attributes:
+        settings: every knob as it is attached.
+        fits: the peak and the overhead together stay within the budget, and the host's share within its own.
+        predicted: the run as a whole; ``stages`` each part of it.
+        minimum_peak_bytes: the least peak that any allowed settings reach; ``minimum_vram_bytes`` adds the overhead.
+        minimum_ram_bytes: host memory that those smallest settings need.
+        fidelity: the farthest from the baseline that any chosen setting goes.
+        reasons: sentences for people.
+    """
+
+    settings: Settings
+    request: Request
+    fits: bool
+    predicted: Predicted
+    stages: tuple[StagePlan, ...]
+    minimum_peak_bytes: int
+    minimum_vram_bytes: int
+    minimum_ram_bytes: int
+    fidelity: Fidelity
+    reasons: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
+        return plain | {
+            "settings": self.settings.as_dict(),
+            "request": request | {"rates": self.request.rates.name},
+            "predicted": dataclasses.asdict(self.predicted),
+            "stages": [dataclasses.asdict(stage) for stage in self.stages],
+            "fidelity": str(self.fidelity),
+            "reasons": list(self.reasons),
+        }
+
+
+def check_size(width: int, height: int, batch: int = 1, factor: int = 8) -> None:
+    """Raise BadInputError unless the picture's sides are positive multiples of ``factor``; says what is nearest."""
+    for name, pixels in (("width", width), ("height", height)):
+        if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < factor or pixels % factor:
+            near = f": the nearest is {max(factor, factor * round(pixels / factor))}" if isinstance(pixels, int) else ""
+            raise BadInputError(f"{name} {pixels!r} must be a positive multiple of {factor}{near}")
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise BadInputError(f"batch {batch!r} must be a whole number of at least 1")
