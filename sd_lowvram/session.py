@@ -28,7 +28,18 @@ class Attachment:
         self.device = device
         self.sites: dict[str, int] = {}
         self.plan: Any = None
+        self._steps: list[Patch | Change] | None = None
         self._undo: list[Callable[[], None]] = []
+
+    def prepare(self) -> None:
+        """Find the sites and make the patches, and set none of them.
+
+        Raises:
+            NoSiteError, SettingsError.
+        """
+        if self._steps is None:
+            hooks = active_hooks(self.settings)
+            self._steps = [step for hook in hooks for step in hook(self.anatomy, self.settings, self.device)]
 
     def apply(self) -> None:
         """Set every patch; when one fails, none stays.
@@ -36,12 +47,12 @@ class Attachment:
         Raises:
             NoSiteError, ConflictError, SettingsError: before anything has been set.
         """
-        steps = [
-            step for hook in active_hooks(self.settings) for step in hook(self.anatomy, self.settings, self.device)
-        ]
-        refuse_conflicts(step for step in steps if isinstance(step, Patch))
+        self.prepare()
+        assert self._steps is not None
+        refuse_conflicts(step for step in self._steps if isinstance(step, Patch))
+        self.sites = {}
         try:
-            for step in steps:
+            for step in self._steps:
                 self._undo.append(step.apply() if isinstance(step, Change) else set_patch(step))
                 self.sites[step.hook] = self.sites.get(step.hook, 0) + 1
         except BaseException:
@@ -84,6 +95,28 @@ def attach(target: Any, settings: Settings, device: torch.device) -> Attachment:
     attachment.apply()
     vars(target).setdefault(RECORD, []).append(attachment)
     return attachment
+
+
+def prepare(target: Any, settings: Settings, device: torch.device) -> Attachment:
+    """What :func:`attach` would set, made ready and not set: for hosts that enter and leave around every call.
+
+    Raises:
+        BadInputError, NoSiteError, SettingsError: as :func:`attached`.
+    """
+    attachment = Attachment(anatomy_of(target), settings, device)
+    attachment.prepare()
+    return attachment
+
+
+@contextlib.contextmanager
+def entered(target: Any, attachment: Attachment) -> Iterator[None]:
+    """Within the block ``target`` runs with an attachment from :func:`prepare`; it may be entered again and again."""
+    attachment.apply()
+    vars(target).setdefault(RECORD, []).append(attachment)
+    try:
+        yield
+    finally:
+        detach(target, attachment)
 
 
 def detach(target: Any, attachment: Attachment) -> None:
