@@ -1,0 +1,8 @@
+"""The WebUI's door: hands on to webui_ext, which is found because this file's extension is on the path just now."""
+
+from webui_ext import register
+from webui_ext.script import LowVRAMScript
+
+__all__ = ["LowVRAMScript"]
+
+register()

@@ -1,0 +1,19 @@
+"""sd-lowvram in AUTOMATIC1111's WebUI, Forge and reForge: a panel, settings, infotext, grid axes and API arguments.
+
+What is chosen is handed to the core; nothing is computed here.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Hand the host our callbacks; it forgets them at every "Reload UI" and asks again."""
+    from modules import script_callbacks
+
+    from . import grid, optimizers, options, run
+
+    script_callbacks.on_ui_settings(options.add_options)
+    script_callbacks.on_before_ui(grid.add_axes)
+    script_callbacks.on_script_unloaded(run.stop)
+    if hasattr(script_callbacks, "on_list_optimizers"):  # reForge has none
+        script_callbacks.on_list_optimizers(optimizers.add_optimizers)

@@ -1,0 +1,136 @@
+"""The panel's arguments: the same list for page, HTTP API, infotext, X/Y/Z grid and the settings section.
+
+The order is append-only, because saved API payloads are positional: the panel's own arguments, then every knob of
+:class:`sd_lowvram.Settings` in its order. The API also takes one object of names in place of the list.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sd_lowvram.errors import BadInputError
+from sd_lowvram.settings import Knob, Settings, knobs
+from sd_lowvram.sizes import parse_size
+
+AUTO = "auto"
+PRESETS = ("exact", "exact and fastest", "smallest")
+_SWITCH = {"on": True, "off": False, True: True, False: False}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One control.
+
+    Attributes:
+        kind: "switch" (a checkbox), "size" (a text such as 4GB), "choice" (a list) or "number" (whole, 0 for none).
+        knob: whether it is one of the Settings; then "auto" and 0 leave it to the plan.
+    """
+
+    name: str
+    label: str
+    help: str
+    kind: str
+    default: Any
+    choices: tuple[str, ...] = ()
+    maximum: int = 0
+    knob: bool = False
+
+    def check(self, value: Any) -> Any:
+        """``value`` as the control would hold it.
+
+        Raises:
+            BadInputError: it is none that the control takes.
+        """
+        if value is None:
+            return self.default
+        if self.kind == "size":
+            text = str(value).strip()
+            if text:
+                parse_size(text, self.name)
+            return text
+        if self.kind == "switch" and value in _SWITCH:
+            return _SWITCH[value]
+        if self.kind == "choice":
+            word = {True: "on", False: "off"}.get(value, value) if "on" in self.choices else value
+            if word in self.choices:
+                return word
+        whole = isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+        if self.kind == "number" and whole and 0 <= value <= self.maximum:
+            return int(value)
+        takes = {"choice": f"one of {', '.join(self.choices)}", "number": f"a whole number from 0 to {self.maximum}"}
+        raise BadInputError(f"{self.name}={value!r} is not {takes.get(self.kind, 'true or false')}")
+
+    def setting(self, value: Any) -> Any:
+        """The value of the knob that a checked ``value`` stands for; None: undecided."""
+        if value == AUTO or (self.kind == "number" and value == 0):
+            return None
+        return _SWITCH.get(value, value) if "on" in self.choices else value
+
+
+_OWN = (
+    Argument("enabled", "Enable", "optimise the runs that start here", "switch", False),
+    Argument("vram", "VRAM budget", 'such as "4GB" or "3.5 GiB"; empty: what is free now', "size", ""),
+    Argument("ram", "RAM budget", "for what waits in host memory; empty: what is free now", "size", ""),
+    Argument(
+        "preset",
+        "Preset",
+        "exact: as little as fits the budget; exact and fastest: also kernels and formats that are faster; smallest: "
+        "the least memory, however slow. All give the same picture but for rounding",
+        "choice",
+        PRESETS[0],
+        PRESETS,
+    ),
+)
+
+
+def arguments() -> tuple[Argument, ...]:
+    """All arguments in the order of the positional list."""
+    shown = ((name, knob) for name, knob in knobs().items() if "panel" in knob.surfaces)
+    return (*_OWN, *(_of_knob(name, knob) for name, knob in shown))
+
+
+def _of_knob(name: str, knob: Knob) -> Argument:
+    label = f"{knob.label} ({knob.unit})" if knob.unit else knob.label
+    if knob.type is int:
+        return Argument(name, label, f"{knob.help}; 0: automatic", "number", 0, maximum=knob.maximum, knob=True)
+    choices = knob.choices or ("on", "off")
+    return Argument(name, label, knob.help, "choice", AUTO, (AUTO, *(one for one in choices if one != AUTO)), knob=True)
+
+
+def read(values: Sequence[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name, from the panel's list or from an API call's.
+
+    Args:
+        values: in the positional order, those left out at the end taken from ``defaults``; or one object of names.
+        defaults: the values of what is not named.
+
+    Raises:
+        BadInputError: an unknown name, or a value that its control does not take.
+    """
+    known = {argument.name: argument for argument in arguments()}
+    if values and isinstance(values[0], Mapping):
+        given = dict(values[0])
+    else:
+        given = dict(zip(known, values, strict=False))
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            raise BadInputError(f"unknown argument {name!r}: " + (f"{near[0]!r}?" if near else ", ".join(known)))
+    return {name: argument.check({**defaults, **given}.get(name)) for name, argument in known.items()}
+
+
+def settings_of(chosen: Mapping[str, Any]) -> Settings:
+    """The knobs that the panel decides, those of its preset included.
+
+    In a host, autograd is off already, and inference tensors would get in the way of a LoRA that changes weights.
+    """
+    decided = {one.name: one.setting(chosen[one.name]) for one in arguments() if one.knob}
+    settings = Settings(**decided).filled(inference_mode=False)
+    if settings.weights_mib is not None:
+        settings = settings.filled(offload="blocks")
+    if chosen["preset"] == "smallest":
+        return settings.filled(**Settings.smallest().as_dict())
+    return settings.filled(channels_last=False) if chosen["preset"] == "exact" else settings

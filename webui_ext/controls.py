@@ -1,0 +1,63 @@
+"""Gradio components from the arguments; a knob that is added to the settings appears here by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gradio as gr
+
+from .arguments import Argument, arguments
+
+TITLE = "Low VRAM"
+FIRST = ("vram", "preset", "attention", "vae_tiles", "decoder_device", "deterministic", "weights_mib")
+"""The arguments in sight; all others fold away under "Advanced"."""
+
+
+def build(
+    accordion: Callable[..., Any], tab: str, values: Mapping[str, Any], without: frozenset[str] = frozenset()
+) -> tuple[dict[str, Any], Any]:
+    """Draw the panel.
+
+    Args:
+        accordion: the host's InputAccordion: a checkbox that is an accordion too.
+        tab: "txt2img" or "img2img", for the elements' ids.
+        values: what the controls show at first, by name.
+        without: arguments that stay out of sight, as the host sees to them itself.
+
+    Returns:
+        the controls by name in the order of the positional list, and the line for the prediction.
+    """
+    known = {argument.name: argument for argument in arguments()}
+    made: dict[str, Any] = {}
+
+    def add(name: str) -> None:
+        made[name] = _component(known[name], f"{tab}_sd_lowvram_{name}", values[name], name not in without)
+
+    with accordion(value=values["enabled"], label=TITLE, elem_id=f"{tab}_sd_lowvram_enabled") as enabled:
+        made["enabled"] = enabled
+        line = gr.HTML(value="", elem_id=f"{tab}_sd_lowvram_prediction")
+        for start in range(0, len(FIRST), 4):
+            with gr.Row():
+                for name in FIRST[start : start + 4]:
+                    add(name)
+        with gr.Accordion("Advanced", open=False):
+            rest = [name for name in known if name not in made]
+            for start in range(0, len(rest), 3):
+                with gr.Row():
+                    for name in rest[start : start + 3]:
+                        add(name)
+    for component in made.values():
+        component.do_not_save_to_config = True  # the settings section keeps the defaults
+    return {name: made[name] for name in known}, line
+
+
+def _component(argument: Argument, elem_id: str, value: Any, visible: bool) -> Any:
+    common = {"label": argument.label, "value": value, "elem_id": elem_id, "visible": visible}
+    if argument.kind == "switch":
+        return gr.Checkbox(**common)
+    if argument.kind == "size":
+        return gr.Textbox(placeholder=argument.help, max_lines=1, **common)
+    if argument.kind == "number":
+        return gr.Number(precision=0, info=argument.help, **common)
+    return gr.Dropdown(choices=list(argument.choices), info=argument.help, **common)

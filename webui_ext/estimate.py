@@ -1,0 +1,92 @@
+"""The line that says whether a picture fits, for what the page shows just now.
+
+The page asks at every change; only the last question of a tab is answered. Planning runs the model's modules on fake
+tensors, which does not mix with a generation, so it waits for its turn in the host's queue, and gives up as soon as
+somebody asks anew. Answers are remembered.
+"""
+
+from __future__ import annotations
+
+import html
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from sd_lowvram.errors import BudgetError, LowVRAMError
+from sd_lowvram.planner import Plan
+from sd_lowvram.sizes import format_size
+
+_SETTLE_SECONDS = 0.3
+_KEPT = 256
+
+_known: OrderedDict[Hashable, str] = OrderedDict()
+_asked: dict[str, int] = {}
+_lock = threading.Lock()
+
+
+def answer(tab: str, key: Hashable, turn: Any, compute: Callable[[], str]) -> str | None:
+    """The line for ``key``; None when the tab asked for something else meanwhile.
+
+    Args:
+        turn: the host's queue, a lock whose ``acquire(False)`` does not wait.
+        compute: called once for a new key, in turn.
+    """
+    with _lock:
+        number = _asked[tab] = _asked.get(tab, 0) + 1
+    if key in _known:
+        return _known[key]
+    time.sleep(_SETTLE_SECONDS)
+    while _asked[tab] == number:
+        if key in _known:
+            return _known[key]
+        if turn.acquire(False):
+            try:
+                text = compute()
+            finally:
+                turn.release()
+            with _lock:
+                _known[key] = text
+                while len(_known) > _KEPT:
+                    _known.popitem(last=False)
+            return text
+        time.sleep(_SETTLE_SECONDS)
+    return None
+
+
+def sentence(make: Callable[[], Plan], size: str) -> str:
+    """What ``make`` plans, or why it refuses, for people."""
+    try:
+        plan = make()
+    except BudgetError as error:
+        return _line("does not fit", f"{size}: does not fit. {error}")
+    except LowVRAMError as error:
+        return complaint(f"{size}: {error}")
+    predicted = plan.predicted
+    total = format_size(predicted.peak_bytes + predicted.overhead_bytes)
+    steps = plan.request.steps
+    text = f"{size}: fits. Peak {total} of {format_size(plan.request.vram)}, reached in {predicted.stage}; "
+    text += f"about {_time(predicted.seconds)} for {steps} step{'s' if steps != 1 else ''}"
+    return _line("fits", text + "".join(f"; {reason}" for reason in plan.reasons[1:]))
+
+
+def complaint(text: str) -> str:
+    """The line for values that cannot be used."""
+    return _line("unusable", text)
+
+
+def note(text: str) -> str:
+    """The line when there is nothing to foretell yet."""
+    return _line("unknown", text)
+
+
+def _line(verdict: str, text: str) -> str:
+    colour = {"fits": "inherit", "unknown": "inherit"}.get(verdict, "#c00")
+    return f'<p data-verdict="{verdict}" style="color: {colour}; padding: 0.5em">{html.escape(text)}</p>'
+
+
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,56 @@
+"""Axes for the X/Y/Z grid, one for each argument but the switch: using one turns the panel on for its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from modules import scripts
+
+from sd_lowvram.errors import BadInputError
+
+from .arguments import Argument, arguments
+from .controls import TITLE
+
+OVERRIDES = "sd_lowvram_axes"
+"""The attribute of a generation under which the axes leave their values."""
+
+
+def add_axes() -> None:
+    """Append our axes to the grid script's, once."""
+    modules = [data.module for data in scripts.scripts_data if data.script_class.__module__ == "xyz_grid.py"]
+    for module in modules[:1]:
+        present = {option.label for option in module.axis_options}
+        wanted = [one for one in arguments() if one.name != "enabled"]
+        module.axis_options.extend(_axis(module, one) for one in wanted if _label(one) not in present)
+
+
+def _label(argument: Argument) -> str:
+    return f"[{TITLE}] {argument.label}"
+
+
+def _axis(module: Any, argument: Argument) -> Any:
+    more: dict[str, Any] = {"confirm": _confirm(argument)}
+    if argument.kind == "choice":
+        more["choices"] = lambda: list(argument.choices)
+    of_type = int if argument.kind == "number" else str
+    return module.AxisOption(_label(argument), of_type, _apply(argument), **more)
+
+
+def _apply(argument: Argument) -> Callable[[Any, Any, Any], None]:
+    def apply(p: Any, value: Any, values: Any) -> None:
+        # a grid copies its generation shallowly for every cell, so the cells must not share one dictionary
+        setattr(p, OVERRIDES, {**getattr(p, OVERRIDES, {}), "enabled": True, argument.name: value})
+
+    return apply
+
+
+def _confirm(argument: Argument) -> Callable[[Any, Any], None]:
+    def confirm(p: Any, values: Any) -> None:
+        for value in values:
+            try:
+                argument.check(value)
+            except BadInputError as error:
+                raise RuntimeError(str(error)) from None
+
+    return confirm

@@ -1,0 +1,67 @@
+"""What the WebUI has: which of the three it is, its model, and who moves the weights. Everything by duck typing.
+
+AUTOMATIC1111 holds an ldm or sgm shell; reForge the same shell beside ``forge_objects``; Forge only ``forge_objects``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from modules import devices
+from torch import nn
+
+from sd_lowvram.device import available_ram, free_vram
+from sd_lowvram.session import anatomy_of
+from sd_lowvram.sizes import parse_size
+from sd_lowvram.weights import all_tensors
+
+WEIGHTS = frozenset({"offload", "weights_mib", "split_layers", "weight_storage"})
+"""Knobs of where weights live and in which form: only for a host that leaves them alone."""
+
+
+def kind(model: Any) -> str:
+    """Which host it is, told from the loaded model: "a1111", "reforge" or "forge"."""
+    if not hasattr(model, "forge_objects"):
+        return "a1111"
+    return "reforge" if isinstance(model, nn.Module) else "forge"
+
+
+def is_loaded(model: Any) -> bool:
+    """Whether ``model`` is one, rather than the stand-in of before the first load."""
+    return model is not None and (hasattr(model, "first_stage_model") or hasattr(model, "forge_objects"))
+
+
+def moves_weights(model: Any) -> bool:
+    """Whether the host moves weights itself: Forge and reForge always, AUTOMATIC1111 with --medvram and --lowvram."""
+    return kind(model) != "a1111" or bool(getattr(model, "lowvram", False))
+
+
+def device() -> torch.device:
+    """Where the host computes."""
+    return torch.device(devices.device)
+
+
+def budget(text: str, model: Any, where: torch.device) -> int:
+    """Bytes for the run: as the user states them, or what is free now, the model's own weights counted as free."""
+    if text:
+        return parse_size(text, "vram")
+    held = (tensor for tensor in all_tensors(*anatomy_of(model).components.values()) if tensor.device == where)
+    return free_vram(where) + sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def free_in_steps(text: str) -> int:
+    """What is free now in steps of 256 MiB, where no budget is stated: for telling one answer from the next."""
+    return 0 if text else free_vram(device()) >> 28
+
+
+def queue() -> Any:
+    """The lock of the host's queue of generations."""
+    from modules import call_queue
+
+    return call_queue.queue_lock
+
+
+def host_budget(text: str) -> int:
+    """Bytes of host memory: as stated, or what is free now."""
+    return parse_size(text, "ram") if text else available_ram()

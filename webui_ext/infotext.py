@@ -1,0 +1,41 @@
+"""The panel's arguments in the parameters that a picture carries, written and pasted back.
+
+One entry, "Low VRAM: 4GB budget" aside: "vram 4GB | preset smallest | attention sliced", only what is not the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sd_lowvram.errors import BadInputError
+
+from .arguments import arguments
+
+KEY = "Low VRAM"
+_MARK = " | "
+
+
+def write(chosen: Mapping[str, Any]) -> str:
+    """The entry's text for checked arguments."""
+    changed = [one for one in arguments() if one.name != "enabled" and chosen[one.name] != one.default]
+    return _MARK.join(f"{one.name} {chosen[one.name]}" for one in changed) or "on"
+
+
+def paste(parameters: Mapping[str, Any], name: str) -> Any:
+    """The value of the argument ``name`` in a picture's parameters; None, which leaves the control as it is, when the
+    picture was made without us."""
+    text = parameters.get(KEY)
+    if text is None:
+        return None
+    if name == "enabled":
+        return True
+    argument = next(one for one in arguments() if one.name == name)
+    for part in str(text).split("|"):
+        written, _, value = part.strip().partition(" ")
+        if written == name:
+            try:
+                return argument.check(int(value) if argument.kind == "number" else value)
+            except (BadInputError, ValueError):  # of a newer version
+                return argument.default
+    return argument.default

@@ -1,0 +1,76 @@
+"""Our attention backends among the host's attention optimisations (AUTOMATIC1111 only).
+
+The host's own forward for scaled_dot_product_attention runs, so hypernetworks, masks and up-casting stay the host's;
+its one call of torch's function goes to our backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from sd_lowvram.hooks.attention import Redirect
+from sd_lowvram.kernels.attention import choose_backend, score_bytes
+from sd_lowvram.settings import Settings, knobs
+
+_LABELS = {
+    "sdpa": "torch's kernel by size, head width and GPU",
+    "fused-softmax": "exact, holds no score matrix",
+    "sliced": "exact, by slices",
+}
+
+
+class _OneHead(Redirect):
+    """The host's autoencoders call with (batch, pixels, channels)."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.dim() != 3:
+            return super().attend(query, key, value, *args, **kwargs)
+        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return super().attend(query, key, value, *args, **kwargs).squeeze(1)
+
+
+def add_optimizers(found: list[Any]) -> None:
+    """Append one optimisation for each backend; "Automatic" never takes them."""
+    try:
+        from modules import sd_hijack_optimizations as theirs
+
+        base, sdp = theirs.SdOptimization, theirs.scaled_dot_product_attention_forward
+        block = theirs.sdp_attnblock_forward
+    except (ImportError, AttributeError):  # Forge and reForge
+        return
+    for backend in knobs()["attention"].choices:
+        if backend in _LABELS:
+            found.append(_optimization(base, backend, sdp, block))
+
+
+def _optimization(base: type, backend: str, sdp: Callable[..., Any], block: Callable[..., Any]) -> Any:
+    class Optimization(base):  # type: ignore[misc, valid-type]
+        name = f"low-vram {backend}"
+        label = _LABELS[backend]
+        priority = -1
+
+        def apply(self) -> None:
+            import ldm.modules.attention as ldm_attention
+            import ldm.modules.diffusionmodules.model as ldm_model
+            import sgm.modules.attention as sgm_attention
+            import sgm.modules.diffusionmodules.model as sgm_model
+
+            for module in (ldm_attention, sgm_attention):
+                module.CrossAttention.forward = _redirected(sdp, backend)
+            for module in (ldm_model, sgm_model):
+                module.AttnBlock.forward = _redirected(block, backend)
+
+    return Optimization()
+
+
+def _redirected(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    settings = Settings(attention=backend)
+
+    def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with _OneHead(choose_backend(settings, x.device), score_bytes(settings)):
+            return forward(self, x, *args, **kwargs)
+
+    return run
