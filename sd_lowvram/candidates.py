@@ -80,13 +80,16 @@ class Pricing:
         if away and stage.component == self.anatomy.autoencoder:
             return self._on_cpu(settings, stage, choice, weights)
         streamed = settings.offload == "layer"
-        cost = self.costs(stage, self._as_traced(stage, settings, streamed))
+        cost = self.costs(stage, self.as_traced(stage, settings))
         resident = {name: size for name, size in weights.items() if not (away and name == self.anatomy.autoencoder)}
         own = 0 if streamed else weights[stage.component]
         others = sum(resident.values()) - own if settings.offload == "none" else 0
         waiting = 0 if settings.offload == "none" else sum(weights.values())
         waiting += sum(weights.values()) - sum(resident.values())
         parked = cost.host_bytes - (weights[stage.component] if streamed else 0)
+        moving = (
+            self.costs.largest_weight(settings.precision, stage.component) if settings.offload == "component" else 0
+        )
         return StagePlan(
             name=stage.name,
             component=stage.component,
@@ -94,18 +97,19 @@ class Pricing:
             weights_bytes=cost.peak_bytes - cost.activation_bytes + others,
             activation_bytes=cost.activation_bytes,
             host_bytes=waiting + max(0, parked),
+            held_bytes=sum(weights.values()) + max(cost.allocated_bytes, moving),
             largest_bytes=cost.largest_bytes,
             seconds=self._seconds(stage, settings, cost, weights[stage.component]),
             choice=choice,
         )
 
-    def _as_traced(self, stage: Stage, settings: Settings, streamed: bool) -> Settings:
+    def as_traced(self, stage: Stage, settings: Settings) -> Settings:
         """``settings`` as they act on one stage; weights that stay or move whole are added up without a trace."""
         upcast = force_upcast(self.anatomy, stage.component)
         half = compute_dtype(self.anatomy, stage.component, settings) == torch.float16
         precision = "fp32" if upcast and half else settings.precision
         return dataclasses.replace(
-            settings, precision=precision, offload="layer" if streamed else None, decoder_device=None
+            settings, precision=precision, offload="layer" if settings.offload == "layer" else None, decoder_device=None
         )
 
     def _on_cpu(self, settings: Settings, stage: Stage, choice: dict[str, Any], weights: dict[str, int]) -> StagePlan:
@@ -120,6 +124,7 @@ class Pricing:
             weights_bytes=others,
             activation_bytes=0,
             host_bytes=waiting + cost.peak_bytes + cost.host_bytes,
+            held_bytes=sum(weights.values()) + cost.allocated_bytes,
             largest_bytes=0,
             seconds=cost.flops / _ASSUMED_CPU_FLOPS,
             choice=choice,

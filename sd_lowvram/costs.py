@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .memory import kernels_of, trace
+from .memory import MemoryTrace, kernels_of, trace
 from .models.anatomy import Anatomy
 from .session import attached
 from .settings import Settings
@@ -35,7 +35,7 @@ class Cost:
         activation_bytes: the same without weights.
         host_bytes: most bytes that wait in host memory.
         largest_bytes: the largest single allocation.
-        allocated_bytes: most bytes that the stage makes in both accounts together: what a CPU's allocator sees.
+        allocated_bytes: most bytes of inputs and what the stage makes, both accounts together: what a CPU's allocator sees.
         flops: floating-point operations of matrix products and convolutions.
         moved_bytes: read and written by all operators.
         copied_bytes: crossing between device and host memory.
@@ -63,7 +63,7 @@ class Costs:
         self._encodes = encodes
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[tuple[str, Settings], Cost] = {}
-        self._weights: dict[str | None, dict[str, int]] = {}
+        self._weights: dict[str | None, dict[str, tuple[int, int]]] = {}
         self._fingerprints: dict[str, str] = {}
 
     @functools.cached_property
@@ -76,13 +76,24 @@ class Costs:
 
     def weights(self, precision: str | None) -> dict[str, int]:
         """Bytes of each component's weights in ``precision``."""
+        return {name: size for name, (size, _) in self._sizes(precision).items()}
+
+    def largest_weight(self, precision: str | None, component: str) -> int:
+        """Bytes of the largest weight of ``component`` in ``precision``."""
+        return self._sizes(precision)[component][1]
+
+    def _sizes(self, precision: str | None) -> dict[str, tuple[int, int]]:
+        """Of each component all weights' bytes, and the largest one's."""
         if precision not in self._weights:
             components = self._twin.components
             with self._mode, contextlib.ExitStack() as stack:
                 if precision is not None:
                     for component in components.values():
                         stack.enter_context(attached(component, Settings(precision=precision), device=self._device))
-                self._weights[precision] = {name: weight_bytes(component) for name, component in components.items()}
+                self._weights[precision] = {
+                    name: (weight_bytes(component), max(map(_bytes, all_tensors(component)), default=0))
+                    for name, component in components.items()
+                }
         return self._weights[precision]
 
     def __call__(self, stage: Stage, settings: Settings) -> Cost:
@@ -94,7 +105,9 @@ class Costs:
             self._known[key] = _remembered(place) or self._trace(stage, settings, place)
         return self._known[key]
 
-    def _trace(self, stage: Stage, settings: Settings, place: Path | None) -> Cost:
+    def trace(self, stage: Stage, settings: Settings) -> MemoryTrace:
+        """The whole trace of ``stage``, its timeline included."""
+        settings = relevant(stage.name, settings)
         component = self._twin.components[stage.component]
         on_twin = next(
             twin_stage
@@ -103,13 +116,16 @@ class Costs:
         )
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         with self._mode, torch.no_grad(), kernels, attached(component, settings, device=self._device):
-            traced = trace(on_twin.run, *on_twin.inputs())
+            return trace(on_twin.run, *on_twin.inputs())
+
+    def _trace(self, stage: Stage, settings: Settings, place: Path | None) -> Cost:
+        traced = self.trace(stage, settings)
         cost = Cost(
             peak_bytes=traced.peak_bytes,
             activation_bytes=traced.activation_peak_bytes + traced.input_bytes,
             host_bytes=traced.host_peak_bytes,
             largest_bytes=traced.largest_bytes,
-            allocated_bytes=traced.allocated_peak_bytes,
+            allocated_bytes=traced.allocated_peak_bytes + traced.input_bytes,
             flops=traced.flops,
             moved_bytes=traced.moved_bytes,
             copied_bytes=traced.copied_bytes,
@@ -158,6 +174,10 @@ def cache_folder() -> Path | None:
         return Path(named) if named else None
     base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "sd-lowvram" / "traces"
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _fingerprint(component: nn.Module) -> str:

@@ -62,7 +62,10 @@ class Predicted:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together)."""
+    """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together).
+
+    ``held_bytes`` are those of both accounts at one moment: what the allocator sees where the device is the CPU.
+    """
 
     name: str
     component: str
@@ -70,6 +73,7 @@ class StagePlan:
     weights_bytes: int
     activation_bytes: int
     host_bytes: int
+    held_bytes: int
     largest_bytes: int
     seconds: float
     choice: dict[str, Any]
