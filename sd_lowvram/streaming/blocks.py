@@ -1,0 +1,190 @@
+"""What is brought to the device in one piece: a few layers that follow each other, one layer, or some rows of one.
+
+Small layers that follow each other come together, because a copy has a price of its own; very small ones (norms) stay
+for good, because they are used in several places and all of them together weigh less than one convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from ..errors import ConflictError
+from .layers import Layer, inner_layers, place_bytes
+from .schedule import Unit, aligned
+
+Granularity = Literal["layer", "blocks", "halves"]
+
+_JOINED = 8
+"""Layers are joined up to this part of the largest one, so that joining makes no place on the device larger."""
+_STAYING = 512
+"""Layers below this part of the largest one stay: norms are, linear layers and convolutions are not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Layers whose weights come and go together.
+
+    Attributes:
+        name: for people.
+        layers: in the order in which a run calls them.
+        rows: where a single layer comes in parts: first and last output of this one. None: all.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    rows: tuple[int, int] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for layer in self.layers for tensor in layer.tensors)
+
+    @property
+    def bytes(self) -> int:
+        """On the device."""
+        if self.rows is None:
+            return sum(layer.bytes for layer in self.layers)
+        return sum(_row_bytes(tensor, self.rows[1] - self.rows[0]) for tensor in self.tensors)
+
+    def part(self, data: Tensor) -> Tensor:
+        """Of a tensor's contents, what belongs to this block."""
+        return data if self.rows is None else data[self.rows[0] : self.rows[1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """All layers of some models.
+
+    Attributes:
+        staying: layers that are on the device as long as any of the models runs.
+        streamed: the others, in the order in which a run uses them; which of them stay as well, a schedule says.
+        lookups: tables that never leave host memory.
+    """
+
+    staying: tuple[Layer, ...]
+    streamed: tuple[Block, ...]
+    lookups: tuple[Layer, ...] = ()
+
+    @property
+    def staying_bytes(self) -> int:
+        return sum({id(t): place_bytes(t) for layer in self.staying for t in layer.tensors}.values())
+
+    @property
+    def bytes(self) -> int:
+        """All of it on the device, tables left out."""
+        return self.staying_bytes + sum(block.bytes for block in self.streamed)
+
+    def units(self, seconds: Callable[[Block], float] = lambda block: 0.0) -> list[Unit]:
+        """The streamed blocks for a schedule."""
+        return [Unit(block.name, block.bytes, seconds(block)) for block in self.streamed]
+
+
+def blocks_of(layers: Sequence[Layer], granularity: Granularity = "blocks", part_bytes: int | None = None) -> Blocks:
+    """Put layers together, or cut them up.
+
+    Args:
+        layers: in the order in which a run calls them.
+        granularity: "halves": two blocks of about the same bytes. The others: small neighbours together.
+        part_bytes: layers that are larger come in parts of output rows that are not. None: every layer comes whole.
+
+    Raises:
+        ConflictError: a layer that is too large cannot be cut, because somebody else runs it or looks at its weights.
+    """
+    lookups = tuple(layer for layer in layers if layer.lookup)
+    layers = [layer for layer in layers if not layer.lookup]
+    if part_bytes is not None:
+        layers = [each for layer in layers for each in _cut_open(layer, part_bytes)]
+    largest = max((layer.bytes for layer in layers), default=0)
+    tied = _tied(layers)
+    staying: list[Layer] = []
+    moving: list[Layer] = []
+    for layer in layers:
+        small = layer.bytes <= largest // _STAYING
+        stays = small or layer.around or any(id(tensor) in tied for tensor in layer.tensors)
+        (staying if stays else moving).append(layer)
+    if granularity == "halves":
+        streamed = _halves(moving)
+    else:
+        streamed = [block for group in _joined(moving, largest // _JOINED) for block in _in_parts(group, part_bytes)]
+    return Blocks(tuple(staying), tuple(streamed), lookups)
+
+
+def _tied(layers: Iterable[Layer]) -> set[int]:
+    """Tensors that several layers hold: they come once and stay."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for layer in layers:
+        for tensor in layer.tensors:
+            (twice if id(tensor) in seen else seen).add(id(tensor))
+    return twice
+
+
+def _joined(layers: Iterable[Layer], most: int) -> Iterator[tuple[Layer, ...]]:
+    group: list[Layer] = []
+    for layer in layers:
+        if group and sum(one.bytes for one in group) + layer.bytes > most:
+            yield tuple(group)
+            group = []
+        group.append(layer)
+    if group:
+        yield tuple(group)
+
+
+def _halves(layers: Sequence[Layer]) -> list[Block]:
+    """The cut that leaves the smaller of the larger halves."""
+    sizes = [layer.bytes for layer in layers]
+    cut = min(range(len(layers) + 1), key=lambda at: max(sum(sizes[:at]), sum(sizes[at:])))
+    halves = [("first half", layers[:cut]), ("second half", layers[cut:])]
+    return [Block(name, tuple(half)) for name, half in halves if half]
+
+
+def _in_parts(group: tuple[Layer, ...], part_bytes: int | None) -> Iterator[Block]:
+    first = group[0]
+    if part_bytes is None or len(group) > 1 or first.bytes <= part_bytes:
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        yield Block(first.name + more, group)
+        return
+    outputs = len(first.tensors[0])
+    rows = _rows_within(first, part_bytes)
+    for start in range(0, outputs, rows):
+        stop = min(start + rows, outputs)
+        yield Block(f"{first.name}[{start}:{stop}]", group, (start, stop))
+
+
+def _rows_within(layer: Layer, part_bytes: int) -> int:
+    """Outputs of ``layer`` whose weights stay within ``part_bytes``, the same for all parts but the last."""
+    outputs = len(layer.tensors[0])
+    most = outputs
+    while most > 1 and sum(_row_bytes(tensor, most) for tensor in layer.tensors) > part_bytes:
+        most = most * 7 // 8
+    parts = -(-outputs // most)
+    even = -(-outputs // parts)
+    return even if most < 16 else min(most, -(-even // 8) * 8)  # matrix kernels like multiples of 8
+
+
+def _row_bytes(tensor: Tensor, rows: int) -> int:
+    return aligned(tensor.numel() // len(tensor) * rows * tensor.element_size())
+
+
+def _cut_open(layer: Layer, part_bytes: int) -> list[Layer]:
+    """``layer``, or what it is made of where it is too large and was wrapped."""
+    if layer.bytes <= part_bytes:
+        return [layer]
+    if layer.whole and hasattr(layer.module, "base_layer") and not any(getattr(layer.module, "use_dora", {}).values()):
+        return [each for inner in inner_layers(layer) for each in _cut_open(inner, part_bytes)]
+    if not can_be_cut(layer.module):
+        raise ConflictError(
+            f"{layer.name} is larger than its share of the device and cannot be split by rows, because "
+            f"{type(layer.module).__name__} is no plain Linear or Conv2d: give more weights_mib"
+        )
+    return [layer]
+
+
+def can_be_cut(module: Any) -> bool:
+    """Whether ``module`` computes each output from one row of its weight, by torch's own forward."""
+    if isinstance(module, nn.Conv2d) and module.groups != 1:
+        return False
+    return isinstance(module, (nn.Linear, nn.Conv2d)) and type(module).forward.__module__.startswith("torch.nn.")

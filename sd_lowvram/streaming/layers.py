@@ -1,0 +1,178 @@
+"""The layers of a model that are brought to the device one by one: modules that hold tensors and are called.
+
+A layer that somebody has wrapped (a LoRA around a Linear) or compiled comes whole, with all that is below it, because
+such a wrapper may look at the weights of what it wraps. Nothing is read here but what tensors there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import ConflictError
+from ..weights import all_tensors, own_tensors
+from .schedule import aligned
+
+_HOLDERS = (nn.ParameterList, nn.ParameterDict)
+"""Never called: what they hold is used by the module above."""
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""These read the weights of their children without calling them."""
+_LATER = ("mid_block", "middle_block", "up_blocks", "output_blocks")
+"""Children of a UNet that some classes define in another order than that in which they run."""
+_TURNS = ("resnets", "attentions")
+"""Lists whose modules run in turn."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A module that holds tensors.
+
+    Attributes:
+        name: its path, for people.
+        module: what is called.
+        tensors: its parameters and buffers; of a layer that comes whole, also those of all modules below.
+        whole: nothing below it is a layer of its own.
+        around: modules below it are layers of their own, and run while it runs.
+        lookup: a plain table of which a call reads a few rows: it is read where it is, in host memory.
+    """
+
+    name: str
+    module: nn.Module
+    tensors: tuple[Tensor, ...]
+    whole: bool = False
+    around: bool = False
+    lookup: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """On the device, each tensor rounded up to its place."""
+        return sum(place_bytes(tensor) for tensor in self.tensors)
+
+    @property
+    def entry(self) -> str:
+        """The attribute through which it is called."""
+        return "forward" if self.module._compiled_call_impl is None else "_compiled_call_impl"
+
+
+def layers_of(components: Mapping[str, nn.Module]) -> list[Layer]:
+    """The layers of models by name, as far as that can be told in the order in which a run calls them.
+
+    Raises:
+        ConflictError: weights that cannot be copied byte by byte (tensor subclasses of quantisers, the meta device).
+    """
+    seen: set[int] = set()
+    found = [layer for name, root in components.items() for layer in _below(name, root, seen)]
+    for layer in found:
+        for tensor in layer.tensors:
+            _refuse_foreign(layer, tensor)
+    return found
+
+
+def inner_layers(layer: Layer) -> list[Layer]:
+    """What a wrapped layer is made of: the layer inside and what was added around it."""
+    return list(_below(layer.name, layer.module, set(), apart=True))
+
+
+def _below(name: str, module: nn.Module, seen: set[int], apart: bool = False) -> Iterator[Layer]:
+    if id(module) in seen or isinstance(module, _HOLDERS):
+        return
+    seen.add(id(module))
+    if not apart and _comes_whole(module):
+        tensors = tuple(all_tensors(module))
+        if tensors:
+            yield Layer(name, module, tensors, whole=True)
+        return
+    children = _children(module)
+    holders = [child for _, child in children if isinstance(child, _HOLDERS)]
+    own = (*own_tensors(module), *all_tensors(*holders))
+    below = [layer for child, inner in children for layer in _below(f"{name}.{child}", inner, seen)]
+    if own:
+        lookup = type(module) is nn.Embedding and module.max_norm is None
+        yield Layer(name, module, own, around=bool(below), lookup=lookup)
+    yield from below
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    lists = [(name, child) for name, child in children if name in _TURNS and isinstance(child, nn.ModuleList)]
+    if len(lists) == len(_TURNS):
+        others = [item for item in children if item not in lists]
+        lists.sort(key=lambda item: _TURNS.index(item[0]))
+        named = [[(f"{name}.{number}", one) for number, one in enumerate(child)] for name, child in lists]
+        pairs = itertools.zip_longest(*named)
+        return [one for pair in pairs for one in pair if one is not None] + others
+    return sorted(children, key=lambda item: _LATER.index(item[0]) + 1 if item[0] in _LATER else _last(item[0]))
+
+
+def _last(name: str) -> int:
+    return len(_LATER) + 1 if name in ("conv_norm_out", "conv_act", "conv_out", "norm_out", "out") else 0
+
+
+def _comes_whole(module: Any) -> bool:
+    if is_compiled(module) or isinstance(module, _WHOLE) or hasattr(module, "parametrizations"):
+        return True
+    base = getattr(module, "base_layer", None)
+    return isinstance(base, nn.Module) and not isinstance(base, nn.Embedding)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of ``module`` go to a compiled function, by ``module.compile()`` or ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def place_bytes(tensor: Tensor) -> int:
+    """What a tensor takes on the device."""
+    return aligned(tensor.numel() * tensor.element_size())
+
+
+def _refuse_foreign(layer: Layer, tensor: Tensor) -> None:
+    kind = type(tensor)
+    if tensor.device.type == "meta" and not isinstance(tensor, FakeTensor):
+        raise ConflictError(f"{layer.name} has weights on the meta device: load them before they are streamed")
+    if isinstance(tensor, FakeTensor) or kind in (Tensor, nn.Parameter) or kind is getattr(nn, "Buffer", Tensor):
+        return
+    if type(tensor.data) is Tensor and not hasattr(kind, "__torch_dispatch__"):
+        return
+    raise ConflictError(
+        f"{layer.name} holds {kind.__name__} weights, which cannot be streamed byte by byte: "
+        'use Settings(offload="none") or unquantised weights'
+    )
+
+
+def signature(component: nn.Module) -> list[Any]:
+    """What layers depend on, cheap to ask before every run: modules, tensors, and what was merged into them."""
+    found: list[Any] = []
+    waiting = [component]
+    while waiting:
+        module = waiting.pop()
+        found.append(id(module))
+        held = module.__dict__
+        for tensors in (held["_parameters"], held["_buffers"]):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    found.append(id(tensor))
+        if "merged_adapters" in held:
+            found.append(tuple(held["merged_adapters"]))
+        if held.get("_compiled_call_impl") is not None:
+            found.append("compiled")
+        for child in held["_modules"].values():
+            if child is not None:
+                waiting.append(child)
+    return found
+
+
+def contents(tensors: list[Tensor]) -> list[Any]:
+    """Where the tensors' contents lie and how often they were written to, as far as torch tells."""
+    if tensors and isinstance(tensors[0], FakeTensor):
+        return [(tensor.untyped_storage()._cdata, tensor.dtype, version(tensor)) for tensor in tensors]
+    return [(tensor.data_ptr(), tensor.dtype, version(tensor)) for tensor in tensors]
+
+
+def version(tensor: Tensor) -> int:
+    """Rises when the tensor is written to in place; of tensors from inference mode, which do not count, 0."""
+    return 0 if tensor.is_inference() else tensor._version
