@@ -35,7 +35,7 @@ class Cost:
         activation_bytes: the same without weights.
         host_bytes: most bytes that wait in host memory.
         largest_bytes: the largest single allocation.
-        allocated_bytes: most bytes of inputs and what the stage makes, both accounts together: what a CPU's allocator sees.
+        allocated_bytes: most bytes of inputs and what the stage makes, in both accounts: what a CPU's allocator sees.
         flops: floating-point operations of matrix products and convolutions.
         moved_bytes: read and written by all operators.
         copied_bytes: crossing between device and host memory.

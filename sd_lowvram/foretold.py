@@ -50,7 +50,7 @@ def foretell(target: Any, plan: Plan) -> tuple[Course, ...]:
 def _course(stage: StagePlan, traced: MemoryTrace) -> Course:
     """The trace's timeline, raised by what the rest of the run holds meanwhile."""
     others, waiting = stage.peak_bytes - traced.peak_bytes, stage.host_bytes - traced.host_peak_bytes
-    events = list(traced.timeline)
+    events = [event for event in traced.timeline if event.operator]  # not the booking of what was there before
     size = -(-len(events) // _POINTS)
     device = tuple(max(e.device_bytes for e in events[at : at + size]) + others for at in range(0, len(events), size))
     host = tuple(max(e.host_bytes for e in events[at : at + size]) + waiting for at in range(0, len(events), size))

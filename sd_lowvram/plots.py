@@ -161,13 +161,15 @@ def _decorate(axes: Any, plan: Any, measured: Any, top: int) -> None:
 
     request, predicted = plan.request, plan.predicted
     budget = request.vram - predicted.overhead_bytes
+    both = request.device.type == "cpu" and predicted.host_bytes > 0
     handles: list[Any] = [Patch(color=_WEIGHTS, label="weights"), Patch(color=_ACTIVATIONS, label="activations")]
     if predicted.host_bytes:
         colour = {"color": _HOST} if request.device.type == "cpu" else {"alpha": 0}  # a GPU's is not drawn
-        handles.append(Patch(**colour, label=f"in host memory, up to {format_size(predicted.host_bytes)}"))
+        handles.append(Patch(**colour, label=f"host memory, up to {format_size(predicted.host_bytes)}"))
     if measured is not None:
-        handles.append(Line2D([], [], color=_MEASURED, label=f"measured, peak {format_size(measured.peak_bytes)}"))
-    label = f"budget {format_size(request.vram)}"
+        peak = format_size(measured.peak_bytes)
+        handles.append(Line2D([], [], color=_MEASURED, label=f"measured{', all' if both else ''}: peak {peak}"))
+    label = f"budget {format_size(request.vram)}{' without host memory' if both else ''}"
     if predicted.overhead_bytes:
         label += f" less {format_size(predicted.overhead_bytes)} overhead"
     if budget <= 1.6 * top:
