@@ -50,6 +50,9 @@ def main() -> None:
     """Run the command line; exit codes are those of commands/guard.py."""
     # Idle threads of torch spin by default, and starve each other where another program computes too: 30 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's profiler, which counts bytes for --memory-plot, is talkative.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
     except KeyboardInterrupt:

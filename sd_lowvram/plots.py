@@ -6,6 +6,7 @@ it. Needs matplotlib, which is imported when something is drawn.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 from collections.abc import Sequence
@@ -34,6 +35,12 @@ class _Piece:
         return self.measured.seconds if self.measured else self.plan.seconds
 
 
+def check_plots() -> None:
+    """Raise BadInputError where nothing can be drawn: matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadInputError('a plot needs matplotlib: pip install "sd-lowvram[plots]"')
+
+
 def memory_figure(plan: Any, measured: Any = None, foretold: Sequence[Any] = ()) -> Any:
     """A matplotlib Figure of the memory that each stage takes: weights, activations, and what waits in host memory.
 
@@ -48,10 +55,9 @@ def memory_figure(plan: Any, measured: Any = None, foretold: Sequence[Any] = ())
     Raises:
         BadInputError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BadInputError('a plot needs matplotlib: pip install "sd-lowvram[plots]"') from None
+    check_plots()
+    from matplotlib.figure import Figure
+
     both = plan.request.device.type == "cpu"
     figure = Figure(figsize=(10, 5.4), dpi=110, facecolor="white", layout=_layout())
     axes = figure.add_subplot()

@@ -16,6 +16,7 @@ from .memory.measured import allocator_events, allocator_profile
 from .models.anatomy import Anatomy
 from .patches import set_patch, wrap
 from .session import anatomy_of, attachments
+from .sizes import MIB, format_size
 from .weights import all_tensors
 
 _POINTS = 240
@@ -57,6 +58,34 @@ class Run:
     @property
     def seconds(self) -> float:
         return sum(stage.seconds for stage in self.stages)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, without the curves."""
+        keys = ("name", "component", "seconds", "peak_bytes")
+        stages = [{key: getattr(stage, key) for key in keys} for stage in self.stages]
+        return {"peak_bytes": self.peak_bytes, "seconds": self.seconds, "stages": stages}
+
+
+def overrun(plan: Any, run: Run) -> str | None:
+    """A sentence on the stage in which ``run`` went farthest beyond ``plan``; None when it kept to it.
+
+    A plan may be too low by 1 % or 8 MiB, whichever is more: that much is no news. On a CPU the allocator counts host
+    memory too, so that what is planned there is counted with it.
+    """
+    on_cpu = plan.request.device.type == "cpu"
+    planned = {(one.name, one.component): one.held_bytes if on_cpu else one.peak_bytes for one in plan.stages}
+    known = [stage for stage in run.stages if (stage.name, stage.component) in planned]
+    if not known:
+        return None
+    worst = max(known, key=lambda stage: stage.peak_bytes - planned[stage.name, stage.component])
+    foretold = planned[worst.name, worst.component]
+    beyond = worst.peak_bytes - foretold
+    if beyond <= max(foretold // 100, 8 * MIB):
+        return None
+    return (
+        f"{worst.name} took {format_size(worst.peak_bytes)}, {format_size(beyond)} more than the "
+        f"{format_size(foretold)} that were planned"
+    )
 
 
 @contextlib.contextmanager

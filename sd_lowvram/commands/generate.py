@@ -84,6 +84,11 @@ def generate(
     approximate: Annotated[
         bool, _option("--approximate", text="Allow settings that change the picture.", panel=_MEMORY)
     ] = False,
+    memory_plot: Annotated[
+        Path | None,
+        _option("--memory-plot", text="Draw the memory of each stage, planned and measured, into this PNG file; on a "
+                "CPU this slows small models a little.", panel=_MEMORY, metavar="FILE"),
+    ] = None,
     device: Annotated[
         str | None, _option("--device", text="cuda, cuda:1, cpu, ...; left out: a GPU if there is one.", panel=_RUN)
     ] = None,
@@ -102,6 +107,7 @@ def generate(
             seed=seed, guidance=guidance, scheduler=scheduler, batch=batch, init_image=init_image, strength=strength,
             mask=mask, prediction=prediction, vram=vram, ram=ram, approximate=approximate, device=device,
             allow_pickle=allow_pickle, settings=Settings(**settings or {}),
+            memory_plot=memory_plot,
         ))  # fmt: skip
         from rich.console import Console
 

@@ -46,6 +46,7 @@ class Job:
     device: str | None
     allow_pickle: bool
     settings: Settings
+    memory_plot: Path | None = None
 
     @property
     def task(self) -> Task:

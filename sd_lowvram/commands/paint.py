@@ -14,6 +14,7 @@ from ..errors import LowVRAMError
 from ..pictures import check_writable, output_paths, parameters_text, save_picture
 from ..schedulers import label_of, set_scheduler
 from .inputs import Job, check_device, open_picture
+from .memory_plot import check_plot, draw, measured_run
 from .noise import drawn_in_float32
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def paint(job: Job, console: Console) -> dict[str, Any]:
     images = _start_pictures(job)
     # A first look at the output's place, before the model is loaded; the second knows the size.
     check_writable(files[0], 1)
+    check_plot(job.memory_plot)
     path = model_path(job.model)
     started = time.perf_counter()
     with console.status("loading"):
@@ -43,12 +45,14 @@ def paint(job: Job, console: Console) -> dict[str, Any]:
     check_writable(files[0], job.batch * ((job.width or 0) * (job.height or 0) * 4 + (64 << 10)))
     plan = _optimize(job, pipe, device, console)
     planned = time.perf_counter()
-    pictures = _run(job, pipe, images, console)
+    pictures, run = measured_run(job, pipe, plan, lambda: _run(job, pipe, images, console))
     values = _parameters(job, pipe, plan)
     for number, (picture, file) in enumerate(zip(pictures, files, strict=True)):
         values["Seed"] = (job.seed or 0) + number
         save_picture(picture, file, parameters_text(job.prompt, job.negative, values))
     seconds = {"load": loaded - started, "plan": planned - loaded, "run": time.perf_counter() - planned}
+    if job.memory_plot and run:
+        draw(job.memory_plot, pipe, plan, run)
     return {
         "files": [str(file) for file in files],
         "seed": job.seed,
@@ -57,6 +61,8 @@ def paint(job: Job, console: Console) -> dict[str, Any]:
         "attention": values["Low VRAM attention"],
         "seconds": {stage: round(value, 3) for stage, value in seconds.items()},
         "plan": plan.as_dict(),
+        "measured": run and run.as_dict(),
+        "memory_plot": job.memory_plot and str(job.memory_plot),
     }
 
 

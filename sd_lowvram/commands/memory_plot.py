@@ -1,0 +1,55 @@
+"""What ``generate`` does to hold a run against its plan: record it, warn where it went beyond, draw both."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OutputError
+from ..pictures import check_writable, save_picture
+from ..plots import check_plots, memory_png
+from .inputs import Job
+
+if TYPE_CHECKING:
+    from ..recording import Run
+
+_LARGEST = 1 << 20
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise BadInputError unless a plot, if one is wanted, can be drawn and written to ``path``."""
+    if path is None:
+        return
+    check_plots()
+    if path.suffix.lower() != ".png":
+        raise OutputError(f"--memory-plot {path} must end in .png")
+    check_writable(path, _LARGEST)
+
+
+def measured_run(job: Job, pipe: Any, plan: Any, run: Callable[[], list[Any]]) -> tuple[list[Any], Run | None]:
+    """The pictures of ``run`` and what it took; warns once when that is more than planned.
+
+    A GPU tells at no cost. On a CPU every allocation would have to be watched: only for a plot.
+    """
+    if job.memory_plot is None and plan.request.device.type != "cuda":
+        return run(), None
+    from ..recording import measured, overrun
+
+    with measured(pipe) as seen:
+        pictures = run()
+    message = overrun(plan, seen)
+    if message:
+        warnings.warn(message, stacklevel=2)
+    return pictures, seen
+
+
+def draw(path: Path, pipe: Any, plan: Any, run: Run) -> None:
+    """Write the plot of ``plan`` and ``run`` to ``path``, whole or not at all."""
+    from PIL import Image
+
+    from ..foretold import foretell
+
+    save_picture(Image.open(io.BytesIO(memory_png(plan, run, foretell(pipe, plan)))), path, "")
