@@ -25,6 +25,7 @@ from .transformer_chunks import transformer_chunks
 from .vae_exact import vae_exact
 from .vae_fast import vae_fast
 from .vae_slices import vae_slices
+from .weight_storage import weight_storage
 
 Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
 
@@ -34,6 +35,7 @@ def active_hooks(settings: Settings) -> list[Hook]:
     chosen: list[tuple[Hook, bool]] = [
         (precision, settings.precision is not None),
         (channels_last, bool(settings.channels_last)),
+        (weight_storage, settings.weight_storage is not None),
         (attention, settings.attention is not None or bool(settings.deterministic)),
         (vae_exact, settings.vae_tiles == "exact"),
         (vae_fast, settings.vae_tiles == "fast"),

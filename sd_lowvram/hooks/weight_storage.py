@@ -1,0 +1,131 @@
+"""Weights of linear and convolution layers in 8 bits, widened layer by layer when they are used.
+
+Source: ours; scales for each output channel as is usual in quantisation. Fidelity: ``approximate``.
+
+Halves the bytes of a 16-bit model on the device and over the bus. The autoencoder keeps its weights, as its errors go
+straight into the picture, and so do the first and last convolution of a UNet. The originals wait in host memory, or in
+the file that they are mapped from, and come back when the hook goes. LoRAs keep their whole effect while they are
+layers of their own; fused into 8 bits they would lose it, which is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConflictError, NoSiteError
+from ..kernels.quantised import quantise, widen
+from ..memory import to_host, weights_account
+from ..memory.fakes import active_fake_mode
+from ..models.anatomy import Anatomy
+from ..patches import Change, Patch, wrap
+from ..settings import Settings
+from ..weights import set_data
+from .lending import lent_to_call
+
+_REFUSED = {
+    "fuse_lora": "a LoRA cannot be fused into weights of 8 bits: use it unfused, or restore(), fuse it and optimize()",
+    "unfuse_lora": "a LoRA cannot be taken out of weights of 8 bits: restore(), unfuse it and optimize()",
+    "save_pretrained": "weights of 8 bits are not saved: restore() the model first",
+}
+_KEPT = ("conv_in", "conv_out")
+
+
+def weight_storage(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch | Change]:
+    """Keep the weights of denoiser, ControlNet and text encoders as ``settings.weight_storage`` says.
+
+    Raises:
+        NoSiteError: none of these has a linear or convolution layer with floating-point weights.
+    """
+    stored: dict[int, _Stored] = {}
+    for name, component in anatomy.components.items():
+        layers = quantised_layers(anatomy, name)
+        for layer in layers:
+            key = id(layer.weight)
+            if key not in stored:  # tied layers share one
+                stored[key] = _Stored(layer.weight, settings.weight_storage or "")
+                yield Change(stored[key].store, hook="weight_storage")
+            yield wrap(layer, "forward", stored[key].run, hook="weight_storage")
+        if layers:
+            yield from _refusals(component)
+    if not stored:
+        raise NoSiteError("weight storage: no UNet or text encoder with floating-point weights (a VAE keeps its own)")
+
+
+def quantised_layers(anatomy: Anatomy, name: str) -> list[Any]:
+    """The layers of the component ``name`` whose weights the hook stores in 8 bits."""
+    if name != anatomy.denoiser and not name.startswith(("text_encoder", "controlnet")):
+        return []
+    return [
+        module
+        for path, module in anatomy.components[name].named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))
+        and path not in _KEPT
+        and "lora_" not in path
+        and type(module.weight) in (nn.Parameter, Tensor)
+        and module.weight.is_floating_point()
+        # its owner reads this layer's weight without calling it
+        and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    ]
+
+
+def _refusals(component: nn.Module) -> Iterator[Patch]:
+    def refuse(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise ConflictError(f"{name}: {_REFUSED[name]}")
+
+    for name in _REFUSED:
+        if hasattr(component, name):
+            yield wrap(component, name, functools.partial(refuse, name), hook="weight_storage_refusal")
+
+
+class _Stored:
+    """One weight in 8 bits, its scales on the device that it computes on, and its original."""
+
+    def __init__(self, weight: Tensor, kind: str) -> None:
+        self._weight = weight
+        self._kind = kind
+        self._scale = self._original = weight
+        self._widen = self._widened  # told by its identity, so always the same object
+
+    def store(self) -> Callable[[], None]:
+        """Exchange the contents for 8 bits; returns the undoing."""
+        weight, before = self._weight, self._weight.data
+        trained, home = weight.requires_grad, before.device
+        with torch.inference_mode(False), torch.no_grad():
+            eight, self._scale = _quantised(before, self._kind)
+            self._original = before if before.device.type == "cpu" else to_host(before, pin=False)
+            weight.requires_grad_(False)  # integers cannot be trained
+            set_data(weight, eight)
+
+        def undo() -> None:
+            with torch.inference_mode(False):
+                if weight.dtype == eight.dtype:  # else the host has loaded other weights since
+                    set_data(weight, self._original.to(home))
+                weight.requires_grad_(trained)
+                self._original = self._scale = weight
+
+        return undo
+
+    def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward with the weight widened."""
+        with lent_to_call([self._weight], self._widen):
+            return original(*args, **kwargs)
+
+    def _widened(self, data: Tensor) -> Tensor:
+        if data.is_floating_point():
+            return data
+        if self._scale.device != data.device:
+            self._scale = self._scale.to(data.device)
+        with weights_account():
+            return widen(data, self._scale)
+
+
+def _quantised(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    if active_fake_mode(weight) is None and not weight.is_meta:
+        return quantise(weight, kind)
+    stored = torch.empty_like(weight, dtype=torch.uint8 if kind == "fp8" else torch.int8)
+    return stored, weight.new_empty((len(weight), *[1] * (weight.dim() - 1)))
