@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 
 class _State(threading.local):
@@ -31,3 +31,17 @@ def standing_for(passes: int) -> Iterator[None]:
         yield
     finally:
         _state.times = before
+
+
+def representatives(kinds: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Which passes of a loop to run, in their order, each with how many passes it stands for.
+
+    Args:
+        kinds: for each pass what its cost hangs on. The first and the last stand for themselves alone, because room is
+            made in the one, and the other is cut off.
+    """
+    ends = {0, len(kinds) - 1}
+    groups: dict[Hashable, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        groups.setdefault((number,) if number in ends else ("inner", kind), []).append(number)
+    return sorted((group[0], len(group)) for group in groups.values())

@@ -28,6 +28,7 @@ from ..kernels.attention_bounded import fused_softmax
 from ..models.anatomy import Anatomy
 from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBlock, Step, Upsample, dissect, layer
 from ..patches import Patch, replace, value
+from ..repeats import representatives, standing_for
 from ..settings import Settings
 from ..sizes import MIB
 from .lending import kept
@@ -105,6 +106,10 @@ class _Overwritten:
         self._map, self._halo, self._written = over, halo, 0
         self.shape = over.shape
         self._kept: Tensor | None = None
+
+    def written_to(self, row: int) -> None:
+        """What is above ``row`` has been written, by strips that a trace left out too."""
+        self._written = row
 
     def load(self, start: int, stop: int) -> Tensor:
         if start >= self._written or self._kept is None:
@@ -213,7 +218,9 @@ class _Run:
         row_bytes = int(x.shape[0] * channels * width * self.itemsize * max(1, resize**-2))
         rows = max(1, self.strip_bytes // row_bytes)
         cuts = list(spans(height, max(rows, min(halo, height)) if len(operations) > 2 else rows))
-        for number, (start, stop) in enumerate(cuts):
+        for number, (start, stop) in self._each(cuts, operations):
+            if isinstance(sink, _Overwritten):
+                sink.written_to(start)
             result = self._strip(readers, operations, statistics, start, stop)
             kept = result.hidden if of_hidden and result.hidden is not None else result.x
             kept = kept[:, :, start - result.start : stop - result.start]
@@ -257,7 +264,8 @@ class _Run:
         count, channels, height, width = x.shape
         rows = max(1, self.strip_bytes // (count * channels * width * self.itemsize))
         keys = values = None
-        for start, stop in spans(height, rows):
+        cuts = list(spans(height, rows))
+        for _, (start, stop) in self._each(cuts):
             tokens = _tokens(known.normalised(x.load(start, stop)))
             key, value_ = step.to_k(tokens), step.to_v(tokens)
             if keys is None or values is None:
@@ -268,8 +276,7 @@ class _Run:
         assert keys is not None and values is not None
         keys, values = _heads(keys, step.heads), _heads(values, step.heads)
         gathered = Statistics(after) if after is not None else None
-        cuts = list(spans(height, rows))
-        for number, (start, stop) in enumerate(cuts):
+        for number, (start, stop) in self._each(cuts):
             strip = x.load(start, stop)
             queries = _heads(step.to_q(_tokens(known.normalised(strip))), step.heads)
             mixed = fused_softmax(queries, keys, values, score_bytes=self.strip_bytes)
@@ -284,6 +291,19 @@ class _Run:
             del mixed, strip
             self._report((number + 1) / len(cuts))
         return gathered, x
+
+    def _each(
+        self, cuts: list[tuple[int, int]], operations: Sequence[Operation] = ()
+    ) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Number and rows of every strip. On fake tensors one strip stands for all that read and write as many rows."""
+        if not self.silent:
+            yield from enumerate(cuts)
+            return
+        read = (needed_rows(start, stop, operations) for start, stop in cuts)
+        kinds = [(stop - start, last - first) for (start, stop), (first, last) in zip(cuts, read, strict=True)]
+        for number, passes in representatives(kinds):
+            with standing_for(passes):
+                yield number, cuts[number]
 
     def _own(self, x: AnyMap, like: Tensor) -> AnyMap:
         """The map itself; never the caller's tensor."""
