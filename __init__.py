@@ -1,0 +1,5 @@
+"""ComfyUI's door: a clone of this repository in custom_nodes/ is a node pack."""
+
+from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+
+__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]

@@ -1,0 +1,57 @@
+"""Our attention behind ComfyUI's ``optimized_attention_override``, under an override that somebody else has set."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sd_lowvram.kernels.attention import attention
+from ..sd_lowvram.settings import Settings
+
+DOOR = "optimized_attention_override"
+
+
+def override(
+    settings: Settings, device: torch.device, count: Callable[[], None], theirs: Callable[..., Tensor] | None
+) -> Callable[..., Tensor]:
+    """The host's override: ``settings``' attention in place of the host's kernel.
+
+    Args:
+        count: called at every call that we compute.
+        theirs: an override that is there already. It stays the outer one and gets ours for the host's kernel.
+
+    Raises:
+        SettingsError: the backend cannot run on ``device``, or has not proved deterministic there.
+    """
+    ours = functools.partial(_attend, attention(settings, device), count)
+    if theirs is None:
+        return ours
+    return lambda kernel, *args, **kwargs: theirs(functools.partial(ours, kernel), *args, **kwargs)
+
+
+def _attend(
+    run: Callable[..., Tensor],
+    count: Callable[[], None],
+    kernel: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    mask: Tensor | None = None,
+    attn_precision: torch.dtype | None = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """The host's signature: (batch, tokens, heads * width), or (batch, heads, tokens, width) with ``skip_reshape``."""
+    count()
+    if not skip_reshape:
+        q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, k, v))
+    if mask is not None and mask.dim() < 4:  # (queries, keys), or (batch, queries, keys)
+        mask = mask[None, None] if mask.dim() == 2 else mask[:, None]
+    out = run(q, k, v, mask, None, upcast=attn_precision == torch.float32)
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)

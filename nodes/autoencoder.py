@@ -1,0 +1,161 @@
+"""Hooks on a VAE: on a copy of the host's object whose decode and encode attach them around the stock ones.
+
+The copy shares the weights with the original and leaves it untouched. It asks the host for what the plan needs. When
+memory runs out all the same, the smallest exact settings are tried in place of the host's approximate tiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sd_lowvram.costs import relevant
+from ..sd_lowvram.errors import BadInputError
+from ..sd_lowvram.planner import Plan, Request
+from ..sd_lowvram.recording import measured
+from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare
+from ..sd_lowvram.settings import Settings
+from ..sd_lowvram.sizes import format_size
+from ..sd_lowvram.stages import scale_factor
+from . import host
+from .wish import Record, Wish, attachable
+
+
+def optimized_vae(vae: Any, wish: Wish, record: Record | None = None) -> Any:
+    """A copy of the host's VAE object that decodes and encodes exactly, within the wish's budget.
+
+    Args:
+        record: where plans and measurements go.
+
+    Raises:
+        BadInputError: an autoencoder of another kind than Stable Diffusion's.
+    """
+    hooks = _Autoencoder(vae, wish, Record() if record is None else record)
+    made = copy.copy(vae)
+    made.decode, made.encode = hooks.decode, hooks.encode
+    made.memory_used_decode = functools.partial(hooks.memory_used, "decode", vae.memory_used_decode)
+    made.memory_used_encode = functools.partial(hooks.memory_used, "encode", vae.memory_used_encode)
+    return made
+
+
+def foreseen_vae(vae: Any, wish: Wish, record: Record, request: Request) -> None:
+    """Write the plan for decoding the pictures of ``request`` into ``record``; nothing is attached.
+
+    Raises:
+        BudgetError: nothing fits. BadInputError: as :func:`optimized_vae`.
+    """
+    scale = scale_factor(anatomy_of(vae.first_stage_model))
+    latents = request.batch, 4, request.height // scale, request.width // scale
+    _Autoencoder(vae, wish, record).foresee("decode", latents)
+
+
+class _Short(Exception):
+    """The stock call ran out of memory and wants its tiles."""
+
+
+class _Autoencoder:
+    """Stock calls on a plain copy of the VAE, under the hooks of the plan for each size."""
+
+    def __init__(self, vae: Any, wish: Wish, record: Record) -> None:
+        vae.throw_exception_if_invalid()
+        if anatomy_of(vae.first_stage_model).vae is None:
+            raise BadInputError(f"{type(vae.first_stage_model).__name__} is no autoencoder of Stable Diffusion")
+        self._vae = vae
+        self._wish = wish
+        self._record = record
+        self._plans: dict[tuple[str, int, int, int], Plan] = {}
+        self._ready: dict[tuple[Settings, torch.device], Attachment] = {}
+
+    def decode(self, samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._run("decode", samples.shape, samples, *args, **kwargs)
+
+    def encode(self, pixels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shape = pixels.movedim(-1, 1).shape
+        return self._run("encode", shape, pixels, *args, **kwargs)
+
+    def memory_used(self, stage: str, stock: Callable[..., int], shape: Sequence[int], dtype: torch.dtype) -> int:
+        """What the host is asked for: bytes of activations by the plan, for (N, C, h, w) latents or pixels."""
+        if len(shape) != 4:
+            return stock(shape, dtype)
+        return next(one.activation_bytes for one in self.foresee(stage, shape).stages if one.name == stage)
+
+    def foresee(self, stage: str, shape: Sequence[int]) -> Plan:
+        """The plan for (N, C, h, w) latents to decode or pixels to encode, made once."""
+        anatomy = anatomy_of(self._vae.first_stage_model)
+        scale = scale_factor(anatomy)
+        pixels = (side * scale if stage == "decode" else side // scale * scale for side in shape[-2:])
+        height, width = pixels
+        key = stage, width, height, shape[0]
+        if key not in self._plans:
+            device = self._device(self._wish.settings)
+            self._plans[key] = self._wish.plan(
+                anatomy, device, width, height, shape[0], guidance=False, encodes=stage == "encode"
+            )
+        self._record.plans[stage] = self._plans[key]
+        return self._plans[key]
+
+    def _device(self, settings: Settings) -> torch.device:
+        return torch.device("cpu") if settings.decoder_device == "cpu" else self._vae.device
+
+    def _run(self, stage: str, shape: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
+        if len(shape) != 4:
+            raise BadInputError(f"{stage}: {tuple(shape)} is not the shape of one picture or a batch of them")
+        plan = self.foresee(stage, shape)
+        device = self._device(plan.settings)
+        call = getattr(type(self._vae), stage)
+        with host.bar():
+            with contextlib.suppress(_Short), self._hooked(stage, plan.settings, device) as vae:
+                vae.decode_tiled_ = vae.encode_tiled_ = _give_up
+                return call(vae, *args, **kwargs)
+            logging.warning(f"sd-lowvram: {stage} ran out of memory; trying the smallest exact settings")
+            with self._hooked(stage, Settings.smallest(), device) as vae:
+                vae.decode_tiled_ = vae.encode_tiled_ = _fail
+                return call(vae, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _hooked(self, stage: str, settings: Settings, device: torch.device) -> Iterator[Any]:
+        """A plain copy of the VAE on ``device``, its model with the hooks of ``settings``."""
+        vae = copy.copy(self._vae)
+        for name in ("decode", "encode"):
+            vars(vae).pop(name, None)
+        vae.memory_used_decode = functools.partial(self.memory_used, "decode", self._vae.memory_used_decode)
+        vae.memory_used_encode = functools.partial(self.memory_used, "encode", self._vae.memory_used_encode)
+        if device != vae.device:
+            vae.device, vae.patcher = device, vae.patcher.clone()
+            vae.patcher.load_device = device
+        model = vae.first_stage_model
+        wanted = relevant(stage, attachable(settings))
+        if (wanted, device) not in self._ready:
+            self._ready[wanted, device] = prepare(model, wanted, device)
+        attachment = self._ready[wanted, device]
+        with measured(model) as run, entered(model, attachment):
+            yield vae
+        self._record.measured[stage] = run.stages
+        self._tell(stage, attachment)
+
+    def _tell(self, stage: str, attachment: Attachment) -> None:
+        request = self._record.plans[stage].request
+        sites = ", ".join(f"{name} {count}" for name, count in sorted(attachment.sites.items())) or "none"
+        asked = format_size(self._asked(stage))
+        logging.info(f"sd-lowvram: {stage} {request.width}x{request.height}, asked for {asked}; sites: {sites}")
+
+    def _asked(self, stage: str) -> int:
+        stages = self._record.plans[stage].stages
+        return next(one.activation_bytes for one in stages if one.name == stage)
+
+
+def _give_up(*args: Any, **kwargs: Any) -> Any:
+    raise _Short
+
+
+def _fail(*args: Any, **kwargs: Any) -> Any:
+    from comfy.model_management import OOM_EXCEPTION
+
+    raise OOM_EXCEPTION("the VAE ran out of memory even with the smallest exact settings")

@@ -1,0 +1,57 @@
+"""VAE Decode and VAE Encode in one node each, exact and in bounded memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .autoencoder import optimized_vae
+from .inputs import BUDGET, knob_inputs, settings_of
+from .optimising import CATEGORY
+from .wish import Record, Wish
+
+_PLAN = "LOWVRAM_PLAN", {"tooltip": "of Optimize Model: its Report then tells of the VAE too"}
+
+
+class LowVRAMVAEDecode:
+    """LATENT to IMAGE."""
+
+    DESCRIPTION = "Decodes latents exactly, in bounded memory: no seams, no colour shift, the stock untiled picture."
+    CATEGORY = CATEGORY
+    FUNCTION = "decode"
+    RETURN_TYPES = ("IMAGE",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {"samples": ("LATENT",), "vae": ("VAE",), "budget": BUDGET},
+            "optional": {**knob_inputs("decode"), "plan": _PLAN},
+        }
+
+    def decode(
+        self, samples: dict[str, Tensor], vae: Any, budget: str, plan: Record | None = None, **knobs: Any
+    ) -> tuple[Tensor]:
+        return (optimized_vae(vae, Wish(budget, settings_of(knobs)), plan).decode(samples["samples"]),)
+
+
+class LowVRAMVAEEncode:
+    """IMAGE to LATENT."""
+
+    DESCRIPTION = "Encodes a picture exactly, in bounded memory: the stock untiled latents."
+    CATEGORY = CATEGORY
+    FUNCTION = "encode"
+    RETURN_TYPES = ("LATENT",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {"pixels": ("IMAGE",), "vae": ("VAE",), "budget": BUDGET},
+            "optional": {**knob_inputs("encode"), "plan": _PLAN},
+        }
+
+    def encode(
+        self, pixels: Tensor, vae: Any, budget: str, plan: Record | None = None, **knobs: Any
+    ) -> tuple[dict[str, Tensor]]:
+        wish = Wish(budget, settings_of(knobs))
+        return ({"samples": optimized_vae(vae, wish, plan).encode(pixels[..., :3])},)

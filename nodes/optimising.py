@@ -1,0 +1,67 @@
+"""The nodes that make a MODEL or a VAE run within a budget; all else in the workflow stays stock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .autoencoder import optimized_vae
+from .denoiser import optimized_model
+from .inputs import BATCH, BUDGET, knob_inputs, settings_of, side
+from .wish import Record, Wish
+
+CATEGORY = "low-vram"
+
+
+class LowVRAMOptimizeModel:
+    """MODEL within a budget. Goes anywhere between loader and sampler, before or after LoRAs."""
+
+    DESCRIPTION = (
+        "Makes the model sample within a memory budget, with the same picture (to rounding). The fastest settings that "
+        "fit are planned for the size given here, and anew for another size that comes to the sampler."
+    )
+    CATEGORY = CATEGORY
+    FUNCTION = "optimize"
+    RETURN_TYPES = ("MODEL", "LOWVRAM_PLAN")
+    RETURN_NAMES = ("model", "plan")
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "model": ("MODEL",),
+                "budget": BUDGET,
+                "width": side("width"),
+                "height": side("height"),
+                "batch": BATCH,
+            },
+            "optional": knob_inputs("denoise"),
+        }
+
+    def optimize(
+        self, model: Any, budget: str, width: int, height: int, batch: int, **knobs: Any
+    ) -> tuple[Any, Record]:
+        return optimized_model(model, Wish(budget, settings_of(knobs)), width, height, batch)
+
+
+class LowVRAMOptimizeVAE:
+    """VAE whose stock Decode and Encode run exactly, in bounded memory."""
+
+    DESCRIPTION = (
+        "Makes the stock VAE Decode and VAE Encode run in bounded memory without seams or colour shifts, and ask the "
+        "host only for the memory that they need."
+    )
+    CATEGORY = CATEGORY
+    FUNCTION = "optimize"
+    RETURN_TYPES = ("VAE",)
+    RETURN_NAMES = ("vae",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        plan = "LOWVRAM_PLAN", {"tooltip": "of Optimize Model: its Report then tells of the VAE too"}
+        return {
+            "required": {"vae": ("VAE",), "budget": BUDGET},
+            "optional": {**knob_inputs("decode", "encode"), "plan": plan},
+        }
+
+    def optimize(self, vae: Any, budget: str, plan: Record | None = None, **knobs: Any) -> tuple[Any]:
+        return (optimized_vae(vae, Wish(budget, settings_of(knobs)), plan),)

@@ -1,0 +1,77 @@
+"""What a node was asked for, and the plans made from it; the host moves weights, so the plan's placement is advice."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..sd_lowvram.device import available_ram
+from ..sd_lowvram.models.anatomy import Anatomy
+from ..sd_lowvram.planner import Plan, Request, check_size, make_plan
+from ..sd_lowvram.rates import rates_of
+from ..sd_lowvram.settings import Settings, knobs
+from ..sd_lowvram.stages import scale_factor
+from . import host
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A budget as it was written, and the knobs that are fixed."""
+
+    budget: str
+    settings: Settings
+
+    def plan(
+        self,
+        anatomy: Anatomy,
+        device: torch.device,
+        width: int,
+        height: int,
+        batch: int,
+        *,
+        guidance: bool = True,
+        encodes: bool = False,
+    ) -> Plan:
+        """The fastest settings that fit.
+
+        Raises:
+            BudgetError: nothing fits; it tells the smallest budget that does.
+            BadInputError: a size or a budget that cannot be used.
+        """
+        check_size(width, height, batch, scale_factor(anatomy))
+        request = Request(
+            width=width,
+            height=height,
+            batch=batch,
+            vram=host.budget(self.budget, device),
+            ram=available_ram(),
+            device=device,
+            rates=rates_of(device),
+            guidance=guidance,
+            encodes=encodes,
+        )
+        return make_plan(anatomy, request, dataclasses.replace(self.settings, channels_last=False))
+
+
+def attachable(settings: Settings, *without: str) -> Settings:
+    """``settings`` without the knobs that the host answers for itself, and without those named."""
+    theirs = [name for name, knob in knobs().items() if "node" not in knob.surfaces]
+    return dataclasses.replace(settings, **dict.fromkeys([*theirs, *without, "decoder_device", "largest_mib"]))
+
+
+@dataclass(eq=False)
+class Record:
+    """What plans foretold and what their runs took; travels from node to node as LOWVRAM_PLAN.
+
+    Attributes:
+        plans: the latest for each stage, by its name: "denoise", "decode", "encode".
+        measured: the latest run of each stage, as the allocator saw it.
+        sites: on how many sites each hook acted in the latest call of the UNet.
+    """
+
+    plans: dict[str, Plan] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+    sites: dict[str, int] = field(default_factory=dict)
