@@ -115,7 +115,7 @@ def decode(
     height, width = latents.shape[-2] * factor, latents.shape[-1] * factor
     settings = _decoder_settings(vae, vram, ram, width, height, len(latents), device or latents.device, settings)
     with attached(vae, settings, device=device or latents.device), torch.no_grad():
-        return vae.decode(latents, return_dict=False)[0]  # type: ignore[operator]
+        return anatomy_of(vae).verbs.decode(vae, latents)
 
 
 def encode(
@@ -137,7 +137,7 @@ def encode(
     height, width = pixels.shape[-2:]
     settings = _decoder_settings(vae, vram, ram, width, height, len(pixels), device or pixels.device, settings)
     with attached(vae, settings, device=device or pixels.device), torch.no_grad():
-        return vae.encode(pixels).latent_dist.parameters  # type: ignore[operator]
+        return anatomy_of(vae).verbs.encode(vae, pixels)
 
 
 def _starts_from_a_picture(target: Any) -> bool:

@@ -169,6 +169,17 @@ def unpatched(owner: Any) -> Iterator[None]:
             here.update(held)
 
 
+def is_foreign(owner: Any, attribute: str) -> bool:
+    """Whether somebody else has set ``attribute`` on the instance ``owner``. A bound method of its own class, which
+    hosts leave behind when they undo a patch, does not count."""
+    slot = vars(owner).get(_SLOTS, {}).get(attribute)
+    here = vars(owner).get(attribute, _ABSENT)
+    if slot is not None and here is slot.installed:
+        here = slot.before
+    own = getattr(here, "__self__", None) is owner and here.__func__ is getattr(type(owner), attribute, None)
+    return here is not _ABSENT and not own
+
+
 def refuse_conflicts(patches: Iterable[Patch]) -> None:
     """Raise ConflictError when two exclusive patches share an attribute, or one names what cannot be patched."""
     taken: dict[tuple[int, str], Patch] = {}

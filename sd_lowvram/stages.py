@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .models import diffusers
 from .models.anatomy import Anatomy
+
+Predict = Callable[[Any, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,31 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
     found = []
     for name, component in anatomy.components.items():
         if name == anatomy.denoiser:
-            found.append(Stage("denoise", name, denoise_step, _denoiser_inputs(anatomy, shape), repeats=True))
+            step = functools.partial(denoise_step, predict=anatomy.verbs.predict)
+            found.append(Stage("denoise", name, step, _denoiser_inputs(anatomy, shape), repeats=True))
         elif name == anatomy.autoencoder:
             latents = (shape.batch, _latent_channels(anatomy), *latent_size(anatomy, shape))
             pixels = (shape.batch, 3, shape.height, shape.width)
             if encodes:
-                found.insert(0, Stage("encode", name, _encode, _maker(component, pixels)))
-            found.append(Stage("decode", name, _decode, _maker(component, latents)))
+                found.insert(0, Stage("encode", name, anatomy.verbs.encode, _maker(component, pixels)))
+            found.append(Stage("decode", name, anatomy.verbs.decode, _maker(component, latents)))
         elif name.startswith("text_encoder"):
             inputs = functools.partial(_text_inputs, component, text_length(anatomy, name))
             found.insert(0, Stage("text", name, _encode_text, inputs))
     return found
 
 
-def denoise_step(unet: nn.Module, latents: Tensor, timestep: Tensor, text: Tensor, extra: Mapping[str, Any]) -> Tensor:
+def denoise_step(
+    unet: nn.Module,
+    latents: Tensor,
+    timestep: Tensor,
+    text: Tensor,
+    extra: Mapping[str, Any],
+    predict: Predict = diffusers.VERBS.predict,
+) -> Tensor:
     """One step as pipelines make it: double the latents, predict, guide, and move on; holds what they hold."""
     doubled = torch.cat([latents] * 2) if len(text) > len(latents) else latents
-    predicted = unet(doubled, timestep, encoder_hidden_states=text, return_dict=False, **extra)[0]
+    predicted = predict(unet, doubled, timestep, text, extra)
     if len(predicted) > len(latents):
         unconditional, conditional = predicted.chunk(2)
         predicted = unconditional + 7.5 * (conditional - unconditional)
@@ -76,14 +87,6 @@ def denoise_step(unet: nn.Module, latents: Tensor, timestep: Tensor, text: Tenso
 
 def _encode_text(encoder: nn.Module, tokens: Tensor) -> Any:
     return encoder(tokens, output_hidden_states=True)
-
-
-def _decode(vae: Any, latents: Tensor) -> Tensor:
-    return vae.decode(latents, return_dict=False)[0]
-
-
-def _encode(vae: Any, pixels: Tensor) -> Tensor:
-    return vae.encode(pixels).latent_dist.parameters
 
 
 def text_length(anatomy: Anatomy, name: str | None = None) -> int:
@@ -120,6 +123,8 @@ def _denoiser_inputs(anatomy: Anatomy, shape: Shape) -> Callable[[], tuple[Any, 
             ids = 6 * int(config["addition_time_embed_dim"])
             pooled = torch.empty(pictures, int(config["projection_class_embeddings_input_dim"]) - ids, dtype=dtype)
             extra["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": torch.empty(pictures, 6, dtype=dtype)}
+        if "label_channels" in config:
+            extra["y"] = torch.empty(pictures, int(config["label_channels"]), dtype=dtype)
         latents = torch.empty(shape.batch, channels, *latent_size(anatomy, shape), dtype=dtype)
         return unet, latents, torch.tensor(1), torch.empty(pictures, length, width, dtype=dtype), extra
 

@@ -18,6 +18,7 @@ from sd_lowvram.hooks.attention import Redirect, attention, kernels_that_ran
 from sd_lowvram.kernels import attention as kernels
 from sd_lowvram.memory import kernels_of, measured_peak, trace
 from sd_lowvram.models.anatomy import Anatomy, Site
+from sd_lowvram.models.diffusers import VERBS
 from sd_lowvram.patches import refuse_conflicts, set_patch
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ BACKENDS = ["sdpa", "flash", "fused-softmax", "sliced"]
 
 def anatomy(*modules: nn.Module) -> Anatomy:
     named = tuple(Site(f"site{index}", module) for index, module in enumerate(modules))
-    return Anatomy("diffusers", {}, {}, None, None, attentions=named, feed_forwards=(), residual_blocks=())
+    return Anatomy("diffusers", {}, {}, None, None, named, (), (), (), verbs=VERBS)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from sd_lowvram.hooks.lending import kept, lent_to_call
 from sd_lowvram.hooks.strips import Moments, assembled, normalised, over, spans
 from sd_lowvram.hooks.waiting import Waiting
 from sd_lowvram.memory import current_account
+from sd_lowvram.models.diffusers import residual
 from sd_lowvram.repeats import standing_for, times
 
 
@@ -87,7 +88,7 @@ def test_residual_block_by_strips(
         before = x.clone()
         expected = made.forward(x, temb)
         for strips in (2, 3, height):
-            result = hook._in_strips(made, strips, made.forward, x, temb)
+            result = hook._in_strips(residual, made, strips, made.forward, x, temb)
             assert tiny.relative_error(result, expected) < 1e-5
             assert torch.equal(x, before)
 
@@ -96,8 +97,8 @@ def test_other_residual_blocks_are_left_alone() -> None:
     from diffusers.models.resnet import ResnetBlock2D
 
     for options in ({"up": True}, {"down": True}, {"time_embedding_norm": "scale_shift"}):
-        assert not hook.is_plain(ResnetBlock2D(in_channels=16, temb_channels=12, groups=4, **options))
-    assert hook.is_plain(block())
+        assert residual(ResnetBlock2D(in_channels=16, temb_channels=12, groups=4, **options)) is None
+    assert residual(block()) is not None
 
 
 def test_pieces_of_fakes_stand_for_each_other() -> None:

@@ -2,7 +2,8 @@
 
 Within the forward of each attention site, calls of torch's scaled_dot_product_attention go to our one function of
 (q, k, v, mask, scale). The processor itself stays the host's, so LoRA, IP-Adapter (two calls), PAG and fused
-projections keep working. Fidelity: ``rounding``. Sources: those of the backends, in kernels/.
+projections keep working. In families whose attention does not call that function, the anatomy has a forward that does,
+of the same layers. Fidelity: ``rounding``. Sources: those of the backends, in kernels/.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..errors import LowVRAMError, NoSiteError
 from ..kernels import attention as kernels
 from ..kernels.attention_problem import problem_of
 from ..kernels.attention_torch import BUILTIN
-from ..models.anatomy import Anatomy, Site
+from ..models.anatomy import Anatomy, Site, Verbs
 from ..patches import Patch, wrap
 from ..settings import Settings
 
@@ -54,7 +55,8 @@ def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     backend, score_bytes = kernels.choose_backend(settings, device), kernels.score_bytes(settings)
     for site in anatomy.attentions:
         _ran[site.module] = Counter()
-        yield wrap(site.module, "forward", functools.partial(_forward, site, backend, score_bytes), hook="attention")
+        around = functools.partial(_forward, site, anatomy.verbs, backend, score_bytes)
+        yield wrap(site.module, "forward", around, hook="attention")
 
 
 def kernels_that_ran(sites: Iterable[Site]) -> Counter[str]:
@@ -62,14 +64,23 @@ def kernels_that_ran(sites: Iterable[Site]) -> Counter[str]:
     return sum((_ran.get(site.module, Counter()) for site in sites), Counter())
 
 
-def _forward(site: Site, backend: str, score_bytes: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    site: Site,
+    verbs: Verbs,
+    backend: str,
+    score_bytes: int,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """The site's forward with its attention redirected; of several attachments the last one's, the outermost."""
     if site.module in _entered.modules:
         return forward(*args, **kwargs)
     with _modern_processor(site.module) as scale, _entering(site.module):
-        redirect = Redirect(backend, score_bytes, bool(getattr(site.module, "upcast_attention", False)), scale)
+        redirect = Redirect(backend, score_bytes, verbs.upcasts(site.module), scale)
+        attend = forward if verbs.attend is None else functools.partial(verbs.attend, site.module, forward)
         with redirect:
-            result = forward(*args, **kwargs)
+            result = attend(*args, **kwargs)
     if not redirect.calls:
         processor = type(getattr(site.module, "processor", site.module)).__name__
         raise LowVRAMError(

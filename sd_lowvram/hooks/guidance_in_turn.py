@@ -11,41 +11,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .stations import stations
+from .arguments import batch_of, part_of, shares
 from .strips import needs_graph, room
-from .waiting import Waiting, pictures
+from .waiting import Waiting
 
 
 def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Divide every batch in halves, an odd one in single pictures, inside each residual block, transformer and sampler.
 
+    Where the host names the conditions of a batch (ComfyUI, Forge), there is one part for each.
+
     Raises:
         NoSiteError: the target has no UNet.
     """
-    unet: Any = anatomy.unet
-    if unet is None:
+    course = anatomy.course
+    if course is None:
         raise NoSiteError("guidance in turn: the model has no UNet")
-    for module in (unet.conv_in, *stations(unet)):
+    tail = course.tail if len(course.tail) == 1 else ()  # else what is between its modules sees the whole batch
+    for module in (*course.stations, *tail):
         yield wrap(module, "forward", functools.partial(_in_turn, module), "guidance_in_turn")
 
 
 def _in_turn(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    leaves = tree_flatten((args, kwargs))[0]
-    batch = next((len(leaf) for leaf in leaves if isinstance(leaf, (Tensor, Waiting)) and leaf.ndim == 4), 1)
-    del leaves
+    batch = batch_of(args, kwargs)
     if batch == 1 or needs_graph(module, args, kwargs):
         return original(*args, **kwargs)
-    share = batch // 2 if batch % 2 == 0 else 1
+    parts = shares(args, kwargs, batch)
     together = _Together(batch)
-    for start in range(0, batch, share):
-        chosen = functools.partial(pictures, batch=batch, start=start, stop=start + share)
-        part_args, part_kwargs = tree_map(chosen, (args, kwargs))
+    for number in range(parts):
+        part_args, part_kwargs = part_of(args, kwargs, batch, number, parts)
         together.add(original(*part_args, **part_kwargs))
         del part_args, part_kwargs
     return together.result()

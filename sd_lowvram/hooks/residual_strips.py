@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NoSiteError
-from ..models.anatomy import Anatomy
+from ..models.anatomy import Anatomy, Residual, layer
 from ..patches import Patch, wrap
 from ..settings import Settings
 from .lending import kept
@@ -35,63 +35,38 @@ def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) 
     Raises:
         NoSiteError: the target has no residual block of the plain kind.
     """
-    blocks = [site.module for site in anatomy.residual_blocks if is_plain(site.module)]
+    look = anatomy.verbs.residual
+    blocks = [site.module for site in anatomy.residual_blocks if look(site.module) is not None]
     if not blocks:
         raise NoSiteError("residual strips: the model has no plain residual block")
     for block in blocks:
-        around = functools.partial(_in_strips, block, settings.residual_strips or 1)
+        around = functools.partial(_in_strips, look, block, settings.residual_strips or 1)
         yield wrap(block, "forward", around, "residual_strips")
 
 
-def is_plain(block: Any) -> bool:
-    """Whether the block is norm, act, conv, + time, norm, act, conv, + shortcut, and nothing else."""
-    resamples = getattr(block, "upsample", None) is not None or getattr(block, "downsample", None) is not None
-    plain_time = getattr(block, "time_embedding_norm", "default") == "default"
-    norms = all(hasattr(norm, "num_groups") for norm in (block.norm1, block.norm2))
-    shortcut = _layer(block.conv_shortcut) if getattr(block, "conv_shortcut", None) is not None else None
-    pointwise = shortcut is None or getattr(shortcut, "kernel_size", None) == (1, 1)
-    return not resamples and plain_time and norms and pointwise and all(map(_is_3x3, (block.conv1, block.conv2)))
-
-
-def _layer(conv: nn.Module) -> Any:
-    """The convolution itself where a LoRA is wrapped around it."""
-    return getattr(conv, "base_layer", conv)
-
-
-def _is_3x3(conv: nn.Module) -> bool:
-    layer = _layer(conv)
-    sizes = [getattr(layer, name, None) for name in ("kernel_size", "padding", "stride", "dilation")]
-    return sizes == [(3, 3), (1, 1), (1, 1), (1, 1)] and layer.padding_mode in ("zeros", "circular")
-
-
 def _in_strips(
-    block: Any,
+    look: Callable[..., Residual | None],
+    block: nn.Module,
     strips: int,
     original: Callable[..., Tensor],
     x: Tensor,
-    temb: Tensor | None = None,
+    time: Tensor | None = None,
     *args: Any,
     **kw: Any,
 ) -> Tensor:
     pieces = spans(x.shape[2], strips, FEWEST_ROWS)
-    dropping = block.training and block.dropout.p > 0
-    if len(pieces) == 1 or dropping or needs_graph(block, x, temb) or not is_plain(block):
-        return original(x, temb, *args, **kw)
-    before = Moments(block.norm1.num_groups)
+    parts = None if len(pieces) == 1 or needs_graph(block, x, time) else look(block, *args, *kw.values())
+    if parts is None:
+        return original(x, time, *args, **kw)
+    before = Moments(parts.norm1.num_groups)
     over(pieces, x, lambda start, stop: before.add(x[:, :, start:stop]))
-    hidden, after = _first_half(block, x, _time(block, temb), pieces, before)
-    return _second_half(block, x, hidden, pieces, after)
-
-
-def _time(block: Any, temb: Tensor | None) -> Tensor | None:
-    if block.time_emb_proj is None or temb is None:
-        return None
-    shift: Tensor = block.time_emb_proj(temb if block.skip_time_act else block.nonlinearity(temb))
-    return shift[:, :, None, None]
+    shift = parts.shift(time)
+    hidden, after = _first_half(parts, x, shift, pieces, before)
+    return _second_half(parts, x, hidden, pieces, after)
 
 
 def _first_half(
-    block: Any, x: Tensor, shift: Tensor | None, pieces: list[Span], before: Moments
+    block: Residual, x: Tensor, shift: Tensor | None, pieces: list[Span], before: Moments
 ) -> tuple[Tensor, Moments]:
     """conv1(act(norm1(x))) + shift as a new map (N, C, H, W), and its moments."""
     after = Moments(block.norm2.num_groups)
@@ -99,7 +74,7 @@ def _first_half(
 
     def strip(start: int, stop: int) -> Tensor:
         part = _convolved(block, block.norm1, block.conv1, rows, before, start, stop)
-        part = part if shift is None else part + shift
+        part = part if shift is None else part + shift.to(part.dtype)
         after.add(part)
         return part
 
@@ -107,27 +82,27 @@ def _first_half(
         return assembled(strip, pieces, 2, x), after
 
 
-def _second_half(block: Any, x: Tensor, hidden: Tensor, pieces: list[Span], after: Moments) -> Tensor:
+def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span], after: Moments) -> Tensor:
     """(shortcut(x) + conv2(act(norm2(hidden)))) / scale, written over ``hidden`` where it has the same type."""
     rows = _Rows(hidden, block.conv2)
 
     def strip(start: int, stop: int) -> Tensor:
         part = _convolved(block, block.norm2, block.conv2, rows, after, start, stop)
         straight = x[:, :, start:stop]
-        part = (straight if block.conv_shortcut is None else block.conv_shortcut(straight)) + part
-        return part if block.output_scale_factor == 1 else part / block.output_scale_factor
+        part = (straight if block.shortcut is None else block.shortcut(straight)) + part
+        return part if block.scale == 1 else part / block.scale
 
     with kept():
         return assembled(strip, pieces, 2, x, out=hidden)
 
 
 def _convolved(
-    block: Any, norm: nn.Module, conv: nn.Module, rows: _Rows, moments: Moments, start: int, stop: int
+    block: Residual, norm: nn.Module, conv: nn.Module, rows: _Rows, moments: Moments, start: int, stop: int
 ) -> Tensor:
     """Rows ``start`` to ``stop`` of conv(act(norm(map)))."""
     strip, above = rows.with_halo(start, stop)
     strip = normalised(norm, strip, moments)
-    strip = conv(block.nonlinearity(strip))
+    strip = conv(block.act(strip))
     return strip[:, :, above : above + stop - start]
 
 
@@ -136,7 +111,7 @@ class _Rows:
 
     def __init__(self, image: Tensor, conv: nn.Module) -> None:
         self._image = image
-        self._around = _layer(conv).padding_mode == "circular"
+        self._around = layer(conv).padding_mode == "circular"
         self._first = image[:, :, :1].clone() if self._around else None
         self._above = image[:, :, -1:] if self._around else None
 

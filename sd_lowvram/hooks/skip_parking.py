@@ -17,7 +17,7 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .stations import skip_makers, stations
+from .arguments import changed
 from .strips import needs_graph
 from .waiting import Waiting, fetched
 
@@ -32,20 +32,17 @@ def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
     Raises:
         NoSiteError: the target has no UNet.
     """
-    unet: Any = anatomy.unet
-    if unet is None:
+    course = anatomy.course
+    if course is None:
         raise NoSiteError("park skips: the model has no UNet")
-    everything = stations(unet)
-    makers = skip_makers(unet)
-    parked = {id(module) for module in (makers + everything if settings.guidance_in_turn else makers)}
-    takers = [module for module in (unet.conv_in, *everything, unet.conv_norm_out, unet.conv_out) if module is not None]
-    for module in takers:
+    parked = {id(module) for module in (course.stations if settings.guidance_in_turn else course.makers)}
+    for module in (*course.stations, *course.tail):
         around = functools.partial(_through_host, module, id(module) in parked)
         yield wrap(module, "forward", around, "park_skips")
 
 
 def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = tree_map(fetched, (args, kwargs))
+    args, kwargs = changed(args, kwargs, fetched)
     result = original(*args, **kwargs)
     if not parks or needs_graph(module, args, kwargs):
         return result

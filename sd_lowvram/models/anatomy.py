@@ -1,12 +1,16 @@
-"""The sites of a model that hooks act on, the same for every family."""
+"""What hooks know of a model, the same for every family: its sites, and the verbs to use them.
+
+A verb looks at a module as it is now, because a LoRA puts other layers in their place; it answers None when the module
+is built, or called, in a way that the hook must leave alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -18,18 +22,105 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Residual:
+    """``(shortcut(x) + conv2(act(norm2(conv1(act(norm1(x))) + shift)))) / scale`` of maps (N, C, H, W).
+
+    Attributes:
+        shift: from the embedding of time to what it adds (N, C, 1, 1), None where it adds nothing.
+    """
+
+    norm1: nn.GroupNorm
+    conv1: nn.Module
+    norm2: nn.GroupNorm
+    conv2: nn.Module
+    act: Callable[[Tensor], Tensor]
+    shift: Callable[[Tensor | None], Tensor | None]
+    shortcut: nn.Module | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class TokenAttention:
+    """``x + attend(norm(x))`` of tokens (N, tokens, C), in which rows of queries do not see each other.
+
+    Attributes:
+        context: whose keys and values; None: those of the normed tokens.
+        attend: from some rows of normed tokens, and keys, to these rows of the output, by the host's own attention. It
+            is called while ``to_k`` and ``to_v`` answer with keys and values that are there already.
+    """
+
+    norm: nn.Module
+    to_k: nn.Module
+    to_v: nn.Module
+    context: Tensor | None
+    attend: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A transformer block: its attentions one after the other, then ``x + feed_forward(norm(x))``."""
+
+    attentions: tuple[TokenAttention, ...]
+    norm: nn.Module
+    feed_forward: nn.Module
+
+
+@dataclass(frozen=True)
+class Course:
+    """The modules between which a UNet's maps (N, C, H, W) travel.
+
+    Attributes:
+        stations: the first convolution, residual blocks, transformers and samplers, in the order of their calls.
+        makers: the stations whose maps become skip connections.
+        tail: what takes the last map.
+    """
+
+    stations: tuple[nn.Module, ...]
+    makers: tuple[nn.Module, ...]
+    tail: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True)
+class Verbs:
+    """How the modules of a family are looked at and called.
+
+    Attributes:
+        residual: ``(block, *more)`` to its parts; ``more`` is what it was called with besides map and time.
+        transformer: ``(block, *args, **kwargs)`` to its parts; the arguments are those after the tokens.
+        attend: ``(attention, original, *args, **kwargs)``: what the attention's own forward does, by torch's
+            scaled_dot_product_attention; None where that forward calls it by itself.
+        upcasts: whether an attention's scores are asked for in float32.
+        predict: ``(unet, latents, timestep, text, extra)`` to the prediction.
+        decode: ``(vae, latents)``, unscaled, to pixels.
+        encode: ``(vae, pixels)`` to moments: mean and log-variance.
+    """
+
+    residual: Callable[..., Residual | None]
+    transformer: Callable[..., Transformer | None]
+    attend: Callable[..., Tensor] | None
+    upcasts: Callable[[Any], bool]
+    predict: Callable[[Any, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+    decode: Callable[[Any, Tensor], Tensor]
+    encode: Callable[[Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class Anatomy:
     """What a target is made of.
 
     Attributes:
-        family: whose modules these are: "diffusers".
-        components: the target's models by the host's own names, in the order in which a run uses them.
+        family: whose modules these are: "diffusers" or "compvis".
+        components: the target's models by name, in the order in which a run uses them.
         entries: for each component, the methods through which the host calls it.
         denoiser: the name of the UNet among the components, None when there is none.
         autoencoder: the name of the VAE, None when there is none.
         attentions: attention modules of denoiser, ControlNet and autoencoder.
         feed_forwards: the denoiser's feed-forward modules.
         residual_blocks: the denoiser's residual blocks.
+        transformer_blocks: the denoiser's transformer blocks.
+        verbs: how all these are used.
+        course: the way of the denoiser's maps, None when there is no denoiser.
+        configs: what components without a configuration of their own would have in it, in diffusers' words.
     """
 
     family: str
@@ -40,6 +131,10 @@ class Anatomy:
     attentions: tuple[Site, ...]
     feed_forwards: tuple[Site, ...]
     residual_blocks: tuple[Site, ...]
+    transformer_blocks: tuple[Site, ...]
+    verbs: Verbs
+    course: Course | None = None
+    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def unet(self) -> nn.Module | None:
@@ -50,7 +145,9 @@ class Anatomy:
         return self.components[self.autoencoder] if self.autoencoder else None
 
     def config(self, component: str) -> Mapping[str, Any]:
-        """The component's own configuration; empty when it has none."""
+        """The component's configuration in diffusers' words; empty when nothing is known of it."""
+        if component in self.configs:
+            return self.configs[component]
         config = getattr(self.components[component], "config", {})
         return config if isinstance(config, Mapping) else vars(config)
 
@@ -58,3 +155,20 @@ class Anatomy:
 def sites(prefix: str, root: nn.Module, is_site: Callable[[nn.Module], bool]) -> tuple[Site, ...]:
     """Every module below ``root`` for which ``is_site`` holds, named by its path."""
     return tuple(Site(f"{prefix}.{name}", module) for name, module in root.named_modules() if is_site(module))
+
+
+def layer(module: nn.Module) -> Any:
+    """The layer itself where a LoRA is wrapped around it: to look at, not to call."""
+    return getattr(module, "base_layer", module)
+
+
+def is_3x3(conv: nn.Module) -> bool:
+    """Whether it is a convolution that keeps the map's size and looks at the direct neighbours."""
+    inner = layer(conv)
+    sizes = [getattr(inner, name, None) for name in ("kernel_size", "padding", "stride", "dilation")]
+    return sizes == [(3, 3), (1, 1), (1, 1), (1, 1)] and inner.padding_mode in ("zeros", "circular")
+
+
+def is_pointwise(conv: nn.Module) -> bool:
+    """Whether it is a convolution of single pixels."""
+    return getattr(layer(conv), "kernel_size", None) == (1, 1)

@@ -1,16 +1,21 @@
 """The anatomy of an autoencoder: decoder and encoder as a row of steps, the same for every family.
 
+diffusers' AutoencoderKL, and that of CompVis' latent diffusion with its descendants in ComfyUI and the WebUIs.
+
 Steps hold the host's own layers and the verbs to use them; layers are called, never unpacked, so that what a host does
 inside a call (a LoRA, a cast, a fetch from host memory) keeps happening.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from .anatomy import is_3x3, is_pointwise, layer
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,10 @@ class Attention:
     """Attention of every pixel to every pixel, with its residual. The layers take (N, pixels, channels)."""
 
     norm: nn.GroupNorm
-    to_q: nn.Module
-    to_k: nn.Module
-    to_v: nn.Module
-    to_out: nn.Module
+    to_q: Callable[[Tensor], Tensor]
+    to_k: Callable[[Tensor], Tensor]
+    to_v: Callable[[Tensor], Tensor]
+    to_out: Callable[[Tensor], Tensor]
     heads: int = 1
     scale: float = 1.0
 
@@ -72,12 +77,13 @@ class Autoencoder:
 
 
 def dissect(vae: Any) -> Autoencoder | None:
-    """The steps of a diffusers AutoencoderKL; None when ``vae`` is built otherwise.
+    """The steps of an AutoencoderKL; None when ``vae`` is built otherwise.
 
     The layers are those that it has now: ask again at every run, because a LoRA puts others in their place.
     """
+    decoder, encoder = (_decoder, _encoder) if hasattr(vae.decoder, "up_blocks") else (_ldm_decoder, _ldm_encoder)
     try:
-        return Autoencoder(tuple(_decoder(vae.decoder)), tuple(_encoder(vae.encoder)))
+        return Autoencoder(tuple(decoder(vae.decoder)), tuple(encoder(vae.encoder)))
     except (AttributeError, TypeError, ValueError):
         return None
 
@@ -110,11 +116,6 @@ def _must_be_silu(activation: Any) -> None:
         raise ValueError(f"an activation other than SiLU: {activation}")
 
 
-def layer(conv: nn.Module) -> Any:
-    """The convolution itself where a LoRA is wrapped around it: to look at, not to call."""
-    return getattr(conv, "base_layer", conv)
-
-
 def _middle(block: Any) -> Iterator[Step]:
     yield _resnet(block.resnets[0])
     for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
@@ -144,3 +145,80 @@ def _downsample(sampler: Any) -> Downsample:
     if layer(sampler.conv).padding != (0, 0):
         raise ValueError("a downsampler with symmetric padding")
     return Downsample(sampler.conv)
+
+
+def _ldm_decoder(decoder: Any) -> Iterator[Step]:
+    if getattr(decoder, "give_pre_end", False) or getattr(decoder, "tanh_out", False):
+        raise ValueError("a decoder that ends otherwise")
+    yield Conv(_3x3(decoder.conv_in))
+    yield from _ldm_middle(decoder.mid)
+    for number, level in reversed(list(enumerate(decoder.up))):
+        yield from _ldm_level(level)
+        if number:
+            yield _ldm_upsample(level.upsample)
+    yield Conv(_3x3(decoder.conv_out), decoder.norm_out)
+
+
+def _ldm_encoder(encoder: Any) -> Iterator[Step]:
+    yield Conv(_3x3(encoder.conv_in))
+    for number, level in enumerate(encoder.down):
+        yield from _ldm_level(level)
+        if number < len(encoder.down) - 1:
+            yield _ldm_downsample(level.downsample)
+    yield from _ldm_middle(encoder.mid)
+    yield Conv(_3x3(encoder.conv_out), encoder.norm_out)
+
+
+def _ldm_level(level: Any) -> Iterator[Step]:
+    if len(level.attn):
+        raise ValueError("attention outside the middle")
+    yield from map(_ldm_resnet, level.block)
+
+
+def _ldm_middle(middle: Any) -> Iterator[Step]:
+    yield _ldm_resnet(middle.block_1)
+    if not isinstance(middle.attn_1, nn.Identity):
+        yield _ldm_attention(middle.attn_1)
+    yield _ldm_resnet(middle.block_2)
+
+
+def _ldm_resnet(block: Any) -> ResBlock:
+    shortcut = None
+    if block.in_channels != block.out_channels:
+        shortcut = block.conv_shortcut if block.use_conv_shortcut else block.nin_shortcut
+        if not is_pointwise(shortcut):
+            raise ValueError("a shortcut that looks at neighbours")
+    return ResBlock(block.norm1, _3x3(block.conv1), block.norm2, _3x3(block.conv2), shortcut)
+
+
+def _ldm_attention(block: Any) -> Attention:
+    layers = (block.q, block.k, block.v, block.proj_out)
+    if not all(map(is_pointwise, layers)):
+        raise ValueError("an attention of another kind")
+    query, key, value, out = (functools.partial(_on_tokens, conv) for conv in layers)
+    return Attention(block.norm, query, key, value, out)
+
+
+def _on_tokens(conv: nn.Module, tokens: Tensor) -> Tensor:
+    """A convolution of single pixels, on (N, pixels, C) instead of (N, C, H, W)."""
+    result: Tensor = conv(tokens.transpose(1, 2).unsqueeze(3))
+    return result.squeeze(3).transpose(1, 2)
+
+
+def _ldm_upsample(sampler: Any) -> Upsample:
+    if not sampler.with_conv or getattr(sampler, "scale_factor", 2.0) != 2.0:
+        raise ValueError("an upsampler of another kind")
+    return Upsample(_3x3(sampler.conv))
+
+
+def _ldm_downsample(sampler: Any) -> Downsample:
+    conv = layer(sampler.conv) if sampler.with_conv else None
+    if conv is None or (conv.kernel_size, conv.stride, conv.padding) != ((3, 3), (2, 2), (0, 0)):
+        raise ValueError("a downsampler of another kind")
+    return Downsample(sampler.conv)
+
+
+def _3x3(conv: nn.Module) -> nn.Module:
+    if not is_3x3(conv):
+        raise ValueError(f"a convolution of another kind: {conv}")
+    return conv

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import BadInputError
-from .anatomy import Anatomy, sites
+from .anatomy import Anatomy, Course, Residual, TokenAttention, Transformer, Verbs, is_3x3, is_pointwise, sites
 
 _TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _ORDER = (*_TEXT, "image_encoder", "controlnet", "unet", "vae", "safety_checker")
@@ -33,6 +35,9 @@ def anatomy_of(components: dict[str, nn.Module]) -> Anatomy:
         attentions=sum((sites(name, module, is_attention) for name, module in components.items()), ()),
         feed_forwards=sites(denoiser or "", unet, is_feed_forward),
         residual_blocks=sites(denoiser or "", unet, is_residual_block),
+        transformer_blocks=sites(denoiser or "", unet, is_transformer_block),
+        verbs=VERBS,
+        course=course(unet) if denoiser else None,
     )
 
 
@@ -60,7 +65,8 @@ def is_unet(module: Any) -> bool:
 
 
 def is_autoencoder(module: Any) -> bool:
-    return all(hasattr(module, name) for name in ("encoder", "decoder", "encode", "decode", "post_quant_conv"))
+    names = ("encoder", "decoder", "encode", "decode", "post_quant_conv")
+    return all(hasattr(module, name) for name in names) and hasattr(module.decoder, "up_blocks")
 
 
 def is_text_encoder(module: nn.Module) -> bool:
@@ -78,3 +84,135 @@ def is_feed_forward(module: nn.Module) -> bool:
 
 def is_residual_block(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("norm1", "conv1", "norm2", "conv2", "time_emb_proj"))
+
+
+def is_transformer_block(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("norm1", "attn1", "norm2", "attn2", "norm3", "ff"))
+
+
+_KINDS = ("resnets", "attentions", "downsamplers", "upsamplers")
+
+
+def course(unet: Any) -> Course:
+    """The way of a UNet's maps."""
+    blocks = [*unet.down_blocks, *([] if unet.mid_block is None else [unet.mid_block]), *unet.up_blocks]
+    makers = [unet.conv_in]
+    for block in unet.down_blocks:
+        last = "attentions" if any(True for _ in _all(block, "attentions")) else "resnets"
+        makers += [*_all(block, last), *_all(block, "downsamplers")]
+    return Course(
+        stations=(unet.conv_in, *(module for block in blocks for kind in _KINDS for module in _all(block, kind))),
+        makers=tuple(makers),
+        tail=tuple(module for module in (unet.conv_norm_out, unet.conv_out) if module is not None),
+    )
+
+
+def _all(block: Any, kind: str) -> Iterator[nn.Module]:
+    yield from (module for module in getattr(block, kind, None) or () if module is not None)
+
+
+def residual(block: Any, *more: Any) -> Residual | None:
+    """The parts of a ResnetBlock2D; None when it resamples inside, or conditions its second norm on time."""
+    resamples = getattr(block, "upsample", None) is not None or getattr(block, "downsample", None) is not None
+    plain_time = getattr(block, "time_embedding_norm", "default") == "default"
+    norms = all(hasattr(norm, "num_groups") for norm in (block.norm1, block.norm2))
+    shortcut = getattr(block, "conv_shortcut", None)
+    pointwise = shortcut is None or is_pointwise(shortcut)
+    if resamples or not (plain_time and norms and pointwise and all(map(is_3x3, (block.conv1, block.conv2)))):
+        return None
+    if block.training and block.dropout.p > 0:
+        return None
+    return Residual(
+        block.norm1,
+        block.conv1,
+        block.norm2,
+        block.conv2,
+        block.nonlinearity,
+        functools.partial(_shift, block),
+        shortcut,
+        float(block.output_scale_factor),
+    )
+
+
+def _shift(block: Any, temb: Tensor | None) -> Tensor | None:
+    if block.time_emb_proj is None or temb is None:
+        return None
+    shift: Tensor = block.time_emb_proj(temb if block.skip_time_act else block.nonlinearity(temb))
+    return shift[:, :, None, None]
+
+
+_ROW_BY_ROW = frozenset({"AttnProcessor", "AttnProcessor2_0", "SlicedAttnProcessor", "XFormersAttnProcessor"})
+
+
+def transformer(
+    block: Any,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states: Any = None,
+    encoder_attention_mask: Tensor | None = None,
+    *args: Any,
+    cross_attention_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Transformer | None:
+    """The parts of a BasicTransformerBlock; None for any but the plain kind, and for processors in which a query's row
+    depends on the other queries."""
+    extra = cross_attention_kwargs or {}
+    attentions = [attention for attention in (block.attn1, block.attn2) if attention is not None]
+    masks = (attention_mask, encoder_attention_mask)
+    leave = args or not _is_plain(block) or not all(map(_is_row_by_row, attentions))
+    leave = leave or "gligen" in extra or isinstance(encoder_hidden_states, (tuple, list))
+    if leave or any(mask is not None and mask.shape[1] > 1 for mask in masks):
+        return None
+    parts = [_token_attention(block.norm1, block.attn1, None, {"attention_mask": attention_mask, **extra})]
+    if block.attn2 is not None:
+        given = {"attention_mask": encoder_attention_mask, **extra}
+        parts.append(_token_attention(block.norm2, block.attn2, encoder_hidden_states, given))
+    return Transformer(tuple(parts), block.norm3, block.ff)
+
+
+def _token_attention(
+    norm: nn.Module, attention: Any, context: Tensor | None, given: Mapping[str, Any]
+) -> TokenAttention:
+    # of a context whose keys and values are there, the processor only looks at the batch and the length
+    return TokenAttention(
+        norm,
+        attention.to_k,
+        attention.to_v,
+        context,
+        lambda rows, keys: attention(rows, encoder_hidden_states=keys, **given),
+    )
+
+
+def _is_plain(block: Any) -> bool:
+    """Whether it is x + attn1(norm1(x)), x + attn2(norm2(x), context), x + ff(norm3(x)), and nothing else."""
+    norms = [block.norm1, block.norm3] + ([] if block.attn2 is None else [block.norm2])
+    layer_norm = getattr(block, "norm_type", "layer_norm") == "layer_norm"
+    extras = [getattr(block, name, None) for name in ("pos_embed", "only_cross_attention", "_chunk_size")]
+    merges = hasattr(block, "_tome_info")  # tokens are merged across the picture
+    return layer_norm and all(isinstance(norm, nn.LayerNorm) for norm in norms) and not any(extras) and not merges
+
+
+def _is_row_by_row(attention: Any) -> bool:
+    mixes = (getattr(attention, name, None) for name in ("group_norm", "spatial_norm", "norm_cross"))
+    return type(attention.processor).__name__ in _ROW_BY_ROW and not any(mixes)
+
+
+def _upcasts(attention: Any) -> bool:
+    return bool(getattr(attention, "upcast_attention", False))
+
+
+def _predict(unet: Any, latents: Tensor, timestep: Tensor, text: Tensor, extra: Mapping[str, Any]) -> Tensor:
+    prediction: Tensor = unet(latents, timestep, encoder_hidden_states=text, return_dict=False, **extra)[0]
+    return prediction
+
+
+def _decode(vae: Any, latents: Tensor) -> Tensor:
+    pixels: Tensor = vae.decode(latents, return_dict=False)[0]
+    return pixels
+
+
+def _encode(vae: Any, pixels: Tensor) -> Tensor:
+    moments: Tensor = vae.encode(pixels).latent_dist.parameters
+    return moments
+
+
+VERBS = Verbs(residual, transformer, None, _upcasts, _predict, _decode, _encode)

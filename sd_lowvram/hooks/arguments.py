@@ -1,0 +1,73 @@
+"""What a module of a UNet is called with: tensors and maps that have an entry for each picture of a batch, and, in
+ComfyUI and Forge, a dictionary of options that goes with them through all modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from .waiting import Waiting, pictures
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_OF_OPTIONS = "transformer_index"
+_A_CONDITION_EACH = ("cond_or_uncond", "uuids")
+
+
+def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]) -> Arguments:
+    """The arguments with ``change`` of every leaf; options, which modules write into, are left the same object."""
+    return _changed(args, kwargs, change, lambda options: options)
+
+
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Pictures in the first map (N, C, H, W) among the arguments; 1 when there is none."""
+    leaves = tree_flatten([value for value in (*args, *kwargs.values()) if not _is_options(value)])[0]
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, (Tensor, Waiting)) and leaf.ndim == 4), 1)
+
+
+def shares(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> int:
+    """Into how many parts a batch divides: one for each condition that the host names, else halves, else pictures."""
+    for value in (*args, *kwargs.values()):
+        conditions = len(value.get(_A_CONDITION_EACH[0]) or ()) if _is_options(value) else 0
+        if conditions > 1 and batch % conditions == 0:
+            return conditions
+    return 2 if batch % 2 == 0 else batch
+
+
+def part_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, number: int, parts: int) -> Arguments:
+    """The arguments for one of ``parts`` equal parts of a batch."""
+    start, stop = batch * number // parts, batch * (number + 1) // parts
+    chosen = functools.partial(pictures, batch=batch, start=start, stop=stop)
+    return _changed(args, kwargs, chosen, functools.partial(_options_of_part, chosen, number=number, parts=parts))
+
+
+def _options_of_part(chosen: Callable[[Any], Any], options: dict[str, Any], number: int, parts: int) -> dict[str, Any]:
+    mine = dict(options)
+    for name in _A_CONDITION_EACH:
+        entries = options.get(name)
+        if isinstance(entries, (list, tuple)) and len(entries) == parts:
+            mine[name] = entries[number : number + 1]
+    if isinstance(options.get("sigmas"), Tensor):
+        mine["sigmas"] = chosen(options["sigmas"])
+    return mine
+
+
+def _changed(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    change: Callable[[Any], Any],
+    change_options: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Arguments:
+    def one(value: Any) -> Any:
+        return change_options(value) if _is_options(value) else tree_map(change, value)
+
+    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
+
+
+def _is_options(value: Any) -> bool:
+    return isinstance(value, Mapping) and _OF_OPTIONS in value

@@ -1,0 +1,337 @@
+"""The anatomy of the UNets and autoencoders that descend from CompVis' latent diffusion: ``ldm`` and ``sgm``, as
+AUTOMATIC1111 runs them, ``comfy.ldm`` and reForge's ``ldm_patched``, and Forge's integrated models.
+
+They share the names of classes and children, which is all that is looked at; where their calls differ, what a call
+brings decides. Layers are called, never unpacked: LoRAs act, and weights are cast and fetched, inside the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import BadInputError
+from ..patches import is_foreign
+from .anatomy import (
+    Anatomy,
+    Course,
+    Residual,
+    TokenAttention,
+    Transformer,
+    Verbs,
+    is_3x3,
+    is_pointwise,
+    layer,
+    sites,
+)
+
+_ATTENTIONS = ("CrossAttention", "MemoryEfficientCrossAttention")
+_MAP_ATTENTIONS = ("AttnBlock", "MemoryEfficientAttnBlock")
+
+
+def dissect(target: Any) -> Anatomy | None:
+    """The anatomy of a UNetModel, an AutoencoderKL, or whatever a host keeps these in; None when there is neither.
+
+    Hosts' shells are: CompVis' LatentDiffusion, sgm's DiffusionEngine, ComfyUI's ModelPatcher, BaseModel and VAE, and
+    Forge's and reForge's engines with their ``forge_objects``.
+
+    Raises:
+        BadInputError: a shell whose denoiser is no UNet.
+    """
+    components = _components(target)
+    return anatomy_of(components) if components else None
+
+
+def anatomy_of(components: Mapping[str, nn.Module]) -> Anatomy:
+    """The anatomy of models by the names "unet" and "vae"."""
+    unet, vae = (components.get(name) for name in ("unet", "vae"))
+    configs: dict[str, Mapping[str, Any]] = {}
+    if unet is not None:
+        configs["unet"] = _unet_config(unet)
+    if vae is not None:
+        configs["vae"] = _vae_config(vae)
+    found = unet if unet is not None else nn.Module()
+    return Anatomy(
+        family="compvis",
+        components=dict(components),
+        entries={name: ("encode", "decode") if name == "vae" else ("forward",) for name in components},
+        denoiser=None if unet is None else "unet",
+        autoencoder=None if vae is None else "vae",
+        attentions=sum((sites(name, module, is_attention) for name, module in components.items()), ()),
+        feed_forwards=sites("unet", found, is_feed_forward),
+        residual_blocks=sites("unet", found, is_residual_block),
+        transformer_blocks=sites("unet", found, is_transformer_block),
+        verbs=VERBS,
+        course=None if unet is None else course(unet),
+        configs=configs,
+    )
+
+
+def _components(target: Any) -> dict[str, nn.Module]:
+    if is_unet(target):
+        return {"unet": target}
+    if is_autoencoder(target):
+        return {"vae": target}
+    forge = getattr(target, "forge_objects", None)
+    holders = (target,) if forge is None else (getattr(forge, "unet", None), getattr(forge, "vae", None))
+    unets = (_reached(holder, *path) for holder in holders for path in (("model", "diffusion_model"), _ITSELF))
+    unet = next((module for module in unets if isinstance(module, nn.Module)), None)
+    vae = next((module for module in (_reached(holder, "first_stage_model") for holder in holders) if module), None)
+    if unet is not None and not is_unet(unet):
+        raise BadInputError(f"{type(unet).__name__} is no UNet: sd-lowvram serves SD1.x, SD2.x and SDXL")
+    found = {"unet": unet, "vae": vae if is_autoencoder(vae) else None}
+    return {name: module for name, module in found.items() if module is not None}
+
+
+_ITSELF = ("diffusion_model",)
+
+
+def _reached(start: Any, *path: str) -> Any:
+    for name in path:
+        start = getattr(start, name, None)
+    return start
+
+
+def is_unet(module: Any) -> bool:
+    names = ("time_embed", "input_blocks", "middle_block", "output_blocks", "out")
+    return isinstance(module, nn.Module) and all(hasattr(module, name) for name in names)
+
+
+def is_autoencoder(module: Any) -> bool:
+    names = ("encoder", "decoder", "encode", "decode")
+    if not (isinstance(module, nn.Module) and all(hasattr(module, name) for name in names)):
+        return False
+    return all(hasattr(module.decoder, name) for name in ("conv_in", "mid", "up", "norm_out", "conv_out"))
+
+
+def is_attention(module: nn.Module) -> bool:
+    return type(module).__name__ in (*_ATTENTIONS, *_MAP_ATTENTIONS) and attend_kind(module) is not None
+
+
+def attend_kind(module: Any) -> str | None:
+    """Whether an attention is of "tokens" (N, tokens, C) or of a "map" (N, C, H, W); None: of neither that we know."""
+    if all(hasattr(module, name) for name in ("to_q", "to_k", "to_v", "to_out", "heads")):
+        return "tokens"
+    return "map" if all(hasattr(module, name) for name in ("norm", "q", "k", "v", "proj_out")) else None
+
+
+def is_feed_forward(module: nn.Module) -> bool:
+    net = getattr(module, "net", None)
+    return type(module).__name__ == "FeedForward" and isinstance(net, nn.Sequential) and len(net) >= 2
+
+
+def is_residual_block(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("in_layers", "emb_layers", "out_layers", "skip_connection"))
+
+
+def is_transformer_block(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("norm1", "attn1", "attn2", "norm3", "ff"))
+
+
+def course(unet: Any) -> Course:
+    """The way of a UNet's maps."""
+    blocks = [*unet.input_blocks, *([] if unet.middle_block is None else [unet.middle_block]), *unet.output_blocks]
+    return Course(
+        stations=tuple(module for block in blocks for module in block),
+        makers=tuple(list(block)[-1] for block in unet.input_blocks),
+        tail=(unet.out,),
+    )
+
+
+def residual(block: Any, *more: Any) -> Residual | None:
+    """The parts of a ResBlock; None when it resamples inside, conditions its second norm on time, or works on video."""
+    if len(block.in_layers) != 3 or len(block.out_layers) != 4 or hasattr(block, "time_stack"):
+        return None
+    if any(isinstance(options, Mapping) and "group_norm_wrapper" in options for options in more):
+        return None
+    norm1, act, conv1 = block.in_layers
+    norm2, _, dropout, conv2 = block.out_layers
+    odd = (getattr(block, name, False) for name in ("updown", "use_scale_shift_norm", "exchange_temb_dims"))
+    shortcut = None if isinstance(block.skip_connection, nn.Identity) else block.skip_connection
+    norms = all(hasattr(norm, "num_groups") for norm in (norm1, norm2))
+    pointwise = shortcut is None or is_pointwise(shortcut)
+    if any(odd) or not (norms and pointwise and is_3x3(conv1) and is_3x3(conv2)) or (block.training and dropout.p > 0):
+        return None
+    return Residual(norm1, conv1, norm2, conv2, act, functools.partial(_shift, block), shortcut)
+
+
+def _shift(block: Any, time: Tensor | None) -> Tensor | None:
+    if block.emb_layers is None or getattr(block, "skip_t_emb", False) or time is None:
+        return None
+    shift: Tensor = block.emb_layers(time)
+    return shift[:, :, None, None]
+
+
+_PATCHES = ("attn1_patch", "attn1_output_patch", "attn2_patch", "attn2_output_patch", "middle_patch")
+
+
+def transformer(
+    block: Any, context: Any = None, transformer_options: Mapping[str, Any] | None = None, **more: Any
+) -> Transformer | None:
+    """The parts of a BasicTransformerBlock; None for any but the plain kind, and where a host's patch sees tokens."""
+    odd = (getattr(block, name, False) for name in ("ff_in", "switch_temporal_ca_to_sa", "_tome_info"))
+    attentions = [attention for attention in (block.attn1, block.attn2) if attention is not None]
+    plain = all(map(_is_row_by_row, attentions)) and _is_unpatched(transformer_options)
+    if any(odd) or any(more.values()) or not plain:
+        return None
+    given = {} if transformer_options is None else {"transformer_options": transformer_options}
+    own = context if getattr(block, "disable_self_attn", False) else None
+    parts = [_token_attention(block.norm1, block.attn1, own, given)]
+    if block.attn2 is not None:
+        parts.append(_token_attention(block.norm2, block.attn2, context, given))
+    return Transformer(tuple(parts), block.norm3, block.ff)
+
+
+def _token_attention(
+    norm: nn.Module, attention: Any, context: Tensor | None, given: Mapping[str, Any]
+) -> TokenAttention:
+    takes = "transformer_options" in _arguments(type(attention)) or not given
+    passed = given if takes else {}
+    return TokenAttention(
+        norm, attention.to_k, attention.to_v, context, lambda rows, keys: attention(rows, context=keys, **passed)
+    )
+
+
+def _arguments(kind: Any) -> frozenset[str]:
+    code = getattr(kind.forward, "__code__", None)
+    return frozenset() if code is None else frozenset(code.co_varnames[: code.co_argcount])
+
+
+def _is_row_by_row(attention: Any) -> bool:
+    """Whether the host's forward treats every query's row alone; one that somebody set on the instance may not."""
+    return type(attention).__name__ in _ATTENTIONS and not is_foreign(attention, "forward")
+
+
+def _is_unpatched(options: Mapping[str, Any] | None) -> bool:
+    """Whether nobody's function gets a transformer block's tokens or queries to see."""
+    options = options or {}
+    patches, replaced = (options.get(name) or {} for name in ("patches", "patches_replace"))
+    return not any(patches.get(name) for name in _PATCHES) and not any(map(replaced.get, ("attn1", "attn2")))
+
+
+def attend(attention: Any, original: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What the attention's forward does, by torch's own scaled_dot_product_attention.
+
+    Calls with arguments that only one host has, and others than its own layers, go to ``original``.
+    """
+    if attend_kind(attention) == "map":
+        return _attend_map(attention, x) if not args else original(x, *args, **kwargs)
+    context, value, mask, options = (kwargs.get(name) for name in ("context", "value", "mask", "transformer_options"))
+    known = {"context", "value", "mask", "transformer_options"}
+    if len(args) > 1 or (args and context is not None) or any(kwargs[name] for name in kwargs.keys() - known):
+        return original(x, *args, **kwargs)
+    context = args[0] if args else context
+    query = attention.to_q(x)
+    context = x if context is None else context
+    key, values = attention.to_k(context), attention.to_v(context if value is None else value)
+    override = (options or {}).get("optimized_attention_override")
+    run = functools.partial(override, _optimized_attention) if override else _optimized_attention
+    precision = getattr(attention, "attn_precision", None)
+    extra = {} if options is None else {"transformer_options": options}
+    out: Tensor = attention.to_out(run(query, key, values, attention.heads, mask, attn_precision=precision, **extra))
+    return out
+
+
+def _optimized_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    mask: Tensor | None = None,
+    attn_precision: Any = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **more: Any,
+) -> Tensor:
+    """Attention by torch's function under the signature of ComfyUI's: (N, tokens, heads * width), or heads apart."""
+    if not skip_reshape:
+        q, k, v = (one.unflatten(2, (heads, -1)).transpose(1, 2) for one in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=_broadcast(mask, len(q), k.shape[2]))
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+def _broadcast(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """A mask as torch's function takes it: of keys (N, ...) as ldm has them, or of scores with or without batch and
+    heads."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool and (mask.dim() == 2 or mask.dim() > 4) and mask.numel() == batch * keys:
+        return mask.reshape(batch, 1, 1, keys)
+    mask = mask[None] if mask.dim() == 2 else mask
+    return mask[:, None] if mask.dim() == 3 else mask
+
+
+def _attend_map(block: Any, x: Tensor) -> Tensor:
+    normed = block.norm(x)
+    query, key, value = (_tokens(project(normed)) for project in (block.q, block.k, block.v))
+    del normed
+    mixed = F.scaled_dot_product_attention(query, key, value)
+    del query, key, value
+    return x + block.proj_out(mixed[:, 0].transpose(1, 2).unflatten(2, x.shape[2:]))
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """(N, C, H, W) as one head of tokens (N, 1, H * W, C)."""
+    return x.flatten(2).transpose(1, 2)[:, None]
+
+
+def _upcasts(attention: Any) -> bool:
+    """Whether ComfyUI or ldm, which does so unless an environment variable says otherwise, asks for float32."""
+    if getattr(attention, "attn_precision", None) is torch.float32:
+        return True
+    ours = attend_kind(attention) == "tokens" and not hasattr(attention, "attn_precision")
+    return ours and getattr(sys.modules.get(type(attention).__module__), "_ATTN_PRECISION", None) == "fp32"
+
+
+def _predict(unet: Any, latents: Tensor, timestep: Tensor, text: Tensor, extra: Mapping[str, Any]) -> Tensor:
+    options: dict[str, Any] = {"transformer_options": {}} if "transformer_options" in _arguments(type(unet)) else {}
+    prediction: Tensor = unet(latents, timestep.expand(len(latents)), context=text, **options, **extra)
+    return prediction
+
+
+def _decode(vae: Any, latents: Tensor) -> Tensor:
+    pixels: Tensor = vae.decode(latents)
+    return pixels
+
+
+def _encode(vae: Any, pixels: Tensor) -> Tensor:
+    """The moments, whatever the host's encode makes of them."""
+    source = getattr(vae, "quant_conv", None)
+    seen: list[Tensor] = []
+    handle = (vae.encoder if source is None else source).register_forward_hook(lambda *call: seen.append(call[2]))
+    try:
+        vae.encode(pixels)
+    finally:
+        handle.remove()
+    return torch.cat(seen) if len(seen) > 1 else seen[0]
+
+
+VERBS = Verbs(residual, transformer, attend, _upcasts, _predict, _decode, _encode)
+
+
+def _unet_config(unet: Any) -> dict[str, Any]:
+    blocks = list(filter(is_transformer_block, unet.modules()))
+    cross = next((block.attn2 for block in blocks if block.attn2 is not None), None)
+    config: dict[str, Any] = {"in_channels": int(layer(unet.input_blocks[0][0]).in_channels)}
+    if cross is not None:
+        config["cross_attention_dim"] = int(layer(cross.to_k).in_features)
+    label = next(_linears(getattr(unet, "label_emb", None)), None)
+    if label is not None:
+        config["label_channels"] = int(layer(label).in_features)
+        config["sample_size"] = 128
+    return config
+
+
+def _linears(module: nn.Module | None) -> Iterator[Any]:
+    yield from (one for one in (module.modules() if module is not None else ()) if hasattr(one, "in_features"))
+
+
+def _vae_config(vae: Any) -> dict[str, Any]:
+    widths = [int(level.block[-1].norm2.num_channels) for level in vae.decoder.up]
+    return {"block_out_channels": widths, "latent_channels": int(layer(vae.decoder.conv_in).in_channels)}
