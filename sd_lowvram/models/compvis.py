@@ -278,7 +278,7 @@ def _attend_map(block: Any, x: Tensor) -> Tensor:
 
 def _tokens(x: Tensor) -> Tensor:
     """(N, C, H, W) as one head of tokens (N, 1, H * W, C)."""
-    return x.flatten(2).transpose(1, 2)[:, None]
+    return x.flatten(2).transpose(1, 2).contiguous()[:, None]
 
 
 def _upcasts(attention: Any) -> bool:
