@@ -77,6 +77,10 @@ def test_what_a_small_net_holds():
     top = traced.timeline.top()
     assert (top.device_bytes, top.path, top.operator) == (traced.peak_bytes, "1", "aten.native_group_norm")
     assert traced.flops == 2 * 32 * 32 * (8 * 4 * 9 + 4 * 8)
+    work = {span.path: (span.flops, span.operators) for span in traced.spans}
+    assert list(work) == ["0", "1", "2", "3"]
+    assert work["0"] == (2 * 32 * 32 * 8 * 4 * 9, 1) and work["2"] == (0, 1)
+    assert sum(span.moved_bytes for span in traced.spans) == traced.moved_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -21,7 +21,7 @@ from .ledger import Ledger, Timeline
 from .operators import Operator, describe, nbytes
 from .recipes import Recipe, made_of, make, signature, sliced
 from .sdpa import foretold_attention
-from .work import Work, attention_flops, moved
+from .work import Span, Work, attention_flops, moved
 
 aten = torch.ops.aten
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
@@ -50,6 +50,7 @@ class MemoryTrace:
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of kernel launches.
         timeline: the allocations in their order.
+        spans: operations, bytes moved and operators in their order, module by module.
         output: what the callable returned, as fake tensors.
     """
 
@@ -65,6 +66,7 @@ class MemoryTrace:
     copied_bytes: int
     operators: int
     timeline: Timeline = field(repr=False)
+    spans: tuple[Span, ...] = field(repr=False)
     output: Any = field(repr=False)
 
 
@@ -110,6 +112,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
         copied_bytes=tracer.work.copied_bytes,
         operators=tracer.work.operators,
         timeline=ledger.timeline,
+        spans=tuple(tracer.work.spans),
         output=output,
     )
 
@@ -161,7 +164,7 @@ class _Tracer(TorchDispatchMode):
     def _attended(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         self.ledger.operator = f"attention.{kernel}"
         self.ledger.look(hidden)
-        self.work.count(attention_flops(args, out), moved(args, out))
+        self.work.count(self.ledger.path, attention_flops(args, out), moved(args, out))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -182,7 +185,7 @@ class _Tracer(TorchDispatchMode):
             if recipe.hidden:
                 self.ledger.look(recipe.hidden)
             if operator.moves:
-                self.work.count(recipe.flops, recipe.moved)
+                self.work.count(self.ledger.path, recipe.flops, recipe.moved)
             if operator.copies:
                 self._count_crossing(args, result)
         return result

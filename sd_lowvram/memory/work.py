@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,21 @@ aten = torch.ops.aten
 
 
 @dataclass
+class Span:
+    """What a module does between the calls of other modules.
+
+    Attributes:
+        path: dotted name of the module, "" for what runs outside of all.
+        flops, moved_bytes, operators: as in ``Work``.
+    """
+
+    path: str
+    flops: int = 0
+    moved_bytes: int = 0
+    operators: int = 0
+
+
+@dataclass
 class Work:
     """Sums over the operators of a run.
 
@@ -24,18 +39,23 @@ class Work:
         moved_bytes: what all operators read and write, each for itself.
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of launches.
+        spans: the same in the order of the run, module by module.
     """
 
     flops: int = 0
     moved_bytes: int = 0
     copied_bytes: int = 0
     operators: int = 0
+    spans: list[Span] = field(default_factory=list)
 
-    def count(self, flops: int, moved_bytes: int) -> None:
-        """Add one operator, as often as the pass of a loop that it runs in stands for others."""
-        self.operators += times()
-        self.flops += flops * times()
-        self.moved_bytes += moved_bytes * times()
+    def count(self, path: str, flops: int, moved_bytes: int) -> None:
+        """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others."""
+        if not self.spans or self.spans[-1].path != path:
+            self.spans.append(Span(path))
+        for sums in (self, self.spans[-1]):
+            sums.operators += times()
+            sums.flops += flops * times()
+            sums.moved_bytes += moved_bytes * times()
 
     def count_copy(self, copied_bytes: int) -> None:
         """Add bytes that cross between the accounts."""
