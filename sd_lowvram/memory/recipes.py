@@ -88,6 +88,8 @@ def made_of(result: Any, first: Any, *, view: bool) -> tuple[Made, ...] | None:
     for tensor in tensors:
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return None
+        if view and tensor.element_size() != first.element_size():  # offsets are counted in other elements
+            return None
         offset = int(tensor.storage_offset() - start)
         if offset and not view:
             return None
@@ -108,7 +110,7 @@ def _fake(made: Made, mode: FakeTensorMode, first: Any) -> Tensor:
     if made.offset is None:
         with torch._C._DisableTorchDispatch():
             meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-        return FakeTensor(mode, meta, made.device)
+        return _faked(meta, mode, made.device)
     if first.is_inference() == torch.is_inference_mode_enabled():
         return _view(made, made.offset, mode, first)
     with torch.inference_mode(first.is_inference()):  # a view is an inference tensor if its base is
@@ -119,7 +121,21 @@ def _view(made: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(0, dtype=made.dtype, device="meta")
         meta.set_(first.untyped_storage(), first.storage_offset() + offset, made.shape, made.stride)
-    return FakeTensor(mode, meta, made.device)
+    return _faked(meta, mode, made.device)
+
+
+def _faked(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake tensor around ``meta``: the first of a mode by torch's own constructor, which is slow, the others alike."""
+    alike: dict[torch.device, dict[str, Any]] = vars(mode).setdefault("_sd_lowvram_alike", {})
+    if device not in alike:
+        first = FakeTensor(mode, meta, device)
+        alike[device] = dict(vars(first))
+        return first
+    fake: Tensor = Tensor._make_subclass(  # type: ignore[attr-defined]
+        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    vars(fake).update(alike[device])
+    return fake
 
 
 def sliced(first: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Made:

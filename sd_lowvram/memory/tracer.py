@@ -15,9 +15,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .accounts import current_account, is_host, traced_device
+from .accounts import current_account, is_host, on_cpu, traced_device
 from .fakes import CPU, Registry, active_fake_mode, fake_of, faked, modules_of
 from .ledger import Ledger, Timeline
+from .lifetimes import no_collection
 from .operators import Operator, describe, nbytes
 from .recipes import Recipe, made_of, make, signature, sliced
 from .sdpa import foretold_attention
@@ -27,6 +28,8 @@ aten = torch.ops.aten
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 _DEVICE = torch.ops.prim.device.default
 _operators: dict[Any, Operator] = {}
+_recipes: dict[bool, dict[tuple[Any, ...], Recipe]] = {True: {}, False: {}}
+_MOST_RECIPES = 100_000
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
     parameters = (parameter for module in modules for parameter in module.parameters())
     mode = active_fake_mode(*tensors, *parameters) or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = _Tracer(mode)
-    with mode, traced_device(CPU), faked(modules, tracer.fake_weight):
+    with mode, traced_device(CPU), no_collection(), faked(modules, tracer.fake_weight):
         ledger = tracer.ledger
         inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
         weights_bytes, input_bytes = ledger.live["weights"], ledger.live["device"]
@@ -125,7 +128,7 @@ class _Tracer(TorchDispatchMode):
         self.ledger = Ledger()
         self.work = Work()
         self._mode = mode
-        self._recipes: dict[tuple[Any, ...], Recipe] = {}
+        self._recipes = _recipes[on_cpu()]
         self._places: dict[int, tuple[Registry, str]] = {}
         self._met: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -205,6 +208,8 @@ class _Tracer(TorchDispatchMode):
             result = operator.lay_out(args, result)
         recipe = _recipe(operator, args, result)
         if key is not None and (recipe.made is not None or result is args[0]):
+            if len(self._recipes) >= _MOST_RECIPES:
+                self._recipes.clear()
             self._recipes[key] = recipe
         return result, recipe
 
