@@ -125,7 +125,7 @@ def _view(made: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
 
 
 def _faked(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake tensor around ``meta``: the first of a mode by torch's own constructor, which is slow, the others alike."""
+    """A fake tensor around ``meta``: the first of a mode by torch's own slow constructor, the others like it."""
     alike: dict[torch.device, dict[str, Any]] = vars(mode).setdefault("_sd_lowvram_alike", {})
     if device not in alike:
         first = FakeTensor(mode, meta, device)
