@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import html
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gradio as gr
@@ -10,7 +11,11 @@ import gradio as gr
 from .arguments import Argument, arguments
 
 TITLE = "Low VRAM"
-FIRST = ("vram", "preset", "attention", "vae_tiles", "decoder_device", "deterministic", "weights_mib")
+ROWS = (
+    ("vram", "preset"),
+    ("attention", "vae_tiles", "decoder_device"),
+    ("deterministic", "weights_mib"),
+)
 """The arguments in sight; all others fold away under "Advanced"."""
 
 
@@ -31,33 +36,41 @@ def build(
     known = {argument.name: argument for argument in arguments()}
     made: dict[str, Any] = {}
 
-    def add(name: str) -> None:
-        made[name] = _component(known[name], f"{tab}_sd_lowvram_{name}", values[name], name not in without)
+    def row(names: Sequence[str], info: bool) -> None:
+        with gr.Row():
+            for name in names:
+                made[name] = _component(
+                    known[name], f"{tab}_sd_lowvram_{name}", values[name], info, name not in without
+                )
 
     with accordion(value=values["enabled"], label=TITLE, elem_id=f"{tab}_sd_lowvram_enabled") as enabled:
         made["enabled"] = enabled
         line = gr.HTML(value="", elem_id=f"{tab}_sd_lowvram_prediction")
-        for start in range(0, len(FIRST), 4):
-            with gr.Row():
-                for name in FIRST[start : start + 4]:
-                    add(name)
+        for names in ROWS:
+            row(names, info=False)
+        gr.HTML(value=_explained([known[name] for names in ROWS for name in names]))
         with gr.Accordion("Advanced", open=False):
             rest = [name for name in known if name not in made]
             for start in range(0, len(rest), 3):
-                with gr.Row():
-                    for name in rest[start : start + 3]:
-                        add(name)
+                row(rest[start : start + 3], info=True)
     for component in made.values():
         component.do_not_save_to_config = True  # the settings section keeps the defaults
     return {name: made[name] for name in known}, line
 
 
-def _component(argument: Argument, elem_id: str, value: Any, visible: bool) -> Any:
+def _component(argument: Argument, elem_id: str, value: Any, info: bool, visible: bool) -> Any:
     common = {"label": argument.label, "value": value, "elem_id": elem_id, "visible": visible}
+    told = {"info": argument.help} if info else {}
     if argument.kind == "switch":
         return gr.Checkbox(**common)
     if argument.kind == "size":
         return gr.Textbox(placeholder=argument.help, max_lines=1, **common)
     if argument.kind == "number":
-        return gr.Number(precision=0, info=argument.help, **common)
-    return gr.Dropdown(choices=list(argument.choices), info=argument.help, **common)
+        return gr.Number(precision=0, **told, **common)
+    return gr.Dropdown(choices=list(argument.choices), **told, **common)
+
+
+def _explained(arguments: Sequence[Argument]) -> str:
+    """What the arguments in sight mean, folded away: beside each control it would tear the rows apart."""
+    told = "".join(f"<li><b>{html.escape(one.label)}</b>: {html.escape(one.help)}</li>" for one in arguments)
+    return f"<details><summary>What these do</summary><ul>{told}</ul></details>"

@@ -5,11 +5,14 @@ AUTOMATIC1111 holds an ldm or sgm shell; reForge the same shell beside ``forge_o
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from modules import devices
-from torch import nn
+from modules import devices, shared
+from torch import Tensor, nn
 
 from sd_lowvram.device import available_ram, free_vram
 from sd_lowvram.session import anatomy_of
@@ -42,12 +45,18 @@ def device() -> torch.device:
     return torch.device(devices.device)
 
 
-def budget(text: str, model: Any, where: torch.device) -> int:
-    """Bytes for the run: as the user states them, or what is free now, the model's own weights counted as free."""
-    if text:
-        return parse_size(text, "vram")
-    held = (tensor for tensor in all_tensors(*anatomy_of(model).components.values()) if tensor.device == where)
-    return free_vram(where) + sum(tensor.numel() * tensor.element_size() for tensor in held)
+def budget(text: str, model: Any, where: torch.device) -> tuple[int, int]:
+    """Bytes for the run as the user states them, or what is free now with the model's own weights counted as free; and
+    how many of them the host's other modules hold on the device, the text encoders above all."""
+    ours = _bytes_on(where, all_tensors(*anatomy_of(model).components.values()))
+    shell = all_tensors(model) if isinstance(model, nn.Module) and not moves_weights(model) else []
+    others = max(0, _bytes_on(where, shell) - ours)
+    return (parse_size(text, "vram") if text else free_vram(where) + ours + others), others
+
+
+def _bytes_on(where: torch.device, tensors: list[Tensor]) -> int:
+    here = (tensor for tensor in tensors if tensor.device.type == where.type)
+    return sum(tensor.numel() * tensor.element_size() for tensor in here)
 
 
 def free_in_steps(text: str) -> int:
@@ -65,3 +74,19 @@ def queue() -> Any:
 def host_budget(text: str) -> int:
     """Bytes of host memory: as stated, or what is free now."""
     return parse_size(text, "ram") if text else available_ram()
+
+
+@contextlib.contextmanager
+def precision_of_attention() -> Iterator[None]:
+    """Within the block ldm's and sgm's attentions ask for float32 only where the host's own setting does."""
+    wanted = "fp32" if getattr(shared.opts, "upcast_attn", False) else "fp16"
+    names = ("ldm.modules.attention", "sgm.modules.attention")
+    modules = [module for name in names if hasattr(module := sys.modules.get(name), "_ATTN_PRECISION")]
+    before = [module._ATTN_PRECISION for module in modules]
+    for module in modules:
+        module._ATTN_PRECISION = wanted
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module._ATTN_PRECISION = value

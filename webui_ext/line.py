@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,8 +31,9 @@ class Line:
 
     def offer(self, component: Any, elem_id: str | None) -> None:
         """A control of the host has been made."""
-        name = (elem_id or "").removeprefix(f"{self.tab}_")
-        if elem_id and elem_id.startswith(self.tab) and name in self.names:
+        # a checkbox that folds something names itself after the accordion, which is offered too
+        name = (elem_id or "").removeprefix(f"{self.tab}_").removesuffix("-checkbox")
+        if elem_id and elem_id.startswith(self.tab) and name in self.names and hasattr(component, "change"):
             self.theirs.setdefault(name, component)
             self._connect()
 
@@ -72,9 +74,10 @@ class Line:
 
 def _teller(model: Any, chosen: dict[str, Any], pictures: list[run.Picture]) -> Callable[[], str]:
     def tell() -> str:
-        return "".join(
-            estimate.sentence(lambda one=one: run.foretell(model, chosen, one), _size(one)) for one in pictures
-        )
+        lines = []
+        for one in pictures:
+            lines.append(estimate.sentence(functools.partial(run.foretell, model, chosen, one), _size(one)))
+        return "".join(lines)
 
     return tell
 

@@ -19,7 +19,8 @@ def add_options() -> None:
     """One setting for each argument."""
     section = ("sd_lowvram", TITLE)
     for one in arguments():
-        component, details = gr.Textbox, {}
+        component: Any = gr.Textbox
+        details: dict[str, Any] = {}
         if one.kind == "switch":
             component = gr.Checkbox
         elif one.kind == "choice":

@@ -5,15 +5,19 @@ The host queues its generations, so at most one is under way. It does not tell o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+from sd_lowvram.errors import BudgetError
 from sd_lowvram.guard import guard
-from sd_lowvram.planner import Plan, Request, make_plan
+from sd_lowvram.planner import Plan, Request, check_size, make_plan
 from sd_lowvram.rates import rates_of
 from sd_lowvram.session import Attachment, anatomy_of, attach, detach
 from sd_lowvram.settings import Settings
+from sd_lowvram.sizes import format_size
 
 from . import host
 from .arguments import settings_of
@@ -32,21 +36,24 @@ class Picture:
     encodes: bool = False
 
 
-_attached: list[tuple[Any, Attachment]] = []
+_undo: list[contextlib.ExitStack] = []
+_attached: list[Attachment] = []
 
 
 def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
-    """The fastest settings that fit, attaching nothing.
+    """The fastest settings that fit, attaching nothing. Budget and peak count what the host's other modules hold.
 
     Raises:
         BudgetError: nothing fits. BadInputError: knobs or sizes that cannot be used.
     """
+    check_size(picture.width, picture.height, picture.batch)
     where = host.device()
+    vram, others = host.budget(chosen["vram"], model, where)
     request = Request(
         width=picture.width,
         height=picture.height,
         batch=picture.batch,
-        vram=host.budget(chosen["vram"], model, where),
+        vram=max(1, vram - others),
         ram=host.host_budget(chosen["ram"]),
         device=where,
         rates=rates_of(where),
@@ -54,7 +61,22 @@ def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
         guidance=picture.guidance,
         encodes=picture.encodes,
     )
-    return make_plan(anatomy_of(model), request, _planned(model, settings_of(chosen)))
+    try:
+        with host.precision_of_attention():
+            plan = make_plan(anatomy_of(model), request, _planned(model, settings_of(chosen)))
+    except BudgetError as error:
+        raise _with_others(error, vram, others) from None
+    peak = dataclasses.replace(plan.predicted, peak_bytes=plan.predicted.peak_bytes + others)
+    return dataclasses.replace(plan, request=dataclasses.replace(request, vram=vram), predicted=peak)
+
+
+def _with_others(error: BudgetError, vram: int, others: int) -> BudgetError:
+    if error.stage == "host" or not others:
+        return error
+    needed = error.needed_bytes + others
+    message = f"{format_size(vram)} cannot hold it: {error.stage} needs at least {format_size(needed)}, "
+    message += f"{format_size(others)} of it for the text encoders. Give that much, or a smaller picture"
+    return BudgetError(message, needed_bytes=needed, stage=error.stage)
 
 
 def _planned(model: Any, settings: Settings) -> Settings:
@@ -73,15 +95,19 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
     """
     plan = foretell(model, chosen, picture)
     stop()
-    attachment = attach(model, _attachable(model, plan.settings), plan.request.device)
-    attachment.plan = plan
-    _attached.append((model, attachment))
-
-    def replan(width: int, height: int, batch: int) -> None:
-        start(model, chosen, dataclasses.replace(picture, width=width, height=height, batch=batch))
-
-    attachment.add(guard(attachment.anatomy, plan.request, replan))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(host.precision_of_attention())
+        attachment = attach(model, _attachable(model, plan.settings), plan.request.device)
+        stack.callback(detach, model, attachment)
+        attachment.plan = plan
+        attachment.add(guard(attachment.anatomy, plan.request, functools.partial(_again, model, chosen, picture)))
+        _undo.append(stack.pop_all())
+    _attached.append(attachment)
     return plan, attachment
+
+
+def _again(model: Any, chosen: Mapping[str, Any], picture: Picture, width: int, height: int, batch: int) -> None:
+    start(model, chosen, dataclasses.replace(picture, width=width, height=height, batch=batch))
 
 
 def _attachable(model: Any, settings: Settings) -> Settings:
@@ -95,10 +121,11 @@ def _attachable(model: Any, settings: Settings) -> Settings:
 
 def stop() -> None:
     """Take everything off, bit for bit; nothing happens when nothing is attached."""
-    while _attached:
-        detach(*_attached.pop())
+    _attached.clear()
+    while _undo:
+        _undo.pop().close()
 
 
 def current() -> Attachment | None:
     """What is attached now."""
-    return _attached[-1][1] if _attached else None
+    return _attached[-1] if _attached else None
