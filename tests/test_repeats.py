@@ -13,6 +13,7 @@ from sd_lowvram.architectures import build_components
 from sd_lowvram.hooks import vae_exact
 from sd_lowvram.memory import MemoryTrace, trace
 from sd_lowvram.repeats import representatives
+from sd_lowvram.shortened import equal_blocks_once
 
 FIGURES = (
     "peak_bytes",
@@ -61,4 +62,23 @@ def test_strips_of_the_autoencoder(part: str, where: str, monkeypatch: Any) -> N
     monkeypatch.setattr(vae_exact, "representatives", lambda kinds: [(number, 1) for number in range(len(kinds))])
     whole = once()
     assert len(short.timeline) < 0.7 * len(whole.timeline)
+    assert figures(short) == figures(whole)
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(transformer_chunks=4, guidance_in_turn=True)])
+def test_equal_transformer_blocks(settings: Settings) -> None:
+    config = tiny.config("sdxl")
+    config["unet"]["transformer_layers_per_block"] = [1, 2, 5]
+    unet = build_components(config, only=("unet",), device="meta")["unet"]
+    extra = {"text_embeds": torch.empty(2, 32, device="meta"), "time_ids": torch.empty(2, 6, device="meta")}
+    given = torch.empty(2, 4, 64, 64, device="meta"), torch.tensor(1), torch.empty(2, 77, 64, device="meta")
+
+    def once() -> MemoryTrace:
+        return trace(unet, *given, added_cond_kwargs=extra, return_dict=False)
+
+    with torch.inference_mode(), attached(unet, settings, device="cpu"):
+        whole = once()
+        with equal_blocks_once(unet):
+            short = once()
+    assert len(short.timeline) < 0.9 * len(whole.timeline)
     assert figures(short) == figures(whole)
