@@ -1,0 +1,120 @@
+"""Every attention backend at SD1.5's largest level: error, determinism over many runs, time, memory."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...sizes import MIB
+from .models import TINY
+from .trial import measure
+
+LATENTS = (64, 128, 256)
+_SAMPLED = 256
+"""Rows of queries on which the error is taken: in float64 a whole score matrix of 256x256 latents is 512 GiB."""
+_RUNS = 20
+
+
+def run(device: torch.device, model: str | None, seconds: Callable[[], float], report: Callable[..., None]) -> Any:
+    """One row for each backend and size; a backend that is not here has one with ``error``."""
+    from ...kernels.attention import available_backends
+
+    latents = [8] if model == TINY else list(LATENTS)
+    rows: list[dict[str, Any]] = []
+    backends = available_backends(device)
+    for number, (backend, missing) in enumerate(backends.items()):
+        if missing is not None:
+            rows.append({"backend": backend, "error": missing})
+        elif seconds() < 5:
+            rows.append({"backend": backend, "error": "no time was left"})
+        else:
+            found = measure("attention", seconds=seconds(), device=str(device), backend=backend, latents=latents)
+            rows += found.get("rows") or [{"backend": backend, **found}]
+        report("attention", number + 1, len(backends))
+    return {"rows": rows}
+
+
+def trial_attention(device: str, backend: str, latents: list[int]) -> dict[str, Any]:
+    """The backend at each size: self-attention of a guided batch, 8 heads of width 40."""
+    where = torch.device(device)
+    with torch.inference_mode():
+        return {"rows": [_row(where, backend, side) for side in latents]}
+
+
+def _row(device: torch.device, backend: str, side: int) -> dict[str, Any]:
+    from ...kernels.attention import BACKENDS, kernel_name
+    from ...kernels.attention_problem import problem_of
+    from ...memory import measured_peak
+
+    noise = torch.Generator().manual_seed(side)
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    q, k, v = (torch.randn(2, side * side, 8, 40, generator=noise).to(device, dtype).transpose(1, 2) for _ in "qkv")
+    attend = functools.partial(BACKENDS[backend], q, k, v)
+    row: dict[str, Any] = {"backend": backend, "latents": side}
+    try:
+        first = attend()
+        peak = measured_peak(attend)
+        seconds, same = [], True
+        for _ in range(_RUNS):
+            start = _now(device)
+            again = attend()
+            seconds.append(_now(device) - start)
+            same = same and torch.equal(first, again)
+    except Exception as error:  # one size too many for a backend is a row of the table
+        return row | {"error": " ".join(str(error).split())[:200]}
+    sampled = torch.linspace(0, side * side - 1, min(_SAMPLED, side * side), device=device).long()
+    exact = _exact(q[:, :, sampled], k, v)
+    return row | {
+        "kernel": kernel_name(backend, problem_of(q, k, v)),
+        "error_relative": float((first[:, :, sampled].double() - exact).norm() / exact.norm()),
+        "deterministic": same,
+        "seconds": statistics.median(seconds),
+        "peak_bytes": peak,
+    }
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain attention in float64, head by head."""
+    return torch.stack([_one_head(*heads) for heads in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True)], dim=1)
+
+
+def _one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = q.double(), k.double(), v.double()
+    return torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1) @ v
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def lines(part: dict[str, Any]) -> Iterator[str]:
+    """The part as Markdown."""
+    yield "## Attention"
+    yield ""
+    yield "Self-attention of SD1.5's first level, a guided batch, 8 heads of width 40, fp16. *Error*: relative, to"
+    yield f"float64, on {_SAMPLED} rows. *Same bits*: in all of {_RUNS} runs. *Peak*: above the arguments."
+    yield ""
+    yield "| latents | backend | kernel | error | same bits | ms | time / sdpa | peak MiB |"
+    yield "|---|---|---|---|---|---|---|---|"
+    measured = [row for row in part["rows"] if "seconds" in row]
+    sdpa = {row["latents"]: row["seconds"] for row in measured if row["backend"] == "sdpa"}
+    for row in sorted(measured, key=lambda row: row["latents"]):
+        ratio = f"{row['seconds'] / sdpa[row['latents']]:.2f}" if row["latents"] in sdpa else ""
+        yield (
+            f"| {row['latents']}x{row['latents']} | {row['backend']} | {row['kernel']} | {row['error_relative']:.1e} | "
+            f"{'yes' if row['deterministic'] else 'no'} | {1000 * row['seconds']:.2f} | {ratio} | "
+            f"{row['peak_bytes'] / MIB:.0f} |"
+        )
+    for row in part["rows"]:
+        if "error" in row:
+            where = f" at {row['latents']}x{row['latents']}" if "latents" in row else ""
+            yield ""
+            yield f"Not measured: {row['backend']}{where}: {row['error']}"
