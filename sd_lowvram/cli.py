@@ -14,6 +14,7 @@ from .commands.bench import bench
 from .commands.doctor import doctor
 from .commands.generate import generate
 from .commands.guard import INTERRUPTED
+from .commands.install import install
 from .commands.plan import plan
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(plan)
 app.command()(doctor)
+app.command()(install)
 app.add_typer(bench, name="bench")
 
 

@@ -1,0 +1,32 @@
+"""``sd-lowvram install``: puts the nodes into ComfyUI, or the panel into a WebUI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .guard import guarded
+
+
+def install(
+    host: Annotated[str, typer.Argument(help="comfyui or webui (AUTOMATIC1111, Forge, reForge)", metavar="HOST")],
+    path: Annotated[Path, typer.Argument(help="the folder that the host is in", metavar="PATH")],
+    uninstall: Annotated[bool, typer.Option("--uninstall", help="Take it off again.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Link (from a checkout) or copy (from a package) the adapter into a host. Restart the host afterwards."""
+    with guarded(debug):
+        from .. import adapters
+
+        if uninstall:
+            place, done = adapters.uninstall(host, path), "removed"
+        else:
+            place, done = adapters.install(host, path)
+        if as_json:
+            print(json.dumps({"host": host, "path": str(place), "done": done}))
+        else:
+            print(f"{place}: {done}")

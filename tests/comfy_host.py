@@ -1,0 +1,194 @@
+"""ComfyUI's contract in small: imports the pack as the host does, and stands in for the doors that our nodes use."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+
+
+def import_pack(folder: Path) -> types.ModuleType:
+    """Import ``folder`` by its location, under its path for a name: it is on no search path."""
+    name = str(folder).replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Interrupted(BaseException):
+    """The user has pressed cancel."""
+
+
+class OutOfMemory(Exception):
+    """The device's memory is full."""
+
+
+class Bar:
+    """The running node's bar."""
+
+    shown: list[tuple[int, int]] = []
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def update_absolute(self, value: int, total: int) -> None:
+        self.shown.append((value, total))
+
+
+def host_modules(cancelled: Callable[[], bool] = lambda: False) -> dict[str, types.ModuleType]:
+    """Stand-ins for the modules of the host that our nodes import."""
+
+    def check() -> None:
+        if cancelled():
+            raise Interrupted
+
+    management = types.SimpleNamespace(
+        current_loaded_models=[],
+        get_free_memory=lambda device: 8 << 30,
+        throw_exception_if_processing_interrupted=check,
+        OOM_EXCEPTION=OutOfMemory,
+        asked=[],
+    )
+    doors = types.SimpleNamespace(
+        OUTER_SAMPLE="outer_sample", PREPARE_SAMPLING="prepare_sampling", APPLY_MODEL="apply_model"
+    )
+    contents = {
+        "comfy": {},
+        "comfy.model_management": vars(management),
+        "comfy.utils": {"ProgressBar": Bar},
+        "comfy.patcher_extension": {"WrappersMP": doors},
+    }
+    modules = {}
+    for name, content in contents.items():
+        modules[name] = types.ModuleType(name)
+        vars(modules[name]).update(content)
+    for name in ("model_management", "utils", "patcher_extension"):
+        setattr(modules["comfy"], name, modules[f"comfy.{name}"])
+    return modules
+
+
+class Executor:
+    """Calls the wrappers one inside the other, then the original."""
+
+    def __init__(self, original: Callable[..., Any], owner: Any, wrappers: list[Callable[..., Any]]) -> None:
+        self.original, self.class_obj, self.wrappers = original, owner, wrappers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.wrappers:
+            return self.original(*args, **kwargs)
+        rest = Executor(self.original, self.class_obj, self.wrappers[1:])
+        return self.wrappers[0](rest, *args, **kwargs)
+
+
+class Model:
+    """What clones share: the UNet, and the estimate of its activations."""
+
+    def __init__(self, unet: Any) -> None:
+        self.diffusion_model = unet
+        self.memory_usage_factor = 2.0
+
+    def memory_required(self, shape: Any, cond_shapes: Any = None) -> float:
+        return shape[0] * shape[2] * shape[3] * self.memory_usage_factor * (1 << 20)
+
+    def apply(self, x: Tensor, t: Tensor, c_concat: Any, text: Tensor, control: Any, options: dict[str, Any]) -> Tensor:
+        return self.diffusion_model(x, t, encoder_hidden_states=text.expand(len(x), -1, -1), return_dict=False)[0]
+
+
+class Patcher:
+    """A MODEL: clones share the model and differ in options and wrappers."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.model_options: dict[str, Any] = {"transformer_options": {}}
+        self.wrappers: dict[str, dict[str, list[Any]]] = {}
+        self.load_device = torch.device("cpu")
+
+    def clone(self) -> Patcher:
+        made = Patcher(self.model)
+        made.model_options = copy.deepcopy(self.model_options)
+        made.wrappers = {door: {key: list(all_) for key, all_ in keys.items()} for door, keys in self.wrappers.items()}
+        return made
+
+    def get_model_object(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def add_wrapper_with_key(self, door: str, key: str, wrapper: Any) -> None:
+        self.wrappers.setdefault(door, {}).setdefault(key, []).append(wrapper)
+
+    def remove_wrappers_with_key(self, door: str, key: str) -> None:
+        self.wrappers.get(door, {}).pop(key, None)
+
+    def through(self, door: str, original: Callable[..., Any], owner: Any) -> Executor:
+        return Executor(original, owner, [one for all_ in self.wrappers.get(door, {}).values() for one in all_])
+
+
+class Guider:
+    """Samples with a MODEL as the host does: load within the sampling, two halves in one call, two steps."""
+
+    def __init__(self, patcher: Patcher, text: Tensor, seen: Callable[[Patcher], None] = lambda patcher: None) -> None:
+        self.model_patcher, self.text, self.seen = patcher, text, seen
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return self.model_patcher.through("outer_sample", self._sample, self)(noise, None)
+
+    def _sample(self, noise: Tensor, latents: Any) -> Tensor:
+        patcher = self.model_patcher
+        load = functools.partial(self.load, noise=noise)
+        patcher.through("prepare_sampling", load, None)(patcher, noise.shape, {}, model_options={})
+        x = noise
+        for step in (9, 3):
+            options = dict(patcher.model_options["transformer_options"])
+            call = patcher.through("apply_model", patcher.model.apply, patcher.model)
+            self.seen(patcher)
+            both = call(torch.cat([x, x]), torch.tensor(step), None, self.text, None, options)
+            x = x - 0.1 * both.chunk(2)[0]
+        return x
+
+    def load(self, patcher: Patcher, shape: Any, conds: Any, model_options: Any, noise: Tensor) -> None:
+        self.asked_to_load = patcher.model.memory_required([2 * len(noise), *noise.shape[1:]])
+
+
+class VAE:
+    """A VAE object: the host's decode and encode, which take to tiles when memory runs out."""
+
+    def __init__(self, model: Any) -> None:
+        self.first_stage_model = model
+        self.device = torch.device("cpu")
+        self.vae_dtype = torch.float32
+        self.memory_used_decode = lambda shape, dtype: 2178 * shape[2] * shape[3] * 64 * 4
+        self.memory_used_encode = lambda shape, dtype: 1767 * shape[2] * shape[3] * 4
+        self.short: list[int] = []
+        self.asked: list[int] = []
+
+    def throw_exception_if_invalid(self) -> None:
+        assert self.first_stage_model is not None
+
+    def decode(self, samples: Tensor) -> Tensor:
+        self.asked.append(self.memory_used_decode(samples.shape, self.vae_dtype))
+        try:
+            if self.short and self.short.pop():
+                raise OutOfMemory
+            return self.first_stage_model.decode(samples, return_dict=False)[0].movedim(1, -1)
+        except OutOfMemory:
+            pass
+        return self.decode_tiled_(samples)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        pixels = pixels.movedim(-1, 1)
+        self.asked.append(self.memory_used_encode(pixels.shape, self.vae_dtype))
+        return self.first_stage_model.encode(pixels).latent_dist.mode()
+
+    def decode_tiled_(self, samples: Tensor) -> Tensor:
+        return torch.zeros(len(samples), samples.shape[2] * 8, samples.shape[3] * 8, 3)

@@ -1,0 +1,160 @@
+"""The node pack as ComfyUI reads it: import by location, the contract of each node, knobs as inputs, saved workflows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfy_host import ROOT, import_pack
+
+from sd_lowvram import Settings
+from sd_lowvram.errors import SettingsError
+from sd_lowvram.settings import knobs
+
+SAVED = Path(__file__).parent / "data" / "workflows"
+WORKFLOWS = sorted((ROOT / "example_workflows").glob("*.json"))
+IDS = {
+    "LowVRAMOptimizeModel",
+    "LowVRAMOptimizeVAE",
+    "LowVRAMVAEDecode",
+    "LowVRAMVAEEncode",
+    "LowVRAMPlan",
+    "LowVRAMReport",
+}
+
+
+@pytest.fixture(scope="module")
+def pack() -> Any:
+    return import_pack(ROOT)
+
+
+def inputs_of(node: Any) -> dict[str, Any]:
+    groups = node.INPUT_TYPES()
+    return {**groups["required"], **groups.get("optional", {})}
+
+
+def widgets_of(node: Any) -> list[str]:
+    """The inputs that a person sets, in the order in which a workflow saves them."""
+    shown = {"INT", "FLOAT", "STRING", "BOOLEAN"}
+    return [name for name, (kind, *_) in inputs_of(node).items() if isinstance(kind, list) or kind in shown]
+
+
+def test_the_ids_stay(pack) -> None:
+    assert set(pack.NODE_CLASS_MAPPINGS) == IDS == set(pack.NODE_DISPLAY_NAME_MAPPINGS)
+    assert not hasattr(pack, "comfy_entrypoint")  # the host reads one contract of the two
+
+
+@pytest.mark.parametrize("name", sorted(IDS))
+def test_every_node_keeps_the_contract(pack, name) -> None:
+    node = pack.NODE_CLASS_MAPPINGS[name]
+    assert node.CATEGORY == "low-vram" and node.DESCRIPTION
+    assert callable(getattr(node(), node.FUNCTION))
+    assert all(isinstance(kind, str) for kind in node.RETURN_TYPES)
+    assert len(getattr(node, "RETURN_NAMES", node.RETURN_TYPES)) == len(node.RETURN_TYPES)
+    for field, (kind, *options) in inputs_of(node).items():
+        default = options[0].get("default") if options else None
+        if isinstance(kind, list):
+            assert default in kind, field
+        elif kind == "INT":
+            assert options[0]["min"] <= default <= options[0]["max"], field
+        if field in knobs():
+            assert knobs()[field].help in options[0]["tooltip"]
+
+
+def test_the_pack_leaves_the_hosts_modules_alone(tmp_path) -> None:
+    """Linked under a name with a dot and a hyphen; no host, no diffusers and no search path are needed to read it."""
+    host, folder = tmp_path / "host", tmp_path / "custom_nodes" / "sd-low.vram"
+    host.mkdir()
+    folder.parent.mkdir()
+    folder.symlink_to(ROOT, target_is_directory=True)
+    for name in ("nodes", "utils", "scripts"):
+        (host / f"{name}.py").write_text("OWNER = 'host'\n")
+    code = f"""
+import sys
+sys.path[:0] = [{str(host)!r}, {str(Path(__file__).parent)!r}]
+from pathlib import Path
+from comfy_host import import_pack
+before = list(sys.path)
+assert import_pack(Path({str(folder)!r})).NODE_CLASS_MAPPINGS
+import nodes, utils, scripts
+assert nodes.OWNER == utils.OWNER == scripts.OWNER == "host"
+assert sys.path == before
+heavy = {{"diffusers", "transformers", "accelerate", "typer", "matplotlib", "comfy"}} & set(sys.modules)
+assert not heavy, heavy
+assert "sd_lowvram" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", knobs())
+def test_every_knob_is_shown_where_it_says(pack, name) -> None:
+    from sd_lowvram.commands.knobs import command_line_knobs
+    from webui_ext.arguments import arguments
+
+    shown = {
+        "cli": name in command_line_knobs(),
+        "node": any(name in inputs_of(node) for node in pack.NODE_CLASS_MAPPINGS.values()),
+        "panel": name in {argument.name for argument in arguments()},
+    }
+    assert {surface for surface, there in shown.items() if there} == set(knobs()[name].surfaces)
+    assert "cli" in knobs()[name].surfaces
+
+
+def test_knobs_come_last_and_in_their_order(pack) -> None:
+    for node in pack.NODE_CLASS_MAPPINGS.values():
+        widgets = widgets_of(node)
+        ours = [name for name in widgets if name in knobs()]
+        assert ours == [name for name in knobs() if name in ours]
+        assert widgets == [name for name in widgets if name not in knobs()] + ours
+
+
+def test_inputs_become_settings(pack) -> None:
+    module = sys.modules[pack.__name__ + ".nodes.inputs"]
+    values = {"attention": "sliced", "attention_mib": 8, "deterministic": "on", "park_skips": "off", "vae_map": "auto"}
+    read = module.settings_of({**values, "residual_strips": 0, "decoder_device": "auto"})
+    expected = Settings(attention="sliced", attention_mib=8, deterministic=True, park_skips=False)
+    assert read.as_dict() == expected.as_dict()
+    with pytest.raises(Exception, match="magic") as raised:
+        module.settings_of({"attention": "magic"})
+    assert type(raised.value).__name__ == SettingsError.__name__
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_saved_workflows_keep_their_meaning(pack, path) -> None:
+    """Values are saved by position. What each of ours meant when the workflow was saved is in tests/data."""
+    workflow = json.loads(path.read_text(encoding="utf-8"))
+    saved = json.loads((SAVED / path.name).read_text(encoding="utf-8"))
+    ours = {str(node["id"]): node for node in workflow["nodes"] if node["type"] in IDS}
+    assert ours.keys() == saved.keys() and ours
+    for number, node in ours.items():
+        kinds = inputs_of(pack.NODE_CLASS_MAPPINGS[node["type"]])
+        read = dict(zip(widgets_of(pack.NODE_CLASS_MAPPINGS[node["type"]]), node["widgets_values"], strict=False))
+        assert read == saved[number]
+        for name, value in read.items():
+            kind, options = kinds[name]
+            assert value in kind if isinstance(kind, list) else isinstance(value, type(options["default"]))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_saved_workflows_are_wired(pack, path) -> None:
+    workflow = json.loads(path.read_text(encoding="utf-8"))
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    for number, start, slot, end, place, kind in workflow["links"]:
+        assert number in nodes[start]["outputs"][slot]["links"]
+        assert nodes[end]["inputs"][place]["link"] == number
+        assert nodes[start]["outputs"][slot]["type"] == kind
+    for node in workflow["nodes"]:
+        if node["type"] not in IDS:
+            continue
+        definition = pack.NODE_CLASS_MAPPINGS[node["type"]]
+        assert [output["type"] for output in node["outputs"]] == list(definition.RETURN_TYPES)
+        wired = {one["name"]: one for one in node["inputs"]}
+        sockets = set(definition.INPUT_TYPES()["required"]) - set(widgets_of(definition))
+        assert sockets <= {name for name, one in wired.items() if one["link"] is not None}
