@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import NoSiteError, SettingsError
 from ..models.anatomy import Anatomy
-from ..patches import Change, Patch, wrap
+from ..patches import Change, Patch, value, wrap
 from ..settings import Fidelity, Settings
 from ..weights import all_tensors, cast_activations, own_tensors, set_data
 from .lending import lent_to_call
@@ -49,9 +49,11 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
             yield Change(functools.partial(convert, component, torch.float16), hook="precision")
             yield from _widened_layers(component)
             yield from _cast_entries(anatomy, name, torch.float32)
+            yield from _cast_inside(component, torch.float32)
         else:
             yield Change(functools.partial(convert, component, _TYPES[kind]), hook="precision")
             yield from _cast_entries(anatomy, name, None)
+            yield from _cast_inside(component, _TYPES[kind])
 
 
 def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
@@ -146,6 +148,20 @@ def _cast_entries(anatomy: Anatomy, name: str, dtype: torch.dtype | None) -> Ite
         return original(*args, **kwargs)
 
     yield from (wrap(component, entry, cast, "precision") for entry in anatomy.entries[name])
+
+
+def _cast_inside(component: Any, dtype: torch.dtype) -> Iterator[Patch]:
+    """CompVis' UNet casts its input to a type that it notes when it is built, and embeds time in float32."""
+    if isinstance(vars(component).get("dtype"), torch.dtype):
+        yield value(component, "dtype", dtype, "precision")
+    embedding = getattr(component, "time_embed", None)
+    if isinstance(embedding, nn.Module):
+
+        def cast(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = cast_activations((args, kwargs), dtype)
+            return original(*args, **kwargs)
+
+        yield wrap(embedding, "forward", cast, "precision")
 
 
 def _autocast(anatomy: Anatomy, name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Patch]:
