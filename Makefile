@@ -23,7 +23,7 @@ OPTIONS = $(if $(VRAM),--vram "$(VRAM)") $(if $(SIZE),--width $(SIZE) --height $
 	$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test lint format clean
+.PHONY: help picture install test lint format gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +31,8 @@ help:
 	@echo '             [VRAM=4GB] [SIZE=512] [SEED=1] [STEPS=30] [MODEL=path] [OUT=file.png]'
 	@echo 'make test                           lint, types and tests'
 	@echo 'make lint | make format             ruff and mypy | let ruff rewrite the files'
+	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into benchmarks/results'
+	@echo '             [GPU_PYTHON=python3]   with an environment that is there already, as docs/gpu.md says'
 	@echo 'make clean                          remove the environment and everything built'
 	@echo 'PYTHON=python3.12 chooses the Python (3.10 or newer)'
 
@@ -46,6 +48,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+gpu: $(if $(GPU_PYTHON),,$(VENV)/.test)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu
+	$(or $(GPU_PYTHON),$(BIN)/python) -m sd_lowvram bench gpu $(if $(PART),--part $(PART))
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,3 +35,25 @@ def attention(as_json: Json = False, debug: Debug = False) -> None:
         from ..bench.attention import run
 
         run(json=as_json)
+
+
+@bench.command()
+def gpu(
+    part: Annotated[
+        list[str] | None,
+        typer.Option("--part", help="peaks, streaming, max-size or attention; may be repeated. All when left out."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for GPU.json and GPU.md.")] = Path("benchmarks/results"),
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """On an NVIDIA GPU: predicted and measured peaks, streamed weights, largest pictures, attention."""
+    with guarded(debug):
+        from rich.console import Console
+
+        from ..bench.gpu import PARTS, run
+        from .show import Bars
+
+        with Bars(Console(stderr=True), shown=not as_json).running():
+            written = run(tuple(part or PARTS), out)
+        typer.echo(written.with_suffix(".json").read_text(encoding="utf-8") if as_json else f"written: {written}")

@@ -40,7 +40,7 @@ def run(device: torch.device, model: str | None, seconds: Callable[[], float], r
                 return None
             row = measure("size", seconds=seconds(), device=str(device), model=name, side=side, cap=cap, way=way)
             tried.append({"side": side} | row)
-            return bool(row.get("fits"))
+            return None if row.get("timed_out") else bool(row.get("fits"))
 
         largest, too_large = bracket(fits, step, limit)
         done += 1
@@ -140,6 +140,11 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
         ours, theirs = (rows[cap, way] for way in WAYS)
         ratio = f"{(ours['largest'] / theirs['largest']) ** 2:.1f}" if theirs["largest"] else ""
         yield f"| {cap / GIB:g} | {_side(ours)} | {_side(theirs)} | {ratio} |"
+    for row in part["rows"]:
+        for trial in row["tried"]:
+            if "error" in trial and not trial["out_of_memory"]:
+                yield ""
+                yield f"{row['way']}, {row['cap'] / GIB:g} GiB, {trial['side']}: {trial['error']}"
 
 
 def _side(row: dict[str, Any]) -> str:

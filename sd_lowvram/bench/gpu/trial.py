@@ -25,7 +25,8 @@ _TRIALS = {
 def measure(kind: str, *, seconds: float = 240.0, **arguments: Any) -> dict[str, Any]:
     """What the function ``trial_<kind>(**arguments)`` returns in a new process.
 
-    Where it fails: a dictionary with ``error``, a sentence; ``out_of_memory`` tells whether the device was too small.
+    Where it fails: a dictionary with ``error``, a sentence; ``out_of_memory`` tells whether the device was too small,
+    ``timed_out`` whether the time was too short.
 
     Args:
         seconds: after which the process is ended.
@@ -45,7 +46,7 @@ def measure(kind: str, *, seconds: float = 240.0, **arguments: Any) -> dict[str,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return _failed(f"took longer than {seconds:.0f} s")
+        return _failed(f"took longer than {seconds:.0f} s") | {"timed_out": True}
     try:
         return json.loads(run.stdout.splitlines()[-1])
     except (IndexError, ValueError):
