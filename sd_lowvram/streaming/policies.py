@@ -1,11 +1,12 @@
 """Simple ways to choose what stays on the device, to compare the search with.
 
-All leave room for a ring of two of the largest streamed units where the budget allows it, so that one is copied while
-the other computes, and for one where it does not.
+Those that keep something leave a ring of two of the largest streamed units where the budget allows it, so that one is
+copied while the other computes, and of one where it does not.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from .schedule import Schedule, Unit, aligned, lay_out
@@ -28,25 +29,21 @@ def all_streamed(units: Sequence[Unit], device_bytes: int) -> Schedule:
     return lay_out(units, (), device_bytes)
 
 
-def _filled(units: Sequence[Unit], device_bytes: int, order: Iterable[int]) -> Schedule:
-    """Residents taken in ``order`` while they and the ring that the others need fit."""
-    sizes = [aligned(unit.bytes) for unit in units]
-    total = sum(sizes)
-    if total <= device_bytes:
-        return lay_out(units, range(len(units)), 0)
-    two = min(2 * max(sizes), total)
-    ring = two if two <= device_bytes else device_bytes
-    left, resident = device_bytes - ring, set()
-    for number in order:
-        if sizes[number] > left:
-            break
-        left -= sizes[number]
-        resident.add(number)
-    return lay_out(units, resident, device_bytes - sum(sizes[number] for number in resident))
-
-
 POLICIES: dict[str, Policy] = {
     "largest first": largest_first,
     "first resident": first_resident,
     "all streamed": all_streamed,
 }
+
+
+def _filled(units: Sequence[Unit], device_bytes: int, order: Iterable[int]) -> Schedule:
+    """As many residents, taken in ``order``, as leave a ring for the others."""
+    order = list(order)
+    sizes = [aligned(units[number].bytes) for number in order]
+    largest_left = [*reversed([*itertools.accumulate(reversed(sizes), max)]), 0]
+    kept = [0, *itertools.accumulate(sizes)]
+    for rooms in (2, 1):
+        for count in range(len(order), -1, -1):
+            if kept[count] + rooms * largest_left[count] <= device_bytes:
+                return lay_out(units, order[:count], device_bytes - kept[count])
+    return lay_out(units, (), device_bytes)

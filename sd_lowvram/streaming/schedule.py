@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import BudgetError
 from ..sizes import format_size
@@ -60,8 +61,8 @@ class Schedule:
         resident: numbers of the units that stay.
         resident_bytes: what these take.
         ring_bytes: size of the buffer through which the others pass.
-        fetches: of every other unit with weights, one a step, in the order in which they are issued. The fetches of
-            the next step follow at once: they run while this step's last units compute.
+        fetches: of every other unit with weights, one a step, in the order in which they are issued, which is that of
+            their use. The fetches of the next step follow at once: they run while this step's last units compute.
     """
 
     resident: frozenset[int]
@@ -88,31 +89,54 @@ def lay_out(units: Sequence[Unit], resident: Collection[int], ring_bytes: int) -
     Raises:
         BudgetError: a streamed unit is larger than the ring.
     """
-    streamed = [number for number, unit in enumerate(units) if unit.bytes and number not in resident]
-    offsets: dict[int, int] = {}
-    head = 0
-    for number in streamed:
-        size = aligned(units[number].bytes)
-        if size > ring_bytes:
-            raise BudgetError(
-                f"{units[number].name} has {format_size(size)} of weights and the ring {format_size(ring_bytes)}: "
-                "give it more, or let layers be split",
-                needed_bytes=size,
-                stage=units[number].name,
-            )
-        head = 0 if head + size > ring_bytes else head
-        offsets[number] = head
-        head += size
-    fetches = tuple(Fetch(number, offsets[number], _after(units, offsets, number)) for number in streamed)
-    kept = frozenset(number for number, unit in enumerate(units) if unit.bytes and number in resident)
-    return Schedule(kept, sum(aligned(units[number].bytes) for number in kept), ring_bytes if fetches else 0, fetches)
+    places: list[tuple[int, int, int]] = []
+    kept, kept_bytes, head = [], 0, 0
+    for number, unit in enumerate(units):
+        size = aligned(unit.bytes)
+        if size and number in resident:
+            kept.append(number)
+            kept_bytes += size
+        elif size:
+            if size > ring_bytes:
+                raise BudgetError(
+                    f"{unit.name} has {format_size(size)} of weights and the ring {format_size(ring_bytes)}: "
+                    "give it more, or let layers be split",
+                    needed_bytes=size,
+                    stage=unit.name,
+                )
+            start = 0 if head + size > ring_bytes else head
+            head = start + size
+            places.append((number, start, head))
+    return Schedule(frozenset(kept), kept_bytes, ring_bytes if places else 0, tuple(_fetches(places)))
 
 
-def _after(units: Sequence[Unit], offsets: dict[int, int], number: int) -> int:
-    """The last unit before ``number``, going back into the step before, that has any of its bytes of the ring."""
-    start, stop = offsets[number], offsets[number] + aligned(units[number].bytes)
-    for other in itertools.chain(range(number - 1, -1, -1), range(len(units) - 1, number, -1)):
-        begins = offsets.get(other)
-        if begins is not None and begins < stop and start < begins + aligned(units[other].bytes):
-            return other
-    return number
+def _fetches(places: Sequence[tuple[int, int, int]]) -> list[Fetch]:
+    """From (unit, first byte, end) in the order of use: round twice, so that each sees what the step before left."""
+    found = []
+    below: list[_Used] = []
+    above: list[_Used] = []
+    here = 0
+    for turn, (number, start, stop) in enumerate(itertools.chain(places, places)):
+        if start == 0:
+            top = below[-1].stop if below else 0
+            above, below, here = [*below, *(used for used in above[here:] if used.stop > top)], [], 0
+        while here < len(above) and above[here].stop <= start:
+            here += 1
+        after = turn - len(places), number
+        for used in itertools.islice(above, here, None):
+            if used.start >= stop:
+                break
+            after = max(after, used[:2])
+        below.append(_Used(turn, number, start, stop))
+        if turn >= len(places):
+            found.append(Fetch(number, start, after[1]))
+    return found
+
+
+class _Used(NamedTuple):
+    """Bytes of the ring and who had them when."""
+
+    turn: int
+    number: int
+    start: int
+    stop: int

@@ -1,32 +1,142 @@
-"""The search for the schedule with the fastest step."""
+"""The search for the schedule with the fastest step, and the bound that no schedule passes.
+
+Deep blocks hold most of the bytes and little of the work, so a step has a stretch in which copies cannot keep up. What
+counts is how much of it residents and a ring that is full when it begins can cover, and that the ring leaves room to
+copy one unit while another computes. A grid of residents and ring sizes comes near; exchanging residents does the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import random
+from collections.abc import Collection, Sequence
 
 from ..errors import BudgetError
 from .policies import POLICIES
-from .schedule import Schedule, Unit
-from .simulator import simulate
+from .schedule import Schedule, Unit, aligned, lay_out
+from .simulator import Copies, simulate
+
+_RINGS = 16
+"""Sizes of the ring in the grid, equally spaced in the budget."""
+_TRIALS = 300
+_EXCHANGES = 0.6
+"""Share of the trials that exchange one resident for another; the others add and drop some."""
+_NEAR = 1.001
+"""A step this close to the bound is not searched further."""
 
 
-def best_schedule(
-    units: Sequence[Unit], device_bytes: int, copy_bandwidth: float, latency: float = 0.0, overlap: bool = True
-) -> Schedule:
-    """The fastest schedule whose residents and ring together stay within ``device_bytes``.
+def best_schedule(units: Sequence[Unit], device_bytes: int, copies: Copies) -> Schedule:
+    """The fastest schedule found whose residents and ring together stay within ``device_bytes``.
 
-    Args:
-        copy_bandwidth, latency, overlap: see :func:`simulate`.
+    It is never slower than any of :data:`POLICIES`, and the same for the same arguments.
 
     Raises:
         BudgetError: the largest unit does not fit.
     """
-    found = []
-    for policy in POLICIES.values():
+    search = _Search(units, device_bytes, copies)
+    search.grid()
+    search.improve()
+    return search.best
+
+
+def bound(units: Sequence[Unit], device_bytes: int, copies: Copies) -> float:
+    """Seconds that a step takes at least under any schedule, of these units or of parts of them.
+
+    From the start of one unit to the start of another, all bytes between must be there at their time, and no more than
+    ``device_bytes`` of them can have been there before: the rest is copied meanwhile. The step takes as long as the
+    longest chain of such stretches.
+    """
+    compute = sum(unit.seconds + unit.gap for unit in units)
+    total = sum(unit.bytes for unit in units)
+    if not copies.overlap:
+        return compute + max(0, total - device_bytes) / copies.bandwidth
+    longest = [0.0] * (len(units) + 1)
+    for last, unit in enumerate(units):
+        before = units[last - 1] if last else unit
+        longest[last] = longest[last - 1] + before.seconds + before.gap if last else 0.0
+        needed = unit.bytes - device_bytes
+        for first in range(last - 1, -1, -1):
+            needed += units[first].bytes
+            if needed > 0:
+                longest[last] = max(longest[last], longest[first] + needed / copies.bandwidth)
+    end = longest[len(units) - 1] + units[-1].seconds + units[-1].gap if units else 0.0
+    return max(end, (total - device_bytes) / copies.bandwidth)
+
+
+class _Search:
+    """The best schedule so far, and where to look for better ones."""
+
+    def __init__(self, units: Sequence[Unit], device_bytes: int, copies: Copies) -> None:
+        self.units, self.device_bytes, self.copies = units, device_bytes, copies
+        self.sizes = [aligned(unit.bytes) for unit in units]
+        self.streamable = [number for number, size in enumerate(self.sizes) if size]
+        self.best = self._simple()
+        self.seconds = simulate(units, self.best, copies)
+        self.enough = _NEAR * bound(units, device_bytes, copies)
+
+    def _simple(self) -> Schedule:
+        """The fastest of the simple policies.
+
+        Raises:
+            BudgetError: none works.
+        """
+        found, refusal = [], None
+        for policy in POLICIES.values():
+            try:
+                found.append(policy(self.units, self.device_bytes))
+            except BudgetError as error:
+                refusal = error
+        if refusal is not None and not found:
+            raise refusal
+        return min(found, key=lambda schedule: simulate(self.units, schedule, self.copies))
+
+    def grid(self) -> None:
+        """Residents by size, and by size over the time in which they could be copied, beside rings of many sizes."""
+        by_size = sorted(self.streamable, key=lambda number: -self.sizes[number])
+        by_rate = sorted(self.streamable, key=lambda number: -self.sizes[number] / self._time_of(number))
+        rings = [int(self.device_bytes * share / _RINGS) for share in range(1, _RINGS)]
+        if not self.copies.overlap:  # the least ring is the best, and the sizes tell where it ends
+            rings = sorted(set(self.sizes))
+        for order, ring in itertools.product((by_size, by_rate), rings):
+            if self.seconds <= self.enough:
+                return
+            self._try(self._taken(order, self.device_bytes - ring))
+
+    def improve(self) -> None:
+        """Exchange, add or drop residents by chance, and keep what is faster. The same chance every time."""
+        chance = random.Random(0)
+        for _ in range(_TRIALS):
+            if self.seconds <= self.enough or not self.streamable:
+                return
+            resident = set(self.best.resident)
+            if resident and chance.random() < _EXCHANGES:
+                resident ^= {chance.choice(sorted(resident)), chance.choice(self.streamable)}
+            else:
+                resident ^= {chance.choice(self.streamable) for _ in range(chance.choice((1, 3)))}
+            self._try(resident)
+
+    def _time_of(self, number: int) -> float:
+        unit = self.units[number]
+        return unit.seconds + unit.gap or 1e-9
+
+    def _taken(self, order: Sequence[int], most: int) -> set[int]:
+        """Units in ``order``, each that still fits into ``most`` bytes."""
+        taken, left = set(), most
+        for number in order:
+            if self.sizes[number] <= left:
+                taken.add(number)
+                left -= self.sizes[number]
+        return taken
+
+    def _try(self, resident: Collection[int]) -> None:
+        """Keep ``resident``, make the rest of the budget the ring, and note it if that is faster than all before."""
+        ring = self.device_bytes - sum(self.sizes[number] for number in resident)
+        if ring < 0:
+            return
         try:
-            found.append(policy(units, device_bytes))
-        except BudgetError as error:
-            refusal = error
-    if not found:
-        raise refusal
-    return min(found, key=lambda schedule: simulate(units, schedule, copy_bandwidth, latency, overlap))
+            schedule = lay_out(self.units, resident, ring)
+        except BudgetError:
+            return
+        seconds = simulate(self.units, schedule, self.copies)
+        if seconds < self.seconds:
+            self.best, self.seconds = schedule, seconds

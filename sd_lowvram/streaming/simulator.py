@@ -6,78 +6,91 @@ Nothing is measured here: bytes, seconds and bandwidth come from the caller.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .schedule import Schedule, Unit
 
 _STEPS = 60
-"""Enough for any start-up to pass; the average over what follows counts."""
+"""Enough for what is special about the first steps to pass."""
 
 
-def simulate(
-    units: Sequence[Unit], schedule: Schedule, copy_bandwidth: float, latency: float = 0.0, overlap: bool = True
-) -> float:
-    """Seconds of one step among many: fetches run ahead into the next step.
+@dataclass(frozen=True)
+class Copies:
+    """What it costs to bring weights to the device.
 
-    Args:
-        copy_bandwidth: bytes a second from host to device.
-        latency: seconds that every fetch costs besides its bytes.
+    Attributes:
+        bandwidth: bytes a second.
+        latency: seconds that every fetch costs besides.
         overlap: whether copies run beside the compute; not so where the device is the CPU.
-
-    Raises:
-        ValueError: a fetch waits for a unit whose own fetch comes later.
     """
-    copies = {fetch.unit: units[fetch.unit].bytes / copy_bandwidth + latency for fetch in schedule.fetches}
-    compute = sum(unit.seconds + unit.gap for unit in units)
-    if not overlap:
-        return compute + sum(copies.values())
-    ends: list[float] = []
-    before = [0.0] * len(units)
-    known: dict[tuple[float, ...], tuple[int, float]] = {}
-    copier = clock = 0.0
-    for step in range(_STEPS):
-        start = clock
-        ends, clock, copier = _step(units, schedule, copies, before, clock, copier)
-        before = ends
-        state = tuple(round((end - clock) / compute, 9) if compute else 0.0 for end in (*ends, copier))
-        if state in known:
-            since, then = known[state]
-            return (clock - then) / (step - since)
-        known[state] = step, clock
-        last = clock - start
-    return last
+
+    bandwidth: float
+    latency: float = 0.0
+    overlap: bool = True
+
+    def seconds(self, size: int) -> float:
+        """Of one fetch of ``size`` bytes."""
+        return size / self.bandwidth + self.latency
 
 
-def _step(
-    units: Sequence[Unit],
-    schedule: Schedule,
-    copies: dict[int, float],
-    before: list[float],
-    clock: float,
-    copier: float,
-) -> tuple[list[float], float, float]:
-    """Ends of all units in one step, the end of the step, and when the copy engine is free again."""
-    ready: dict[int, float] = {}
-    ends: list[float] = []
+def simulate(units: Sequence[Unit], schedule: Schedule, copies: Copies) -> float:
+    """Seconds of one step among many: fetches run ahead into the next step."""
+    if not copies.overlap:
+        fetched = sum(copies.seconds(units[fetch.unit].bytes) for fetch in schedule.fetches)
+        return sum(unit.seconds + unit.gap for unit in units) + fetched
+    return _Engines(units, schedule, copies).step_seconds()
 
-    def compute_next() -> None:
-        nonlocal clock
-        number = len(ends)
-        if number in copies:
-            if number not in ready:
-                raise ValueError(f"the fetch of {units[number].name} comes after one that waits for it")
-            clock = max(clock, ready[number])
-        ends.append(clock + units[number].seconds)
-        clock = ends[-1] + units[number].gap
 
-    for fetch in schedule.fetches:
-        if fetch.after < fetch.unit:
-            while len(ends) <= fetch.after:
-                compute_next()
-            free = ends[fetch.after]
-        else:
-            free = before[fetch.after]
-        copier = max(copier, free) + copies[fetch.unit]
-        ready[fetch.unit] = copier
-    while len(ends) < len(units):
-        compute_next()
-    return ends, clock, copier
+def stalls(units: Sequence[Unit], schedule: Schedule, copies: Copies) -> dict[int, float]:
+    """Unit -> seconds that the compute waits for its weights in one step among many; only those that are waited for."""
+    engines = _Engines(units, schedule, copies)
+    engines.step_seconds()
+    return {fetch.unit: wait for fetch, wait in zip(schedule.fetches, engines.waits, strict=True) if wait > 0}
+
+
+class _Engines:
+    """Both engines' clocks. Only streamed units are looked at one by one; what lies between is one sum."""
+
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, copies: Copies) -> None:
+        place = {fetch.unit: index for index, fetch in enumerate(schedule.fetches)}
+        self.rows = []
+        between = 0.0
+        for number, unit in enumerate(units):
+            if number in place:
+                after = schedule.fetches[place[number]].after
+                earlier = place[after] if after < number else place[after] - len(place)
+                self.rows.append((copies.seconds(unit.bytes), earlier, between, unit.seconds))
+                between = unit.gap
+            else:
+                between += unit.seconds + unit.gap
+        self.rest = between
+        self.waits = [0.0] * len(self.rows)
+
+    def step_seconds(self) -> float:
+        """Run until both engines are as far ahead of each other as they were a step ago."""
+        ends: list[float] = []
+        clock = copier = spent = 0.0
+        for step in range(_STEPS):
+            before = [*ends, clock, copier]
+            ends, clock, copier = self._step(ends, clock, copier)
+            if step == 0:
+                continue
+            spent_each = [now - then for now, then in zip([*ends, clock, copier], before, strict=True)]
+            spent = max(spent_each)  # an engine that falls behind is the one that decides in the end
+            if spent - min(spent_each) <= 1e-9 * spent:
+                break
+        return spent
+
+    def _step(self, before: list[float], clock: float, copier: float) -> tuple[list[float], float, float]:
+        """Ends of the streamed units, of the step, and of the last copy. In a first step the ring is full already."""
+        ends: list[float] = []
+        for index, (copy, earlier, between, seconds) in enumerate(self.rows):
+            if earlier >= 0:
+                copier = max(copier, ends[earlier]) + copy
+            elif before:
+                copier = max(copier, before[earlier]) + copy
+            clock += between
+            self.waits[index] = copier - clock
+            clock = max(clock, copier) + seconds
+            ends.append(clock)
+        return ends, clock + self.rest, copier

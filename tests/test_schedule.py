@@ -1,0 +1,166 @@
+"""What stays on the device, what passes through the ring, and how long a step then takes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sd_lowvram.errors import BudgetError
+from sd_lowvram.streaming.policies import POLICIES
+from sd_lowvram.streaming.schedule import ALIGNMENT, Unit, aligned, lay_out
+from sd_lowvram.streaming.search import best_schedule, bound
+from sd_lowvram.streaming.simulator import Copies, simulate
+
+K = ALIGNMENT
+UNITS = st.lists(
+    st.builds(
+        Unit,
+        name=st.just("layer"),
+        bytes=st.integers(0, 40).map(lambda size: size * K - size % 7),
+        seconds=st.floats(0.0, 4.0),
+        gap=st.sampled_from([0.0, 0.0, 1.0]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+COPIES = st.builds(
+    Copies, bandwidth=st.floats(K / 4, 40 * K), latency=st.sampled_from([0.0, 0.05]), overlap=st.booleans()
+)
+
+
+def unit(size, seconds=1.0, gap=0.0):
+    return Unit("layer", size * K, seconds, gap)
+
+
+def budget(units, share):
+    """Between the largest unit and all of them."""
+    sizes = [aligned(one.bytes) for one in units]
+    return max(sizes) + int(share * (sum(sizes) - max(sizes)))
+
+
+def assert_nobody_is_overwritten(units, schedule):
+    """A fetch may run as soon as it and those issued before it need not wait: nothing it covers is still needed then,
+    and it does not wait for what comes later itself."""
+    places = {fetch.unit: (fetch.offset, fetch.offset + aligned(units[fetch.unit].bytes)) for fetch in schedule.fetches}
+    assert not places.keys() & schedule.resident
+    assert places.keys() | schedule.resident == {number for number, one in enumerate(units) if one.bytes}
+    passed = -1
+    issued = []
+    for step in range(3):
+        for fetch in schedule.fetches:
+            waits = fetch.after + (step - (fetch.after >= fetch.unit)) * len(units)
+            passed = max(passed, waits)
+            start, stop = places[fetch.unit]
+            assert start >= 0 and stop <= schedule.ring_bytes
+            for moment, (begins, ends) in issued:
+                assert moment <= passed or ends <= start or stop <= begins
+            moment = fetch.unit + step * len(units)
+            assert passed < moment
+            issued.append((moment, (start, stop)))
+
+
+@given(UNITS, st.data(), st.floats(0, 1))
+def test_a_place_in_the_ring_is_free_when_it_is_filled(units, data, share):
+    resident = data.draw(st.sets(st.integers(0, len(units) - 1)))
+    streamed = [one for number, one in enumerate(units) if number not in resident]
+    schedule = lay_out(units, resident, budget(streamed, share) if streamed else 0)
+    assert_nobody_is_overwritten(units, schedule)
+    kept = sum(aligned(units[number].bytes) for number in resident)
+    assert schedule.resident_bytes == kept and schedule.device_bytes == kept + schedule.ring_bytes
+
+
+def test_fetches_wait_for_the_last_who_used_their_bytes():
+    schedule = lay_out([unit(2), unit(1), unit(2), unit(3)], {1}, 5 * K)
+    places = [(fetch.unit, fetch.offset // K, fetch.after) for fetch in schedule.fetches]
+    # 3 does not fit behind 2 and begins anew, over 0 and half of 2; the next step's 0 and 2 then come after it
+    assert places == [(0, 0, 3), (2, 2, 3), (3, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("ring", "expected"),
+    [
+        (1, 4.0),  # each copy waits for the other unit's end
+        (2, 2.0),  # each runs beside the other unit
+    ],
+)
+def test_two_units_that_take_turns(ring, expected):
+    units = [unit(1), unit(1)]
+    assert simulate(units, lay_out(units, (), ring * K), Copies(K)) == pytest.approx(expected)
+
+
+def test_a_resident_costs_nothing_and_a_fetch_its_latency():
+    units = [unit(1), unit(1)]
+    copies = Copies(K, latency=0.5)
+    assert simulate(units, lay_out(units, {0, 1}, 0), copies) == pytest.approx(2.0)
+    # one copy of 1.5 s, which begins at the end of its unit and has one second of compute beside it
+    assert simulate(units, lay_out(units, {0}, K), copies) == pytest.approx(2.5)
+    assert simulate(units, lay_out(units, {0}, K), Copies(K, 0.5, overlap=False)) == pytest.approx(3.5)
+
+
+def test_the_ring_is_filled_while_nobody_needs_weights():
+    """A gap after a unit belongs to the copies: its place is free already."""
+    kept_busy = [unit(1, seconds=2.0), unit(1)]
+    with_gap = [unit(1, seconds=1.0, gap=1.0), unit(1)]
+    schedule = lay_out(with_gap, (), K)
+    assert simulate(kept_busy, schedule, Copies(K)) == pytest.approx(5.0)
+    assert simulate(with_gap, schedule, Copies(K)) == pytest.approx(4.0)
+
+
+def test_prefetch_runs_over_into_the_next_step():
+    units = [unit(4, seconds=1.0), *[unit(0, seconds=1.0)] * 3]
+    assert simulate(units, lay_out(units, (), 4 * K), Copies(2 * K)) == pytest.approx(4.0)
+
+
+@settings(max_examples=80)
+@given(UNITS, st.floats(0, 1), COPIES)
+def test_the_search_is_never_slower_than_the_simple_policies(units, share, copies):
+    room = budget(units, share)
+    best = best_schedule(units, room, copies)
+    assert best.device_bytes <= room
+    assert_nobody_is_overwritten(units, best)
+    seconds = simulate(units, best, copies)
+    assert seconds >= bound(units, room, copies) * (1 - 1e-6)
+    for policy in POLICIES.values():
+        other = policy(units, room)
+        assert other.device_bytes <= room
+        assert seconds <= simulate(units, other, copies) * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(UNITS.filter(lambda units: len(units) < 8), st.floats(0, 1), COPIES)
+def test_the_search_is_near_the_best_of_all_residents(units, share, copies):
+    room = budget(units, share)
+
+    def seconds(resident):
+        ring = room - sum(aligned(units[number].bytes) for number in resident)
+        try:
+            return simulate(units, lay_out(units, resident, ring), copies) if ring >= 0 else float("inf")
+        except BudgetError:
+            return float("inf")
+
+    numbers = range(len(units))
+    every = itertools.chain.from_iterable(itertools.combinations(numbers, count) for count in range(len(units) + 1))
+    assert simulate(units, best_schedule(units, room, copies), copies) <= 1.02 * min(map(seconds, every))
+
+
+@given(UNITS, st.floats(0, 1), COPIES)
+def test_a_step_is_as_long_as_its_compute_or_its_copies_at_least(units, share, copies):
+    compute = sum(one.seconds + one.gap for one in units)
+    copied = sum(copies.seconds(one.bytes) for one in units if one.bytes)
+    seconds = simulate(units, lay_out(units, (), budget(units, share)), copies)
+    assert max(compute, copied) - 1e-6 <= seconds <= compute + copied + 1e-6
+
+
+def test_a_unit_that_does_not_fit_is_refused():
+    units = [unit(1), Unit("mid_block.conv", 5 * K, 1.0)]
+    with pytest.raises(BudgetError, match=r"mid_block\.conv has 2\.5 KiB") as refusal:
+        best_schedule(units, 4 * K, Copies(K))
+    assert refusal.value.needed_bytes == 5 * K
+
+
+def test_the_search_gives_the_same_again():
+    units = [unit(1 + number * 7 % 11, seconds=number % 3) for number in range(40)]
+    assert best_schedule(units, 60 * K, Copies(3 * K)) == best_schedule(units, 60 * K, Copies(3 * K))
