@@ -21,7 +21,6 @@ UNITS = st.lists(
         name=st.just("layer"),
         bytes=st.integers(0, 40).map(lambda size: size * K - size % 7),
         seconds=st.floats(0.0, 4.0),
-        gap=st.sampled_from([0.0, 0.0, 1.0]),
     ),
     min_size=1,
     max_size=12,
@@ -31,8 +30,8 @@ COPIES = st.builds(
 )
 
 
-def unit(size, seconds=1.0, gap=0.0):
-    return Unit("layer", size * K, seconds, gap)
+def unit(size, seconds=1.0):
+    return Unit("layer", size * K, seconds)
 
 
 def budget(units, share):
@@ -100,15 +99,6 @@ def test_a_resident_costs_nothing_and_a_fetch_its_latency():
     assert simulate(units, lay_out(units, {0}, K), Copies(K, 0.5, overlap=False)) == pytest.approx(3.5)
 
 
-def test_the_ring_is_filled_while_nobody_needs_weights():
-    """A gap after a unit belongs to the copies: its place is free already."""
-    kept_busy = [unit(1, seconds=2.0), unit(1)]
-    with_gap = [unit(1, seconds=1.0, gap=1.0), unit(1)]
-    schedule = lay_out(with_gap, (), K)
-    assert simulate(kept_busy, schedule, Copies(K)) == pytest.approx(5.0)
-    assert simulate(with_gap, schedule, Copies(K)) == pytest.approx(4.0)
-
-
 def test_prefetch_runs_over_into_the_next_step():
     units = [unit(4, seconds=1.0), *[unit(0, seconds=1.0)] * 3]
     assert simulate(units, lay_out(units, (), 4 * K), Copies(2 * K)) == pytest.approx(4.0)
@@ -148,7 +138,7 @@ def test_the_search_is_near_the_best_of_all_residents(units, share, copies):
 
 @given(UNITS, st.floats(0, 1), COPIES)
 def test_a_step_is_as_long_as_its_compute_or_its_copies_at_least(units, share, copies):
-    compute = sum(one.seconds + one.gap for one in units)
+    compute = sum(one.seconds for one in units)
     copied = sum(copies.seconds(one.bytes) for one in units if one.bytes)
     seconds = simulate(units, lay_out(units, (), budget(units, share)), copies)
     assert max(compute, copied) - 1e-6 <= seconds <= compute + copied + 1e-6

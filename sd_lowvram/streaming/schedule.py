@@ -27,14 +27,12 @@ class Unit:
     Attributes:
         name: for people.
         bytes: of its weights, on the device.
-        seconds: that it computes; its weights are on the device for all of it.
-        gap: seconds from its end until the next unit begins: what computes there needs no weights.
+        seconds: from its beginning until the next unit begins; its weights are on the device for all of it.
     """
 
     name: str
     bytes: int
     seconds: float
-    gap: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -46,20 +46,19 @@ def bound(units: Sequence[Unit], device_bytes: int, copies: Copies) -> float:
     ``device_bytes`` of them can have been there before: the rest is copied meanwhile. The step takes as long as the
     longest chain of such stretches.
     """
-    compute = sum(unit.seconds + unit.gap for unit in units)
+    compute = sum(unit.seconds for unit in units)
     total = sum(unit.bytes for unit in units)
     if not copies.overlap:
         return compute + max(0, total - device_bytes) / copies.bandwidth
     longest = [0.0] * (len(units) + 1)
     for last, unit in enumerate(units):
-        before = units[last - 1] if last else unit
-        longest[last] = longest[last - 1] + before.seconds + before.gap if last else 0.0
+        longest[last] = longest[last - 1] + units[last - 1].seconds if last else 0.0
         needed = unit.bytes - device_bytes
         for first in range(last - 1, -1, -1):
             needed += units[first].bytes
             if needed > 0:
                 longest[last] = max(longest[last], longest[first] + needed / copies.bandwidth)
-    end = longest[len(units) - 1] + units[-1].seconds + units[-1].gap if units else 0.0
+    end = longest[len(units) - 1] + units[-1].seconds if units else 0.0
     return max(end, (total - device_bytes) / copies.bandwidth)
 
 
@@ -93,7 +92,7 @@ class _Search:
     def grid(self) -> None:
         """Residents by size, and by size over the time in which they could be copied, beside rings of many sizes."""
         by_size = sorted(self.streamable, key=lambda number: -self.sizes[number])
-        by_rate = sorted(self.streamable, key=lambda number: -self.sizes[number] / self._time_of(number))
+        by_rate = sorted(self.streamable, key=lambda number: -self.sizes[number] / (self.units[number].seconds or 1e-9))
         rings = [int(self.device_bytes * share / _RINGS) for share in range(1, _RINGS)]
         if not self.copies.overlap:  # the least ring is the best, and the sizes tell where it ends
             rings = sorted(set(self.sizes))
@@ -114,10 +113,6 @@ class _Search:
             else:
                 resident ^= {chance.choice(self.streamable) for _ in range(chance.choice((1, 3)))}
             self._try(resident)
-
-    def _time_of(self, number: int) -> float:
-        unit = self.units[number]
-        return unit.seconds + unit.gap or 1e-9
 
     def _taken(self, order: Sequence[int], most: int) -> set[int]:
         """Units in ``order``, each that still fits into ``most`` bytes."""

@@ -37,15 +37,8 @@ def simulate(units: Sequence[Unit], schedule: Schedule, copies: Copies) -> float
     """Seconds of one step among many: fetches run ahead into the next step."""
     if not copies.overlap:
         fetched = sum(copies.seconds(units[fetch.unit].bytes) for fetch in schedule.fetches)
-        return sum(unit.seconds + unit.gap for unit in units) + fetched
+        return sum(unit.seconds for unit in units) + fetched
     return _Engines(units, schedule, copies).step_seconds()
-
-
-def stalls(units: Sequence[Unit], schedule: Schedule, copies: Copies) -> dict[int, float]:
-    """Unit -> seconds that the compute waits for its weights in one step among many; only those that are waited for."""
-    engines = _Engines(units, schedule, copies)
-    engines.step_seconds()
-    return {fetch.unit: wait for fetch, wait in zip(schedule.fetches, engines.waits, strict=True) if wait > 0}
 
 
 class _Engines:
@@ -60,11 +53,10 @@ class _Engines:
                 after = schedule.fetches[place[number]].after
                 earlier = place[after] if after < number else place[after] - len(place)
                 self.rows.append((copies.seconds(unit.bytes), earlier, between, unit.seconds))
-                between = unit.gap
+                between = 0.0
             else:
-                between += unit.seconds + unit.gap
+                between += unit.seconds
         self.rest = between
-        self.waits = [0.0] * len(self.rows)
 
     def step_seconds(self) -> float:
         """Run until both engines are as far ahead of each other as they were a step ago."""
@@ -84,13 +76,12 @@ class _Engines:
     def _step(self, before: list[float], clock: float, copier: float) -> tuple[list[float], float, float]:
         """Ends of the streamed units, of the step, and of the last copy. In a first step the ring is full already."""
         ends: list[float] = []
-        for index, (copy, earlier, between, seconds) in enumerate(self.rows):
+        for copy, earlier, between, seconds in self.rows:
             if earlier >= 0:
                 copier = max(copier, ends[earlier]) + copy
             elif before:
                 copier = max(copier, before[earlier]) + copy
             clock += between
-            self.waits[index] = copier - clock
             clock = max(clock, copier) + seconds
             ends.append(clock)
         return ends, clock + self.rest, copier
