@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class OutOfMemory(Exception):
 class Bar:
     """The running node's bar."""
 
-    shown: list[tuple[int, int]] = []
+    shown: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -59,7 +59,6 @@ def host_modules(cancelled: Callable[[], bool] = lambda: False) -> dict[str, typ
         get_free_memory=lambda device: 8 << 30,
         throw_exception_if_processing_interrupted=check,
         OOM_EXCEPTION=OutOfMemory,
-        asked=[],
     )
     doors = types.SimpleNamespace(
         OUTER_SAMPLE="outer_sample", PREPARE_SAMPLING="prepare_sampling", APPLY_MODEL="apply_model"

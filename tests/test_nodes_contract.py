@@ -1,4 +1,4 @@
-"""The node pack as ComfyUI reads it: import by location, the contract of each node, knobs as inputs, saved workflows."""
+"""The node pack as ComfyUI reads it: import by location, each node's contract, knobs as inputs, saved workflows."""
 
 from __future__ import annotations
 

@@ -1,0 +1,245 @@
+"""The nodes on a host: the same picture, less memory asked for, nothing left behind, others' patches unharmed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import comfy_host
+import pytest
+import tiny
+import torch
+from comfy_host import ROOT, Bar, Guider, Interrupted, Model, Patcher, import_pack
+
+TEXT = torch.randn(1, 77, 32, generator=torch.Generator().manual_seed(1))
+NOISE = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(2))
+CHUNKED = {"residual_strips": 4, "feed_forward_chunks": 4, "park_skips": "on", "guidance_in_turn": "on"}
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SD_LOWVRAM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield import_pack(ROOT)
+
+
+@pytest.fixture(autouse=True)
+def cancelled(monkeypatch) -> list[bool]:
+    """The host's modules; append something and the next look at the cancel button stops the run."""
+    pressed: list[bool] = []
+    for name, module in comfy_host.host_modules(lambda: bool(pressed)).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    Bar.shown.clear()
+    return pressed
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Any]:
+    parts = tiny.components("sd15")
+    return {name: parts[name].eval().requires_grad_(False) for name in ("unet", "vae")}
+
+
+@pytest.fixture
+def model(parts) -> Patcher:
+    return Patcher(Model(parts["unet"]))
+
+
+def optimize(pack: Any, model: Patcher, budget: str = "", **knobs: Any) -> tuple[Patcher, Any]:
+    return pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(model, budget, 64, 64, 1, **knobs)
+
+
+def traces_of_us(module: torch.nn.Module) -> list[str]:
+    """Where anything of ours is set on a model."""
+    return [
+        f"{name}.{attribute}"
+        for name, one in module.named_modules()
+        for attribute, value in vars(one).items()
+        if "lowvram" in attribute or type(value).__name__ == "Trampoline"
+    ]
+
+
+def test_the_same_picture_and_nothing_left(pack, model) -> None:
+    plain = Guider(model, TEXT).sample(NOISE)
+    mine, record = optimize(pack, model, **CHUNKED)
+    during: list[int] = []
+    original = model.model.apply
+
+    def watched(*args: Any) -> torch.Tensor:
+        during.append(len(traces_of_us(_unet(model))))
+        return original(*args)
+
+    model.model.apply = watched
+    ours = Guider(mine, TEXT).sample(NOISE)
+    assert during[0] > 22 and record.sites["residual_strips"] == 22 and record.sites["feed_forward"] == 16
+    assert tiny.relative_error(ours, plain) < 1e-5
+    assert not traces_of_us(_unet(model))
+    del model.model.apply
+    assert vars(model.model).keys() == {"diffusion_model", "memory_usage_factor"}
+    assert not model.wrappers and Guider(model, TEXT).sample(NOISE).equal(plain)
+
+
+def _unet(model: Patcher) -> torch.nn.Module:
+    return model.model.diffusion_model
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of the model"), Interrupted()], ids=["error", "cancel"])
+def test_errors_and_cancel_leave_nothing(pack, model, error) -> None:
+    mine, _ = optimize(pack, model, **CHUNKED)
+
+    def fail(*args: Any) -> None:
+        assert traces_of_us(_unet(model))
+        raise error
+
+    model.model.apply = fail
+    with pytest.raises(type(error)):
+        Guider(mine, TEXT).sample(NOISE)
+    del model.model.apply
+    assert not traces_of_us(_unet(model))
+    assert vars(model.model) == {"diffusion_model": _unet(model), "memory_usage_factor": 2.0}
+
+
+def test_the_host_is_asked_for_what_is_needed(pack, model) -> None:
+    mine, record = optimize(pack, model)
+    planned = next(stage.activation_bytes for stage in record.plans["denoise"].stages)
+    asked: list[float] = []
+    guider = Guider(mine, TEXT, lambda patcher: asked.append(patcher.model.memory_required([2, 4, 8, 8])))
+    guider.sample(NOISE)
+    assert guider.asked_to_load == planned == pytest.approx(asked[0])
+    assert model.model.memory_required([2, 4, 8, 8]) > 10 * planned  # the host's own estimate, as before
+
+
+def test_memory_outside_the_budget_is_not_for_weights(pack, model) -> None:
+    mine, record = optimize(pack, model, "1GB")
+    guider = Guider(mine, TEXT)
+    room = sys.modules[pack.__name__ + ".nodes.host"].room
+    guider.sample(NOISE)
+    planned = next(stage.activation_bytes for stage in record.plans["denoise"].stages)
+    free = room(torch.device("cpu"))
+    assert guider.asked_to_load == pytest.approx(planned + free - (1 << 30), rel=0.2)
+
+
+def test_an_impossible_budget_is_refused_with_one_that_works(pack, model) -> None:
+    with pytest.raises(Exception, match="MiB") as raised:
+        optimize(pack, model, "1MB")
+    assert type(raised.value).__name__ == "BudgetError"
+
+
+def test_another_size_is_planned_when_it_comes(pack, model) -> None:
+    mine, record = optimize(pack, model)
+    larger = torch.randn(1, 4, 16, 24, generator=torch.Generator().manual_seed(2))
+    plain = Guider(model, TEXT).sample(larger)
+    assert tiny.relative_error(Guider(mine, TEXT).sample(larger), plain) < 1e-5
+    request = record.plans["denoise"].request
+    assert (request.width, request.height, request.batch) == (192, 128, 1)
+
+
+def test_a_second_node_replaces_the_first(pack, model) -> None:
+    mine, _ = optimize(pack, model)
+    again, _ = optimize(pack, mine)
+    assert all(len(keys["sd-lowvram"]) == 1 for keys in again.wrappers.values())
+    assert mine.wrappers.keys() == again.wrappers.keys() and mine.wrappers != again.wrappers
+
+
+def test_an_unknown_model_is_refused_by_name(pack) -> None:
+    with pytest.raises(Exception, match="Linear") as raised:
+        optimize(pack, Patcher(Model(torch.nn.Linear(2, 2))))
+    assert type(raised.value).__name__ == "BadInputError"
+
+
+@pytest.mark.parametrize("reshaped", [False, True])
+@pytest.mark.parametrize("masked", [None, (6, 7), (2, 6, 7)], ids=str)
+def test_attention_by_the_hosts_signature(pack, reshaped, masked) -> None:
+    module = sys.modules[pack.__name__ + ".nodes.attending"]
+    settings = sys.modules[pack.__name__ + ".sd_lowvram.settings"].Settings(attention="sliced")
+    q, k, v = (torch.randn(2, rows, 8) for rows in (6, 7, 7))
+    mask = None if masked is None else torch.rand(masked) > 0.3
+    apart = [one.unflatten(-1, (2, 4)).transpose(1, 2) for one in (q, k, v)]
+    wide = mask if mask is None or mask.dim() == 2 else mask[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(*apart, attn_mask=wide)
+    calls: list[int] = []
+    run = module.override(settings, q.device, lambda: calls.append(1), None)
+    heads = apart if reshaped else (q, k, v)
+    out = run(None, *heads, 2, mask=mask, skip_reshape=reshaped, skip_output_reshape=reshaped, transformer_options={})
+    torch.testing.assert_close(out, expected if reshaped else expected.transpose(1, 2).flatten(2))
+    assert calls == [1]
+
+
+def test_somebody_elses_override_stays_the_outer_one(pack) -> None:
+    module = sys.modules[pack.__name__ + ".nodes.attending"]
+    settings = sys.modules[pack.__name__ + ".sd_lowvram.settings"].Settings(attention="sliced")
+    q = torch.randn(1, 6, 8)
+
+    def theirs(kernel: Any, q: Any, *args: Any, **kwargs: Any) -> Any:
+        return 2 * kernel(q, *args, **kwargs)
+
+    alone = module.override(settings, q.device, int, None)(None, q, q, q, 2)
+    chained = module.override(settings, q.device, int, theirs)(None, q, q, q, 2)
+    assert chained.equal(2 * alone)
+
+
+@pytest.fixture
+def vae(parts) -> comfy_host.VAE:
+    return comfy_host.VAE(parts["vae"])
+
+
+def optimize_vae(pack: Any, vae: Any, **knobs: Any) -> Any:
+    return pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeVAE"]().optimize(vae, "", **knobs)[0]
+
+
+LATENTS = torch.randn(2, 4, 9, 13, generator=torch.Generator().manual_seed(3))
+
+
+def test_the_stock_decode_and_encode_become_exact(pack, vae) -> None:
+    before = dict(vars(vae))
+    mine = optimize_vae(pack, vae, vae_tiles="exact", vae_map="parked")
+    pixels = vae.decode(LATENTS)
+    assert tiny.relative_error(mine.decode(LATENTS), pixels) < 1e-5
+    assert tiny.relative_error(mine.encode(pixels), vae.encode(pixels)) < 1e-5
+    stock, ours = vae.asked[0], vae.asked[1]
+    assert ours < stock / 2
+    assert vars(vae) == before and not traces_of_us(vae.first_stage_model)
+    assert Bar.shown and Bar.shown[-1][0] == Bar.shown[-1][1]
+
+
+def test_cancel_stops_a_decode_and_leaves_nothing(pack, vae, cancelled) -> None:
+    mine = optimize_vae(pack, vae, vae_tiles="exact")
+    cancelled.append(True)
+    with pytest.raises(Interrupted):
+        mine.decode(LATENTS)
+    assert not traces_of_us(vae.first_stage_model)
+
+
+def test_out_of_memory_means_smaller_exact_strips_and_no_tiles(pack, vae) -> None:
+    pixels = vae.decode(LATENTS)
+    vae.short = [1]
+    assert tiny.relative_error(optimize_vae(pack, vae).decode(LATENTS), pixels) < 1e-5
+    vae.short = [1, 1]
+    with pytest.raises(comfy_host.OutOfMemory):
+        optimize_vae(pack, vae).decode(LATENTS)
+    assert not traces_of_us(vae.first_stage_model)
+
+
+def test_decode_and_encode_nodes(pack, vae) -> None:
+    nodes = pack.NODE_CLASS_MAPPINGS
+    (pixels,) = nodes["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "2GB", vae_tiles="exact")
+    assert tiny.relative_error(pixels, vae.decode(LATENTS)) < 1e-5
+    with_alpha = torch.cat([pixels, torch.ones_like(pixels[..., :1])], dim=-1)
+    (latents,) = nodes["LowVRAMVAEEncode"]().encode(with_alpha, vae, "2GB", vae_tiles="exact")
+    assert tiny.relative_error(latents["samples"], vae.encode(pixels)) < 1e-5
+
+
+def test_plan_and_report(pack, model, vae) -> None:
+    nodes = pack.NODE_CLASS_MAPPINGS
+    shown = nodes["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1)
+    record, text, plot = shown["result"]
+    assert shown["ui"]["text"] == [text] and {"denoise", "decode"} == record.plans.keys()
+    assert plot.dim() == 4 and plot.shape[-1] == 3 and 0 <= plot.min() < plot.max() <= 1
+    mine, record = optimize(pack, model)
+    made = optimize_vae(pack, vae, plan=record)
+    pixels = made.decode(Guider(mine, TEXT).sample(NOISE))
+    _, text, _ = nodes["LowVRAMReport"]().report(record, pixels)["result"]
+    for stage in ("denoise", "decode"):
+        planned = next(one.peak_bytes for one in record.plans[stage].stages if one.name == stage)
+        seen = max(one.peak_bytes for one in record.measured[stage])
+        assert seen == pytest.approx(planned, rel=0.05, abs=2 << 20)
+        assert stage in text
