@@ -134,10 +134,11 @@ def set_patch(patch: Patch) -> Callable[[], None]:
         )
     slot.patches.append(patch)
     slot.refresh()
-    return functools.partial(_take_off, patch)
+    return functools.partial(take_off, patch)
 
 
-def _take_off(patch: Patch) -> None:
+def take_off(patch: Patch) -> None:
+    """Take ``patch`` off its owner; nothing happens where it is not set."""
     slots = vars(patch.owner).get(_SLOTS, {})
     slot = slots.get(patch.attribute)
     if slot is None or patch not in slot.patches:

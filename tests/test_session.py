@@ -16,8 +16,9 @@ from torch import nn
 import sd_lowvram
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import BadInputError, ConflictError, LowVRAMError, NoSiteError
-from sd_lowvram.hooks import offload as offload_hook
+from sd_lowvram.hooks import placement
 from sd_lowvram.session import attach, attachments, detach
+from sd_lowvram.streaming.masters import Masters
 
 CPU = torch.device("cpu")
 EVERYTHING = Settings(
@@ -92,8 +93,9 @@ def test_restored_after_an_error_inside_a_hook(
             raise error("planted")
         return fetch(*args, **kwargs)
 
-    fetch = offload_hook.to_device
-    monkeypatch.setattr(offload_hook, "to_device", failing)
+    where, name = (placement, "to_device") if offload == "component" else (Masters, "copy_to")
+    fetch = getattr(where, name)
+    monkeypatch.setattr(where, name, failing)
     attach(pipe, Settings(offload=offload, precision="fp16"), CPU)
     with pytest.raises(error, match="planted"):
         tiny.run(pipe, steps=1)

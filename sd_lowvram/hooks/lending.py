@@ -1,14 +1,16 @@
 """Weights that are lent to a layer for one call, and stay lent while it is called strip after strip.
 
-A hook that streams or widens weights lends them with :func:`lent_to_call`; a hook that calls a layer many times in a
-row does so within :func:`kept`, and the weights come once instead of every time.
+A hook that widens weights lends them with :func:`lent_to_call`; a hook that calls a layer many times in a row does so
+within :func:`kept`, and the weights come once instead of every time. A hook that calls whole modules many times does so
+within :func:`together`: nothing more is lent for longer, but who streams weights in knows that they will be needed
+again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
@@ -19,19 +21,39 @@ class _Kept:
     """What is lent until the block ends."""
 
     def __init__(self) -> None:
-        self.stack = contextlib.ExitStack()
-        self.known: dict[tuple[int, int], object] = {}
+        self.known: dict[tuple[int, int], tuple[Tensor, Convert, contextlib.ExitStack]] = {}
 
     def lend(self, tensors: Iterable[Tensor], convert: Convert) -> None:
         for tensor in tensors:
             key = id(tensor), id(convert)
             if key not in self.known:
-                self.known[key] = tensor, convert  # held, so that their ids stay theirs
-                self.stack.enter_context(lent([tensor], convert))
+                stack = contextlib.ExitStack()
+                stack.enter_context(lent([tensor], convert))
+                self.known[key] = tensor, convert, stack  # held, so that their ids stay theirs
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        wanted = set(map(id, tensors))
+        for key in [key for key in reversed(self.known) if key[0] in wanted]:
+            self.known.pop(key)[2].close()
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for _, _, one in self.known.values():
+                stack.enter_context(one)
+            self.known.clear()
+
+
+class _Together(contextlib.ExitStack):
+    """What is done when the block ends, once for each who asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[tuple[int, int]] = set()
 
 
 class _State(threading.local):
     kept: _Kept | None = None
+    together: _Together | None = None
 
 
 _state = _State()
@@ -43,12 +65,56 @@ def kept() -> Iterator[None]:
     if _state.kept is not None:
         yield
         return
-    _state.kept = _Kept()
+    with together():
+        _state.kept = kept = _Kept()
+        try:
+            yield
+        finally:
+            _state.kept = None
+            kept.close()
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Within the block, modules are called again and again: what is streamed in stays as long as there is room."""
+    if _state.together is not None:
+        yield
+        return
     try:
-        with _state.kept.stack:
+        with _Together() as _state.together:
             yield
     finally:
-        _state.kept = None
+        _state.together = None
+
+
+def until_together_ends(owner: object, number: int, release: Callable[[int], None]) -> bool:
+    """Call ``release(number)`` when the present :func:`together` ends, once; False where there is none,
+    or where that has been asked for.
+
+    ``owner`` is told by its identity and must outlive the block.
+    """
+    block = _state.together
+    if block is None or (id(owner), number) in block.known:
+        return False
+    block.known.add((id(owner), number))
+    block.callback(release, number)
+    return True
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Within the block, weights are lent for each call alone, although :func:`kept` is around it."""
+    before, _state.kept = _state.kept, None
+    try:
+        yield
+    finally:
+        _state.kept = before
+
+
+def give_back(tensors: Iterable[Tensor]) -> None:
+    """End what :func:`kept` keeps of these tensors: they are taken away."""
+    if _state.kept is not None:
+        _state.kept.give_back(tensors)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,11 @@ class Block:
     rows: tuple[int, int] | None = None
 
     @property
+    def component(self) -> str:
+        """The name of the model to which it belongs."""
+        return self.layers[0].component
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for layer in self.layers for tensor in layer.tensors)
 
@@ -125,7 +130,8 @@ def _tied(layers: Iterable[Layer]) -> set[int]:
 def _joined(layers: Iterable[Layer], most: int) -> Iterator[tuple[Layer, ...]]:
     group: list[Layer] = []
     for layer in layers:
-        if group and sum(one.bytes for one in group) + layer.bytes > most:
+        full = sum(one.bytes for one in group) + layer.bytes > most
+        if group and (full or group[0].component != layer.component):
             yield tuple(group)
             group = []
         group.append(layer)

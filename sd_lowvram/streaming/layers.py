@@ -49,6 +49,11 @@ class Layer:
     lookup: bool = False
 
     @property
+    def component(self) -> str:
+        """The name of the model to which it belongs."""
+        return self.name.split(".")[0]
+
+    @property
     def bytes(self) -> int:
         """On the device, each tensor rounded up to its place."""
         return sum(place_bytes(tensor) for tensor in self.tensors)

@@ -1,0 +1,94 @@
+"""Components that are moved whole: all to the device, to host memory for good, or in turns.
+
+Source: diffusers' model offload; consciencia's decoder on the CPU. Fidelity: ``bitwise``; a decoder that is widened on
+the CPU ``rounding``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..memory import host_account, to_device, to_host
+from ..memory.accounts import mark_host, unmark_host
+from ..streaming.travel import run_at
+from ..weights import all_tensors, first_tensor, map_tensors, set_data
+
+
+def run_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run on the CPU in fp32, to which the weights have been widened; the result in the input's type."""
+    first = first_tensor((args, kwargs))
+    dtype = first.dtype if first is not None else torch.float32
+    widen = functools.partial(map_tensors, convert=lambda t: t.float() if t.is_floating_point() else t)
+    with host_account():
+        args, kwargs = widen((args, kwargs))
+        result = run_at(torch.device("cpu"), original, *args, **kwargs)
+    return map_tensors(result, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def place(components: list[nn.Module], device: torch.device) -> Callable[[], None]:
+    """Move everything to ``device``; returns the undoing."""
+    return _moved(components, lambda data: data if data.device == device else data.to(device))
+
+
+def settle_on_host(components: list[nn.Module], widen: bool) -> Callable[[], None]:
+    """Move everything to host memory, 16-bit floats widened on request; returns the undoing."""
+
+    def settle(data: Tensor) -> Tensor:
+        data = data if data.device.type == "cpu" else to_host(data)
+        with host_account():
+            data = data.float() if widen and data.is_floating_point() else data
+        mark_host(data)
+        return data
+
+    return _moved(components, settle)
+
+
+def _moved(components: list[nn.Module], move: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    places: list[tuple[Tensor, torch.device, torch.dtype]] = []
+
+    def undo() -> None:
+        for tensor, device, dtype in places:
+            unmark_host(tensor.data)
+            set_data(tensor, tensor.data.to(device, dtype))
+
+    try:
+        for tensor in all_tensors(*components):
+            places.append((tensor, tensor.device, tensor.dtype))
+            set_data(tensor, move(tensor.data))
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+class Residency:
+    """The one component whose weights are on the device now. They move rather than being copied, so that what is
+    fused into them while they are there comes back with them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.resident: nn.Module | None = None
+
+    def run(self, component: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.resident is not component:
+            self.evict()
+            self.resident = component
+            self._move(lambda data: to_device(data, self.device, weight=True))
+        elif self.device.type != "cpu":  # a LoRA or adapter that was loaded since waits elsewhere
+            self._move(lambda data: data if data.device == self.device else data.to(self.device))
+        return run_at(self.device, original, *args, **kwargs)
+
+    def evict(self) -> None:
+        self._move(to_host)
+        self.resident = None
+
+    def _move(self, move: Callable[[Tensor], Tensor]) -> None:
+        if self.resident is not None:
+            with torch.inference_mode(False):
+                for tensor in all_tensors(self.resident):
+                    set_data(tensor, move(tensor.data))

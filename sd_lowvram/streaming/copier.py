@@ -1,0 +1,67 @@
+"""Copies that run beside the compute: a stream of their own, and events in both directions.
+
+Nothing here waits on the host, and nothing synchronises the device. Memory stays the compute stream's; what keeps it
+from being overwritten too early, or given away while a copy is under way, are events alone. On a CPU copies are done at
+once, and all of this is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .masters import Masters
+
+Copy = tuple[Masters, Tensor, Tensor]
+"""Who knows the master, its contents, and where they go on the device."""
+
+
+class Copier:
+    """Copies to one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: torch.cuda.Event | None = None
+
+    def copy(
+        self, copies: Iterable[Copy], after: Iterable[torch.cuda.Event | None], timed: bool = False
+    ) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
+        """Copy as soon as all that is in ``after`` has happened.
+
+        Returns:
+            events of the beginning (None unless ``timed``) and the end; None on a CPU.
+        """
+        if self._stream is None:
+            for masters, source, target in copies:
+                masters.copy_to(source, target)
+            return None, None
+        for event in after:
+            if event is not None:
+                self._stream.wait_event(event)
+        begun = self._event(self._stream, timed) if timed else None
+        for masters, source, target in copies:
+            masters.copy_to(source, target, self._stream)
+        self._last = self._event(self._stream, timed)
+        return begun, self._last
+
+    def mark(self, timed: bool = False) -> torch.cuda.Event | None:
+        """The moment at which what was asked of the compute stream up to now is done."""
+        return None if self._stream is None else self._event(torch.cuda.current_stream(self._device), timed)
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """What is asked of the compute stream from now on happens after ``event``."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def rest(self) -> None:
+        """What is asked of the compute stream from now on happens after all copies."""
+        self.wait(self._last)
+
+    @staticmethod
+    def _event(stream: torch.cuda.Stream, timed: bool) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(stream)
+        return event

@@ -1,0 +1,371 @@
+"""The engine that brings weights to the device while others compute.
+
+Some blocks of weights stay on the device for as long as their models are in use, the others pass through a ring. All
+of it is one buffer (:mod:`pool`), and a weight on the device is a view into it: ``tensor.data`` is that view from where
+its layer is called until another block is, and what waits in host memory otherwise. So whatever a host does to weights
+between runs, it does to the masters, and files that are saved then are whole.
+
+A block is fetched as soon as nobody needs the bytes that it will lie in: the blocks are known in the order in which a
+run was seen to use them, and fetches run ahead in that order, also into the next step. A run that goes another way is
+served all the same, only later.
+
+Source: basujindal's split model and diffusers' group offloading for the idea; the ring of bytes is ours.
+Fidelity: ``bitwise``; layers split by rows ``rounding``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LowVRAMError
+from ..hooks import lending
+from ..memory.fakes import active_fake_mode
+from ..patches import Patch, set_patch, take_off, wrap
+from .copier import Copier
+from .layers import Layer, contents, layers_of, signature, version
+from .layout import STAYING, Layout, Policy, lay_down
+from .rows import in_parts
+from .settled import Settled
+from .travel import looked_up, run_at
+
+
+class Turns:
+    """Of several streams, the one whose weights are on the device now."""
+
+    def __init__(self) -> None:
+        self._present: Stream | None = None
+
+    def take(self, stream: Stream) -> None:
+        """Make room for ``stream``: what another one has on the device is dropped, unless that one is running."""
+        if self._present is not stream and self._present is not None and not self._present.running:
+            self._present.evict()
+        self._present = stream
+
+
+class Stream:
+    """Streams the weights of one model, or of several that take turns within a step (a ControlNet and its UNet)."""
+
+    def __init__(
+        self,
+        components: Mapping[str, nn.Module],
+        device: torch.device,
+        policy: Policy,
+        turns: Turns,
+        repeats: bool = False,
+    ) -> None:
+        """
+        Args:
+            components: the models by name, in the order in which a step runs them.
+            device: where they compute.
+            policy: what stays, and how much room there is.
+            turns: shared with the other streams of the target.
+            repeats: the models run step after step, so that the next step's weights are worth fetching.
+        """
+        self._components = dict(components)
+        self._device = device
+        self._policy = policy
+        self._turns = turns
+        self._repeats = repeats
+        self._settled = Settled(device)
+        self._patches = {(id(layer.module), layer.entry): self._patch(layer) for layer in layers_of(self._components)}
+        self._later: dict[tuple[int, str], Patch] = {}
+        self._orders: dict[str, list[str]] = {}
+        self._known: list[Any] | None = None
+        self._tensors: list[Tensor] = []
+        self._contents: list[Any] = []
+        self._roles: dict[int, tuple[int, ...] | None] = {}
+        self._layout: Layout | None = None
+        self._copier = Copier(torch.device("cpu"))
+        self._depth = 0
+        self._seen: dict[int, None] = {}
+        self._last: int | None = None
+        self._room_taken: torch.cuda.Event | None = None
+        self._there: set[int] = set()
+        self._lent: dict[int, list[int]] = {}
+        self._busy: Counter[int] = Counter()
+        self._held: Counter[int] = Counter()
+        self._copied: dict[int, torch.cuda.Event | None] = {}
+        self._used: dict[int, torch.cuda.Event | None] = {}
+
+    # Attaching
+
+    def patches(self) -> Iterator[Patch]:
+        """A patch for every layer that there is now; for later ones the stream sets patches itself."""
+        yield from self._patches.values()
+
+    def settle(self) -> Callable[[], None]:
+        """Move all weights to host memory and make the schedule; returns the undoing.
+
+        Raises:
+            BudgetError: a block is larger than the room on the device.
+            ConflictError: weights that cannot be streamed.
+        """
+        try:
+            self._survey()
+        except BaseException:
+            self._undo()
+            raise
+        return self._undo
+
+    def _undo(self) -> None:
+        self.evict()
+        for patch in self._later.values():
+            take_off(patch)
+        self._later.clear()
+        self._known = None
+        self._settled.undo()
+
+    def _patch(self, layer: Layer) -> Patch:
+        return wrap(layer.module, layer.entry, functools.partial(self._run_layer, layer.module), "offload")
+
+    # Running
+
+    @property
+    def running(self) -> bool:
+        return self._depth > 0
+
+    @property
+    def device_bytes(self) -> int:
+        """What is on the device now."""
+        return self._layout.bytes if self._layout is not None and self._layout.open else 0
+
+    def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call one of the models through one of its entries."""
+        if self._depth:
+            return original(*args, **kwargs)
+        try:
+            self._begin()
+            self._depth = 1
+            result = run_at(self._device, original, *args, **kwargs)
+            self._end()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._depth = 0
+        return result
+
+    def _run_layer(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._depth:  # a host calls a part of the model by itself
+            return self.run(functools.partial(self._run_layer, module, original), *args, **kwargs)
+        if id(module) not in self._roles:
+            return original(*args, **kwargs)
+        numbers = self._roles[id(module)]
+        if numbers is None:
+            return looked_up(self._device, original, *args, **kwargs)
+        if len(numbers) > 1:
+            return self._run_in_parts(module, numbers, original, *args, **kwargs)
+        for number in numbers:
+            self._enter(number)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for number in numbers:
+                self._busy[number] -= 1
+
+    def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, x: Tensor) -> Tensor:
+        assert self._layout is not None
+        parts = [(self._layout.blocks[number].rows or (0, 0), self._part(number)) for number in numbers]
+        return in_parts(module, parts, original, x)
+
+    @contextlib.contextmanager
+    def _part(self, number: int) -> Iterator[None]:
+        """Inside, a layer holds the rows of this block; what widens weights does so anew for every part."""
+        self._enter(number)
+        try:
+            self._lend(number)
+            with lending.apart():
+                yield
+        finally:
+            self._busy[number] -= 1
+            self._take_back(number)
+
+    def _begin(self) -> None:
+        self._turns.take(self)
+        self._survey()
+        assert self._layout is not None
+        if not self._layout.open:
+            self._layout.take_room(self._device, self._settled)
+            self._copier = Copier(torch.device("cpu") if self._is_fake() else self._device)
+            self._room_taken = self._copier.mark()
+        if STAYING not in self._there:
+            self._fetch(STAYING)
+        self._lend(STAYING)
+        self._seen = {}
+
+    def _end(self) -> None:
+        for number in list(self._lent):
+            self._take_back(number)
+        self._last = None
+        if self._learn():
+            self.evict()
+        elif self._repeats and self._layout is not None:
+            self._prefetch(len(self._layout.blocks))
+
+    def _abandon(self) -> None:
+        """After an error: every weight holds its master again, and the device nothing."""
+        if self._layout is not None:
+            self._layout.hand_back()
+        self.evict()
+
+    def evict(self) -> None:
+        """Give the room on the device back, as soon as all copies are done."""
+        for number in list(self._lent):
+            self._take_back(number)
+        self._copier.rest()
+        if self._layout is not None:
+            self._layout.give_room_back()
+        self._forget()
+
+    def _forget(self) -> None:
+        for known in (self._there, self._lent, self._busy, self._held, self._copied, self._used):
+            known.clear()
+        self._last = self._room_taken = None
+
+    # Blocks coming and going
+
+    def _enter(self, number: int) -> None:
+        """Have a block on the device and its weights hold it, and fetch ahead."""
+        self._busy[number] += 1
+        if lending.until_together_ends(self, number, self._release):
+            self._held[number] += 1
+        if self._last == number:
+            return
+        self._last = number
+        self._seen.setdefault(number)
+        for other in [one for one in self._lent if one != number and self._is_passed(one)]:
+            self._take_back(other)
+        if number not in self._there:
+            self._fetch(number)
+        if number not in self._lent:
+            self._lend(number)
+        self._prefetch(number)
+
+    def _release(self, number: int) -> None:
+        self._held[number] -= 1
+
+    def _is_passed(self, number: int) -> bool:
+        assert self._layout is not None
+        return number in self._layout.overlapping and self._busy[number] <= 0 and self._held[number] <= 0
+
+    def _fetch(self, number: int) -> None:
+        assert self._layout is not None
+        after = [self._room_taken]
+        for other in self._layout.overlapping.get(number, ()):
+            if other in self._there:
+                if self._busy[other] > 0:
+                    raise LowVRAMError(
+                        f"{self._layout.blocks[number].name} runs inside {self._layout.blocks[other].name}, and there "
+                        "is no room for both: give more weights_mib"
+                    )
+                self._take_back(other)
+                self._there.discard(other)
+            after.append(self._used.get(other))
+        _, self._copied[number] = self._copier.copy(self._layout.copies(number), after)
+        self._there.add(number)
+
+    def _prefetch(self, position: int) -> None:
+        """Fetch what comes after ``position``, the number of blocks when a step has ended, while there is room."""
+        assert self._layout is not None
+        slots, candidates = len(self._layout.blocks) + 1, self._layout.streamed
+        if not self._there.issuperset(self._layout.residents):
+            candidates = list(range(len(self._layout.blocks)))
+        first = bisect.bisect_right(candidates, position)
+        ahead = (*candidates[first:], *(candidates[:first] if self._repeats else ()))
+        for number in ahead:
+            if number in self._there or number == position:
+                continue
+            distance = (number - position) % slots
+            for other in self._layout.overlapping.get(number, ()):
+                wanted = self._busy[other] > 0 or self._held[other] > 0 or (other - position) % slots < distance
+                if other in self._there and wanted:
+                    return
+            self._fetch(number)
+
+    def _lend(self, number: int) -> None:
+        assert self._layout is not None
+        self._copier.wait(self._copied.get(number))
+        versions: list[int] = []
+        self._lent[number] = versions
+        with torch.inference_mode(False), torch.no_grad():
+            for place in self._layout.places[number]:
+                place.tensor.data = place.view
+                versions.append(version(place.tensor))
+
+    def _take_back(self, number: int) -> None:
+        """Have the weights of a block hold their masters again; what was written to them is written there too."""
+        versions = self._lent.pop(number, None)
+        if versions is None:
+            return
+        assert self._layout is not None
+        places = self._layout.places[number]
+        lending.give_back(place.tensor for place in places)
+        with torch.inference_mode(False), torch.no_grad():
+            for place, before in zip(places, versions, strict=False):
+                if version(place.tensor) != before:
+                    place.source.copy_(place.tensor.data)
+                    self._contents = []
+                place.tensor.data = place.master
+        self._used[number] = self._copier.mark()
+
+    # What there is
+
+    def _survey(self) -> None:
+        """Look at the models again: hosts add layers, merge LoRAs, move and convert weights between runs."""
+        known = [fact for component in self._components.values() for fact in signature(component)]
+        if known == self._known and (not self._contents or contents(self._tensors) == self._contents):
+            if not self._contents:  # written to while they were lent, and written back since
+                self._contents = contents(self._tensors)
+            return
+        self.evict()
+        layers = layers_of(self._components)
+        self._tensors = list({id(tensor): tensor for layer in layers for tensor in layer.tensors}.values())
+        self._settled.add(self._tensors)
+        self._lay_down(layers)
+        self._follow(layers)
+        self._known, self._contents = known, contents(self._tensors)
+
+    def _lay_down(self, layers: list[Layer]) -> None:
+        self._layout = lay_down(layers, self._policy, self._orders)
+        self._roles = self._layout.roles()
+
+    def _follow(self, layers: list[Layer]) -> None:
+        """Patch layers that are new, and free those that are not called by themselves any more."""
+        wanted = {(id(layer.module), layer.entry): layer for layer in layers}
+        if self._layout is not None:
+            wanted |= {(id(layer.module), layer.entry): layer for layer in self._layout.layers()}
+        for key in [key for key in self._later if key not in wanted]:
+            take_off(self._later.pop(key))
+        for key, patch in self._patches.items():
+            if key not in wanted:
+                take_off(patch)
+        for key, layer in wanted.items():
+            if key not in self._patches and key not in self._later:
+                self._later[key] = self._patch(layer)
+                set_patch(self._later[key])
+
+    def _learn(self) -> bool:
+        """Note in which order a model's first run used its blocks; whether that is news."""
+        if self._layout is None or self._is_fake():
+            return False
+        news = False
+        names = [self._layout.blocks[number] for number in self._seen]
+        for component in {block.component for block in names} - self._orders.keys():
+            order = [block.name for block in names if block.component == component]
+            self._orders[component] = order
+            before = [block.name for block in self._layout.blocks if block.name in set(order)]
+            news = news or before != order
+        if news:
+            self._known = None
+        return news
+
+    def _is_fake(self) -> bool:
+        return active_fake_mode(*self._tensors[:1]) is not None

@@ -1,0 +1,207 @@
+"""Where every block of weights lies on the device: what stays, then the residents of the schedule, then the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..weights import set_data
+from .blocks import Block, Blocks, Granularity, blocks_of
+from .copier import Copy
+from .layers import Layer
+from .masters import Masters
+from .pool import Pool
+from .schedule import Schedule, aligned, lay_out
+from .search import best_schedule
+from .settled import Settled
+from .simulator import Copies
+
+STAYING = -1
+"""The number of what stays whatever the schedule says."""
+
+_SPLIT = 2
+"""Layers come in parts of half the room, so that one part is fetched while another computes."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What of a model's weights is on the device.
+
+    Attributes:
+        kind: "whole": all; "halves": one half of the bytes at a time; "blocks": as much as there is room for stays, and
+            the rest passes through a ring; "layer": nothing stays.
+        device_bytes: the room, ring included. None: the least that lets one copy run beside the compute: two of the
+            largest layers, one half, or with ``split`` half of the largest layer.
+        split: layers that are larger than half of the room come in parts of output rows.
+    """
+
+    kind: Literal["whole", "halves", "blocks", "layer"]
+    device_bytes: int | None = None
+    split: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One weight of a block on the device.
+
+    Attributes:
+        tensor: the parameter or buffer.
+        master: what it holds while it is not lent; ``source`` is the part of this that belongs to the block.
+        view: its room on the device.
+    """
+
+    tensor: Tensor
+    master: Tensor
+    source: Tensor
+    view: Tensor
+    masters: Masters
+
+
+class Layout:
+    """The blocks of some models and their places.
+
+    Attributes:
+        blocks: what the schedule is about, in the order of a run.
+        bytes: on the device while the room is taken.
+        residents: numbers of the blocks that stay; ``streamed`` of those that pass through the ring, sorted.
+        overlapping: for each streamed block, the others that have any of its bytes of the ring.
+        places: by number, while the room is taken.
+    """
+
+    def __init__(self, parts: Blocks, schedule: Schedule) -> None:
+        self.blocks = parts.streamed
+        self.schedule = schedule
+        self.bytes = parts.staying_bytes + schedule.device_bytes
+        self.residents = schedule.resident
+        self.streamed = sorted(fetch.unit for fetch in schedule.fetches)
+        self.places: dict[int, list[Place]] = {}
+        self._parts = parts
+        self._pool: Pool | None = None
+        self._spans = dict(self._laid(parts.staying_bytes))
+        self.overlapping = {
+            number: tuple(other for other in self.streamed if other != number and self._meet(number, other))
+            for number in self.streamed
+        }
+
+    def _laid(self, offset: int) -> Iterator[tuple[int, tuple[int, int]]]:
+        for number in sorted(self.residents):
+            yield number, (offset, offset + self.blocks[number].bytes)
+            offset += self.blocks[number].bytes
+        for fetch in self.schedule.fetches:
+            start = offset + fetch.offset
+            yield fetch.unit, (start, start + self.blocks[fetch.unit].bytes)
+
+    def _meet(self, one: int, other: int) -> bool:
+        (a, b), (c, d) = self._spans[one], self._spans[other]
+        return a < d and c < b
+
+    def layers(self) -> Iterator[Layer]:
+        """All layers: what is patched."""
+        yield from self._parts.staying
+        yield from self._parts.lookups
+        yield from (layer for block in self.blocks for layer in block.layers)
+
+    def roles(self) -> dict[int, tuple[int, ...] | None]:
+        """By the id of a layer's module, the numbers of its blocks, none for what stays; None: it is a table."""
+        found: dict[int, tuple[int, ...] | None] = {id(layer.module): () for layer in self._parts.staying}
+        found |= {id(layer.module): None for layer in self._parts.lookups}
+        for number, block in enumerate(self.blocks):
+            for layer in block.layers:
+                found[id(layer.module)] = (*(found.get(id(layer.module)) or ()), number)
+        return found
+
+    @property
+    def open(self) -> bool:
+        """Whether the room is taken."""
+        return self._pool is not None
+
+    def take_room(self, device: torch.device, settled: Settled) -> None:
+        """Allocate the buffer and make all views."""
+        pool = Pool(self.bytes, device)
+        staying = list({id(t): t for layer in self._parts.staying for t in layer.tensors}.values())
+        self.places = {STAYING: _places(pool, settled, staying, None, 0)}
+        for number, (start, _) in self._spans.items():
+            block = self.blocks[number]
+            self.places[number] = _places(pool, settled, block.tensors, block, start)
+        self._pool = pool
+
+    def give_room_back(self) -> None:
+        """Let go of the buffer and all views."""
+        self.places = {}
+        self._pool = None
+
+    def hand_back(self) -> None:
+        """Have every weight hold its master, whatever it holds now."""
+        for places in self.places.values():
+            for place in places:
+                set_data(place.tensor, place.master)
+
+    def copies(self, number: int) -> list[Copy]:
+        """What has to be copied to bring a block to the device."""
+        return [(place.masters, place.source, place.view) for place in self.places[number]]
+
+
+def _places(pool: Pool, settled: Settled, tensors: Sequence[Tensor], block: Block | None, offset: int) -> list[Place]:
+    with torch.inference_mode(False), torch.no_grad():
+        masters = [tensor.data for tensor in tensors]
+        sources = [master if block is None else block.part(master) for master in masters]
+    views = pool.views(sources, offset)
+    return [
+        Place(tensor, master, source, view, settled.masters(tensor))
+        for tensor, master, source, view in zip(tensors, masters, sources, views, strict=True)
+    ]
+
+
+def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str]]) -> Layout:
+    """Blocks and places for ``layers``.
+
+    Args:
+        orders: for each model that has run, the names of its blocks as it used them.
+
+    Raises:
+        BudgetError: a block is larger than the room.
+        ConflictError: a layer that is too large cannot be split.
+    """
+    granularity: Granularity = "halves" if policy.kind == "halves" else "blocks"
+    parts = blocks_of(layers, granularity)
+    room = _room(policy, parts)
+    if policy.split and room is not None and parts.bytes > room:
+        parts = blocks_of(layers, granularity, max(1, (room - parts.staying_bytes) // _SPLIT))
+    parts = Blocks(parts.staying, tuple(_ordered(parts.streamed, orders)), parts.lookups)
+    return Layout(parts, _schedule(parts, policy, room))
+
+
+def _room(policy: Policy, parts: Blocks) -> int | None:
+    """Bytes on the device; None: as many as there are."""
+    if policy.kind == "whole" or policy.device_bytes is not None:
+        return policy.device_bytes
+    largest = max((block.bytes for block in parts.streamed), default=0)
+    if policy.kind == "halves":
+        return parts.staying_bytes + largest
+    return max(parts.staying_bytes, largest // 2 if policy.split else 2 * largest)
+
+
+def _schedule(parts: Blocks, policy: Policy, room: int | None) -> Schedule:
+    units = parts.units()
+    if room is None or (parts.bytes <= room and policy.kind != "layer"):
+        return lay_out(units, range(len(units)), 0)
+    room = max(0, room - parts.staying_bytes)
+    if policy.kind == "blocks":
+        return best_schedule(units, room, Copies(1.0, overlap=False))
+    return lay_out(units, (), min(room, sum(aligned(unit.bytes) for unit in units)))
+
+
+def _ordered(blocks: Sequence[Block], orders: dict[str, list[str]]) -> list[Block]:
+    """The blocks that were seen in the order in which they were, in the places where these are now."""
+    places = {name: rank for order in orders.values() for rank, name in enumerate(order)}
+    result = list(blocks)
+    for component in orders:
+        seats = [number for number, block in enumerate(blocks) if block.component == component and block.name in places]
+        sitting = sorted((blocks[number] for number in seats), key=lambda block: places[block.name])
+        for seat, block in zip(seats, sitting, strict=True):
+            result[seat] = block
+    return result

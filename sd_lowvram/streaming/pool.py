@@ -1,0 +1,38 @@
+"""The device's side of streamed weights: one buffer of bytes, and the weights as views into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..memory import weights_account
+from ..memory.accounts import actual_device
+from ..memory.parking import dense_order, inverse
+from .layers import place_bytes
+
+
+class Pool:
+    """Bytes on the device, taken once and given back at once.
+
+    Attributes:
+        bytes: how many.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.bytes = size
+        with weights_account(), torch.inference_mode(False), torch.no_grad():
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=actual_device(device))
+
+    def views(self, contents: Iterable[Tensor], offset: int) -> list[Tensor]:
+        """Room for tensors like ``contents`` one behind the other from ``offset``, strides kept where dense."""
+        made = []
+        with torch.inference_mode(False), torch.no_grad():
+            for like in contents:
+                size = like.numel() * like.element_size()
+                order = dense_order(like)
+                flat = self._buffer[offset : offset + size].view(like.dtype)
+                made.append(flat.view([like.shape[dim] for dim in order]).permute(inverse(order)))
+                offset += place_bytes(like)
+        return made

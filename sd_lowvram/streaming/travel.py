@@ -1,0 +1,39 @@
+"""Inputs follow weights to their device, and results go back to where the inputs came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..memory import host_account, to_device
+from ..memory.accounts import actual_device
+from ..weights import first_tensor, map_tensors
+
+
+def run_at(device: torch.device, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run on ``device``; the result goes back to where the first input came from."""
+    first = first_tensor((args, kwargs))
+    home = first.device if first is not None else device
+    args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(actual_device(device)))
+    return sent(original(*args, **kwargs), home)
+
+
+def sent(result: Any, home: torch.device) -> Any:
+    """``result`` with its tensors on ``home``."""
+    distribution = getattr(result, "latent_dist", None)
+    if distribution is not None:  # an encoder's answer: a plain object that no tree walk enters
+        for name, held in vars(distribution).items():
+            if isinstance(held, Tensor):
+                setattr(distribution, name, held.to(home))
+        return result
+    return map_tensors(result, lambda tensor: tensor.to(home))
+
+
+def looked_up(device: torch.device, original: Callable[..., Tensor], rows: Tensor) -> Tensor:
+    """Rows of a table in host memory; only these travel to ``device``."""
+    with host_account():
+        found = original(rows.to("cpu"))
+    return to_device(found, device)
