@@ -187,14 +187,12 @@ def trial_units(device: str, model: str, side: int, rooms: dict[str, int]) -> di
         spans = _block_times(pipe, given, side, blocks, where)
         order = sorted(spans, key=lambda block: spans[block][0])
         layout = lay_down(layers, policy, {"unet": order})
-        units = []
-        for number, block in enumerate(layout.blocks):
-            start, end = spans[block.name]
-            after = spans[layout.blocks[number + 1].name][0] if number + 1 < len(layout.blocks) else None
-            units.append(Unit(block.name, block.bytes, end - start, max(0.0, after - end) if after else 0.0))
-        rest = max(0.0, step - sum(unit.seconds + unit.gap for unit in units))
-        last = units.pop()
-        units.append(Unit(last.name, last.bytes, last.seconds, rest))
+        starts = [spans[block.name][0] for block in layout.blocks]
+        ends = [*starts[1:], max(step, starts[-1])]
+        units = [
+            Unit(block.name, block.bytes, end - start)
+            for block, start, end in zip(layout.blocks, starts, ends, strict=True)
+        ]
         found[name] = simulate(units, layout.schedule, Copies(rate, overlap=where.type == "cuda"))
     return {"step_seconds": found, "copy_rate": rate, "resident_step_seconds": step}
 

@@ -1,0 +1,71 @@
+"""How long the blocks of weights compute, told from how long the modules do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .blocks import Block
+from .layers import Layer
+from .schedule import Unit
+from .simulator import Copies
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a schedule needs to know of a step, besides the bytes.
+
+    Attributes:
+        spans: seconds of modules by path, the component's name first, in the order of the run; a module may come more
+            than once, and what it does between its children's calls counts as its own.
+        copies: what it costs to bring weights to the device.
+    """
+
+    spans: tuple[tuple[str, float], ...]
+    copies: Copies
+
+
+def in_run_order(layers: Sequence[Layer], timing: Timing) -> list[Layer]:
+    """``layers`` as a step uses them; one that is not seen to be used stays behind the one before it."""
+    owners = {layer.name: [number] for number, layer in enumerate(layers)}
+    first: dict[int, int] = {}
+    for moment, (path, _) in enumerate(timing.spans):
+        for number in _owner(path, owners):
+            first.setdefault(number, moment)
+    rank, ranks = -1, []
+    for number in range(len(layers)):
+        rank = first.get(number, rank)
+        ranks.append(rank)
+    return [layers[number] for number in sorted(range(len(layers)), key=ranks.__getitem__)]
+
+
+def timed(blocks: Sequence[Block], timing: Timing) -> list[Unit]:
+    """The units of a schedule for ``blocks``, which are in the order of the run.
+
+    What needs no streamed weights counts for the block that was used last.
+    """
+    owners: dict[str, list[int]] = {}
+    for number, block in enumerate(blocks):
+        for layer in block.layers:
+            owners.setdefault(layer.name, []).append(number)
+    seconds = [0.0] * len(blocks)
+    present: list[int] = []
+    early = 0.0
+    for path, taken in timing.spans:
+        present = _owner(path, owners) or present
+        early += 0.0 if present else taken
+        total = sum(blocks[number].bytes for number in present)
+        for number in present:  # several where a layer comes in parts
+            seconds[number] += taken * blocks[number].bytes / total
+    if present:  # the next step's beginning runs while the last block is still there
+        seconds[present[-1]] += early
+    return [Unit(block.name, block.bytes, taken) for block, taken in zip(blocks, seconds, strict=True)]
+
+
+def _owner(path: str, owners: Mapping[str, list[int]]) -> list[int]:
+    """Whom the module ``path`` belongs to: itself, or what it is a part of."""
+    while path:
+        if path in owners:
+            return owners[path]
+        path = path.rpartition(".")[0]
+    return []
