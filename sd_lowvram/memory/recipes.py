@@ -35,6 +35,7 @@ class Recipe(NamedTuple):
     hidden: int = 0
     flops: int = 0
     moved: int = 0
+    packed: int = 0
 
 
 def is_repeatable(func: Any) -> bool:

@@ -22,7 +22,7 @@ from .lifetimes import no_collection
 from .operators import Operator, describe, nbytes
 from .recipes import Recipe, made_of, make, signature, sliced
 from .sdpa import foretold_attention
-from .work import Span, Work, attention_flops, moved
+from .work import Span, Work, attention_flops, moved, packed
 
 aten = torch.ops.aten
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
@@ -52,6 +52,7 @@ class MemoryTrace:
         moved_bytes: what all operators read and write, each for itself.
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of kernel launches.
+        packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
         timeline: the allocations in their order.
         spans: operations, bytes moved and operators in their order, module by module.
         output: what the callable returned, as fake tensors.
@@ -68,6 +69,7 @@ class MemoryTrace:
     moved_bytes: int
     copied_bytes: int
     operators: int
+    packed_bytes: int
     timeline: Timeline = field(repr=False)
     spans: tuple[Span, ...] = field(repr=False)
     output: Any = field(repr=False)
@@ -114,6 +116,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
         moved_bytes=tracer.work.moved_bytes,
         copied_bytes=tracer.work.copied_bytes,
         operators=tracer.work.operators,
+        packed_bytes=tracer.work.packed_bytes,
         timeline=ledger.timeline,
         spans=tuple(tracer.work.spans),
         output=output,
@@ -188,7 +191,7 @@ class _Tracer(TorchDispatchMode):
             if recipe.hidden:
                 self.ledger.look(recipe.hidden)
             if operator.moves:
-                self.work.count(self.ledger.path, recipe.flops, recipe.moved)
+                self.work.count(self.ledger.path, recipe.flops, recipe.moved, recipe.packed)
             if operator.copies:
                 self._count_crossing(args, result)
         return result
@@ -206,7 +209,7 @@ class _Tracer(TorchDispatchMode):
         result = func(*args, **kwargs)
         if operator.lay_out is not None:
             result = operator.lay_out(args, result)
-        recipe = _recipe(operator, args, result)
+        recipe = _recipe(func, operator, args, result)
         if key is not None and (recipe.made is not None or result is args[0]):
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
@@ -249,7 +252,7 @@ class _Tracer(TorchDispatchMode):
         return fake
 
 
-def _recipe(operator: Operator, args: tuple[Any, ...], result: Any) -> Recipe:
+def _recipe(func: Any, operator: Operator, args: tuple[Any, ...], result: Any) -> Recipe:
     itself = bool(args) and result is args[0]
     made = None if itself or not args else made_of(result, args[0], view=operator.view)
     container = type(result) if isinstance(result, (list, tuple)) else None
@@ -257,7 +260,7 @@ def _recipe(operator: Operator, args: tuple[Any, ...], result: Any) -> Recipe:
         return Recipe(made, container)
     hidden = 0 if operator.hidden is None else operator.hidden(args, result)
     flops = 0 if operator.flops is None else operator.flops(args, result)
-    return Recipe(made, container, hidden, flops, moved(args, result))
+    return Recipe(made, container, hidden, flops, moved(args, result), packed(func, args))
 
 
 @contextlib.contextmanager

@@ -21,13 +21,15 @@ class Span:
 
     Attributes:
         path: dotted name of the module, "" for what runs outside of all.
-        flops, moved_bytes, operators: as in ``Work``.
+        flops, moved_bytes, copied_bytes, operators, packed_bytes: as in ``Work``.
     """
 
     path: str
     flops: int = 0
     moved_bytes: int = 0
+    copied_bytes: int = 0
     operators: int = 0
+    packed_bytes: int = 0
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Work:
         moved_bytes: what all operators read and write, each for itself.
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of launches.
+        packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
         spans: the same in the order of the run, module by module.
     """
 
@@ -46,9 +49,10 @@ class Work:
     moved_bytes: int = 0
     copied_bytes: int = 0
     operators: int = 0
+    packed_bytes: int = 0
     spans: list[Span] = field(default_factory=list)
 
-    def count(self, path: str, flops: int, moved_bytes: int) -> None:
+    def count(self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0) -> None:
         """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others."""
         if not self.spans or self.spans[-1].path != path:
             self.spans.append(Span(path))
@@ -56,10 +60,13 @@ class Work:
             sums.operators += times()
             sums.flops += flops * times()
             sums.moved_bytes += moved_bytes * times()
+            sums.packed_bytes += packed_bytes * times()
 
     def count_copy(self, copied_bytes: int) -> None:
         """Add bytes that cross between the accounts."""
         self.copied_bytes += copied_bytes * times()
+        if self.spans:
+            self.spans[-1].copied_bytes += copied_bytes * times()
 
 
 def moved(args: Any, result: Any) -> int:
@@ -104,6 +111,15 @@ for _name in ("flash_attention", "efficient_attention", "cudnn_attention", "flas
     _packet = getattr(aten, f"_scaled_dot_product_{_name}", None)
     if _packet is not None:
         FLOPS[_packet.default] = attention_flops
+
+_WEIGHT = {aten.convolution.default: 1, aten.addmm.default: 2, aten.mm.default: 1}
+
+
+def packed(func: Any, args: Any) -> int:
+    """Bytes of the weight among the arguments of ``func``, if it is an operator that has one."""
+    place = _WEIGHT.get(func)
+    return 0 if place is None else args[place].numel() * args[place].element_size()
+
 
 # These only reserve memory.
 IDLE = frozenset(
