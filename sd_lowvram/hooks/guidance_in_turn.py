@@ -18,6 +18,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from .arguments import batch_of, part_of, shares
+from .lending import together
 from .strips import needs_graph, room
 from .waiting import Waiting
 
@@ -43,12 +44,13 @@ def _in_turn(module: nn.Module, original: Callable[..., Any], *args: Any, **kwar
     if batch == 1 or needs_graph(module, args, kwargs):
         return original(*args, **kwargs)
     parts = shares(args, kwargs, batch)
-    together = _Together(batch)
-    for number in range(parts):
-        part_args, part_kwargs = part_of(args, kwargs, batch, number, parts)
-        together.add(original(*part_args, **part_kwargs))
-        del part_args, part_kwargs
-    return together.result()
+    joined = _Together(batch)
+    with together():
+        for number in range(parts):
+            part_args, part_kwargs = part_of(args, kwargs, batch, number, parts)
+            joined.add(original(*part_args, **part_kwargs))
+            del part_args, part_kwargs
+    return joined.result()
 
 
 class _Together:
