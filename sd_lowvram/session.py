@@ -17,15 +17,19 @@ from .models import dissect
 from .models.anatomy import Anatomy
 from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch
 from .settings import Settings
+from .streaming.timing import Timing
 
 
 class Attachment:
     """What one call of :func:`attach` did to a target: its settings, how many sites each hook hit, and the way back."""
 
-    def __init__(self, anatomy: Anatomy, settings: Settings, device: torch.device) -> None:
+    def __init__(
+        self, anatomy: Anatomy, settings: Settings, device: torch.device, timing: Timing | None = None
+    ) -> None:
         self.anatomy = anatomy
         self.settings = settings
         self.device = device
+        self.timing = timing
         self.sites: dict[str, int] = {}
         self.plan: Any = None
         self._steps: list[Patch | Change] | None = None
@@ -38,7 +42,7 @@ class Attachment:
             NoSiteError, SettingsError.
         """
         if self._steps is None:
-            hooks = active_hooks(self.settings)
+            hooks = active_hooks(self.settings, self.timing)
             self._steps = [step for hook in hooks for step in hook(self.anatomy, self.settings, self.device)]
 
     def apply(self) -> None:
@@ -89,9 +93,13 @@ def anatomy_of(target: Any) -> Anatomy:
     return anatomy
 
 
-def attach(target: Any, settings: Settings, device: torch.device) -> Attachment:
-    """Attach the hooks that ``settings`` ask for to ``target``, above any that are attached already."""
-    attachment = Attachment(anatomy_of(target), settings, device)
+def attach(target: Any, settings: Settings, device: torch.device, timing: Timing | None = None) -> Attachment:
+    """Attach the hooks that ``settings`` ask for to ``target``, above any that are attached already.
+
+    Args:
+        timing: how long a step's modules take, from the plan: what weights stay is chosen by it.
+    """
+    attachment = Attachment(anatomy_of(target), settings, device, timing)
     attachment.apply()
     vars(target).setdefault(RECORD, []).append(attachment)
     return attachment

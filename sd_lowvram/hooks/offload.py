@@ -24,13 +24,19 @@ from ..settings import Settings
 from ..sizes import MIB
 from ..streaming.engine import Stream, Turns
 from ..streaming.layout import Policy
+from ..streaming.timing import Timing
 from ..streaming.travel import run_at
 from ..weights import all_tensors
 from .placement import Residency, place, run_on_cpu, settle_on_host
 
 
-def offload(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch | Change]:
+def offload(
+    anatomy: Anatomy, settings: Settings, device: torch.device, timing: Timing | None = None
+) -> Iterator[Patch | Change]:
     """Keep the weights as ``settings.offload`` and ``settings.decoder_device`` say.
+
+    Args:
+        timing: how long the denoiser's modules take; None: as many bytes as possible stay.
 
     Raises:
         ConflictError: accelerate's own offloading is on, or weights that cannot be streamed.
@@ -53,7 +59,7 @@ def offload(anatomy: Anatomy, settings: Settings, device: torch.device) -> Itera
     elif settings.offload == "component":
         yield from _in_turns(anatomy, components, device)
     elif components:
-        yield from _streamed(anatomy, components, settings, device)
+        yield from _streamed(anatomy, components, settings, device, timing)
 
 
 def _entries(anatomy: Anatomy, name: str, around: Callable[..., Any], hook: str) -> Iterator[Patch]:
@@ -81,7 +87,11 @@ def _in_turns(anatomy: Anatomy, components: dict[str, nn.Module], device: torch.
 
 
 def _streamed(
-    anatomy: Anatomy, components: dict[str, nn.Module], settings: Settings, device: torch.device
+    anatomy: Anatomy,
+    components: dict[str, nn.Module],
+    settings: Settings,
+    device: torch.device,
+    timing: Timing | None,
 ) -> Iterator[Patch | Change]:
     for name, component in components.items():
         if not all_tensors(component):
@@ -89,7 +99,7 @@ def _streamed(
     turns = Turns()
     for group in _groups(anatomy, components):
         denoises = anatomy.denoiser in group
-        stream = Stream(group, device, _policy(settings, denoises), turns, repeats=denoises)
+        stream = Stream(group, device, _policy(settings, denoises, timing), turns, repeats=denoises)
         yield Change(stream.settle, hook="offload")
         yield from stream.patches()
         for name in group:
@@ -105,9 +115,9 @@ def _groups(anatomy: Anatomy, components: dict[str, nn.Module]) -> list[dict[str
     return [steps, *others] if anatomy.denoiser in steps else [{name: part} for name, part in components.items()]
 
 
-def _policy(settings: Settings, denoises: bool) -> Policy:
+def _policy(settings: Settings, denoises: bool, timing: Timing | None) -> Policy:
     room = settings.weights_mib * MIB if settings.weights_mib is not None else None
     split = bool(settings.split_layers)
     if settings.offload == "halves":
         return Policy("halves", room, split) if denoises else Policy("whole")
-    return Policy("blocks" if settings.offload == "blocks" else "layer", room, split)
+    return Policy("blocks" if settings.offload == "blocks" else "layer", room, split, timing if denoises else None)

@@ -5,6 +5,7 @@ A hook is a function ``(anatomy, settings, device)`` that yields patches and cha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch
 from ..settings import Settings
+from ..streaming.timing import Timing
 from .attention import attention
 from .channels_last import channels_last
 from .feed_forward import feed_forward
@@ -30,8 +32,12 @@ from .weight_storage import weight_storage
 Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
 
 
-def active_hooks(settings: Settings) -> list[Hook]:
-    """The hooks that ``settings`` ask for, in the order in which they wrap the model: the last is the outermost."""
+def active_hooks(settings: Settings, timing: Timing | None = None) -> list[Hook]:
+    """The hooks that ``settings`` ask for, in the order in which they wrap the model: the last is the outermost.
+
+    Args:
+        timing: how long a step's modules take, where a plan knows it: weights are then streamed by schedule.
+    """
     chosen: list[tuple[Hook, bool]] = [
         (precision, settings.precision is not None),
         (channels_last, bool(settings.channels_last)),
@@ -40,7 +46,7 @@ def active_hooks(settings: Settings) -> list[Hook]:
         (vae_exact, settings.vae_tiles == "exact"),
         (vae_fast, settings.vae_tiles == "fast"),
         (vae_slices, bool(settings.vae_slices)),
-        (offload, settings.offload is not None or settings.decoder_device == "cpu"),
+        (functools.partial(offload, timing=timing), settings.offload is not None or settings.decoder_device == "cpu"),
         (feed_forward, settings.feed_forward_chunks is not None),
         (residual_strips, settings.residual_strips is not None),
         (transformer_chunks, settings.transformer_chunks is not None),

@@ -19,6 +19,7 @@ from .schedule import Schedule, aligned, lay_out
 from .search import best_schedule
 from .settled import Settled
 from .simulator import Copies
+from .timing import Timing, in_run_order, timed
 
 STAYING = -1
 """The number of what stays whatever the schedule says."""
@@ -37,11 +38,13 @@ class Policy:
         device_bytes: the room, ring included. None: the least that lets one copy run beside the compute: two of the
             largest layers, one half, or with ``split`` half of the largest layer.
         split: layers that are larger than half of the room come in parts of output rows.
+        timing: how long a step's modules take. None: as many bytes as possible stay.
     """
 
     kind: Literal["whole", "halves", "blocks", "layer"]
     device_bytes: int | None = None
     split: bool = False
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +170,8 @@ def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str
         ConflictError: a layer that is too large cannot be split.
     """
     granularity: Granularity = "halves" if policy.kind == "halves" else "blocks"
+    if policy.timing is not None:
+        layers = in_run_order(layers, policy.timing)
     parts = blocks_of(layers, granularity)
     room = _room(policy, parts)
     if policy.split and room is not None and parts.bytes > room:
@@ -190,6 +195,8 @@ def _schedule(parts: Blocks, policy: Policy, room: int | None) -> Schedule:
     if room is None or (parts.bytes <= room and policy.kind != "layer"):
         return lay_out(units, range(len(units)), 0)
     room = max(0, room - parts.staying_bytes)
+    if policy.kind == "blocks" and policy.timing is not None:
+        return best_schedule(timed(parts.streamed, policy.timing), room, policy.timing.copies)
     if policy.kind == "blocks":
         return best_schedule(units, room, Copies(1.0, overlap=False))
     return lay_out(units, (), min(room, sum(aligned(unit.bytes) for unit in units)))
