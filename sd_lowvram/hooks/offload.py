@@ -97,16 +97,16 @@ def _streamed(
         if not all_tensors(component):
             raise NoSiteError(f"offload: {name} holds no weights")
     turns = Turns()
-    for group in _groups(anatomy, components):
+    for group in step_groups(anatomy, components):
         denoises = anatomy.denoiser in group
-        stream = Stream(group, device, _policy(settings, denoises, timing), turns, repeats=denoises)
+        stream = Stream(group, device, policy_of(settings, denoises, timing), turns, repeats=denoises)
         yield Change(stream.settle, hook="offload")
         yield from stream.patches()
         for name in group:
             yield from _entries(anatomy, name, stream.run, "offload")
 
 
-def _groups(anatomy: Anatomy, components: dict[str, nn.Module]) -> list[dict[str, nn.Module]]:
+def step_groups(anatomy: Anatomy, components: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]]:
     """Models that share the device's room: those that run in every step together, each other one by itself."""
     steps = {
         name: part for name, part in components.items() if name.startswith("controlnet") or name == anatomy.denoiser
@@ -115,7 +115,8 @@ def _groups(anatomy: Anatomy, components: dict[str, nn.Module]) -> list[dict[str
     return [steps, *others] if anatomy.denoiser in steps else [{name: part} for name, part in components.items()]
 
 
-def _policy(settings: Settings, denoises: bool, timing: Timing | None) -> Policy:
+def policy_of(settings: Settings, denoises: bool, timing: Timing | None = None) -> Policy:
+    """What of a group's weights is on the device; the denoiser's group runs step after step."""
     room = settings.weights_mib * MIB if settings.weights_mib is not None else None
     split = bool(settings.split_layers)
     if settings.offload == "halves":
