@@ -1,58 +1,23 @@
-"""Whole runs that the search weighs against each other, and what each of their stages takes."""
+"""What stages take with given settings, and the whole runs that they make up."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from .costs import Cost, Costs
+from .costs import Cost, Costs, Weights
 from .hooks.precision import compute_dtype, force_upcast
 from .models.anatomy import Anatomy
 from .overhead import Overhead
-from .plans import Request, StagePlan
+from .plans import Candidate, Request, StagePlan
 from .settings import Settings
 from .stages import Stage
 
 _ASSUMED_CPU_FLOPS = 1e11
 """Operations a second of a CPU that decodes beside a GPU: an assumption, as no profile tells it."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Settings with what each stage takes, and what the device needs besides tensors."""
-
-    settings: Settings
-    stages: tuple[StagePlan, ...]
-    overhead_bytes: int
-
-    @property
-    def worst(self) -> StagePlan:
-        """The stage with the peak."""
-        return max(self.stages, key=lambda stage: stage.peak_bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.worst.peak_bytes
-
-    @property
-    def needed_bytes(self) -> int:
-        """The smallest budget that holds it."""
-        return self.peak_bytes + self.overhead_bytes
-
-    @property
-    def seconds(self) -> float:
-        return sum(stage.seconds for stage in self.stages)
-
-    @property
-    def host_bytes(self) -> int:
-        return max(stage.host_bytes for stage in self.stages)
-
-    @property
-    def largest_bytes(self) -> int:
-        return max(stage.largest_bytes for stage in self.stages)
 
 
 class Pricing:
@@ -65,41 +30,67 @@ class Pricing:
         self.on_gpu = request.device.type != "cpu"
         self.overhead = Overhead().total() if request.device.type == "cuda" else 0
 
-    def whole(self, base: Settings, chosen: list[StagePlan]) -> Candidate:
-        """The run in which every stage goes as ``chosen``."""
+    def whole(self, base: Settings, chosen: Iterable[StagePlan]) -> Candidate:
+        """The run in which every stage goes as ``chosen``, in the order of the run."""
         merged: dict[str, Any] = {}
-        for stage in chosen:
+        order = [(stage.name, stage.component) for stage in self.costs.stages]
+        stages = sorted(chosen, key=lambda stage: order.index((stage.name, stage.component)))
+        for stage in stages:
             merged |= stage.choice
-        return Candidate(base.filled(**merged), tuple(chosen), self.overhead)
+        return Candidate(base.filled(**merged), tuple(stages), self.overhead)
+
+    def confirmed(self, candidate: Candidate) -> Candidate:
+        """``candidate`` with every stage traced whole, weights streamed as they will be."""
+        stages = {(stage.name, stage.component): stage for stage in self.costs.stages}
+        return dataclasses.replace(
+            candidate,
+            stages=tuple(
+                self._confirmed(stages[planned.name, planned.component], planned, candidate.settings)
+                for planned in candidate.stages
+            ),
+        )
+
+    def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings) -> StagePlan:
+        if not planned.activation_bytes:  # it is elsewhere
+            return planned
+        traced = self.as_traced(stage, settings)
+        short = self.costs(stage, self._unstreamed(traced))
+        whole = self.costs(stage, traced, whole=True)
+        more = max(0, whole.activation_bytes - short.activation_bytes)
+        if traced.offload is not None:
+            more = max(0, whole.peak_bytes - planned.peak_bytes)
+        return dataclasses.replace(
+            planned, peak_bytes=planned.peak_bytes + more, activation_bytes=planned.activation_bytes + more
+        )
 
     def stage(self, base: Settings, stage: Stage, choice: dict[str, Any]) -> StagePlan:
         """One stage with ``base`` and the knobs of ``choice``."""
         settings = base.filled(**choice)
-        weights = self.costs.weights(settings.precision)
+        weights = {name: self.costs.weights(name, settings).bytes for name in self.anatomy.components}
         away = self.on_gpu and settings.decoder_device == "cpu"
         if away and stage.component == self.anatomy.autoencoder:
             return self._on_cpu(settings, stage, choice, weights)
+        traced = self.as_traced(stage, settings)
+        cost = self.costs(stage, self._unstreamed(traced))
+        own = self.costs.weights(stage.component, traced)
         streamed = settings.offload == "layer"
-        cost = self.costs(stage, self.as_traced(stage, settings))
-        resident = {name: size for name, size in weights.items() if not (away and name == self.anatomy.autoencoder)}
-        own = 0 if streamed else weights[stage.component]
-        others = sum(resident.values()) - own if settings.offload == "none" else 0
-        waiting = 0 if settings.offload == "none" else sum(weights.values())
-        waiting += sum(weights.values()) - sum(resident.values())
-        parked = cost.host_bytes - (weights[stage.component] if streamed else 0)
-        moving = (
-            self.costs.largest_weight(settings.precision, stage.component) if settings.offload == "component" else 0
-        )
+        here = own.room_bytes if streamed else own.bytes
+        others = [
+            name for name in weights if name != stage.component and not (away and name == self.anatomy.autoencoder)
+        ]
+        resident = sum(weights[name] for name in others) if settings.offload in (None, "none") else 0
+        waiting = sum(weights.values()) - resident - (own.bytes if settings.offload in (None, "none") else 0)
+        moving = own.largest_bytes if settings.offload == "component" else here if streamed else 0
         return StagePlan(
             name=stage.name,
             component=stage.component,
-            peak_bytes=cost.peak_bytes + others,
-            weights_bytes=cost.peak_bytes - cost.activation_bytes + others,
+            peak_bytes=cost.activation_bytes + here + resident,
+            weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
-            host_bytes=waiting + max(0, parked),
-            held_bytes=sum(weights.values()) + max(cost.allocated_bytes, moving),
-            largest_bytes=cost.largest_bytes,
-            seconds=self._seconds(stage, settings, cost, weights[stage.component]),
+            host_bytes=max(0, waiting) + cost.host_bytes,
+            held_bytes=sum(weights.values()) + max(cost.allocated_bytes + (here if streamed else 0), moving),
+            largest_bytes=max(cost.largest_bytes, own.room_bytes if streamed else own.largest_bytes),
+            seconds=self._seconds(stage, settings, cost, own),
             choice=choice,
         )
 
@@ -108,33 +99,41 @@ class Pricing:
         upcast = force_upcast(self.anatomy, stage.component)
         half = compute_dtype(self.anatomy, stage.component, settings) == torch.float16
         precision = "fp32" if upcast and half else settings.precision
-        return dataclasses.replace(
-            settings, precision=precision, offload="layer" if settings.offload == "layer" else None, decoder_device=None
-        )
+        streamed = settings.offload not in (None, "none", "component")
+        traced = dataclasses.replace(settings, precision=precision, decoder_device=None)
+        return traced if streamed else self._unstreamed(traced)
+
+    @staticmethod
+    def _unstreamed(settings: Settings) -> Settings:
+        return dataclasses.replace(settings, offload=None, weights_mib=None, split_layers=None)
 
     def _on_cpu(self, settings: Settings, stage: Stage, choice: dict[str, Any], weights: dict[str, int]) -> StagePlan:
         """The decoder in host memory, in fp32."""
-        cost = self.costs(stage, dataclasses.replace(settings, precision="fp32", offload=None, decoder_device=None))
-        others = sum(weights.values()) - weights[stage.component] if settings.offload == "none" else 0
-        waiting = 0 if settings.offload == "none" else sum(weights.values()) - weights[stage.component]
+        wide = self._unstreamed(dataclasses.replace(settings, precision="fp32", decoder_device=None))
+        cost = self.costs(stage, wide)
+        others = sum(weights.values()) - weights[stage.component]
+        resident = others if settings.offload in (None, "none") else 0
         return StagePlan(
             name=stage.name,
             component=stage.component,
-            peak_bytes=others,
-            weights_bytes=others,
+            peak_bytes=resident,
+            weights_bytes=resident,
             activation_bytes=0,
-            host_bytes=waiting + cost.peak_bytes + cost.host_bytes,
+            host_bytes=others - resident + cost.peak_bytes + cost.host_bytes,
             held_bytes=sum(weights.values()) + cost.allocated_bytes,
             largest_bytes=0,
             seconds=cost.flops / _ASSUMED_CPU_FLOPS,
             choice=choice,
         )
 
-    def _seconds(self, stage: Stage, settings: Settings, cost: Cost, weights: int) -> float:
+    def _seconds(self, stage: Stage, settings: Settings, cost: Cost, weights: Weights) -> float:
         """Counted work over the device's rates, with what strips do twice and all copies."""
         request = self.request
         size = compute_dtype(self.anatomy, stage.component, settings).itemsize
-        seconds = (request.steps if stage.repeats else 1) * request.rates.seconds(cost, size)
+        once = request.rates.seconds(cost, size)
+        if settings.offload == "layer":
+            once += weights.streamed_bytes / request.rates.copy_bandwidth
+        seconds = (request.steps if stage.repeats else 1) * once
         if settings.offload == "component":  # brought once a run and taken back
-            seconds += 2 * weights / request.rates.copy_bandwidth
+            seconds += 2 * weights.bytes / request.rates.copy_bandwidth
         return seconds

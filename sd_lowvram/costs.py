@@ -9,21 +9,33 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .hooks.offload import policy_of, step_groups
+from .hooks.weight_storage import quantised_layers
 from .memory import MemoryTrace, kernels_of, trace
+from .memory.accounts import unmark_host
+from .memory.work import Span
 from .models.anatomy import Anatomy
 from .session import attached
 from .settings import Settings
+from .shortened import equal_blocks_once, has_equal_blocks, in_full
 from .stages import Shape, Stage, stages
+from .streaming.layers import layers_of
+from .streaming.layout import Policy, lay_down
+from .streaming.simulator import simulate
+from .streaming.timing import Timing, timed
 from .twins import twin
 from .weights import all_tensors, weight_bytes
+
+_Kind = TypeVar("_Kind", "Cost", "Spans", "Step", "Weights")
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class Cost:
         moved_bytes: read and written by all operators.
         copied_bytes: crossing between device and host memory.
         operators: how many ran.
+        packed_bytes: weights that a CPU's kernels reorder.
     """
 
     peak_bytes: int
@@ -51,6 +64,52 @@ class Cost:
     moved_bytes: int
     copied_bytes: int
     operators: int
+    packed_bytes: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of one component's weights.
+
+    Attributes:
+        bytes: of all of them.
+        largest_bytes: of the largest one.
+        room_bytes: on the device when layers are streamed one at a time, the ring included.
+        streamed_bytes: that pass through the ring in one call.
+    """
+
+    bytes: int
+    largest_bytes: int
+    room_bytes: int
+    streamed_bytes: int
+
+
+@dataclass(frozen=True)
+class Spans:
+    """What each module of one component does in one call, in the order of the run."""
+
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(span, Span) for span in self.spans):  # read from a file
+            object.__setattr__(self, "spans", tuple(Span(**span) for span in self.spans))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a component whose weights are streamed, among many.
+
+    Attributes:
+        seconds: it takes, copies beside the compute.
+        device_bytes: of weights on the device: what stays and the ring.
+        staying_bytes: of weights that stay.
+        streamed_bytes: of weights that are copied in every call.
+    """
+
+    seconds: float
+    device_bytes: int
+    staying_bytes: int
+    streamed_bytes: int
 
 
 class Costs:
@@ -62,8 +121,7 @@ class Costs:
         self._device = device
         self._encodes = encodes
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known: dict[tuple[str, Settings], Cost] = {}
-        self._weights: dict[str | None, dict[str, tuple[int, int]]] = {}
+        self._known: dict[Any, Any] = {}
         self._fingerprints: dict[str, str] = {}
 
     @functools.cached_property
@@ -74,39 +132,74 @@ class Costs:
     def stages(self) -> list[Stage]:
         return stages(self._anatomy, self._shape, self._encodes)
 
-    def weights(self, precision: str | None) -> dict[str, int]:
-        """Bytes of each component's weights in ``precision``."""
-        return {name: size for name, (size, _) in self._sizes(precision).items()}
+    def weights(self, component: str, settings: Settings) -> Weights:
+        """The weights of a component in the precision and storage that ``settings`` ask for."""
+        narrowed = quantised_layers(self._anatomy, component)
+        chosen = Settings(precision=settings.precision, weight_storage=settings.weight_storage if narrowed else None)
+        chosen = dataclasses.replace(chosen, split_layers=settings.split_layers)
+        return self._of(Weights, component, "weights", chosen, lambda: self._weigh(component, chosen))
 
-    def largest_weight(self, precision: str | None, component: str) -> int:
-        """Bytes of the largest weight of ``component`` in ``precision``."""
-        return self._sizes(precision)[component][1]
+    def _weigh(self, name: str, settings: Settings) -> Weights:
+        component = self._twin.components[name]
+        with self._mode, attached(component, dataclasses.replace(settings, split_layers=None), device=self._device):
+            layout = lay_down(layers_of({name: component}), Policy("layer", split=bool(settings.split_layers)), {})
+            streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
+            largest = max(map(_bytes, all_tensors(component)), default=0)
+            return Weights(weight_bytes(component), largest, layout.bytes, streamed)
 
-    def _sizes(self, precision: str | None) -> dict[str, tuple[int, int]]:
-        """Of each component all weights' bytes, and the largest one's."""
-        if precision not in self._weights:
-            components = self._twin.components
-            with self._mode, contextlib.ExitStack() as stack:
-                if precision is not None:
-                    for component in components.values():
-                        stack.enter_context(attached(component, Settings(precision=precision), device=self._device))
-                self._weights[precision] = {
-                    name: (weight_bytes(component), max(map(_bytes, all_tensors(component)), default=0))
-                    for name, component in components.items()
-                }
-        return self._weights[precision]
+    def __call__(self, stage: Stage, settings: Settings, whole: bool = False) -> Cost:
+        """The cost of ``stage``; settings that do not touch it make no difference.
 
-    def __call__(self, stage: Stage, settings: Settings) -> Cost:
-        """The cost of ``stage``; settings that do not touch it make no difference."""
+        Args:
+            whole: every block is traced, also one that equals the block before it.
+        """
         settings = relevant(stage.name, settings)
-        key = stage.component if stage.name == "text" else stage.name, settings
-        if key not in self._known:
-            place = self._place(stage, settings)
-            self._known[key] = _remembered(place) or self._trace(stage, settings, place)
-        return self._known[key]
+        whole = whole and (settings.offload is not None or has_equal_blocks(self._anatomy.components[stage.component]))
+        what = stage.name + (", whole" if whole else "")
+        return self._of(Cost, stage.component, what, settings, lambda: self._trace(stage, settings, whole))
 
-    def trace(self, stage: Stage, settings: Settings) -> MemoryTrace:
-        """The whole trace of ``stage``, its timeline included."""
+    def spans(self, stage: Stage, settings: Settings) -> tuple[Span, ...]:
+        """What each module does in ``stage``; known without another trace once its cost is."""
+        settings = relevant(stage.name, settings)
+        return self._spans(stage, settings, lambda: self.trace(stage, settings, whole=False)).spans
+
+    def _spans(self, stage: Stage, settings: Settings, traced: Callable[[], MemoryTrace]) -> Spans:
+        component = self._twin.components[stage.component]
+        return self._of(
+            Spans,
+            stage.component,
+            f"{stage.name}, spans",
+            settings,
+            lambda: Spans(tuple(in_full(component, traced().spans))),
+        )
+
+    def step(self, stage: Stage, settings: Settings, timing: Timing) -> Step:
+        """A denoising step with weights streamed as ``settings`` say.
+
+        Args:
+            timing: of the stage with these settings.
+
+        Raises:
+            BudgetError: the room on the device cannot hold the largest block.
+        """
+        knobs = ("precision", "weight_storage", "offload", "weights_mib", "split_layers")
+        chosen = Settings(**{name: getattr(settings, name) for name in knobs})
+        what = f"{stage.name}, {hashlib.sha256(repr(timing).encode()).hexdigest()}"
+        return self._of(Step, stage.component, what, chosen, lambda: self._step(stage, chosen, timing))
+
+    def _step(self, stage: Stage, settings: Settings, timing: Timing) -> Step:
+        group = next(one for one in step_groups(self._twin, self._twin.components) if stage.component in one)
+        resident = dataclasses.replace(settings, offload=None, weights_mib=None, split_layers=None)
+        with self._mode, contextlib.ExitStack() as stack:
+            for component in group.values():
+                stack.enter_context(attached(component, resident, device=self._device))
+            layout = lay_down(layers_of(group), policy_of(settings, True, timing), {})
+        streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
+        seconds = simulate(timed(layout.blocks, timing), layout.schedule, timing.copies)
+        return Step(seconds, layout.bytes, layout.bytes - layout.schedule.ring_bytes, streamed)
+
+    def trace(self, stage: Stage, settings: Settings, whole: bool = True) -> MemoryTrace:
+        """The trace of ``stage``, its timeline included."""
         settings = relevant(stage.name, settings)
         component = self._twin.components[stage.component]
         on_twin = next(
@@ -115,12 +208,19 @@ class Costs:
             if (twin_stage.name, twin_stage.component) == (stage.name, stage.component)
         )
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
-        with self._mode, torch.no_grad(), kernels, attached(component, settings, device=self._device):
+        with contextlib.ExitStack() as stack:
+            for context in (self._mode, torch.no_grad(), kernels, attached(component, settings, device=self._device)):
+                stack.enter_context(context)
+            if not whole:
+                stack.enter_context(equal_blocks_once(component))
+            stack.callback(_unmark, component)
             return trace(on_twin.run, *on_twin.inputs())
 
-    def _trace(self, stage: Stage, settings: Settings, place: Path | None) -> Cost:
-        traced = self.trace(stage, settings)
-        cost = Cost(
+    def _trace(self, stage: Stage, settings: Settings, whole: bool) -> Cost:
+        traced = self.trace(stage, settings, whole)
+        if stage.repeats and not whole:
+            self._spans(stage, settings, lambda: traced)
+        return Cost(
             peak_bytes=traced.peak_bytes,
             activation_bytes=traced.activation_peak_bytes + traced.input_bytes,
             host_bytes=traced.host_peak_bytes,
@@ -130,18 +230,31 @@ class Costs:
             moved_bytes=traced.moved_bytes,
             copied_bytes=traced.copied_bytes,
             operators=traced.operators,
+            packed_bytes=traced.packed_bytes,
         )
-        _remember(place, cost)
-        return cost
 
-    def _place(self, stage: Stage, settings: Settings) -> Path | None:
-        """The file in which this cost is remembered; None: nowhere."""
+    def _of(self, kind: type[_Kind], component: str, what: str, settings: Settings, work: Callable[[], _Kind]) -> _Kind:
+        """What ``work`` gives, remembered here and on disk."""
+        key = component, what, settings
+        if key not in self._known:
+            place = self._place(component, what, settings)
+            found = _remembered(place, kind)
+            if found is None:
+                found = work()
+                _remember(place, found)
+            self._known[key] = found
+        result: _Kind = self._known[key]
+        return result
+
+    def _place(self, component: str, what: str, settings: Settings) -> Path | None:
+        """The file in which this is remembered; None: nowhere."""
         folder = cache_folder()
         if folder is None:
             return None
-        if stage.component not in self._fingerprints:
-            self._fingerprints[stage.component] = _fingerprint(self._anatomy.components[stage.component])
-        facts = (self._fingerprints[stage.component], stage.name, self._shape, self._device.type, settings, _code())
+        if component not in self._fingerprints:
+            self._fingerprints[component] = _fingerprint(self._anatomy.components[component])
+        shape = None if what in ("text", "weights") else self._shape
+        facts = (self._fingerprints[component], what, shape, self._device.type, settings, _code())
         return folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
 
 
@@ -156,6 +269,8 @@ _STAGES = {
     "park": ("denoise",),
     "guidance": ("denoise",),
     "transformer": ("denoise",),
+    "weight": ("denoise", "text"),
+    "largest": (),
 }
 
 
@@ -174,6 +289,12 @@ def cache_folder() -> Path | None:
         return Path(named) if named else None
     base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "sd-lowvram" / "traces"
+
+
+def _unmark(component: nn.Module) -> None:
+    """Weights of the twin that were streamed in a trace are on the device again for the next one."""
+    for tensor in all_tensors(component):
+        unmark_host(tensor.data)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -203,18 +324,18 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _remembered(place: Path | None) -> Cost | None:
+def _remembered(place: Path | None, kind: type[_Kind]) -> _Kind | None:
     try:
-        return Cost(**json.loads(place.read_text(encoding="ascii"))) if place else None
+        return kind(**json.loads(place.read_text(encoding="ascii"))) if place else None
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _remember(place: Path | None, cost: Cost) -> None:
+def _remember(place: Path | None, found: Any) -> None:
     if place is None:
         return
     with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="ascii") as file:
-            json.dump(dataclasses.asdict(cost), file)
+            json.dump(dataclasses.asdict(found), file)
         os.replace(file.name, place)

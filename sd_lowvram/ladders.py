@@ -1,4 +1,4 @@
-"""The ways to run a stage, as ladders: each rung slower than the one before, and smaller."""
+"""The ways to run a stage, as ladders: each rung does more work than the one before, and holds less."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ DECODE_LADDER: list[dict[str, Any]] = [
     {"vae_tiles": "off"},
     {"vae_tiles": "exact", "vae_map": "held"},
     {"vae_tiles": "exact", "vae_map": "parked"},
-    {"vae_tiles": "exact", "vae_map": "recomputed"},
     {"vae_tiles": "exact", "vae_map": "parked", "vae_strip_mib": 4},
 ]
+_WITHOUT_HOST = {"vae_tiles": "exact", "vae_map": "recomputed"}
+_ON_CPU = {"vae_tiles": "off", "decoder_device": "cpu"}
 
 
-def choices(stage: str, decoder_on_cpu: bool) -> list[dict[str, Any]]:
-    """The rungs of a stage, the fastest first."""
-    if stage == "denoise":
-        return DENOISE_LADDER
-    if stage in ("decode", "encode"):
-        on_cpu = [{"vae_tiles": "off", "decoder_device": "cpu"}] if decoder_on_cpu else []
-        return [*DECODE_LADDER, *on_cpu]
-    return [{}]
+def ladder(stage: str) -> list[dict[str, Any]]:
+    """The rungs of a stage: the first is the fastest, the last the smallest on the device."""
+    return {"denoise": DENOISE_LADDER, "decode": DECODE_LADDER, "encode": DECODE_LADDER}.get(stage, [{}])
+
+
+def detours(stage: str, decoder_on_cpu: bool) -> list[dict[str, Any]]:
+    """Ways beside the ladder, slower than all of it: for want of host memory, or of device memory."""
+    if stage not in ("decode", "encode"):
+        return []
+    return [_WITHOUT_HOST, _ON_CPU] if decoder_on_cpu else [_WITHOUT_HOST]

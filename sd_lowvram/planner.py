@@ -8,23 +8,28 @@ over the device's rates (:mod:`rates`).
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from .candidates import Candidate, Pricing
 from .hooks.precision import precision_fidelity
-from .ladders import choices
+from .ladders import detours, ladder
 from .models.anatomy import Anatomy
 from .plans import DEFAULT_STEPS, Plan, Predicted, Request, StagePlan, check_size
-from .reasons import reasons, refusal
+from .reasons import FASTEST, reasons, refusal, too_large, why_not
 from .settings import Fidelity, Settings
+from .sizes import MIB
 from .stages import Stage
 
 __all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "check_size", "fidelity_of", "make_plan"]
 
 
 def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximate: bool = False) -> Plan:
-    """The fastest settings that fit.
+    """The fastest settings that fit, traced whole.
 
     Args:
         settings: knobs that are fixed; the rest is searched.
@@ -33,13 +38,13 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
     Raises:
         BudgetError: none fits; it tells the smallest budget that works and the stage that needs it.
     """
-    search = _Search(anatomy, request, settings, approximate)
-    best = search.fastest()
+    search = Search(anatomy, request, settings, approximate)
+    best = search.confirmed()
     smallest = search.smallest()
     if best is None:
-        raise refusal(request, smallest)
+        raise refusal(request, smallest, search.leanest())
     smallest = min(smallest, best, key=lambda run: run.peak_bytes)
-    worst = best.worst
+    worst, following = best.worst, search.next_faster(best)
     predicted = Predicted(
         peak_bytes=worst.peak_bytes,
         overhead_bytes=best.overhead_bytes,
@@ -55,25 +60,32 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
         request=request,
         fits=True,
         predicted=predicted,
-        stages=best.stages,
+        stages=search.explained(best),
         minimum_peak_bytes=smallest.peak_bytes,
         minimum_vram_bytes=smallest.needed_bytes,
         minimum_ram_bytes=smallest.host_bytes,
         fidelity=fidelity_of(anatomy, best.settings),
-        reasons=reasons(request, best),
+        reasons=reasons(request, best, following),
+        next_faster=following,
     )
 
 
-class _Search:
+Option = tuple[StagePlan, ...]
+"""One way to run the stages that share knobs (decode and encode do)."""
+
+
+class Search:
     """Candidates of one request, from the fastest to the smallest."""
 
     def __init__(self, anatomy: Anatomy, request: Request, settings: Settings, approximate: bool) -> None:
         self.request = request
         self.pricing = Pricing(anatomy, request)
+        self.largest = settings.largest_mib * MIB if settings.largest_mib else None
         on_gpu = self.pricing.on_gpu
         self.precisions: list[str | None] = [None]
         if approximate and settings.precision is None:
             self.precisions.append("fp16" if on_gpu else "bf16")
+        self.fixed = settings
         self.decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":
             settings = dataclasses.replace(settings, decoder_device=None)
@@ -84,54 +96,194 @@ class _Search:
             vae_slices=True if request.batch > 1 and anatomy.vae is not None else None,
             channels_last=True if on_gpu and anatomy.denoiser else None,
         )
+        self._known: dict[tuple[Settings, str, tuple[Any, ...]], Option] = {}
+        self._refuse_impossible_allocations()
 
-    def fastest(self) -> Candidate | None:
-        fitting = [run for run in map(self._best, self._placements()) if run is not None]
-        return min(fitting, key=lambda run: run.seconds, default=None)
+    def fastest(self, limit: int, weighed: bool = False) -> Candidate | None:
+        """The fastest candidate within ``limit`` bytes, the driver's share counted; None: there is none.
+
+        Args:
+            weighed: only of what has been traced so far.
+        """
+        found = []
+        for base in self._placements():
+            if self._weights_alone(base) + self.pricing.overhead <= limit:
+                chosen = [self._first(_Rungs(self, base, group), limit, weighed) for group in self._groups]
+                found += [self._whole(base, chosen)]
+        return min(filter(None, found), key=lambda run: run.seconds, default=None)
+
+    def confirmed(self) -> Candidate | None:
+        """The fastest candidate whose whole trace is within the budget too."""
+        limit = self.request.vram
+        while (best := self.fastest(limit)) is not None:
+            whole = self.pricing.confirmed(best)
+            if whole.needed_bytes <= self.request.vram:
+                return whole
+            limit = best.needed_bytes - 1
+        return None
+
+    def next_faster(self, best: Candidate) -> Candidate | None:
+        """Of the faster candidates that were weighed, the one that needs the least more than the budget."""
+        for needed in sorted({self._needed(option) for option in self._known.values()}):
+            if needed > self.request.vram:
+                faster = self.fastest(needed, weighed=True)
+                if faster is not None and faster.seconds < best.seconds:
+                    return faster
+        return None
 
     def smallest(self) -> Candidate:
         """The candidate with the least peak, whatever its time and whatever the budgets."""
-        placed = [base for base in self._placements() if base.offload == "layer" or self.base.offload is not None]
-        stages = self.pricing.costs.stages
-        runs = [self.pricing.whole(base, [self._smallest(base, stage) for stage in stages]) for base in placed]
-        return min(runs, key=lambda run: run.peak_bytes)
+        found = []
+        for base in self._placements():
+            if base.offload in ("layer", self.fixed.offload):
+                rungs = [_Rungs(self, base, group) for group in self._groups]
+                found.append(self._whole(base, [self._least(each) for each in rungs]))
+        smallest = min(filter(None, found), key=lambda run: run.peak_bytes, default=None)
+        assert smallest is not None  # or its allocations would have been refused
+        return smallest
 
-    def _placements(self) -> Iterator[Settings]:
-        seen = set()
-        for offload in ("none", "component", "layer"):
-            for precision in self.precisions:
-                candidate = self.base.filled(offload=offload, precision=precision)
-                if candidate not in seen:
-                    seen.add(candidate)
-                    yield candidate
+    def leanest(self) -> Candidate | None:
+        """Of the candidates that the device holds, the one with the least in host memory."""
+        found = []
+        for base in self._placements():
+            held = [
+                [option for option in _Rungs(self, base, group).all() if self._held(option, self.request.vram)]
+                for group in self._groups
+            ]
+            found.append(self._whole(base, [min(options, key=_host, default=None) for options in held]))
+        return min(filter(None, found), key=lambda run: run.host_bytes, default=None)
 
-    def _best(self, base: Settings) -> Candidate | None:
-        weights = self.pricing.costs.weights(base.precision).values()
-        alone = {"none": sum(weights), "component": max(weights)}.get(base.offload or "none", 0)
-        if alone + self.pricing.overhead > self.request.vram:
-            return None
-        chosen = []
+    def _first(self, rungs: _Rungs, limit: int, weighed: bool) -> Option | None:
+        """The fastest way to run stages that fits."""
+        if weighed:
+            return next((option for option in rungs.weighed() if self._fits(option, limit)), None)
+        start = bisect.bisect_left(range(rungs.height), True, key=lambda number: self._held(rungs[number], limit))
+        return next((option for option in rungs.all(start) if self._fits(option, limit)), None)
+
+    def _least(self, rungs: _Rungs) -> Option | None:
+        """The way to run stages that holds least on the device."""
+        last = rungs[rungs.height - 1]
+        if self._small(last):
+            return last
+        return min(filter(self._small, rungs.all()), key=self._needed, default=None)
+
+    def _whole(self, base: Settings, chosen: Sequence[Option | None]) -> Candidate | None:
+        found = [option for option in chosen if option is not None]
+        return self.pricing.whole(base, itertools.chain(*found)) if len(found) == len(chosen) else None
+
+    def _weights_alone(self, base: Settings) -> int:
+        """What the weights take on the device at least, whatever the activations."""
+        anatomy = self.pricing.anatomy
+        away = {anatomy.autoencoder} if self.decoder_on_cpu else set()
+        sizes = [self.pricing.costs.weights(name, base).bytes for name in anatomy.components if name not in away]
+        return {"none": sum(sizes), "component": max(sizes, default=0)}.get(base.offload or "none", 0)
+
+    def explained(self, best: Candidate) -> tuple[StagePlan, ...]:
+        """The stages of ``best``, each with the reason why it is no faster."""
+        base = self.base.filled(offload=best.settings.offload, precision=best.settings.precision)
+        weighed = [stage for (placed, _, _), option in self._known.items() if placed == base for stage in option]
+        told = []
+        for stage in best.stages:
+            faster = [one for one in weighed if _is_same(one, stage) and one.seconds < stage.seconds]
+            nearest = min(faster, key=lambda one: one.peak_bytes, default=None)
+            why = why_not(nearest, self.request, self.pricing.overhead, self.largest) if nearest else FASTEST
+            told.append(dataclasses.replace(stage, why=why))
+        return tuple(told)
+
+    @functools.cached_property
+    def _groups(self) -> list[list[Stage]]:
+        """The stages, those together that share knobs."""
+        shared: dict[str, list[Stage]] = {}
         for stage in self.pricing.costs.stages:
-            option = next((plan for plan in self._options(base, stage) if self._fits(plan)), None)
-            if option is None:
-                return None
-            chosen.append(option)
-        return self.pricing.whole(base, chosen)
+            shared.setdefault(_GROUPS.get(stage.name, stage.name), []).append(stage)
+        return list(shared.values())
 
-    def _fits(self, plan: StagePlan) -> bool:
-        request = self.request
-        return plan.peak_bytes + self.pricing.overhead <= request.vram and plan.host_bytes <= request.ram
+    def _placements(self) -> list[Settings]:
+        offloads = ("none", "component", "layer")
+        tried = [self.base.filled(offload=offload, precision=one) for offload in offloads for one in self.precisions]
+        return list(dict.fromkeys(tried))
 
-    def _options(self, base: Settings, stage: Stage, only_last: bool = False) -> Iterator[StagePlan]:
-        """Ways to run a stage, from the fastest to the smallest."""
-        rungs = choices(stage.name, self.decoder_on_cpu and not only_last)
-        for choice in rungs[-1:] if only_last else rungs:
-            taken = {name: value for name, value in choice.items() if getattr(base, name) is None}
-            yield self.pricing.stage(base, stage, taken)
+    def option(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option:
+        """What the stages of ``group`` take."""
+        key = base, group[0].name, tuple(choice.items())
+        if key not in self._known:
+            self._known[key] = tuple(self.pricing.stage(base, stage, choice) for stage in group)
+        return self._known[key]
 
-    def _smallest(self, base: Settings, stage: Stage) -> StagePlan:
-        *_, last = self._options(base, stage, only_last=True)
-        return last
+    def weighed(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option | None:
+        """The same if it was asked for before."""
+        return self._known.get((base, group[0].name, tuple(choice.items())))
+
+    def _fits(self, option: Option, limit: int) -> bool:
+        return self._held(option, limit) and _host(option) <= self.request.ram and self._small(option)
+
+    def _held(self, option: Option, limit: int) -> bool:
+        return self._needed(option) <= limit
+
+    def _needed(self, option: Option) -> int:
+        return max(stage.peak_bytes for stage in option) + self.pricing.overhead
+
+    def _small(self, option: Option) -> bool:
+        return self.largest is None or _largest(option) <= self.largest
+
+    def _refuse_impossible_allocations(self) -> None:
+        """Raise BudgetError where some stage has an allocation above ``largest_mib`` whatever is chosen."""
+        if self.largest is None:
+            return
+        least = []
+        for base in self._placements():
+            ways = [min(_Rungs(self, base, group).all(), key=_largest) for group in self._groups]
+            least.append(max(itertools.chain(*ways), key=lambda stage: stage.largest_bytes))
+        worst = min(least, key=lambda stage: stage.largest_bytes)
+        if worst.largest_bytes > self.largest:
+            raise too_large(self.largest, worst)
+
+
+class _Rungs:
+    """The ways to run stages that share knobs, with the weights placed in one way; each traced when it is looked at.
+
+    The first ``height`` of them are a ladder, each slower than the one before and smaller on the device; the others are
+    slower than all of these.
+    """
+
+    def __init__(self, search: Search, base: Settings, group: list[Stage]) -> None:
+        self._search, self._base, self._group = search, base, group
+        name = group[0].name
+        rungs = self._open(ladder(name))
+        self.height = len(rungs)
+        self._choices = [*rungs, *(one for one in self._open(detours(name, search.decoder_on_cpu)) if one not in rungs)]
+
+    def _open(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What the user has left open of ``choices``, each once."""
+        taken = [{k: value for k, value in one.items() if getattr(self._base, k) is None} for one in choices]
+        return [one for number, one in enumerate(taken) if one not in taken[:number]]
+
+    def __getitem__(self, number: int) -> Option:
+        return self._search.option(self._base, self._group, self._choices[number])
+
+    def all(self, start: int = 0) -> Iterator[Option]:
+        """All from ``start`` on, the fastest first."""
+        return (self[number] for number in range(start, len(self._choices)))
+
+    def weighed(self) -> Iterator[Option]:
+        """Those that were looked at before."""
+        found = (self._search.weighed(self._base, self._group, choice) for choice in self._choices)
+        return (option for option in found if option is not None)
+
+
+_GROUPS = {"encode": "vae", "decode": "vae"}
+
+
+def _host(option: Option) -> int:
+    return max(stage.host_bytes for stage in option)
+
+
+def _largest(option: Option) -> int:
+    return max(stage.largest_bytes for stage in option)
+
+
+def _is_same(one: StagePlan, other: StagePlan) -> bool:
+    return (one.name, one.component) == (other.name, other.component)
 
 
 def fidelity_of(anatomy: Anatomy, settings: Settings) -> Fidelity:

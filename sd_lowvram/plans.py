@@ -64,7 +64,8 @@ class Predicted:
 class StagePlan:
     """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together).
 
-    ``held_bytes`` are those of both accounts at one moment: what the allocator sees where the device is the CPU.
+    ``held_bytes`` are those of both accounts at one moment: what the allocator sees where the device is the CPU;
+    ``why`` says why it is not faster.
     """
 
     name: str
@@ -77,6 +78,42 @@ class StagePlan:
     largest_bytes: int
     seconds: float
     choice: dict[str, Any]
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings with what each stage takes, and what the device needs besides tensors."""
+
+    settings: Settings
+    stages: tuple[StagePlan, ...]
+    overhead_bytes: int
+
+    @property
+    def worst(self) -> StagePlan:
+        """The stage with the peak."""
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.worst.peak_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """The smallest budget that holds it."""
+        return self.peak_bytes + self.overhead_bytes
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def host_bytes(self) -> int:
+        return max(stage.host_bytes for stage in self.stages)
+
+    @property
+    def largest_bytes(self) -> int:
+        return max(stage.largest_bytes for stage in self.stages)
 
 
 @dataclass(frozen=True)
@@ -91,6 +128,7 @@ class Plan:
         minimum_ram_bytes: host memory that those smallest settings need.
         fidelity: the farthest from the baseline that any chosen setting goes.
         reasons: sentences for people.
+        next_faster: of the faster candidates the one that needs the least more than the budget; None: none is faster.
     """
 
     settings: Settings
@@ -103,6 +141,7 @@ class Plan:
     minimum_ram_bytes: int
     fidelity: Fidelity
     reasons: tuple[str, ...]
+    next_faster: Candidate | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
@@ -115,6 +154,20 @@ class Plan:
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "fidelity": str(self.fidelity),
             "reasons": list(self.reasons),
+            "next_faster": self._next_faster(),
+        }
+
+    def _next_faster(self) -> dict[str, Any] | None:
+        faster = self.next_faster
+        if faster is None:
+            return None
+        return {
+            "settings": faster.settings.as_dict(),
+            "peak_bytes": faster.peak_bytes,
+            "needed_bytes": faster.needed_bytes,
+            "host_bytes": faster.host_bytes,
+            "seconds": faster.seconds,
+            "saved_seconds": self.predicted.seconds - faster.seconds,
         }
 
 

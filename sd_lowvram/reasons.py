@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from .candidates import Candidate
 from .errors import BudgetError
-from .plans import Request
+from .plans import Candidate, Request, StagePlan
 from .sizes import format_size
 
+_LONG = 600
+"""Seconds from which on a plan says clearly that it is slow."""
 
-def refusal(request: Request, smallest: Candidate) -> BudgetError:
-    """Why nothing fits, with the smallest budget that would work and the stage that needs it."""
+
+FASTEST = "nothing faster was found"
+
+
+def refusal(request: Request, smallest: Candidate, leanest: Candidate | None) -> BudgetError:
+    """Why nothing fits, with the smallest budget that would work and the stage that needs it.
+
+    Args:
+        smallest: the candidate that needs least of the device.
+        leanest: of those that the device holds, the one that needs least of the host.
+    """
     worst = smallest.worst
     needed = smallest.needed_bytes
     size = f"{request.width}x{request.height}" + (f", batch {request.batch}" if request.batch > 1 else "")
-    if needed > request.vram:
+    if leanest is None:
         overhead = f" ({format_size(smallest.overhead_bytes)} of it for the driver)" if smallest.overhead_bytes else ""
         return BudgetError(
             f"{format_size(request.vram)} cannot hold {size}: {worst.name} needs at least "
@@ -23,14 +33,43 @@ def refusal(request: Request, smallest: Candidate) -> BudgetError:
         )
     return BudgetError(
         f"{format_size(request.ram)} of host memory cannot hold what waits there for {size} with "
-        f"{format_size(request.vram)} on the device: at least {format_size(smallest.host_bytes)} is needed",
-        needed_bytes=smallest.host_bytes,
+        f"{format_size(request.vram)} on the device: at least {format_size(leanest.host_bytes)} is needed",
+        needed_bytes=leanest.host_bytes,
         stage="host",
     )
 
 
-def reasons(request: Request, best: Candidate) -> tuple[str, ...]:
-    """Sentences on what was chosen."""
+def too_large(limit: int, stage: StagePlan) -> BudgetError:
+    """Why nothing keeps every single allocation within ``limit``, with the smallest limit that would work."""
+    mebibytes = -(-stage.largest_bytes // (1 << 20))
+    return BudgetError(
+        f"largest_mib {limit >> 20}: {stage.name} makes a single allocation of at least {mebibytes} MiB. "
+        "Give that much, or a smaller picture",
+        needed_bytes=stage.largest_bytes,
+        stage=stage.name,
+    )
+
+
+def why_not(faster: StagePlan, request: Request, overhead: int, largest: int | None) -> str:
+    """Why a faster way to run a stage was not taken."""
+    name = described(faster)
+    if largest is not None and faster.largest_bytes > largest:
+        return f"{name} makes a single allocation of {format_size(faster.largest_bytes)}"
+    if faster.peak_bytes + overhead > request.vram:
+        return f"{name} needs {format_size(faster.peak_bytes + overhead)}"
+    if faster.host_bytes > request.ram:
+        return f"{name} needs {format_size(faster.host_bytes)} of host memory"
+    return f"{name} is faster here and slower in the stages that share its settings"
+
+
+def described(stage: StagePlan) -> str:
+    """How a stage runs, for people."""
+    chosen = (f"{name} {value}" for name, value in stage.choice.items() if value not in (False, "off"))
+    return ", ".join(chosen) or "plain"
+
+
+def reasons(request: Request, best: Candidate, following: Candidate | None) -> tuple[str, ...]:
+    """Sentences on what was chosen, what it costs, and what the next larger budget would buy."""
     worst, chosen = best.worst, best.settings
     told = [f"peak {format_size(best.needed_bytes)} of {format_size(request.vram)}, reached in {worst.name}"]
     if chosen.offload == "component":
@@ -41,4 +80,25 @@ def reasons(request: Request, best: Candidate) -> tuple[str, ...]:
         told.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
     if chosen.decoder_device == "cpu":
         told.append("decoding on the CPU: the device cannot hold the decoder")
+    if best.seconds >= _LONG:
+        longest = max(best.stages, key=lambda stage: stage.seconds)
+        share = round(100 * longest.seconds / best.seconds)
+        told.append(f"slow: {format_time(best.seconds)} on {request.rates.title}, {share} % of it in {longest.name}")
+    if following is not None:
+        told.append(
+            f"with {format_size(following.needed_bytes)} it would take {format_time(following.seconds)} "
+            f"instead of {format_time(best.seconds)}"
+        )
     return tuple(told)
+
+
+def format_time(seconds: float) -> str:
+    """``seconds`` for a person to read: "0.4 s", "12 s", "3 min 20 s", "1 h 5 min"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 and whole < 600 else "")
+    return f"{whole // 3600} h" + (f" {whole % 3600 // 60} min" if whole % 3600 >= 60 else "")

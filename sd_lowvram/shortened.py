@@ -7,13 +7,15 @@ first may take a map of another layout.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .memory.work import Span
 from .patches import set_patch, wrap
 from .repeats import standing_for
 from .weights import own_tensors
@@ -34,6 +36,11 @@ def equal_blocks_once(component: nn.Module) -> Iterator[None]:
         yield
 
 
+def has_equal_blocks(component: nn.Module) -> bool:
+    """Whether a short trace of ``component`` is shorter than a whole one."""
+    return any(True for _ in _rows(component))
+
+
 class _Second:
     """A block that runs for ``passes`` equal ones."""
 
@@ -51,6 +58,28 @@ class _Second:
     def repeat(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._given is not None
         return self._given()
+
+
+def in_full(component: nn.Module, spans: Sequence[Span]) -> list[Span]:
+    """What each module does, from a short trace: the second block's work divided among all that it stands for."""
+    names = {module: name for name, module in component.named_modules()}
+    rows = {names[row[1]]: [names[block] for block in row[1:]] for row in _rows(component)}
+    found: list[Span] = []
+    for second, group in itertools.groupby(spans, lambda span: next(filter(_is_above(span.path), rows), "")):
+        parts = list(group)
+        for name in rows.get(second, ("",)):
+            found += [_share(span, name + span.path[len(second) :], len(rows.get(second, ("",)))) for span in parts]
+    return found
+
+
+def _is_above(path: str) -> Callable[[str], bool]:
+    return lambda name: path == name or path.startswith(f"{name}.")
+
+
+def _share(span: Span, path: str, parts: int) -> Span:
+    """One of ``parts`` equal parts of ``span``, elsewhere."""
+    sums = dataclasses.asdict(span)
+    return Span(path, **{name: value // parts for name, value in sums.items() if name != "path"})
 
 
 def _rows(component: nn.Module) -> Iterator[list[nn.Module]]:

@@ -159,6 +159,7 @@ def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> 
     first = make_plan(anatomy, request(GIB), Settings())
     assert list(tmp_path.glob("*.json"))
     monkeypatch.setattr("sd_lowvram.costs.trace", lambda *_: pytest.fail("traced again"))
+    monkeypatch.setattr("sd_lowvram.costs.twin", lambda *_: pytest.fail("copied again"))
     assert make_plan(anatomy, request(GIB), Settings()) == first
 
 
