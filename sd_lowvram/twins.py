@@ -10,24 +10,34 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .memory.fakes import fake_of
 from .models import anatomy_of_components
 from .models.anatomy import Anatomy
 from .patches import unpatched
-from .weights import all_tensors
+from .weights import all_tensors, loaded_dtype
 
 
 def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     """Copies of the components in which every tensor is a fake one of ``mode``; shared tensors stay shared."""
     components = list(anatomy.components.values())
     with mode:
-        memo: dict[int, Any] = {id(tensor): fake_of(tensor) for tensor in all_tensors(*components)}
+        memo: dict[int, Any] = {id(tensor): fake_of(_as_loaded(tensor)) for tensor in all_tensors(*components)}
     with _bare(components):
         copies = {name: copy.deepcopy(component, memo) for name, component in anatomy.components.items()}
     return anatomy_of_components(anatomy.family, copies)
+
+
+def _as_loaded(tensor: Tensor) -> Tensor:
+    """``tensor``, or where a hook has changed its type, one without contents of the type that it had."""
+    dtype = loaded_dtype(tensor)
+    if dtype == tensor.dtype:
+        return tensor
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta
 
 
 @contextlib.contextmanager

@@ -36,6 +36,26 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
         tensor.data = data
 
 
+_LOADED = "_sd_lowvram_loaded"
+
+
+def remember_loaded(tensor: Tensor, dtype: torch.dtype) -> Callable[[], None]:
+    """Note the type that ``tensor`` had before a hook stored it in another; returns the forgetting.
+
+    A plan that is made while hooks are on has to start from the model as it was loaded.
+    """
+    if _LOADED in vars(tensor):
+        return lambda: None
+    vars(tensor)[_LOADED] = dtype
+    return lambda: vars(tensor).pop(_LOADED, None)
+
+
+def loaded_dtype(tensor: Tensor) -> torch.dtype:
+    """The type of ``tensor`` without our hooks."""
+    dtype: torch.dtype = vars(tensor).get(_LOADED, tensor.dtype)
+    return dtype
+
+
 @contextmanager
 def lent(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
     """Within the block every tensor holds ``convert`` of its contents; afterwards its own again, whatever happens."""

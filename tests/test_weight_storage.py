@@ -13,7 +13,7 @@ from test_unet_hooks import run as run_unet
 from test_unet_hosts import add_lora
 from torch import nn
 
-from sd_lowvram import Settings, attached, trace
+from sd_lowvram import Settings, attached, optimize, plan, trace
 from sd_lowvram.architectures import build_components
 from sd_lowvram.errors import ConflictError, NoSiteError
 from sd_lowvram.kernels.quantised import quantise, widen
@@ -160,3 +160,25 @@ def test_the_trace_counts_eight_bits_and_one_wide_layer(unet: Any, kind: str) ->
     largest = max(weight.numel() for weight in layers) * 4
     beside = traced.peak_bytes - traced.weights_bytes - traced.input_bytes - traced.activation_peak_bytes
     assert beside <= largest
+
+
+@pytest.mark.parametrize("settings", [{"weight_storage": "int8"}, {"precision": "bf16"}])
+def test_a_plan_starts_from_the_model_as_it_was_loaded(unet: Any, settings: dict[str, Any]) -> None:
+    request = {"width": 64, "height": 64, "device": "cpu", "vram": "1GB"}
+    plain = plan(unet, **request)
+    small = plan(unet, settings=Settings(**settings), **request)
+    assert small.predicted.weights_bytes < 0.6 * plain.predicted.weights_bytes
+    with attached(unet, Settings(**settings), device="cpu"):
+        assert plan(unet, **request).predicted == plain.predicted
+        assert plan(unet, settings=Settings(**settings), **request).predicted == small.predicted
+
+
+def test_a_pipeline_is_planned_and_optimized() -> None:
+    pipe = tiny.pipeline("sd15")
+    plain = plan(pipe, vram="1GB", device="cpu")
+    small = optimize(pipe, vram="1GB", device="cpu", settings=Settings(weight_storage="fp8"))
+    assert small.settings.weight_storage == "fp8"
+    assert str(small.fidelity) == "approximate"
+    assert small.predicted.peak_bytes < plain.predicted.peak_bytes
+    assert tiny.run(pipe, steps=1).isfinite().all()
+    optimize(pipe, vram="1GB", device="cpu", settings=Settings(weight_storage="fp8"))

@@ -19,7 +19,7 @@ from ..errors import NoSiteError, SettingsError
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, value, wrap
 from ..settings import Fidelity, Settings
-from ..weights import all_tensors, cast_activations, own_tensors, set_data
+from ..weights import all_tensors, cast_activations, own_tensors, remember_loaded, set_data
 from .lending import lent_to_call
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -94,8 +94,11 @@ def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     its new contents and only gets its type back.
     """
     kept: list[tuple[Tensor, torch.dtype, Tensor | None]] = []
+    forget: list[Callable[[], None]] = []
 
     def undo() -> None:
+        while forget:
+            forget.pop()()
         for tensor, before, original in kept:
             intact = original is not None and _same_bits(original.to(dtype), tensor.data.cpu())
             set_data(tensor, original.to(tensor.device) if intact and original is not None else tensor.data.to(before))
@@ -105,6 +108,7 @@ def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
             if tensor.is_floating_point() and tensor.dtype != dtype:
                 original = tensor.data.cpu() if _narrows(tensor.dtype, dtype) else None
                 kept.append((tensor, tensor.dtype, original))
+                forget.append(remember_loaded(tensor, tensor.dtype))
                 set_data(tensor, tensor.data.to(dtype))
     except BaseException:
         undo()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import ConflictError, NoSiteError
 from ..kernels.quantised import quantise, widen
@@ -24,7 +25,7 @@ from ..memory.fakes import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
-from ..weights import set_data
+from ..weights import remember_loaded, set_data
 from .lending import lent_to_call
 
 _REFUSED = {
@@ -66,7 +67,7 @@ def quantised_layers(anatomy: Anatomy, name: str) -> list[Any]:
         if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))
         and path not in _KEPT
         and "lora_" not in path
-        and type(module.weight) in (nn.Parameter, Tensor)
+        and type(module.weight) in (nn.Parameter, Tensor, FakeTensor)
         and module.weight.is_floating_point()
         # its owner reads this layer's weight without calling it
         and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -100,8 +101,10 @@ class _Stored:
             self._original = before if before.device.type == "cpu" else to_host(before, pin=False)
             weight.requires_grad_(False)  # integers cannot be trained
             set_data(weight, eight)
+        forget = remember_loaded(weight, before.dtype)
 
         def undo() -> None:
+            forget()
             with torch.inference_mode(False):
                 if weight.dtype == eight.dtype:  # else the host has loaded other weights since
                     set_data(weight, self._original.to(home))
