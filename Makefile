@@ -23,13 +23,14 @@ OPTIONS = $(if $(VRAM),--vram "$(VRAM)") $(if $(SIZE),--width $(SIZE) --height $
 	$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test lint format gpu clean
+.PHONY: help picture install test test-hosts lint format gpu clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make picture PROMPT="a red apple"   install into $(VENV) if need be, and make a picture'
 	@echo '             [VRAM=4GB] [SIZE=512] [SEED=1] [STEPS=30] [MODEL=path] [OUT=file.png]'
 	@echo 'make test                           lint, types and tests'
+	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
 	@echo 'make lint | make format             ruff and mypy | let ruff rewrite the files'
 	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into benchmarks/results'
 	@echo '             [GPU_PYTHON=python3]   with an environment that is there already, as docs/gpu.md says'
@@ -43,6 +44,10 @@ install: $(VENV)/.standalone
 
 test: lint
 	$(BIN)/python -m pytest
+
+# In real hosts: COMFYUI_DIR=... and WEBUI_DIR=..., with COMFYUI_PYTHON=... and WEBUI_PYTHON=... for theirs.
+test-hosts: $(VENV)/.test
+	$(BIN)/python -m pytest tests/hosts
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

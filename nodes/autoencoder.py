@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..sd_lowvram.costs import relevant
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.planner import Plan, Request
+from ..sd_lowvram.plans import Plan, Request
 from ..sd_lowvram.recording import measured
 from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare
 from ..sd_lowvram.settings import Settings

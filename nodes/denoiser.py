@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.planner import Plan
+from ..sd_lowvram.plans import Plan
 from ..sd_lowvram.recording import measured
 from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare
 from ..sd_lowvram.settings import Settings

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.planner import Plan
+from ..sd_lowvram.plans import Plan
 from ..sd_lowvram.recording import Run
 from ..sd_lowvram.sizes import format_size
 from .autoencoder import foreseen_vae

@@ -10,7 +10,8 @@ import torch
 
 from ..sd_lowvram.device import available_ram
 from ..sd_lowvram.models.anatomy import Anatomy
-from ..sd_lowvram.planner import Plan, Request, check_size, make_plan
+from ..sd_lowvram.planner import make_plan
+from ..sd_lowvram.plans import Plan, Request, check_size
 from ..sd_lowvram.rates import rates_of
 from ..sd_lowvram.settings import Settings, knobs
 from ..sd_lowvram.stages import scale_factor

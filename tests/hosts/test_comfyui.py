@@ -1,0 +1,268 @@
+"""Our nodes in a real ComfyUI on the CPU, full-size SD1.5 with random weights, over HTTP.
+
+    COMFYUI_DIR=... [COMFYUI_PYTHON=...] [COMFYUI_CHECKPOINT=...] make test-hosts
+
+The environment of COMFYUI_PYTHON has what ComfyUI needs. Without a checkpoint one with random weights is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from comfyui_server import PACK, Prompt, RunError, Server, serving, to_prompt
+from PIL import Image
+from safetensors.torch import save_file
+
+COMFYUI = os.environ.get("COMFYUI_DIR")
+PYTHON = os.environ.get("COMFYUI_PYTHON", sys.executable)
+ROOT = Path(__file__).parents[2]
+SIZE = int(os.environ.get("COMFYUI_SIZE", "256"))
+NAME, LORA = "sd-lowvram-test.safetensors", "sd-lowvram-test-lora.safetensors"
+IDS = "OptimizeModel OptimizeVAE VAEDecode VAEEncode Plan Report"
+
+pytestmark = pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs")
+
+CHUNKED = {
+    "attention": "sdpa",
+    "residual_strips": 4,
+    "feed_forward_chunks": 4,
+    "transformer_chunks": 2,
+    "park_skips": "on",
+    "guidance_in_turn": "on",
+}
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory) -> Iterator[Path]:
+    """The host with our pack linked, a checkpoint and a LoRA; all three are taken away afterwards."""
+    assert COMFYUI is not None
+    host, made = Path(COMFYUI).resolve(), []
+    checkpoint = os.environ.get("COMFYUI_CHECKPOINT")
+    if checkpoint is None:
+        checkpoint = str(tmp_path_factory.mktemp("checkpoint") / NAME)
+        subprocess.run([PYTHON, str(Path(__file__).parent / "random_checkpoint.py"), str(host), checkpoint], check=True)
+    lora = tmp_path_factory.mktemp("lora") / LORA
+    save_file(lora_weights(), str(lora))
+    links = (
+        (host / "custom_nodes" / PACK, ROOT),
+        (host / "models" / "checkpoints" / NAME, Path(checkpoint)),
+        (host / "models" / "loras" / LORA, lora),
+    )
+    try:
+        for place, target in links:
+            place.unlink(missing_ok=True)
+            place.symlink_to(target)
+            made.append(place)
+        yield host
+    finally:
+        for place in made:
+            place.unlink()
+
+
+@pytest.fixture(scope="module")
+def server(host, tmp_path_factory) -> Iterator[Server]:
+    frozen = installed()
+    with serving(host, PYTHON, tmp_path_factory.mktemp("comfyui"), "--use-pytorch-cross-attention") as server:
+        yield server
+    assert installed() == frozen
+
+
+def installed() -> str:
+    return subprocess.run([PYTHON, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
+
+
+def lora_weights() -> dict[str, torch.Tensor]:
+    """A LoRA of rank 4 on attentions, a feed-forward and a convolution of the UNet, strong enough to be seen."""
+    noise = torch.Generator().manual_seed(5)
+    block = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0"
+    layers = {
+        f"{block}_attn1_to_q": (320, 320),
+        f"{block}_attn1_to_out_0": (320, 320),
+        f"{block}_attn2_to_v": (320, 768),
+        f"{block}_ff_net_2": (320, 1280),
+    }
+    weights: dict[str, torch.Tensor] = {}
+    for name, (rows, columns) in layers.items():
+        weights[f"{name}.lora_down.weight"] = torch.randn(4, columns, generator=noise) * columns**-0.5
+        weights[f"{name}.lora_up.weight"] = torch.randn(rows, 4, generator=noise)
+        weights[f"{name}.alpha"] = torch.tensor(4.0)
+    convolution = "lora_unet_down_blocks_0_resnets_0_conv1"
+    weights[f"{convolution}.lora_down.weight"] = torch.randn(4, 320, 3, 3, generator=noise) / 54
+    weights[f"{convolution}.lora_up.weight"] = torch.randn(320, 4, 1, 1, generator=noise)
+    weights[f"{convolution}.alpha"] = torch.tensor(4.0)
+    return weights
+
+
+def node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def prompt(size: int = SIZE, seed: int = 42, steps: int = 2) -> Prompt:
+    """The stock txt2img workflow; node 5 samples, node 7 saves."""
+    sampler = {"steps": steps, "cfg": 7.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
+    wired = {"model": ["1", 0], "positive": ["2", 0], "negative": ["3", 0], "latent_image": ["4", 0]}
+    return {
+        "1": node("CheckpointLoaderSimple", ckpt_name=NAME),
+        "2": node("CLIPTextEncode", text="a photo of a cat", clip=["1", 1]),
+        "3": node("CLIPTextEncode", text="blurry", clip=["1", 1]),
+        "4": node("EmptyLatentImage", width=size, height=size, batch_size=1),
+        "5": node("KSampler", seed=seed, **sampler, **wired),
+        "6": node("VAEDecode", samples=["5", 0], vae=["1", 2]),
+        "7": node("SaveImage", images=["6", 0], filename_prefix="stock"),
+    }
+
+
+def optimized(made: Prompt, model: str = "1", size: int = SIZE, budget: str = "", **knobs: Any) -> Prompt:
+    """``made`` with our node before the sampler."""
+    made["10"] = node(
+        "LowVRAMOptimizeModel", model=[model, 0], budget=budget, width=size, height=size, batch=1, **knobs
+    )
+    made["5"]["inputs"]["model"] = ["10", 0]
+    return made
+
+
+def with_lora(made: Prompt, model: str, clip: str = "1") -> Prompt:
+    made["11"] = node("LoraLoaderModelOnly", model=[model, 0], lora_name=LORA, strength_model=1.0)
+    return made
+
+
+def saved(made: Prompt, number: str, **decoder: Any) -> Prompt:
+    """``made`` with another decoder of the same latents, saved by node ``number``9."""
+    made[number] = node(**decoder)
+    made[number + "9"] = node("SaveImage", images=[number, 0], filename_prefix="decoded")
+    return made
+
+
+def pixels(path: Path) -> Any:
+    return numpy.asarray(Image.open(path).convert("RGB")).astype(int)
+
+
+def far(a: Path, b: Path) -> Any:
+    """How far two pictures are apart in every value, in steps of 255."""
+    return abs(pixels(a) - pixels(b))
+
+
+def test_imported_and_listed(server) -> None:
+    assert any(PACK in line and "IMPORT FAILED" not in line for line in server.lines(r"seconds.*: "))
+    info = server.call("/object_info")
+    ours = {name for name, one in info.items() if one["python_module"] == f"custom_nodes.{PACK}"}
+    assert ours == {f"LowVRAM{name}" for name in IDS.split()}
+    assert not server.lines("Traceback")
+
+
+@pytest.fixture(scope="module")
+def stock(server) -> Path:
+    return server.pictures(server.run(prompt()))["7"]
+
+
+@pytest.fixture(scope="module")
+def decoded(server, stock) -> dict[str, Path]:
+    """One sampling through our model node, decoded by the stock nodes and in every way of ours; the report beside."""
+    made = optimized(prompt(), **CHUNKED)
+    saved(made, "20", class_type="LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", vae_tiles="exact")
+    made["30"] = node(
+        "LowVRAMOptimizeVAE", vae=["1", 2], budget="", plan=["10", 1], vae_tiles="exact", vae_map="parked"
+    )
+    saved(made, "31", class_type="VAEDecode", samples=["5", 0], vae=["30", 0])
+    here = {"decoder_device": "cpu", "vae_tiles": "exact"}
+    saved(made, "40", class_type="LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", **here)
+    tiles = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8}
+    saved(made, "50", class_type="VAEDecodeTiled", samples=["5", 0], vae=["1", 2], **tiles)
+    made["60"] = node("LowVRAMReport", plan=["10", 1], images=["31", 0])
+    entry = server.run(made)
+    server.report = entry["outputs"]["60"]["text"][0]
+    return server.pictures(entry)
+
+
+def test_the_model_node_keeps_the_picture(server, stock, decoded) -> None:
+    assert far(stock, decoded["7"]).max() <= 1
+    line = server.lines("sd-lowvram: .*calls of the UNet")[-1]
+    assert "attention 32" in line and "residual_strips 22" in line and "feed_forward 16" in line
+
+
+def test_the_vae_nodes_keep_the_picture(decoded) -> None:
+    plain = decoded["7"]
+    for number in ("209", "319", "409"):
+        assert (far(plain, decoded[number]) <= 1).mean() >= 0.999
+    assert (far(plain, decoded["509"]) <= 1).mean() < 0.9  # stock tiles
+    assert far(decoded["209"], decoded["409"]).max() <= 1
+
+
+def test_the_report_compares(server, decoded) -> None:
+    report = server.report
+    assert "denoise" in report and "decode" in report and "residual_strips 22" in report
+
+
+def test_loras_have_their_full_effect(server) -> None:
+    small = 128
+    without = server.pictures(server.run(prompt(small)))["7"]
+    made = with_lora(prompt(small), "1")
+    made["5"]["inputs"]["model"] = ["11", 0]
+    plain = server.pictures(server.run(made))["7"]
+    before = server.pictures(server.run(optimized(with_lora(prompt(small), "1"), "11", small, **CHUNKED)))["7"]
+    made = with_lora(optimized(prompt(small), "1", small, **CHUNKED), "10")
+    made["5"]["inputs"]["model"] = ["11", 0]
+    after = server.pictures(server.run(made))["7"]
+    assert far(without, plain).mean() > 5
+    assert far(plain, before).max() <= 1 and far(plain, after).max() <= 1
+
+
+def test_cancel_and_errors_leave_the_host_as_it_was(server) -> None:
+    small = 128
+    first = pixels(server.pictures(server.run(prompt(small, seed=7)))["7"])
+    number = server.start(optimized(prompt(small, seed=8, steps=30), "1", small, **CHUNKED))
+    end = time.monotonic() + 300
+    while not server.lines(r"\b1/30 ") and time.monotonic() < end:
+        time.sleep(0.2)
+    server.call("/interrupt", {})
+    with pytest.raises(RunError, match="interrupted"):
+        server.finish(number)
+    for budget in ("banana", "1MB"):
+        with pytest.raises(RunError, match="MiB"):
+            server.run(optimized(prompt(small, seed=9), "1", small, budget=budget))
+    server.call("/free", {"unload_models": False, "free_memory": True})
+    again = pixels(server.pictures(server.run(prompt(small, seed=7)))["7"])
+    assert (first == again).all()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "example_workflows").glob("*.json")), ids=lambda path: path.stem)
+def test_example_workflows_are_accepted(server, path) -> None:
+    """Every input of every node has a value that the host takes; SD1.5's at a smaller size run through."""
+    made = to_prompt(json.loads(path.read_text(encoding="utf-8")), server.call("/object_info"))
+    for one in made.values():
+        for name in one["inputs"].keys() & {"ckpt_name"}:
+            one["inputs"][name] = NAME
+        if one["class_type"] == "KSampler":
+            one["inputs"]["steps"] = 1
+        for name in one["inputs"].keys() & {"width", "height"}:
+            one["inputs"][name] = 128
+    if path.stem.startswith("sdxl"):
+        number = server.start(made)
+        server.call("/interrupt", {})
+        server.call("/queue", {"delete": [number]})
+        return
+    if "img2img" in path.stem:
+        shrunk = node("ImageScale", upscale_method="area", width=128, height=128, crop="disabled")
+        loader = next(number for number, one in made.items() if one["class_type"] == "LoadImage")
+        encoder = next(one for one in made.values() if one["class_type"] == "LowVRAMVAEEncode")
+        made["90"], encoder["inputs"]["pixels"] = shrunk, ["90", 0]
+        shrunk["inputs"]["image"] = [loader, 0]
+    entry = server.run(made)
+    assert server.pictures(entry)
+
+
+def test_deterministic_gives_equal_bits_in_two_processes(host, server, tmp_path) -> None:
+    made = optimized(prompt(128, seed=11), "1", 128, deterministic="on")
+    first = pixels(server.pictures(server.run(made))["7"])
+    with serving(host, PYTHON, tmp_path, "--use-pytorch-cross-attention") as fresh:
+        assert (pixels(fresh.pictures(fresh.run(made))["7"]) == first).all()
