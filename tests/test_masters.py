@@ -108,6 +108,10 @@ def test_the_budget_of_the_run_is_the_default(mapped: dict[str, Tensor]) -> None
     with host_budget(RING_BYTES):
         masters = masters_of(mapped.values(), None, CPU)
     assert masters.mapped_bytes == _nbytes(mapped)
+    with host_budget(RING_BYTES + 16 * MIB):  # enough for one of two
+        first = masters_of([nn.Parameter(mapped["large"], requires_grad=False)], None, CPU)
+        second = masters_of([nn.Parameter(mapped["large"], requires_grad=False)], None, CPU)
+    assert (first.mapped_bytes, second.mapped_bytes) == (0, mapped["large"].nbytes)
     masters.undo()
     assert masters_of(mapped.values(), None, CPU).mapped_bytes == 0
 

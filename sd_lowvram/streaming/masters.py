@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -91,6 +93,7 @@ class Masters:
                 self._settled.pop().undo()
         self._ring = None
         self._mapped.clear()
+        _pinned.pop(self, None)
 
     def _is_slow(self, source: Tensor) -> bool:
         """Whether ``source`` has to pass the ring."""
@@ -106,8 +109,9 @@ def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.d
 
     Args:
         tensors: parameters and buffers, those first whose copies should be pinned first. They stay the same objects.
-        ram_bytes: of host memory that masters may take. None: the budget of the run (:func:`host_budget`). Ordinary
-            memory that tensors hold already is counted, and kept even when it is more than this.
+        ram_bytes: of host memory that masters may take. None: what is left of the run's budget (:func:`host_budget`),
+            or where there is none all that may be pinned. Ordinary memory that tensors hold already is counted, and
+            kept even when it is more than this.
         device: to which they will be copied.
     """
     masters = Masters(torch.device(device))
@@ -119,7 +123,12 @@ def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.d
         return masters
     try:
         with torch.no_grad(), torch.inference_mode(False):
-            _settle(masters, unique, budget() if ram_bytes is None else ram_bytes)
+            shared = _budget.get() if ram_bytes is None else None
+            if shared is not None:
+                ram_bytes = shared.left + RING_BYTES
+            _settle(masters, unique, pinnable_bytes() if ram_bytes is None else ram_bytes)
+            if shared is not None:
+                shared.left -= masters.host_bytes - masters.ring_bytes
     except BaseException:
         masters.undo()
         raise
@@ -155,8 +164,9 @@ def _settle(masters: Masters, tensors: Sequence[Tensor], ram_bytes: int) -> None
             mark_host(tensor.data)
     pinned = sum(_nbytes(places[place][0]) for place, kind in kinds.items() if kind == "pinned")
     masters.pinned_bytes, masters.held_bytes = pinned + slabs.total, ordinary
+    _pinned[masters] = slabs.total
     if masters.mapped_bytes or on_gpu:
-        masters._ring, masters.ring_bytes = _Ring(on_gpu), RING_BYTES
+        masters._ring, masters.ring_bytes = _ring_of(masters.device), RING_BYTES
 
 
 @dataclass
@@ -211,16 +221,24 @@ class _Slabs:
 
 
 class _Ring:
-    """Pinned chunks through which bytes pass to the device, in order; each is filled anew once it has been copied."""
+    """Pinned chunks through which bytes pass to the device, in order; each is filled anew once it has been copied.
+
+    All masters of a device share one, from whatever thread they are copied.
+    """
 
     def __init__(self, pinned: bool) -> None:
         pin = None if pinned else False
+        self._lock = threading.Lock()
         self._chunks = [host_empty([CHUNK_BYTES], torch.uint8, pin) for _ in range(CHUNKS)]
         self._copied: list[torch.cuda.Event | None] = [None] * CHUNKS
         self._turn = 0
 
     def copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copy bytes to bytes."""
+        with self._lock:
+            self._copy(source, target, stream)
+
+    def _copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
         for piece, place in zip(source.split(CHUNK_BYTES), target.split(CHUNK_BYTES), strict=True):
             turn = self._turn
             self._turn = (turn + 1) % CHUNKS
@@ -234,6 +252,16 @@ class _Ring:
                     event = torch.cuda.Event()
                     event.record(torch.cuda.current_stream(place.device))
                     self._copied[turn] = event
+
+
+_rings: weakref.WeakValueDictionary[torch.device, _Ring] = weakref.WeakValueDictionary()
+
+
+def _ring_of(device: torch.device) -> _Ring:
+    ring = _rings.get(device)
+    if ring is None:
+        ring = _rings[device] = _Ring(device.type == "cuda")
+    return ring
 
 
 class _Mapping:
@@ -272,28 +300,38 @@ def mapped_bytes(*modules: nn.Module) -> int:
     return found
 
 
-_budget: ContextVar[int | None] = ContextVar("host budget", default=None)
+@dataclass
+class _Budget:
+    """What is left of a run's host memory for masters; the ring is taken off from the start."""
+
+    left: int
+
+
+_budget: ContextVar[_Budget | None] = ContextVar("host budget", default=None)
 
 
 @contextlib.contextmanager
 def host_budget(ram_bytes: int) -> Iterator[None]:
-    """Masters that are settled inside take at most this much host memory."""
-    token = _budget.set(ram_bytes)
+    """All masters that are settled inside, of however many models, take at most this much host memory together."""
+    token = _budget.set(_Budget(ram_bytes - RING_BYTES))
     try:
         yield
     finally:
         _budget.reset(token)
 
 
-def budget() -> int:
-    """What masters may take here: the run's budget, else all that may be pinned."""
-    ram_bytes = _budget.get()
-    return pinnable_bytes() if ram_bytes is None else ram_bytes
+_pinned: weakref.WeakKeyDictionary[Masters, int] = weakref.WeakKeyDictionary()
+"""What each of the masters that there are has pinned."""
 
 
 def pinnable_bytes() -> int:
-    """The most that may be pinned on this machine."""
-    return int(PINNED_SHARE * host_memory().total)
+    """The most that may still be pinned by this process."""
+    return max(0, int(PINNED_SHARE * host_memory().total) - sum(_pinned.values()))
+
+
+def least_host_bytes(weights_bytes: int, mapped: int) -> int:
+    """Host memory that masters of so many bytes need, when ``mapped`` of them lie in files that are mapped."""
+    return max(0, weights_bytes - mapped) + (RING_BYTES if mapped else 0)
 
 
 _Place = tuple[object, ...]
