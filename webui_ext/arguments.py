@@ -15,6 +15,7 @@ from sd_lowvram.errors import BadInputError
 from sd_lowvram.settings import Knob, Settings, knobs
 from sd_lowvram.sizes import parse_size
 
+TITLE = "Low VRAM"
 AUTO = "auto"
 PRESETS = ("exact", "exact and fastest", "smallest")
 _SWITCH = {"on": True, "off": False, True: True, False: False}
@@ -85,6 +86,13 @@ _OWN = (
     ),
 )
 
+ROWS = (
+    ("vram", "preset"),
+    ("attention", "vae_tiles", "decoder_device"),
+    ("deterministic", "weights_mib"),
+)
+"""The arguments in sight in the panel; all others fold away under "Advanced"."""
+
 
 def arguments() -> tuple[Argument, ...]:
     """All arguments in the order of the positional list."""
@@ -104,7 +112,7 @@ def read(values: Sequence[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by name, from the panel's list or from an API call's.
 
     Args:
-        values: in the positional order, those left out at the end taken from ``defaults``; or one object of names.
+        values: in the positional order, or one object of names; what is left out, or None, is taken from ``defaults``.
         defaults: the values of what is not named.
 
     Raises:
@@ -119,7 +127,8 @@ def read(values: Sequence[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, 1)
             raise BadInputError(f"unknown argument {name!r}: " + (f"{near[0]!r}?" if near else ", ".join(known)))
-    return {name: argument.check({**defaults, **given}.get(name)) for name, argument in known.items()}
+    merged = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    return {name: argument.check(merged.get(name)) for name, argument in known.items()}
 
 
 def settings_of(chosen: Mapping[str, Any]) -> Settings:

@@ -8,15 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from .arguments import Argument, arguments
-
-TITLE = "Low VRAM"
-ROWS = (
-    ("vram", "preset"),
-    ("attention", "vae_tiles", "decoder_device"),
-    ("deterministic", "weights_mib"),
-)
-"""The arguments in sight; all others fold away under "Advanced"."""
+from .arguments import ROWS, TITLE, Argument, arguments
 
 
 def build(

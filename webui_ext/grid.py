@@ -9,8 +9,7 @@ from modules import scripts
 
 from sd_lowvram.errors import BadInputError
 
-from .arguments import Argument, arguments
-from .controls import TITLE
+from .arguments import TITLE, Argument, arguments
 
 OVERRIDES = "sd_lowvram_axes"
 """The attribute of a generation under which the axes leave their values."""

@@ -1,6 +1,6 @@
 """The panel's arguments in the parameters that a picture carries, written and pasted back.
 
-One entry, "Low VRAM: 4GB budget" aside: "vram 4GB | preset smallest | attention sliced", only what is not the default.
+One entry, such as "Low VRAM: vram 4GB | preset smallest | attention sliced"; it names what is not the default.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 from sd_lowvram.errors import BadInputError
 
-from .arguments import arguments
+from .arguments import TITLE, arguments
 
-KEY = "Low VRAM"
+KEY = TITLE
 _MARK = " | "
 
 

@@ -12,8 +12,7 @@ import gradio as gr
 from sd_lowvram.errors import LowVRAMError
 
 from . import blueprint, estimate, host, run
-from .arguments import read
-from .controls import TITLE
+from .arguments import TITLE, read
 
 _SIZES = ("width", "height", "batch_size", "steps", "cfg_scale")
 _HIRES = ("hr", "hr_scale", "hr_resize_x", "hr_resize_y")

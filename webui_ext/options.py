@@ -9,8 +9,7 @@ from modules import shared
 
 from sd_lowvram.errors import BadInputError
 
-from .arguments import arguments
-from .controls import TITLE
+from .arguments import TITLE, arguments
 
 _PREFIX = "sd_lowvram_"
 

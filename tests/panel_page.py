@@ -1,0 +1,40 @@
+"""Builds the panel with the gradio of this Python and prints what came of it; run by test_panel_gradio.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from webui_ext import controls
+from webui_ext.arguments import arguments
+
+
+def accordion(value: bool, label: str, elem_id: str) -> Any:
+    """As the host's: a checkbox that is used as a context."""
+    box = gr.Checkbox(value, label=label, elem_id=f"{elem_id}-checkbox", visible=False)
+    frame = gr.Accordion(label, open=value, elem_id=elem_id)
+    type(box).__enter__ = lambda self: (frame.__enter__(), self)[1]  # type: ignore[attr-defined]
+    type(box).__exit__ = lambda self, *error: frame.__exit__(*error)  # type: ignore[attr-defined]
+    return box
+
+
+def main() -> None:
+    values = {one.name: one.default for one in arguments()}
+    found = {}
+    with gr.Blocks() as page:
+        for tab in ("txt2img", "img2img"):
+            made, line = controls.build(accordion, tab, values)
+            assert type(line) is gr.HTML and all(one.do_not_save_to_config for one in made.values())
+            found[tab] = {name: [type(one).__name__, one.value, one.elem_id] for name, one in made.items()}
+    page.get_config_file()  # as the page asks for it
+    print(json.dumps({"gradio": gr.__version__, "found": found}))
+
+
+if __name__ == "__main__":
+    main()
