@@ -77,6 +77,7 @@ $(VENV)/.standalone: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.standalone
 	$(PIP) install --quiet -c constraints.txt -e '.[test]'
+	$(PIP) install --quiet -c constraints.txt --no-deps stable-diffusion-sdkit
 	@touch $@
 
 # The gradio of AUTOMATIC1111, apart from all else; without it, or where it takes long, one test is skipped.

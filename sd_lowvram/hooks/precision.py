@@ -155,7 +155,8 @@ def _cast_entries(anatomy: Anatomy, name: str, dtype: torch.dtype | None) -> Ite
 
 
 def _cast_inside(component: Any, dtype: torch.dtype) -> Iterator[Patch]:
-    """CompVis' UNet casts its input to a type that it notes when it is built, and embeds time in float32."""
+    """CompVis' UNet casts its input to a type that it notes when it is built, embeds time in float32, and has norms that
+    take float32 and no other; torch's own works in float32 inside."""
     if isinstance(vars(component).get("dtype"), torch.dtype):
         yield value(component, "dtype", dtype, "precision")
     embedding = getattr(component, "time_embed", None)
@@ -166,6 +167,13 @@ def _cast_inside(component: Any, dtype: torch.dtype) -> Iterator[Patch]:
             return original(*args, **kwargs)
 
         yield wrap(embedding, "forward", cast, "precision")
+    for norm in component.modules() if dtype != torch.float32 else ():
+        if type(norm).__name__ == "GroupNorm32":
+            yield wrap(norm, "forward", functools.partial(_norm_of_torch, norm), "precision")
+
+
+def _norm_of_torch(norm: nn.GroupNorm, original: Callable[..., Any], x: Tensor) -> Tensor:
+    return nn.GroupNorm.forward(norm, x)
 
 
 def _autocast(anatomy: Anatomy, name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Patch]:
