@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,18 +16,21 @@ DOOR = "optimized_attention_override"
 
 
 def override(
-    settings: Settings, device: torch.device, count: Callable[[], None], theirs: Callable[..., Tensor] | None
+    settings: Settings,
+    device: torch.device,
+    note: Callable[[Hashable], None],
+    theirs: Callable[..., Tensor] | None,
 ) -> Callable[..., Tensor]:
     """The host's override: ``settings``' attention in place of the host's kernel.
 
     Args:
-        count: called at every call that we compute.
+        note: told at every call that we compute which attention it is: its block, and how many keys it has.
         theirs: an override that is there already. It stays the outer one and gets ours for the host's kernel.
 
     Raises:
         SettingsError: the backend cannot run on ``device``, or has not proved deterministic there.
     """
-    ours = functools.partial(_attend, attention(settings, device), count)
+    ours = functools.partial(_attend, attention(settings, device), note)
     if theirs is None:
         return ours
     return lambda kernel, *args, **kwargs: theirs(functools.partial(ours, kernel), *args, **kwargs)
@@ -35,7 +38,7 @@ def override(
 
 def _attend(
     run: Callable[..., Tensor],
-    count: Callable[[], None],
+    note: Callable[[Hashable], None],
     kernel: Callable[..., Tensor],
     q: Tensor,
     k: Tensor,
@@ -48,7 +51,8 @@ def _attend(
     **kwargs: Any,
 ) -> Tensor:
     """The host's signature: (batch, tokens, heads * width), or (batch, heads, tokens, width) with ``skip_reshape``."""
-    count()
+    options = kwargs.get("transformer_options") or {}
+    note((options.get("block"), options.get("block_index"), k.shape[-2]))
     if not skip_reshape:
         q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, k, v))
     if mask is not None and mask.dim() < 4:  # (queries, keys), or (batch, queries, keys)

@@ -8,14 +8,15 @@ it is told besides of the memory that lies outside the budget.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
+from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.plans import Plan
 from ..sd_lowvram.recording import measured
 from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare
@@ -44,8 +45,8 @@ def optimized_model(model: Any, wish: Wish, width: int, height: int, batch: int)
     if anatomy.denoiser is None:
         raise BadInputError(f"{type(unet).__name__} is no UNet of Stable Diffusion")
     native = native_size(anatomy)
-    hooks = _Denoiser(wish, model.load_device)
-    record = hooks.foresee(unet, width or native, height or native, batch)
+    hooks = _Denoiser(anatomy, wish, model.load_device)
+    record = hooks.foresee(width or native, height or native, batch)
     clone = model.clone()
     from comfy.patcher_extension import WrappersMP
 
@@ -62,38 +63,37 @@ def optimized_model(model: Any, wish: Wish, width: int, height: int, batch: int)
 class _Denoiser:
     """The wrappers of one clone, with the plans that it has made and the hooks that are ready for them."""
 
-    def __init__(self, wish: Wish, device: Any) -> None:
+    def __init__(self, anatomy: Anatomy, wish: Wish, device: Any) -> None:
+        self._anatomy = anatomy
+        self._scale = scale_factor(anatomy)
         self._wish = wish
         self._device = device
         self._plans: dict[tuple[int, int, int], Plan] = {}
         self._ready: dict[Settings, tuple[Any, Attachment]] = {}
-        self._attentions: Counter[str] = Counter()
+        self._attended: set[Hashable] = set()
         self._calls = 0
-        self._record: Record | None = None
+        self._record = Record()
 
-    def foresee(self, unet: Any, width: int, height: int, batch: int) -> Record:
+    def foresee(self, width: int, height: int, batch: int) -> Record:
         """Plan for a size in pixels, once."""
         key = width, height, batch
         if key not in self._plans:
-            self._plans[key] = self._wish.plan(anatomy_of(unet), self._device, *key)
-        if self._record is None:
-            self._record = Record()
+            self._plans[key] = self._wish.plan(self._anatomy, self._device, *key)
         self._record.plans["denoise"] = self._plans[key]
         return self._record
 
     def outer_sample(self, executor: Any, noise: Tensor, *args: Any, **kwargs: Any) -> Any:
         base = executor.class_obj.model_patcher.model
-        record = self._foresee_latents(base.diffusion_model, noise, len(noise))
+        record = self._foresee_latents(noise, len(noise))
         stock = base.memory_required([2 * len(noise), *noise.shape[1:]])
         factor = base.memory_usage_factor * _activation_bytes(record) / max(stock, 1)
-        self._calls, self._attentions = 0, Counter()
+        self._calls, self._attended = 0, set()
         with host.replaced(base, "memory_usage_factor", factor):
             out = executor(noise, *args, **kwargs)
         self._tell(record)
         return out
 
     def prepare_sampling(self, executor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._record is not None
         spare = host.room(self._device) - self._record.plans["denoise"].request.vram
         needed = _activation_bytes(self._record) + max(0, spare)
         with host.replaced(model.model, "memory_required", lambda *args, **kwargs: needed):
@@ -112,35 +112,32 @@ class _Denoiser:
     ) -> Any:
         unet = executor.class_obj.diffusion_model
         unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper has it
-        record = self._foresee_latents(unet, x, (len(x) + 1) // 2)
+        record = self._foresee_latents(x, (len(x) + 1) // 2)
         settings = record.plans["denoise"].settings
-        attachment = self._prepared(unet, attachable(settings, *_ATTENTION))
         options = dict(transformer_options or {})
-        options[DOOR] = override(settings, x.device, self._count, options.get(DOOR))
+        if host.has_override():
+            options[DOOR] = override(settings, x.device, self._attended.add, options.get(DOOR))
+            settings = dataclasses.replace(settings, **dict.fromkeys(_ATTENTION))
+        attachment = self._prepared(unet, attachable(settings))
         with self._measured(unet, record), entered(unet, attachment):
             record.sites = dict(attachment.sites)
             out = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         self._calls += 1
         return out
 
-    def _foresee_latents(self, unet: Any, latents: Tensor, batch: int) -> Record:
+    def _foresee_latents(self, latents: Tensor, batch: int) -> Record:
         """The record with the plan for ``latents``: the present one where it is of this size and not too small."""
-        scale = scale_factor(anatomy_of(unet))
-        height, width = latents.shape[-2] * scale, latents.shape[-1] * scale
-        if self._record is not None:
-            now = self._record.plans["denoise"].request
-            if (now.width, now.height) == (width, height) and batch <= now.batch:
-                return self._record
-        return self.foresee(unet, width, height, batch)
+        height, width = latents.shape[-2] * self._scale, latents.shape[-1] * self._scale
+        now = self._record.plans["denoise"].request
+        if (now.width, now.height) == (width, height) and batch <= now.batch:
+            return self._record
+        return self.foresee(width, height, batch)
 
     def _prepared(self, unet: Any, settings: Settings) -> Attachment:
         ready = self._ready.get(settings)
         if ready is None or ready[0] is not unet:
             ready = self._ready[settings] = unet, prepare(unet, settings, self._device)
         return ready[1]
-
-    def _count(self) -> None:
-        self._attentions["calls"] += 1
 
     @contextlib.contextmanager
     def _measured(self, unet: Any, record: Record) -> Iterator[None]:
@@ -153,8 +150,8 @@ class _Denoiser:
         record.measured["denoise"] = run.stages
 
     def _tell(self, record: Record) -> None:
-        if self._calls:
-            record.sites["attention"] = self._attentions["calls"] // self._calls
+        if self._attended:
+            record.sites["attention"] = len(self._attended)
         request = record.plans["denoise"].request
         sites = ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())) or "none"
         logging.info(

@@ -35,6 +35,13 @@ def room(device: torch.device) -> int:
     return int(free_vram(device) if device.type == "cpu" else host.get_free_memory(device)) + int(held)
 
 
+def has_override() -> bool:
+    """Whether this ComfyUI lets a model's options override its attention; older ones do not."""
+    from comfy.ldm.modules import attention
+
+    return hasattr(attention, "wrap_attn")
+
+
 @contextlib.contextmanager
 def bar() -> Iterator[None]:
     """Within the block long loops of the core move the running node's bar, and stop when the user cancels."""

@@ -57,10 +57,10 @@ class Wish:
         return make_plan(anatomy, request, dataclasses.replace(self.settings, channels_last=False))
 
 
-def attachable(settings: Settings, *without: str) -> Settings:
-    """``settings`` without the knobs that the host answers for itself, and without those named."""
+def attachable(settings: Settings) -> Settings:
+    """``settings`` without the knobs that the host, or a node of ours, answers for by other means than hooks."""
     theirs = [name for name, knob in knobs().items() if "node" not in knob.surfaces]
-    return dataclasses.replace(settings, **dict.fromkeys([*theirs, *without, "decoder_device", "largest_mib"]))
+    return dataclasses.replace(settings, **dict.fromkeys([*theirs, "decoder_device", "largest_mib"]))
 
 
 @dataclass(eq=False)

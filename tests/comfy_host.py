@@ -68,13 +68,18 @@ def host_modules(cancelled: Callable[[], bool] = lambda: False) -> dict[str, typ
         "comfy.model_management": vars(management),
         "comfy.utils": {"ProgressBar": Bar},
         "comfy.patcher_extension": {"WrappersMP": doors},
+        "comfy.ldm": {},
+        "comfy.ldm.modules": {},
+        "comfy.ldm.modules.attention": {"wrap_attn": None},
     }
     modules = {}
     for name, content in contents.items():
         modules[name] = types.ModuleType(name)
         vars(modules[name]).update(content)
-    for name in ("model_management", "utils", "patcher_extension"):
-        setattr(modules["comfy"], name, modules[f"comfy.{name}"])
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
     return modules
 
 

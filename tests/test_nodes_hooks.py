@@ -119,7 +119,7 @@ def test_memory_outside_the_budget_is_not_for_weights(pack, model) -> None:
 
 
 def test_an_impossible_budget_is_refused_with_one_that_works(pack, model) -> None:
-    with pytest.raises(Exception, match="KiB|MiB") as raised:
+    with pytest.raises(Exception, match=r"KiB|MiB") as raised:
         optimize(pack, model, "100KB")
     assert type(raised.value).__name__ == "BudgetError"
 
@@ -156,12 +156,13 @@ def test_attention_by_the_hosts_signature(pack, reshaped, masked) -> None:
     apart = [one.unflatten(-1, (2, 4)).transpose(1, 2) for one in (q, k, v)]
     wide = mask if mask is None or mask.dim() == 2 else mask[:, None]
     expected = torch.nn.functional.scaled_dot_product_attention(*apart, attn_mask=wide)
-    calls: list[int] = []
-    run = module.override(settings, q.device, lambda: calls.append(1), None)
+    seen: list[Any] = []
+    run = module.override(settings, q.device, seen.append, None)
     heads = apart if reshaped else (q, k, v)
-    out = run(None, *heads, 2, mask=mask, skip_reshape=reshaped, skip_output_reshape=reshaped, transformer_options={})
+    shaped = {"skip_reshape": reshaped, "skip_output_reshape": reshaped}
+    out = run(None, *heads, 2, mask=mask, transformer_options={"block": ("input", 1)}, **shaped)
     torch.testing.assert_close(out, expected if reshaped else expected.transpose(1, 2).flatten(2))
-    assert calls == [1]
+    assert seen == [(("input", 1), None, 7)]
 
 
 def test_somebody_elses_override_stays_the_outer_one(pack) -> None:
@@ -172,8 +173,8 @@ def test_somebody_elses_override_stays_the_outer_one(pack) -> None:
     def theirs(kernel: Any, q: Any, *args: Any, **kwargs: Any) -> Any:
         return 2 * kernel(q, *args, **kwargs)
 
-    alone = module.override(settings, q.device, int, None)(None, q, q, q, 2)
-    chained = module.override(settings, q.device, int, theirs)(None, q, q, q, 2)
+    alone = module.override(settings, q.device, [].append, None)(None, q, q, q, 2)
+    chained = module.override(settings, q.device, [].append, theirs)(None, q, q, q, 2)
     assert chained.equal(2 * alone)
 
 
