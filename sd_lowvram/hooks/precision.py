@@ -155,8 +155,8 @@ def _cast_entries(anatomy: Anatomy, name: str, dtype: torch.dtype | None) -> Ite
 
 
 def _cast_inside(component: Any, dtype: torch.dtype) -> Iterator[Patch]:
-    """CompVis' UNet casts its input to a type that it notes when it is built, embeds time in float32, and has norms that
-    take float32 and no other; torch's own works in float32 inside."""
+    """CompVis' UNet casts its input to a type that it notes when it is built, embeds time in float32, and has norms
+    that take float32 and no other; torch's own works in float32 inside."""
     if isinstance(vars(component).get("dtype"), torch.dtype):
         yield value(component, "dtype", dtype, "precision")
     embedding = getattr(component, "time_embed", None)
