@@ -12,12 +12,22 @@ from .costs import Cost, Costs, Weights
 from .hooks.precision import compute_dtype, force_upcast
 from .models.anatomy import Anatomy
 from .overhead import Overhead
+from .rates import THIS, overhead_of
 from .plans import Candidate, Request, StagePlan
 from .settings import Settings
 from .stages import Stage
+from .streaming.masters import least_host_bytes, mapped_bytes
 
 _ASSUMED_CPU_FLOPS = 1e11
 """Operations a second of a CPU that decodes beside a GPU: an assumption, as no profile tells it."""
+
+
+def _overhead(request: Request) -> int:
+    """Bytes that the device needs besides tensors: the machine's own, unless the plan is for another one."""
+    if request.device.type != "cuda":
+        return 0
+    here = request.rates.name == THIS and torch.cuda.is_available()
+    return (overhead_of(request.device) if here else Overhead()).total()
 
 
 class Pricing:
@@ -28,7 +38,8 @@ class Pricing:
         self.request = request
         self.costs = Costs(anatomy, request.shape, request.encodes, request.device)
         self.on_gpu = request.device.type != "cpu"
-        self.overhead = Overhead().total() if request.device.type == "cuda" else 0
+        self._files: dict[str, int] = {}
+        self.overhead = _overhead(request)
 
     def whole(self, base: Settings, chosen: Iterable[StagePlan]) -> Candidate:
         """The run in which every stage goes as ``chosen``, in the order of the run."""
@@ -80,6 +91,7 @@ class Pricing:
         ]
         resident = sum(weights[name] for name in others) if settings.offload in (None, "none") else 0
         waiting = sum(weights.values()) - resident - (own.bytes if settings.offload in (None, "none") else 0)
+        masters, least, copies = self._masters(settings, max(0, waiting), cost.host_bytes)
         moving = own.largest_bytes if settings.offload == "component" else here if streamed else 0
         return StagePlan(
             name=stage.name,
@@ -87,12 +99,35 @@ class Pricing:
             peak_bytes=cost.activation_bytes + here + resident,
             weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
-            host_bytes=max(0, waiting) + cost.host_bytes,
-            held_bytes=sum(weights.values()) + max(cost.allocated_bytes + (here if streamed else 0), moving),
+            host_bytes=masters + cost.host_bytes,
+            held_bytes=sum(weights.values()) + copies + max(cost.allocated_bytes + (here if streamed else 0), moving),
             largest_bytes=max(cost.largest_bytes, own.room_bytes if streamed else own.largest_bytes),
             seconds=self._seconds(stage, settings, cost, own),
             choice=choice,
+            parked_bytes=cost.host_bytes,
+            least_host_bytes=least + cost.host_bytes,
         )
+
+    def _masters(self, settings: Settings, waiting: int, parked: int) -> tuple[int, int, int]:
+        """Host memory that ``waiting`` bytes of weights take beside ``parked`` ones of maps, need and copy to.
+
+        What is streamed from a mapped file needs no memory of its own, and is the better for some.
+        """
+        if settings.offload in (None, "none", "component"):
+            return waiting, waiting, 0
+        mapped = sum(self._mapped(name, settings) for name in self.anatomy.components)
+        least = min(waiting, least_host_bytes(waiting, min(mapped, waiting)))
+        taken = min(waiting, max(least, self.request.ram - parked))
+        return taken, least, taken - max(0, waiting - mapped)
+
+    def _mapped(self, name: str, settings: Settings) -> int:
+        """Bytes of a component's weights that are used as they lie in a file."""
+        converted = compute_dtype(self.anatomy, name, settings) != compute_dtype(self.anatomy, name, Settings())
+        if converted or settings.precision == "fp16-storage" or settings.weight_storage is not None:
+            return 0
+        if name not in self._files:
+            self._files[name] = mapped_bytes(self.anatomy.components[name])
+        return self._files[name]
 
     def as_traced(self, stage: Stage, settings: Settings) -> Settings:
         """``settings`` as they act on one stage; weights that stay or move whole are added up without a trace."""
@@ -120,6 +155,7 @@ class Pricing:
             weights_bytes=resident,
             activation_bytes=0,
             host_bytes=others - resident + cost.peak_bytes + cost.host_bytes,
+            least_host_bytes=others - resident + cost.peak_bytes + cost.host_bytes,
             held_bytes=sum(weights.values()) + cost.allocated_bytes,
             largest_bytes=0,
             seconds=cost.flops / _ASSUMED_CPU_FLOPS,

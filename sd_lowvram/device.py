@@ -126,6 +126,18 @@ def _nvml_memory(device: torch.device) -> Memory | None:
         return None
 
 
+def process_memory(device: torch.device) -> int | None:
+    """Bytes that this process has taken on a GPU, its context included; None where the driver does not tell."""
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    try:
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(nvml, device))
+        return next((process.usedGpuMemory for process in running if process.pid == os.getpid()), None)
+    except Exception:  # containers and virtual machines hide processes
+        return None
+
+
 def driver_version() -> str:
     """NVIDIA's driver, or "" where NVML does not say."""
     nvml = _nvml()

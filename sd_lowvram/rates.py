@@ -13,15 +13,21 @@ import dataclasses
 import json
 import os
 import platform
-import time
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from .costs import Cost, cache_folder
 from .errors import BadInputError
+from .overhead import Overhead
 from .sizes import GIB
+
+
+THIS = "this"
+"""The name of the rates that were measured on the machine at hand."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Rates:
             effective rates.
         copy_bandwidth: bytes a second between host and device memory.
         launch_seconds: that every operator costs; 0: contained in the effective rates.
+        packing: bytes of weights a second that a CPU's kernels reorder at every call; 0: nothing is reordered.
         vram_bytes: memory of the card.
         source: where the figures come from.
     """
@@ -49,11 +56,13 @@ class Rates:
     launch_seconds: float
     vram_bytes: int
     source: str
+    packing: float = 0.0
 
     def seconds(self, cost: Cost, element_size: int) -> float:
         """Time of one run of a stage whose arithmetic is in elements of ``element_size`` bytes."""
         flops = self.half_flops if element_size <= 2 else self.float_flops
         traffic = cost.moved_bytes / self.bandwidth if self.bandwidth else 0.0
+        traffic += cost.packed_bytes / self.packing if self.packing else 0.0
         return cost.flops / flops + traffic + cost.copied_bytes / self.copy_bandwidth + self.launch(cost)
 
     def launch(self, cost: Cost) -> float:
@@ -112,83 +121,56 @@ def profile(name: str) -> Rates:
 
 
 def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
-    """The rates of the machine at hand: measured in about a second, once, and remembered."""
-    folder = cache_folder()
-    where = folder.parent / f"rates-{_machine(device)}.json" if folder else None
-    if where is not None and not recalibrate:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return Rates(**json.loads(where.read_text(encoding="utf-8")))
+    """The rates of the machine at hand: measured in some seconds, once, and remembered."""
+    from .calibration import calibrate
+
+    where = _place("rates", device)
+    known = None if recalibrate else _read(where)
+    if known is not None:
+        with contextlib.suppress(TypeError):
+            return Rates(**known)
     rates = calibrate(device)
+    _write(where, dataclasses.asdict(rates))
+    return rates
+
+
+def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
+    """What ``device``, a GPU, holds besides tensors: as ``doctor --calibrate`` measured it here, else the default."""
+    where = _place("overhead", device)
+    if recalibrate:
+        from .calibration import measured_overhead
+
+        measured = measured_overhead(device)
+        _write(where, dataclasses.asdict(measured))
+        return measured
+    known = _read(where)
+    if known is not None:
+        with contextlib.suppress(TypeError):
+            return Overhead(**known)
+    return Overhead()
+
+
+def _place(what: str, device: torch.device) -> Path | None:
+    """The file in which a measurement of ``device`` is remembered; None: nowhere."""
+    folder = cache_folder()
+    return folder.parent / f"{what}-{_machine(device)}.json" if folder else None
+
+
+def _read(where: Path | None) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(where.read_text(encoding="utf-8")) if where else None
+    return None
+
+
+def _write(where: Path | None, values: dict[str, Any]) -> None:
     if where is not None:
         with contextlib.suppress(OSError):
             where.parent.mkdir(parents=True, exist_ok=True)
-            where.write_text(json.dumps(dataclasses.asdict(rates)), encoding="utf-8")
-    return rates
+            where.write_text(json.dumps(values), encoding="utf-8")
 
 
 def _machine(device: torch.device) -> str:
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{os.cpu_count()}"
     threads = f"-{torch.get_num_threads()}" if device.type == "cpu" else ""
-    return "".join(letter if letter.isalnum() else "-" for letter in f"{title}{threads}-{torch.__version__}")
-
-
-def calibrate(device: torch.device) -> Rates:
-    """Measure matrix rates on a convolution of SD1.5's first level, bandwidth on an addition, and copies."""
-    from .device import device_memory
-
-    half = torch.float16 if device.type != "cpu" else torch.bfloat16
-    title = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-    return Rates(
-        name="this",
-        title=title,
-        half_flops=_convolution_rate(device, half),
-        float_flops=_convolution_rate(device, torch.float32),
-        bandwidth=_addition_rate(device),
-        copy_bandwidth=_copy_rate(device),
-        launch_seconds=_launch_time(device),
-        vram_bytes=device_memory(device).total,
-        source="measured here",
-    )
-
-
-def _seconds(run: Callable[[], object], device: torch.device, least: float = 0.15) -> float:
-    """The fastest of several runs of ``run``, warmed up."""
-    run()
-    best, spent = float("inf"), 0.0
-    while spent < least:
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elapsed = time.perf_counter() - start
-        best, spent = min(best, elapsed), spent + elapsed
-    return best
-
-
-def _convolution_rate(device: torch.device, dtype: torch.dtype) -> float:
-    image = torch.randn(2, 320, 32, 32, device=device).to(dtype)
-    kernel = torch.randn(320, 320, 3, 3, device=device).to(dtype)
-    with torch.inference_mode():
-        seconds = _seconds(lambda: torch.nn.functional.conv2d(image, kernel, padding=1), device)
-    return 2 * 2 * 320 * 320 * 9 * 32 * 32 / seconds
-
-
-def _addition_rate(device: torch.device) -> float:
-    data = torch.zeros(1 << 24, device=device)
-    return 8 * data.numel() / _seconds(lambda: data.add_(1.0), device)
-
-
-def _copy_rate(device: torch.device) -> float:
-    host = torch.zeros(1 << 24, pin_memory=device.type == "cuda")
-    target = torch.empty_like(host, device=device, pin_memory=False)
-    return 4 * host.numel() / _seconds(lambda: target.copy_(host, non_blocking=True), device)
-
-
-def _launch_time(device: torch.device) -> float:
-    small = torch.zeros(8, device=device)
-
-    def many() -> None:
-        for _ in range(200):
-            small.add_(1.0)
-
-    return _seconds(many, device, 0.05) / 200
+    host = "-diffusers" if "diffusers" in sys.modules else ""  # whose own Python is in what an operator costs
+    return "".join(letter if letter.isalnum() else "-" for letter in f"{title}{threads}-{torch.__version__}{host}")
