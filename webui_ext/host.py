@@ -81,7 +81,8 @@ def precision_of_attention() -> Iterator[None]:
     """Within the block ldm's and sgm's attentions ask for float32 only where the host's own setting does."""
     wanted = "fp32" if getattr(shared.opts, "upcast_attn", False) else "fp16"
     names = ("ldm.modules.attention", "sgm.modules.attention")
-    modules = [module for name in names if hasattr(module := sys.modules.get(name), "_ATTN_PRECISION")]
+    modules: list[Any] = [sys.modules[name] for name in names if name in sys.modules]
+    modules = [module for module in modules if hasattr(module, "_ATTN_PRECISION")]
     before = [module._ATTN_PRECISION for module in modules]
     for module in modules:
         module._ATTN_PRECISION = wanted

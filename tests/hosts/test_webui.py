@@ -1,0 +1,246 @@
+"""Our panel in a real WebUI on the CPU, over its HTTP API, with a narrow SD1.5 of random weights or a model of yours.
+
+    WEBUI_DIR=... [WEBUI_PYTHON=...] [WEBUI_CHECKPOINT=...] make test-hosts
+
+The environment of WEBUI_PYTHON has what the WebUI needs (by default WEBUI_DIR/venv); offline, HF_HOME names a cache
+that holds CLIP's tokenizer. The extension is a clone of what is committed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from PIL import Image
+from webui_server import NAME, Made, RefusedError, Server, serving
+
+WEBUI = os.environ.get("WEBUI_DIR")
+ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
+PYTHON = os.environ.get("WEBUI_PYTHON") or f"{WEBUI}/venv/bin/python"
+
+pytestmark = pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs")
+
+IS_FORGE = bool(WEBUI) and (Path(WEBUI or "") / "modules_forge").exists()
+only_a1111 = pytest.mark.skipif(IS_FORGE, reason="Forge moves weights itself and has attention of its own")
+
+UNET_ATTENTIONS, VAE_ATTENTIONS, RESIDUAL_BLOCKS = 32, 2, 22
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with two checkpoints, a LoRA and no extension."""
+    folder = tmp_path_factory.mktemp("webui")
+    for name in ("Stable-diffusion", "Lora", "VAE-approx"):
+        (folder / "models" / name).mkdir(parents=True)
+    for file in (Path(WEBUI or "") / "models" / "VAE-approx").glob("*.pt"):
+        shutil.copy(file, folder / "models" / "VAE-approx")
+    models = folder / "models" / "Stable-diffusion"
+    for seed, name in enumerate(("first", "second")):
+        script = str(HERE / "webui_models.py")
+        subprocess.run([PYTHON, script, WEBUI or "", str(models / f"{name}.safetensors"), str(seed)], check=True)
+    (models / "first.lora").rename(folder / "models" / "Lora" / "first.safetensors")
+    (models / "second.lora").unlink()
+    if "WEBUI_CHECKPOINT" in os.environ:
+        for file in models.glob("first.*"):
+            file.unlink()
+        (models / "first.safetensors").symlink_to(Path(os.environ["WEBUI_CHECKPOINT"]).resolve())
+    return folder
+
+
+def packages() -> str:
+    return subprocess.run([PYTHON, "-m", "pip", "freeze"], check=True, capture_output=True, text=True).stdout
+
+
+def running(data: Path) -> contextlib.AbstractContextManager[Server]:
+    first = data / "models" / "Stable-diffusion" / "first.safetensors"
+    return serving(Path(WEBUI or ""), PYTHON, data, "--ckpt", str(first))
+
+
+@pytest.fixture(scope="module")
+def bare(data: Path) -> dict[str, Any]:
+    """What the host makes, and has installed, without us."""
+    with serving(
+        Path(WEBUI or ""), PYTHON, data, "--ckpt", str(data / "models/Stable-diffusion/first.safetensors")
+    ) as s:
+        return {"picture": s.make().picture, "packages": packages()}
+
+
+@pytest.fixture(scope="module")
+def server(data: Path, bare: dict[str, Any]) -> Iterator[Server]:
+    place = data / "extensions" / NAME
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(place)], check=True)
+    with serving(
+        Path(WEBUI or ""), PYTHON, data, "--ckpt", str(data / "models/Stable-diffusion/first.safetensors")
+    ) as s:
+        yield s
+
+
+def difference(one: Made, other: Made) -> tuple[int, float]:
+    """The largest difference in steps of 255, and the share of pixels off by more than one."""
+    off = numpy.abs(one.picture.astype(int) - other.picture.astype(int)).max(-1)
+    return int(off.max()), float((off > 1).mean())
+
+
+def assert_same(one: Made, other: Made) -> None:
+    assert difference(one, other)[1] <= 0.001
+    assert one.picture.std() > 5  # a grey picture would be equal to any other
+
+
+def test_it_loads_without_a_word_of_complaint(server: Server) -> None:
+    assert NAME in server.ask("/sdapi/v1/scripts")["txt2img"] and NAME in server.ask("/sdapi/v1/scripts")["img2img"]
+    assert "Traceback" not in server.told() and "***" not in server.told()
+
+
+def test_off_means_off(server: Server, bare: dict[str, Any]) -> None:
+    assert numpy.array_equal(server.make().picture, bare["picture"])
+    server.make(ours={"preset": "smallest"})
+    assert numpy.array_equal(server.make().picture, bare["picture"])
+    assert packages() == bare["packages"]
+
+
+@pytest.mark.parametrize("preset", ["exact", "exact and fastest", "smallest"])
+def test_the_picture_is_the_same(server: Server, preset: str) -> None:
+    ours = server.make(ours={"preset": preset})
+    assert_same(ours, server.make())
+    sites = server.sites()
+    assert sites["attention"] == UNET_ATTENTIONS + VAE_ATTENTIONS
+    assert sites.get("residual_strips", 0) == (RESIDUAL_BLOCKS if preset == "smallest" else 0)
+
+
+def test_the_positional_list_does_the_same(server: Server) -> None:
+    listed = server.make(ours=[True, "16GB", "", "exact", "auto", "sliced"])
+    assert numpy.array_equal(listed.picture, server.make(ours={"attention": "sliced"}).picture)
+
+
+def test_infotext_brings_the_arguments_back(server: Server) -> None:
+    made = server.make(ours={"attention": "sliced", "vae_tiles": "exact", "vae_strip_mib": 2})
+    assert "Low VRAM: vram 16GB | attention sliced | vae_tiles exact | vae_strip_mib 2" in made.infotext
+    again = server.make(infotext=made.infotext)
+    assert again.infotext == made.infotext and numpy.array_equal(again.picture, made.picture)
+
+
+def test_bad_arguments_and_small_budgets_are_refused(server: Server) -> None:
+    with pytest.raises(RefusedError, match="'vram'") as refused:
+        server.make(ours={"vrom": "4GB"})
+    assert refused.value.status == 422
+    with pytest.raises(RefusedError, match=r"cannot hold .* at least") as refused:
+        server.make(ours={"vram": "100MB"})
+    assert refused.value.status == 422
+    server.make()
+
+
+def test_grid_over_attention_backends(server: Server) -> None:
+    labels = ["Nothing", "[Low VRAM] Attention"]
+    axes = _grid_axes(server)
+    assert labels[1] in axes
+    backends = ["sdpa", "sliced", "fused-softmax"]
+    arguments = [axes.index(labels[1]), "", backends, 0, "", [], 0, "", [], True, False, False, False, False, False,
+                 False, False, 0, False]  # fmt: skip
+    made = server.make(script_name="x/y/z plot", script_args=arguments)
+    assert len(made.pictures) == 1 and made.picture.shape[1] > 3 * 128
+    log = server.told().splitlines()
+    lines = [line for line in log if line.startswith(f"[{NAME}]")][-len(backends) :]
+    assert all("attention 34" in line for line in lines)
+
+
+def _grid_axes(server: Server) -> list[str]:
+    info = server.ask("/sdapi/v1/script-info")
+    grid = next(one for one in info if one["name"] == "x/y/z plot" and not one["is_img2img"])
+    return list(grid["args"][0]["choices"])
+
+
+@pytest.mark.parametrize("upscaler", ["Latent", "Lanczos"])
+def test_hires_fix_is_planned_anew(server: Server, upscaler: str) -> None:
+    hires = {"enable_hr": True, "hr_scale": 2, "hr_upscaler": upscaler, "denoising_strength": 0.7}
+    ours = server.make(ours={"preset": "smallest"}, **hires)
+    assert_same(ours, server.make(**hires))
+    assert ours.picture.shape == (256, 256, 3)
+
+
+def test_img2img(server: Server) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(server.make().picture).save(buffer, "PNG")
+    start = {"init_images": [base64.b64encode(buffer.getvalue()).decode()], "denoising_strength": 0.6}
+    ours = server.make("img2img", ours={"vae_tiles": "exact"}, **start)
+    assert server.sites()["vae_exact"] == 2
+    assert_same(ours, server.make("img2img", **start))
+
+
+def test_batches(server: Server) -> None:
+    ours = server.make(ours={"preset": "smallest"}, batch_size=2, n_iter=2)
+    plain = server.make(batch_size=2, n_iter=2)
+    assert len(ours.pictures) == len(plain.pictures) >= 4
+    for one, other in zip(ours.pictures, plain.pictures, strict=True):
+        assert numpy.abs(one.astype(int) - other.astype(int)).max() <= 1
+
+
+def test_another_checkpoint(server: Server) -> None:
+    second = {"override_settings": {"sd_model_checkpoint": "second.safetensors"}}
+    ours = server.make(ours={"preset": "smallest"}, **second)
+    assert_same(ours, server.make(**second))
+    assert difference(ours, server.make())[1] > 0.5
+    server.make(ours={})
+
+
+def test_decoder_on_the_cpu(server: Server) -> None:
+    on_cpu = server.make(ours={"decoder_device": "cpu"})
+    assert_same(on_cpu, server.make(ours={"decoder_device": "gpu"}))
+
+
+def test_deterministic_in_two_processes(server: Server, data: Path) -> None:
+    asked = {"deterministic": True, "preset": "exact and fastest"}
+    first = server.make(ours=asked)
+    with serving(
+        Path(WEBUI or ""), PYTHON, data, "--ckpt", str(data / "models/Stable-diffusion/first.safetensors")
+    ) as s:
+        assert numpy.array_equal(s.make(ours=asked).picture, first.picture)
+
+
+@only_a1111
+@pytest.mark.parametrize("prompt", ["a red cube", "a red cube <lora:first:1>"])
+def test_a_quarter_of_the_weights_on_the_device(server: Server, prompt: str) -> None:
+    plain = server.make(prompt=prompt, ours={})
+    streamed = server.make(prompt=prompt, ours={"weights_mib": _quarter(server)})
+    assert server.sites()["offload"] > 100
+    assert numpy.array_equal(streamed.picture, plain.picture)
+    assert numpy.array_equal(server.make(prompt=prompt, ours={}).picture, plain.picture)
+    if "lora" in prompt and "WEBUI_CHECKPOINT" not in os.environ:
+        assert difference(plain, server.make(ours={}))[1] > 0.5
+
+
+def _quarter(server: Server) -> int:
+    """A quarter of what the UNet holds in float32: 3279 MiB of SD1.5, a hundredth of it when it is narrow."""
+    return 820 if "WEBUI_CHECKPOINT" in os.environ else 10
+
+
+@only_a1111
+def test_our_backends_among_the_hosts_optimisations(server: Server) -> None:
+    plain = server.make()
+    titles = re.findall(r"low-vram [a-z-]+ - [^\"\\]+", str(server.ask("/config")))
+    assert any(title.startswith("low-vram fused-softmax") for title in titles)
+    before = server.ask("/sdapi/v1/options")["cross_attention_optimization"]
+    try:
+        server.ask("/sdapi/v1/options", {"cross_attention_optimization": _title(titles, "fused-softmax")})
+        assert_same(server.make(), plain)
+        assert "Applying attention optimization: low-vram fused-softmax" in server.told()
+    finally:
+        server.ask("/sdapi/v1/options", {"cross_attention_optimization": before})
+
+
+def _title(titles: list[str], backend: str) -> str:
+    return next(title for title in titles if title.startswith(f"low-vram {backend} ")).split("'")[0]
+
+
+def test_nothing_was_reported_on_the_way(server: Server) -> None:
+    """Runs last: all that went on above left no traceback."""
+    assert "Traceback" not in server.told()

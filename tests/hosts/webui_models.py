@@ -1,0 +1,79 @@
+"""Writes an SD1.5 checkpoint with random weights for a WebUI, its configuration beside it, and a LoRA for it.
+
+Run by the WebUI's Python: webui_models.py WEBUI_DIR FILE SEED. The model has all blocks of SD1.5, a tenth as wide, so
+that a step takes a second on a CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+WIDTH, LEVELS, RANK = 32, [1, 2, 4, 4], 4
+
+
+def main(webui: str, file: str, seed: str) -> None:
+    sys.path.insert(0, f"{webui}/repositories/stable-diffusion-stability-ai")
+    from ldm.util import instantiate_from_config
+    from omegaconf import OmegaConf
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = OmegaConf.load(f"{webui}/configs/v1-inference.yaml")
+    config.model.params.unet_config.params.model_channels = WIDTH
+    config.model.params.first_stage_config.params.ddconfig.ch = WIDTH
+    OmegaConf.save(config, Path(file).with_suffix(".yaml"))
+    text = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+    with torch.device("meta"):
+        parts = {
+            "model.diffusion_model.": instantiate_from_config(config.model.params.unet_config),
+            "first_stage_model.": instantiate_from_config(config.model.params.first_stage_config),
+            "cond_stage_model.transformer.": CLIPTextModel(text),
+        }
+    noise = torch.Generator().manual_seed(int(seed))
+    weights = {prefix + name: one for prefix, part in parts.items() for name, one in _random(part, noise)}
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+    weights["alphas_cumprod"] = torch.cumprod(1 - betas, 0).float()
+    save_file(weights, file)
+    save_file(_lora(noise), str(Path(file).with_suffix(".lora")), metadata={"ss_network_module": "networks.lora"})
+
+
+def _random(model: Any, noise: torch.Generator) -> Any:
+    """Weights that keep the size of what passes through them."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith("position_ids"):
+            yield name, torch.arange(77)[None]
+        elif tensor.dim() > 1:
+            bound = (3 / tensor[0].numel()) ** 0.5
+            yield name, torch.empty(tensor.shape).uniform_(-bound, bound, generator=noise).half()
+        else:
+            yield name, torch.full(tensor.shape, 0.0 if name.endswith("bias") else 1.0).half()
+
+
+def _lora(noise: torch.Generator) -> dict[str, torch.Tensor]:
+    """For the attentions of the way down, and of the text encoder."""
+    shapes = {}
+    for level, factor in enumerate(LEVELS[:3]):
+        for layer in range(2):
+            for kind in ("attn1", "attn2"):
+                place = f"lora_unet_down_blocks_{level}_attentions_{layer}_transformer_blocks_0_{kind}"
+                width = factor * WIDTH
+                for name in ("to_q", "to_k", "to_v", "to_out_0"):
+                    reads = 768 if kind == "attn2" and name in ("to_k", "to_v") else width
+                    shapes[f"{place}_{name}"] = (width, reads)
+    for layer in range(12):
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes[f"lora_te_text_model_encoder_layers_{layer}_self_attn_{name}"] = (768, 768)
+    weights = {}
+    for name, (rows, columns) in shapes.items():
+        weights[f"{name}.lora_down.weight"] = torch.randn(RANK, columns, generator=noise).half() / columns**0.5
+        weights[f"{name}.lora_up.weight"] = 0.3 * torch.randn(rows, RANK, generator=noise).half()
+        weights[f"{name}.alpha"] = torch.tensor(float(RANK))
+    return weights
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])
