@@ -38,6 +38,31 @@ def attention(as_json: Json = False, debug: Debug = False) -> None:
 
 
 @bench.command()
+def schedule(
+    model: Annotated[
+        list[str] | None, typer.Option("--model", "-m", help="sd15, sd21 or sdxl; may be repeated.", metavar="NAME")
+    ] = None,
+    card: Annotated[
+        list[str] | None, typer.Option("--gpu", help="A card, such as rtx2070; may be repeated.", metavar="NAME")
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Left out: sizes that are usual for the model.")] = None,
+    height: Annotated[int | None, typer.Option(help="Left out: sizes that are usual for the model.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """How much slower a step is with a part of the weights on the device, by schedule and by simpler policies."""
+    with guarded(debug):
+        from rich.console import Console
+
+        from ..bench.schedule import run
+        from .show import Bars
+
+        with Bars(Console(stderr=True), shown=not as_json).running():
+            run(as_json, tuple(model or ("sd15", "sdxl")), tuple(card or ("rtx2070",)), width, height, out)
+
+
+@bench.command()
 def gpu(
     part: Annotated[
         list[str] | None,

@@ -120,14 +120,15 @@ def _fetches(places: Sequence[tuple[int, int, int]]) -> list[Fetch]:
             above, below, here = [*below, *(used for used in above[here:] if used.stop > top)], [], 0
         while here < len(above) and above[here].stop <= start:
             here += 1
-        after = turn - len(places), number
+        latest, after = turn - len(places), number
         for used in itertools.islice(above, here, None):
             if used.start >= stop:
                 break
-            after = max(after, used[:2])
+            if used.turn > latest:
+                latest, after = used.turn, used.number
         below.append(_Used(turn, number, start, stop))
         if turn >= len(places):
-            found.append(Fetch(number, start, after[1]))
+            found.append(Fetch(number, start, after))
     return found
 
 

@@ -19,6 +19,8 @@ from .simulator import Copies, simulate
 _RINGS = 16
 """Sizes of the ring in the grid, equally spaced in the budget."""
 _TRIALS = 300
+_PATIENCE = 120
+"""Trials without success after which the search ends."""
 _EXCHANGES = 0.6
 """Share of the trials that exchange one resident for another; the others add and drop some."""
 _NEAR = 1.001
@@ -103,16 +105,16 @@ class _Search:
 
     def improve(self) -> None:
         """Exchange, add or drop residents by chance, and keep what is faster. The same chance every time."""
-        chance = random.Random(0)
-        for _ in range(_TRIALS):
-            if self.seconds <= self.enough or not self.streamable:
+        chance, success = random.Random(0), 0
+        for trial in range(_TRIALS):
+            if self.seconds <= self.enough or not self.streamable or trial - success > _PATIENCE:
                 return
             resident = set(self.best.resident)
             if resident and chance.random() < _EXCHANGES:
                 resident ^= {chance.choice(sorted(resident)), chance.choice(self.streamable)}
             else:
                 resident ^= {chance.choice(self.streamable) for _ in range(chance.choice((1, 3)))}
-            self._try(resident)
+            success = trial if self._try(resident) else success
 
     def _taken(self, order: Sequence[int], most: int) -> set[int]:
         """Units in ``order``, each that still fits into ``most`` bytes."""
@@ -123,15 +125,17 @@ class _Search:
                 left -= self.sizes[number]
         return taken
 
-    def _try(self, resident: Collection[int]) -> None:
-        """Keep ``resident``, make the rest of the budget the ring, and note it if that is faster than all before."""
+    def _try(self, resident: Collection[int]) -> bool:
+        """Keep ``resident`` and make the rest of the budget the ring: whether that is faster than all before."""
         ring = self.device_bytes - sum(self.sizes[number] for number in resident)
         if ring < 0:
-            return
+            return False
         try:
             schedule = lay_out(self.units, resident, ring)
         except BudgetError:
-            return
+            return False
         seconds = simulate(self.units, schedule, self.copies)
-        if seconds < self.seconds:
-            self.best, self.seconds = schedule, seconds
+        if seconds >= self.seconds:
+            return False
+        self.best, self.seconds = schedule, seconds
+        return True

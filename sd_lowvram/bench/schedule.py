@@ -1,0 +1,189 @@
+"""How much slower a step is when only a part of the weights is on the device, by the simulator.
+
+Bytes and work of every layer come from a trace of the full-size UNet, their time and that of copies from the profile of
+a device: nothing is measured here. Beside our search: three simple policies with the same units and bytes, and the
+bound that no schedule passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json as json_
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .. import progress
+from ..architectures import NAMES, build_components
+from ..costs import Costs
+from ..errors import BadInputError
+from ..models import anatomy_of_components
+from ..rates import Rates, profile
+from ..settings import Settings
+from ..sizes import MIB
+from ..stages import Shape
+from ..streaming.blocks import Blocks, blocks_of
+from ..streaming.layers import layers_of
+from ..streaming.policies import POLICIES
+from ..streaming.search import best_schedule, bound
+from ..streaming.simulator import Copies, simulate
+from ..streaming.timing import Timing, in_run_order, timed
+from ..twins import twin
+
+SIZES = {"sd15": (512, 1024), "sd21": (768,), "sdxl": (1024,)}
+SHARES = (50, 25, 10)
+_STATED_FLOPS = 8e12
+"""What the RTX 2070 is said to reach where it is compared; the pinned profile is a little faster, which is harder."""
+_COLUMNS = ("ours", *POLICIES, "bound")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: times of a step over that with all weights resident, device bytes with the ring in them.
+
+    ``slowdown`` is by "ours", the three policies and "bound".
+    """
+
+    model: str
+    size: str
+    device: str
+    share_percent: int
+    device_mib: float
+    resident_seconds: float
+    slowdown: dict[str, float]
+
+
+def run(
+    json: bool = False,
+    models: Sequence[str] = ("sd15", "sdxl"),
+    gpus: Sequence[str] = ("rtx2070",),
+    width: int | None = None,
+    height: int | None = None,
+    out: Path | None = None,
+) -> list[Row]:
+    """Compute the table and print it, or one JSON list; with ``out``, write it as Markdown too.
+
+    Args:
+        width, height: in pixels; None: sizes that are usual for the model.
+
+    Raises:
+        BadInputError: a model or a GPU that is not known.
+    """
+    cards = [rates for name in gpus for rates in _cards(name)]
+    unknown = [model for model in models if model not in NAMES]
+    if unknown:
+        raise BadInputError(f"--model {unknown[0]!r} is none of {', '.join(NAMES)}")
+    rows = []
+    wanted = [(model, size) for model in models for size in _sizes(model, width, height)]
+    for number, (model, size) in enumerate(wanted):
+        progress.report("schedule", number, len(wanted))
+        rows += table(model, *size, cards)
+    progress.report("schedule", len(wanted), len(wanted))
+    if json:
+        print(json_.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        _show(rows)
+    if out is not None:
+        out.write_text("\n".join(_markdown(rows)), encoding="utf-8")
+    return rows
+
+
+def table(model: str, width: int, height: int, cards: Sequence[Rates]) -> list[Row]:
+    """The rows of one model and size, a guided step in fp16, for several devices."""
+    unet = anatomy_of_components("diffusers", build_components(model, torch.float16, "meta", only=("unet",)))
+    costs = Costs(unet, Shape(width, height), False, torch.device("cuda"))
+    stage = costs.stages[0]
+    spans = costs.spans(stage, Settings(attention="sdpa", inference_mode=True, channels_last=True))
+    layers = layers_of(twin(unet, FakeTensorMode()).components)
+    rows = []
+    for rates in cards:
+        copies = Copies(rates.copy_bandwidth)
+        timing = Timing(tuple((f"{stage.component}.{span.path}", rates.seconds(span, 2)) for span in spans), copies)
+        parts = blocks_of(in_run_order(layers, timing))
+        rows += [_row(parts, timing, share, model, f"{width}x{height}", rates) for share in SHARES]
+    return rows
+
+
+def _row(parts: Blocks, timing: Timing, share: int, model: str, size: str, rates: Rates) -> Row:
+    units, copies = timed(parts.streamed, timing), timing.copies
+    resident = sum(unit.seconds for unit in units)
+    device_bytes = parts.bytes * share // 100
+    room = device_bytes - parts.staying_bytes
+    seconds = {name: simulate(units, policy(units, room), copies) for name, policy in POLICIES.items()}
+    seconds |= {
+        "ours": simulate(units, best_schedule(units, room, copies), copies),
+        "bound": bound(units, room, copies),
+    }
+    return Row(
+        model=model,
+        size=size,
+        device=f"{rates.title} at {rates.half_flops / 1e12:.3g} TFLOP/s, {rates.copy_bandwidth / 1e9:.3g} GB/s",
+        share_percent=share,
+        device_mib=device_bytes / MIB,
+        resident_seconds=resident,
+        slowdown={name: seconds[name] / resident for name in _COLUMNS},
+    )
+
+
+def _cards(name: str) -> list[Rates]:
+    """The profile; of the RTX 2070, also the one at the round figure with which it is compared."""
+    rates = profile(name)
+    if rates.name != "rtx2070":
+        return [rates]
+    return [dataclasses.replace(rates, half_flops=_STATED_FLOPS), rates]
+
+
+def _sizes(model: str, width: int | None, height: int | None) -> list[tuple[int, int]]:
+    if width is None and height is None:
+        return [(side, side) for side in SIZES[model]]
+    side = width or height or 0
+    return [(width or side, height or side)]
+
+
+_NOTE = (
+    "Simulated: time of a guided step in fp16 over the same with all weights on the device. Device bytes are those of "
+    "the weights that stay and of the ring together. Largest first keeps the largest units, first resident the first "
+    "of a step, all streamed nothing; each uses the rest as its ring. No schedule passes the bound."
+)
+
+
+_HEADS = ("on the device", *_COLUMNS)
+
+
+def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Rows of one model, size and device, with what they are."""
+    for (model, size, gpu), group in itertools.groupby(rows, lambda row: (row.model, row.size, row.device)):
+        same = list(group)
+        yield f"{model} {size}, {gpu}: {1000 * same[0].resident_seconds:.0f} ms a step", same
+
+
+def _cells(row: Row) -> Iterator[str]:
+    yield f"{row.share_percent} %, {row.device_mib:.0f} MiB"
+    yield from (f"{row.slowdown[name]:.3f}" for name in _COLUMNS)
+
+
+def _show(rows: Sequence[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for title, group in _groups(rows):
+        table = Table(*_HEADS, title=title, title_justify="left")
+        for row in group:
+            table.add_row(*_cells(row))
+        console.print(table)
+    console.print(_NOTE, highlight=False)
+
+
+def _markdown(rows: Sequence[Row]) -> Iterator[str]:
+    yield "# Streaming weights by schedule"
+    yield ""
+    yield _NOTE + " Written by `sd-lowvram bench schedule`."
+    for title, group in _groups(rows):
+        yield from ("", f"## {title}", "", "| " + " | ".join(_HEADS) + " |", "|" + " --- |" * len(_HEADS))
+        yield from ("| " + " | ".join(_cells(row)) + " |" for row in group)
+    yield ""
