@@ -12,8 +12,8 @@ from .costs import Cost, Costs, Weights
 from .hooks.precision import compute_dtype, force_upcast
 from .models.anatomy import Anatomy
 from .overhead import Overhead
-from .rates import THIS, overhead_of
 from .plans import Candidate, Request, StagePlan
+from .rates import THIS, overhead_of
 from .settings import Settings
 from .stages import Stage
 from .streaming.masters import least_host_bytes, mapped_bytes

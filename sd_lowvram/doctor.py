@@ -53,6 +53,21 @@ def examine(probe: bool = True) -> dict[str, Any]:
     }
 
 
+def calibrated() -> dict[str, Any]:
+    """The machine's rates, and on a GPU its overhead, measured now and remembered for plans. Bytes and seconds."""
+    import contextlib
+
+    from .rates import overhead_of, rates_of
+
+    with contextlib.suppress(ImportError):
+        import diffusers  # noqa: F401  # whose own time in each operator counts too
+
+    device = default_device()
+    rates = asdict(rates_of(device, recalibrate=True))
+    overhead = asdict(overhead_of(device, recalibrate=True)) if device.type == "cuda" else None
+    return {"rates": rates, "overhead": overhead}
+
+
 def _warnings(found: list[Any]) -> list[str]:
     warnings = [_SPILLS] if any(gpu.spills for gpu in found) else []
     if any("GTX 16" in gpu.name for gpu in found):

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from .costs import Cost, cache_folder
 from .errors import BadInputError
 from .overhead import Overhead
 from .sizes import GIB
-
 
 THIS = "this"
 """The name of the rates that were measured on the machine at hand."""
@@ -172,5 +170,4 @@ def _write(where: Path | None, values: dict[str, Any]) -> None:
 def _machine(device: torch.device) -> str:
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{os.cpu_count()}"
     threads = f"-{torch.get_num_threads()}" if device.type == "cpu" else ""
-    host = "-diffusers" if "diffusers" in sys.modules else ""  # whose own Python is in what an operator costs
-    return "".join(letter if letter.isalnum() else "-" for letter in f"{title}{threads}-{torch.__version__}{host}")
+    return "".join(letter if letter.isalnum() else "-" for letter in f"{title}{threads}-{torch.__version__}")

@@ -11,14 +11,25 @@ from .guard import guarded
 
 
 def doctor(
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure this machine anew and remember it: matrix rates at Stable Diffusion's shapes, copies, what a "
+            "GPU holds besides tensors. Plans do so by themselves the first time, in some seconds; a busy machine "
+            "measures too slow.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Tell what this machine has, which attention backends run here and repeat their bits, and what is missing."""
     with guarded(debug):
-        from ..doctor import examine
+        from ..doctor import calibrated, examine
 
-        found = examine()
+        found = examine(probe=not calibrate)
+        if calibrate:
+            found["calibration"] = calibrated()
         if as_json:
             print(json.dumps(found, indent=2))
         else:
@@ -51,7 +62,29 @@ def _show(found: dict[str, Any]) -> None:
                 row["name"], runs, {True: "yes", False: "[red]no[/red]", None: "not probed"}[row["deterministic"]]
             )
         console.print(table)
+    if "calibration" in found:
+        console.print(_calibration(found["calibration"]))
     for warning in found["warnings"]:
         console.print(f"[yellow]warning:[/yellow] {warning}")
     for missing in found["missing"]:
         console.print(f"missing: {missing['what']}: {missing['remedy']}", markup=False)
+
+
+def _calibration(measured: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    from ..sizes import format_size
+
+    rates, overhead = measured["rates"], measured["overhead"]
+    table = Table("measured", rates["title"], title="")
+    table.add_row("matrix work, 32 bits", f"{rates['float_flops'] / 1e9:.4g} GFLOP/s")
+    table.add_row("matrix work, 16 bits", f"{rates['half_flops'] / 1e9:.4g} GFLOP/s")
+    table.add_row("memory", f"{rates['bandwidth'] / 1e9:.3g} GB/s")
+    table.add_row("copies from host memory", f"{rates['copy_bandwidth'] / 1e9:.3g} GB/s")
+    if rates["packing"]:
+        table.add_row("weights brought in order", f"{rates['packing'] / 1e9:.3g} GB/s")
+    table.add_row("each operator besides", f"{rates['launch_seconds'] * 1e6:.3g} us")
+    for name, title in (("context_bytes", "context"), ("matrix_bytes", "cuBLAS"), ("convolution_bytes", "cuDNN")):
+        if overhead:
+            table.add_row(f"held by {title}", format_size(overhead[name]))
+    return table

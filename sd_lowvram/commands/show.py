@@ -7,17 +7,30 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from ..progress import listen
 from ..sizes import format_size
+
+_COUNTED = 250
+"""More parts than these are no steps that anybody counts."""
+
+
+class _Done(ProgressColumn):
+    """Steps as "3/30"; the many strips of a decode as a percentage."""
+
+    def render(self, task: Task) -> Text:
+        total = int(task.total or 0)
+        told = f"{task.percentage:.0f}%" if total > _COUNTED else f"{int(task.completed)}/{total}"
+        return Text(told, style="progress.download")
 
 
 class Bars:
     """One bar a stage, made when its first part is done."""
 
     def __init__(self, console: Console, shown: bool) -> None:
-        columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description:>8}"), BarColumn(), _Done(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=console, disable=not shown)
         self._tasks: dict[str, TaskID] = {}
 

@@ -1,0 +1,64 @@
+"""Calibration gives figures that a plan can use, remembers them, and knows what weights in another order cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from sd_lowvram import calibration, rates
+from sd_lowvram.costs import Cost
+from sd_lowvram.overhead import Overhead
+from sd_lowvram.rates import PROFILES, Rates, overhead_of, rates_of
+
+CPU = torch.device("cpu")
+NOTHING = Cost(**dict.fromkeys((field.name for field in dataclasses.fields(Cost)), 0))
+
+
+@pytest.fixture
+def cache(tmp_path: Any, monkeypatch: Any) -> Any:
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / "traces"))
+    return tmp_path
+
+
+def test_calibration_measures_something_of_everything() -> None:
+    measured = calibration.calibrate(CPU)
+    assert 1e8 < measured.half_flops < 1e14 and 1e9 < measured.float_flops < 1e14
+    assert 1e8 < measured.bandwidth < 1e13 and 1e8 < measured.copy_bandwidth < 1e13
+    assert 1e7 < measured.packing <= 1e12
+    assert 0 <= measured.launch_seconds < 0.01
+
+
+def test_rates_are_measured_once(cache: Any, monkeypatch: Any) -> None:
+    made = []
+
+    def calibrate(device: torch.device) -> Rates:
+        made.append(device)
+        return dataclasses.replace(PROFILES["t4"], name="this", packing=float(len(made)))
+
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    first = rates_of(CPU)
+    assert rates_of(CPU) == first and len(made) == 1
+    assert rates_of(CPU, recalibrate=True).packing == 2 and rates_of(CPU).packing == 2
+    (file,) = cache.glob("rates-*.json")
+    file.write_text("no json")
+    assert rates_of(CPU).packing == 3
+
+
+def test_overhead_of_a_gpu_is_the_default_until_it_was_measured(cache: Any, monkeypatch: Any) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(rates, "_machine", lambda device: "a-gpu")
+    assert overhead_of(gpu) == Overhead()
+    measured = Overhead(context_bytes=300 << 20, matrix_bytes=9 << 20, convolution_bytes=70 << 20)
+    monkeypatch.setattr(calibration, "measured_overhead", lambda device: measured)
+    assert overhead_of(gpu, recalibrate=True) == measured
+    assert overhead_of(gpu) == measured
+
+
+def test_reordered_weights_take_time_where_weights_are_reordered() -> None:
+    cpu = dataclasses.replace(PROFILES["t4"], packing=1e9)
+    work = dataclasses.replace(NOTHING, packed_bytes=2_000_000_000)
+    assert cpu.seconds(work, 4) == pytest.approx(2.0)
+    assert PROFILES["t4"].seconds(work, 4) == 0
