@@ -20,6 +20,7 @@ from .session import anatomy_of, attach, attached, restore
 from .settings import Settings
 from .sizes import parse_size
 from .stages import native_size, scale_factor
+from .streaming.masters import host_budget
 
 Size = int | float | str
 
@@ -80,7 +81,8 @@ def optimize(
         approximate=approximate,
     )  # fmt: skip
     restore(target)
-    attachment = attach(target, chosen.settings, chosen.request.device)
+    with host_budget(chosen.request.ram - max(stage.parked_bytes for stage in chosen.stages)):
+        attachment = attach(target, chosen.settings, chosen.request.device)
     attachment.plan = chosen
 
     def replan(width: int, height: int, batch: int) -> None:

@@ -65,7 +65,8 @@ class StagePlan:
     """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together).
 
     ``held_bytes`` are those of both accounts at one moment: what the allocator sees where the device is the CPU;
-    ``why`` says why it is not faster.
+    ``why`` says why it is not faster; ``parked_bytes`` of ``host_bytes`` are maps, the others weights, which take as
+    much of the budget as is useful to them: ``least_host_bytes`` would do.
     """
 
     name: str
@@ -79,6 +80,8 @@ class StagePlan:
     seconds: float
     choice: dict[str, Any]
     why: str = ""
+    parked_bytes: int = 0
+    least_host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,10 @@ class Candidate:
     @property
     def host_bytes(self) -> int:
         return max(stage.host_bytes for stage in self.stages)
+
+    @property
+    def least_host_bytes(self) -> int:
+        return max(stage.least_host_bytes for stage in self.stages)
 
     @property
     def largest_bytes(self) -> int:
