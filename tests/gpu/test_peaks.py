@@ -1,0 +1,21 @@
+"""Plans and the allocator agree on a GPU, each plan in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from sd_lowvram.bench.gpu.peaks import SHAPES, SHARES, within
+from sd_lowvram.bench.gpu.trial import measure
+from sd_lowvram.sizes import MIB
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("model", "side"), SHAPES)
+def test_the_peak_is_the_one_foretold(model: str, side: int, share: float) -> None:
+    row = measure("peak", seconds=280, device="cuda", model=model, side=side, share=share)
+    assert "error" not in row, row["error"]
+    measured = row["measured_bytes"] - row["library_bytes"]
+    apart = (row["predicted_bytes"] - measured) / MIB
+    assert within(row["predicted_bytes"], measured), f"{apart:+.1f} MiB beside {measured / MIB:.0f} MiB: {row}"
