@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -90,8 +90,10 @@ class Stream:
         self._room_taken: torch.cuda.Event | None = None
         self._there: set[int] = set()
         self._lent: dict[int, list[int]] = {}
-        self._busy: Counter[int] = Counter()
-        self._held: Counter[int] = Counter()
+        self._passing: set[int] = set()
+        self._busy: defaultdict[int, int] = defaultdict(int)
+        self._held: defaultdict[int, int] = defaultdict(int)
+        self._barred: tuple[int, int] | None = None
         self._copied: dict[int, torch.cuda.Event | None] = {}
         self._used: dict[int, torch.cuda.Event | None] = {}
 
@@ -182,7 +184,8 @@ class Stream:
         self._enter(number)
         try:
             self._lend(number)
-            with lending.apart():
+            assert self._layout is not None
+            with lending.apart(self._layout.blocks[number].rows):
                 yield
         finally:
             self._busy[number] -= 1
@@ -226,9 +229,9 @@ class Stream:
         self._forget()
 
     def _forget(self) -> None:
-        for known in (self._there, self._lent, self._busy, self._held, self._copied, self._used):
+        for known in (self._there, self._lent, self._passing, self._busy, self._held, self._copied, self._used):
             known.clear()
-        self._last = self._room_taken = None
+        self._last = self._room_taken = self._barred = None
 
     # Blocks coming and going
 
@@ -237,11 +240,11 @@ class Stream:
         self._busy[number] += 1
         if lending.until_together_ends(self, number, self._release):
             self._held[number] += 1
-        if self._last == number:
+        if self._last == number and number in self._lent:
             return
         self._last = number
         self._seen.setdefault(number)
-        for other in [one for one in self._lent if one != number and self._is_passed(one)]:
+        for other in [one for one in self._passing if one != number and not self._is_needed(one)]:
             self._take_back(other)
         if number not in self._there:
             self._fetch(number)
@@ -252,9 +255,9 @@ class Stream:
     def _release(self, number: int) -> None:
         self._held[number] -= 1
 
-    def _is_passed(self, number: int) -> bool:
-        assert self._layout is not None
-        return number in self._layout.overlapping and self._busy[number] <= 0 and self._held[number] <= 0
+    def _is_needed(self, number: int) -> bool:
+        """Whether a layer of the block runs, or will be called again at once."""
+        return self._busy[number] > 0 or self._held[number] > 0
 
     def _fetch(self, number: int) -> None:
         assert self._layout is not None
@@ -274,27 +277,38 @@ class Stream:
 
     def _prefetch(self, position: int) -> None:
         """Fetch what comes after ``position``, the number of blocks when a step has ended, while there is room."""
+        if self._barred is not None and self._bars(*self._barred, position):
+            return
         assert self._layout is not None
-        slots, candidates = len(self._layout.blocks) + 1, self._layout.streamed
+        candidates = self._layout.streamed
         if not self._there.issuperset(self._layout.residents):
             candidates = list(range(len(self._layout.blocks)))
         first = bisect.bisect_right(candidates, position)
-        ahead = (*candidates[first:], *(candidates[:first] if self._repeats else ()))
-        for number in ahead:
+        for number in (*candidates[first:], *(candidates[:first] if self._repeats else ())):
             if number in self._there or number == position:
                 continue
-            distance = (number - position) % slots
             for other in self._layout.overlapping.get(number, ()):
-                wanted = self._busy[other] > 0 or self._held[other] > 0 or (other - position) % slots < distance
-                if other in self._there and wanted:
+                if self._bars(number, other, position):
+                    self._barred = number, other
                     return
             self._fetch(number)
+        self._barred = None
+
+    def _bars(self, number: int, other: int, position: int) -> bool:
+        """Whether ``other`` lies where ``number`` is to lie, and is needed first."""
+        assert self._layout is not None
+        if other not in self._there or number in self._there:
+            return False
+        steps = len(self._layout.blocks) + 1
+        return self._is_needed(other) or (other - position) % steps < (number - position) % steps
 
     def _lend(self, number: int) -> None:
         assert self._layout is not None
         self._copier.wait(self._copied.get(number))
         versions: list[int] = []
         self._lent[number] = versions
+        if number in self._layout.overlapping:
+            self._passing.add(number)
         with torch.inference_mode(False), torch.no_grad():
             for place in self._layout.places[number]:
                 place.tensor.data = place.view
@@ -303,6 +317,7 @@ class Stream:
     def _take_back(self, number: int) -> None:
         """Have the weights of a block hold their masters again; what was written to them is written there too."""
         versions = self._lent.pop(number, None)
+        self._passing.discard(number)
         if versions is None:
             return
         assert self._layout is not None
