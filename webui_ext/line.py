@@ -48,7 +48,7 @@ class Line:
         self.connected = True
         controls, line = self.ours
         inputs = [*(self.theirs[name] for name in self.names), *controls]
-        event = {"fn": self.tell, "inputs": inputs, "outputs": [line], "show_progress": "hidden", "queue": False}
+        event = {"fn": self.tell, "inputs": inputs, "outputs": [line], "show_progress": "minimal", "queue": False}
         for component in inputs:
             component.change(**event)
         gr.context.Context.root_block.load(**event)

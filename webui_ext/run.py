@@ -36,8 +36,16 @@ class Picture:
     encodes: bool = False
 
 
-_undo: list[contextlib.ExitStack] = []
-_attached: list[Attachment] = []
+@dataclasses.dataclass(frozen=True)
+class _Running:
+    model: Any
+    chosen: Mapping[str, Any]
+    picture: Picture
+    attachment: Attachment
+    undo: contextlib.ExitStack
+
+
+_running: list[_Running] = []
 
 
 def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
@@ -101,8 +109,7 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
         stack.callback(detach, model, attachment)
         attachment.plan = plan
         attachment.add(guard(attachment.anatomy, plan.request, functools.partial(_again, model, chosen, picture)))
-        _undo.append(stack.pop_all())
-    _attached.append(attachment)
+        _running.append(_Running(model, chosen, picture, attachment, stack.pop_all()))
     return plan, attachment
 
 
@@ -119,13 +126,18 @@ def _attachable(model: Any, settings: Settings) -> Settings:
     return settings
 
 
+def follow(model: Any) -> None:
+    """Go over to ``model`` when the host has loaded another one in the midst of a generation."""
+    if _running and _running[-1].model is not model:
+        start(model, _running[-1].chosen, _running[-1].picture)
+
+
 def stop() -> None:
     """Take everything off, bit for bit; nothing happens when nothing is attached."""
-    _attached.clear()
-    while _undo:
-        _undo.pop().close()
+    while _running:
+        _running.pop().undo.close()
 
 
 def current() -> Attachment | None:
     """What is attached now."""
-    return _attached[-1] if _attached else None
+    return _running[-1].attachment if _running else None

@@ -13,7 +13,7 @@ from sd_lowvram.errors import LowVRAMError
 from sd_lowvram.sizes import format_size
 
 from . import controls, host, infotext, run
-from .arguments import read
+from .arguments import TITLE, read
 from .grid import OVERRIDES
 from .line import Line
 from .options import defaults
@@ -67,6 +67,18 @@ class LowVRAMScript(scripts.Script):
         except LowVRAMError as error:
             _refuse(p, str(error))
 
+    def process_batch(self, p: Any, *values: Any, **kwargs: Any) -> None:
+        if run.current() is not None and getattr(shared, "loaded_hypernetworks", None):
+            _refuse(
+                p,
+                "a hypernetwork changes what attention sees, and sd-lowvram's attention would leave it out: take it "
+                f"out of the prompt, or turn {TITLE} off",
+                "sample",
+            )
+
+    def process_before_every_sampling(self, p: Any, *values: Any, **kwargs: Any) -> None:
+        run.follow(shared.sd_model)  # a hires checkpoint may be another model
+
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
         run.stop()
 
@@ -101,10 +113,10 @@ def _begin(p: Any, chosen: Mapping[str, Any], encodes: bool) -> None:
         p.comment(f"{NAME}: this WebUI moves the weights itself; the settings for weights have no effect")
 
 
-def _refuse(p: Any, reason: str) -> None:
-    """Let the generation fail at its first step: what a callback raises, the host only logs."""
+def _refuse(p: Any, reason: str, at: str = "init") -> None:
+    """Let the generation fail where the host calls ``at`` next: what a callback raises, the host only logs."""
 
-    def init(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise Refused(reason)
 
-    p.init = init
+    setattr(p, at, fail)
