@@ -54,6 +54,7 @@ class _Together(contextlib.ExitStack):
 class _State(threading.local):
     kept: _Kept | None = None
     together: _Together | None = None
+    rows: tuple[int, int] | None = None
 
 
 _state = _State()
@@ -102,13 +103,22 @@ def until_together_ends(owner: object, number: int, release: Callable[[int], Non
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Within the block, weights are lent for each call alone, although :func:`kept` is around it."""
-    before, _state.kept = _state.kept, None
+def apart(rows: tuple[int, int] | None = None) -> Iterator[None]:
+    """Within the block, weights are lent for each call alone, although :func:`kept` is around it.
+
+    Args:
+        rows: the first and last output of the layer that runs inside, where its weight holds these rows only.
+    """
+    before, _state.kept, _state.rows = (_state.kept, _state.rows), None, rows
     try:
         yield
     finally:
-        _state.kept = before
+        _state.kept, _state.rows = before
+
+
+def present_rows() -> slice:
+    """The rows of its whole weight that a layer has now."""
+    return slice(*_state.rows) if _state.rows is not None else slice(None)
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:

@@ -26,7 +26,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
 from ..weights import remember_loaded, set_data
-from .lending import lent_to_call
+from .lending import lent_to_call, present_rows
 
 _REFUSED = {
     "fuse_lora": "a LoRA cannot be fused into weights of 8 bits: use it unfused, or restore(), fuse it and optimize()",
@@ -124,7 +124,7 @@ class _Stored:
         if self._scale.device != data.device:
             self._scale = self._scale.to(data.device)
         with weights_account():
-            return widen(data, self._scale)
+            return widen(data, self._scale[present_rows()])
 
 
 def _quantised(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
