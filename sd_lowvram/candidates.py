@@ -8,15 +8,21 @@ from typing import Any
 
 import torch
 
-from .costs import Cost, Costs, Weights
+from .costs import Cost, Costs, Step, Weights
 from .hooks.precision import compute_dtype, force_upcast
 from .models.anatomy import Anatomy
 from .overhead import Overhead
 from .plans import Candidate, Request, StagePlan
 from .rates import THIS, overhead_of
 from .settings import Settings
+from .sizes import MIB
 from .stages import Stage
 from .streaming.masters import least_host_bytes, mapped_bytes
+from .streaming.simulator import Copies
+from .streaming.timing import Timing
+
+STREAMED = ("blocks", "halves", "layer")
+"""Values of the offload knob with which weights pass through a ring."""
 
 _ASSUMED_CPU_FLOPS = 1e11
 """Operations a second of a CPU that decodes beside a GPU: an assumption, as no profile tells it."""
@@ -84,8 +90,9 @@ class Pricing:
         traced = self.as_traced(stage, settings)
         cost = self.costs(stage, self._unstreamed(traced))
         own = self.costs.weights(stage.component, traced)
-        streamed = settings.offload == "layer"
-        here = own.room_bytes if streamed else own.bytes
+        streamed = settings.offload in STREAMED
+        step = self.step(stage, settings) if streamed and stage.repeats else None
+        here = step.device_bytes if step else self._room(settings, own)
         others = [
             name for name in weights if name != stage.component and not (away and name == self.anatomy.autoencoder)
         ]
@@ -93,6 +100,7 @@ class Pricing:
         waiting = sum(weights.values()) - resident - (own.bytes if settings.offload in (None, "none") else 0)
         masters, least, copies = self._masters(settings, max(0, waiting), cost.host_bytes)
         moving = own.largest_bytes if settings.offload == "component" else here if streamed else 0
+        plain = self._once(stage, settings, cost)
         return StagePlan(
             name=stage.name,
             component=stage.component,
@@ -101,9 +109,10 @@ class Pricing:
             activation_bytes=cost.activation_bytes,
             host_bytes=masters + cost.host_bytes,
             held_bytes=sum(weights.values()) + copies + max(cost.allocated_bytes + (here if streamed else 0), moving),
-            largest_bytes=max(cost.largest_bytes, own.room_bytes if streamed else own.largest_bytes),
-            seconds=self._seconds(stage, settings, cost, own),
+            largest_bytes=max(cost.largest_bytes, here if streamed else own.largest_bytes),
+            seconds=self._seconds(stage, settings, step.seconds if step else plain, own),
             choice=choice,
+            slowdown=step.seconds / plain if step and plain else 1.0,
             parked_bytes=cost.host_bytes,
             least_host_bytes=least + cost.host_bytes,
         )
@@ -162,14 +171,35 @@ class Pricing:
             choice=choice,
         )
 
-    def _seconds(self, stage: Stage, settings: Settings, cost: Cost, weights: Weights) -> float:
-        """Counted work over the device's rates, with what strips do twice and all copies."""
-        request = self.request
+    def timing(self, stage: Stage, settings: Settings) -> Timing:
+        """How long the modules of a stage take, weights being there."""
         size = compute_dtype(self.anatomy, stage.component, settings).itemsize
-        once = request.rates.seconds(cost, size)
+        rates = self.request.rates
+        spans = self.costs.spans(stage, self._unstreamed(self.as_traced(stage, settings)))
+        copies = Copies(rates.copy_bandwidth, overlap=self.on_gpu)
+        return Timing(tuple((f"{stage.component}.{span.path}", rates.seconds(span, size)) for span in spans), copies)
+
+    def step(self, stage: Stage, settings: Settings) -> Step:
+        """A denoising step with streamed weights."""
+        return self.costs.step(stage, self.as_traced(stage, settings), self.timing(stage, settings))
+
+    def _room(self, settings: Settings, weights: Weights) -> int:
+        """Bytes on the device of a component that runs once."""
         if settings.offload == "layer":
-            once += weights.streamed_bytes / request.rates.copy_bandwidth
-        seconds = (request.steps if stage.repeats else 1) * once
+            return weights.room_bytes if settings.weights_mib is None else settings.weights_mib * MIB
+        if settings.offload == "blocks" and settings.weights_mib is not None:
+            return min(weights.bytes, settings.weights_mib * MIB)
+        return weights.bytes
+
+    def _once(self, stage: Stage, settings: Settings, cost: Cost) -> float:
+        """Seconds of one call with its weights there: counted work over the device's rates."""
+        return self.request.rates.seconds(cost, compute_dtype(self.anatomy, stage.component, settings).itemsize)
+
+    def _seconds(self, stage: Stage, settings: Settings, once: float, weights: Weights) -> float:
+        """All calls of a stage that takes ``once``, and what is copied besides."""
+        seconds = (self.request.steps if stage.repeats else 1) * once
         if settings.offload == "component":  # brought once a run and taken back
-            seconds += 2 * weights.bytes / request.rates.copy_bandwidth
+            seconds += 2 * weights.bytes / self.request.rates.copy_bandwidth
+        if settings.offload in STREAMED:  # what stays is brought once, and of a stage that runs once so is all else
+            seconds += weights.bytes / self.request.rates.copy_bandwidth
         return seconds

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .cache import cache_folder, code_digest
 from .hooks.offload import policy_of, step_groups
 from .hooks.weight_storage import quantised_layers
 from .memory import MemoryTrace, kernels_of, trace
@@ -30,6 +31,7 @@ from .shortened import equal_blocks_once, has_equal_blocks, in_full
 from .stages import Shape, Stage, stages
 from .streaming.layers import layers_of
 from .streaming.layout import Policy, lay_down
+from .streaming.search import near_schedule
 from .streaming.simulator import simulate
 from .streaming.timing import Timing, timed
 from .twins import twin
@@ -174,7 +176,7 @@ class Costs:
         )
 
     def step(self, stage: Stage, settings: Settings, timing: Timing) -> Step:
-        """A denoising step with weights streamed as ``settings`` say.
+        """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.
 
         Args:
             timing: of the stage with these settings.
@@ -193,7 +195,7 @@ class Costs:
         with self._mode, contextlib.ExitStack() as stack:
             for component in group.values():
                 stack.enter_context(attached(component, resident, device=self._device))
-            layout = lay_down(layers_of(group), policy_of(settings, True, timing), {})
+            layout = lay_down(layers_of(group), policy_of(settings, True, timing), {}, search=near_schedule)
         streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
         seconds = simulate(timed(layout.blocks, timing), layout.schedule, timing.copies)
         return Step(seconds, layout.bytes, layout.bytes - layout.schedule.ring_bytes, streamed)
@@ -254,7 +256,7 @@ class Costs:
         if component not in self._fingerprints:
             self._fingerprints[component] = _fingerprint(self._anatomy.components[component])
         shape = None if what in ("text", "weights") else self._shape
-        facts = (self._fingerprints[component], what, shape, self._device.type, settings, _code())
+        facts = (self._fingerprints[component], what, shape, self._device.type, settings, code_digest())
         return folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
 
 
@@ -282,15 +284,6 @@ def relevant(stage: str, settings: Settings) -> Settings:
     return dataclasses.replace(settings, **foreign)
 
 
-def cache_folder() -> Path | None:
-    """Where traces are remembered: SD_LOWVRAM_CACHE, or the user's cache folder; None when the former is empty."""
-    named = os.environ.get("SD_LOWVRAM_CACHE")
-    if named is not None:
-        return Path(named) if named else None
-    base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "sd-lowvram" / "traces"
-
-
 def _unmark(component: nn.Module) -> None:
     """Weights of the twin that were streamed in a trace are on the device again for the next one."""
     for tensor in all_tensors(component):
@@ -308,20 +301,6 @@ def _fingerprint(component: nn.Module) -> str:
     config = getattr(component, "config", None)
     parts.append(repr(config))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-@functools.cache
-def _code() -> str:
-    """Changes when torch, the host's library or our own code does."""
-    import importlib.metadata
-
-    digest = hashlib.sha256(torch.__version__.encode())
-    for package in ("diffusers", "transformers", "peft"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            digest.update(importlib.metadata.version(package).encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _remembered(place: Path | None, kind: type[_Kind]) -> _Kind | None:

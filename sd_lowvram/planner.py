@@ -15,15 +15,17 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .candidates import Candidate, Pricing
+from .candidates import STREAMED, Pricing
+from .errors import BudgetError
 from .hooks.precision import precision_fidelity
 from .ladders import detours, ladder
 from .models.anatomy import Anatomy
-from .plans import DEFAULT_STEPS, Plan, Predicted, Request, StagePlan, check_size
-from .reasons import FASTEST, reasons, refusal, too_large, why_not
+from .plans import DEFAULT_STEPS, Candidate, Plan, Predicted, Request, StagePlan, check_size
+from .reasons import reasons, refusal, too_large, why_not
 from .settings import Fidelity, Settings
 from .sizes import MIB
 from .stages import Stage
+from .streaming.timing import Timing
 
 __all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "check_size", "fidelity_of", "make_plan"]
 
@@ -41,6 +43,8 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
     search = Search(anatomy, request, settings, approximate)
     best = search.confirmed()
     smallest = search.smallest()
+    if smallest is None:
+        raise search.too_large()
     if best is None:
         raise refusal(request, smallest, search.leanest())
     smallest = min(smallest, best, key=lambda run: run.peak_bytes)
@@ -63,10 +67,11 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
         stages=search.explained(best),
         minimum_peak_bytes=smallest.peak_bytes,
         minimum_vram_bytes=smallest.needed_bytes,
-        minimum_ram_bytes=smallest.host_bytes,
+        minimum_ram_bytes=smallest.least_host_bytes,
         fidelity=fidelity_of(anatomy, best.settings),
         reasons=reasons(request, best, following),
         next_faster=following,
+        timing=search.timing(best),
     )
 
 
@@ -97,7 +102,7 @@ class Search:
             channels_last=True if on_gpu and anatomy.denoiser else None,
         )
         self._known: dict[tuple[Settings, str, tuple[Any, ...]], Option] = {}
-        self._refuse_impossible_allocations()
+        self._traced: set[tuple[Settings, str, tuple[Any, ...]]] = set()
 
     def fastest(self, limit: int, weighed: bool = False) -> Candidate | None:
         """The fastest candidate within ``limit`` bytes, the driver's share counted; None: there is none.
@@ -108,7 +113,7 @@ class Search:
         found = []
         for base in self._placements():
             if self._weights_alone(base) + self.pricing.overhead <= limit:
-                chosen = [self._first(_Rungs(self, base, group), limit, weighed) for group in self._groups]
+                chosen = [self._first(rungs, limit, weighed) for rungs in self._rungs(base)]
                 found += [self._whole(base, chosen)]
         return min(filter(None, found), key=lambda run: run.seconds, default=None)
 
@@ -124,31 +129,32 @@ class Search:
 
     def next_faster(self, best: Candidate) -> Candidate | None:
         """Of the faster candidates that were weighed, the one that needs the least more than the budget."""
-        for needed in sorted({self._needed(option) for option in self._known.values()}):
+        weighed = itertools.chain(*(rungs.weighed() for base in self._placements() for rungs in self._rungs(base)))
+        for needed in sorted({self._needed(option) for option in weighed}):
             if needed > self.request.vram:
                 faster = self.fastest(needed, weighed=True)
                 if faster is not None and faster.seconds < best.seconds:
                     return faster
         return None
 
-    def smallest(self) -> Candidate:
-        """The candidate with the least peak, whatever its time and whatever the budgets."""
+    def smallest(self) -> Candidate | None:
+        """The candidate with the least peak, whatever its time and whatever the budgets.
+
+        None: ``largest_mib`` forbids all.
+        """
         found = []
         for base in self._placements():
             if base.offload in ("layer", self.fixed.offload):
-                rungs = [_Rungs(self, base, group) for group in self._groups]
-                found.append(self._whole(base, [self._least(each) for each in rungs]))
-        smallest = min(filter(None, found), key=lambda run: run.peak_bytes, default=None)
-        assert smallest is not None  # or its allocations would have been refused
-        return smallest
+                found.append(self._whole(base, [self._least(rungs) for rungs in self._rungs(base)]))
+        return min(filter(None, found), key=lambda run: run.peak_bytes, default=None)
 
     def leanest(self) -> Candidate | None:
         """Of the candidates that the device holds, the one with the least in host memory."""
         found = []
         for base in self._placements():
             held = [
-                [option for option in _Rungs(self, base, group).all() if self._held(option, self.request.vram)]
-                for group in self._groups
+                [option for option in rungs.all() if self._held(option, self.request.vram)]
+                for rungs in self._rungs(base)
             ]
             found.append(self._whole(base, [min(options, key=_host, default=None) for options in held]))
         return min(filter(None, found), key=lambda run: run.host_bytes, default=None)
@@ -157,7 +163,9 @@ class Search:
         """The fastest way to run stages that fits."""
         if weighed:
             return next((option for option in rungs.weighed() if self._fits(option, limit)), None)
-        start = bisect.bisect_left(range(rungs.height), True, key=lambda number: self._held(rungs[number], limit))
+        start = 0  # plenty is common: the ladder is halved only where its first rung does not fit
+        if not self._held(rungs[0], limit):
+            start = bisect.bisect_left(range(rungs.height), True, 1, key=lambda rung: self._held(rungs[rung], limit))
         return next((option for option in rungs.all(start) if self._fits(option, limit)), None)
 
     def _least(self, rungs: _Rungs) -> Option | None:
@@ -176,19 +184,30 @@ class Search:
         anatomy = self.pricing.anatomy
         away = {anatomy.autoencoder} if self.decoder_on_cpu else set()
         sizes = [self.pricing.costs.weights(name, base).bytes for name in anatomy.components if name not in away]
-        return {"none": sum(sizes), "component": max(sizes, default=0)}.get(base.offload or "none", 0)
+        rooms = {"none": sum(sizes), "component": max(sizes, default=0), "blocks": (base.weights_mib or 0) * MIB}
+        return rooms.get(base.offload or "none", 0)
+
+    def timing(self, best: Candidate) -> Timing | None:
+        """How long the modules of a step take, where weights are streamed under it."""
+        steps = [stage for stage in self.pricing.costs.stages if stage.repeats]
+        streamed = best.settings.offload in STREAMED
+        return self.pricing.timing(steps[0], best.settings) if streamed and steps else None
 
     def explained(self, best: Candidate) -> tuple[StagePlan, ...]:
         """The stages of ``best``, each with the reason why it is no faster."""
-        base = self.base.filled(offload=best.settings.offload, precision=best.settings.precision)
+        where = ("offload", "weights_mib", "precision")
+        base = self.base.filled(**{name: getattr(best.settings, name) for name in where})
         weighed = [stage for (placed, _, _), option in self._known.items() if placed == base for stage in option]
         told = []
         for stage in best.stages:
             faster = [one for one in weighed if _is_same(one, stage) and one.seconds < stage.seconds]
             nearest = min(faster, key=lambda one: one.peak_bytes, default=None)
-            why = why_not(nearest, self.request, self.pricing.overhead, self.largest) if nearest else FASTEST
+            why = why_not(nearest, self.request, self.pricing.overhead, self.largest) if nearest else ""
             told.append(dataclasses.replace(stage, why=why))
         return tuple(told)
+
+    def _rungs(self, base: Settings) -> list[_Rungs]:
+        return [_Rungs(self, base, group) for group in self._groups]
 
     @functools.cached_property
     def _groups(self) -> list[list[Stage]]:
@@ -199,20 +218,38 @@ class Search:
         return list(shared.values())
 
     def _placements(self) -> list[Settings]:
-        offloads = ("none", "component", "layer")
-        tried = [self.base.filled(offload=offload, precision=one) for offload in offloads for one in self.precisions]
-        return list(dict.fromkeys(tried))
+        pairs = itertools.product(self._offloads(), self.precisions)
+        tried = [self.base.filled(offload=offload, precision=precision) for offload, precision in pairs]
+        return list(dict.fromkeys(itertools.chain(*map(self._with_rooms, tried))))
+
+    def _offloads(self) -> tuple[str, ...]:
+        streams = self.pricing.anatomy.denoiser is not None
+        if self.fixed.weights_mib is not None and streams:
+            return ("blocks",)
+        return ("none", "component", "blocks", "halves", "layer") if streams else ("none", "component", "layer")
+
+    def _with_rooms(self, base: Settings) -> list[Settings]:
+        """``base`` with every room for streamed blocks that is tried; the same whatever the budget."""
+        denoiser = self.pricing.anatomy.denoiser
+        if base.offload != "blocks" or base.weights_mib is not None or denoiser is None:
+            return [base]
+        weights = self.pricing.costs.weights(denoiser, base)
+        rooms = {-(-weights.bytes * share // (_ROOMS[-1] * MIB)) for share in _ROOMS[:-1]}
+        least = -(-weights.room_bytes // MIB)
+        return [dataclasses.replace(base, weights_mib=room) for room in sorted({least, *rooms}) if room >= least]
 
     def option(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option:
         """What the stages of ``group`` take."""
         key = base, group[0].name, tuple(choice.items())
         if key not in self._known:
             self._known[key] = tuple(self.pricing.stage(base, stage, choice) for stage in group)
+            self._traced.add((_unplaced(base), *key[1:]))
         return self._known[key]
 
     def weighed(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option | None:
-        """The same if it was asked for before."""
-        return self._known.get((base, group[0].name, tuple(choice.items())))
+        """The same if it takes no trace that was not made before, be it with weights in another place."""
+        key = _unplaced(base), group[0].name, tuple(choice.items())
+        return self.option(base, group, choice) if key in self._traced else None
 
     def _fits(self, option: Option, limit: int) -> bool:
         return self._held(option, limit) and _host(option) <= self.request.ram and self._small(option)
@@ -226,17 +263,13 @@ class Search:
     def _small(self, option: Option) -> bool:
         return self.largest is None or _largest(option) <= self.largest
 
-    def _refuse_impossible_allocations(self) -> None:
-        """Raise BudgetError where some stage has an allocation above ``largest_mib`` whatever is chosen."""
-        if self.largest is None:
-            return
+    def too_large(self) -> BudgetError:
+        """That some stage makes an allocation above ``largest_mib`` whatever is chosen."""
         least = []
         for base in self._placements():
-            ways = [min(_Rungs(self, base, group).all(), key=_largest) for group in self._groups]
+            ways = [min(rungs.all(), key=_largest) for rungs in self._rungs(base)]
             least.append(max(itertools.chain(*ways), key=lambda stage: stage.largest_bytes))
-        worst = min(least, key=lambda stage: stage.largest_bytes)
-        if worst.largest_bytes > self.largest:
-            raise too_large(self.largest, worst)
+        return too_large(self.largest or 0, min(least, key=lambda stage: stage.largest_bytes))
 
 
 class _Rungs:
@@ -271,7 +304,14 @@ class _Rungs:
         return (option for option in found if option is not None)
 
 
+_ROOMS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
+"""Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""
+
 _GROUPS = {"encode": "vae", "decode": "vae"}
+
+
+def _unplaced(base: Settings) -> Settings:
+    return dataclasses.replace(base, offload=None, weights_mib=None)
 
 
 def _host(option: Option) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from .errors import BadInputError
 from .rates import Rates
 from .settings import Fidelity, Settings
 from .stages import Shape
+from .streaming.timing import Timing
 
 DEFAULT_STEPS = 30
 
@@ -66,7 +67,8 @@ class StagePlan:
 
     ``held_bytes`` are those of both accounts at one moment: what the allocator sees where the device is the CPU;
     ``why`` says why it is not faster; ``parked_bytes`` of ``host_bytes`` are maps, the others weights, which take as
-    much of the budget as is useful to them: ``least_host_bytes`` would do.
+    much of the budget as is useful to them: ``least_host_bytes`` would do. ``slowdown`` is how many times as long a
+    step takes with its weights streamed.
     """
 
     name: str
@@ -82,6 +84,7 @@ class StagePlan:
     why: str = ""
     parked_bytes: int = 0
     least_host_bytes: int = 0
+    slowdown: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class Plan:
         fidelity: the farthest from the baseline that any chosen setting goes.
         reasons: sentences for people.
         next_faster: of the faster candidates the one that needs the least more than the budget; None: none is faster.
+        timing: how long the modules of a step take, where weights are streamed under it: ``attach`` is told.
     """
 
     settings: Settings
@@ -149,10 +153,11 @@ class Plan:
     fidelity: Fidelity
     reasons: tuple[str, ...]
     next_faster: Candidate | None = None
+    timing: Timing | None = field(default=None, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "timing"}
         request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
         return plain | {
             "settings": self.settings.as_dict(),

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+from .durations import LONG, format_time
 from .errors import BudgetError
 from .plans import Candidate, Request, StagePlan
 from .sizes import format_size
-
-_LONG = 600
-"""Seconds from which on a plan says clearly that it is slow."""
-
-
-FASTEST = "nothing faster was found"
 
 
 def refusal(request: Request, smallest: Candidate, leanest: Candidate | None) -> BudgetError:
@@ -74,13 +69,19 @@ def reasons(request: Request, best: Candidate, following: Candidate | None) -> t
     told = [f"peak {format_size(best.needed_bytes)} of {format_size(request.vram)}, reached in {worst.name}"]
     if chosen.offload == "component":
         told.append("one component's weights on the device at a time")
+    streamed = next((stage for stage in best.stages if stage.slowdown != 1.0), None)
+    if chosen.offload in ("blocks", "halves") and streamed is not None:
+        told.append(
+            f"{format_size(streamed.weights_bytes)} of weights on the device at a time, the rest streamed under the "
+            f"compute: a step takes {streamed.slowdown:.2f} times as long"
+        )
     if chosen.offload == "layer":
         told.append("one layer's weights on the device at a time: much slower, and the least memory")
     if chosen.vae_tiles == "exact":
         told.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
     if chosen.decoder_device == "cpu":
         told.append("decoding on the CPU: the device cannot hold the decoder")
-    if best.seconds >= _LONG:
+    if best.seconds >= LONG:
         longest = max(best.stages, key=lambda stage: stage.seconds)
         share = round(100 * longest.seconds / best.seconds)
         told.append(f"slow: {format_time(best.seconds)} on {request.rates.title}, {share} % of it in {longest.name}")
@@ -90,15 +91,3 @@ def reasons(request: Request, best: Candidate, following: Candidate | None) -> t
             f"instead of {format_time(best.seconds)}"
         )
     return tuple(told)
-
-
-def format_time(seconds: float) -> str:
-    """``seconds`` for a person to read: "0.4 s", "12 s", "3 min 20 s", "1 h 5 min"."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 and whole < 600 else "")
-    return f"{whole // 3600} h" + (f" {whole % 3600 // 60} min" if whole % 3600 >= 60 else "")

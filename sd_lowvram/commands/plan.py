@@ -11,7 +11,7 @@ import typer
 from ..settings import Settings
 from .guard import guarded
 from .knobs import with_knobs
-from .show import decided
+from .plan_cache import remembered
 
 
 @with_knobs
@@ -34,6 +34,9 @@ def plan(
         str | None, typer.Option(help="Budget in host memory; left out: what is free.", metavar="SIZE")
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for another card, such as rtx2070 or gtx1650.")] = None,
+    max_size: Annotated[
+        bool, typer.Option("--max-size", help="Tell the largest square and 16:9 pictures that fit.")
+    ] = False,
     approximate: Annotated[bool, typer.Option("--approximate", help="Allow settings that change the picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -43,70 +46,75 @@ def plan(
     with guarded(debug):
         from rich.console import Console
 
-        asked = {"width": width, "height": height, "batch": batch, "steps": steps, "guidance": guidance}
-        with Console(stderr=True, quiet=as_json).status("planning"):
-            made, plenty = _plans(model, asked, vram, ram, gpu, Settings(**settings or {}), approximate)
+        from .plan_table import show, show_sizes
+
+        sides = {"width": width, "height": height}
+        asked = {**sides, "batch": batch, "steps": steps, "guidance": guidance, "max_size": max_size}
+        asked |= {"model": model, "vram": vram, "ram": ram, "gpu": gpu, "approximate": approximate}
+        chosen = Settings(**settings or {})
+        answer = remembered({**asked, "settings": chosen.as_dict()}, lambda: _made(asked, chosen, not as_json))
         if as_json:
-            print(json.dumps(made.as_dict(), indent=2))
+            print(json.dumps(answer, indent=2))
+        elif max_size:
+            show_sizes(Console(), answer)
         else:
-            _show(Console(), made, plenty)
+            show(Console(), answer)
 
 
-def _plans(
-    model: str | None,
-    asked: dict[str, Any],
-    vram: str | None,
-    ram: str | None,
-    gpu: str | None,
-    settings: Settings,
-    approximate: bool,
-) -> tuple[Any, Any]:
-    """The plan that was asked for, and the one with all the memory that it could want."""
+def _made(asked: dict[str, Any], settings: Settings, shown: bool) -> dict[str, Any]:
+    """The plan, or one for each ratio, as plain values; takes seconds."""
+    from rich.console import Console
+
+    from .show import Bars
+
+    console = Console(stderr=True, quiet=not shown)
+    if asked["max_size"]:
+        with Bars(console, shown).running():
+            return _largest(asked, settings)
+    with console.status("planning"):
+        return _plan(asked, settings)
+
+
+def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    from ..planner import make_plan
+
+    anatomy, request = _request(asked)
+    return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | {"rates": request.rates.source}
+
+
+def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    from ..errors import BudgetError
+    from ..max_size import RATIOS, largest_plans
+    from ..planner import make_plan
+
+    anatomy, request = _request(asked)
+    found = largest_plans(anatomy, request, settings, asked["approximate"])
+    if not any(found.values()):
+        smallest = dataclasses.replace(request, width=64, height=64)
+        make_plan(anatomy, smallest, settings, asked["approximate"])
+        raise BudgetError(f"none of the ratios {', '.join(RATIOS)} fits")
+    return {name: one.as_dict() | {"rates": request.rates.source} if one else None for name, one in found.items()}
+
+
+def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
+    """What is planned, and the request."""
     import torch
 
     from ..blueprint import blueprint
     from ..device import available_ram, default_device, free_vram
-    from ..planner import Request, check_size, make_plan
+    from ..planner import Request, check_size
     from ..rates import profile, rates_of
     from ..sizes import parse_size
     from ..stages import native_size, scale_factor
 
+    gpu, vram, ram = asked["gpu"], asked["vram"], asked["ram"]
     device = torch.device("cuda") if gpu else default_device()
     rates = profile(gpu) if gpu else rates_of(device)
-    anatomy = blueprint(model, torch.float32 if device.type == "cpu" else torch.float16)
+    anatomy = blueprint(asked["model"], torch.float32 if device.type == "cpu" else torch.float16)
     native = native_size(anatomy)
     sides = {side: native if asked[side] is None else asked[side] for side in ("width", "height")}
     check_size(**sides, batch=asked["batch"], factor=scale_factor(anatomy))
     budget = parse_size(vram, "vram") if vram is not None else rates.vram_bytes if gpu else free_vram(device)
     host = parse_size(ram, "ram") if ram is not None else available_ram()
-    request = Request(**{**asked, **sides}, vram=budget, ram=host, device=device, rates=rates)
-    made = make_plan(anatomy, request, settings, approximate)
-    return made, make_plan(anatomy, dataclasses.replace(request, vram=1 << 50), settings, approximate)
-
-
-def _show(console: Any, made: Any, plenty: Any) -> None:
-    from rich.table import Table
-
-    from ..sizes import format_size
-
-    request, predicted = made.request, made.predicted
-    title = f"{request.width}x{request.height}, batch {request.batch}, {request.steps} steps on {request.rates.title}"
-    table = Table("stage", "peak", "weights", "activations", "in host memory", "time", "how", title=title)
-    for stage in made.stages:
-        sizes = (stage.peak_bytes, stage.weights_bytes, stage.activation_bytes, stage.host_bytes)
-        how = ", ".join(f"{name} {value}" for name, value in stage.choice.items() if value not in (False, "off"))
-        table.add_row(stage.name, *map(format_size, sizes), f"{stage.seconds:.2f} s", how or "plain")
-    console.print(table)
-    console.print("settings: " + ", ".join(f"{name} {value}" for name, value in decided(made)), highlight=False)
-    overhead = f" + {format_size(predicted.overhead_bytes)} for the driver" if predicted.overhead_bytes else ""
-    peak = f"peak {format_size(predicted.peak_bytes)}{overhead} of {format_size(request.vram)}"
-    console.print(f"{peak}, {predicted.seconds:.1f} s, {made.fidelity}", highlight=False)
-    console.print(
-        f"the smallest budget that works is {format_size(made.minimum_vram_bytes)}, with "
-        f"{format_size(made.minimum_ram_bytes)} in host memory",
-        highlight=False,
-    )
-    if plenty.predicted.seconds < 0.99 * predicted.seconds:
-        needed = plenty.predicted.peak_bytes + plenty.predicted.overhead_bytes
-        console.print(f"with {format_size(needed)} it would take {plenty.predicted.seconds:.1f} s", highlight=False)
-    console.print(f"rates: {request.rates.source}", style="dim", highlight=False)
+    rest = {name: asked[name] for name in ("batch", "steps", "guidance")}
+    return anatomy, Request(**sides, **rest, vram=budget, ram=host, device=device, rates=rates)

@@ -1,0 +1,66 @@
+"""Plans that were made before are told at once: neither torch nor a model's library is imported for them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..cache import cache_folder, code_digest
+from ..sizes import GIB
+
+_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
+"""What a Linux machine has where it has a GPU; another one later means another plan."""
+
+
+def remembered(asked: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``make`` gives, or gave when the same was asked for on the same machine.
+
+    Nothing is remembered where the budget is what is free now.
+    """
+    place = _place(asked)
+    if place is None:
+        return make()
+    with contextlib.suppress(OSError, ValueError):
+        known: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+        return known
+    made = make()
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
+            json.dump(made, file)
+        os.replace(file.name, place)
+    return made
+
+
+def _place(asked: dict[str, Any]) -> Path | None:
+    from ..device import available_ram
+
+    folder = cache_folder()
+    if folder is None or (asked["vram"] is None and asked["gpu"] is None):
+        return None
+    free = available_ram() // GIB if asked["ram"] is None else None
+    facts = (asked, free, _model(asked["model"]), _machine(folder.parent), code_digest())
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return folder.parent / "plans" / f"{name}.json"
+
+
+def _model(model: str | None) -> list[Any]:
+    """What changes when the files of a model do."""
+    path = Path(model) if model is not None else None
+    if path is None or not path.exists():
+        return []
+    files = sorted(path.glob("*/config.json")) if path.is_dir() else [path]
+    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _machine(folder: Path) -> list[Any]:
+    """What changes when the machine does, or what was measured on it."""
+    threads = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")]
+    measured = [(file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("*-*.json"))]
+    return [[path for path in _GPUS if os.path.exists(path)], threads, os.cpu_count(), measured]
