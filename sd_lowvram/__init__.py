@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors
-    from .api import decode, encode, optimize, plan
+    from .api import decode, encode, max_size, optimize, plan
     from .memory import MemoryTrace, trace
     from .planner import Plan
     from .recording import measured
@@ -40,6 +40,7 @@ __all__ = [
 
 _HOMES = {
     "plan": ".api",
+    "max_size": ".api",
     "decode": ".api",
     "encode": ".api",
     "optimize": ".api",

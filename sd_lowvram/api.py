@@ -13,6 +13,7 @@ from .device import available_ram, default_device, free_vram
 from .errors import BadInputError
 from .guard import guard
 from .hooks.precision import force_upcast
+from .largest_size import largest_plans
 from .models.anatomy import Anatomy
 from .planner import Plan, Request, check_size, make_plan
 from .rates import rates_of
@@ -82,7 +83,7 @@ def optimize(
     )  # fmt: skip
     restore(target)
     with host_budget(chosen.request.ram - max(stage.parked_bytes for stage in chosen.stages)):
-        attachment = attach(target, chosen.settings, chosen.request.device)
+        attachment = attach(target, chosen.settings, chosen.request.device, chosen.timing)
     attachment.plan = chosen
 
     def replan(width: int, height: int, batch: int) -> None:
@@ -93,6 +94,24 @@ def optimize(
 
     attachment.add(guard(attachment.anatomy, chosen.request, replan))
     return chosen
+
+
+def max_size(
+    target: Any,
+    *,
+    vram: Size | None = None,
+    ram: Size | None = None,
+    batch: int = 1,
+    device: torch.device | str | None = None,
+    settings: Settings | None = None,
+    approximate: bool = False,
+) -> dict[str, Plan | None]:
+    """The plans of the largest "square" and "16:9" pictures that fit, None where none does. Arguments as for
+    :func:`optimize`; takes up to a minute the first time."""
+    anatomy = anatomy_of(target)
+    request = _request(anatomy, vram, ram, None, None, batch, device)
+    request = dataclasses.replace(request, encodes=_starts_from_a_picture(target))
+    return largest_plans(anatomy, request, settings or Settings(), approximate)
 
 
 def decode(

@@ -84,7 +84,7 @@ def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     from ..errors import BudgetError
-    from ..max_size import RATIOS, largest_plans
+    from ..largest_size import RATIOS, largest_plans
     from ..planner import make_plan
 
     anatomy, request = _request(asked)
