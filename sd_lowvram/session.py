@@ -88,7 +88,7 @@ def anatomy_of(target: Any) -> Anatomy:
     if anatomy is None:
         raise BadInputError(
             f"{type(target).__name__} is no model that sd-lowvram knows: give a diffusers pipeline of SD1.x, "
-            "SD2.x or SDXL, or its unet, vae or text_encoder"
+            "SD2.x or SDXL, or its unet, vae or text_encoder, or a model of CompVis, ComfyUI or Forge"
         )
     return anatomy
 
@@ -154,7 +154,7 @@ def attached(target: Any, settings: Settings, *, device: torch.device | str | No
     """Within the block ``target`` runs with the hooks that ``settings`` ask for, and none of those left undecided.
 
     Args:
-        target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or one of its components.
+        target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or a model of CompVis, ComfyUI or Forge; or a component.
         settings: what is None in them stays as the model has it.
         device: where to compute; None: a GPU when there is one, else the CPU.
 
