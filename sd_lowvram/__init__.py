@@ -31,6 +31,7 @@ __all__ = [
     "decode",
     "encode",
     "errors",
+    "max_size",
     "measured",
     "optimize",
     "plan",

@@ -13,10 +13,12 @@ import torch
 import sd_lowvram
 from sd_lowvram import Fidelity, Settings
 from sd_lowvram.architectures import build_components
+from sd_lowvram.candidates import Pricing
 from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.planner import Request, make_plan
+from sd_lowvram.planner import make_plan
+from sd_lowvram.plans import Candidate, Request
 from sd_lowvram.rates import PROFILES, profile
 from sd_lowvram.sizes import GIB, MIB
 from sd_lowvram.weights import weight_bytes
@@ -72,6 +74,54 @@ def test_the_impossible_is_refused(anatomy: Any, least: int) -> None:
     with pytest.raises(BudgetError, match="host memory") as refusal:
         make_plan(anatomy, request(least, ram=MIB), Settings())
     assert refusal.value.stage == "host"
+
+
+def test_what_the_next_larger_budget_buys(anatomy: Any, least: int) -> None:
+    plan = make_plan(anatomy, request(least), Settings())
+    faster = plan.next_faster
+    assert faster is not None and faster.needed_bytes > least and faster.seconds < plan.predicted.seconds
+    assert make_plan(anatomy, request(faster.needed_bytes), Settings()).predicted.seconds <= faster.seconds
+    told = plan.as_dict()["next_faster"]
+    assert told["saved_seconds"] == pytest.approx(plan.predicted.seconds - faster.seconds)
+    assert any("instead of" in reason for reason in plan.reasons)
+    assert any("needs" in stage.why for stage in plan.stages)
+    plenty = make_plan(anatomy, request(GIB), Settings())
+    assert plenty.next_faster is None and not any(stage.why for stage in plenty.stages)
+
+
+def test_the_largest_allocation_is_bounded(anatomy: Any) -> None:
+    free = make_plan(anatomy, request(GIB, 256), Settings())
+    limit = free.predicted.largest_bytes // MIB - 1
+    bound = make_plan(anatomy, request(GIB, 256), Settings(largest_mib=limit))
+    assert bound.predicted.largest_bytes <= limit * MIB < free.predicted.largest_bytes
+    assert bound.predicted.seconds > free.predicted.seconds
+    assert any("single allocation" in stage.why for stage in bound.stages)
+    with pytest.raises(BudgetError, match="single allocation of at least") as refusal:
+        make_plan(anatomy, request(GIB, 768), Settings(largest_mib=1))
+    enough = -(-refusal.value.needed_bytes // MIB)
+    assert refusal.value.stage in ("denoise", "decode") and enough > 1
+    assert make_plan(anatomy, request(GIB, 768), Settings(largest_mib=enough)).fits
+
+
+def test_composed_figures_are_those_of_whole_traces(anatomy: Any) -> None:
+    """The search adds streamed weights to activations; the whole trace with the engine attached sees the same."""
+    for offload in ("layer", "component"):
+        fixed = Settings(offload=offload, feed_forward_chunks=4, park_skips=True)
+        pricing = Pricing(anatomy, request(GIB))
+        for stage in pricing.costs.stages:
+            settings = fixed.filled(vae_tiles="exact", vae_map="parked", inference_mode=True)
+            planned = pricing.stage(settings, stage, {})
+            confirmed = pricing.confirmed(Candidate(settings, (planned,), 0)).stages[0]
+            assert planned.peak_bytes <= confirmed.peak_bytes <= planned.peak_bytes * 1.001
+            traced = pricing.costs(stage, pricing.as_traced(stage, settings), whole=True)
+            assert traced.peak_bytes <= confirmed.peak_bytes
+
+
+def test_a_long_run_is_called_slow(anatomy: Any) -> None:
+    slow = dataclasses.replace(RATES, half_flops=1e9, float_flops=1e9)
+    plan = make_plan(anatomy, dataclasses.replace(request(GIB), rates=slow), Settings())
+    assert plan.predicted.seconds > 600
+    assert any(reason.startswith("slow: ") for reason in plan.reasons)
 
 
 def test_fixed_knobs_stay(anatomy: Any) -> None:

@@ -1,0 +1,50 @@
+"""The largest size that fits: found with few trials, and the next larger one does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from test_planner import request
+
+from sd_lowvram import Settings
+from sd_lowvram.architectures import build_components
+from sd_lowvram.errors import BudgetError
+from sd_lowvram.largest_size import RATIOS, largest, largest_plans
+from sd_lowvram.models import anatomy_of_components
+from sd_lowvram.planner import make_plan
+from sd_lowvram.sizes import MIB
+
+
+@given(st.integers(0, 400), st.integers(1, 50), st.integers(0, 20000), st.integers(1, 60), st.integers(1, 60))
+def test_the_largest_number(fixed: int, slope: int, limit: int, guess: int, most: int) -> None:
+    tried = []
+
+    def needed(number: int) -> float:
+        tried.append(number)
+        return fixed + slope * number * number + 7 * (number // 5)
+
+    found = largest(needed, limit, guess, most)
+    assert found == max((number for number in range(1, most + 1) if needed(number) <= limit), default=0)
+    assert len(tried) - most <= 8
+
+
+def test_where_nothing_tells_how_much() -> None:
+    assert largest(lambda number: 0 if number < 23 else float("inf"), 1, 5, 256) == 22
+
+
+def test_the_next_larger_size_does_not_fit() -> None:
+    anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), device="meta", only=("unet",)))
+    asked = request(10 * MIB)
+    plans: Any = largest_plans(anatomy, asked, Settings())
+    assert set(plans) == set(RATIOS)
+    for name, plan in plans.items():
+        width, height = (8 * side for side in RATIOS[name])
+        assert plan.request.width * height == plan.request.height * width
+        larger = dataclasses.replace(asked, width=plan.request.width + width, height=plan.request.height + height)
+        with pytest.raises(BudgetError):
+            make_plan(anatomy, larger, Settings())
