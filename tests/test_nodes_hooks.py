@@ -44,8 +44,9 @@ def model(parts) -> Patcher:
     return Patcher(Model(parts["unet"]))
 
 
-def optimize(pack: Any, model: Patcher, budget: str = "", **knobs: Any) -> tuple[Patcher, Any]:
-    return pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(model, budget, 64, 64, 1, **knobs)
+def optimize(pack: Any, model: Patcher, budget: str = "") -> tuple[Patcher, Any]:
+    """One set of knobs for all tests: their traces are made once and remembered."""
+    return pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(model, budget, 64, 64, 1, **CHUNKED)
 
 
 def traces_of_us(module: torch.nn.Module) -> list[str]:
@@ -60,7 +61,7 @@ def traces_of_us(module: torch.nn.Module) -> list[str]:
 
 def test_the_same_picture_and_nothing_left(pack, model) -> None:
     plain = Guider(model, TEXT).sample(NOISE)
-    mine, record = optimize(pack, model, **CHUNKED)
+    mine, record = optimize(pack, model)
     during: list[int] = []
     original = model.model.apply
 
@@ -84,7 +85,7 @@ def _unet(model: Patcher) -> torch.nn.Module:
 
 @pytest.mark.parametrize("error", [RuntimeError("of the model"), Interrupted()], ids=["error", "cancel"])
 def test_errors_and_cancel_leave_nothing(pack, model, error) -> None:
-    mine, _ = optimize(pack, model, **CHUNKED)
+    mine, _ = optimize(pack, model)
 
     def fail(*args: Any) -> None:
         assert traces_of_us(_unet(model))
@@ -231,7 +232,7 @@ def test_decode_and_encode_nodes(pack, vae) -> None:
 
 def test_plan_and_report(pack, model, vae) -> None:
     nodes = pack.NODE_CLASS_MAPPINGS
-    shown = nodes["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1)
+    shown = nodes["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1, **CHUNKED)
     record, text, plot = shown["result"]
     assert shown["ui"]["text"] == [text] and {"denoise", "decode"} == record.plans.keys()
     assert plot.dim() == 4 and plot.shape[-1] == 3 and 0 <= plot.min() < plot.max() <= 1
