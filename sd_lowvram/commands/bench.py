@@ -29,12 +29,53 @@ def vae(as_json: Json = False, debug: Debug = False) -> None:
 
 
 @bench.command()
+def end_to_end(
+    model: Annotated[
+        list[str] | None, typer.Option("--model", "-m", help="demo or sd15; may be repeated.", metavar="NAME")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the tables.")] = Path("benchmarks"),
+    budgets: Annotated[int, typer.Option(help="How many, from the least to everything resident.")] = 6,
+    debug: Debug = False,
+) -> None:
+    """Plans against whole runs on the CPU: peak, time, and the next faster candidate (the demo model in minutes)."""
+    with guarded(debug):
+        from rich.console import Console
+
+        from ..bench.end_to_end import run
+        from .show import Bars
+
+        with Bars(Console(stderr=True), shown=True).running():
+            print(f"written: {run(tuple(model or ('demo', 'sd15')), out, budgets)}")
+
+
+@bench.command()
 def attention(as_json: Json = False, debug: Debug = False) -> None:
     """Every attention backend: error against float64, peak, time."""
     with guarded(debug):
         from ..bench.attention import run
 
         run(json=as_json)
+
+
+@bench.command()
+def plans(
+    model: Annotated[
+        list[str] | None, typer.Option("--model", "-m", help="sd15, sd21 or sdxl; may be repeated.", metavar="NAME")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """The least memory that lossless settings need, size by size, and what planning takes."""
+    with guarded(debug):
+        from rich.console import Console
+
+        from ..bench.plans import printed, run
+        from .show import Bars
+
+        with Bars(Console(stderr=True), shown=not as_json).running():
+            rows = run(out, only=tuple(model or ()))
+        print(printed(rows, as_json))
 
 
 @bench.command()
