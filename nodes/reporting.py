@@ -86,7 +86,8 @@ def told(record: Record) -> str:
     """The record as lines for people."""
     request = _joined(record).request
     lines = [
-        f"{request.width}x{request.height}, batch {request.batch}, budget {format_size(request.vram)}",
+        f"{request.width}x{request.height}, batch {request.batch}, budget {format_size(request.vram)}, "
+        f"seconds for {request.steps} steps",
         f"{'stage':<9}{'planned':>10}{'weights':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
     ]
     for name, plan in record.plans.items():
