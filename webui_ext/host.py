@@ -15,6 +15,7 @@ from modules import devices, shared
 from torch import Tensor, nn
 
 from sd_lowvram.device import available_ram, free_vram
+from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.sizes import parse_size
 from sd_lowvram.weights import all_tensors
@@ -37,7 +38,14 @@ def is_loaded(model: Any) -> bool:
 
 def moves_weights(model: Any) -> bool:
     """Whether the host moves weights itself: Forge and reForge always, AUTOMATIC1111 with --medvram and --lowvram."""
+    if hasattr(model, "moves"):
+        return bool(model.moves)
     return kind(model) != "a1111" or bool(getattr(model, "lowvram", False))
+
+
+def anatomy(model: Any) -> Anatomy:
+    """The anatomy of a model, or of a blueprint that brings its own."""
+    return model.anatomy if hasattr(model, "moves") else anatomy_of(model)
 
 
 def device() -> torch.device:
@@ -48,6 +56,8 @@ def device() -> torch.device:
 def budget(text: str, model: Any, where: torch.device) -> tuple[int, int]:
     """Bytes for the run as the user states them, or what is free now with the model's own weights counted as free; and
     how many of them the host's other modules hold on the device, the text encoders above all."""
+    if hasattr(model, "other_bytes"):
+        return parse_size(text, "vram") if text else free_vram(where), model.other_bytes
     ours = _bytes_on(where, all_tensors(*anatomy_of(model).components.values()))
     shell = all_tensors(model) if isinstance(model, nn.Module) and not moves_weights(model) else []
     others = max(0, _bytes_on(where, shell) - ours)

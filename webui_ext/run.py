@@ -15,11 +15,12 @@ from sd_lowvram.errors import BudgetError
 from sd_lowvram.guard import guard
 from sd_lowvram.planner import Plan, Request, check_size, make_plan
 from sd_lowvram.rates import rates_of
-from sd_lowvram.session import Attachment, anatomy_of, attach, detach
+from sd_lowvram.session import Attachment, attach, detach
 from sd_lowvram.settings import Settings
 from sd_lowvram.sizes import format_size
 
 from . import host
+from .appetite import lowered
 from .arguments import settings_of
 
 
@@ -34,6 +35,11 @@ class Picture:
     steps: int
     guidance: bool = True
     encodes: bool = False
+
+    @property
+    def pixels(self) -> int:
+        """Of all pictures at a time."""
+        return self.width * self.height * self.batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +56,9 @@ _running: list[_Running] = []
 
 def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
     """The fastest settings that fit, attaching nothing. Budget and peak count what the host's other modules hold.
+
+    Args:
+        model: the host's model, or a blueprint of one.
 
     Raises:
         BudgetError: nothing fits. BadInputError: knobs or sizes that cannot be used.
@@ -71,7 +80,7 @@ def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
     )
     try:
         with host.precision_of_attention():
-            plan = make_plan(anatomy_of(model), request, _planned(model, settings_of(chosen)))
+            plan = make_plan(host.anatomy(model), request, _planned(model, settings_of(chosen)))
     except BudgetError as error:
         raise _with_others(error, vram, others) from None
     peak = dataclasses.replace(plan.predicted, peak_bytes=plan.predicted.peak_bytes + others)
@@ -108,6 +117,7 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
         attachment = attach(model, _attachable(model, plan.settings), plan.request.device)
         stack.callback(detach, model, attachment)
         attachment.plan = plan
+        attachment.add(lowered(model, plan))
         attachment.add(guard(attachment.anatomy, plan.request, functools.partial(_again, model, chosen, picture)))
         _running.append(_Running(model, chosen, picture, attachment, stack.pop_all()))
     return plan, attachment
@@ -126,10 +136,14 @@ def _attachable(model: Any, settings: Settings) -> Settings:
     return settings
 
 
-def follow(model: Any) -> None:
-    """Go over to ``model`` when the host has loaded another one in the midst of a generation."""
-    if _running and _running[-1].model is not model:
-        start(model, _running[-1].chosen, _running[-1].picture)
+def follow(model: Any, width: int, height: int, batch: int) -> None:
+    """Plan anew where the host has loaded another model in the midst of a generation, or comes to a larger picture."""
+    if not _running:
+        return
+    running = _running[-1]
+    picture = dataclasses.replace(running.picture, width=width, height=height, batch=batch)
+    if running.model is not model or picture.pixels > running.picture.pixels:
+        start(model, running.chosen, picture)
 
 
 def stop() -> None:

@@ -77,7 +77,14 @@ class LowVRAMScript(scripts.Script):
             )
 
     def process_before_every_sampling(self, p: Any, *values: Any, **kwargs: Any) -> None:
-        run.follow(shared.sd_model)  # a hires checkpoint may be another model
+        latents = kwargs.get("x")
+        if latents is None:
+            return
+        try:  # the second pass of a hires fix, perhaps of another checkpoint
+            run.follow(shared.sd_model, 8 * latents.shape[3], 8 * latents.shape[2], len(latents))
+        except LowVRAMError as error:
+            for way in ("sample", "sample_img2img"):
+                _refuse(p.sampler, str(error), way)
 
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
         run.stop()
@@ -113,10 +120,10 @@ def _begin(p: Any, chosen: Mapping[str, Any], encodes: bool) -> None:
         p.comment(f"{NAME}: this WebUI moves the weights itself; the settings for weights have no effect")
 
 
-def _refuse(p: Any, reason: str, at: str = "init") -> None:
-    """Let the generation fail where the host calls ``at`` next: what a callback raises, the host only logs."""
+def _refuse(owner: Any, reason: str, at: str = "init") -> None:
+    """Let the generation fail where the host calls ``owner.at`` next: what a callback raises, it only logs."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise Refused(reason)
 
-    setattr(p, at, fail)
+    setattr(owner, at, fail)
