@@ -7,11 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from .autoencoder import optimized_vae
-from .inputs import BUDGET, knob_inputs, settings_of
+from .inputs import BUDGET, PLAN, knob_inputs, settings_of
 from .optimising import CATEGORY
 from .wish import Record, Wish
-
-_PLAN = "LOWVRAM_PLAN", {"tooltip": "of Optimize Model: its Report then tells of the VAE too"}
 
 
 class LowVRAMVAEDecode:
@@ -26,7 +24,7 @@ class LowVRAMVAEDecode:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {"samples": ("LATENT",), "vae": ("VAE",), "budget": BUDGET},
-            "optional": {**knob_inputs("decode"), "plan": _PLAN},
+            "optional": {**knob_inputs("decode"), "plan": PLAN},
         }
 
     def decode(
@@ -47,7 +45,7 @@ class LowVRAMVAEEncode:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {"pixels": ("IMAGE",), "vae": ("VAE",), "budget": BUDGET},
-            "optional": {**knob_inputs("encode"), "plan": _PLAN},
+            "optional": {**knob_inputs("encode"), "plan": PLAN},
         }
 
     def encode(

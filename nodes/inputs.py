@@ -24,6 +24,7 @@ BUDGET = (
         "tooltip": 'device memory that may be used, such as "4GB" or "3.5 GiB"; empty: what is free',
     },
 )
+PLAN = ("LOWVRAM_PLAN", {"tooltip": "of Optimize Model: its Report then tells of the VAE too"})
 BATCH = ("INT", {"default": 1, "min": 1, "max": 4096, "tooltip": "pictures at a time; guidance doubles them inside"})
 
 

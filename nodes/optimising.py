@@ -6,7 +6,7 @@ from typing import Any
 
 from .autoencoder import optimized_vae
 from .denoiser import optimized_model
-from .inputs import BATCH, BUDGET, knob_inputs, settings_of, side
+from .inputs import BATCH, BUDGET, PLAN, knob_inputs, settings_of, side
 from .wish import Record, Wish
 
 CATEGORY = "low-vram"
@@ -57,10 +57,9 @@ class LowVRAMOptimizeVAE:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        plan = "LOWVRAM_PLAN", {"tooltip": "of Optimize Model: its Report then tells of the VAE too"}
         return {
             "required": {"vae": ("VAE",), "budget": BUDGET},
-            "optional": {**knob_inputs("decode", "encode"), "plan": plan},
+            "optional": {**knob_inputs("decode", "encode"), "plan": PLAN},
         }
 
     def optimize(self, vae: Any, budget: str, plan: Record | None = None, **knobs: Any) -> tuple[Any]:
