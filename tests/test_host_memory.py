@@ -1,0 +1,29 @@
+"""What a streamed run of a full-size UNet holds in host memory, as the system counts it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import host_memory
+import pytest
+
+ALLOWED = 300_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells anonymous memory from mapped files")
+def test_a_streamed_run_of_a_mapped_file(tmp_path: Path) -> None:
+    """On a CPU the device's bytes are anonymous memory too: the engine's own are taken off."""
+    file = tmp_path / "unet.safetensors"
+    try:
+        host_memory.write(file)
+        found = host_memory.measured(file)
+    finally:
+        file.unlink(missing_ok=True)  # 1.6 GiB that pytest would keep
+    assert found["same"] == [True, True] and found["finite"]
+    runs, weights = found["runs"], found["weights"]
+    assert found["minimum_ram"] < 100_000_000
+    assert runs["minimum"]["above"] - runs["minimum"]["device"] <= ALLOWED
+    assert weights < runs["ample"]["above"] - runs["ample"]["device"] <= weights + ALLOWED
+    assert runs["minimum"]["planned_host"] == found["minimum_ram"]
+    assert runs["ample"]["planned_host"] >= weights
