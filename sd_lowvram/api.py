@@ -132,6 +132,7 @@ def decode(
     """
     if latents.dim() != 4:
         raise BadInputError(f"latents of shape {tuple(latents.shape)} are not (N, C, h, w)")
+    vae = _autoencoder(vae)
     factor = scale_factor(anatomy_of(vae))
     height, width = latents.shape[-2] * factor, latents.shape[-1] * factor
     settings = _decoder_settings(vae, vram, ram, width, height, len(latents), device or latents.device, settings)
@@ -155,6 +156,7 @@ def encode(
     """
     if pixels.dim() != 4:
         raise BadInputError(f"pixels of shape {tuple(pixels.shape)} are not (N, C, H, W)")
+    vae = _autoencoder(vae)
     height, width = pixels.shape[-2:]
     settings = _decoder_settings(vae, vram, ram, width, height, len(pixels), device or pixels.device, settings)
     with attached(vae, settings, device=device or pixels.device), torch.no_grad():
@@ -163,7 +165,17 @@ def encode(
 
 def _starts_from_a_picture(target: Any) -> bool:
     """Whether a pipeline encodes a picture before it denoises: img2img and inpainting."""
-    return not isinstance(target, nn.Module) and "image" in inspect.signature(type(target).__call__).parameters
+    if isinstance(target, nn.Module) or not callable(target):
+        return False
+    return "image" in inspect.signature(type(target).__call__).parameters
+
+
+def _autoencoder(target: Any) -> nn.Module:
+    """The autoencoder that ``target`` is, or that it holds."""
+    vae = anatomy_of(target).vae
+    if vae is None:
+        raise BadInputError(f"{type(target).__name__} is no autoencoder")
+    return vae
 
 
 def _decoder_settings(
@@ -177,8 +189,6 @@ def _decoder_settings(
     settings: Settings | None,
 ) -> Settings:
     anatomy = anatomy_of(vae)
-    if anatomy.vae is None:
-        raise BadInputError(f"{type(vae).__name__} is no autoencoder")
     fixed = settings or Settings()
     half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
     if half and force_upcast(anatomy, anatomy.autoencoder or ""):
