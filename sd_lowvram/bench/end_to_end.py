@@ -1,0 +1,272 @@
+"""Plans held against whole runs: peak and time at budgets from the least to everything, and what was turned down.
+
+Every run has a process of its own, and each is measured by the allocator. At each budget the plan is run, and so is the
+next faster candidate that the search rejected: it has to exceed the budget, or to be slower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import progress
+from ..sizes import MIB
+
+BUDGETS = 6
+CASES: dict[str, dict[str, Any]] = {
+    "demo": {"size": 128, "steps": 8, "apart": True},
+    "sd15": {"size": 256, "steps": 2, "apart": False},
+}
+"""``apart``: time is taken in a run of its own, because watching the allocator slows operators this small."""
+
+PEAK_TOLERANCE, TIME_TOLERANCE = 0.05, 1.5
+
+
+def run(models: Sequence[str], out: Path, budgets: int = BUDGETS) -> Path:
+    """Measure ``models`` ("demo", "sd15") and write ``out/end_to_end.json`` and ``.md``; returns the latter.
+
+    What the files hold of other models stays.
+    """
+    data = out / "end_to_end.json"
+    report = json.loads(data.read_text(encoding="utf-8")) if data.is_file() else {}
+    out.mkdir(parents=True, exist_ok=True)
+    for model in models:
+        report[model] = measure(model, budgets)
+        data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        data.with_suffix(".md").write_text("\n".join(_lines(report)) + "\n", encoding="utf-8")
+    return data.with_suffix(".md")
+
+
+def measure(model: str, budgets: int = BUDGETS) -> dict[str, Any]:
+    """The runs of one model: a row for each budget."""
+    case = {**CASES[model], "model": model}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        survey = _apart({**case, "budget": 1 << 50, "survey": True}, cache)
+        least, most = survey["minimum_peak_bytes"], survey["planned"]["peak_bytes"]
+        for number in range(budgets):
+            budget = int(least * (most / least) ** (number / max(budgets - 1, 1))) + 1
+            row = _apart({**case, "budget": budget}, cache)
+            if row["rival"]:
+                row["rival"] |= _apart({**case, "budget": budget, "settings": row["rival"]["settings"]}, cache)
+            rows.append({"budget": budget, **row})
+            progress.report(model, number + 1, budgets)
+    return {**case, "threads": survey["threads"], "torch": survey["torch"], "rows": rows}
+
+
+def _apart(task: Mapping[str, Any], cache: str) -> dict[str, Any]:
+    """``task`` in a new process; its last line is the answer."""
+    quiet = {"SD_LOWVRAM_CACHE": cache, "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, "-m", __name__, json.dumps(dict(task))]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, **quiet}, stdout=subprocess.PIPE, text=True, check=True
+    )  # fmt: skip
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _work(task: dict[str, Any]) -> dict[str, Any]:
+    """Plan, unless the task brings settings, and run."""
+    import torch
+
+    from ..session import attached
+    from ..settings import Settings
+
+    pipe = _pipeline(task["model"])
+    if "settings" in task:
+        with attached(pipe, Settings(**task["settings"]), device="cpu"):
+            return {"measured": _measured(pipe, task)}
+    plan = _plan(pipe, task)
+    if task.get("survey"):
+        facts = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+        return {"minimum_peak_bytes": plan.minimum_peak_bytes, "planned": _planned(plan), **facts}
+    with attached(pipe, plan.settings, device="cpu"):
+        measured = _measured(pipe, task)
+    return {"planned": _planned(plan), "measured": measured, "rival": _rival(plan.next_faster)}
+
+
+def _plan(pipe: Any, task: dict[str, Any]) -> Any:
+    import torch
+
+    from ..device import available_ram
+    from ..planner import Request, make_plan
+    from ..rates import rates_of
+    from ..session import anatomy_of
+    from ..settings import Settings
+
+    device, side = torch.device("cpu"), task["size"]
+    rates = rates_of(device, recalibrate=True)  # what else the machine does changes from run to run
+    request = Request(side, side, 1, task["budget"], available_ram(), device, rates, steps=task["steps"])
+    return make_plan(anatomy_of(pipe), request, Settings())
+
+
+def _planned(plan: Any) -> dict[str, Any]:
+    return {
+        "settings": _changed(plan.settings),
+        "peak_bytes": plan.predicted.peak_bytes,
+        "held_bytes": max(stage.held_bytes for stage in plan.stages),
+        "seconds": plan.predicted.seconds,
+        "stages": [_stage(stage) for stage in plan.stages],
+    }
+
+
+def _rival(candidate: Any) -> dict[str, Any] | None:
+    if candidate is None:
+        return None
+    return {
+        "settings": _changed(candidate.settings),
+        "peak_bytes": candidate.peak_bytes,
+        "held_bytes": max(stage.held_bytes for stage in candidate.stages),
+        "seconds": candidate.seconds,
+        "stages": [_stage(stage) for stage in candidate.stages],
+    }
+
+
+def _stage(stage: Any) -> dict[str, Any]:
+    kept = ("name", "component", "peak_bytes", "held_bytes", "seconds")
+    return {name: getattr(stage, name) for name in kept}
+
+
+def _changed(settings: Any) -> dict[str, Any]:
+    return {name: value for name, _, value in settings.decided()}
+
+
+def _pipeline(model: str) -> Any:
+    """The demo model, or a whole Stable Diffusion 1.5 with random weights, in float32."""
+    import torch
+
+    from ..checkpoint import load_pipeline, model_path
+
+    if model == "demo":
+        pipe: Any = load_pipeline(model_path(None), "txt2img", torch.float32)
+    else:
+        pipe = _random(model)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _random(model: str) -> Any:
+    from diffusers import DDIMScheduler, StableDiffusionPipeline
+    from transformers import CLIPTokenizer
+
+    from ..architectures import architecture, build_components, write_folder
+
+    config = architecture(model)
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(config, "StableDiffusionPipeline", Path(folder))
+        tokenizer = CLIPTokenizer.from_pretrained(Path(folder) / "tokenizer")
+    return StableDiffusionPipeline(
+        **build_components(config), tokenizer=tokenizer, scheduler=DDIMScheduler(), safety_checker=None,
+        feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def _measured(pipe: Any, task: dict[str, Any]) -> dict[str, Any]:
+    """The allocator's peaks stage by stage, and the seconds of the processor and of the wall."""
+    from ..recording import measured
+
+    _paint(pipe, {**task, "steps": 1} if task["apart"] else None)  # kernels are made at their first call
+    times = _timed(pipe, task) if task["apart"] else None
+    with measured(pipe) as run:
+        watched = _timed(pipe, task)
+    processor, wall = times or watched
+    stages = [dataclasses.asdict(stage) | {"curve": None} for stage in run.stages]
+    return {"held_bytes": run.peak_bytes, "seconds": processor, "wall_seconds": wall, "stages": stages}
+
+
+def _timed(pipe: Any, task: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of computation (all threads' over their number) and of the wall."""
+    import torch
+
+    processor, wall = time.process_time(), time.perf_counter()
+    _paint(pipe, task)
+    return (time.process_time() - processor) / torch.get_num_threads(), time.perf_counter() - wall
+
+
+def _paint(pipe: Any, task: dict[str, Any] | None) -> None:
+    import torch
+
+    if task is not None:
+        pipe(
+            "a red apple", width=task["size"], height=task["size"], num_inference_steps=task["steps"],
+            generator=torch.Generator().manual_seed(0), output_type="pt",
+        )  # fmt: skip
+
+
+def device_bytes(planned: Mapping[str, Any], measured: Mapping[str, Any]) -> int:
+    """What a run held on the device, told from what it held in all by what was planned to wait in host memory."""
+    hosts = {(s["name"], s["component"]): s["held_bytes"] - s["peak_bytes"] for s in planned["stages"]}
+    return max(s["peak_bytes"] - hosts.get((s["name"], s["component"]), 0) for s in measured["stages"])
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """Whether the plan was right to turn its rival down: "" where there is none."""
+    rival = row["rival"]
+    if not rival:
+        return ""
+    if device_bytes(rival, rival["measured"]) > row["budget"]:
+        return "exceeds the budget"
+    return "slower" if rival["measured"]["seconds"] > row["measured"]["seconds"] else "MISS: fits and is faster"
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    yield "# Plans against runs, on a CPU"
+    yield ""
+    yield (
+        "Written by `sd-lowvram bench end-to-end`. Each run in a process of its own; no GPU was at hand. *Held* is "
+        "what torch's allocator saw at the peak, device and host memory together, and what the plan foretold of it. "
+        "Seconds are those of the processor over the threads, so that other programs do not count; planned ones from "
+        "a calibration just before. The rival is the next faster candidate that the search rejected; what it held on "
+        "the device is what it held less what was planned to wait in host memory. Misses are marked: peaks off by "
+        f"more than {PEAK_TOLERANCE:.0%}, times off by more than a factor of {TIME_TOLERANCE}."
+    )
+    for model, case in report.items():
+        yield from ("", f"## {model}, {case['size']}x{case['size']}, {case['steps']} steps", "")
+        yield f"torch {case['torch']}, {case['threads']} threads, float32, guidance."
+        yield ""
+        yield "| budget | chosen | planned held | measured | off | planned s | measured s | off |"
+        yield "|---|---|---|---|---|---|---|---|"
+        yield from (_row(f"{row['budget'] / MIB:.1f}", row) for row in case["rows"])
+        yield ""
+        yield "| budget | rival | planned held | measured | off | planned s | measured s | off | on device | verdict |"
+        yield "|---|---|---|---|---|---|---|---|---|---|"
+        for row in case["rows"]:
+            rival = row["rival"]
+            if rival:
+                held = device_bytes(rival, rival["measured"]) / MIB
+                line = _row(f"{row['budget'] / MIB:.1f}", {"planned": rival, "measured": rival["measured"]})
+                yield f"{line} {held:.1f} | {verdict(row)} |"
+    yield ""
+    yield "Sizes in MiB."
+
+
+def _row(name: str, row: Mapping[str, Any]) -> str:
+    planned, measured = row["planned"], row["measured"]
+    off = measured["held_bytes"] / planned["held_bytes"] - 1
+    times = measured["seconds"] / planned["seconds"]
+    miss = "" if abs(off) <= PEAK_TOLERANCE else " MISS"
+    late = "" if 1 / TIME_TOLERANCE <= times <= TIME_TOLERANCE else " MISS"
+    return (
+        f"| {name} | {_words(planned['settings'])} | {planned['held_bytes'] / MIB:.1f} | "
+        f"{measured['held_bytes'] / MIB:.1f} | {off:+.1%}{miss} | {planned['seconds']:.2f} | "
+        f"{measured['seconds']:.2f} | x {times:.2f}{late} |"
+    )
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    plain = {"attention": "sdpa", "inference_mode": True, "vae_tiles": "off", "offload": "none"}
+    told = [f"{name}={value}" for name, value in settings.items() if plain.get(name) != value]
+    return ", ".join(told) or "nothing changed"
+
+
+if __name__ == "__main__":
+    print(json.dumps(_work(json.loads(sys.argv[1]))))
