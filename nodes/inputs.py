@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..sd_lowvram.costs import relevant
 from ..sd_lowvram.settings import Fidelity, Knob, Settings, knobs
 
 AUTO = "auto"
@@ -34,15 +33,23 @@ def side(what: str) -> tuple[str, dict[str, Any]]:
     return "INT", {"default": 0, "min": 0, "max": _LONGEST_SIDE, "step": 8, "tooltip": help}
 
 
+_VAE, _UNET = ("decode", "encode"), ("denoise",)
+_ONLY = {
+    "vae": _VAE,
+    "decoder": _VAE,
+    "feed": _UNET,
+    "residual": _UNET,
+    "transformer": _UNET,
+    "park": _UNET,
+    "guidance": _UNET,
+}
+"""Where knobs are shown that act on one model alone, by the first word of their names; all others are shown on both."""
+
+
 def knob_inputs(*stages: str) -> dict[str, tuple[Any, dict[str, Any]]]:
     """An input for each knob that nodes show and that touches one of ``stages`` ("denoise", "decode", "encode")."""
     shown = ((name, knob) for name, knob in knobs().items() if "node" in knob.surfaces)
-    return {name: _input(knob) for name, knob in shown if any(_touches(stage, name, knob) for stage in stages)}
-
-
-def _touches(stage: str, name: str, knob: Knob) -> bool:
-    value = knob.choices[0] if knob.choices else True if knob.type is bool else knob.minimum
-    return getattr(relevant(stage, Settings(**{name: value})), name) is not None
+    return {name: _input(knob) for name, knob in shown if {*stages} & {*_ONLY.get(name.split("_")[0], stages)}}
 
 
 def _input(knob: Knob) -> tuple[Any, dict[str, Any]]:
