@@ -20,6 +20,7 @@ BASELINES = ("resident", "model offload", "group offload, leaves", "group offloa
 _TASKS = (("sd15", 512), ("sdxl", 1024))
 _WARM, _STEPS = 3, 10
 _SIMULATED = 0.15
+_PLENTY = "1000 TB"
 
 
 def run(device: torch.device, model: str | None, seconds: Callable[[], float], report: Callable[..., None]) -> Any:
@@ -89,15 +90,15 @@ def trial_step(device: str, model: str, side: int, way: str, settings: dict[str,
     dtype = _dtype(where)
     pipe = random_denoiser(model, where, dtype)
     weights = weight_bytes(pipe.unet)
-    with _placed(pipe, where, way, settings):
-        given = embeddings(pipe, where, dtype)
-        _denoise(pipe, given, side, 2)
-        start = time.perf_counter()
-        times = _denoise(pipe, given, side, _WARM + _STEPS)
-        whole = time.perf_counter() - start
-        # the peak in a run of its own: watching it may cost time; what stays on the device counts too
-        before = torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
-        peak = before + measured_peak(lambda: _denoise(pipe, given, side, 2))
+    _place(pipe, where, side, way, settings)
+    given = embeddings(pipe, where, dtype)
+    _denoise(pipe, given, side, 2)
+    start = time.perf_counter()
+    times = _denoise(pipe, given, side, _WARM + _STEPS)
+    whole = time.perf_counter() - start
+    # the peak in a run of its own: watching it may cost time; what stays on the device counts too
+    before = torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
+    peak = before + measured_peak(lambda: _denoise(pipe, given, side, 2))
     return {
         "weights_bytes": weights,
         "step_seconds": statistics.median(times[_WARM:]),
@@ -107,14 +108,13 @@ def trial_step(device: str, model: str, side: int, way: str, settings: dict[str,
     }
 
 
-def _placed(pipe: Any, device: torch.device, way: str, settings: dict[str, Any]) -> Any:
-    """The pipeline ready to run, within the context that is returned."""
-    import contextlib
-
-    from ... import Settings, attached
-
+def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[str, Any]) -> None:
+    """Have the weights where ``way`` puts them."""
     if way == "ours":
-        return attached(pipe, Settings(attention="sdpa", inference_mode=True, **settings), device=device)
+        from ... import Settings, optimize
+
+        optimize(pipe, vram=_PLENTY, width=side, height=side, device=device, settings=Settings(**settings))
+        return
     if way == "resident":
         pipe.to(device)
     elif way == "model offload":
@@ -130,7 +130,6 @@ def _placed(pipe: Any, device: torch.device, way: str, settings: dict[str, Any])
             num_blocks_per_group=None if leaves else 1,
             use_stream=True,
         )
-    return contextlib.nullcontext()
 
 
 def _denoise(pipe: Any, given: dict[str, Any], side: int, steps: int) -> list[float]:
@@ -169,66 +168,74 @@ def trial_units(device: str, model: str, side: int, rooms: dict[str, int]) -> di
     Args:
         rooms: bytes on the device, ring included, by name.
     """
+    from ... import Settings, plan
+    from ...hooks.offload import policy_of
     from ...streaming.layers import layers_of
-    from ...streaming.layout import Policy, lay_down
+    from ...streaming.layout import lay_down
     from ...streaming.schedule import Unit
     from ...streaming.simulator import Copies, simulate
 
     where = torch.device(device)
-    pipe = random_denoiser(model, where, _dtype(where)).to(where)
-    given = embeddings(pipe, where, _dtype(where))
+    pipe = random_denoiser(model, where, _dtype(where))
+    chosen = {
+        name: plan(
+            pipe,
+            vram=_PLENTY,
+            width=side,
+            height=side,
+            device=where,
+            settings=Settings(offload="blocks", weights_mib=max(1, room // MIB)),
+        )
+        for name, room in rooms.items()
+    }
+    copies = Copies(_copy_rate(where), overlap=where.type == "cuda")
     layers = layers_of({"unet": pipe.unet})
-    rate = _copy_rate(where)
+    pipe.to(where)
+    given = embeddings(pipe, where, _dtype(where))
     step = statistics.median(_denoise(pipe, given, side, _WARM + _STEPS)[_WARM:])
     found: dict[str, float] = {}
-    for name, room in rooms.items():
-        policy = Policy("blocks", room)
-        blocks = lay_down(layers, policy, {}).blocks
-        spans = _block_times(pipe, given, side, blocks, where)
-        order = sorted(spans, key=lambda block: spans[block][0])
-        layout = lay_down(layers, policy, {"unet": order})
-        starts = [spans[block.name][0] for block in layout.blocks]
-        ends = [*starts[1:], max(step, starts[-1])]
+    for name, one in chosen.items():
+        policy = policy_of(one.settings, True, one.timing)
+        starts = _block_starts(pipe, given, side, lay_down(layers, policy, {}).blocks, where)
+        layout = lay_down(layers, policy, {"unet": sorted(starts, key=lambda block: starts[block])})
+        moments = [starts[block.name] for block in layout.blocks]
+        ends = [*moments[1:], moments[0] + step]  # the last one's share reaches to the next step's first
         units = [
-            Unit(block.name, block.bytes, end - start)
-            for block, start, end in zip(layout.blocks, starts, ends, strict=True)
+            Unit(block.name, block.bytes, max(0.0, end - start))
+            for block, start, end in zip(layout.blocks, moments, ends, strict=True)
         ]
-        found[name] = simulate(units, layout.schedule, Copies(rate, overlap=where.type == "cuda"))
-    return {"step_seconds": found, "copy_rate": rate, "resident_step_seconds": step}
+        found[name] = simulate(units, layout.schedule, copies)
+    return {"step_seconds": found, "copy_rate": copies.bandwidth, "resident_step_seconds": step}
 
 
-def _block_times(pipe: Any, given: Any, side: int, blocks: Any, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Start and end of every block in a step, in seconds since the step's first block; medians of a few steps."""
-    marks: list[tuple[str, int, Any]] = []
+def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.device) -> dict[str, float]:
+    """When every block begins in a step, in seconds since the first one did; medians of a few steps."""
+    marks: list[tuple[str, Any]] = []
 
-    def marking(name: str, end: int) -> Callable[..., None]:
+    def marking(name: str) -> Callable[..., None]:
         def mark(*_: Any) -> None:
             if device.type == "cuda":
                 event = torch.cuda.Event(enable_timing=True)
                 event.record()
-                marks.append((name, end, event))
+                marks.append((name, event))
             else:
-                marks.append((name, end, time.perf_counter()))
+                marks.append((name, time.perf_counter()))
 
         return mark
 
-    handles = []
-    for block in blocks:
-        handles.append(block.layers[0].module.register_forward_pre_hook(marking(block.name, 0)))
-        handles.append(block.layers[-1].module.register_forward_hook(marking(block.name, 1)))
+    handles = [block.layers[0].module.register_forward_pre_hook(marking(block.name)) for block in blocks]
     try:
         _denoise(pipe, given, side, _WARM + _STEPS)
     finally:
         for handle in handles:
             handle.remove()
     per_step = len(marks) // (_WARM + _STEPS)
-    times: dict[str, tuple[list[float], list[float]]] = {block.name: ([], []) for block in blocks}
+    times: dict[str, list[float]] = {block.name: [] for block in blocks}
     for first in range(_WARM * per_step, len(marks), per_step):
-        origin = marks[first][2]
-        for name, end, at in marks[first : first + per_step]:
-            passed = origin.elapsed_time(at) / 1000 if device.type == "cuda" else at - origin
-            times[name][end].append(passed)
-    return {name: (statistics.median(starts), statistics.median(ends)) for name, (starts, ends) in times.items()}
+        origin = marks[first][1]
+        for name, at in marks[first : first + per_step]:
+            times[name].append(origin.elapsed_time(at) / 1000 if device.type == "cuda" else at - origin)
+    return {name: statistics.median(moments) for name, moments in times.items()}
 
 
 def _copy_rate(device: torch.device) -> float:
