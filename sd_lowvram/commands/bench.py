@@ -104,6 +104,19 @@ def schedule(
 
 
 @bench.command()
+def storage(as_json: Json = False, debug: Debug = False) -> None:
+    """Weights in 8 bits: how far they take the demo model's pictures, and its layers, off."""
+    with guarded(debug):
+        from rich.console import Console
+
+        from ..bench.storage import run
+        from .show import Bars
+
+        with Bars(Console(stderr=True), shown=not as_json).running():
+            run(json=as_json)
+
+
+@bench.command()
 def gpu(
     part: Annotated[
         list[str] | None,

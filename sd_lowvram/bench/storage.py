@@ -1,0 +1,97 @@
+"""``sd-lowvram bench storage``: how far weights in 8 bits take the demo model's pictures, and its layers, off."""
+
+from __future__ import annotations
+
+import json as json_
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import progress
+from ..checkpoint import load_pipeline
+from ..hooks.weight_storage import quantised_layers
+from ..kernels.quantised import quantise, widen
+from ..session import anatomy_of, attached
+from ..settings import Settings
+from ..weights import weight_bytes
+
+KINDS = ("fp8", "int8")
+PROMPTS = ("a red apple", "a teapot", "a rocket", "a castle", "a snowman", "a guitar", "a sunflower", "a bicycle")
+
+
+def run(json: bool = False, prompts: Sequence[str] = PROMPTS, steps: int = 25) -> dict[str, Any]:
+    """Measure and print, as tables or as one JSON object; returns what was measured.
+
+    Every prompt is drawn in float32 with its own seed, then anew with the weights stored in each of the two ways.
+    """
+    pipe: Any = load_pipeline(None, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    plain = _pictures(pipe, prompts, steps, 0)
+    whole = weight_bytes(pipe.unet, pipe.text_encoder)
+    rows = []
+    for number, kind in enumerate(KINDS, 1):
+        row: dict[str, Any] = {"storage": kind} | _layer_errors(pipe, kind)
+        with attached(pipe, Settings(weight_storage=kind), device="cpu"):
+            row["bytes"] = weight_bytes(pipe.unet, pipe.text_encoder) / whole
+            row |= _differences(_pictures(pipe, prompts, steps, number), plain)
+        rows.append(row)
+    report = {"prompts": list(prompts), "steps": steps, "rows": rows}
+    print(json_.dumps(report) if json else "\n".join(_lines(report)))
+    return report
+
+
+def _pictures(pipe: Any, prompts: Sequence[str], steps: int, turn: int) -> Tensor:
+    """(prompts, 3, H, W) in [0, 1]."""
+    drawn = []
+    for number, prompt in enumerate(prompts):
+        noise = torch.Generator().manual_seed(number)
+        with torch.inference_mode():
+            drawn.append(_picture(pipe, prompt, steps, noise))
+        progress.report("pictures", turn * len(prompts) + number + 1, (len(KINDS) + 1) * len(prompts))
+    return torch.cat(drawn)
+
+
+def _picture(pipe: Any, prompt: str, steps: int, noise: torch.Generator) -> Tensor:
+    given = {"num_inference_steps": steps, "guidance_scale": 4.0, "generator": noise, "output_type": "pt"}
+    pictures: Tensor = pipe(prompt, **given).images
+    return pictures.float()
+
+
+def _differences(pictures: Tensor, plain: Tensor) -> dict[str, Any]:
+    """Of pictures rounded to 8 bits: mean and largest difference of 255, and the mean over pictures of the PSNR."""
+    apart = (_eight_bits(pictures) - _eight_bits(plain)).abs()
+    squares = (pictures - plain).double().square().mean(dim=(1, 2, 3))
+    return {
+        "mean": float(apart.mean()),
+        "most": int(apart.max()),
+        "psnr": float((-10 * squares.clamp_min(1e-20).log10()).mean()),
+        "worst_psnr": float(-10 * math.log10(float(squares.max()) or 1e-20)),
+    }
+
+
+def _eight_bits(pictures: Tensor) -> Tensor:
+    return pictures.clamp(0, 1).mul(255).round()
+
+
+def _layer_errors(pipe: Any, kind: str) -> dict[str, Any]:
+    """Relative errors ||stored - weight|| / ||weight|| of all layers: their mean and the largest."""
+    anatomy = anatomy_of(pipe)
+    weights = [layer.weight.detach() for name in anatomy.components for layer in quantised_layers(anatomy, name)]
+    errors = [float((widen(*quantise(weight, kind)) - weight).norm() / weight.norm()) for weight in weights]
+    return {"layers": len(errors), "layer_error": sum(errors) / len(errors), "worst_layer_error": max(errors)}
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"{len(report['prompts'])} pictures of the demo model, {report['steps']} steps, beside float32 weights."
+    yield "Difference: of 8-bit pictures, of 255. PSNR in dB. Layers: relative error of their weights, mean and worst."
+    yield ""
+    yield "| storage | bytes of float32's | mean difference | largest | PSNR | worst PSNR | layers | worst layer |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in report["rows"]:
+        yield (
+            f"| {row['storage']} | {100 * row['bytes']:.0f} % | {row['mean']:.2f} | {row['most']} | {row['psnr']:.1f} "
+            f"| {row['worst_psnr']:.1f} | {100 * row['layer_error']:.2f} % | {100 * row['worst_layer_error']:.2f} % |"
+        )
