@@ -136,9 +136,9 @@ def with_lora(made: Prompt, model: str, clip: str = "1") -> Prompt:
     return made
 
 
-def saved(made: Prompt, number: str, **decoder: Any) -> Prompt:
+def saved(made: Prompt, number: str, kind: str, **inputs: Any) -> Prompt:
     """``made`` with another decoder of the same latents, saved by node ``number``9."""
-    made[number] = node(**decoder)
+    made[number] = node(kind, **inputs)
     made[number + "9"] = node("SaveImage", images=[number, 0], filename_prefix="decoded")
     return made
 
@@ -169,15 +169,15 @@ def stock(server) -> Path:
 def decoded(server, stock) -> dict[str, Path]:
     """One sampling through our model node, decoded by the stock nodes and in every way of ours; the report beside."""
     made = optimized(prompt(), **CHUNKED)
-    saved(made, "20", class_type="LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", vae_tiles="exact")
+    saved(made, "20", "LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", vae_tiles="exact")
     made["30"] = node(
         "LowVRAMOptimizeVAE", vae=["1", 2], budget="", plan=["10", 1], vae_tiles="exact", vae_map="parked"
     )
-    saved(made, "31", class_type="VAEDecode", samples=["5", 0], vae=["30", 0])
+    saved(made, "31", "VAEDecode", samples=["5", 0], vae=["30", 0])
     here = {"decoder_device": "cpu", "vae_tiles": "exact"}
-    saved(made, "40", class_type="LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", **here)
+    saved(made, "40", "LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", **here)
     tiles = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8}
-    saved(made, "50", class_type="VAEDecodeTiled", samples=["5", 0], vae=["1", 2], **tiles)
+    saved(made, "50", "VAEDecodeTiled", samples=["5", 0], vae=["1", 2], **tiles)
     made["60"] = node("LowVRAMReport", plan=["10", 1], images=["31", 0])
     entry = server.run(made)
     server.report = entry["outputs"]["60"]["text"][0]
