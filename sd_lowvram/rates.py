@@ -21,6 +21,7 @@ import torch
 
 from .costs import Cost, cache_folder
 from .errors import BadInputError
+from .memory.work import Span
 from .overhead import Overhead
 from .sizes import GIB
 
@@ -56,14 +57,14 @@ class Rates:
     source: str
     packing: float = 0.0
 
-    def seconds(self, cost: Cost, element_size: int) -> float:
-        """Time of one run of a stage whose arithmetic is in elements of ``element_size`` bytes."""
+    def seconds(self, cost: Cost | Span, element_size: int) -> float:
+        """Time of one run of a stage, or of a part of it, whose arithmetic is in elements of ``element_size`` bytes."""
         flops = self.half_flops if element_size <= 2 else self.float_flops
         traffic = cost.moved_bytes / self.bandwidth if self.bandwidth else 0.0
         traffic += cost.packed_bytes / self.packing if self.packing else 0.0
         return cost.flops / flops + traffic + cost.copied_bytes / self.copy_bandwidth + self.launch(cost)
 
-    def launch(self, cost: Cost) -> float:
+    def launch(self, cost: Cost | Span) -> float:
         return cost.operators * self.launch_seconds
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +15,13 @@ from .copier import Copy
 from .layers import Layer
 from .masters import Masters
 from .pool import Pool
-from .schedule import Schedule, aligned, lay_out
+from .schedule import Schedule, Unit, aligned, lay_out
 from .search import best_schedule
 from .settled import Settled
 from .simulator import Copies
 from .timing import Timing, in_run_order, timed
+
+Search = Callable[[Sequence[Unit], int, Copies], Schedule]
 
 STAYING = -1
 """The number of what stays whatever the schedule says."""
@@ -159,11 +161,14 @@ def _places(pool: Pool, settled: Settled, tensors: Sequence[Tensor], block: Bloc
     ]
 
 
-def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str]]) -> Layout:
+def lay_down(
+    layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str]], search: Search = best_schedule
+) -> Layout:
     """Blocks and places for ``layers``.
 
     Args:
         orders: for each model that has run, the names of its blocks as it used them.
+        search: from units, bytes and copies to a schedule.
 
     Raises:
         BudgetError: a block is larger than the room.
@@ -177,7 +182,7 @@ def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str
     if policy.split and room is not None and parts.bytes > room:
         parts = blocks_of(layers, granularity, max(1, (room - parts.staying_bytes) // _SPLIT))
     parts = Blocks(parts.staying, tuple(_ordered(parts.streamed, orders)), parts.lookups)
-    return Layout(parts, _schedule(parts, policy, room))
+    return Layout(parts, _schedule(parts, policy, room, search))
 
 
 def _room(policy: Policy, parts: Blocks) -> int | None:
@@ -190,15 +195,15 @@ def _room(policy: Policy, parts: Blocks) -> int | None:
     return max(parts.staying_bytes, largest // 2 if policy.split else 2 * largest)
 
 
-def _schedule(parts: Blocks, policy: Policy, room: int | None) -> Schedule:
+def _schedule(parts: Blocks, policy: Policy, room: int | None, search: Search) -> Schedule:
     units = parts.units()
     if room is None or (parts.bytes <= room and policy.kind != "layer"):
         return lay_out(units, range(len(units)), 0)
     room = max(0, room - parts.staying_bytes)
     if policy.kind == "blocks" and policy.timing is not None:
-        return best_schedule(timed(parts.streamed, policy.timing), room, policy.timing.copies)
+        return search(timed(parts.streamed, policy.timing), room, policy.timing.copies)
     if policy.kind == "blocks":
-        return best_schedule(units, room, Copies(1.0, overlap=False))
+        return search(units, room, Copies(1.0, overlap=False))
     return lay_out(units, (), min(room, sum(aligned(unit.bytes) for unit in units)))
 
 
