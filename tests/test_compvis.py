@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from typing import Any
 
 import pytest
@@ -227,6 +228,21 @@ def test_a_shell_is_optimised_and_restored() -> None:
     assert tiny.relative_error(run(shell.model.diffusion_model), plain("sd15")) < 1e-5
     sd_lowvram.restore(shell)
     assert everything_of(shell) == before
+
+
+def test_what_hosts_keep_models_in() -> None:
+    """ComfyUI's ModelPatcher and VAE and Forge's engines are no modules."""
+    patcher = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=unet_of("sd15")))
+    holder = types.SimpleNamespace(first_stage_model=vae())
+    engine = types.SimpleNamespace(forge_objects=types.SimpleNamespace(unet=patcher, vae=holder))
+    found = [list(sd_lowvram.session.anatomy_of(target).components) for target in (patcher, holder, engine)]
+    assert found == [["unet"], ["vae"], ["unet", "vae"]]
+    latents = torch.randn(LATENTS, generator=torch.Generator().manual_seed(2))
+    assert tiny.relative_error(sd_lowvram.decode(holder, latents, device="cpu"), plainly()[0]) < 1e-5
+    expected = plain("sd15")  # before anything is attached
+    with attached(engine, Settings(**TOGETHER), device="cpu"):
+        assert tiny.relative_error(run(unet_of("sd15")), expected) < 1e-5
+    assert list(vars(engine)) == ["forge_objects"]
 
 
 def test_a_shell_of_another_denoiser_is_refused() -> None:
