@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
+# What one test traced another need not trace again, and what an earlier version traced counts for nothing.
+_cache = tempfile.TemporaryDirectory(prefix="sd-lowvram-cache-")
+os.environ.setdefault("SD_LOWVRAM_CACHE", str(Path(_cache.name, "traces")))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 # Before torch starts its threads: spinning ones starve each other beside any other program.
