@@ -65,7 +65,7 @@ def memory_figure(plan: Any, measured: Any = None, foretold: Sequence[Any] = ())
     left, top = 0.0, 0
     for band, width in zip(bands, _widths(bands), strict=True):
         highest = _draw_band(axes, band, left, width, both)
-        _name_band(axes, band, left, width, highest)
+        _name_band(axes, band, left, width, highest, plan.request.steps)
         top = max(top, highest)
         left += width
     _decorate(axes, plan, measured, top)
@@ -140,14 +140,15 @@ def _draw_measured(axes: Any, stage: Any, left: float, width: float) -> int:
     return int(stage.peak_bytes)
 
 
-def _name_band(axes: Any, band: list[_Piece], left: float, width: float, highest: int) -> None:
+def _name_band(axes: Any, band: list[_Piece], left: float, width: float, highest: int, steps: int) -> None:
     first = band[0]
     measured = [piece.measured for piece in band if piece.measured]
-    plans = {id(piece.plan): piece.plan for piece in band}.values()
-    lines = [first.plan.name, f"planned {_time(sum(plan.seconds for plan in plans))}"]
+    planned = sum(plan.seconds for plan in {id(piece.plan): piece.plan for piece in band}.values())
+    name = first.plan.name
+    if name == "denoise" and measured:
+        name, planned = f"denoise ({len(band)} steps)", planned * len(band) / steps
+    lines = [name, f"planned {_time(planned)}"]
     if measured:
-        steps = f" ({len(band)} steps)" if first.plan.name == "denoise" else ""
-        lines[0] += steps
         lines.append(f"measured {_time(sum(stage.seconds for stage in measured))}")
     middle, top = left + width / 2, axes.get_xaxis_transform()
     axes.text(middle, 1.03, lines[0], transform=top, ha="center", va="bottom", color=_TEXT, fontweight="bold")
