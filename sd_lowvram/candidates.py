@@ -72,13 +72,26 @@ class Pricing:
             return planned
         traced = self.as_traced(stage, settings)
         short = self.costs(stage, self._unstreamed(traced))
-        whole = self.costs(stage, traced, whole=True)
+        streamed = traced.offload in STREAMED and stage.repeats
+        whole = self.costs(stage, traced, whole=True, timing=self.timing(stage, settings) if streamed else None)
         more = max(0, whole.activation_bytes - short.activation_bytes)
         if traced.offload is not None:
             more = max(0, whole.peak_bytes - planned.peak_bytes)
+        again = self._fetched_again(stage, settings, whole.copied_bytes - short.copied_bytes) if streamed else 0.0
         return dataclasses.replace(
-            planned, peak_bytes=planned.peak_bytes + more, activation_bytes=planned.activation_bytes + more
+            planned,
+            peak_bytes=planned.peak_bytes + more,
+            activation_bytes=planned.activation_bytes + more,
+            seconds=planned.seconds + self.request.steps * again,
         )
+
+    def _fetched_again(self, stage: Stage, settings: Settings, copied: int) -> float:
+        """Seconds for what a step fetches more than once, where strips need more weights together than there is room.
+
+        ``copied`` bytes are of a first step: all weights, what is read ahead into the ring, and these.
+        """
+        step = self.step(stage, settings)
+        return max(0, copied - step.streamed_bytes - step.device_bytes) / self.request.rates.copy_bandwidth
 
     def stage(self, base: Settings, stage: Stage, choice: dict[str, Any]) -> StagePlan:
         """One stage with ``base`` and the knobs of ``choice``."""

@@ -25,7 +25,6 @@ from .memory import MemoryTrace, kernels_of, trace
 from .memory.accounts import unmark_host
 from .memory.work import Span
 from .models.anatomy import Anatomy
-from .session import attached
 from .settings import Settings
 from .shortened import equal_blocks_once, has_equal_blocks, in_full
 from .stages import Shape, Stage, stages
@@ -34,7 +33,7 @@ from .streaming.layout import Policy, lay_down
 from .streaming.search import near_schedule
 from .streaming.simulator import simulate
 from .streaming.timing import Timing, timed
-from .twins import twin
+from .twins import tried, twin
 from .weights import all_tensors, weight_bytes
 
 _Kind = TypeVar("_Kind", "Cost", "Spans", "Step", "Weights")
@@ -143,22 +142,23 @@ class Costs:
 
     def _weigh(self, name: str, settings: Settings) -> Weights:
         component = self._twin.components[name]
-        with self._mode, attached(component, dataclasses.replace(settings, split_layers=None), device=self._device):
+        with self._mode, tried(self._twin, name, dataclasses.replace(settings, split_layers=None), self._device):
             layout = lay_down(layers_of({name: component}), Policy("layer", split=bool(settings.split_layers)), {})
             streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
             largest = max(map(_bytes, all_tensors(component)), default=0)
             return Weights(weight_bytes(component), largest, layout.bytes, streamed)
 
-    def __call__(self, stage: Stage, settings: Settings, whole: bool = False) -> Cost:
+    def __call__(self, stage: Stage, settings: Settings, whole: bool = False, timing: Timing | None = None) -> Cost:
         """The cost of ``stage``; settings that do not touch it make no difference.
 
         Args:
             whole: every block is traced, also one that equals the block before it.
+            timing: by which streamed weights are scheduled.
         """
         settings = relevant(stage.name, settings)
         whole = whole and (settings.offload is not None or has_equal_blocks(self._anatomy.components[stage.component]))
-        what = stage.name + (", whole" if whole else "")
-        return self._of(Cost, stage.component, what, settings, lambda: self._trace(stage, settings, whole))
+        what = stage.name + (", whole" if whole else "") + (f", {_digest(timing)}" if timing else "")
+        return self._of(Cost, stage.component, what, settings, lambda: self._trace(stage, settings, whole, timing))
 
     def spans(self, stage: Stage, settings: Settings) -> tuple[Span, ...]:
         """What each module does in ``stage``; known without another trace once its cost is."""
@@ -186,21 +186,21 @@ class Costs:
         """
         knobs = ("precision", "weight_storage", "offload", "weights_mib", "split_layers")
         chosen = Settings(**{name: getattr(settings, name) for name in knobs})
-        what = f"{stage.name}, {hashlib.sha256(repr(timing).encode()).hexdigest()}"
+        what = f"{stage.name}, {_digest(timing)}"
         return self._of(Step, stage.component, what, chosen, lambda: self._step(stage, chosen, timing))
 
     def _step(self, stage: Stage, settings: Settings, timing: Timing) -> Step:
         group = next(one for one in step_groups(self._twin, self._twin.components) if stage.component in one)
         resident = dataclasses.replace(settings, offload=None, weights_mib=None, split_layers=None)
         with self._mode, contextlib.ExitStack() as stack:
-            for component in group.values():
-                stack.enter_context(attached(component, resident, device=self._device))
+            for name in group:
+                stack.enter_context(tried(self._twin, name, resident, self._device))
             layout = lay_down(layers_of(group), policy_of(settings, True, timing), {}, search=near_schedule)
         streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
         seconds = simulate(timed(layout.blocks, timing), layout.schedule, timing.copies)
         return Step(seconds, layout.bytes, layout.bytes - layout.schedule.ring_bytes, streamed)
 
-    def trace(self, stage: Stage, settings: Settings, whole: bool = True) -> MemoryTrace:
+    def trace(self, stage: Stage, settings: Settings, whole: bool = True, timing: Timing | None = None) -> MemoryTrace:
         """The trace of ``stage``, its timeline included."""
         settings = relevant(stage.name, settings)
         component = self._twin.components[stage.component]
@@ -211,15 +211,16 @@ class Costs:
         )
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         with contextlib.ExitStack() as stack:
-            for context in (self._mode, torch.no_grad(), kernels, attached(component, settings, device=self._device)):
+            ours = tried(self._twin, stage.component, settings, self._device, timing)
+            for context in (self._mode, torch.no_grad(), kernels, ours):
                 stack.enter_context(context)
             if not whole:
                 stack.enter_context(equal_blocks_once(component))
             stack.callback(_unmark, component)
             return trace(on_twin.run, *on_twin.inputs())
 
-    def _trace(self, stage: Stage, settings: Settings, whole: bool) -> Cost:
-        traced = self.trace(stage, settings, whole)
+    def _trace(self, stage: Stage, settings: Settings, whole: bool, timing: Timing | None) -> Cost:
+        traced = self.trace(stage, settings, whole, timing)
         if stage.repeats and not whole:
             self._spans(stage, settings, lambda: traced)
         return Cost(
@@ -288,6 +289,10 @@ def _unmark(component: nn.Module) -> None:
     """Weights of the twin that were streamed in a trace are on the device again for the next one."""
     for tensor in all_tensors(component):
         unmark_host(tensor.data)
+
+
+def _digest(timing: Timing) -> str:
+    return hashlib.sha256(repr(timing).encode()).hexdigest()
 
 
 def _bytes(tensor: torch.Tensor) -> int:

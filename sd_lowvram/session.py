@@ -150,13 +150,16 @@ def restore(target: Any) -> None:
 
 
 @contextlib.contextmanager
-def attached(target: Any, settings: Settings, *, device: torch.device | str | None = None) -> Iterator[Attachment]:
+def attached(
+    target: Any, settings: Settings, *, device: torch.device | str | None = None, timing: Timing | None = None
+) -> Iterator[Attachment]:
     """Within the block ``target`` runs with the hooks that ``settings`` ask for, and none of those left undecided.
 
     Args:
         target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or a model of CompVis, ComfyUI or Forge; or a component.
         settings: what is None in them stays as the model has it.
         device: where to compute; None: a GPU when there is one, else the CPU.
+        timing: as :func:`attach`.
 
     Raises:
         BadInputError: a target of no known family.
@@ -165,7 +168,7 @@ def attached(target: Any, settings: Settings, *, device: torch.device | str | No
     """
     from .device import default_device
 
-    attachment = attach(target, settings, torch.device(device) if device is not None else default_device())
+    attachment = attach(target, settings, torch.device(device) if device is not None else default_device(), timing)
     try:
         yield attachment
     finally:
