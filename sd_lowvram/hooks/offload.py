@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -68,11 +68,16 @@ def _entries(anatomy: Anatomy, name: str, around: Callable[..., Any], hook: str)
 
 def _refuse_accelerate(components: Mapping[str, nn.Module]) -> None:
     for name, component in components.items():
-        hooked = any(hasattr(module, "_hf_hook") for module in component.modules())
-        if hooked or getattr(component, "_diffusers_hook", None) is not None:
+        if any(hasattr(module, "_hf_hook") for module in component.modules()):
             raise ConflictError(
                 f"{name} is already offloaded by accelerate or diffusers: call pipe.remove_all_hooks() before "
                 "optimize(), or pass Settings without offload"
+            )
+        registries = (getattr(module, "_diffusers_hook", None) for module in component.modules())
+        if any("group_offloading" in getattr(registry, "hooks", {}) for registry in registries):
+            raise ConflictError(
+                f"{name} is already offloaded by diffusers in groups, which it cannot undo: load it without "
+                "enable_group_offload(), or pass Settings without offload"
             )
 
 
@@ -121,4 +126,6 @@ def policy_of(settings: Settings, denoises: bool, timing: Timing | None = None) 
     split = bool(settings.split_layers)
     if settings.offload == "halves":
         return Policy("halves", room, split) if denoises else Policy("whole")
-    return Policy("blocks" if settings.offload == "blocks" else "layer", room, split, timing if denoises else None)
+    kind: Literal["blocks", "layer"] = "blocks" if settings.offload == "blocks" else "layer"
+    in_pieces = settings.guidance_in_turn or settings.residual_strips or settings.transformer_chunks
+    return Policy(kind, room, split, timing if denoises else None, together=bool(denoises and in_pieces))

@@ -87,13 +87,19 @@ class Blocks:
         return [Unit(block.name, block.bytes, seconds(block)) for block in self.streamed]
 
 
-def blocks_of(layers: Sequence[Layer], granularity: Granularity = "blocks", part_bytes: int | None = None) -> Blocks:
+def blocks_of(
+    layers: Sequence[Layer],
+    granularity: Granularity = "blocks",
+    part_bytes: int | None = None,
+    together_bytes: int = 0,
+) -> Blocks:
     """Put layers together, or cut them up.
 
     Args:
         layers: in the order in which a run calls them.
         granularity: "halves": two blocks of about the same bytes. The others: small neighbours together.
         part_bytes: layers that are larger come in parts of output rows that are not. None: every layer comes whole.
+        together_bytes: residual blocks, transformers and the like come as one where they have no more than this.
 
     Raises:
         ConflictError: a layer that is too large cannot be cut, because somebody else runs it or looks at its weights.
@@ -113,7 +119,8 @@ def blocks_of(layers: Sequence[Layer], granularity: Granularity = "blocks", part
     if granularity == "halves":
         streamed = _halves(moving)
     else:
-        streamed = [block for group in _joined(moving, largest // _JOINED) for block in _in_parts(group, part_bytes)]
+        groups = _joined(moving, largest // _JOINED, _modules(moving, together_bytes))
+        streamed = [block for group in groups for block in _in_parts(group, part_bytes)]
     return Blocks(tuple(staying), tuple(streamed), lookups)
 
 
@@ -127,11 +134,36 @@ def _tied(layers: Iterable[Layer]) -> set[int]:
     return twice
 
 
-def _joined(layers: Iterable[Layer], most: int) -> Iterator[tuple[Layer, ...]]:
+def _modules(layers: Iterable[Layer], most: int) -> dict[str, str]:
+    """For the name of a layer, the largest module around it that has no more than ``most`` bytes in these layers.
+
+    The blocks of a UNet that are rows of residual blocks and transformers do not count.
+    """
+    sizes: dict[str, int] = {}
+    rows = set()
+    for layer in layers:
+        for path in _around(layer.name):
+            sizes[path] = sizes.get(path, 0) + layer.bytes
+        rows |= {path.rpartition(".resnets")[0] for path in _around(layer.name) if path.endswith(".resnets")}
+    inside = {layer.name: [path for path in _around(layer.name) if sizes[path] <= most] for layer in layers}
+    whole = {name: [path for path in paths if path not in rows and path.count(".")] for name, paths in inside.items()}
+    return {name: paths[0] for name, paths in whole.items() if paths}
+
+
+def _around(name: str) -> list[str]:
+    """The paths above a layer, the component's first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _joined(layers: Iterable[Layer], most: int, modules: dict[str, str]) -> Iterator[tuple[Layer, ...]]:
+    """Neighbours within one of ``modules``, and other small ones up to ``most`` bytes."""
     group: list[Layer] = []
     for layer in layers:
-        full = sum(one.bytes for one in group) + layer.bytes > most
-        if group and (full or group[0].component != layer.component):
+        first = group[0] if group else layer
+        together = modules.get(layer.name) == modules.get(first.name)
+        full = layer.name not in modules and sum(one.bytes for one in group) + layer.bytes > most
+        if group and (full or not together or first.component != layer.component):
             yield tuple(group)
             group = []
         group.append(layer)

@@ -141,8 +141,6 @@ def _refuse_foreign(layer: Layer, tensor: Tensor) -> None:
         raise ConflictError(f"{layer.name} has weights on the meta device: load them before they are streamed")
     if isinstance(tensor, FakeTensor) or kind in (Tensor, nn.Parameter) or kind is getattr(nn, "Buffer", Tensor):
         return
-    if type(tensor.data) is Tensor and not hasattr(kind, "__torch_dispatch__"):
-        return
     raise ConflictError(
         f"{layer.name} holds {kind.__name__} weights, which cannot be streamed byte by byte: "
         'use Settings(offload="none") or unquantised weights'

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..weights import set_data
 from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
-from .layers import Layer
+from .layers import Layer, place_bytes
 from .masters import Masters
 from .pool import Pool
 from .schedule import Schedule, Unit, aligned, lay_out
@@ -41,12 +41,15 @@ class Policy:
             largest layers, one half, or with ``split`` half of the largest layer.
         split: layers that are larger than half of the room come in parts of output rows.
         timing: how long a step's modules take. None: as many bytes as possible stay.
+        together: residual blocks and transformers are run piece by piece (halves of the guidance, strips, chunks), so
+            that their layers are used in turn many times: each comes as one where there is room.
     """
 
     kind: Literal["whole", "halves", "blocks", "layer"]
     device_bytes: int | None = None
     split: bool = False
     timing: Timing | None = None
+    together: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,8 +182,10 @@ def lay_down(
         layers = in_run_order(layers, policy.timing)
     parts = blocks_of(layers, granularity)
     room = _room(policy, parts)
-    if policy.split and room is not None and parts.bytes > room:
-        parts = blocks_of(layers, granularity, max(1, (room - parts.staying_bytes) // _SPLIT))
+    if room is not None and parts.bytes > room and (policy.split or policy.together):
+        left = max(1, room - parts.staying_bytes)
+        together = min(left, 2 * max(block.bytes for block in parts.streamed)) if policy.together else 0
+        parts = blocks_of(layers, granularity, left // _SPLIT if policy.split else None, together)
     parts = Blocks(parts.staying, tuple(_ordered(parts.streamed, orders)), parts.lookups)
     return Layout(parts, _schedule(parts, policy, room, search))
 
@@ -192,7 +197,8 @@ def _room(policy: Policy, parts: Blocks) -> int | None:
     largest = max((block.bytes for block in parts.streamed), default=0)
     if policy.kind == "halves":
         return parts.staying_bytes + largest
-    return max(parts.staying_bytes, largest // 2 if policy.split else 2 * largest)
+    tensor = max((place_bytes(tensor) for block in parts.streamed for tensor in block.tensors), default=0)
+    return max(parts.staying_bytes, tensor // 2 if policy.split else 2 * tensor)
 
 
 def _schedule(parts: Blocks, policy: Policy, room: int | None, search: Search) -> Schedule:
