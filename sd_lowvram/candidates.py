@@ -16,7 +16,7 @@ from .plans import Candidate, Request, StagePlan
 from .rates import THIS, overhead_of
 from .settings import Settings
 from .sizes import MIB
-from .stages import Stage
+from .stages import CONTROL, Stage
 from .streaming.masters import least_host_bytes, mapped_bytes
 from .streaming.simulator import Copies
 from .streaming.timing import Timing
@@ -211,8 +211,9 @@ class Pricing:
     def _seconds(self, stage: Stage, settings: Settings, once: float, weights: Weights) -> float:
         """All calls of a stage that takes ``once``, and what is copied besides."""
         seconds = (self.request.steps if stage.repeats else 1) * once
-        if settings.offload == "component":  # brought once a run and taken back
-            seconds += 2 * weights.bytes / self.request.rates.copy_bandwidth
+        if settings.offload == "component":  # brought and taken back: once a run, or whenever the other's turn comes
+            turns = self.request.steps if stage.repeats and CONTROL in self.anatomy.components else 1
+            seconds += turns * 2 * weights.bytes / self.request.rates.copy_bandwidth
         if settings.offload in STREAMED:  # what stays is brought once, and of a stage that runs once so is all else
             seconds += weights.bytes / self.request.rates.copy_bandwidth
         return seconds

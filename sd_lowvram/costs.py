@@ -264,9 +264,9 @@ class Costs:
 _STAGES = {
     "vae": ("decode", "encode"),
     "decoder": ("decode", "encode"),
-    "attention": ("denoise", "decode", "encode"),
-    "channels": ("denoise", "decode", "encode"),
-    "deterministic": ("denoise", "decode", "encode"),
+    "attention": ("control", "denoise", "decode", "encode"),
+    "channels": ("control", "denoise", "decode", "encode"),
+    "deterministic": ("control", "denoise", "decode", "encode"),
     "feed": ("denoise",),
     "residual": ("denoise",),
     "park": ("denoise",),

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from .models import diffusers
 from .models.anatomy import Anatomy
 
+CONTROL = "controlnet"
+"""The name under which pipelines hold their ControlNet."""
+
 Predict = Callable[[Any, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
 
 
@@ -31,7 +34,7 @@ class Stage:
     """One part of a run.
 
     Attributes:
-        name: for people: "text", "denoise", "decode" or "encode".
+        name: for people: "text", "control", "denoise", "decode" or "encode".
         component: whose weights it needs.
         run: the call, on modules and inputs of the twin.
         inputs: fake tensors for it, made when they are needed.
@@ -62,6 +65,8 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
             if encodes:
                 found.insert(0, Stage("encode", name, anatomy.verbs.encode, _maker(component, pixels)))
             found.append(Stage("decode", name, anatomy.verbs.decode, _maker(component, latents)))
+        elif name == CONTROL and anatomy.denoiser is not None:
+            found.append(Stage("control", name, _controlled, _control_inputs(anatomy, shape), repeats=True))
         elif name.startswith("text_encoder"):
             inputs = functools.partial(_text_inputs, component, text_length(anatomy, name))
             found.insert(0, Stage("text", name, _encode_text, inputs))
@@ -83,6 +88,17 @@ def denoise_step(
         unconditional, conditional = predicted.chunk(2)
         predicted = unconditional + 7.5 * (conditional - unconditional)
     return latents - 0.1 * predicted
+
+
+def _controlled(
+    control: Any, latents: Tensor, timestep: Tensor, text: Tensor, image: Tensor, extra: Mapping[str, Any]
+) -> list[Tensor]:
+    """The residuals of a ControlNet, or of several added up, as pipelines do before the UNet in each step."""
+    total: list[Tensor] = []
+    for net in getattr(control, "nets", [control]):
+        down, mid = net(latents, timestep, text, image, return_dict=False, **extra)
+        total = [one + other for one, other in zip(total, [*down, mid], strict=True)] if total else [*down, mid]
+    return total
 
 
 def _encode_text(encoder: nn.Module, tokens: Tensor) -> Any:
@@ -108,27 +124,47 @@ def _maker(component: nn.Module, shape: tuple[int, ...]) -> Callable[[], tuple[A
 
 
 def _denoiser_inputs(anatomy: Anatomy, shape: Shape) -> Callable[[], tuple[Any, ...]]:
-    unet = anatomy.unet
-    assert unet is not None
-    config = anatomy.config(anatomy.denoiser or "")
-    pictures = shape.batch * (2 if shape.guidance else 1)
-    channels, width = int(config.get("in_channels", 4)), config.get("cross_attention_dim") or 768
-    width = width if isinstance(width, int) else max(width)
-    length = text_length(anatomy)
-
     def make() -> tuple[Any, ...]:
-        dtype = _dtype(unet)
-        extra: dict[str, Any] = {}
-        if config.get("addition_embed_type") == "text_time":
-            ids = 6 * int(config["addition_time_embed_dim"])
-            pooled = torch.empty(pictures, int(config["projection_class_embeddings_input_dim"]) - ids, dtype=dtype)
-            extra["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": torch.empty(pictures, 6, dtype=dtype)}
-        if "label_channels" in config:
-            extra["y"] = torch.empty(pictures, int(config["label_channels"]), dtype=dtype)
+        assert anatomy.unet is not None
+        dtype = _dtype(anatomy.unet)
+        text, extra = _conditions(anatomy, shape, dtype)
+        if CONTROL in anatomy.components:
+            *down, mid = _controlled(*_control_inputs(anatomy, shape)())
+            extra["down_block_additional_residuals"] = tuple(torch.empty_like(one, dtype=dtype) for one in down)
+            extra["mid_block_additional_residual"] = torch.empty_like(mid, dtype=dtype)
+        channels = int(anatomy.config(anatomy.denoiser or "").get("in_channels", 4))
         latents = torch.empty(shape.batch, channels, *latent_size(anatomy, shape), dtype=dtype)
-        return unet, latents, torch.tensor(1), torch.empty(pictures, length, width, dtype=dtype), extra
+        return anatomy.unet, latents, torch.tensor(1), text, extra
 
     return make
+
+
+def _control_inputs(anatomy: Anatomy, shape: Shape) -> Callable[[], tuple[Any, ...]]:
+    def make() -> tuple[Any, ...]:
+        control = anatomy.components[CONTROL]
+        dtype = _dtype(control)
+        text, extra = _conditions(anatomy, shape, dtype)
+        latents = torch.empty(len(text), 4, *latent_size(anatomy, shape), dtype=dtype)
+        image = torch.empty(len(text), 3, shape.height, shape.width, dtype=dtype)
+        return control, latents, torch.tensor(1), text, image, extra
+
+    return make
+
+
+def _conditions(anatomy: Anatomy, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+    """The text (pictures, tokens, width) that a step is given, and what some models want besides."""
+    config = anatomy.config(anatomy.denoiser or "")
+    pictures = shape.batch * (2 if shape.guidance else 1)
+    width = config.get("cross_attention_dim") or 768
+    width = width if isinstance(width, int) else max(width)
+    extra: dict[str, Any] = {}
+    if config.get("addition_embed_type") == "text_time":
+        ids = 6 * int(config["addition_time_embed_dim"])
+        pooled = torch.empty(pictures, int(config["projection_class_embeddings_input_dim"]) - ids, dtype=dtype)
+        extra["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": torch.empty(pictures, 6, dtype=dtype)}
+    if "label_channels" in config:
+        extra["y"] = torch.empty(pictures, int(config["label_channels"]), dtype=dtype)
+    return torch.empty(pictures, text_length(anatomy), width, dtype=dtype), extra
 
 
 def scale_factor(anatomy: Anatomy) -> int:

@@ -18,6 +18,9 @@ from .memory.fakes import fake_of
 from .models import anatomy_of_components
 from .models.anatomy import Anatomy
 from .patches import unpatched
+from .session import Attachment
+from .settings import Settings
+from .streaming.timing import Timing
 from .weights import all_tensors, loaded_dtype
 
 
@@ -29,6 +32,21 @@ def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     with _bare(components):
         copies = {name: copy.deepcopy(component, memo) for name, component in anatomy.components.items()}
     return anatomy_of_components(anatomy.family, copies)
+
+
+@contextlib.contextmanager
+def tried(
+    anatomy: Anatomy, name: str, settings: Settings, device: torch.device, timing: Timing | None = None
+) -> Iterator[None]:
+    """Within the block the component ``name`` of a twin runs with ``settings``, also one that is no target by itself
+    (a ControlNet, a safety checker)."""
+    part = anatomy_of_components(anatomy.family, {name: anatomy.components[name]})
+    attachment = Attachment(part, settings, device, timing)
+    attachment.apply()
+    try:
+        yield
+    finally:
+        attachment.undo()
 
 
 def _as_loaded(tensor: Tensor) -> Tensor:

