@@ -15,7 +15,7 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from .memory.work import Span
 from .overhead import Overhead
 from .sizes import GIB
 
+_Kind = TypeVar("_Kind", "Rates", Overhead)
 THIS = "this"
 """The name of the rates that were measured on the machine at hand."""
 
@@ -124,10 +125,9 @@ def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
     from .calibration import calibrate
 
     where = _place("rates", device)
-    known = None if recalibrate else _read(where)
+    known = None if recalibrate else _read(where, Rates)
     if known is not None:
-        with contextlib.suppress(TypeError):
-            return Rates(**known)
+        return known
     rates = calibrate(device)
     _write(where, dataclasses.asdict(rates))
     return rates
@@ -142,11 +142,7 @@ def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
         measured = measured_overhead(device)
         _write(where, dataclasses.asdict(measured))
         return measured
-    known = _read(where)
-    if known is not None:
-        with contextlib.suppress(TypeError):
-            return Overhead(**known)
-    return Overhead()
+    return _read(where, Overhead) or Overhead()
 
 
 def _place(what: str, device: torch.device) -> Path | None:
@@ -155,9 +151,12 @@ def _place(what: str, device: torch.device) -> Path | None:
     return folder.parent / f"{what}-{_machine(device)}.json" if folder else None
 
 
-def _read(where: Path | None) -> dict[str, Any] | None:
+def _read(where: Path | None, kind: type[_Kind]) -> _Kind | None:
+    """What was remembered, if it has all that is measured today."""
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(where.read_text(encoding="utf-8")) if where else None
+        known = json.loads(where.read_text(encoding="utf-8")) if where else {}
+        if set(known) == {field.name for field in dataclasses.fields(kind)}:
+            return kind(**known)
     return None
 
 
