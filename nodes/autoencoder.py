@@ -109,7 +109,7 @@ class _Autoencoder:
             raise BadInputError(f"{stage}: {tuple(shape)} is not the shape of one picture or a batch of them")
         plan = self.foresee(stage, shape)
         device = self._device(plan.settings)
-        call = getattr(type(self._vae), stage)
+        call = self._call(stage)
         with host.bar():
             with contextlib.suppress(_Short), self._hooked(stage, plan.settings, device) as vae:
                 vae.decode_tiled_ = vae.encode_tiled_ = _give_up
@@ -118,6 +118,14 @@ class _Autoencoder:
             with self._hooked(stage, Settings.smallest(), device) as vae:
                 vae.decode_tiled_ = vae.encode_tiled_ = _fail
                 return call(vae, *args, **kwargs)
+
+    def _call(self, stage: str) -> Callable[..., Tensor]:
+        """The host's own call, of a VAE and its arguments, or what somebody else has set on this VAE in its place."""
+        set_here = vars(self._vae).get(stage)
+        if set_here is None or isinstance(getattr(set_here, "__self__", None), _Autoencoder):
+            stock: Callable[..., Tensor] = getattr(type(self._vae), stage)
+            return stock
+        return lambda vae, *args, **kwargs: set_here(*args, **kwargs)
 
     @contextlib.contextmanager
     def _hooked(self, stage: str, settings: Settings, device: torch.device) -> Iterator[Any]:

@@ -203,6 +203,11 @@ def test_the_stock_decode_and_encode_become_exact(pack, vae) -> None:
     assert Bar.shown and Bar.shown[-1][0] == Bar.shown[-1][1]
 
 
+def test_a_decode_that_somebody_else_has_set_stays(pack, vae) -> None:
+    vae.decode = lambda samples: 1 - comfy_host.VAE.decode(vae, samples)
+    assert tiny.relative_error(optimize_vae(pack, vae).decode(LATENTS), vae.decode(LATENTS)) < 1e-5
+
+
 def test_cancel_stops_a_decode_and_leaves_nothing(pack, vae, cancelled) -> None:
     mine = optimize_vae(pack, vae, vae_tiles="exact")
     cancelled.append(True)
