@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -140,13 +141,13 @@ def grid_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     modules.scripts = scripts  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "modules", modules)
     monkeypatch.setitem(sys.modules, "modules.scripts", scripts)
+    monkeypatch.delitem(sys.modules, "webui_ext.grid", raising=False)
     yield module
     sys.modules.pop("webui_ext.grid", None)
 
 
 def test_axes_are_added_once_and_cells_share_nothing(grid_script: Any) -> None:
-    from webui_ext import grid
-
+    grid = importlib.import_module("webui_ext.grid")
     grid.add_axes()
     grid.add_axes()
     assert len(grid_script.axis_options) == len(arguments()) - 1

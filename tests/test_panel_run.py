@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import webui_ext
 from sd_lowvram import Settings
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.plans import Predicted, Request
@@ -27,6 +29,13 @@ OURS += ("webui_ext.controls", "webui_ext.options", "webui_ext.grid")
 class HTTPException(Exception):
     def __init__(self, status_code: int, detail: str) -> None:
         self.status_code, self.detail = status_code, detail
+
+
+def _forget_ours() -> None:
+    """They hold on to the host that they were imported in, and the package to them."""
+    for name in OURS:
+        sys.modules.pop(name, None)
+        vars(webui_ext).pop(name.rpartition(".")[2], None)
 
 
 def module(name: str, **held: Any) -> ModuleType:
@@ -53,21 +62,16 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, f"modules.{name}", part)
     monkeypatch.setitem(sys.modules, "gradio", module("gradio"))
     monkeypatch.setitem(sys.modules, "fastapi", module("fastapi", HTTPException=HTTPException))
-    for name in OURS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    _forget_ours()
     yield shared
-    for name in OURS:
-        sys.modules.pop(name, None)
+    _forget_ours()
 
 
 @pytest.fixture
 def script(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Our script; its plans are always ``SETTINGS``."""
-    from webui_ext import run
-    from webui_ext.script import LowVRAMScript
-
-    monkeypatch.setattr(run, "foretell", foretold)
-    made = LowVRAMScript()
+    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "foretell", foretold)
+    made = importlib.import_module("webui_ext.script").LowVRAMScript()
     made.is_img2img = False
     return made
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from modules import devices, sd_models
+from modules import devices, sd_models, shared
 
 from sd_lowvram.errors import LowVRAMError
 from sd_lowvram.models.anatomy import Anatomy
@@ -42,10 +42,13 @@ class Blueprint:
 
 
 def model() -> Any:
-    """The loaded model, or a :class:`Blueprint`; None when no checkpoint is chosen, or it is none that we can read."""
+    """The loaded model, or a :class:`Blueprint`; None when no checkpoint is chosen, or it is none that we can read, or
+    the host has not told yet in which type it will load it."""
     loaded = getattr(sd_models.model_data, "sd_model", None)
     if host.is_loaded(loaded):
         return loaded
+    if getattr(shared.cmd_opts, "no_half", False) and getattr(devices, "dtype_unet", None) is torch.float16:
+        return None
     try:
         chosen = sd_models.select_checkpoint()
         return _drawn(chosen.filename, os.path.getmtime(chosen.filename)) if chosen else None

@@ -101,3 +101,18 @@ def precision_of_attention() -> Iterator[None]:
     finally:
         for module, value in zip(modules, before, strict=True):
             module._ATTN_PRECISION = value
+
+
+@contextlib.contextmanager
+def in_the_weights_type(unet: Any) -> Iterator[None]:
+    """Within the block ldm's UNet starts in its weights' type, where the host leaves that to autocast, which a trace
+    has none of: what autocast holds in float32 for the moment of a norm is not foretold."""
+    before = vars(unet).get("dtype") if unet is not None else None
+    if not isinstance(before, torch.dtype):
+        yield
+        return
+    unet.dtype = next(unet.parameters()).dtype
+    try:
+        yield
+    finally:
+        unet.dtype = before

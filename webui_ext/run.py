@@ -79,8 +79,9 @@ def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
         encodes=picture.encodes,
     )
     try:
-        with host.precision_of_attention():
-            plan = make_plan(host.anatomy(model), request, _planned(model, settings_of(chosen)))
+        anatomy = host.anatomy(model)
+        with host.precision_of_attention(), host.in_the_weights_type(anatomy.unet):
+            plan = make_plan(anatomy, request, _planned(model, settings_of(chosen)))
     except BudgetError as error:
         raise _with_others(error, vram, others) from None
     peak = dataclasses.replace(plan.predicted, peak_bytes=plan.predicted.peak_bytes + others)

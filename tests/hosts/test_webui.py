@@ -3,7 +3,7 @@
     WEBUI_DIR=... [WEBUI_PYTHON=...] [WEBUI_CHECKPOINT=...] make test-hosts
 
 The environment of WEBUI_PYTHON has what the WebUI needs (by default WEBUI_DIR/venv); offline, HF_HOME names a cache
-that holds CLIP's tokenizer. The extension is a clone of what is committed.
+that holds CLIP's tokenizer.
 """
 
 from __future__ import annotations
@@ -83,6 +83,16 @@ def server(data: Path, bare: dict[str, Any]) -> Iterator[Server]:
         Path(WEBUI or ""), PYTHON, data, "--ckpt", str(data / "models/Stable-diffusion/first.safetensors")
     ) as s:
         yield s
+
+
+def _clone(place: Path) -> None:
+    """The extension as users get it, with what is changed here and not committed yet."""
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(place)], check=True)
+    changed = ["git", "ls-files", "--modified", "--others", "--exclude-standard"]
+    listed = subprocess.run(changed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(lambda one: (ROOT / one).is_file(), listed.splitlines()):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, place / name)
 
 
 def difference(one: Made, other: Made) -> tuple[int, float]:
