@@ -76,7 +76,8 @@ def reasons(request: Request, best: Candidate, following: Candidate | None) -> t
             f"compute: a step takes {streamed.slowdown:.2f} times as long"
         )
     if chosen.offload == "layer":
-        told.append("one layer's weights on the device at a time: much slower, and the least memory")
+        slower = f": a step takes {streamed.slowdown:.2f} times as long" if streamed is not None else ""
+        told.append(f"the weights of one layer and the next on the device at a time, the least memory{slower}")
     if chosen.vae_tiles == "exact":
         told.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
     if chosen.decoder_device == "cpu":
