@@ -17,7 +17,7 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.architectures import build_components
 from sd_lowvram.errors import BudgetError, ConflictError
 from sd_lowvram.memory import trace
-from sd_lowvram.session import attach, detach
+from sd_lowvram.session import attach, detach, entered, prepare
 from sd_lowvram.sizes import MIB
 from sd_lowvram.streaming.copier import Copier
 from sd_lowvram.streaming.engine import Stream
@@ -90,11 +90,11 @@ def test_same_bits_with_the_other_hooks(way: str) -> None:
     unet = shared("sd15").to(torch.float32)
     others = {**TOGETHER, "attention": "sliced", "attention_mib": 1, "inference_mode": True}
     with attached(unet, Settings(**others), device="cpu"):
-        expected = run(unet)
+        expected = run(unet, (17, 25))
     streamed = {name: value for name, _, value in WAYS[way].decided()}
     with attached(unet, Settings(**others, **streamed), device="cpu"):
-        assert torch.equal(run(unet), expected)
-        assert torch.equal(run(unet), expected)
+        assert torch.equal(run(unet, (17, 25)), expected)
+        assert torch.equal(run(unet, (17, 25)), expected)
 
 
 @pytest.mark.parametrize("way", ["layer", "little"])
@@ -102,19 +102,19 @@ def test_same_bits_while_layers_are_widened(way: str) -> None:
     """A ring that is too small for what a sweep over strips holds drops weights that are lent widened."""
     unet = unet_of("sd15", torch.float16)
     with attached(unet, Settings(**TOGETHER, precision="fp16-storage"), device="cpu"):
-        expected = run(unet)
+        expected = run(unet, (17, 25))
     streamed = {name: value for name, _, value in WAYS[way].decided()}
     with attached(unet, Settings(**TOGETHER, **streamed, precision="fp16-storage"), device="cpu"):
-        assert torch.equal(run(unet), expected)
+        assert torch.equal(run(unet, (17, 25)), expected)
 
 
 def test_layers_split_by_rows_differ_by_rounding_only(pools: list[int]) -> None:
     unet = shared("sd15").to(torch.float32)
-    expected = run(unet)
+    expected = run(unet, (17, 25))
     for more in ({}, {"channels_last": True}, TOGETHER):
         with attached(unet, Settings(offload="layer", split_layers=True, **more), device="cpu"):
-            assert tiny.relative_error(run(unet), expected) < 1e-5
-            assert tiny.relative_error(run(unet), expected) < 1e-5
+            assert tiny.relative_error(run(unet, (17, 25)), expected) < 1e-5
+            assert tiny.relative_error(run(unet, (17, 25)), expected) < 1e-5
     largest = max(tensor.numel() * tensor.element_size() for tensor in all_tensors(unet))
     assert max(pools) < largest
 
@@ -129,8 +129,8 @@ def test_device_bytes_stay_within_the_room(way: str, pools: list[int]) -> None:
     with attached(unet, WAYS[way], device="cpu"):
         given = inputs(unet, (16, 16), 2)
         given.pop("return_dict")
-        run(unet)
-        run(unet)
+        run(unet, (8, 8))
+        run(unet, (8, 8))
         traced = trace(unet, **given)
     assert 0 < max(pools) <= min(limit, room)
     assert traced.weights_bytes < 0.01 * weight_bytes(unet)  # all of them wait on the host
@@ -185,10 +185,10 @@ def attach_to_twin(unet: Any, settings: Settings) -> None:
 def test_residents_are_fetched_once_and_the_rest_once_a_step(copied: list[int]) -> None:
     unet = shared("sd15").to(torch.float32)
     with attached(unet, WAYS["blocks"], device="cpu"):
-        run(unet)
-        run(unet)
+        run(unet, (8, 8))
+        run(unet, (8, 8))
         before = len(copied)
-        run(unet)
+        run(unet, (8, 8))
         step = sum(copied[before:])
     assert 0 < step <= weight_bytes(unet) - 2 * MIB
 
@@ -198,10 +198,10 @@ def test_what_runs_in_pieces_streams_once_a_step(more: dict[str, Any], copied: l
     """Not once for each half of the guidance, strip or chunk."""
     unet = shared("sd15").to(torch.float32)
     with attached(unet, Settings(offload="layer", weights_mib=1, **more), device="cpu"):
-        run(unet)
-        run(unet)
+        run(unet, (17, 25))
+        run(unet, (17, 25))
         before = len(copied)
-        run(unet)
+        run(unet, (17, 25))
     assert weight_bytes(unet) - MIB <= sum(copied[before:]) <= weight_bytes(unet)
 
 
@@ -210,13 +210,13 @@ def test_tied_weights_come_once(copied: list[int]) -> None:
     first, second = (unet.down_blocks[number].resnets[1].conv1 for number in (1, 2))
     assert first.weight.shape == second.weight.shape
     second.weight = first.weight
-    expected = run(unet)
+    expected = run(unet, (8, 8))
     with attached(unet, WAYS["all stay"], device="cpu"):
-        assert torch.equal(run(unet), expected)
-        assert torch.equal(run(unet), expected)
+        assert torch.equal(run(unet, (8, 8)), expected)
+        assert torch.equal(run(unet, (8, 8)), expected)
         assert sum(copied) == weight_bytes(unet)
     with attached(unet, WAYS["layer"], device="cpu"):
-        assert torch.equal(run(unet), expected)
+        assert torch.equal(run(unet, (8, 8)), expected)
 
 
 def test_buffers_and_bare_parameters_move() -> None:
@@ -234,13 +234,13 @@ def test_buffers_and_bare_parameters_move() -> None:
 
     block = unet.down_blocks[1].resnets[1]
     block.conv2 = Bare(block.conv2)
-    expected = run(unet)
+    expected = run(unet, (8, 8))
     with attached(unet, WAYS["little"], device="cpu"):
-        assert torch.equal(run(unet), expected)
+        assert torch.equal(run(unet, (8, 8)), expected)
         seen = []
         block.conv2.inner.register_forward_hook(lambda *_: seen.append(block.conv2.shift.data_ptr()))
         master = block.conv2.shift.data_ptr()
-        run(unet)
+        run(unet, (8, 8))
         assert seen and master not in seen
 
 
@@ -334,25 +334,38 @@ def test_another_order_and_parts_alone() -> None:
     with torch.no_grad():
         expected = block.attentions[0](maps, encoder_hidden_states=text)[0]
         embedding = unet.time_embedding(torch.randn(2, 32, generator=torch.Generator().manual_seed(1)))
-    whole = run(unet)
+    whole = run(unet, (8, 8))
     with attached(unet, WAYS["little"], device="cpu"), torch.no_grad():
         assert torch.equal(block.attentions[0](maps, encoder_hidden_states=text)[0], expected)
-        assert torch.equal(run(unet), whole)
+        assert torch.equal(run(unet, (8, 8)), whole)
         assert torch.equal(block.attentions[0](maps, encoder_hidden_states=text)[0], expected)
         again = unet.time_embedding(torch.randn(2, 32, generator=torch.Generator().manual_seed(1)))
         assert torch.equal(again, embedding)
-        assert torch.equal(run(unet), whole)
+        assert torch.equal(run(unet, (8, 8)), whole)
 
 
 def test_nested_runs() -> None:
     """A model that is called while it runs, as some callbacks do."""
     unet = unet_of("sd15")
-    expected = run(unet)
+    expected = run(unet, (8, 8))
     inner = []
     with attached(unet, WAYS["little"], device="cpu"):
-        handle = unet.mid_block.register_forward_pre_hook(lambda *_: (handle.remove(), inner.append(run(unet)))[0])
-        assert torch.equal(run(unet), expected)
+        handle = unet.mid_block.register_forward_pre_hook(
+            lambda *_: (handle.remove(), inner.append(run(unet, (8, 8))))[0]
+        )
+        assert torch.equal(run(unet, (8, 8)), expected)
     assert torch.equal(inner[0], expected)
+
+
+def test_entered_again_and_again() -> None:
+    """As hosts do that attach around every call."""
+    unet = unet_of("sd15")
+    expected = run(unet, (8, 8))
+    attachment = prepare(unet, WAYS["blocks"], torch.device("cpu"))
+    for _ in range(2):
+        with entered(unet, attachment):
+            assert torch.equal(run(unet, (8, 8)), expected)
+        assert not [key for module in unet.modules() for key in vars(module) if "lowvram" in key or key == "forward"]
 
 
 @pytest.mark.parametrize("way", ["layer", "halves", "blocks"])

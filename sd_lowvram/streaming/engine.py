@@ -38,16 +38,17 @@ from .travel import looked_up, run_at
 
 
 class Turns:
-    """Of several streams, the one whose weights are on the device now."""
+    """Of several streams, those whose weights are on the device now: one, or more where one runs inside another."""
 
     def __init__(self) -> None:
-        self._present: Stream | None = None
+        self._present: list[Stream] = []
 
     def take(self, stream: Stream) -> None:
-        """Make room for ``stream``: what another one has on the device is dropped, unless that one is running."""
-        if self._present is not stream and self._present is not None and not self._present.running:
-            self._present.evict()
-        self._present = stream
+        """Make room for ``stream``: what others have on the device is dropped, unless they are running."""
+        for other in self._present:
+            if other is not stream and not other.running:
+                other.evict()
+        self._present = [other for other in self._present if other.running and other is not stream] + [stream]
 
 
 class Stream:
@@ -173,10 +174,10 @@ class Stream:
             for number in numbers:
                 self._busy[number] -= 1
 
-    def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, x: Tensor) -> Tensor:
+    def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, input: Tensor) -> Tensor:
         assert self._layout is not None
         parts = [(self._layout.blocks[number].rows or (0, 0), self._part(number)) for number in numbers]
-        return in_parts(module, parts, original, x)
+        return in_parts(module, parts, original, input)
 
     @contextlib.contextmanager
     def _part(self, number: int) -> Iterator[None]:

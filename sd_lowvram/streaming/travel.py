@@ -32,8 +32,9 @@ def sent(result: Any, home: torch.device) -> Any:
     return map_tensors(result, lambda tensor: tensor.to(home))
 
 
-def looked_up(device: torch.device, original: Callable[..., Tensor], rows: Tensor) -> Tensor:
+def looked_up(device: torch.device, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Rows of a table in host memory; only these travel to ``device``."""
     with host_account():
-        found = original(rows.to("cpu"))
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to("cpu"))
+        found = original(*args, **kwargs)
     return to_device(found, device)
