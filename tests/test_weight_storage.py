@@ -156,15 +156,17 @@ def test_nothing_to_store() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trace_counts_eight_bits_and_one_wide_layer(unet: Any, kind: str) -> None:
     given = inputs(unet, (8, 11), 2)
-    plain = trace(unet, **given).weights_bytes
+    whole = trace(unet, **given)
+    plain = whole.weights_bytes
     layers = [module.weight for module in unet.modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
     with attached(unet, Settings(weight_storage=kind), device="cpu"):
         traced = trace(unet, **given)
     scales = 4 * sum(len(weight) for weight in layers)
     assert 0.25 * plain < traced.weights_bytes < 0.25 * plain + scales + 100_000
     largest = max(weight.numel() for weight in layers) * 4
-    beside = traced.peak_bytes - traced.weights_bytes - traced.input_bytes - traced.activation_peak_bytes
-    assert beside <= largest
+    assert whole.activation_peak_bytes <= traced.activation_peak_bytes <= whole.activation_peak_bytes + largest
+    assert traced.largest_bytes >= largest
+    assert traced.peak_bytes < whole.peak_bytes / 2
 
 
 @pytest.mark.parametrize("settings", [{"weight_storage": "int8"}, {"precision": "bf16"}])
@@ -176,6 +178,19 @@ def test_a_plan_starts_from_the_model_as_it_was_loaded(unet: Any, settings: dict
     with attached(unet, Settings(**settings), device="cpu"):
         assert plan(unet, **request).predicted == plain.predicted
         assert plan(unet, settings=Settings(**settings), **request).predicted == small.predicted
+
+
+def test_the_search_takes_eight_bits_where_another_picture_is_allowed(unet: Any) -> None:
+    def budget(size: int) -> dict[str, Any]:
+        return {"width": 64, "height": 64, "device": "cpu", "vram": f"{size} b"}
+
+    plain = plan(unet, **budget(1 << 30))
+    small = plan(unet, settings=Settings(weight_storage="int8", offload="none"), **budget(1 << 30))
+    between = (plain.predicted.peak_bytes + small.predicted.peak_bytes) // 2
+    chosen = plan(unet, approximate=True, settings=Settings(precision="fp32"), **budget(between))
+    assert (chosen.settings.weight_storage, str(chosen.fidelity)) == ("int8", "approximate")
+    assert plan(unet, settings=Settings(precision="fp32"), **budget(between)).settings.weight_storage is None
+    assert plan(unet, approximate=True, **budget(1 << 30)).settings.weight_storage is None
 
 
 def test_a_pipeline_is_planned_and_optimized() -> None:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import ConflictError, NoSiteError
 from ..kernels.quantised import quantise, widen
-from ..memory import to_host, weights_account
+from ..memory import to_host
 from ..memory.fakes import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, wrap
@@ -124,8 +124,7 @@ class _Stored:
             return data
         if self._scale.device != data.device:
             self._scale = self._scale.to(data.device)
-        with weights_account():
-            return widen(data, self._scale[present_rows()])
+        return widen(data, self._scale[present_rows()])
 
 
 def _quantised(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
