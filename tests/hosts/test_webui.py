@@ -154,8 +154,9 @@ def test_grid_over_attention_backends(server: Server) -> None:
     axes = _grid_axes(server)
     assert labels[1] in axes
     backends = ["sdpa", "sliced", "fused-softmax"]
-    arguments = [axes.index(labels[1]), "", backends, 0, "", [], 0, "", [], True, False, False, False, False, False,
-                 False, False, 0, False]  # fmt: skip
+    values = [axes.index(labels[1]), "", backends, 0, "", [], 0, "", []]
+    legend, lone, parts, loose_seeds, vary_x, vary_y, vary_z, margin, csv = True, *[False] * 6, 0, False
+    arguments = [*values, legend, lone, parts, loose_seeds, vary_x, vary_y, vary_z, margin, csv]
     made = server.make(script_name="x/y/z plot", script_args=arguments)
     assert len(made.pictures) == 1 and made.picture.shape[1] > 3 * 128
     log = server.told().splitlines()
