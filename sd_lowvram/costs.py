@@ -27,7 +27,7 @@ from .memory.work import Span
 from .models.anatomy import Anatomy
 from .settings import Settings
 from .shortened import equal_blocks_once, has_equal_blocks, in_full
-from .stages import Shape, Stage, stages
+from .stages import CONTROL, Shape, Stage, stages
 from .streaming.layers import layers_of
 from .streaming.layout import Policy, lay_down
 from .streaming.search import near_schedule
@@ -249,6 +249,11 @@ class Costs:
         result: _Kind = self._known[key]
         return result
 
+    def _given(self, what: str) -> str | None:
+        """The ControlNet, whose residuals the denoiser is given."""
+        control = self._anatomy.components.get(CONTROL) if what.startswith("denoise") else None
+        return None if control is None else _fingerprint(control)
+
     def _place(self, component: str, what: str, settings: Settings) -> Path | None:
         """The file in which this is remembered; None: nowhere."""
         folder = cache_folder()
@@ -257,7 +262,15 @@ class Costs:
         if component not in self._fingerprints:
             self._fingerprints[component] = _fingerprint(self._anatomy.components[component])
         shape = None if what in ("text", "weights") else self._shape
-        facts = (self._fingerprints[component], what, shape, self._device.type, settings, code_digest())
+        facts = (
+            self._fingerprints[component],
+            what,
+            shape,
+            self._given(what),
+            self._device.type,
+            settings,
+            code_digest(),
+        )
         return folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
 
 

@@ -1,4 +1,4 @@
-"""The least memory that lossless settings need, size by size, and what making each plan takes."""
+"""The least memory that lossless settings need, size by size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from .. import progress
 from ..blueprint import blueprint
 from ..durations import format_time
-from ..planner import make_plan
+from ..planner import Search
 from ..plans import Request
 from ..rates import profile
 from ..settings import Settings
@@ -30,19 +30,20 @@ BOUNDS = {
 }
 """What the least peak may be at most, in fp16, batch 1, with guidance. None: nothing was promised."""
 
-_HEAD = """# Plans: the least memory, and what planning takes
+_HEAD = """# The least memory that lossless settings need
 
-Written by `sd-lowvram bench plans`; nothing ran on a GPU: peaks are traced, times are those of the named profile. fp16,
-batch 1, with guidance, 30 steps, lossless otherwise. *Least peak* is without the driver's share, *least budget* with it
-(a stated default). *Planning* is processor time of this process, one thread, models' libraries imported before.
+Written by `sd-lowvram bench plans`. Nothing ran on a GPU: peaks are traced, times those of the {card} profile for 30
+steps with these smallest settings, which nobody would choose with more memory. fp16, batch 1, with guidance. *Least
+budget* counts the driver's share, a stated default. *In host memory* with weights in ordinary memory, and with weights
+left in a mapped file. *Searching* is processor time, on a machine that was busy with much else.
 
-| model | size | least peak | bound | least budget | in host memory | 4 GB on an {card} | planning | from the cache |
+| model | size | least peak | bound | least budget | in host memory | weights mapped | time | searching |
 |---|---|---|---|---|---|---|---|---|
 """
 
 
 def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Plan every size of ``BOUNDS`` for 4 GB on ``card``; writes ``out`` (Markdown) where it is given.
+    """The smallest candidate of every size of ``BOUNDS``; writes ``out`` (Markdown) where it is given.
 
     Args:
         only: models; empty: all.
@@ -54,31 +55,26 @@ def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = 
         rows.append(_row(model, size, card))
     progress.report("plans", len(chosen), len(chosen))
     if out is not None:
-        text = _HEAD.format(card=profile(card).title) + "".join(map(_line, rows))
-        out.write_text(text, encoding="utf-8")
+        out.write_text(_HEAD.format(card=profile(card).title) + "".join(map(_line, rows)), encoding="utf-8")
     return rows
 
 
 def _row(model: str, size: int, card: str) -> dict[str, Any]:
+    start = time.process_time()
     anatomy = blueprint(model, torch.float16)
     request = Request(size, size, 1, 4 * GIB, 64 * GIB, torch.device("cuda"), profile(card))
-    times = []
-    for _ in range(2):
-        start = time.process_time()
-        plan = make_plan(anatomy, request, Settings(precision="fp16"))
-        times.append(time.process_time() - start)
+    smallest = Search(anatomy, request, Settings(precision="fp16"), approximate=False).smallest()
+    assert smallest is not None  # no bound on allocations was given
     return {
         "model": model,
         "size": size,
         "bound_bytes": BOUNDS[model, size],
-        "minimum_peak_bytes": plan.minimum_peak_bytes,
-        "minimum_vram_bytes": plan.minimum_vram_bytes,
-        "minimum_ram_bytes": plan.minimum_ram_bytes,
-        "peak_bytes": plan.predicted.peak_bytes,
-        "overhead_bytes": plan.predicted.overhead_bytes,
-        "seconds": plan.predicted.seconds,
-        "planning_seconds": times[0],
-        "cached_seconds": times[1],
+        "minimum_peak_bytes": smallest.peak_bytes,
+        "minimum_vram_bytes": smallest.needed_bytes,
+        "host_bytes": smallest.host_bytes,
+        "minimum_ram_bytes": smallest.least_host_bytes,
+        "seconds": smallest.seconds,
+        "searching_seconds": time.process_time() - start,
     }
 
 
@@ -91,10 +87,10 @@ def _line(row: dict[str, Any]) -> str:
         format_size(least),
         promise,
         format_size(row["minimum_vram_bytes"]),
+        format_size(row["host_bytes"]),
         format_size(row["minimum_ram_bytes"]),
-        f"{format_size(row['peak_bytes'] + row['overhead_bytes'])}, {format_time(row['seconds'])}",
-        f"{row['planning_seconds']:.1f} s",
-        f"{row['cached_seconds']:.2f} s",
+        format_time(row["seconds"]),
+        f"{row['searching_seconds']:.1f} s",
     )
     return f"| {' | '.join(cells)} |\n"
 

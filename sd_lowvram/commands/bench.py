@@ -66,7 +66,7 @@ def plans(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """The least memory that lossless settings need, size by size, and what planning takes."""
+    """The least memory that lossless settings need, size by size."""
     with guarded(debug):
         from rich.console import Console
 
