@@ -131,10 +131,9 @@ def _draw_measured(axes: Any, stage: Any, left: float, width: float) -> int:
         return 0
     line = {"color": _MEASURED, "linewidth": 1.3, "zorder": 3, "solid_joinstyle": "round"}
     if stage.curve:
-        xs = [left + width * second / max(stage.seconds, 1e-9) for second, _ in stage.curve]
-        axes.plot(
-            [*xs, left + width], [*(b for _, b in stage.curve), stage.curve[-1][1]], drawstyle="steps-post", **line
-        )
+        seconds, heights = zip(*stage.curve, strict=True)
+        xs = [left, *(left + width * second / max(stage.seconds, 1e-9) for second in seconds[1:]), left + width]
+        axes.plot(xs, [*heights, heights[-1]], drawstyle="steps-post", **line)
     else:
         axes.plot([left, left + width], [stage.peak_bytes] * 2, **line)
     return int(stage.peak_bytes)
@@ -198,7 +197,14 @@ def _decorate(axes: Any, plan: Any, measured: Any, top: int) -> None:
     title = f"{request.width}x{request.height}, batch {request.batch}: {format_size(predicted.peak_bytes)} planned"
     axes.figure.suptitle(title, color=_TEXT, fontsize=13, x=0.02, ha="left")
     axes.figure.legend(
-        handles=handles, loc="outside lower center", ncols=5, frameon=False, labelcolor=_TEXT, fontsize=9
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles) if len(handles) < 5 else 3,
+        frameon=False,
+        labelcolor=_TEXT,
+        fontsize=9,
+        columnspacing=1.3,
+        handlelength=1.5,
     )
 
 
