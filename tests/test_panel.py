@@ -180,3 +180,14 @@ def test_the_hosts_own_scripts_and_utils_are_found(tmp_path: Path) -> None:
     (tmp_path / "scripts" / "theirs.py").write_text("FOUND = True\n")
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; import scripts.theirs as t; assert t.FOUND"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=tmp_path)
+
+
+def test_the_line_names_what_was_chosen() -> None:
+    plan = SimpleNamespace(
+        predicted=SimpleNamespace(peak_bytes=3 << 30, overhead_bytes=0, stage="decode", seconds=125.0),
+        request=SimpleNamespace(vram=4 << 30, steps=20),
+        settings=Settings(offload="blocks", vae_tiles="exact"),
+    )
+    told = estimate.sentence(lambda: plan, "512x512")  # type: ignore[arg-type, return-value]
+    assert "512x512: fits. Peak 3 GiB of 4 GiB, reached in decode; about 2 min for 20 steps" in told
+    assert "streamed by blocks; VAE by exact strips" in told

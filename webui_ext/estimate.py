@@ -20,6 +20,12 @@ from sd_lowvram.sizes import format_size
 
 _SETTLE_SECONDS = 0.3
 _KEPT = 256
+_WEIGHTS = {
+    "component": "one model's weights on the device at a time",
+    "halves": "half of the UNet's weights on the device at a time",
+    "blocks": "weights streamed by blocks",
+    "layer": "weights streamed by layers",
+}
 
 _known: OrderedDict[Hashable, str] = OrderedDict()
 _asked: dict[str, int] = {}
@@ -68,7 +74,18 @@ def sentence(make: Callable[[], Plan], size: str) -> str:
     steps = plan.request.steps
     text = f"{size}: fits. Peak {total} of {format_size(plan.request.vram)}, reached in {predicted.stage}; "
     text += f"about {_time(predicted.seconds)} for {steps} step{'s' if steps != 1 else ''}"
-    return _line("fits", text + "".join(f"; {reason}" for reason in plan.reasons[1:]))
+    return _line("fits", "; ".join([text, *_chosen(plan)]))
+
+
+def _chosen(plan: Plan) -> list[str]:
+    """What is out of the ordinary in a plan. Its own reasons name budgets without the text encoders' share."""
+    settings = plan.settings
+    told = [] if settings.offload in (None, "none") else [_WEIGHTS.get(settings.offload, settings.offload)]
+    if settings.vae_tiles == "exact":
+        told.append("VAE by exact strips")
+    if settings.decoder_device == "cpu":
+        told.append("decoding on the CPU")
+    return told
 
 
 def complaint(text: str) -> str:
