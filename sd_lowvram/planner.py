@@ -18,6 +18,7 @@ from typing import Any
 from .candidates import STREAMED, Pricing
 from .errors import BudgetError
 from .hooks.precision import precision_fidelity
+from .hooks.weight_storage import quantised_layers
 from .ladders import detours, ladder
 from .models.anatomy import Anatomy
 from .plans import DEFAULT_STEPS, Candidate, Plan, Predicted, Request, StagePlan, check_size
@@ -90,6 +91,9 @@ class Search:
         self.precisions: list[str | None] = [None]
         if approximate and settings.precision is None:
             self.precisions.append("fp16" if on_gpu else "bf16")
+        self.storages: list[str | None] = [None]
+        if approximate and any(quantised_layers(anatomy, name) for name in anatomy.components):
+            self.storages.append("int8")  # nearer to the full weights than fp8, and of the same size
         self.fixed = settings
         self.decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":
@@ -218,8 +222,8 @@ class Search:
         return list(shared.values())
 
     def _placements(self) -> list[Settings]:
-        pairs = itertools.product(self._offloads(), self.precisions)
-        tried = [self.base.filled(offload=offload, precision=precision) for offload, precision in pairs]
+        ways = itertools.product(self.storages, self._offloads(), self.precisions)
+        tried = [self.base.filled(offload=o, precision=p, weight_storage=storage) for storage, o, p in ways]
         return list(dict.fromkeys(itertools.chain(*map(self._with_rooms, tried))))
 
     def _offloads(self) -> tuple[str, ...]:
