@@ -172,36 +172,35 @@ def test_the_trace_counts_eight_bits_and_one_wide_layer(unet: Any, kind: str) ->
 @pytest.mark.parametrize("settings", [{"weight_storage": "int8"}, {"precision": "bf16"}])
 def test_a_plan_starts_from_the_model_as_it_was_loaded(unet: Any, settings: dict[str, Any]) -> None:
     request = {"width": 64, "height": 64, "device": "cpu", "vram": "1GB"}
-    plain = plan(unet, **request)
-    small = plan(unet, settings=Settings(**settings), **request)
+    resident, stored = Settings(offload="none"), Settings(offload="none", **settings)
+    plain = plan(unet, settings=resident, **request)
+    small = plan(unet, settings=stored, **request)
     assert small.predicted.weights_bytes < 0.6 * plain.predicted.weights_bytes
     with attached(unet, Settings(**settings), device="cpu"):
-        assert plan(unet, **request).predicted == plain.predicted
-        assert plan(unet, settings=Settings(**settings), **request).predicted == small.predicted
+        assert plan(unet, settings=resident, **request).predicted == plain.predicted
+        assert plan(unet, settings=stored, **request).predicted == small.predicted
 
 
 def test_the_search_takes_eight_bits_where_another_picture_is_allowed(unet: Any) -> None:
-    def budget(size: int) -> dict[str, Any]:
-        return {"width": 64, "height": 64, "device": "cpu", "vram": f"{size} b"}
-
-    plain = plan(unet, **budget(1 << 30))
-    small = plan(unet, settings=Settings(weight_storage="int8", offload="none"), **budget(1 << 30))
-    between = (plain.predicted.peak_bytes + small.predicted.peak_bytes) // 2
-    chosen = plan(unet, approximate=True, settings=Settings(precision="fp32"), **budget(between))
+    request = {"width": 64, "height": 64, "device": "cpu"}
+    fixed = Settings(precision="fp32", offload="none")
+    plain = plan(unet, vram="1GB", settings=fixed, **request)
+    chosen = plan(unet, vram=f"{plain.predicted.peak_bytes // 2} b", settings=fixed, approximate=True, **request)
     assert (chosen.settings.weight_storage, str(chosen.fidelity)) == ("int8", "approximate")
-    assert plan(unet, settings=Settings(precision="fp32"), **budget(between)).settings.weight_storage is None
-    assert plan(unet, approximate=True, **budget(1 << 30)).settings.weight_storage is None
+    assert plan(unet, vram="1GB", settings=fixed, approximate=True, **request).settings.weight_storage is None
 
 
 def test_a_pipeline_is_planned_and_optimized() -> None:
     pipe = tiny.pipeline("sd15")
-    plain = plan(pipe, vram="1GB", device="cpu")
-    small = optimize(pipe, vram="1GB", device="cpu", settings=Settings(weight_storage="fp8"))
+    request = {"vram": "1GB", "device": "cpu"}
+    stored = Settings(weight_storage="fp8", offload="none")
+    plain = plan(pipe, settings=Settings(offload="none"), **request)
+    small = optimize(pipe, settings=stored, **request)
     assert small.settings.weight_storage == "fp8"
     assert str(small.fidelity) == "approximate"
     assert small.predicted.peak_bytes < plain.predicted.peak_bytes
     assert tiny.run(pipe, steps=1).isfinite().all()
-    optimize(pipe, vram="1GB", device="cpu", settings=Settings(weight_storage="fp8"))
+    assert optimize(pipe, settings=stored, **request).predicted == small.predicted
 
 
 def test_the_bench_tells_how_far_pictures_and_layers_are_off(capsys: pytest.CaptureFixture[str]) -> None:
