@@ -47,7 +47,8 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
     if smallest is None:
         raise search.too_large()
     if best is None:
-        raise refusal(request, smallest, search.leanest())
+        held = smallest.needed_bytes <= request.vram
+        raise refusal(request, smallest, search.leanest() if held else None)
     smallest = min(smallest, best, key=lambda run: run.peak_bytes)
     worst, following = best.worst, search.next_faster(best)
     predicted = Predicted(
