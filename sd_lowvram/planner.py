@@ -93,8 +93,10 @@ class Search:
         if approximate and settings.precision is None:
             self.precisions.append("fp16" if on_gpu else "bf16")
         self.storages: list[str | None] = [None]
-        if approximate and any(quantised_layers(anatomy, name) for name in anatomy.components):
+        if approximate and any(quantised_layers(anatomy, name, as_loaded=True) for name in anatomy.components):
             self.storages.append("int8")  # nearer to the full weights than fp8, and of the same size
+        if settings.weights_mib is not None and anatomy.denoiser is not None:
+            settings = settings.filled(offload="blocks")
         self.fixed = settings
         self.decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":
@@ -229,8 +231,6 @@ class Search:
 
     def _offloads(self) -> tuple[str, ...]:
         streams = self.pricing.anatomy.denoiser is not None
-        if self.fixed.weights_mib is not None and streams:
-            return ("blocks",)
         return ("none", "component", "blocks", "halves", "layer") if streams else ("none", "component", "layer")
 
     def _with_rooms(self, base: Settings) -> list[Settings]:
