@@ -135,7 +135,7 @@ class Costs:
 
     def weights(self, component: str, settings: Settings) -> Weights:
         """The weights of a component in the precision and storage that ``settings`` ask for."""
-        narrowed = quantised_layers(self._anatomy, component)
+        narrowed = quantised_layers(self._anatomy, component, as_loaded=True)
         chosen = Settings(precision=settings.precision, weight_storage=settings.weight_storage if narrowed else None)
         chosen = dataclasses.replace(chosen, split_layers=settings.split_layers)
         return self._of(Weights, component, "weights", chosen, lambda: self._weigh(component, chosen))

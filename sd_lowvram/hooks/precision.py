@@ -19,7 +19,7 @@ from ..errors import NoSiteError, SettingsError
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, value, wrap
 from ..settings import Fidelity, Settings
-from ..weights import all_tensors, cast_activations, own_tensors, remember_loaded, set_data
+from ..weights import all_tensors, cast_activations, loaded_dtype, own_tensors, remember_loaded, set_data
 from .lending import lent_to_call
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -69,7 +69,7 @@ def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
     for name, component in anatomy.components.items():
         if kind.endswith("fp16") and force_upcast(anatomy, name):
             continue
-        for dtype in {tensor.dtype for tensor in all_tensors(component) if tensor.is_floating_point()}:
+        for dtype in {dtype for dtype in map(loaded_dtype, all_tensors(component)) if dtype.is_floating_point}:
             if _narrows(dtype, stored) or _narrows(dtype, compute):
                 return Fidelity.APPROXIMATE
             if dtype != compute:
@@ -78,9 +78,10 @@ def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
 
 
 def compute_dtype(anatomy: Anatomy, name: str, settings: Settings) -> torch.dtype:
-    """The type in which the component ``name`` does its arithmetic with ``settings``."""
+    """The type in which the component ``name``, as it was loaded, does its arithmetic with ``settings``."""
     kind = settings.precision or ""
-    floating = (tensor.dtype for tensor in anatomy.components[name].parameters() if tensor.is_floating_point())
+    dtypes = (loaded_dtype(tensor) for tensor in anatomy.components[name].parameters())
+    floating = (dtype for dtype in dtypes if dtype.is_floating_point)
     own = next(floating, torch.float32)
     if kind in ("", "tf32") or (kind.endswith("fp16") and force_upcast(anatomy, name)):
         return own

@@ -25,7 +25,7 @@ from ..memory.fakes import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
-from ..weights import remember_loaded, set_data
+from ..weights import loaded_dtype, remember_loaded, set_data
 from .lending import lent_to_call, present_rows
 
 _REFUSED = {
@@ -57,8 +57,12 @@ def weight_storage(anatomy: Anatomy, settings: Settings, device: torch.device) -
         raise NoSiteError("weight storage: no UNet or text encoder with floating-point weights (a VAE keeps its own)")
 
 
-def quantised_layers(anatomy: Anatomy, name: str) -> list[Any]:
-    """The layers of the component ``name`` whose weights the hook stores in 8 bits."""
+def quantised_layers(anatomy: Anatomy, name: str, as_loaded: bool = False) -> list[Any]:
+    """The layers of the component ``name`` whose weights the hook stores in 8 bits.
+
+    Args:
+        as_loaded: also those that are stored so already, for plans that are made meanwhile.
+    """
     if name != anatomy.denoiser and not name.startswith(("text_encoder", "controlnet")):
         return []
     return [
@@ -68,7 +72,7 @@ def quantised_layers(anatomy: Anatomy, name: str) -> list[Any]:
         and path not in _KEPT
         and "lora_" not in path
         and type(module.weight) in (nn.Parameter, Tensor, FakeTensor)
-        and module.weight.is_floating_point()
+        and (module.weight.is_floating_point() or (as_loaded and loaded_dtype(module.weight).is_floating_point))
         # its owner reads this layer's weight without calling it
         and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     ]
