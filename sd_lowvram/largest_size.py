@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -61,13 +62,12 @@ def _largest(
     def sized(steps: int) -> Request:
         return dataclasses.replace(smallest, width=steps * smallest.width, height=steps * smallest.height)
 
+    tried = itertools.count()
+
     def needed(steps: int) -> float:
-        nonlocal tried
-        tried += 1
-        tell(tried - 1)
+        tell(next(tried))
         return _needed(Search(anatomy, sized(steps), settings, approximate))
 
-    tried = 0
     guess = round(math.sqrt(area / (smallest.width * smallest.height)))
     steps = largest(needed, smallest.vram, guess, MOST // max(smallest.width, smallest.height))
     return make_plan(anatomy, sized(steps), settings, approximate) if steps else None

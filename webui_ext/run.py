@@ -115,7 +115,7 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
     stop()
     with contextlib.ExitStack() as stack:
         stack.enter_context(host.precision_of_attention())
-        attachment = attach(model, _attachable(model, plan.settings), plan.request.device)
+        attachment = attach(model, _attachable(model, plan.settings), plan.request.device, plan.timing)
         stack.callback(detach, model, attachment)
         attachment.plan = plan
         attachment.add(lowered(model, plan))

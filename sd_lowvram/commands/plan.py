@@ -48,9 +48,9 @@ def plan(
 
         from .plan_table import show, show_sizes
 
-        sides = {"width": width, "height": height}
-        asked = {**sides, "batch": batch, "steps": steps, "guidance": guidance, "max_size": max_size}
-        asked |= {"model": model, "vram": vram, "ram": ram, "gpu": gpu, "approximate": approximate}
+        asked: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps}
+        asked |= {"guidance": guidance, "max_size": max_size, "model": model, "vram": vram, "ram": ram, "gpu": gpu}
+        asked["approximate"] = approximate
         chosen = Settings(**settings or {})
         answer = remembered({**asked, "settings": chosen.as_dict()}, lambda: _made(asked, chosen, not as_json))
         if as_json:
@@ -116,5 +116,5 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     check_size(**sides, batch=asked["batch"], factor=scale_factor(anatomy))
     budget = parse_size(vram, "vram") if vram is not None else rates.vram_bytes if gpu else free_vram(device)
     host = parse_size(ram, "ram") if ram is not None else available_ram()
-    rest = {name: asked[name] for name in ("batch", "steps", "guidance")}
+    rest: dict[str, Any] = {name: asked[name] for name in ("batch", "steps", "guidance")}
     return anatomy, Request(**sides, **rest, vram=budget, ram=host, device=device, rates=rates)
