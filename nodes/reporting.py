@@ -93,7 +93,8 @@ def told(record: Record) -> str:
     for name, plan in record.plans.items():
         stage = next(one for one in plan.stages if one.name == name)
         peaks = [one.peak_bytes for one in record.measured.get(name, ())]
-        sizes = (stage.peak_bytes, stage.weights_bytes, stage.host_bytes)
+        both = plan.request.device.type == "cpu"  # its allocator counts what waits in host memory too
+        sizes = (stage.held_bytes if both else stage.peak_bytes, stage.weights_bytes, stage.host_bytes)
         figures = "".join(f"{format_size(size):>10}" for size in sizes)
         lines.append(f"{name:<9}{figures}{stage.seconds:>9.1f}{format_size(max(peaks)) if peaks else '-':>10}")
     lines += [f"{name}: {_choices(record, plan, name)}" for name, plan in record.plans.items()]
