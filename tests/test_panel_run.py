@@ -84,7 +84,7 @@ def foretold(model: Any, chosen: Any, picture: Any) -> Any:
     )
     stages = (SimpleNamespace(name="denoise", activation_bytes=5), SimpleNamespace(name="decode", activation_bytes=7))
     predicted = Predicted(1 << 30, 0, 1 << 29, 1 << 29, 0, 1 << 20, 3.0, "denoise")
-    return SimpleNamespace(settings=SETTINGS, request=request, stages=stages, predicted=predicted)
+    return SimpleNamespace(settings=SETTINGS, request=request, stages=stages, predicted=predicted, timing=None)
 
 
 def generation(**more: Any) -> Any:

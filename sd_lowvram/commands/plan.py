@@ -112,7 +112,7 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     rates = profile(gpu) if gpu else rates_of(device)
     anatomy = blueprint(asked["model"], torch.float32 if device.type == "cpu" else torch.float16)
     native = native_size(anatomy)
-    sides = {side: native if asked[side] is None else asked[side] for side in ("width", "height")}
+    sides: dict[str, Any] = {side: native if asked[side] is None else asked[side] for side in ("width", "height")}
     check_size(**sides, batch=asked["batch"], factor=scale_factor(anatomy))
     budget = parse_size(vram, "vram") if vram is not None else rates.vram_bytes if gpu else free_vram(device)
     host = parse_size(ram, "ram") if ram is not None else available_ram()
