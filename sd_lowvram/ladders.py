@@ -33,7 +33,7 @@ def ladder(stage: str) -> list[dict[str, Any]]:
 
 
 def detours(stage: str, decoder_on_cpu: bool) -> list[dict[str, Any]]:
-    """Ways beside the ladder, slower than all of it: for want of host memory, or of device memory."""
+    """Ways beside the ladder, slower than its first rung: for want of host memory or where copies are slow."""
     if stage not in ("decode", "encode"):
         return []
     return [_WITHOUT_HOST, _ON_CPU] if decoder_on_cpu else [_WITHOUT_HOST]

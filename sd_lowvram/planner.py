@@ -169,11 +169,15 @@ class Search:
     def _first(self, rungs: _Rungs, limit: int, weighed: bool) -> Option | None:
         """The fastest way to run stages that fits."""
         if weighed:
-            return next((option for option in rungs.weighed() if self._fits(option, limit)), None)
+            return min((one for one in rungs.weighed() if self._fits(one, limit)), key=_seconds, default=None)
         start = 0  # plenty is common: the ladder is halved only where its first rung does not fit
         if not self._held(rungs[0], limit):
             start = bisect.bisect_left(range(rungs.height), True, 1, key=lambda rung: self._held(rungs[rung], limit))
-        return next((option for option in rungs.all(start) if self._fits(option, limit)), None)
+        first = next((option for option in rungs.all(start) if self._fits(option, limit)), None)
+        if start == 0 or first is None:
+            return first
+        detours = [option for option in rungs.all(rungs.height) if self._fits(option, limit)]
+        return min([first, *detours], key=_seconds)
 
     def _least(self, rungs: _Rungs) -> Option | None:
         """The way to run stages that holds least on the device."""
@@ -207,7 +211,8 @@ class Search:
         weighed = [stage for (placed, _, _), option in self._known.items() if placed == base for stage in option]
         told = []
         for stage in best.stages:
-            faster = [one for one in weighed if _is_same(one, stage) and one.seconds < stage.seconds]
+            others = [one for one in weighed if _is_same(one, stage) and one.choice != stage.choice]
+            faster = [one for one in others if one.seconds < stage.seconds]
             nearest = min(faster, key=lambda one: one.peak_bytes, default=None)
             why = why_not(nearest, self.request, self.pricing.overhead, self.largest) if nearest else ""
             told.append(dataclasses.replace(stage, why=why))
@@ -280,8 +285,8 @@ class Search:
 class _Rungs:
     """The ways to run stages that share knobs, with the weights placed in one way; each traced when it is looked at.
 
-    The first ``height`` of them are a ladder, each slower than the one before and smaller on the device; the others are
-    slower than all of these.
+    The first ``height`` of them are a ladder, each slower than the one before and smaller on the device; the others
+    are detours, slower than the first rung.
     """
 
     def __init__(self, search: Search, base: Settings, group: list[Stage]) -> None:
@@ -317,6 +322,10 @@ _GROUPS = {"encode": "vae", "decode": "vae"}
 
 def _unplaced(base: Settings) -> Settings:
     return dataclasses.replace(base, offload=None, weights_mib=None)
+
+
+def _seconds(option: Option) -> float:
+    return sum(stage.seconds for stage in option)
 
 
 def _host(option: Option) -> int:

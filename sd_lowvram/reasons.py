@@ -7,6 +7,9 @@ from .errors import BudgetError
 from .plans import Candidate, Request, StagePlan
 from .sizes import format_size
 
+_WORTH_TELLING = 0.98
+"""Part of the time from which on down it is worth telling what more memory would buy."""
+
 
 def refusal(request: Request, smallest: Candidate, leanest: Candidate | None) -> BudgetError:
     """Why nothing fits, with the smallest budget that would work and the stage that needs it.
@@ -86,7 +89,7 @@ def reasons(request: Request, best: Candidate, following: Candidate | None) -> t
         longest = max(best.stages, key=lambda stage: stage.seconds)
         share = round(100 * longest.seconds / best.seconds)
         told.append(f"slow: {format_time(best.seconds)} on {request.rates.title}, {share} % of it in {longest.name}")
-    if following is not None:
+    if following is not None and following.seconds <= _WORTH_TELLING * best.seconds:
         told.append(
             f"with {format_size(following.needed_bytes)} it would take {format_time(following.seconds)} "
             f"instead of {format_time(best.seconds)}"

@@ -15,11 +15,15 @@ def show(console: Console, plan: dict[str, Any]) -> None:
     """Every stage with its peak, time and reason; what the whole needs, and what more memory would buy."""
     request, predicted = plan["request"], plan["predicted"]
     title = f"{request['width']}x{request['height']}, batch {request['batch']}, {request['steps']} steps"
-    table = Table("stage", "peak", "weights", "in host memory", "time", "how", title=title)
+    table = Table("stage", "peak", "weights", "in host memory", "time", title=title)
     for stage in plan["stages"]:
         sizes = (stage["peak_bytes"], stage["weights_bytes"], stage["host_bytes"])
-        table.add_row(stage["name"], *map(format_size, sizes), format_time(stage["seconds"]), _how(stage), stage["why"])
+        table.add_row(stage["name"], *map(format_size, sizes), format_time(stage["seconds"]))
     console.print(table)
+    for stage in plan["stages"]:
+        if stage["choice"] or stage["why"]:
+            why = f" ({stage['why']})" if stage["why"] else ""
+            console.print(f"{stage['name']}: {_how(stage)}{why}", highlight=False)
     console.print("settings: " + ", ".join(_decided(plan["settings"])), highlight=False)
     overhead = f" + {format_size(predicted['overhead_bytes'])} for the driver" if predicted["overhead_bytes"] else ""
     peak = f"peak {format_size(predicted['peak_bytes'])}{overhead} of {format_size(request['vram'])}"
