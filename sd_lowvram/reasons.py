@@ -7,7 +7,7 @@ from .errors import BudgetError
 from .plans import Candidate, Request, StagePlan
 from .sizes import format_size
 
-_WORTH_TELLING = 0.98
+_WORTH_TELLING = 0.95
 """Part of the time from which on down it is worth telling what more memory would buy."""
 
 
