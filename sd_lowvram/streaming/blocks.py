@@ -6,6 +6,7 @@ for good, because they are used in several places and all of them together weigh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,11 +44,11 @@ class Block:
         """The name of the model to which it belongs."""
         return self.layers[0].component
 
-    @property
+    @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for layer in self.layers for tensor in layer.tensors)
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """On the device."""
         if self.rows is None:
@@ -73,11 +74,11 @@ class Blocks:
     streamed: tuple[Block, ...]
     lookups: tuple[Layer, ...] = ()
 
-    @property
+    @functools.cached_property
     def staying_bytes(self) -> int:
         return sum({id(t): place_bytes(t) for layer in self.staying for t in layer.tensors}.values())
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """All of it on the device, tables left out."""
         return self.staying_bytes + sum(block.bytes for block in self.streamed)

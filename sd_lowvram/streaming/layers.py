@@ -6,6 +6,7 @@ such a wrapper may look at the weights of what it wraps. Nothing is read here bu
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Layer:
         """The name of the model to which it belongs."""
         return self.name.split(".")[0]
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """On the device, each tensor rounded up to its place."""
         return sum(place_bytes(tensor) for tensor in self.tensors)
