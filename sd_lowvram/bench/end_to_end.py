@@ -165,8 +165,9 @@ def _random(model: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         write_folder(config, "StableDiffusionPipeline", Path(folder))
         tokenizer = CLIPTokenizer.from_pretrained(Path(folder) / "tokenizer")
+    scheduler = DDIMScheduler(clip_sample=False, steps_offset=1)
     return StableDiffusionPipeline(
-        **build_components(config), tokenizer=tokenizer, scheduler=DDIMScheduler(), safety_checker=None,
+        **build_components(config), tokenizer=tokenizer, scheduler=scheduler, safety_checker=None,
         feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
 
