@@ -13,12 +13,12 @@ _PACKAGES = ("torch", "diffusers", "transformers", "peft")
 
 
 def cache_folder() -> Path | None:
-    """Where traces are remembered: SD_LOWVRAM_CACHE, or the user's cache folder; None when the former is empty."""
+    """Where all is remembered: SD_LOWVRAM_CACHE, or the user's cache folder; None when the former is empty."""
     named = os.environ.get("SD_LOWVRAM_CACHE")
     if named is not None:
         return Path(named) if named else None
     base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "sd-lowvram" / "traces"
+    return Path(base) / "sd-lowvram"
 
 
 @functools.cache

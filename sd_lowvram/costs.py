@@ -166,14 +166,10 @@ class Costs:
         return self._spans(stage, settings, lambda: self.trace(stage, settings, whole=False)).spans
 
     def _spans(self, stage: Stage, settings: Settings, traced: Callable[[], MemoryTrace]) -> Spans:
-        component = self._twin.components[stage.component]
-        return self._of(
-            Spans,
-            stage.component,
-            f"{stage.name}, spans",
-            settings,
-            lambda: Spans(tuple(in_full(component, traced().spans))),
-        )
+        def in_full_size() -> Spans:
+            return Spans(tuple(in_full(self._twin.components[stage.component], traced().spans)))
+
+        return self._of(Spans, stage.component, f"{stage.name}, spans", settings, in_full_size)
 
     def step(self, stage: Stage, settings: Settings, timing: Timing) -> Step:
         """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.
@@ -271,7 +267,7 @@ class Costs:
             settings,
             code_digest(),
         )
-        return folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
+        return folder / "traces" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
 
 
 _STAGES = {

@@ -148,7 +148,7 @@ def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
 def _place(what: str, device: torch.device) -> Path | None:
     """The file in which a measurement of ``device`` is remembered; None: nowhere."""
     folder = cache_folder()
-    return folder.parent / f"{what}-{_machine(device)}.json" if folder else None
+    return folder / f"{what}-{_machine(device)}.json" if folder else None
 
 
 def _read(where: Path | None, kind: type[_Kind]) -> _Kind | None:

@@ -227,7 +227,7 @@ def test_as_dict_is_json(anatomy: Any) -> None:
 def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
     first = make_plan(anatomy, request(GIB), Settings())
-    assert list(tmp_path.glob("*.json"))
+    assert list(tmp_path.rglob("*.json"))
     monkeypatch.setattr("sd_lowvram.costs.trace", lambda *_: pytest.fail("traced again"))
     monkeypatch.setattr("sd_lowvram.costs.twin", lambda *_: pytest.fail("copied again"))
     assert make_plan(anatomy, request(GIB), Settings()) == first

@@ -19,7 +19,7 @@ NOTHING = Cost(**dict.fromkeys((field.name for field in dataclasses.fields(Cost)
 
 @pytest.fixture
 def cache(tmp_path: Any, monkeypatch: Any) -> Any:
-    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / "traces"))
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
     return tmp_path
 
 

@@ -79,7 +79,7 @@ def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     from ..planner import make_plan
 
     anatomy, request = _request(asked)
-    return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | {"rates": request.rates.source}
+    return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | _rates(request)
 
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -93,7 +93,11 @@ def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
         smallest = dataclasses.replace(request, width=64, height=64)
         make_plan(anatomy, smallest, settings, asked["approximate"])
         raise BudgetError(f"none of the ratios {', '.join(RATIOS)} fits")
-    return {name: one.as_dict() | {"rates": request.rates.source} if one else None for name, one in found.items()}
+    return {name: one.as_dict() | _rates(request) if one else None for name, one in found.items()}
+
+
+def _rates(request: Any) -> dict[str, str]:
+    return {"rates": f"{request.rates.title}, {request.rates.source}"}
 
 
 def _request(asked: dict[str, Any]) -> tuple[Any, Any]:

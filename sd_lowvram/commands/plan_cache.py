@@ -45,9 +45,9 @@ def _place(asked: dict[str, Any]) -> Path | None:
     if folder is None or (asked["vram"] is None and asked["gpu"] is None):
         return None
     free = available_ram() // GIB if asked["ram"] is None else None
-    facts = (asked, free, _model(asked["model"]), _machine(folder.parent), code_digest())
+    facts = (asked, free, _model(asked["model"]), _machine(folder), code_digest())
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return folder.parent / "plans" / f"{name}.json"
+    return folder / "plans" / f"{name}.json"
 
 
 def _model(model: str | None) -> list[Any]:
