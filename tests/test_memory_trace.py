@@ -44,6 +44,8 @@ def threads():
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_trace_agrees_with_the_allocator(name, measured, threads):
+    if "bfloat16" in name and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no bfloat16: torch convolves by a slow way that unfolds the map")
     call = CASES[name]()
     with call.attached(), kernels_of("cpu"):
         traced = trace(call.function, *call.args).allocated_peak_bytes
