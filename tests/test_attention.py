@@ -235,12 +235,16 @@ def test_peak_is_bounded_foretold_and_traced(backend, shape, dtype, kind, upcast
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_flash_on_the_cpu_holds_what_is_foretold(dtype):
+    packs = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_fp16_supported()
     for shape in SHAPES[:5]:
         q, k, v = tensors(*shape, dtype)
         problem = problem_of(q, k, v)
         output = q.numel() * dtype.itemsize
         held = measured_peak(lambda q=q, k=k, v=v: BACKENDS["flash"](q, k, v)) - output
-        assert held <= held_bytes("flash", problem) <= 1.05 * held + 4 * KIB
+        foretold = held_bytes("flash", problem)
+        assert held <= foretold
+        if packs:  # a CPU without 16-bit products reorders nothing and holds less than is foretold
+            assert foretold <= 1.05 * held + 4 * KIB
 
 
 @given(
