@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy
 import pytest
+import random_checkpoint
 import torch
 from comfyui_server import PACK, Prompt, RunError, Server, serving, to_prompt
 from PIL import Image
@@ -50,7 +51,7 @@ def host(tmp_path_factory) -> Iterator[Path]:
     checkpoint = os.environ.get("COMFYUI_CHECKPOINT")
     if checkpoint is None:
         checkpoint = str(tmp_path_factory.mktemp("checkpoint") / NAME)
-        subprocess.run([PYTHON, str(Path(__file__).parent / "random_checkpoint.py"), str(host), checkpoint], check=True)
+        random_checkpoint.write("sd15", checkpoint)
     lora = tmp_path_factory.mktemp("lora") / LORA
     save_file(lora_weights(), str(lora))
     links = (
