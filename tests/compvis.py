@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ _TOPOLOGY: dict[str, Any] = {
     "use_checkpoint": False,
     "legacy": False,
 }
-_DECODER: dict[str, Any] = {
+DECODER: dict[str, Any] = {
     "double_z": True,
     "z_channels": 4,
     "resolution": 64,
@@ -55,18 +58,26 @@ def full_unet() -> Any:
         return UNetModel(**_TOPOLOGY, **wide).half().eval().requires_grad_(False)
 
 
-def vae() -> Any:
-    """A narrow AutoencoderKL. Its base class is lightning's, of which it uses nothing that a module lacks."""
+@contextlib.contextmanager
+def lightning_at_hand() -> Iterator[None]:
+    """Within the block lightning can be imported: itself, or its one class that autoencoders use nothing of."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("pytorch_lightning")
     lightning = types.ModuleType("pytorch_lightning")
     lightning.LightningModule = nn.Module  # type: ignore[attr-defined]
-    stands_in = "pytorch_lightning" not in sys.modules
-    sys.modules.setdefault("pytorch_lightning", lightning)
+    stands_in = sys.modules.setdefault("pytorch_lightning", lightning) is lightning
     try:
-        from ldm.models.autoencoder import AutoencoderKL
+        yield
     finally:
         if stands_in:
             del sys.modules["pytorch_lightning"]
-    return with_random_weights(AutoencoderKL(_DECODER, {"target": "torch.nn.Identity"}, 4))
+
+
+def vae() -> Any:
+    """A narrow AutoencoderKL."""
+    with lightning_at_hand():
+        from ldm.models.autoencoder import AutoencoderKL
+    return with_random_weights(AutoencoderKL(DECODER, {"target": "torch.nn.Identity"}, 4))
 
 
 class LatentDiffusion(nn.Module):
@@ -84,9 +95,9 @@ def with_random_weights(module: Any) -> Any:
     noise = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.05, generator=noise)
+            parameter.data.normal_(std=0.05, generator=noise)
         else:
-            nn.init.uniform_(parameter, 0.5, 1.0, generator=noise)
+            parameter.data.uniform_(0.5, 1.0, generator=noise)
     return module.eval().requires_grad_(False)
 
 

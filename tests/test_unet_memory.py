@@ -10,17 +10,13 @@ import pytest
 import tiny
 import torch
 from test_unet_hooks import ALONE, inputs
+from unet_bounds import BOUNDS, SMALLEST
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.architectures import build_components
 from sd_lowvram.hooks import strips
 from sd_lowvram.memory import MemoryTrace, trace
 from sd_lowvram.sizes import MIB
-
-SMALLEST = dataclasses.replace(
-    Settings.smallest(), offload=None, vae_slices=None, vae_tiles=None, vae_map=None, vae_strip_mib=None
-)
-BOUNDS = {512: 32 * MIB, 2048: 320 * MIB, 4096: 1280 * MIB}
 
 
 @functools.lru_cache

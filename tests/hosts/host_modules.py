@@ -1,12 +1,15 @@
-"""Runs every hook on a host's own UNet and autoencoder, narrow ones with SD1.5's topology; prints JSON.
+"""Runs every hook on a host's own UNet and autoencoder, narrow ones with the topology of SD1.5 or SDXL, and traces
+the full-size UNet of SD1.5; prints JSON.
 
 A program of its own, because hosts read the command line and put modules of common names in everybody's way. Started
-as ``python host_modules.py comfyui|a1111|forge|reforge FOLDER``.
+as ``python host_modules.py comfyui|a1111|a1111_sdxl|forge|reforge FOLDER``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -17,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compvis import DECODER, lightning_at_hand, with_random_weights
 from torch import Tensor, nn
+from unet_bounds import BOUNDS, SMALLEST
 
 from sd_lowvram import Settings, attached
+from sd_lowvram.memory import trace
 from sd_lowvram.models import dissect
 
 KNOBS: dict[str, dict[str, Any]] = {
@@ -31,18 +37,6 @@ KNOBS: dict[str, dict[str, Any]] = {
     "guidance_in_turn": {"guidance_in_turn": True},
 }
 TOGETHER = {name: value for knobs in KNOBS.values() for name, value in knobs.items()}
-DECODER: dict[str, Any] = {
-    "double_z": True,
-    "z_channels": 4,
-    "resolution": 64,
-    "in_channels": 3,
-    "out_ch": 3,
-    "ch": 32,
-    "ch_mult": [1, 2, 2, 2],
-    "num_res_blocks": 2,
-    "attn_resolutions": [],
-    "dropout": 0.0,
-}
 UNET: dict[str, Any] = {
     "in_channels": 4,
     "out_channels": 4,
@@ -53,6 +47,7 @@ UNET: dict[str, Any] = {
     "context_dim": 32,
     "use_checkpoint": False,
 }
+FULL: dict[str, Any] = {**UNET, "model_channels": 320, "channel_mult": (1, 2, 4, 4), "num_heads": 8, "context_dim": 768}
 DEPTHS: dict[str, Any] = {
     "num_res_blocks": [2] * 4,
     "transformer_depth": [1] * 6 + [0] * 2,
@@ -60,27 +55,42 @@ DEPTHS: dict[str, Any] = {
     "transformer_depth_middle": 1,
 }
 RESOLUTIONS: dict[str, Any] = {"num_res_blocks": 2, "attention_resolutions": [4, 2, 1], "transformer_depth": 1}
+SDXL: dict[str, Any] = {
+    **UNET,
+    "num_res_blocks": 2,
+    "attention_resolutions": [4, 2],
+    "channel_mult": (1, 2, 4),
+    "num_heads": -1,
+    "num_head_channels": 16,
+    "transformer_depth": [1, 2, 10],
+    "use_linear_in_transformer": True,
+    "num_classes": "sequential",
+    "adm_in_channels": 48,
+}
+Models = tuple[Callable[..., Any], Any]
+"""What makes a UNet of given widths, and a narrow autoencoder."""
 
 
-def comfyui() -> tuple[nn.Module, nn.Module]:
+def comfyui() -> Models:
     arguments = importlib.import_module("comfy.cli_args")
     arguments.args.cpu = True
     return _of_comfy("comfy")
 
 
-def reforge() -> tuple[nn.Module, nn.Module]:
+def reforge() -> Models:
     arguments = importlib.import_module("ldm_patched.modules.args_parser").args
     arguments.always_cpu = arguments.cpu = True
     return _of_comfy("ldm_patched")
 
 
-def _of_comfy(package: str) -> tuple[nn.Module, nn.Module]:
+def _of_comfy(package: str) -> Models:
     unet = importlib.import_module(f"{package}.ldm.modules.diffusionmodules.openaimodel").UNetModel
     vae = importlib.import_module(f"{package}.ldm.models.autoencoder").AutoencoderKL
-    return unet(image_size=32, legacy=False, dtype=torch.float32, **UNET, **DEPTHS), vae(ddconfig=DECODER, embed_dim=4)
+    made = functools.partial(unet, image_size=32, legacy=False, dtype=torch.float32, **DEPTHS)
+    return made, vae(ddconfig=DECODER, embed_dim=4)
 
 
-def forge() -> tuple[nn.Module, nn.Module]:
+def forge() -> Models:
     sys.argv.append("--always-cpu")
     import diffusers.configuration_utils  # noqa: F401, before what stands in for a package that it looks for
 
@@ -90,18 +100,20 @@ def forge() -> tuple[nn.Module, nn.Module]:
     stand_in.SentencePieceProcessor = object  # type: ignore[attr-defined]
     sys.modules.setdefault("sentencepiece", stand_in)
     sys.path.insert(1, str(Path(sys.path[0]) / "packages_3rdparty"))
-    operations = importlib.import_module("backend.operations").ForgeOperations
-    unet, vae = importlib.import_module("backend.nn.unet"), importlib.import_module("backend.nn.vae")
-    with _layers_of(operations):
-        models = (
-            unet.IntegratedUNet2DConditionModel(**UNET, **DEPTHS),
-            vae.IntegratedAutoencoderKL(block_out_channels=(32, 64, 64, 64), layers_per_block=2),
-        )
-    for layer in (layer for model in models for layer in model.modules() if hasattr(layer, "dummy")):
+    unet = importlib.import_module("backend.nn.unet").IntegratedUNet2DConditionModel
+    vae = importlib.import_module("backend.nn.vae").IntegratedAutoencoderKL
+    made = functools.partial(_of_forge, unet, **DEPTHS)
+    return made, _of_forge(vae, block_out_channels=(32, 64, 64, 64), layers_per_block=2)
+
+
+def _of_forge(kind: Any, **widths: Any) -> Any:
+    with _layers_of(importlib.import_module("backend.operations").ForgeOperations):
+        model = kind(**widths)
+    for layer in (layer for layer in model.modules() if hasattr(layer, "dummy")):
         layer.weight = nn.Parameter(torch.empty(layer.out_features, layer.in_features))
         layer.bias = nn.Parameter(torch.empty(layer.out_features))
         del layer.dummy
-    return models
+    return model
 
 
 @contextlib.contextmanager
@@ -117,26 +129,24 @@ def _layers_of(operations: Any) -> Iterator[None]:
             setattr(nn, name, layer)
 
 
-def a1111() -> tuple[nn.Module, nn.Module]:
-    sys.path.insert(0, str(Path(sys.path[0]) / "repositories" / "stable-diffusion-stability-ai"))
-    with contextlib.suppress(ImportError):
-        importlib.import_module("pytorch_lightning")
-    lightning = types.ModuleType("pytorch_lightning")
-    lightning.LightningModule = nn.Module  # type: ignore[attr-defined]
-    sys.modules.setdefault("pytorch_lightning", lightning)
+def a1111() -> Models:
+    _from_repository("stable-diffusion-stability-ai")
+    with lightning_at_hand():
+        vae = importlib.import_module("ldm.models.autoencoder").AutoencoderKL
     unet = importlib.import_module("ldm.modules.diffusionmodules.openaimodel").UNetModel
-    vae = importlib.import_module("ldm.models.autoencoder").AutoencoderKL
-    return unet(image_size=32, legacy=False, **UNET, **RESOLUTIONS), vae(DECODER, {"target": "torch.nn.Identity"}, 4)
+    made = functools.partial(unet, image_size=32, legacy=False, **RESOLUTIONS)
+    return made, vae(DECODER, {"target": "torch.nn.Identity"}, 4)
 
 
-def with_random_weights(module: nn.Module) -> nn.Module:
-    noise = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.05, generator=noise)
-        else:
-            nn.init.uniform_(parameter, 0.5, 1.0, generator=noise)
-    return module.eval().requires_grad_(False)
+def a1111_sdxl() -> Models:
+    _from_repository("generative-models")
+    unet = importlib.import_module("sgm.modules.diffusionmodules.openaimodel").UNetModel
+    vae = importlib.import_module("sgm.models.autoencoder").AutoencoderKLInferenceWrapper
+    return unet, vae(embed_dim=4, ddconfig=DECODER, lossconfig={"target": "torch.nn.Identity"})
+
+
+def _from_repository(name: str) -> None:
+    sys.path.insert(0, str(Path(sys.path[0]) / "repositories" / name))
 
 
 def compared(module: nn.Module, run: Callable[[], Tensor], knobs: dict[str, Any]) -> dict[str, Any]:
@@ -148,14 +158,14 @@ def compared(module: nn.Module, run: Callable[[], Tensor], knobs: dict[str, Any]
     return {"sites": attachment.sites, "error": error, "restored": torch.equal(run(), expected)}
 
 
-def report(unet: Any, vae: Any) -> dict[str, Any]:
+def report(unet: Any, vae: Any, extra: dict[str, Tensor]) -> dict[str, Any]:
     noise = torch.Generator().manual_seed(1)
     latents, text = torch.randn(2, 4, 24, 32, generator=noise), torch.randn(2, 77, 32, generator=noise)
     pixels = torch.randn(1, 3, 152, 104, generator=noise)
     verbs = dissect(unet).verbs  # type: ignore[union-attr]
     found: dict[str, Any] = {}
     for name, knobs in {**KNOBS, "together": TOGETHER}.items():
-        found[name] = compared(unet, lambda: verbs.predict(unet, latents, torch.tensor(500), text, {}), knobs)
+        found[name] = compared(unet, lambda: verbs.predict(unet, latents, torch.tensor(500), text, extra), knobs)
     for kept in ("held", "parked", "recomputed"):
         exact = {"vae_tiles": "exact", "vae_map": kept, "vae_strip_mib": 1}
         found[f"decode {kept}"] = compared(vae, lambda: verbs.decode(vae, latents[:1, :, :19, :13]), exact)
@@ -164,14 +174,31 @@ def report(unet: Any, vae: Any) -> dict[str, Any]:
     return found
 
 
+def peak(unet: nn.Module, size: int) -> int:
+    """Bytes of activations of one guided pass of a picture of that side with the smallest settings, traced."""
+    latents = torch.empty(2, 4, size // 8, size // 8, dtype=torch.float16, device="meta")
+    text = torch.empty(2, 77, 768, dtype=torch.float16, device="meta")
+    settings = dataclasses.replace(SMALLEST, precision="fp16")
+    with torch.inference_mode(), attached(unet, settings, device="cpu"):
+        return trace(unet, latents, torch.empty(2, device="meta"), context=text).activation_peak_bytes
+
+
 def main() -> None:
     host, folder = sys.argv[1:3]
     sys.argv = sys.argv[:1]
     sys.path.insert(0, folder)
     out, sys.stdout = sys.stdout, sys.stderr  # hosts print
+    unet_of, vae = globals()[host]()
+    answer: dict[str, Any] = {"torch": torch.__version__}
     with torch.no_grad():
-        unet, vae = map(with_random_weights, globals()[host]())
-        answer = report(unet, vae)
+        if host.endswith("sdxl"):
+            unet, extra = unet_of(**SDXL), {"y": torch.randn(2, SDXL["adm_in_channels"])}
+        else:
+            unet, extra = unet_of(**UNET), {}
+            with torch.device("meta"):
+                full = unet_of(**FULL).half().eval().requires_grad_(False)
+            answer["peaks"] = {size: peak(full, size) for size in BOUNDS}
+        answer["hooks"] = report(with_random_weights(unet), with_random_weights(vae), extra)
     print(json.dumps(answer), file=out, flush=True)
     os._exit(0)  # threads that a host has started are not waited for
 
