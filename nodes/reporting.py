@@ -22,15 +22,20 @@ from .optimising import CATEGORY
 from .wish import Record, Wish
 
 
-class LowVRAMPlan:
-    """The plan of a MODEL and a VAE for a size, before anything runs."""
+class _Shown:
+    """What both nodes give: the record, and the same as text and as a plot."""
 
-    DESCRIPTION = "Foretells for a size and a budget what each stage takes, and draws it. Nothing is run."
     CATEGORY = CATEGORY
-    FUNCTION = "plan"
     RETURN_TYPES = ("LOWVRAM_PLAN", "STRING", "IMAGE")
     RETURN_NAMES = ("plan", "text", "plot")
     OUTPUT_NODE = True
+
+
+class LowVRAMPlan(_Shown):
+    """The plan of a MODEL and a VAE for a size, before anything runs."""
+
+    DESCRIPTION = "Foretells for a size and a budget what each stage takes, and draws it. Nothing is run."
+    FUNCTION = "plan"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -55,17 +60,13 @@ class LowVRAMPlan:
         return _shown(record)
 
 
-class LowVRAMReport:
+class LowVRAMReport(_Shown):
     """Measured against predicted, after the run."""
 
     DESCRIPTION = (
         "Compares what each stage took with what its plan foretold. Connect the finished pictures: it runs then."
     )
-    CATEGORY = CATEGORY
     FUNCTION = "report"
-    RETURN_TYPES = ("LOWVRAM_PLAN", "STRING", "IMAGE")
-    RETURN_NAMES = ("plan", "text", "plot")
-    OUTPUT_NODE = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
