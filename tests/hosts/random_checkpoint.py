@@ -16,7 +16,7 @@ from small import single_file_state
 from sd_lowvram.architectures import build_components
 
 
-def write(name: str, file: str | Path) -> None:
+def write(name: str, file: str | Path, seed: int = 0) -> None:
     """Weights that keep the size of what passes through them. One tensor at a time is in memory."""
     state = single_file_state(build_components(name, torch.float16, "meta"))
     header, end = {}, 0
@@ -24,7 +24,7 @@ def write(name: str, file: str | Path) -> None:
         start, end = end, end + 2 * tensor.numel()
         header[key] = {"dtype": "F16", "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    noise = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(seed)
     with open(f"{file}.part", "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for key, tensor in state.items():

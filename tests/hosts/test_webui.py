@@ -3,7 +3,7 @@
     WEBUI_DIR=... [WEBUI_PYTHON=...] [WEBUI_CHECKPOINT=...] make test-hosts
 
 The environment of WEBUI_PYTHON has what the WebUI needs (by default WEBUI_DIR/venv); offline, HF_HOME names a cache
-that holds CLIP's tokenizer. Forge and reForge know a model by its widths, so they need WEBUI_CHECKPOINT, an SD1.5.
+that holds CLIP's tokenizer. Forge and reForge know a model by its widths, so theirs is of full size.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy
 import pytest
+import random_checkpoint
 from PIL import Image
 from webui_server import NAME, Made, RefusedError, Server, serving
 
@@ -33,39 +34,29 @@ pytestmark = pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that
 IS_FORGE = bool(WEBUI) and (Path(WEBUI or "") / "modules_forge").exists()
 only_a1111 = pytest.mark.skipif(IS_FORGE, reason="Forge moves weights itself and has attention of its own")
 
-only_with_two_models = pytest.mark.skipif(IS_FORGE, reason="Forge loads no narrow model, and one checkpoint is given")
-
 UNET_ATTENTIONS, VAE_ATTENTIONS, RESIDUAL_BLOCKS = 32, 2, 22
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with two checkpoints, a LoRA and no extension; for Forge with the one checkpoint that is given."""
-    given = os.environ.get("WEBUI_CHECKPOINT")
-    if IS_FORGE and not given:
-        pytest.skip("set WEBUI_CHECKPOINT to an SD1.5: Forge knows a model by its widths")
+    """A data folder with two checkpoints, a LoRA for the first where it is narrow, and no extension."""
     folder = tmp_path_factory.mktemp("webui")
     for name in ("Stable-diffusion", "Lora", "VAE-approx"):
         (folder / "models" / name).mkdir(parents=True)
     for file in (Path(WEBUI or "") / "models" / "VAE-approx").glob("*.pt"):
         shutil.copy(file, folder / "models" / "VAE-approx")
     (folder / "extensions").mkdir()  # without one the installers of what Forge brings along do not run
-    models = folder / "models" / "Stable-diffusion"
-    if not IS_FORGE:
-        _write_models(folder / "models")
-    if given:
-        for file in models.glob("first.*"):
-            file.unlink()
-        (models / "first.safetensors").symlink_to(Path(given).resolve())
-    return folder
-
-
-def _write_models(folder: Path) -> None:
-    models, script = folder / "Stable-diffusion", str(HERE / "webui_models.py")
+    models, given = folder / "models" / "Stable-diffusion", os.environ.get("WEBUI_CHECKPOINT")
     for seed, name in enumerate(("first", "second")):
-        subprocess.run([PYTHON, script, WEBUI or "", str(models / f"{name}.safetensors"), str(seed)], check=True)
-    (models / "first.lora").rename(folder / "Lora" / "first.safetensors")
-    (models / "second.lora").unlink()
+        if given and name == "first":
+            (models / "first.safetensors").symlink_to(Path(given).resolve())
+        elif IS_FORGE:
+            random_checkpoint.write("sd15", models / f"{name}.safetensors", seed)
+        else:
+            file = str(models / f"{name}.safetensors")
+            subprocess.run([PYTHON, str(HERE / "webui_models.py"), str(WEBUI), file, str(seed)], check=True)
+            (models / f"{name}.lora").rename(folder / "Lora" / f"{name}.safetensors")
+    return folder
 
 
 def packages() -> str:
@@ -203,7 +194,6 @@ def test_batches(server: Server) -> None:
         assert numpy.abs(one.astype(int) - other.astype(int)).max() <= 1
 
 
-@only_with_two_models
 def test_another_checkpoint(server: Server) -> None:
     second = {"override_settings": {"sd_model_checkpoint": "second.safetensors"}}
     ours = server.make(ours={"preset": "smallest"}, **second)
