@@ -13,10 +13,20 @@ from comfy_host import ROOT, import_pack
 
 from sd_lowvram import Settings
 from sd_lowvram.errors import SettingsError
-from sd_lowvram.settings import knobs
+from sd_lowvram.settings import SURFACES, knobs
 
 SAVED = Path(__file__).parent / "data" / "workflows"
 WORKFLOWS = sorted((ROOT / "example_workflows").glob("*.json"))
+COMFYUI_DOES = {
+    "precision",
+    "channels_last",
+    "inference_mode",
+    "offload",
+    "weights_mib",
+    "split_layers",
+    "weight_storage",
+}
+"""Where weights are, their type and format, and the inference mode, as it keeps one set of them for all workflows."""
 IDS = {
     "LowVRAMOptimizeModel",
     "LowVRAMOptimizeVAE",
@@ -104,7 +114,12 @@ def test_every_knob_is_shown_where_it_says(pack, name) -> None:
         "panel": name in {argument.name for argument in arguments()},
     }
     assert {surface for surface, there in shown.items() if there} == set(knobs()[name].surfaces)
-    assert "cli" in knobs()[name].surfaces
+
+
+def test_all_surfaces_show_all_but_what_comfyui_does_itself() -> None:
+    """A knob that leaves a surface out is named here, or fails."""
+    for name, knob in knobs().items():
+        assert set(SURFACES) - set(knob.surfaces) == ({"node"} if name in COMFYUI_DOES else set()), name
 
 
 def test_knobs_come_last_and_in_their_order(pack) -> None:
