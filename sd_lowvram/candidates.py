@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .costs import Cost, Costs, Step, Weights
+from .costs import Cost, Costs, Step, Weights, relevant
 from .hooks.precision import compute_dtype, force_upcast
 from .models.anatomy import Anatomy
 from .overhead import Overhead
@@ -45,6 +45,7 @@ class Pricing:
         self.costs = Costs(anatomy, request.shape, request.encodes, request.device)
         self.on_gpu = request.device.type != "cpu"
         self._files: dict[str, int] = {}
+        self._timings: dict[Any, Timing] = {}
         self.overhead = _overhead(request)
 
     def whole(self, base: Settings, chosen: Iterable[StagePlan]) -> Candidate:
@@ -186,11 +187,15 @@ class Pricing:
 
     def timing(self, stage: Stage, settings: Settings) -> Timing:
         """How long the modules of a stage take, weights being there."""
-        size = compute_dtype(self.anatomy, stage.component, settings).itemsize
-        rates = self.request.rates
-        spans = self.costs.spans(stage, self._unstreamed(self.as_traced(stage, settings)))
-        copies = Copies(rates.copy_bandwidth, overlap=self.on_gpu)
-        return Timing(tuple((f"{stage.component}.{span.path}", rates.seconds(span, size)) for span in spans), copies)
+        resident = relevant(stage.name, self._unstreamed(self.as_traced(stage, settings)))
+        key = stage.name, stage.component, resident
+        if key not in self._timings:
+            size = compute_dtype(self.anatomy, stage.component, settings).itemsize
+            rates = self.request.rates
+            spans = self.costs.spans(stage, resident)
+            seconds = tuple((f"{stage.component}.{span.path}", rates.seconds(span, size)) for span in spans)
+            self._timings[key] = Timing(seconds, Copies(rates.copy_bandwidth, overlap=self.on_gpu))
+        return self._timings[key]
 
     def step(self, stage: Stage, settings: Settings) -> Step:
         """A denoising step with streamed weights."""

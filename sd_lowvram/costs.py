@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,12 +28,12 @@ from .models.anatomy import Anatomy
 from .settings import Settings
 from .shortened import equal_blocks_once, has_equal_blocks, in_full
 from .stages import CONTROL, Shape, Stage, stages
-from .streaming.layers import layers_of
+from .streaming.layers import Layer, layers_of
 from .streaming.layout import Policy, lay_down
 from .streaming.search import near_schedule
 from .streaming.simulator import simulate
 from .streaming.timing import Timing, timed
-from .twins import tried, twin
+from .twins import Fitting, twin
 from .weights import all_tensors, weight_bytes
 
 _Kind = TypeVar("_Kind", "Cost", "Spans", "Step", "Weights")
@@ -124,10 +124,15 @@ class Costs:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, Any] = {}
         self._fingerprints: dict[str, str] = {}
+        self._layered: dict[Any, list[Layer]] = {}
 
     @functools.cached_property
     def _twin(self) -> Anatomy:
         return twin(self._anatomy, self._mode)
+
+    @functools.cached_property
+    def _fitting(self) -> Fitting:
+        return Fitting(self._twin, self._device)
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
@@ -135,15 +140,22 @@ class Costs:
 
     def weights(self, component: str, settings: Settings) -> Weights:
         """The weights of a component in the precision and storage that ``settings`` ask for."""
-        narrowed = quantised_layers(self._anatomy, component, as_loaded=True)
-        chosen = Settings(precision=settings.precision, weight_storage=settings.weight_storage if narrowed else None)
-        chosen = dataclasses.replace(chosen, split_layers=settings.split_layers)
+        storage = settings.weight_storage if component in self.quantised else None
+        chosen = Settings(precision=settings.precision, weight_storage=storage, split_layers=settings.split_layers)
         return self._of(Weights, component, "weights", chosen, lambda: self._weigh(component, chosen))
+
+    @functools.cached_property
+    def quantised(self) -> frozenset[str]:
+        """Components of which weights can be stored in 8 bits."""
+        names = self._anatomy.components
+        return frozenset(name for name in names if quantised_layers(self._anatomy, name, as_loaded=True))
 
     def _weigh(self, name: str, settings: Settings) -> Weights:
         component = self._twin.components[name]
-        with self._mode, tried(self._twin, name, dataclasses.replace(settings, split_layers=None), self._device):
-            layout = lay_down(layers_of({name: component}), Policy("layer", split=bool(settings.split_layers)), {})
+        with self._mode, self._fitting.tried(name, dataclasses.replace(settings, split_layers=None)):
+            layout = lay_down(
+                self._layers({name: component}, settings), Policy("layer", split=bool(settings.split_layers)), {}
+            )
             streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
             largest = max(map(_bytes, all_tensors(component)), default=0)
             return Weights(weight_bytes(component), largest, layout.bytes, streamed)
@@ -190,11 +202,20 @@ class Costs:
         resident = dataclasses.replace(settings, offload=None, weights_mib=None, split_layers=None)
         with self._mode, contextlib.ExitStack() as stack:
             for name in group:
-                stack.enter_context(tried(self._twin, name, resident, self._device))
-            layout = lay_down(layers_of(group), policy_of(settings, True, timing), {}, search=near_schedule)
+                stack.enter_context(self._fitting.tried(name, resident))
+            layout = lay_down(
+                self._layers(group, settings), policy_of(settings, True, timing), {}, search=near_schedule
+            )
         streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
         seconds = simulate(timed(layout.blocks, timing), layout.schedule, timing.copies)
         return Step(seconds, layout.bytes, layout.bytes - layout.schedule.ring_bytes, streamed)
+
+    def _layers(self, components: Mapping[str, nn.Module], settings: Settings) -> list[Layer]:
+        """The layers of components that wear ``settings``."""
+        key = *components, settings.precision, settings.weight_storage
+        if key not in self._layered:
+            self._layered[key] = layers_of(components)
+        return self._layered[key]
 
     def trace(self, stage: Stage, settings: Settings, whole: bool = True, timing: Timing | None = None) -> MemoryTrace:
         """The trace of ``stage``, its timeline included."""
@@ -207,7 +228,7 @@ class Costs:
         )
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         with contextlib.ExitStack() as stack:
-            ours = tried(self._twin, stage.component, settings, self._device, timing)
+            ours = self._fitting.tried(stage.component, settings, timing)
             for context in (self._mode, torch.no_grad(), kernels, ours):
                 stack.enter_context(context)
             if not whole:
@@ -297,9 +318,10 @@ def relevant(stage: str, settings: Settings) -> Settings:
 def _unmark(component: nn.Module) -> None:
     """Weights of the twin that were streamed in a trace are on the device again for the next one."""
     for tensor in all_tensors(component):
-        unmark_host(tensor.data)
+        unmark_host(tensor)
 
 
+@functools.lru_cache
 def _digest(timing: Timing) -> str:
     return hashlib.sha256(repr(timing).encode()).hexdigest()
 

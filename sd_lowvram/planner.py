@@ -8,7 +8,6 @@ over the device's rates (:mod:`rates`).
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -18,7 +17,6 @@ from typing import Any
 from .candidates import STREAMED, Pricing
 from .errors import BudgetError
 from .hooks.precision import precision_fidelity
-from .hooks.weight_storage import quantised_layers
 from .ladders import detours, ladder
 from .models.anatomy import Anatomy
 from .plans import DEFAULT_STEPS, Candidate, Plan, Predicted, Request, StagePlan, check_size
@@ -93,7 +91,7 @@ class Search:
         if approximate and settings.precision is None:
             self.precisions.append("fp16" if on_gpu else "bf16")
         self.storages: list[str | None] = [None]
-        if approximate and any(quantised_layers(anatomy, name, as_loaded=True) for name in anatomy.components):
+        if approximate and self.pricing.costs.quantised:
             self.storages.append("int8")  # nearer to the full weights than fp8, and of the same size
         if settings.weights_mib is not None and anatomy.denoiser is not None:
             settings = settings.filled(offload="blocks")
@@ -170,14 +168,26 @@ class Search:
         """The fastest way to run stages that fits."""
         if weighed:
             return min((one for one in rungs.weighed() if self._fits(one, limit)), key=_seconds, default=None)
-        start = 0  # plenty is common: the ladder is halved only where its first rung does not fit
-        if not self._held(rungs[0], limit):
-            start = bisect.bisect_left(range(rungs.height), True, 1, key=lambda rung: self._held(rungs[rung], limit))
+        start = self._held_from(rungs, limit)
         first = next((option for option in rungs.all(start) if self._fits(option, limit)), None)
-        if start == 0 or first is None:
+        if first is None or not any(stage.parked_bytes for stage in first):
             return first
         detours = [option for option in rungs.all(rungs.height) if self._fits(option, limit)]
         return min([first, *detours], key=_seconds)
+
+    def _held_from(self, rungs: _Rungs, limit: int) -> int:
+        """The first rung of the ladder that the device holds; the last, if none does.
+
+        Plenty is common, so the first is asked alone; the others are halved towards the faster ones, which are traced
+        sooner.
+        """
+        if self._held(rungs[0], limit):
+            return 0
+        low, high = min(1, rungs.height - 1), rungs.height - 1
+        while low < high:
+            middle = (low + high - 1) // 2
+            low, high = (low, middle) if self._held(rungs[middle], limit) else (middle + 1, high)
+        return low
 
     def _least(self, rungs: _Rungs) -> Option | None:
         """The way to run stages that holds least on the device."""

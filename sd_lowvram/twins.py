@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,26 +28,57 @@ from .weights import all_tensors, loaded_dtype
 def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     """Copies of the components in which every tensor is a fake one of ``mode``; shared tensors stay shared."""
     components = list(anatomy.components.values())
-    with mode:
-        memo: dict[int, Any] = {id(tensor): fake_of(_as_loaded(tensor)) for tensor in all_tensors(*components)}
+    memo: dict[int, Any] = {id(tensor): fake_of(_as_loaded(tensor), mode) for tensor in all_tensors(*components)}
     with _bare(components):
         copies = {name: copy.deepcopy(component, memo) for name, component in anatomy.components.items()}
     return anatomy_of_components(anatomy.family, copies)
 
 
-@contextlib.contextmanager
-def tried(
-    anatomy: Anatomy, name: str, settings: Settings, device: torch.device, timing: Timing | None = None
-) -> Iterator[None]:
-    """Within the block the component ``name`` of a twin runs with ``settings``, also one that is no target by itself
-    (a ControlNet, a safety checker)."""
-    part = anatomy_of_components(anatomy.family, {name: anatomy.components[name]})
-    attachment = Attachment(part, settings, device, timing)
-    attachment.apply()
-    try:
-        yield
-    finally:
-        attachment.undo()
+_WORN = ("precision", "weight_storage")
+"""Knobs that convert the weights, and wrap the model below all others."""
+
+
+class Fitting:
+    """Settings tried on a twin one after the other; what converts its weights stays on for the next trial."""
+
+    def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
+        """
+        Args:
+            anatomy: of the twin.
+            device: where the model would compute.
+        """
+        self._anatomy = anatomy
+        self._device = device
+        self._parts: dict[str, Anatomy] = {}
+        self._worn: dict[str, Attachment] = {}
+
+    @contextlib.contextmanager
+    def tried(self, name: str, settings: Settings, timing: Timing | None = None) -> Iterator[None]:
+        """Within the block the component ``name`` runs with ``settings``, also one that is no target by itself (a
+        ControlNet, a safety checker). Call it within the twin's fake mode."""
+        self._wear(name, Settings(**{knob: getattr(settings, knob) for knob in _WORN}))
+        others = dataclasses.replace(settings, **dict.fromkeys(_WORN))
+        attachment = Attachment(self._part(name), others, self._device, timing)
+        attachment.apply()
+        try:
+            yield
+        finally:
+            attachment.undo()
+
+    def _wear(self, name: str, settings: Settings) -> None:
+        worn = self._worn.get(name)
+        if worn is not None and worn.settings == settings:
+            return
+        if worn is not None:
+            self._worn.pop(name).undo()
+        attachment = Attachment(self._part(name), settings, self._device)
+        attachment.apply()
+        self._worn[name] = attachment
+
+    def _part(self, name: str) -> Anatomy:
+        if name not in self._parts:
+            self._parts[name] = anatomy_of_components(self._anatomy.family, {name: self._anatomy.components[name]})
+        return self._parts[name]
 
 
 def _as_loaded(tensor: Tensor) -> Tensor:

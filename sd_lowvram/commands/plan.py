@@ -65,14 +65,16 @@ def _made(asked: dict[str, Any], settings: Settings, shown: bool) -> dict[str, A
     """The plan, or one for each ratio, as plain values; takes seconds."""
     from rich.console import Console
 
+    from ..memory.lifetimes import no_collection
     from .show import Bars
 
     console = Console(stderr=True, quiet=not shown)
-    if asked["max_size"]:
-        with Bars(console, shown).running():
-            return _largest(asked, settings)
-    with console.status("planning"):
-        return _plan(asked, settings)
+    with no_collection():
+        if asked["max_size"]:
+            with Bars(console, shown).running():
+                return _largest(asked, settings)
+        with console.status("planning"):
+            return _plan(asked, settings)
 
 
 def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:

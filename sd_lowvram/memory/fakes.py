@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,36 @@ def active_fake_mode(*tensors: Tensor) -> FakeTensorMode | None:
     return None
 
 
-def fake_of(real: Tensor) -> Tensor:
-    """A fake tensor on the CPU of the same shape, strides and type, with a storage of its own; call in a fake mode."""
+def fake_of(real: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor of ``mode`` on the CPU, of the same shape, strides and type, with a storage of its own."""
     with torch.no_grad(), torch.inference_mode(False):
+        fake = fake_empty(mode, real.shape, real.stride(), real.dtype, CPU)
         if isinstance(real, nn.Parameter):
-            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=CPU)
-            return nn.Parameter(fake, requires_grad=real.requires_grad)
-        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=CPU)
-        return fake.requires_grad_(real.requires_grad) if real.is_leaf else fake
+            fake._is_param = True  # type: ignore[attr-defined]
+        return fake.requires_grad_(real.requires_grad) if real.is_leaf and real.requires_grad else fake
+
+
+def fake_empty(
+    mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What ``torch.empty_strided`` makes in ``mode``, without asking it: it takes its time."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return fake_around(meta, mode, device)
+
+
+def fake_around(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake tensor around ``meta``: the first of a mode by torch's own slow constructor, the others like it."""
+    alike: dict[torch.device, dict[str, Any]] = vars(mode).setdefault("_sd_lowvram_alike", {})
+    if device not in alike:
+        first = FakeTensor(mode, meta, device)
+        alike[device] = dict(vars(first))
+        return first
+    fake: Tensor = Tensor._make_subclass(  # type: ignore[attr-defined]
+        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    vars(fake).update(alike[device])
+    return fake
 
 
 def modules_of(*values: Any) -> list[nn.Module]:

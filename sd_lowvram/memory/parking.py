@@ -169,9 +169,14 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 def dense_order(tensor: Tensor) -> list[int]:
     """The dimensions from the outermost in memory to the innermost; the plain order when memory has gaps."""
-    strides = tensor.stride()
+    shape, strides = tensor.shape, tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-    return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
+    inner = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != inner:
+            return list(range(tensor.dim()))
+        inner *= shape[dim]
+    return order
 
 
 def inverse(order: Sequence[int]) -> list[int]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .fakes import fake_around, fake_empty
+
 # Their results hang on more than shapes, strides and types, or they change storages.
 _UNREPEATABLE = frozenset(
     f"aten::{name}" for name in ("as_strided", "as_strided_", "resize_", "resize_as_", "set_", "lift_fresh", "lift")
@@ -109,9 +111,7 @@ def make(recipe: Recipe, mode: FakeTensorMode, args: tuple[Any, ...]) -> Any:
 
 def _fake(made: Made, mode: FakeTensorMode, first: Any) -> Tensor:
     if made.offset is None:
-        with torch._C._DisableTorchDispatch():
-            meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-        return _faked(meta, mode, made.device)
+        return fake_empty(mode, made.shape, made.stride, made.dtype, made.device)
     if first.is_inference() == torch.is_inference_mode_enabled():
         return _view(made, made.offset, mode, first)
     with torch.inference_mode(first.is_inference()):  # a view is an inference tensor if its base is
@@ -122,21 +122,7 @@ def _view(made: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(0, dtype=made.dtype, device="meta")
         meta.set_(first.untyped_storage(), first.storage_offset() + offset, made.shape, made.stride)
-    return _faked(meta, mode, made.device)
-
-
-def _faked(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake tensor around ``meta``: the first of a mode by torch's own slow constructor, the others like it."""
-    alike: dict[torch.device, dict[str, Any]] = vars(mode).setdefault("_sd_lowvram_alike", {})
-    if device not in alike:
-        first = FakeTensor(mode, meta, device)
-        alike[device] = dict(vars(first))
-        return first
-    fake: Tensor = Tensor._make_subclass(  # type: ignore[attr-defined]
-        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
-    )
-    vars(fake).update(alike[device])
-    return fake
+    return fake_around(meta, mode, made.device)
 
 
 def sliced(first: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Made:

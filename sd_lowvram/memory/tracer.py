@@ -140,7 +140,7 @@ class _Tracer(TorchDispatchMode):
         if id(real) in self._places:
             return self._fake_of(real)
         self._places[id(real)] = registry, name
-        fake = real if isinstance(real, FakeTensor) else fake_of(real)
+        fake = real if isinstance(real, FakeTensor) else fake_of(real, self._mode)
         self.ledger.book(fake, "host" if is_host(real) else "weights", born=False)
         return fake
 
@@ -158,7 +158,7 @@ class _Tracer(TorchDispatchMode):
             registry, name = self._places[id(real)]
             return registry[name]
         if id(real) not in self._met:
-            self._met[id(real)] = real, real if isinstance(real, FakeTensor) else fake_of(real)
+            self._met[id(real)] = real, real if isinstance(real, FakeTensor) else fake_of(real, self._mode)
         return self._met[id(real)][1]
 
     @contextlib.contextmanager

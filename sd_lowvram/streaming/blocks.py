@@ -140,6 +140,8 @@ def _modules(layers: Iterable[Layer], most: int) -> dict[str, str]:
 
     The blocks of a UNet that are rows of residual blocks and transformers do not count.
     """
+    if most == 0:
+        return {}
     sizes: dict[str, int] = {}
     rows = set()
     for layer in layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -76,7 +77,6 @@ class Layout:
         blocks: what the schedule is about, in the order of a run.
         bytes: on the device while the room is taken.
         residents: numbers of the blocks that stay; ``streamed`` of those that pass through the ring, sorted.
-        overlapping: for each streamed block, the others that have any of its bytes of the ring.
         places: by number, while the room is taken.
     """
 
@@ -90,10 +90,6 @@ class Layout:
         self._parts = parts
         self._pool: Pool | None = None
         self._spans = dict(self._laid(parts.staying_bytes))
-        self.overlapping = {
-            number: tuple(other for other in self.streamed if other != number and self._meet(number, other))
-            for number in self.streamed
-        }
 
     def _laid(self, offset: int) -> Iterator[tuple[int, tuple[int, int]]]:
         for number in sorted(self.residents):
@@ -103,9 +99,19 @@ class Layout:
             start = offset + fetch.offset
             yield fetch.unit, (start, start + self.blocks[fetch.unit].bytes)
 
-    def _meet(self, one: int, other: int) -> bool:
-        (a, b), (c, d) = self._spans[one], self._spans[other]
-        return a < d and c < b
+    @functools.cached_property
+    def overlapping(self) -> dict[int, tuple[int, ...]]:
+        """For each streamed block, the others that have any of its bytes of the ring."""
+        met: dict[int, list[int]] = {number: [] for number in self.streamed}
+        here: list[int] = []
+        for number in sorted(self.streamed, key=self._spans.__getitem__):
+            start, _ = self._spans[number]
+            here = [other for other in here if self._spans[other][1] > start]
+            for other in here:
+                met[number].append(other)
+                met[other].append(number)
+            here.append(number)
+        return {number: tuple(sorted(others)) for number, others in met.items()}
 
     def layers(self) -> Iterator[Layer]:
         """All layers: what is patched."""

@@ -79,7 +79,6 @@ class Masters:
             target: of the same shape and type.
         """
         with torch.no_grad(), torch.inference_mode(False):
-            source = source.detach()
             if self._ring is not None and self._is_slow(source) and (pair := _in_bytes(source, target)):
                 self._ring.copy(*pair, stream)
                 return
@@ -119,7 +118,7 @@ def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.d
     if active_fake_mode(*unique) is not None:
         for tensor in unique:
             masters._settled.append(_Settled(tensor, None, tensor.device))
-            mark_host(tensor.data)
+            mark_host(tensor)
         return masters
     try:
         with torch.no_grad(), torch.inference_mode(False):

@@ -24,15 +24,22 @@ class Pool:
         self.bytes = size
         with weights_account(), torch.inference_mode(False), torch.no_grad():
             self._buffer = torch.empty(size, dtype=torch.uint8, device=actual_device(device))
+        self._typed: dict[torch.dtype, Tensor] = {}
 
     def views(self, contents: Iterable[Tensor], offset: int) -> list[Tensor]:
         """Room for tensors like ``contents`` one behind the other from ``offset``, strides kept where dense."""
         made = []
         with torch.inference_mode(False), torch.no_grad():
             for like in contents:
-                size = like.numel() * like.element_size()
+                start = offset // like.element_size()
                 order = dense_order(like)
-                flat = self._buffer[offset : offset + size].view(like.dtype)
-                made.append(flat.view([like.shape[dim] for dim in order]).permute(inverse(order)))
+                view = self._elements(like.dtype)[start : start + like.numel()].view([like.shape[dim] for dim in order])
+                made.append(view if order == sorted(order) else view.permute(inverse(order)))
                 offset += place_bytes(like)
         return made
+
+    def _elements(self, dtype: torch.dtype) -> Tensor:
+        """The buffer as numbers of a type."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self._buffer[: self.bytes - self.bytes % dtype.itemsize].view(dtype)
+        return self._typed[dtype]

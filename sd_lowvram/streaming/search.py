@@ -8,6 +8,7 @@ copy one unit while another computes. A grid of residents and ring sizes comes n
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Collection, Sequence
 
@@ -63,15 +64,16 @@ def bound(units: Sequence[Unit], device_bytes: int, copies: Copies) -> float:
     total = sum(unit.bytes for unit in units)
     if not copies.overlap:
         return compute + max(0, total - device_bytes) / copies.bandwidth
-    longest = [0.0] * (len(units) + 1)
-    for last, unit in enumerate(units):
-        longest[last] = longest[last - 1] + units[last - 1].seconds if last else 0.0
-        needed = unit.bytes - device_bytes
-        for first in range(last - 1, -1, -1):
-            needed += units[first].bytes
-            if needed > 0:
-                longest[last] = max(longest[last], longest[first] + needed / copies.bandwidth)
-    end = longest[len(units) - 1] + units[-1].seconds if units else 0.0
+    before = [0, *itertools.accumulate(unit.bytes for unit in units)]
+    longest: list[float] = []
+    first, ahead = 0, -math.inf  # of the stretches that begin at units before first: the latest start of their copies
+    for last in range(len(units)):
+        longest.append(longest[-1] + units[last - 1].seconds if last else 0.0)
+        while first < last and before[last + 1] - before[first] > device_bytes:
+            ahead = max(ahead, longest[first] - before[first] / copies.bandwidth)
+            first += 1
+        longest[last] = max(longest[last], ahead + (before[last + 1] - device_bytes) / copies.bandwidth)
+    end = longest[-1] + units[-1].seconds if units else 0.0
     return max(end, (total - device_bytes) / copies.bandwidth)
 
 
@@ -115,7 +117,15 @@ class _Search:
             self._try(self._taken(order, self.device_bytes - ring))
 
     def improve(self) -> None:
-        """Exchange, add or drop residents by chance, and keep what is faster. The same chance every time."""
+        """Exchange, add or drop residents by chance, and keep what is faster. The same chance every time.
+
+        Of few units every set of residents is tried instead.
+        """
+        if 2 ** len(self.streamable) <= _TRIALS:
+            for count in range(len(self.streamable) + 1):
+                for chosen in itertools.combinations(self.streamable, count):
+                    self._try(chosen)
+            return
         chance, success = random.Random(0), 0
         for trial in range(_TRIALS):
             if self.seconds <= self.enough or not self.streamable or trial - success > _PATIENCE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .blocks import Block
@@ -62,10 +62,8 @@ def timed(blocks: Sequence[Block], timing: Timing) -> list[Unit]:
     return [Unit(block.name, block.bytes, taken) for block, taken in zip(blocks, seconds, strict=True)]
 
 
-def _owner(path: str, owners: Mapping[str, list[int]]) -> list[int]:
-    """Whom the module ``path`` belongs to: itself, or what it is a part of."""
-    while path:
-        if path in owners:
-            return owners[path]
-        path = path.rpartition(".")[0]
-    return []
+def _owner(path: str, owners: dict[str, list[int]]) -> list[int]:
+    """Whom the module ``path`` belongs to: itself, or what it is a part of; noted in ``owners``."""
+    if path not in owners:
+        owners[path] = _owner(path.rpartition(".")[0], owners) if path else []
+    return owners[path]
