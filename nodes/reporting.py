@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.plans import Plan
+from ..sd_lowvram.plans import Plan, StagePlan
 from ..sd_lowvram.recording import Run
 from ..sd_lowvram.sizes import format_size
 from .autoencoder import foreseen_vae
+from .bars import memory_bars
 from .denoiser import optimized_model
 from .inputs import BATCH, BUDGET, knob_inputs, settings_of, side
 from .optimising import CATEGORY
@@ -85,49 +86,70 @@ def _shown(record: Record) -> dict[str, Any]:
 
 def told(record: Record) -> str:
     """The record as lines for people."""
-    request = _joined(record).request
+    plan = _joined(record)
+    request, both = plan.request, plan.request.device.type == "cpu"  # its allocator counts host memory too
     lines = [
         f"{request.width}x{request.height}, batch {request.batch}, budget {format_size(request.vram)}, "
         f"seconds for {request.steps} steps",
         f"{'stage':<9}{'planned':>10}{'weights':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
     ]
-    for name, plan in record.plans.items():
-        stage = next(one for one in plan.stages if one.name == name)
-        peaks = [one.peak_bytes for one in record.measured.get(name, ())]
-        both = plan.request.device.type == "cpu"  # its allocator counts what waits in host memory too
+    peaks = _measured_peaks(record)
+    for stage in plan.stages:
         sizes = (stage.held_bytes if both else stage.peak_bytes, stage.weights_bytes, stage.host_bytes)
         figures = "".join(f"{format_size(size):>10}" for size in sizes)
-        lines.append(f"{name:<9}{figures}{stage.seconds:>9.1f}{format_size(max(peaks)) if peaks else '-':>10}")
-    lines += [f"{name}: {_choices(record, plan, name)}" for name, plan in record.plans.items()]
+        measured = format_size(peaks[stage.name]) if stage.name in peaks else "-"
+        lines.append(f"{stage.name:<9}{figures}{stage.seconds:>9.1f}{measured:>10}")
+    lines += [f"{name}: {_choices(plan, name)}" for name, plan in record.plans.items()]
     if record.sites:
         lines.append("sites: " + ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())))
     return "\n".join(lines)
 
 
-def _choices(record: Record, plan: Plan, name: str) -> str:
-    stage = next(one for one in plan.stages if one.name == name)
-    decided = {**stage.choice, "attention": plan.settings.attention}
+def _measured_peaks(record: Record) -> dict[str, int]:
+    return {name: max(one.peak_bytes for one in stages) for name, stages in record.measured.items() if stages}
+
+
+def _choices(plan: Plan, name: str) -> str:
+    decided = {**_stage(plan, name).choice, "attention": plan.settings.attention}
     return ", ".join(f"{knob} {value}" for knob, value in decided.items() if value is not None) or "as it is"
 
 
+def _stage(plan: Plan, name: str) -> StagePlan:
+    return next(stage for stage in plan.stages if stage.name == name)
+
+
+def _as_run(plan: Plan, name: str) -> StagePlan:
+    """A stage as the host runs it. On a CPU it streams nothing: there the weights are held once, and whole."""
+    stage = _stage(plan, name)
+    if plan.request.device.type != "cpu" or plan.settings.offload in (None, "none", "component"):
+        return stage
+    weights = stage.host_bytes - stage.parked_bytes
+    return dataclasses.replace(
+        stage,
+        peak_bytes=weights + stage.activation_bytes,
+        weights_bytes=weights,
+        host_bytes=stage.parked_bytes,
+        held_bytes=weights + stage.activation_bytes + stage.parked_bytes,
+    )
+
+
 def _joined(record: Record) -> Plan:
-    """The plans of all stages as one, for the plot; the host moves models in and out between them."""
-    plans = list(record.plans.items())
-    stages = tuple(stage for name, plan in plans for stage in plan.stages if stage.name == name)
-    widest = max((plan for _, plan in plans), key=lambda plan: plan.predicted.peak_bytes)
-    return dataclasses.replace(widest, stages=stages)
+    """The plans of all stages as one; the host moves models in and out between them."""
+    stages = tuple(_as_run(plan, name) for name, plan in record.plans.items())
+    widest = max(record.plans.values(), key=lambda plan: plan.predicted.peak_bytes)
+    sizes = {name: max(getattr(stage, name) for stage in stages) for name in ("peak_bytes", "host_bytes")}
+    return dataclasses.replace(widest, stages=stages, predicted=dataclasses.replace(widest.predicted, **sizes))
 
 
 def _plot(record: Record) -> Tensor:
     """The memory of every stage as an IMAGE (1, H, W, 3) in [0, 1]."""
-    from PIL import Image, ImageDraw
+    from PIL import Image
 
     from ..sd_lowvram.plots import memory_png
 
     run = Run(tuple(stage for stages in record.measured.values() for stage in stages)) if record.measured else None
     try:
         picture = Image.open(io.BytesIO(memory_png(_joined(record), run)))
-    except BadInputError as error:  # no matplotlib
-        picture = Image.new("RGB", (720, 40), "white")
-        ImageDraw.Draw(picture).text((12, 14), str(error), fill="black")
+    except BadInputError:  # no matplotlib
+        picture = memory_bars(_joined(record), _measured_peaks(record))
     return torch.from_numpy(numpy.asarray(picture.convert("RGB"), dtype=numpy.float32) / 255)[None]

@@ -16,8 +16,8 @@ from typing import Any
 from .errors import BadInputError
 from .sizes import GIB, MIB, format_size
 
-_WEIGHTS, _ACTIVATIONS, _HOST = "#33567f", "#8fb4d9", "#dcdfe4"
-_MEASURED, _BUDGET, _TEXT = "#d9701a", "#b3202c", "#2b2f36"
+WEIGHTS, ACTIVATIONS, HOST = "#33567f", "#8fb4d9", "#dcdfe4"
+MEASURED, BUDGET, TEXT = "#d9701a", "#b3202c", "#2b2f36"
 _NARROWEST = 0.16
 """Share of the width that the shortest stage keeps, so that its name can be read."""
 
@@ -109,9 +109,9 @@ def _draw_band(axes: Any, band: list[_Piece], left: float, width: float, both: b
         held = [one + other for one, other in zip(device, host, strict=True)] if both else device
         ground = [0] * len(device)
         for low, high, colour in (
-            (ground, resident, _WEIGHTS),
-            (resident, device, _ACTIVATIONS),
-            (device, held, _HOST),
+            (ground, resident, WEIGHTS),
+            (resident, device, ACTIVATIONS),
+            (device, held, HOST),
         ):
             lower, upper = [*low, low[-1]], [*high, high[-1]]
             axes.fill_between(xs, lower, upper, step="post", color=colour, linewidth=0, zorder=1)
@@ -129,7 +129,7 @@ def _course(piece: _Piece) -> tuple[list[int], list[int]]:
 def _draw_measured(axes: Any, stage: Any, left: float, width: float) -> int:
     if stage is None:
         return 0
-    line = {"color": _MEASURED, "linewidth": 1.3, "zorder": 3, "solid_joinstyle": "round"}
+    line = {"color": MEASURED, "linewidth": 1.3, "zorder": 3, "solid_joinstyle": "round"}
     if stage.curve:
         seconds, heights = zip(*stage.curve, strict=True)
         xs = [left, *(left + width * second / max(stage.seconds, 1e-9) for second in seconds[1:]), left + width]
@@ -150,10 +150,10 @@ def _name_band(axes: Any, band: list[_Piece], left: float, width: float, highest
     if measured:
         lines.append(f"measured {_time(sum(stage.seconds for stage in measured))}")
     middle, top = left + width / 2, axes.get_xaxis_transform()
-    axes.text(middle, 1.03, lines[0], transform=top, ha="center", va="bottom", color=_TEXT, fontweight="bold")
-    axes.text(middle, -0.02, "\n".join(lines[1:]), transform=top, ha="center", va="top", color=_TEXT, fontsize=9)
+    axes.text(middle, 1.03, lines[0], transform=top, ha="center", va="bottom", color=TEXT, fontweight="bold")
+    axes.text(middle, -0.02, "\n".join(lines[1:]), transform=top, ha="center", va="top", color=TEXT, fontsize=9)
     axes.annotate(
-        format_size(highest), (middle, highest), xytext=(0, 3), textcoords="offset points", ha="center", color=_TEXT,
+        format_size(highest), (middle, highest), xytext=(0, 3), textcoords="offset points", ha="center", color=TEXT,
         fontsize=9, zorder=5,
     )  # fmt: skip
     if left:
@@ -168,19 +168,19 @@ def _decorate(axes: Any, plan: Any, measured: Any, top: int) -> None:
     request, predicted = plan.request, plan.predicted
     budget = request.vram - predicted.overhead_bytes
     both = request.device.type == "cpu" and predicted.host_bytes > 0
-    handles: list[Any] = [Patch(color=_WEIGHTS, label="weights"), Patch(color=_ACTIVATIONS, label="activations")]
+    handles: list[Any] = [Patch(color=WEIGHTS, label="weights"), Patch(color=ACTIVATIONS, label="activations")]
     if predicted.host_bytes:
-        colour = {"color": _HOST} if request.device.type == "cpu" else {"alpha": 0}  # a GPU's is not drawn
+        colour = {"color": HOST} if request.device.type == "cpu" else {"alpha": 0}  # a GPU's is not drawn
         handles.append(Patch(**colour, label=f"host memory, up to {format_size(predicted.host_bytes)}"))
     if measured is not None:
         peak = format_size(measured.peak_bytes)
-        handles.append(Line2D([], [], color=_MEASURED, label=f"measured{', all' if both else ''}: peak {peak}"))
+        handles.append(Line2D([], [], color=MEASURED, label=f"measured{', all' if both else ''}: peak {peak}"))
     label = f"budget {format_size(request.vram)}{' without host memory' if both else ''}"
     if predicted.overhead_bytes:
         label += f" less {format_size(predicted.overhead_bytes)} overhead"
     if budget <= 1.6 * top:
-        axes.axhline(budget, color=_BUDGET, linewidth=1.4, linestyle=(0, (5, 3)), zorder=4)
-        handles.append(Line2D([], [], color=_BUDGET, linestyle="--", label=label))
+        axes.axhline(budget, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)), zorder=4)
+        handles.append(Line2D([], [], color=BUDGET, linestyle="--", label=label))
         top = max(top, budget)
     else:
         handles.append(Patch(alpha=0, label=f"{label}, far above"))
@@ -188,20 +188,20 @@ def _decorate(axes: Any, plan: Any, measured: Any, top: int) -> None:
     axes.set(xlim=(0, 1), ylim=(0, 1.08 * top), xticks=[])
     axes.yaxis.set_major_locator(_ticks(unit))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
-    axes.set_ylabel(name, color=_TEXT)
+    axes.set_ylabel(name, color=TEXT)
     axes.grid(axis="y", color="white", linewidth=0.8, alpha=0.55, zorder=2.5)
-    axes.tick_params(colors=_TEXT, length=0)
+    axes.tick_params(colors=TEXT, length=0)
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
     axes.spines["left"].set_color("#b9bec6")
     title = f"{request.width}x{request.height}, batch {request.batch}: {format_size(predicted.peak_bytes)} planned"
-    axes.figure.suptitle(title, color=_TEXT, fontsize=13, x=0.02, ha="left")
+    axes.figure.suptitle(title, color=TEXT, fontsize=13, x=0.02, ha="left")
     axes.figure.legend(
         handles=handles,
         loc="outside lower center",
         ncols=len(handles) if len(handles) < 5 else 3,
         frameon=False,
-        labelcolor=_TEXT,
+        labelcolor=TEXT,
         fontsize=9,
         columnspacing=1.3,
         handlelength=1.5,

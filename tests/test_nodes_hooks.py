@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -233,6 +234,35 @@ def test_decode_and_encode_nodes(pack, vae) -> None:
     with_alpha = torch.cat([pixels, torch.ones_like(pixels[..., :1])], dim=-1)
     (latents,) = nodes["LowVRAMVAEEncode"]().encode(with_alpha, vae, "2GB", vae_tiles="exact")
     assert tiny.relative_error(latents["samples"], vae.encode(pixels)) < 1e-5
+
+
+def test_a_cpu_holds_the_weights_once(pack, model) -> None:
+    """There the host streams nothing, whatever the plan would."""
+    record = optimize(pack, model)[1]
+    reporting = sys.modules[pack.__name__ + ".nodes.reporting"]
+    plan = record.plans["denoise"]
+    stage = next(one for one in plan.stages if one.name == "denoise")
+    whole = reporting._joined(record).stages[0]
+    streamed = dataclasses.replace(
+        stage,
+        peak_bytes=stage.peak_bytes - stage.weights_bytes // 2,
+        weights_bytes=stage.weights_bytes // 2,
+        host_bytes=stage.weights_bytes + stage.parked_bytes,
+        held_bytes=2 * stage.held_bytes,
+    )
+    settings = dataclasses.replace(plan.settings, offload="blocks")
+    record.plans["denoise"] = dataclasses.replace(plan, stages=(streamed,), settings=settings)
+    again = reporting._joined(record).stages[0]
+    assert (again.peak_bytes, again.weights_bytes) == (whole.peak_bytes, whole.weights_bytes)
+    assert again.held_bytes == again.peak_bytes + again.host_bytes
+
+
+def test_the_plot_without_matplotlib(pack, model, vae, monkeypatch) -> None:
+    record, _, _ = pack.NODE_CLASS_MAPPINGS["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1)["result"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    reporting = sys.modules[pack.__name__ + ".nodes.reporting"]
+    plot = reporting._plot(record)
+    assert plot.shape[-1] == 3 and len(plot.flatten(0, 2).unique(dim=0)) > 3
 
 
 def test_plan_and_report(pack, model, vae) -> None:
