@@ -179,6 +179,10 @@ def decoded(server, stock) -> dict[str, Path]:
     saved(made, "40", "LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", **here)
     tiles = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8}
     saved(made, "50", "VAEDecodeTiled", samples=["5", 0], vae=["1", 2], **tiles)
+    exact = {"budget": "", "vae_tiles": "exact", "vae_strip_mib": 1}
+    for number, encoder, more in (("70", "VAEEncode", {}), ("80", "LowVRAMVAEEncode", exact)):
+        made[number] = node(encoder, pixels=["6", 0], vae=["1", 2], **more)
+        saved(made, f"{number}1", "VAEDecode", samples=[number, 0], vae=["1", 2])
     made["60"] = node("LowVRAMReport", plan=["10", 1], images=["31", 0])
     entry = server.run(made)
     server.report = entry["outputs"]["60"]["text"][0]
@@ -191,12 +195,15 @@ def test_the_model_node_keeps_the_picture(server, stock, decoded) -> None:
     assert "attention 32" in line and "residual_strips 22" in line and "feed_forward 16" in line
 
 
-def test_the_vae_nodes_keep_the_picture(decoded) -> None:
+def test_the_vae_nodes_keep_the_picture(server, decoded) -> None:
     plain = decoded["7"]
     for number in ("209", "319", "409"):
         assert (far(plain, decoded[number]) <= 1).mean() >= 0.999
     assert (far(plain, decoded["509"]) <= 1).mean() < 0.9  # stock tiles
     assert far(decoded["209"], decoded["409"]).max() <= 1
+    assert (far(decoded["7019"], decoded["8019"]) <= 1).mean() >= 0.999  # encoded, and decoded by the stock node
+    for stage in ("decode", "encode"):
+        assert any("vae_exact 2" in line for line in server.lines(f"sd-lowvram: {stage} {SIZE}x{SIZE}"))
 
 
 def test_the_report_compares(server, decoded) -> None:

@@ -25,6 +25,8 @@ import random_checkpoint
 from PIL import Image
 from webui_server import NAME, Made, RefusedError, Server, serving
 
+from webui_ext.arguments import arguments
+
 WEBUI = os.environ.get("WEBUI_DIR")
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 PYTHON = os.environ.get("WEBUI_PYTHON") or f"{WEBUI}/venv/bin/python"
@@ -127,6 +129,17 @@ def test_the_picture_is_the_same(server: Server, preset: str) -> None:
 def test_the_positional_list_does_the_same(server: Server) -> None:
     listed = server.make(ours=[True, "16GB", "", "exact", "auto", "sliced"])
     assert numpy.array_equal(listed.picture, server.make(ours={"attention": "sliced"}).picture)
+
+
+def test_settings_are_the_defaults_of_calls(server: Server) -> None:
+    before = server.ask("/sdapi/v1/options")
+    assert {f"sd_lowvram_{one.name}" for one in arguments()} <= before.keys()
+    try:
+        server.ask("/sdapi/v1/options", {"sd_lowvram_attention": "sliced"})
+        assert "Low VRAM: vram 16GB | attention sliced" in server.make(ours={}).infotext
+    finally:
+        server.ask("/sdapi/v1/options", {"sd_lowvram_attention": before["sd_lowvram_attention"]})
+    assert "sliced" not in server.make(ours={}).infotext
 
 
 def test_infotext_brings_the_arguments_back(server: Server) -> None:
