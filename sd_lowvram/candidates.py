@@ -39,10 +39,17 @@ def _overhead(request: Request) -> int:
 class Pricing:
     """What stages of one request take with given settings."""
 
-    def __init__(self, anatomy: Anatomy, request: Request) -> None:
+    def __init__(self, anatomy: Anatomy, request: Request, like: Pricing | None = None) -> None:
+        """
+        Args:
+            like: of the same model and another size, whose twin will do.
+        """
         self.anatomy = anatomy
         self.request = request
-        self.costs = Costs(anatomy, request.shape, request.encodes, request.device)
+        if like is not None:
+            self.costs = like.costs.resized(request.shape)
+        else:
+            self.costs = Costs(anatomy, request.shape, request.encodes, request.device)
         self.on_gpu = request.device.type != "cpu"
         self._files: dict[str, int] = {}
         self._timings: dict[Any, Timing] = {}

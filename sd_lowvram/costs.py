@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -125,6 +126,14 @@ class Costs:
         self._known: dict[Any, Any] = {}
         self._fingerprints: dict[str, str] = {}
         self._layered: dict[Any, list[Layer]] = {}
+
+    def resized(self, shape: Shape) -> Costs:
+        """The costs of the same model for another shape, with the same twin."""
+        self._fitting  # noqa: B018: made once for both
+        other = copy.copy(self)
+        other._shape = shape
+        vars(other).pop("stages", None)
+        return other
 
     @functools.cached_property
     def _twin(self) -> Anatomy:
@@ -255,7 +264,7 @@ class Costs:
 
     def _of(self, kind: type[_Kind], component: str, what: str, settings: Settings, work: Callable[[], _Kind]) -> _Kind:
         """What ``work`` gives, remembered here and on disk."""
-        key = component, what, settings
+        key = component, what, settings, self._shape_of(what)
         if key not in self._known:
             place = self._place(component, what, settings)
             found = _remembered(place, kind)
@@ -265,6 +274,10 @@ class Costs:
             self._known[key] = found
         result: _Kind = self._known[key]
         return result
+
+    def _shape_of(self, what: str) -> Shape | None:
+        """The shape that this hangs on."""
+        return None if what.startswith(("text", "weights")) else self._shape
 
     def _given(self, what: str) -> str | None:
         """The ControlNet, whose residuals the denoiser is given."""
@@ -278,11 +291,10 @@ class Costs:
             return None
         if component not in self._fingerprints:
             self._fingerprints[component] = _fingerprint(self._anatomy.components[component])
-        shape = None if what in ("text", "weights") else self._shape
         facts = (
             self._fingerprints[component],
             what,
-            shape,
+            self._shape_of(what),
             self._given(what),
             self._device.type,
             settings,

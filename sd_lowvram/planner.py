@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,7 +40,16 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
     Raises:
         BudgetError: none fits; it tells the smallest budget that works and the stage that needs it.
     """
-    search = Search(anatomy, request, settings, approximate)
+    return planned(Search(anatomy, request, settings, approximate))
+
+
+def planned(search: Search) -> Plan:
+    """The plan that ``search`` ends with.
+
+    Raises:
+        BudgetError: as :func:`make_plan`.
+    """
+    anatomy, request = search.pricing.anatomy, search.request
     best = search.confirmed()
     smallest = search.smallest()
     if smallest is None:
@@ -82,9 +92,15 @@ Option = tuple[StagePlan, ...]
 class Search:
     """Candidates of one request, from the fastest to the smallest."""
 
-    def __init__(self, anatomy: Anatomy, request: Request, settings: Settings, approximate: bool) -> None:
+    def __init__(
+        self, anatomy: Anatomy, request: Request, settings: Settings, approximate: bool, like: Search | None = None
+    ) -> None:
+        """
+        Args:
+            like: of the same model and another size, which makes this one faster.
+        """
         self.request = request
-        self.pricing = Pricing(anatomy, request)
+        self.pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_mib * MIB if settings.largest_mib else None
         on_gpu = self.pricing.on_gpu
         self.precisions: list[str | None] = [None]
@@ -148,9 +164,8 @@ class Search:
         None: ``largest_mib`` forbids all.
         """
         found = []
-        for base in self._placements():
-            if base.offload in ("layer", self.fixed.offload):
-                found.append(self._whole(base, [self._least(rungs) for rungs in self._rungs(base)]))
+        for base in self._smallest_placements():
+            found.append(self._whole(base, [self._least(rungs) for rungs in self._rungs(base)]))
         return min(filter(None, found), key=lambda run: run.peak_bytes, default=None)
 
     def leanest(self) -> Candidate | None:
@@ -163,6 +178,36 @@ class Search:
             ]
             found.append(self._whole(base, [min(options, key=_host, default=None) for options in held]))
         return min(filter(None, found), key=lambda run: run.host_bytes, default=None)
+
+    def pressure(self) -> float:
+        """How full the fuller of the two budgets is at the least; above 1 nothing fits.
+
+        Infinite where ``largest_mib`` forbids all. About a constant and a part that grows with the area.
+        """
+        least = math.inf
+        for base in reversed(self._smallest_placements()):  # the narrowest weights come last
+            least = min(least, max(self._least_pressure(rungs) for rungs in self._rungs(base)))
+            if least <= 1:
+                return least
+        for base in self._placements():
+            if base.offload in ("none", "component"):  # weights on the device are not in host memory
+                known = [[self._pressure(option) for option in rungs.weighed()] for rungs in self._rungs(base)]
+                least = min(least, max(min(each, default=math.inf) for each in known))
+        return least
+
+    def _least_pressure(self, rungs: _Rungs) -> float:
+        last = rungs[rungs.height - 1]
+        pressure = self._pressure(last)
+        if pressure <= 1:
+            return pressure
+        start = 0 if _host(last) > self.request.ram else rungs.height
+        return min([pressure, *map(self._pressure, rungs.all(start))])
+
+    def _pressure(self, option: Option) -> float:
+        if not self._small(option):
+            return math.inf
+        host = max(stage.least_host_bytes for stage in option)
+        return max(self._needed(option) / max(1, self.request.vram), host / max(1, self.request.ram))
 
     def _first(self, rungs: _Rungs, limit: int, weighed: bool) -> Option | None:
         """The fastest way to run stages that fits."""
@@ -243,6 +288,10 @@ class Search:
         ways = itertools.product(self.storages, self._offloads(), self.precisions)
         tried = [self.base.filled(offload=o, precision=p, weight_storage=storage) for storage, o, p in ways]
         return list(dict.fromkeys(itertools.chain(*map(self._with_rooms, tried))))
+
+    def _smallest_placements(self) -> list[Settings]:
+        """Those with the fewest weights on the device."""
+        return [base for base in self._placements() if base.offload in ("layer", self.fixed.offload)]
 
     def _offloads(self) -> tuple[str, ...]:
         streams = self.pricing.anatomy.denoiser is not None
