@@ -11,6 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..sd_lowvram.costs import relevant
 from ..sd_lowvram.errors import BadInputError
 from ..sd_lowvram.plans import Plan, StagePlan
 from ..sd_lowvram.recording import Run
@@ -20,7 +21,7 @@ from .bars import memory_bars
 from .denoiser import optimized_model
 from .inputs import BATCH, BUDGET, knob_inputs, settings_of, side
 from .optimising import CATEGORY
-from .wish import Record, Wish
+from .wish import Record, Wish, attachable
 
 
 class _Shown:
@@ -110,7 +111,8 @@ def _measured_peaks(record: Record) -> dict[str, int]:
 
 
 def _choices(plan: Plan, name: str) -> str:
-    decided = {**_stage(plan, name).choice, "attention": plan.settings.attention}
+    attached = {knob: value for knob, _, value in relevant(name, attachable(plan.settings)).decided()}
+    decided = {**attached, **_stage(plan, name).choice}
     return ", ".join(f"{knob} {value}" for knob, value in decided.items() if value is not None) or "as it is"
 
 

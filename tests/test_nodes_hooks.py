@@ -270,6 +270,7 @@ def test_plan_and_report(pack, model, vae) -> None:
     shown = nodes["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1, **CHUNKED)
     record, text, plot = shown["result"]
     assert shown["ui"]["text"] == [text] and {"denoise", "decode"} == record.plans.keys()
+    assert "denoise: " in text and "residual_strips 4" in text and "park_skips True" in text
     assert plot.dim() == 4 and plot.shape[-1] == 3 and 0 <= plot.min() < plot.max() <= 1
     mine, record = optimize(pack, model)
     made = optimize_vae(pack, vae, plan=record)
