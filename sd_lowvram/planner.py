@@ -131,22 +131,35 @@ class Search:
         Args:
             weighed: only of what has been traced so far.
         """
-        found = []
-        for base in self._placements():
-            if self._weights_alone(base) + self.pricing.overhead <= limit:
-                chosen = [self._first(rungs, limit, weighed) for rungs in self._rungs(base)]
-                found += [self._whole(base, chosen)]
+        found = [self._fastest_of(base, limit, weighed) for base in self._placements()]
         return min(filter(None, found), key=lambda run: run.seconds, default=None)
 
+    def _fastest_of(self, base: Settings, limit: int, weighed: bool = False) -> Candidate | None:
+        """The fastest with the weights placed as in ``base``."""
+        if self._weights_alone(base) + self.pricing.overhead > limit:
+            return None
+        return self._whole(base, [self._first(rungs, limit, weighed) for rungs in self._rungs(base)])
+
     def confirmed(self) -> Candidate | None:
-        """The fastest candidate whose whole trace is within the budget too."""
-        limit = self.request.vram
-        while (best := self.fastest(limit)) is not None:
-            whole = self.pricing.confirmed(best)
-            if whole.needed_bytes <= self.request.vram:
-                return whole
-            limit = best.needed_bytes - 1
-        return None
+        """The fastest candidate whose whole trace is within the budget too.
+
+        A whole trace may tell of more bytes, or of more time: then the next ones have their turn, as long as they may
+        be faster.
+        """
+        best: Candidate | None = None
+        waiting = [(base, run) for base in self._placements() if (run := self._fastest_of(base, self.request.vram))]
+        while waiting:
+            turn = base, run = min(waiting, key=lambda each: each[1].seconds)
+            if best is not None and run.seconds >= best.seconds:
+                break
+            waiting.remove(turn)
+            whole = self.pricing.confirmed(run)
+            fits = whole.needed_bytes <= self.request.vram
+            if fits and (best is None or whole.seconds < best.seconds):
+                best = whole
+            if (not fits or whole.seconds > run.seconds) and (smaller := self._fastest_of(base, run.needed_bytes - 1)):
+                waiting.append((base, smaller))
+        return best
 
     def next_faster(self, best: Candidate) -> Candidate | None:
         """Of the faster candidates that were weighed, the one that needs the least more than the budget."""

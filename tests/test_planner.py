@@ -158,6 +158,18 @@ def test_larger_pictures_never_need_less(anatomy: Any) -> None:
         assert len(peaks) == 3 and peaks == sorted(peaks)
 
 
+def test_larger_pictures_of_a_full_size_model_never_need_less() -> None:
+    """Sizes between which pieces of tokens and rows change in number."""
+    unet = anatomy_of_components("diffusers", build_components("sd15", torch.float16, "meta", only=("unet",)))
+    search, peaks = None, []
+    for size in (320, 384, 512, 520):
+        search = Search(unet, request(GIB, size), Settings(), approximate=False, like=search)
+        smallest = search.smallest()
+        assert smallest is not None
+        peaks.append(smallest.peak_bytes)
+    assert peaks == sorted(set(peaks))
+
+
 def test_guidance_and_batch_count(anatomy: Any) -> None:
     without = make_plan(anatomy, request(GIB, guidance=False), Settings())
     three = make_plan(anatomy, request(GIB, batch=3), Settings())
