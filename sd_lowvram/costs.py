@@ -129,7 +129,7 @@ class Costs:
 
     def resized(self, shape: Shape) -> Costs:
         """The costs of the same model for another shape, with the same twin."""
-        self._fitting  # noqa: B018: made once for both
+        _ = self._fitting  # made now, once for both
         other = copy.copy(self)
         other._shape = shape
         vars(other).pop("stages", None)

@@ -100,7 +100,7 @@ class Search:
             like: of the same model and another size, which makes this one faster.
         """
         self.request = request
-        self.pricing = Pricing(anatomy, request, like.pricing if like else None)
+        self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_mib * MIB if settings.largest_mib else None
         on_gpu = self.pricing.on_gpu
         self.precisions: list[str | None] = [None]
@@ -298,8 +298,8 @@ class Search:
         return list(shared.values())
 
     def _placements(self) -> list[Settings]:
-        ways = itertools.product(self.storages, self._offloads(), self.precisions)
-        tried = [self.base.filled(offload=o, precision=p, weight_storage=storage) for storage, o, p in ways]
+        ways = itertools.product(self.storages, self.precisions, self._offloads())  # weights are converted seldom
+        tried = [self.base.filled(weight_storage=storage, precision=p, offload=o) for storage, p, o in ways]
         return list(dict.fromkeys(itertools.chain(*map(self._with_rooms, tried))))
 
     def _smallest_placements(self) -> list[Settings]:

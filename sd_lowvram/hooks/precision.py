@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import NoSiteError, SettingsError
+from ..memory.fakes import fake_empty
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, value, wrap
 from ..settings import Fidelity, Settings
@@ -101,20 +102,30 @@ def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
         while forget:
             forget.pop()()
         for tensor, before, original in kept:
+            if isinstance(tensor, FakeTensor):
+                set_data(tensor, _cast(tensor, before))
+                continue
             intact = original is not None and _same_bits(original.to(dtype), tensor.data.cpu())
             set_data(tensor, original.to(tensor.device) if intact and original is not None else tensor.data.to(before))
 
     try:
         for tensor in all_tensors(component):
             if tensor.is_floating_point() and tensor.dtype != dtype:
-                original = tensor.data.cpu() if _narrows(tensor.dtype, dtype) else None
-                kept.append((tensor, tensor.dtype, original))
+                loses = _narrows(tensor.dtype, dtype) and not isinstance(tensor, FakeTensor)
+                kept.append((tensor, tensor.dtype, tensor.data.cpu() if loses else None))
                 forget.append(remember_loaded(tensor, tensor.dtype))
-                set_data(tensor, tensor.data.to(dtype))
+                set_data(tensor, _cast(tensor, dtype))
     except BaseException:
         undo()
         raise
     return undo
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The contents of ``tensor`` in another type."""
+    if isinstance(tensor, FakeTensor):
+        return fake_empty(tensor.fake_mode, tensor.shape, tensor.stride(), dtype, tensor.fake_device)
+    return tensor.data.to(dtype)
 
 
 def _narrows(source: torch.dtype, target: torch.dtype) -> bool:
@@ -123,8 +134,6 @@ def _narrows(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if isinstance(a, FakeTensor):
-        return True
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
