@@ -15,13 +15,14 @@ from .guard import guard
 from .hooks.precision import force_upcast
 from .largest_size import largest_plans
 from .models.anatomy import Anatomy
-from .planner import Plan, Request, check_size, make_plan
+from .planner import DEFAULT_STEPS, Plan, Request, check_size, make_plan
 from .rates import rates_of
 from .session import anatomy_of, attach, attached, restore
 from .settings import Settings
 from .sizes import parse_size
 from .stages import native_size, scale_factor
-from .streaming.masters import host_budget
+from .streaming.masters import host_budget, mapped_bytes
+from .weights import all_tensors
 
 Size = int | float | str
 
@@ -34,6 +35,7 @@ def plan(
     width: int | None = None,
     height: int | None = None,
     batch: int = 1,
+    steps: int = DEFAULT_STEPS,
     device: torch.device | str | None = None,
     settings: Settings | None = None,
     approximate: bool = False,
@@ -41,7 +43,7 @@ def plan(
     """The fastest settings that fit, with their predicted peak; attaches nothing. Arguments as for :func:`optimize`."""
     anatomy = anatomy_of(target)
     request = _request(anatomy, vram, ram, width, height, batch, device)
-    request = dataclasses.replace(request, encodes=_starts_from_a_picture(target))
+    request = dataclasses.replace(request, steps=steps, encodes=_starts_from_a_picture(target))
     return make_plan(anatomy, request, settings or Settings(), approximate)
 
 
@@ -53,6 +55,7 @@ def optimize(
     width: int | None = None,
     height: int | None = None,
     batch: int = 1,
+    steps: int = DEFAULT_STEPS,
     device: torch.device | str | None = None,
     settings: Settings | None = None,
     approximate: bool = False,
@@ -68,6 +71,7 @@ def optimize(
         ram: the budget for what waits in host memory. None: what is free now.
         width, height: of the picture in pixels. None: the model's own size.
         batch: pictures at a time; guidance doubles it inside.
+        steps: of denoising, for the time.
         device: where to compute. None: a GPU when there is one, else the CPU.
         settings: knobs that are fixed; the rest is chosen.
         approximate: whether settings that change the picture may be chosen too.
@@ -78,8 +82,8 @@ def optimize(
         NoSiteError, ConflictError: see :func:`attached`.
     """
     chosen = plan(
-        target, vram=vram, ram=ram, width=width, height=height, batch=batch, device=device, settings=settings,
-        approximate=approximate,
+        target, vram=vram, ram=ram, width=width, height=height, batch=batch, steps=steps, device=device,
+        settings=settings, approximate=approximate,
     )  # fmt: skip
     restore(target)
     with host_budget(chosen.request.ram - max(stage.parked_bytes for stage in chosen.stages)):
@@ -88,8 +92,8 @@ def optimize(
 
     def replan(width: int, height: int, batch: int) -> None:
         optimize(
-            target, vram=vram, ram=ram, width=width, height=height, batch=batch, device=device, settings=settings,
-            approximate=approximate,
+            target, vram=vram, ram=ram, width=width, height=height, batch=batch, steps=steps, device=device,
+            settings=settings, approximate=approximate,
         )  # fmt: skip
 
     attachment.add(guard(attachment.anatomy, chosen.request, replan))
@@ -214,8 +218,16 @@ def _request(
         width=width,
         height=height,
         batch=batch,
-        vram=parse_size(vram, "vram") if vram is not None else free_vram(where),
-        ram=parse_size(ram, "ram") if ram is not None else available_ram(),
+        vram=parse_size(vram, "vram") if vram is not None else free_vram(where) + _held(anatomy, where),
+        ram=parse_size(ram, "ram") if ram is not None else available_ram() + _held(anatomy, torch.device("cpu")),
         device=where,
         rates=rates_of(where),
     )
+
+
+def _held(anatomy: Anatomy, device: torch.device) -> int:
+    """Bytes of weights that lie in the memory of ``device`` already: a plan counts them too, so they are free to it."""
+    components = anatomy.components.values()
+    here = [tensor for tensor in all_tensors(*components) if tensor.device.type == device.type]
+    mapped = mapped_bytes(*components) if device.type == "cpu" else 0
+    return max(0, sum(tensor.numel() * tensor.element_size() for tensor in here) - mapped)

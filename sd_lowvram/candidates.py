@@ -47,7 +47,7 @@ class Pricing:
         self.anatomy = anatomy
         self.request = request
         if like is not None:
-            self.costs = like.costs.resized(request.shape)
+            self.costs: Costs = like.costs.resized(request.shape)
         else:
             self.costs = Costs(anatomy, request.shape, request.encodes, request.device)
         self.on_gpu = request.device.type != "cpu"

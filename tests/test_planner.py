@@ -11,7 +11,7 @@ import tiny
 import torch
 
 import sd_lowvram
-from sd_lowvram import Fidelity, Settings
+from sd_lowvram import Fidelity, Settings, api
 from sd_lowvram.architectures import build_components
 from sd_lowvram.candidates import STREAMED, Pricing
 from sd_lowvram.errors import BadInputError, BudgetError
@@ -217,6 +217,23 @@ def test_plan_attaches_nothing_also_to_an_optimised_target() -> None:
     assert pipe.unet.forward is hooked
     sd_lowvram.restore(pipe)
     assert sd_lowvram.plan(pipe, vram="1GB").settings == first.settings
+
+
+def test_weights_that_are_in_memory_already_are_not_asked_for_again(monkeypatch: Any) -> None:
+    pipe = tiny.pipeline("sd15")
+    weights = weight_bytes(*plan_components(pipe))
+    monkeypatch.setattr(api, "available_ram", lambda: 1 * GIB)
+    monkeypatch.setattr(api, "free_vram", lambda device: 2 * GIB)
+    found = sd_lowvram.plan(pipe).request
+    assert (found.ram, found.vram) == (GIB + weights, 2 * GIB + weights)
+    assert sd_lowvram.plan(pipe, vram="1GB", ram="1GB").request.ram == GIB
+
+
+def test_more_steps_take_longer() -> None:
+    pipe = tiny.pipeline("sd15")
+    short, long = (sd_lowvram.plan(pipe, vram="1GB", steps=steps) for steps in (5, 50))
+    steps = [next(stage for stage in plan.stages if stage.name == "denoise").seconds for plan in (short, long)]
+    assert steps[1] == pytest.approx(10 * steps[0])
 
 
 def test_as_dict_is_json(anatomy: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -123,10 +124,8 @@ def test_the_search_is_never_slower_than_the_simple_policies(units, share, copie
         assert seconds <= simulate(units, other, copies) * (1 + 1e-9)
 
 
-@settings(max_examples=40, derandomize=True)  # a search by chance: on some of all examples it stays farther off
-@given(UNITS.filter(lambda units: len(units) < 8), st.floats(0, 1), COPIES)
-def test_the_search_is_near_the_best_of_all_residents(units, share, copies):
-    room = budget(units, share)
+def best_of_all_residents(units, room, copies):
+    """Seconds of a step with the best set of residents."""
 
     def seconds(resident):
         ring = room - sum(aligned(units[number].bytes) for number in resident)
@@ -137,7 +136,26 @@ def test_the_search_is_near_the_best_of_all_residents(units, share, copies):
 
     numbers = range(len(units))
     every = itertools.chain.from_iterable(itertools.combinations(numbers, count) for count in range(len(units) + 1))
-    assert simulate(units, best_schedule(units, room, copies), copies) <= 1.02 * min(map(seconds, every))
+    return min(map(seconds, every))
+
+
+@settings(max_examples=40)
+@given(UNITS.filter(lambda units: len(units) < 8), st.floats(0, 1), COPIES)
+def test_of_few_units_the_search_finds_the_best_residents(units, share, copies):
+    room = budget(units, share)
+    found = simulate(units, best_schedule(units, room, copies), copies)
+    assert found <= best_of_all_residents(units, room, copies) * (1 + 1e-9)
+
+
+def test_of_more_units_the_search_comes_near_the_best_residents():
+    """The search goes by chance there, so the units are the same every time."""
+    chance, times = random.Random(0), []
+    for _ in range(12):
+        units = [unit(chance.randint(1, 40), chance.random()) for _ in range(11)]
+        room, copies = budget(units, chance.random()), Copies(chance.uniform(5, 40) * K)
+        found = simulate(units, best_schedule(units, room, copies), copies)
+        times.append(found / best_of_all_residents(units, room, copies))
+    assert max(times) < 1.06 and sum(times) / len(times) < 1.02
 
 
 @given(UNITS, st.floats(0, 1), COPIES)
