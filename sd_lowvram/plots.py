@@ -145,7 +145,7 @@ def _name_band(axes: Any, band: list[_Piece], left: float, width: float, highest
     planned = sum(plan.seconds for plan in {id(piece.plan): piece.plan for piece in band}.values())
     name = first.plan.name
     if name == "denoise" and measured:
-        name, planned = f"denoise ({len(band)} steps)", planned * len(band) / steps
+        name, planned = f"denoise ({len(band)} step{'s' * (len(band) > 1)})", planned * len(band) / steps
     lines = [name, f"planned {_time(planned)}"]
     if measured:
         lines.append(f"measured {_time(sum(stage.seconds for stage in measured))}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -15,17 +17,25 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-@bench.command()
-def vae(as_json: Json = False, debug: Debug = False) -> None:
-    """Exact tiles beside the plain decode: time, and how far every way is from it."""
+@contextlib.contextmanager
+def _measuring(debug: bool, shown: bool = True) -> Iterator[None]:
+    """Inside, progress is shown, and errors as :func:`guarded` tells them."""
     with guarded(debug):
         from rich.console import Console
 
-        from ..bench.vae import run
         from .show import Bars
 
-        with Bars(Console(stderr=True), shown=not as_json).running():
-            run(json=as_json)
+        with Bars(Console(stderr=True), shown).running():
+            yield
+
+
+@bench.command()
+def vae(as_json: Json = False, debug: Debug = False) -> None:
+    """Exact tiles beside the plain decode: time, and how far every way is from it."""
+    with _measuring(debug, not as_json):
+        from ..bench.vae import run
+
+        run(json=as_json)
 
 
 @bench.command()
@@ -38,14 +48,10 @@ def end_to_end(
     debug: Debug = False,
 ) -> None:
     """Plans against whole runs on the CPU: peak, time, and the next faster candidate (the demo model in minutes)."""
-    with guarded(debug):
-        from rich.console import Console
-
+    with _measuring(debug):
         from ..bench.end_to_end import run
-        from .show import Bars
 
-        with Bars(Console(stderr=True), shown=True).running():
-            print(f"written: {run(tuple(model or ('demo', 'sd15')), out, budgets)}")
+        print(f"written: {run(tuple(model or ('demo', 'sd15')), out, budgets)}")
 
 
 @bench.command()
@@ -67,14 +73,10 @@ def plans(
     debug: Debug = False,
 ) -> None:
     """The least memory that lossless settings need, size by size."""
-    with guarded(debug):
-        from rich.console import Console
-
+    with _measuring(debug, not as_json):
         from ..bench.plans import printed, run
-        from .show import Bars
 
-        with Bars(Console(stderr=True), shown=not as_json).running():
-            rows = run(out, only=tuple(model or ()))
+        rows = run(out, only=tuple(model or ()))
         print(printed(rows, as_json))
 
 
@@ -93,27 +95,19 @@ def schedule(
     debug: Debug = False,
 ) -> None:
     """How much slower a step is with a part of the weights on the device, by schedule and by simpler policies."""
-    with guarded(debug):
-        from rich.console import Console
-
+    with _measuring(debug, not as_json):
         from ..bench.schedule import run
-        from .show import Bars
 
-        with Bars(Console(stderr=True), shown=not as_json).running():
-            run(as_json, tuple(model or ("sd15", "sdxl")), tuple(card or ("rtx2070",)), width, height, out)
+        run(as_json, tuple(model or ("sd15", "sdxl")), tuple(card or ("rtx2070",)), width, height, out)
 
 
 @bench.command()
 def storage(as_json: Json = False, debug: Debug = False) -> None:
     """Weights in 8 bits: how far they take the demo model's pictures, and its layers, off."""
-    with guarded(debug):
-        from rich.console import Console
-
+    with _measuring(debug, not as_json):
         from ..bench.storage import run
-        from .show import Bars
 
-        with Bars(Console(stderr=True), shown=not as_json).running():
-            run(json=as_json)
+        run(json=as_json)
 
 
 @bench.command()
@@ -127,12 +121,8 @@ def gpu(
     debug: Debug = False,
 ) -> None:
     """On an NVIDIA GPU: predicted and measured peaks, streamed weights, largest pictures, attention."""
-    with guarded(debug):
-        from rich.console import Console
-
+    with _measuring(debug, not as_json):
         from ..bench.gpu import PARTS, run
-        from .show import Bars
 
-        with Bars(Console(stderr=True), shown=not as_json).running():
-            written = run(tuple(part or PARTS), out)
+        written = run(tuple(part or PARTS), out)
         typer.echo(written.with_suffix(".json").read_text(encoding="utf-8") if as_json else f"written: {written}")

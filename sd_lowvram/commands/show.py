@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,8 @@ class Bars:
 
     def __init__(self, console: Console, shown: bool) -> None:
         columns = (TextColumn("{task.description:>8}"), BarColumn(), _Done(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, disable=not shown)
+        seen = sys.stdout.isatty()  # then what is printed goes above the bars; into a file it goes past them
+        self._progress = Progress(*columns, console=console, disable=not shown, redirect_stdout=seen)
         self._tasks: dict[str, TaskID] = {}
 
     def update(self, stage: str, done: int, total: int) -> None:
