@@ -115,8 +115,8 @@ def _optimize(job: Job, pipe: Any, device: torch.device, console: Console) -> An
 
     with console.status("planning"):
         plan = optimize(
-            pipe, vram=job.vram, ram=job.ram, width=job.width, height=job.height, batch=job.batch, steps=max(1, job.steps_run),
-            device=device, settings=job.settings, approximate=job.approximate,
+            pipe, vram=job.vram, ram=job.ram, width=job.width, height=job.height, batch=job.batch,
+            steps=max(1, job.steps_run), device=device, settings=job.settings, approximate=job.approximate,
         )  # fmt: skip
     show_plan(console, plan)
     console.print(f"seed: {job.seed}", highlight=False)
