@@ -22,6 +22,7 @@ def memory_bars(plan: Any, measured: Mapping[str, int]) -> Any:
 
     request, both = plan.request, plan.request.device.type == "cpu"
     parts = {stage.name: _parts(stage, both) for stage in plan.stages}
+    planned = {stage.name: stage.held_bytes if both else stage.peak_bytes for stage in plan.stages}
     longest = max(request.vram, *measured.values(), *(sum(size for size, _ in row) for row in parts.values()))
     scale = (_RIGHT - _LEFT) / longest
     picture = Image.new("RGB", (_RIGHT + 30, _ROW * (len(parts) + 2)), "white")
@@ -32,7 +33,7 @@ def memory_bars(plan: Any, measured: Mapping[str, int]) -> Any:
         for size, colour in row:
             draw.rectangle((x, top, x + size * scale, top + _BAR), fill=colour)
             x += size * scale
-        told = format_size(sum(size for size, _ in row))
+        told = f"{format_size(planned[name])} planned"
         if name in measured:
             mark = _LEFT + measured[name] * scale
             draw.line((mark, top - 4, mark, top + _BAR + 4), fill=MEASURED, width=3)
