@@ -27,7 +27,7 @@ from .memory.accounts import unmark_host
 from .memory.work import Span
 from .models.anatomy import Anatomy
 from .settings import Settings
-from .shortened import equal_blocks_once, has_equal_blocks, in_full
+from .shortened import equal_calls_once, equal_modules
 from .stages import CONTROL, Shape, Stage, stages
 from .streaming.layers import Layer, layers_of
 from .streaming.layout import Policy, lay_down
@@ -126,6 +126,8 @@ class Costs:
         self._known: dict[Any, Any] = {}
         self._fingerprints: dict[str, str] = {}
         self._layered: dict[Any, list[Layer]] = {}
+        self._equals: dict[str, dict[nn.Module, Any]] = {}
+        self._shortened: dict[str, bool] = {}
 
     def resized(self, shape: Shape) -> Costs:
         """The costs of the same model for another shape, with the same twin."""
@@ -177,7 +179,7 @@ class Costs:
             timing: by which streamed weights are scheduled.
         """
         settings = relevant(stage.name, settings)
-        whole = whole and (settings.offload is not None or has_equal_blocks(self._anatomy.components[stage.component]))
+        whole = whole and (settings.offload is not None or self._is_shortened(stage, settings))
         what = stage.name + (", whole" if whole else "") + (f", {_digest(timing)}" if timing else "")
         return self._of(Cost, stage.component, what, settings, lambda: self._trace(stage, settings, whole, timing))
 
@@ -187,10 +189,7 @@ class Costs:
         return self._spans(stage, settings, lambda: self.trace(stage, settings, whole=False)).spans
 
     def _spans(self, stage: Stage, settings: Settings, traced: Callable[[], MemoryTrace]) -> Spans:
-        def in_full_size() -> Spans:
-            return Spans(tuple(in_full(self._twin.components[stage.component], traced().spans)))
-
-        return self._of(Spans, stage.component, f"{stage.name}, spans", settings, in_full_size)
+        return self._of(Spans, stage.component, f"{stage.name}, spans", settings, lambda: Spans(traced().spans))
 
     def step(self, stage: Stage, settings: Settings, timing: Timing) -> Step:
         """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.
@@ -241,9 +240,20 @@ class Costs:
             for context in (self._mode, torch.no_grad(), kernels, ours):
                 stack.enter_context(context)
             if not whole:
-                stack.enter_context(equal_blocks_once(component))
+                stack.enter_context(equal_calls_once(self._equal(stage.component)))
             stack.callback(_unmark, component)
             return trace(on_twin.run, *on_twin.inputs())
+
+    def _equal(self, component: str) -> dict[nn.Module, Any]:
+        if component not in self._equals:
+            self._equals[component] = equal_modules(self._twin.components[component])
+        return self._equals[component]
+
+    def _is_shortened(self, stage: Stage, settings: Settings) -> bool:
+        """Whether a short trace leaves calls out; asked without the twin, which what is remembered does not need."""
+        if stage.component not in self._shortened:
+            self._shortened[stage.component] = bool(equal_modules(self._anatomy.components[stage.component]))
+        return bool(settings.guidance_in_turn) or self._shortened[stage.component]
 
     def _trace(self, stage: Stage, settings: Settings, whole: bool, timing: Timing | None) -> Cost:
         traced = self.trace(stage, settings, whole, timing)

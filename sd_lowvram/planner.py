@@ -129,7 +129,7 @@ class Search:
         """The fastest candidate within ``limit`` bytes, the driver's share counted; None: there is none.
 
         Args:
-            weighed: only of what has been traced so far.
+            weighed: only of what has been weighed so far.
         """
         found = [self._fastest_of(base, limit, weighed) for base in self._placements()]
         return min(filter(None, found), key=lambda run: run.seconds, default=None)
@@ -162,9 +162,17 @@ class Search:
         return best
 
     def next_faster(self, best: Candidate) -> Candidate | None:
-        """Of the faster candidates that were weighed, the one that needs the least more than the budget."""
-        weighed = itertools.chain(*(rungs.weighed() for base in self._placements() for rungs in self._rungs(base)))
-        for needed in sorted({self._needed(option) for option in weighed}):
+        """Of the faster candidates that were weighed, the one that needs the least more than the budget.
+
+        All that is traced counts where the weights are placed as in ``best``, or with the next larger room.
+        """
+        bases = self._placements()
+        here = bases.index(self._placement_of(best))
+        for base in bases[here : here + 2]:
+            for rungs in self._rungs(base):
+                rungs.traced()
+        known = itertools.chain(*(rungs.known() for base in bases for rungs in self._rungs(base)))
+        for needed in sorted({self._needed(option) for option in known}):
             if needed > self.request.vram:
                 faster = self.fastest(needed, weighed=True)
                 if faster is not None and faster.seconds < best.seconds:
@@ -204,7 +212,7 @@ class Search:
                 return least
         for base in self._placements():
             if base.offload in ("none", "component"):  # weights on the device are not in host memory
-                known = [[self._pressure(option) for option in rungs.weighed()] for rungs in self._rungs(base)]
+                known = [[self._pressure(option) for option in rungs.traced()] for rungs in self._rungs(base)]
                 least = min(least, max(min(each, default=math.inf) for each in known))
         return least
 
@@ -225,7 +233,7 @@ class Search:
     def _first(self, rungs: _Rungs, limit: int, weighed: bool) -> Option | None:
         """The fastest way to run stages that fits."""
         if weighed:
-            return min((one for one in rungs.weighed() if self._fits(one, limit)), key=_seconds, default=None)
+            return min((one for one in rungs.known() if self._fits(one, limit)), key=_seconds, default=None)
         start = self._held_from(rungs, limit)
         first = next((option for option in rungs.all(start) if self._fits(option, limit)), None)
         if first is None or not any(stage.parked_bytes for stage in first):
@@ -274,8 +282,7 @@ class Search:
 
     def explained(self, best: Candidate) -> tuple[StagePlan, ...]:
         """The stages of ``best``, each with the reason why it is no faster."""
-        where = ("offload", "weights_mib", "precision")
-        base = self.base.filled(**{name: getattr(best.settings, name) for name in where})
+        base = self._placement_of(best)
         weighed = [stage for (placed, _, _), option in self._known.items() if placed == base for stage in option]
         told = []
         for stage in best.stages:
@@ -301,6 +308,9 @@ class Search:
         ways = itertools.product(self.storages, self.precisions, self._offloads())  # weights are converted seldom
         tried = [self.base.filled(weight_storage=storage, precision=p, offload=o) for storage, p, o in ways]
         return list(dict.fromkeys(itertools.chain(*map(self._with_rooms, tried))))
+
+    def _placement_of(self, run: Candidate) -> Settings:
+        return self.base.filled(**{name: getattr(run.settings, name) for name in _PLACING})
 
     def _smallest_placements(self) -> list[Settings]:
         """Those with the fewest weights on the device."""
@@ -328,10 +338,14 @@ class Search:
             self._traced.add((_unplaced(base), *key[1:]))
         return self._known[key]
 
-    def weighed(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option | None:
+    def traced(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option | None:
         """The same if it takes no trace that was not made before, be it with weights in another place."""
         key = _unplaced(base), group[0].name, tuple(choice.items())
         return self.option(base, group, choice) if key in self._traced else None
+
+    def known(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option | None:
+        """The same if it was asked for before."""
+        return self._known.get((base, group[0].name, tuple(choice.items())))
 
     def _fits(self, option: Option, limit: int) -> bool:
         return self._held(option, limit) and _host(option) <= self.request.ram and self._small(option)
@@ -380,11 +394,19 @@ class _Rungs:
         """All from ``start`` on, the fastest first."""
         return (self[number] for number in range(start, len(self._choices)))
 
-    def weighed(self) -> Iterator[Option]:
-        """Those that were looked at before."""
-        found = (self._search.weighed(self._base, self._group, choice) for choice in self._choices)
-        return (option for option in found if option is not None)
+    def traced(self) -> list[Option]:
+        """Those that take no new trace."""
+        found = (self._search.traced(self._base, self._group, choice) for choice in self._choices)
+        return [option for option in found if option is not None]
 
+    def known(self) -> list[Option]:
+        """Those that were looked at before."""
+        found = (self._search.known(self._base, self._group, choice) for choice in self._choices)
+        return [option for option in found if option is not None]
+
+
+_PLACING = ("weight_storage", "precision", "offload", "weights_mib")
+"""Knobs by which placements differ."""
 
 _ROOMS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""

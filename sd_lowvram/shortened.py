@@ -1,105 +1,50 @@
-"""Equal transformer blocks in a row, of which a short trace runs two: SDXL has ten in a row, seven times over.
+"""Calls of equal modules, of which a short trace runs the first: a UNet's levels repeat their blocks, SDXL's ten times.
 
-On fake tensors the second costs what all after it cost: it takes what a block of its kind gave, and so do they. The
-first may take a map of another layout.
+Peaks, counted work and spans are those of a whole trace; what is left out is the timeline within the repeated calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import functools
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .memory.work import Span
+from .memory.effects import once, repeated_once
 from .patches import set_patch, wrap
-from .repeats import standing_for
 from .weights import own_tensors
 
-_ROWS = "transformer_blocks"
-"""The list that transformers of every family hold their blocks in, and call one after the other."""
+
+def equal_modules(component: nn.Module) -> dict[nn.Module, Hashable]:
+    """Modules in lists and sequences of which ``component`` has several equal ones, each with what tells its kind."""
+    lists = (module for module in component.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)))
+    members = {member for one in lists for member in one if any(True for _ in member.children())}
+    kinds = {member: _facts(member) for member in members}
+    seen = Counter(kinds.values())
+    numbers = {kind: number for number, kind in enumerate(seen)}
+    return {member: numbers[kind] for member, kind in kinds.items() if seen[kind] > 1}
 
 
 @contextlib.contextmanager
-def equal_blocks_once(component: nn.Module) -> Iterator[None]:
-    """Inside, of equal transformer blocks in a row the first two run; peaks and counted work stay what they are."""
+def equal_calls_once(modules: Mapping[nn.Module, Hashable]) -> Iterator[None]:
+    """Inside, traces run calls of these modules once for each kind and shape of the arguments."""
     with contextlib.ExitStack() as stack:
-        for row in _rows(component):
-            second = _Second(len(row) - 1)
-            stack.callback(set_patch(wrap(row[1], "forward", second.run, "short trace")))
-            for block in row[2:]:
-                stack.callback(set_patch(wrap(block, "forward", second.repeat, "short trace")))
+        for module, kind in modules.items():
+            stack.callback(set_patch(wrap(module, "forward", functools.partial(once, kind), "short trace")))
+        stack.enter_context(repeated_once())
         yield
 
 
-def has_equal_blocks(component: nn.Module) -> bool:
-    """Whether a short trace of ``component`` is shorter than a whole one."""
-    return any(True for _ in _rows(component))
-
-
-class _Second:
-    """A block that runs for ``passes`` equal ones."""
-
-    def __init__(self, passes: int) -> None:
-        self._passes = passes
-        self._given: Callable[[], Tensor] | None = None
-
-    def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with standing_for(self._passes):
-            out: Tensor = original(*args, **kwargs)
-        shape, stride, dtype, device = out.shape, out.stride(), out.dtype, out.device
-        self._given = lambda: torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        return out
-
-    def repeat(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._given is not None
-        return self._given()
-
-
-def in_full(component: nn.Module, spans: Sequence[Span]) -> list[Span]:
-    """What each module does, from a short trace: the second block's work divided among all that it stands for."""
-    names = {module: name for name, module in component.named_modules()}
-    rows = {names[row[1]]: [names[block] for block in row[1:]] for row in _rows(component)}
-    found: list[Span] = []
-    for second, group in itertools.groupby(spans, lambda span: next(filter(_is_above(span.path), rows), "")):
-        parts = list(group)
-        for name in rows.get(second, ("",)):
-            found += [_share(span, name + span.path[len(second) :], len(rows.get(second, ("",)))) for span in parts]
-    return found
-
-
-def _is_above(path: str) -> Callable[[str], bool]:
-    return lambda name: path == name or path.startswith(f"{name}.")
-
-
-def _share(span: Span, path: str, parts: int) -> Span:
-    """One of ``parts`` equal parts of ``span``, elsewhere."""
-    sums = dataclasses.asdict(span)
-    return Span(path, **{name: value // parts for name, value in sums.items() if name != "path"})
-
-
-def _rows(component: nn.Module) -> Iterator[list[nn.Module]]:
-    """Equal blocks that follow each other, at least three."""
-    for name, blocks in component.named_modules():
-        if name.split(".")[-1] == _ROWS and isinstance(blocks, nn.ModuleList):
-            for _, group in itertools.groupby(blocks, _facts):
-                row = list(group)
-                if len(row) >= 3:
-                    yield row
-
-
-def _facts(block: nn.Module) -> list[Any]:
+def _facts(block: nn.Module) -> Hashable:
     """Of classes, numbers and shapes: what a pass on fake tensors hangs on."""
-    return [
+    return tuple(
         (
             type(module),
-            [(name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str))],
+            tuple((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str))),
             type(getattr(module, "processor", None)),
-            [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in own_tensors(module)],
+            tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in own_tensors(module)),
         )
         for module in block.modules()
-    ]
+    )

@@ -231,7 +231,7 @@ def test_weights_that_are_in_memory_already_are_not_asked_for_again(monkeypatch:
 
 def test_more_steps_take_longer() -> None:
     pipe = tiny.pipeline("sd15")
-    short, long = (sd_lowvram.plan(pipe, vram="1GB", steps=steps) for steps in (5, 50))
+    short, long = (sd_lowvram.plan(pipe, vram="1GB", ram="1GB", steps=steps) for steps in (5, 50))
     steps = [next(stage for stage in plan.stages if stage.name == "denoise").seconds for plan in (short, long)]
     assert steps[1] == pytest.approx(10 * steps[0])
 

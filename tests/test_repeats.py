@@ -13,7 +13,7 @@ from sd_lowvram.architectures import build_components
 from sd_lowvram.hooks import vae_exact
 from sd_lowvram.memory import MemoryTrace, trace
 from sd_lowvram.repeats import representatives
-from sd_lowvram.shortened import equal_blocks_once
+from sd_lowvram.shortened import equal_calls_once, equal_modules
 
 FIGURES = (
     "peak_bytes",
@@ -66,7 +66,7 @@ def test_strips_of_the_autoencoder(part: str, where: str, monkeypatch: Any) -> N
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(transformer_chunks=4, guidance_in_turn=True)])
-def test_equal_transformer_blocks(settings: Settings) -> None:
+def test_equal_blocks(settings: Settings) -> None:
     config = tiny.config("sdxl")
     config["unet"]["transformer_layers_per_block"] = [1, 2, 5]
     unet = build_components(config, only=("unet",), device="meta")["unet"]
@@ -78,7 +78,7 @@ def test_equal_transformer_blocks(settings: Settings) -> None:
 
     with torch.inference_mode(), attached(unet, settings, device="cpu"):
         whole = once()
-        with equal_blocks_once(unet):
+        with equal_calls_once(equal_modules(unet)):
             short = once()
     assert len(short.timeline) < 0.9 * len(whole.timeline)
     assert figures(short) == figures(whole)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import NoSiteError
+from ..memory.effects import once
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
@@ -48,7 +49,7 @@ def _in_turn(module: nn.Module, original: Callable[..., Any], *args: Any, **kwar
     with together():
         for number in range(parts):
             part_args, part_kwargs = part_of(args, kwargs, batch, number, parts)
-            joined.add(original(*part_args, **part_kwargs))
+            joined.add(once(id(module), original, *part_args, **part_kwargs))
             del part_args, part_kwargs
     return joined.result()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,6 +119,35 @@ class Ledger:
         self.activation_peak = max(self.activation_peak, born_device + hidden)
         self.born_peak = max(self.born_peak, born_device + born_weights + born_host + hidden)
         self.timeline.record(device + weights + hidden, host, self.path, self.operator)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[list[int]]:
+        """Inside, peaks are noted by themselves; the list then tells them, above what was there at the beginning."""
+        before, start = self._peaks(), self._now()
+        self.peak, self.host_peak, self.activation_peak, self.born_peak = start
+        self.largest = 0
+        above: list[int] = []
+        try:
+            yield above
+        finally:
+            above += [peak - at for peak, at in zip(self._peaks(), (*start, 0), strict=True)]
+            self._raise(before)
+
+    def again(self, above: Sequence[int]) -> None:
+        """Note the peaks of something that goes as :meth:`apart` told."""
+        self._raise([at + more for at, more in zip((*self._now(), 0), above, strict=True)])
+
+    def _now(self) -> tuple[int, int, int, int]:
+        device, weights, host = self.live.values()
+        born = tuple(self.born.values())
+        return device + weights, host, born[0], sum(born)
+
+    def _peaks(self) -> list[int]:
+        return [self.peak, self.host_peak, self.activation_peak, self.born_peak, self.largest]
+
+    def _raise(self, peaks: Sequence[int]) -> None:
+        highest = [max(pair) for pair in zip(self._peaks(), peaks, strict=True)]
+        self.peak, self.host_peak, self.activation_peak, self.born_peak, self.largest = highest
 
     def existed(self, tensor: Tensor, account: Account) -> None:
         """Book a tensor that was there from the start and is met only now."""

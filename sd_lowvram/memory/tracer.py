@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .accounts import current_account, is_host, on_cpu, traced_device
+from .effects import Effects
 from .fakes import CPU, Registry, active_fake_mode, fake_of, faked, modules_of
 from .ledger import Ledger, Timeline
 from .lifetimes import no_collection
@@ -118,7 +119,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
         operators=tracer.work.operators,
         packed_bytes=tracer.work.packed_bytes,
         timeline=ledger.timeline,
-        spans=tuple(tracer.work.spans),
+        spans=tuple(span for span in tracer.work.spans if span.operators),
         output=output,
     )
 
@@ -164,7 +165,9 @@ class _Tracer(TorchDispatchMode):
     @contextlib.contextmanager
     def following(self, modules: list[nn.Module]) -> Iterator[None]:
         """Inside, operators are followed and the ledger knows which module runs."""
-        with _module_paths(self.ledger, modules), _resizes(self.ledger), foretold_attention(self._attended), self:
+        effects = Effects(self.ledger, self.work, self._mode).active()
+        paths, attention = _module_paths(self.ledger, modules), foretold_attention(self._attended)
+        with paths, _resizes(self.ledger), attention, effects, self:
             yield
 
     def _attended(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:

@@ -62,6 +62,15 @@ class Work:
             sums.moved_bytes += moved_bytes * times()
             sums.packed_bytes += packed_bytes * times()
 
+    def add(self, span: Span) -> None:
+        """Add what a module did, told as a span."""
+        self.spans.append(span)
+        self.flops += span.flops
+        self.moved_bytes += span.moved_bytes
+        self.copied_bytes += span.copied_bytes
+        self.operators += span.operators
+        self.packed_bytes += span.packed_bytes
+
     def count_copy(self, copied_bytes: int) -> None:
         """Add bytes that cross between the accounts."""
         self.copied_bytes += copied_bytes * times()
