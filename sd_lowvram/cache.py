@@ -6,8 +6,11 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = ("torch", "diffusers", "transformers", "peft")
 
@@ -19,6 +22,29 @@ def cache_folder() -> Path | None:
         return Path(named) if named else None
     base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "sd-lowvram"
+
+
+def remembered(place: Path | None) -> Any:
+    """What :func:`remember` wrote there; None: nothing that can be read."""
+    try:
+        return json.loads(place.read_text(encoding="utf-8")) if place else None
+    except (OSError, ValueError):
+        return None
+
+
+def remember(place: Path | None, value: Any) -> None:
+    """Write ``value`` as JSON, whole or not at all; a cache that cannot be written only costs time."""
+    if place is None:
+        return
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
+            try:
+                json.dump(value, file)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+        os.replace(file.name, place)
 
 
 @functools.cache

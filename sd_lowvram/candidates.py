@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .ahead import meanwhile
 from .costs import Cost, Costs, Step, Weights, relevant
 from .hooks.precision import compute_dtype, force_upcast
 from .models.anatomy import Anatomy
@@ -65,18 +66,24 @@ class Pricing:
         return Candidate(base.filled(**merged), tuple(stages), self.overhead)
 
     def confirmed(self, candidate: Candidate) -> Candidate:
-        """``candidate`` with every stage traced whole, weights streamed as they will be."""
-        stages = {(stage.name, stage.component): stage for stage in self.costs.stages}
-        return dataclasses.replace(
-            candidate,
-            stages=tuple(
-                self._confirmed(stages[planned.name, planned.component], planned, candidate.settings)
-                for planned in candidate.stages
-            ),
-        )
+        """``candidate`` with its stages traced whole, weights streamed as they will be.
 
-    def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings) -> StagePlan:
-        if not planned.activation_bytes:  # it is elsewhere
+        A stage that runs once and has not half the peak decides nothing, and stays as it was composed.
+        """
+        half = candidate.peak_bytes // 2
+        stages = {(stage.name, stage.component): stage for stage in self.costs.stages}
+
+        def confirmed(planned: StagePlan) -> StagePlan:
+            return self._confirmed(stages[planned.name, planned.component], planned, candidate.settings, half)
+
+        *others, longest = sorted(candidate.stages, key=lambda planned: planned.seconds)
+        with meanwhile(lambda: [confirmed(planned) for planned in others]):
+            confirmed(longest)
+        return dataclasses.replace(candidate, stages=tuple(map(confirmed, candidate.stages)))
+
+    def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings, half: int) -> StagePlan:
+        elsewhere = not planned.activation_bytes
+        if elsewhere or (planned.peak_bytes < half and not stage.repeats):
             return planned
         traced = self.as_traced(stage, settings)
         short = self.costs(stage, self._unstreamed(traced))

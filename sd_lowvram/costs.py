@@ -7,9 +7,6 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .cache import cache_folder, code_digest
+from .cache import cache_folder, code_digest, remember, remembered
 from .hooks.offload import policy_of, step_groups
 from .hooks.weight_storage import quantised_layers
 from .memory import MemoryTrace, kernels_of, trace
@@ -123,6 +120,7 @@ class Costs:
         self._device = device
         self._encodes = encodes
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode.cache_enabled = False  # recipes take its place, and ask less
         self._known: dict[Any, Any] = {}
         self._fingerprints: dict[str, str] = {}
         self._layered: dict[Any, list[Layer]] = {}
@@ -280,7 +278,7 @@ class Costs:
             found = _remembered(place, kind)
             if found is None:
                 found = work()
-                _remember(place, found)
+                remember(place, dataclasses.asdict(found))
             self._known[key] = found
         result: _Kind = self._known[key]
         return result
@@ -363,16 +361,6 @@ def _fingerprint(component: nn.Module) -> str:
 
 def _remembered(place: Path | None, kind: type[_Kind]) -> _Kind | None:
     try:
-        return kind(**json.loads(place.read_text(encoding="ascii"))) if place else None
-    except (OSError, ValueError, TypeError):
+        return kind(**remembered(place))
+    except TypeError:  # nothing, or something else
         return None
-
-
-def _remember(place: Path | None, found: Any) -> None:
-    if place is None:
-        return
-    with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="ascii") as file:
-            json.dump(dataclasses.asdict(found), file)
-        os.replace(file.name, place)

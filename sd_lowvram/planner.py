@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .ahead import meanwhile
 from .candidates import STREAMED, Pricing
 from .errors import BudgetError
 from .hooks.precision import precision_fidelity
@@ -50,7 +51,9 @@ def planned(search: Search) -> Plan:
         BudgetError: as :func:`make_plan`.
     """
     anatomy, request = search.pricing.anatomy, search.request
-    best = search.confirmed()
+    search.weigh_weights()
+    with meanwhile(search.weigh_slow_rungs):
+        best = search.confirmed()
     smallest = search.smallest()
     if smallest is None:
         raise search.too_large()
@@ -144,13 +147,13 @@ class Search:
         """The fastest candidate whose whole trace is within the budget too.
 
         A whole trace may tell of more bytes, or of more time: then the next ones have their turn, as long as they may
-        be faster.
+        be faster by what is worth a trace.
         """
         best: Candidate | None = None
         waiting = [(base, run) for base in self._placements() if (run := self._fastest_of(base, self.request.vram))]
         while waiting:
             turn = base, run = min(waiting, key=lambda each: each[1].seconds)
-            if best is not None and run.seconds >= best.seconds:
+            if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:
                 break
             waiting.remove(turn)
             whole = self.pricing.confirmed(run)
@@ -188,6 +191,18 @@ class Search:
         for base in self._smallest_placements():
             found.append(self._whole(base, [self._least(rungs) for rungs in self._rungs(base)]))
         return min(filter(None, found), key=lambda run: run.peak_bytes, default=None)
+
+    def weigh_weights(self) -> None:
+        """Weigh the weights, for which the model's twin is made."""
+        for base in self._placements():
+            self._weights_alone(base)
+
+    def weigh_slow_rungs(self) -> None:
+        """Weigh what :meth:`confirmed` comes to late or never: ways to decode, where needed, and the smallest run."""
+        for rungs in self._rungs(self._smallest_placements()[0]):
+            if rungs.decodes and not self._held(rungs[0], self.request.vram):
+                list(rungs.all())
+        self.smallest()
 
     def leanest(self) -> Candidate | None:
         """Of the candidates that the device holds, the one with the least in host memory."""
@@ -378,6 +393,7 @@ class _Rungs:
     def __init__(self, search: Search, base: Settings, group: list[Stage]) -> None:
         self._search, self._base, self._group = search, base, group
         name = group[0].name
+        self.decodes = name in _GROUPS
         rungs = self._open(ladder(name))
         self.height = len(rungs)
         self._choices = [*rungs, *(one for one in self._open(detours(name, search.decoder_on_cpu)) if one not in rungs)]
@@ -404,6 +420,9 @@ class _Rungs:
         found = (self._search.known(self._base, self._group, choice) for choice in self._choices)
         return [option for option in found if option is not None]
 
+
+_WORTH_A_TRACE = 0.995
+"""Part of the best time that another candidate must promise."""
 
 _PLACING = ("weight_storage", "precision", "offload", "weights_mib")
 """Knobs by which placements differ."""

@@ -65,11 +65,12 @@ def _made(asked: dict[str, Any], settings: Settings, shown: bool) -> dict[str, A
     """The plan, or one for each ratio, as plain values; takes seconds."""
     from rich.console import Console
 
+    from ..ahead import two_processes
     from ..memory.lifetimes import no_collection
     from .show import Bars
 
     console = Console(stderr=True, quiet=not shown)
-    with no_collection():
+    with no_collection(), two_processes():
         if asked["max_size"]:
             with Bars(console, shown).running():
                 return _largest(asked, settings)

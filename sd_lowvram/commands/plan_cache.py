@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .. import cache
 from ..cache import cache_folder, code_digest
 from ..sizes import GIB
 
@@ -24,18 +23,11 @@ def remembered(asked: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dic
     Nothing is remembered where the budget is what is free now.
     """
     place = _place(asked)
-    if place is None:
-        return make()
-    with contextlib.suppress(OSError, ValueError):
-        known: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
-        return known
-    made = make()
-    with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
-            json.dump(made, file)
-        os.replace(file.name, place)
-    return made
+    known: dict[str, Any] | None = cache.remembered(place)
+    if known is None:
+        known = make()
+        cache.remember(place, known)
+    return known
 
 
 def _place(asked: dict[str, Any]) -> Path | None:
