@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from torch import nn
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.architectures import build_components
 from sd_lowvram.hooks import vae_exact
+from sd_lowvram.ladders import DENOISE_LADDER
 from sd_lowvram.memory import MemoryTrace, trace
 from sd_lowvram.repeats import representatives
 from sd_lowvram.shortened import equal_calls_once, equal_modules
@@ -24,6 +28,8 @@ FIGURES = (
     "moved_bytes",
     "copied_bytes",
     "operators",
+    "allocated_peak_bytes",
+    "packed_bytes",
 )
 
 
@@ -65,20 +71,101 @@ def test_strips_of_the_autoencoder(part: str, where: str, monkeypatch: Any) -> N
     assert figures(short) == figures(whole)
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(transformer_chunks=4, guidance_in_turn=True)])
-def test_equal_blocks(settings: Settings) -> None:
-    config = tiny.config("sdxl")
-    config["unet"]["transformer_layers_per_block"] = [1, 2, 5]
+def work_of_modules(traced: MemoryTrace) -> dict[str, list[int]]:
+    """Sums over a module's spans."""
+    found: dict[str, list[int]] = {}
+    for span in traced.spans:
+        path, *sums = dataclasses.astuple(span)
+        found[path] = [one + other for one, other in zip(found.get(path, [0] * len(sums)), sums, strict=True)]
+    return found
+
+
+def short_and_whole(component: Any, once: Callable[[], MemoryTrace]) -> tuple[MemoryTrace, MemoryTrace]:
+    with equal_calls_once(equal_modules(component)):
+        short = once()
+    return short, once()
+
+
+RUNGS = [Settings(**rung) for rung in DENOISE_LADDER]
+
+
+@pytest.mark.parametrize("settings", [*RUNGS, Settings(transformer_chunks=4, guidance_in_turn=True)])
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_equal_blocks(family: str, settings: Settings) -> None:
+    config = tiny.config(family)
+    extra: dict[str, Any] = {}
+    if family == "sdxl":
+        config["unet"]["transformer_layers_per_block"] = [1, 2, 5]
+        extra["added_cond_kwargs"] = {
+            "text_embeds": torch.empty(2, 32, device="meta"),
+            "time_ids": torch.empty(2, 6, device="meta"),
+        }
     unet = build_components(config, only=("unet",), device="meta")["unet"]
-    extra = {"text_embeds": torch.empty(2, 32, device="meta"), "time_ids": torch.empty(2, 6, device="meta")}
-    given = torch.empty(2, 4, 64, 64, device="meta"), torch.tensor(1), torch.empty(2, 77, 64, device="meta")
+    width = unet.config.cross_attention_dim
+    given = torch.empty(2, 4, 64, 64, device="meta"), torch.tensor(1), torch.empty(2, 77, width, device="meta")
 
     def once() -> MemoryTrace:
-        return trace(unet, *given, added_cond_kwargs=extra, return_dict=False)
+        return trace(unet, *given, **extra, return_dict=False)
 
     with torch.inference_mode(), attached(unet, settings, device="cpu"):
-        whole = once()
-        with equal_calls_once(equal_modules(unet)):
-            short = once()
+        short, whole = short_and_whole(unet, once)
     assert len(short.timeline) < 0.9 * len(whole.timeline)
     assert figures(short) == figures(whole)
+    assert work_of_modules(short) == work_of_modules(whole)
+
+
+def test_equal_layers_of_a_text_encoder() -> None:
+    encoder = build_components(tiny.config("sd15"), only=("text_encoder",), device="meta")["text_encoder"]
+    tokens = torch.zeros(1, 77, dtype=torch.long)
+    short, whole = short_and_whole(encoder, lambda: trace(encoder, tokens, output_hidden_states=True))
+    assert len(short.timeline) < len(whole.timeline)
+    assert figures(short) == figures(whole)
+    assert work_of_modules(short) == work_of_modules(whole)
+
+
+class Pair(nn.Module):
+    """Two equal modules, the first called with ``first`` and the second with ``second``."""
+
+    def __init__(self, member: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList([member(), member()])
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> list[torch.Tensor]:
+        return [self.members[0](first), self.members[1](second)]
+
+
+class Keeper(nn.Module):
+    """Makes more than its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(x * 2)
+        return self.inner(x)
+
+
+class Same(nn.Module):
+    """Gives back what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner(x)
+        return x
+
+
+@pytest.mark.parametrize("member", [Keeper, Same, lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))])
+@pytest.mark.parametrize("rows", [(4, 4), (4, 9)])
+def test_only_what_may_be_left_out_is(member: Callable[[], nn.Module], rows: tuple[int, int]) -> None:
+    pair = Pair(member)
+    given = [torch.empty(number, 8) for number in rows]
+    short, whole = short_and_whole(pair, lambda: trace(pair, *given))
+    assert figures(short) == figures(whole)
+    assert [out.shape for out in short.output] == [out.shape for out in whole.output]
+    left_out = len(short.timeline) < len(whole.timeline)
+    assert left_out == (rows[0] == rows[1] and member not in (Keeper, Same))

@@ -1,0 +1,71 @@
+"""A second process does its part, tells it through the cache, and is gone whatever happens."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd_lowvram.ahead import meanwhile, two_processes
+from sd_lowvram.cache import remember, remembered
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or (os.cpu_count() or 1) < 2, reason="no second process here")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
+
+
+def no_child_is_left() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def test_what_the_second_process_found_is_there_afterwards(tmp_path: Path) -> None:
+    place = tmp_path / "found.json"
+    with two_processes():
+        with meanwhile(lambda: (time.sleep(0.2), remember(place, os.getpid()))):
+            pass
+        assert remembered(place) not in (None, os.getpid())
+    assert no_child_is_left()
+
+
+def test_nothing_happens_where_nobody_asked(tmp_path: Path, monkeypatch: Any) -> None:
+    with meanwhile(lambda: pytest.fail("done in this process")):
+        pass
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", "")
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("what it finds could not come back"))
+    with two_processes(), meanwhile(lambda: None):
+        pass
+
+
+def test_an_error_there_stays_there(capfd: Any) -> None:
+    with two_processes(), meanwhile(lambda: 1 / 0):
+        pass
+    assert no_child_is_left()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_here_ends_it() -> None:
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), two_processes(), meanwhile(lambda: time.sleep(50)):
+        raise KeyboardInterrupt
+    assert no_child_is_left() and time.monotonic() - start < 20
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    remember(tmp_path / "file" / "below.json", 1)
+    assert remembered(tmp_path / "file" / "below.json") is None
+    with pytest.raises(TypeError):
+        remember(tmp_path / "half.json", object())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    (tmp_path / "broken.json").write_text("{")
+    assert remembered(tmp_path / "broken.json") is None
