@@ -34,8 +34,8 @@ def two_processes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def meanwhile(work: Callable[[], Any]) -> Iterator[None]:
-    """Inside, a second process does ``work``, which is done at the end.
+def meanwhile(work: Callable[[], Any], more: Callable[[], Any] = lambda: None) -> Iterator[None]:
+    """Inside, a second process does ``work``, which is done at the end, and then ``more`` as far as it gets.
 
     Nothing happens outside of :func:`two_processes`: what is asked for is traced when it is asked for.
     """
@@ -43,7 +43,7 @@ def meanwhile(work: Callable[[], Any]) -> Iterator[None]:
         yield
         return
     read, write = os.pipe()
-    child = _forked(work)
+    child = _forked(write, work, more)
     os.close(write)
     try:
         yield
@@ -55,8 +55,8 @@ def meanwhile(work: Callable[[], Any]) -> Iterator[None]:
             os.waitpid(child, 0)
 
 
-def _forked(work: Callable[[], Any]) -> int:
-    """The number of a process that does ``work`` and ends; whatever goes wrong in it, it is just gone."""
+def _forked(told: int, work: Callable[[], Any], more: Callable[[], Any]) -> int:
+    """The number of a process that does both and tells when the first is done; what goes wrong in it just ends it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of the thread that shows progress, which holds no lock
         child = os.fork()
@@ -65,6 +65,8 @@ def _forked(work: Callable[[], Any]) -> int:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit())
             _wanted.set(False)
             work()
+            os.write(told, b".")
+            more()
         finally:
             os._exit(0)
     return child

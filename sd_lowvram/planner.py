@@ -52,7 +52,7 @@ def planned(search: Search) -> Plan:
     """
     anatomy, request = search.pricing.anatomy, search.request
     search.weigh_weights()
-    with meanwhile(search.weigh_slow_rungs):
+    with meanwhile(search.smallest, search.weigh_slow_decodes):
         best = search.confirmed()
     smallest = search.smallest()
     if smallest is None:
@@ -197,12 +197,11 @@ class Search:
         for base in self._placements():
             self._weights_alone(base)
 
-    def weigh_slow_rungs(self) -> None:
-        """Weigh what :meth:`confirmed` comes to late or never: ways to decode, where needed, and the smallest run."""
+    def weigh_slow_decodes(self) -> None:
+        """Weigh what :meth:`confirmed` comes to last of the ways to decode, where the first does not fit."""
         for rungs in self._rungs(self._smallest_placements()[0]):
             if rungs.decodes and not self._held(rungs[0], self.request.vram):
-                list(rungs.all())
-        self.smallest()
+                list(rungs.all(backwards=True))
 
     def leanest(self) -> Candidate | None:
         """Of the candidates that the device holds, the one with the least in host memory."""
@@ -406,9 +405,10 @@ class _Rungs:
     def __getitem__(self, number: int) -> Option:
         return self._search.option(self._base, self._group, self._choices[number])
 
-    def all(self, start: int = 0) -> Iterator[Option]:
+    def all(self, start: int = 0, backwards: bool = False) -> Iterator[Option]:
         """All from ``start`` on, the fastest first."""
-        return (self[number] for number in range(start, len(self._choices)))
+        numbers = range(start, len(self._choices))
+        return (self[number] for number in (reversed(numbers) if backwards else numbers))
 
     def traced(self) -> list[Option]:
         """Those that take no new trace."""
