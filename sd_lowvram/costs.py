@@ -355,6 +355,8 @@ def _fingerprint(component: nn.Module) -> str:
     parts: list[Any] = [type(module).__qualname__ for module in component.modules()]
     parts += [(tuple(tensor.shape), str(tensor.dtype), tensor.stride()) for tensor in all_tensors(component)]
     config = getattr(component, "config", None)
+    if isinstance(config, Mapping):  # diffusers also notes there what was left out, in an order that chance gives
+        config = sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))
     parts.append(repr(config))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

@@ -11,7 +11,7 @@ import typer
 from ..settings import Settings
 from .guard import guarded
 from .knobs import with_knobs
-from .plan_cache import remembered
+from .plan_cache import free_ram, remembered
 
 
 @with_knobs
@@ -108,7 +108,7 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     import torch
 
     from ..blueprint import blueprint
-    from ..device import available_ram, default_device, free_vram
+    from ..device import default_device, free_vram
     from ..planner import Request, check_size
     from ..rates import profile, rates_of
     from ..sizes import parse_size
@@ -121,7 +121,8 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     native = native_size(anatomy)
     sides: dict[str, Any] = {side: native if asked[side] is None else asked[side] for side in ("width", "height")}
     check_size(**sides, batch=asked["batch"], factor=scale_factor(anatomy))
-    budget = parse_size(vram, "vram") if vram is not None else rates.vram_bytes if gpu else free_vram(device)
-    host = parse_size(ram, "ram") if ram is not None else available_ram()
+    free = rates.vram_bytes if gpu else free_ram() if device.type == "cpu" else free_vram(device)
+    budget = parse_size(vram, "vram") if vram is not None else free
+    host = parse_size(ram, "ram") if ram is not None else free_ram()
     rest: dict[str, Any] = {name: asked[name] for name in ("batch", "steps", "guidance")}
     return anatomy, Request(**sides, **rest, vram=budget, ram=host, device=device, rates=rates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from .. import cache
 from ..cache import cache_folder, code_digest
 from ..sizes import GIB
 
+_STEP = GIB // 2
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
 """What a Linux machine has where it has a GPU; another one later means another plan."""
 
@@ -20,7 +22,7 @@ _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
 def remembered(asked: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What ``make`` gives, or gave when the same was asked for on the same machine.
 
-    Nothing is remembered where the budget is what is free now.
+    Nothing is remembered where the budget is what is free now on a GPU.
     """
     place = _place(asked)
     known: dict[str, Any] | None = cache.remembered(place)
@@ -31,15 +33,26 @@ def remembered(asked: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dic
 
 
 def _place(asked: dict[str, Any]) -> Path | None:
-    from ..device import available_ram
-
     folder = cache_folder()
-    if folder is None or (asked["vram"] is None and asked["gpu"] is None):
+    stated = asked["vram"] is not None or asked["gpu"] is not None
+    if folder is None or not (stated or _has_no_gpu()):
         return None
-    free = available_ram() // GIB if asked["ram"] is None else None
+    free = None if stated and asked["ram"] is not None else free_ram()
     facts = (asked, free, _model(asked["model"]), _machine(folder), code_digest())
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return folder / "plans" / f"{name}.json"
+
+
+def free_ram() -> int:
+    """Free host memory in whole steps, so that what is asked for twice is mostly the same."""
+    from ..device import available_ram
+
+    return available_ram() // _STEP * _STEP
+
+
+def _has_no_gpu() -> bool:
+    """Whether that is certain without torch."""
+    return sys.platform == "linux" and not any(map(os.path.exists, _GPUS))
 
 
 def _model(model: str | None) -> list[Any]:
