@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ from typer.testing import CliRunner
 from sd_lowvram.architectures import build_components, write_folder
 from sd_lowvram.blueprint import blueprint
 from sd_lowvram.cli import app
+from sd_lowvram.commands import plan_cache
 from sd_lowvram.errors import CheckpointError
-from sd_lowvram.sizes import MIB
+from sd_lowvram.sizes import GIB, MIB
 
 
 def run(*words: str) -> Any:
@@ -89,3 +93,41 @@ def test_a_checkpoint_is_planned_from_its_header(tmp_path: Path) -> None:
         blueprint(str(tmp_path / "model.ckpt"), torch.float16)
     with pytest.raises(CheckpointError, match="no diffusers folder"):
         blueprint(str(tmp_path), torch.float16)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_plan_is_told_again_where_the_budget_is_the_same(
+    folder: Path, gpu: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A CPU's free memory is taken in steps; a GPU's is asked for each time."""
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
+    monkeypatch.setattr(plan_cache.sys, "platform", "linux")
+    monkeypatch.setattr(plan_cache, "_GPUS", (str(tmp_path),) if gpu else ())
+    monkeypatch.setattr("sd_lowvram.device.available_ram", lambda: 9 * GIB + 17)
+    first = run("--model", str(folder), "--json").stdout
+    made: list[Any] = []
+
+    def make(*given: Any) -> Any:
+        made.append(given)
+        raise RuntimeError("planned again")
+
+    monkeypatch.setattr("sd_lowvram.planner.make_plan", make)
+    monkeypatch.setattr("sd_lowvram.device.available_ram", lambda: 9 * GIB + 400 * MIB)
+    again = run("--model", str(folder), "--json").stdout
+    assert bool(made) == gpu and (gpu or again == first)
+    assert json.loads(first)["request"]["ram"] == 9 * GIB
+
+
+def test_traces_are_known_to_other_processes() -> None:
+    """What is remembered must not hang on an order that chance gives to a process."""
+    code = (
+        "import torch; from sd_lowvram.architectures import build_components; from sd_lowvram import costs;"
+        "print(*[costs._fingerprint(part) for part in build_components('sd15', torch.float16, 'meta').values()])"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1 and len(told.pop().split()) == 3

@@ -24,11 +24,10 @@ def remembered(asked: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dic
 
     Nothing is remembered where the budget is what is free now on a GPU.
     """
-    place = _place(asked)
-    known: dict[str, Any] | None = cache.remembered(place)
+    known: dict[str, Any] | None = cache.remembered(_place(asked))
     if known is None:
         known = make()
-        cache.remember(place, known)
+        cache.remember(_place(asked), known)  # the machine may have been measured for it
     return known
 
 
