@@ -20,21 +20,34 @@ def cache(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
 
 
-def no_child_is_left() -> bool:
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return True
-    return False
+@pytest.fixture
+def children(monkeypatch: Any) -> list[int]:
+    """The processes that were made."""
+    made: list[int] = []
+    fork = os.fork
+
+    def noted() -> int:
+        made.append(fork())
+        return made[-1]
+
+    monkeypatch.setattr(os, "fork", noted)
+    return made
 
 
-def test_what_the_second_process_found_is_there_afterwards(tmp_path: Path) -> None:
+def are_gone(children: list[int]) -> bool:
+    for child in children:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)
+    return len(children) == 1
+
+
+def test_what_the_second_process_found_is_there_afterwards(tmp_path: Path, children: list[int]) -> None:
     place = tmp_path / "found.json"
     with two_processes():
         with meanwhile(lambda: (time.sleep(0.2), remember(place, os.getpid()))):
             pass
-        assert remembered(place) not in (None, os.getpid())
-    assert no_child_is_left()
+        assert [remembered(place)] == children
+    assert are_gone(children)
 
 
 def test_nothing_happens_where_nobody_asked(tmp_path: Path, monkeypatch: Any) -> None:
@@ -46,18 +59,18 @@ def test_nothing_happens_where_nobody_asked(tmp_path: Path, monkeypatch: Any) ->
         pass
 
 
-def test_an_error_there_stays_there(capfd: Any) -> None:
+def test_an_error_there_stays_there(capfd: Any, children: list[int]) -> None:
     with two_processes(), meanwhile(lambda: 1 / 0):
         pass
-    assert no_child_is_left()
+    assert are_gone(children)
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_error_here_ends_it() -> None:
+def test_an_error_here_ends_it(children: list[int]) -> None:
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt), two_processes(), meanwhile(lambda: time.sleep(50)):
         raise KeyboardInterrupt
-    assert no_child_is_left() and time.monotonic() - start < 20
+    assert are_gone(children) and time.monotonic() - start < 20
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
