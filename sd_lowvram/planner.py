@@ -12,17 +12,17 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .ahead import meanwhile
 from .candidates import STREAMED, Pricing
 from .errors import BudgetError
 from .hooks.precision import precision_fidelity
-from .ladders import detours, ladder
 from .models.anatomy import Anatomy
 from .plans import DEFAULT_STEPS, Candidate, Plan, Predicted, Request, StagePlan, check_size
 from .reasons import reasons, refusal, too_large, why_not
+from .rungs import GROUPS, Option, Rungs, host_of, largest_of, seconds_of
 from .settings import Fidelity, Settings
 from .sizes import MIB
 from .stages import Stage
@@ -88,10 +88,6 @@ def planned(search: Search) -> Plan:
     )
 
 
-Option = tuple[StagePlan, ...]
-"""One way to run the stages that share knobs (decode and encode do)."""
-
-
 class Search:
     """Candidates of one request, from the fastest to the smallest."""
 
@@ -128,20 +124,20 @@ class Search:
         self._known: dict[tuple[Settings, str, tuple[Any, ...]], Option] = {}
         self._traced: set[tuple[Settings, str, tuple[Any, ...]]] = set()
 
-    def fastest(self, limit: int, weighed: bool = False) -> Candidate | None:
-        """The fastest candidate within ``limit`` bytes, the driver's share counted; None: there is none.
-
-        Args:
-            weighed: only of what has been weighed so far.
-        """
-        found = [self._fastest_of(base, limit, weighed) for base in self._placements()]
-        return min(filter(None, found), key=lambda run: run.seconds, default=None)
-
-    def _fastest_of(self, base: Settings, limit: int, weighed: bool = False) -> Candidate | None:
-        """The fastest with the weights placed as in ``base``."""
+    def _fastest_of(self, base: Settings, limit: int) -> Candidate | None:
+        """The fastest candidate within ``limit`` bytes, the driver's share counted, weights placed as in ``base``."""
         if self._weights_alone(base) + self.pricing.overhead > limit:
             return None
-        return self._whole(base, [self._first(rungs, limit, weighed) for rungs in self._rungs(base)])
+        return self._whole(base, [self._first(rungs, limit) for rungs in self._rungs(base)])
+
+    def _fastest_known(self, limit: int) -> Candidate | None:
+        """The fastest within ``limit`` bytes of what has been weighed so far, the weights placed in any way."""
+
+        def first(rungs: Rungs) -> Option | None:
+            return min((one for one in rungs.known() if self._fits(one, limit)), key=seconds_of, default=None)
+
+        found = [self._whole(base, list(map(first, self._rungs(base)))) for base in self._placements()]
+        return min(filter(None, found), key=lambda run: run.seconds, default=None)
 
     def confirmed(self) -> Candidate | None:
         """The fastest candidate whose whole trace is within the budget too.
@@ -177,7 +173,7 @@ class Search:
         known = itertools.chain(*(rungs.known() for base in bases for rungs in self._rungs(base)))
         for needed in sorted({self._needed(option) for option in known}):
             if needed > self.request.vram:
-                faster = self.fastest(needed, weighed=True)
+                faster = self._fastest_known(needed)
                 if faster is not None and faster.seconds < best.seconds:
                     return faster
         return None
@@ -211,7 +207,7 @@ class Search:
                 [option for option in rungs.all() if self._held(option, self.request.vram)]
                 for rungs in self._rungs(base)
             ]
-            found.append(self._whole(base, [min(options, key=_host, default=None) for options in held]))
+            found.append(self._whole(base, [min(options, key=host_of, default=None) for options in held]))
         return min(filter(None, found), key=lambda run: run.host_bytes, default=None)
 
     def pressure(self) -> float:
@@ -230,12 +226,12 @@ class Search:
                 least = min(least, max(min(each, default=math.inf) for each in known))
         return least
 
-    def _least_pressure(self, rungs: _Rungs) -> float:
+    def _least_pressure(self, rungs: Rungs) -> float:
         last = rungs[rungs.height - 1]
         pressure = self._pressure(last)
         if pressure <= 1:
             return pressure
-        start = 0 if _host(last) > self.request.ram else rungs.height
+        start = 0 if host_of(last) > self.request.ram else rungs.height
         return min([pressure, *map(self._pressure, rungs.all(start))])
 
     def _pressure(self, option: Option) -> float:
@@ -244,18 +240,16 @@ class Search:
         host = max(stage.least_host_bytes for stage in option)
         return max(self._needed(option) / max(1, self.request.vram), host / max(1, self.request.ram))
 
-    def _first(self, rungs: _Rungs, limit: int, weighed: bool) -> Option | None:
+    def _first(self, rungs: Rungs, limit: int) -> Option | None:
         """The fastest way to run stages that fits."""
-        if weighed:
-            return min((one for one in rungs.known() if self._fits(one, limit)), key=_seconds, default=None)
         start = self._held_from(rungs, limit)
         first = next((option for option in rungs.all(start) if self._fits(option, limit)), None)
         if first is None or not any(stage.parked_bytes for stage in first):
             return first
         detours = [option for option in rungs.all(rungs.height) if self._fits(option, limit)]
-        return min([first, *detours], key=_seconds)
+        return min([first, *detours], key=seconds_of)
 
-    def _held_from(self, rungs: _Rungs, limit: int) -> int:
+    def _held_from(self, rungs: Rungs, limit: int) -> int:
         """The first rung of the ladder that the device holds; the last, if none does.
 
         Plenty is common, so the first is asked alone; the others are halved towards the faster ones, which are traced
@@ -269,7 +263,7 @@ class Search:
             low, high = (low, middle) if self._held(rungs[middle], limit) else (middle + 1, high)
         return low
 
-    def _least(self, rungs: _Rungs) -> Option | None:
+    def _least(self, rungs: Rungs) -> Option | None:
         """The way to run stages that holds least on the device."""
         last = rungs[rungs.height - 1]
         if self._small(last):
@@ -307,15 +301,15 @@ class Search:
             told.append(dataclasses.replace(stage, why=why))
         return tuple(told)
 
-    def _rungs(self, base: Settings) -> list[_Rungs]:
-        return [_Rungs(self, base, group) for group in self._groups]
+    def _rungs(self, base: Settings) -> list[Rungs]:
+        return [Rungs(self, base, group) for group in self._groups]
 
     @functools.cached_property
     def _groups(self) -> list[list[Stage]]:
         """The stages, those together that share knobs."""
         shared: dict[str, list[Stage]] = {}
         for stage in self.pricing.costs.stages:
-            shared.setdefault(_GROUPS.get(stage.name, stage.name), []).append(stage)
+            shared.setdefault(GROUPS.get(stage.name, stage.name), []).append(stage)
         return list(shared.values())
 
     def _placements(self) -> list[Settings]:
@@ -362,7 +356,7 @@ class Search:
         return self._known.get((base, group[0].name, tuple(choice.items())))
 
     def _fits(self, option: Option, limit: int) -> bool:
-        return self._held(option, limit) and _host(option) <= self.request.ram and self._small(option)
+        return self._held(option, limit) and host_of(option) <= self.request.ram and self._small(option)
 
     def _held(self, option: Option, limit: int) -> bool:
         return self._needed(option) <= limit
@@ -371,54 +365,15 @@ class Search:
         return max(stage.peak_bytes for stage in option) + self.pricing.overhead
 
     def _small(self, option: Option) -> bool:
-        return self.largest is None or _largest(option) <= self.largest
+        return self.largest is None or largest_of(option) <= self.largest
 
     def too_large(self) -> BudgetError:
         """That some stage makes an allocation above ``largest_mib`` whatever is chosen."""
         least = []
         for base in self._placements():
-            ways = [min(rungs.all(), key=_largest) for rungs in self._rungs(base)]
+            ways = [min(rungs.all(), key=largest_of) for rungs in self._rungs(base)]
             least.append(max(itertools.chain(*ways), key=lambda stage: stage.largest_bytes))
         return too_large(self.largest or 0, min(least, key=lambda stage: stage.largest_bytes))
-
-
-class _Rungs:
-    """The ways to run stages that share knobs, with the weights placed in one way; each traced when it is looked at.
-
-    The first ``height`` of them are a ladder, each slower than the one before and smaller on the device; the others
-    are detours, slower than the first rung.
-    """
-
-    def __init__(self, search: Search, base: Settings, group: list[Stage]) -> None:
-        self._search, self._base, self._group = search, base, group
-        name = group[0].name
-        self.decodes = name in _GROUPS
-        rungs = self._open(ladder(name))
-        self.height = len(rungs)
-        self._choices = [*rungs, *(one for one in self._open(detours(name, search.decoder_on_cpu)) if one not in rungs)]
-
-    def _open(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What the user has left open of ``choices``, each once."""
-        taken = [{k: value for k, value in one.items() if getattr(self._base, k) is None} for one in choices]
-        return [one for number, one in enumerate(taken) if one not in taken[:number]]
-
-    def __getitem__(self, number: int) -> Option:
-        return self._search.option(self._base, self._group, self._choices[number])
-
-    def all(self, start: int = 0, backwards: bool = False) -> Iterator[Option]:
-        """All from ``start`` on, the fastest first."""
-        numbers = range(start, len(self._choices))
-        return (self[number] for number in (reversed(numbers) if backwards else numbers))
-
-    def traced(self) -> list[Option]:
-        """Those that take no new trace."""
-        found = (self._search.traced(self._base, self._group, choice) for choice in self._choices)
-        return [option for option in found if option is not None]
-
-    def known(self) -> list[Option]:
-        """Those that were looked at before."""
-        found = (self._search.known(self._base, self._group, choice) for choice in self._choices)
-        return [option for option in found if option is not None]
 
 
 _WORTH_A_TRACE = 0.995
@@ -430,23 +385,9 @@ _PLACING = ("weight_storage", "precision", "offload", "weights_mib")
 _ROOMS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""
 
-_GROUPS = {"encode": "vae", "decode": "vae"}
-
 
 def _unplaced(base: Settings) -> Settings:
     return dataclasses.replace(base, offload=None, weights_mib=None)
-
-
-def _seconds(option: Option) -> float:
-    return sum(stage.seconds for stage in option)
-
-
-def _host(option: Option) -> int:
-    return max(stage.host_bytes for stage in option)
-
-
-def _largest(option: Option) -> int:
-    return max(stage.largest_bytes for stage in option)
 
 
 def _is_same(one: StagePlan, other: StagePlan) -> bool:

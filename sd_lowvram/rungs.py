@@ -1,0 +1,71 @@
+"""The ways to run the stages that share knobs, as a search looks at them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .ladders import detours, ladder
+from .plans import StagePlan
+from .settings import Settings
+from .stages import Stage
+
+if TYPE_CHECKING:
+    from .planner import Search
+
+Option = tuple[StagePlan, ...]
+"""One way to run the stages that share knobs (decode and encode do)."""
+
+GROUPS = {"encode": "vae", "decode": "vae"}
+"""Stages that share knobs, by a name for both."""
+
+
+class Rungs:
+    """The ways to run stages that share knobs, with the weights placed in one way; each traced when it is looked at.
+
+    The first ``height`` of them are a ladder, each slower than the one before and smaller on the device; the others
+    are detours, slower than the first rung.
+    """
+
+    def __init__(self, search: Search, base: Settings, group: list[Stage]) -> None:
+        self._search, self._base, self._group = search, base, group
+        name = group[0].name
+        self.decodes = name in GROUPS
+        rungs = self._open(ladder(name))
+        self.height = len(rungs)
+        self._choices = [*rungs, *(one for one in self._open(detours(name, search.decoder_on_cpu)) if one not in rungs)]
+
+    def _open(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What the user has left open of ``choices``, each once."""
+        taken = [{k: value for k, value in one.items() if getattr(self._base, k) is None} for one in choices]
+        return [one for number, one in enumerate(taken) if one not in taken[:number]]
+
+    def __getitem__(self, number: int) -> Option:
+        return self._search.option(self._base, self._group, self._choices[number])
+
+    def all(self, start: int = 0, backwards: bool = False) -> Iterator[Option]:
+        """All from ``start`` on, the fastest first."""
+        numbers = range(start, len(self._choices))
+        return (self[number] for number in (reversed(numbers) if backwards else numbers))
+
+    def traced(self) -> list[Option]:
+        """Those that take no new trace."""
+        found = (self._search.traced(self._base, self._group, choice) for choice in self._choices)
+        return [option for option in found if option is not None]
+
+    def known(self) -> list[Option]:
+        """Those that were looked at before."""
+        found = (self._search.known(self._base, self._group, choice) for choice in self._choices)
+        return [option for option in found if option is not None]
+
+
+def seconds_of(option: Option) -> float:
+    return sum(stage.seconds for stage in option)
+
+
+def host_of(option: Option) -> int:
+    return max(stage.host_bytes for stage in option)
+
+
+def largest_of(option: Option) -> int:
+    return max(stage.largest_bytes for stage in option)
