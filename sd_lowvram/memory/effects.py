@@ -100,6 +100,7 @@ class Effects:
     def _noted(self, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Effect | None]:
         """The result of the call, and its effect; None where it did more than to make its results."""
         ledger, path = self._ledger, self._ledger.path
+        ledger.settle()
         live, met, first = dict(ledger.live), ledger.met, len(self._work.spans)
         self._work.spans.append(Span(path))  # what comes is not added to the span before
         with ledger.apart() as above:
@@ -108,6 +109,7 @@ class Effects:
         made = _made(result)
         if made is None or ledger.met != met:
             return result, None
+        ledger.settle()
         new = {**live, current_account(): live[current_account()] + made[1]}
         if ledger.live != new:
             return result, None

@@ -138,6 +138,7 @@ class Ledger:
         self._raise([at + more for at, more in zip((*self._now(), 0), above, strict=True)])
 
     def _now(self) -> tuple[int, int, int, int]:
+        self.settle()
         device, weights, host = self.live.values()
         born = tuple(self.born.values())
         return device + weights, host, born[0], sum(born)
@@ -159,6 +160,10 @@ class Ledger:
             self.met += nbytes
             self.timeline.raise_by(nbytes)
         self.book(tensor, account, born=False)
+
+    def settle(self) -> None:
+        """Strike off what has died, where nobody tells of a death."""
+        self._deaths.settle()
 
     def close(self) -> None:
         """Stop following; the sums stay."""
