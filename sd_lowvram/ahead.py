@@ -34,8 +34,8 @@ def two_processes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def meanwhile(work: Callable[[], Any], more: Callable[[], Any] = lambda: None) -> Iterator[None]:
-    """Inside, a second process does ``work``, which is done at the end, and then ``more`` as far as it gets.
+def meanwhile(work: Callable[[], Any]) -> Iterator[None]:
+    """Inside, a second process does ``work``, which is done at the end.
 
     Nothing happens outside of :func:`two_processes`: what is asked for is traced when it is asked for.
     """
@@ -43,7 +43,7 @@ def meanwhile(work: Callable[[], Any], more: Callable[[], Any] = lambda: None) -
         yield
         return
     read, write = os.pipe()
-    child = _forked(write, work, more)
+    child = _forked(write, work)
     os.close(write)
     try:
         yield
@@ -55,8 +55,8 @@ def meanwhile(work: Callable[[], Any], more: Callable[[], Any] = lambda: None) -
             os.waitpid(child, 0)
 
 
-def _forked(told: int, work: Callable[[], Any], more: Callable[[], Any]) -> int:
-    """The number of a process that does both and tells when the first is done; what goes wrong in it just ends it."""
+def _forked(told: int, work: Callable[[], Any]) -> int:
+    """The number of a process that does ``work`` and tells when it is done; what goes wrong in it just ends it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of the thread that shows progress, which holds no lock
         child = os.fork()
@@ -66,7 +66,6 @@ def _forked(told: int, work: Callable[[], Any], more: Callable[[], Any]) -> int:
             _wanted.set(False)
             work()
             os.write(told, b".")
-            more()
         finally:
             os._exit(0)
     return child

@@ -33,14 +33,15 @@ def remembered(place: Path | None) -> Any:
 
 
 def remember(place: Path | None, value: Any) -> None:
-    """Write ``value`` as JSON, whole or not at all; a cache that cannot be written only costs time."""
+    """Write ``value`` as JSON, whole or not at all, objects by their attributes; a cache that cannot be written only
+    costs time."""
     if place is None:
         return
     with contextlib.suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
             try:
-                json.dump(value, file)
+                file.write(json.dumps(value, default=vars))
             except BaseException:
                 os.unlink(file.name)
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Annotated
 
@@ -59,3 +60,5 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    finally:
+        gc.freeze()  # Python looks through all of torch's objects on its way out, which takes a second

@@ -278,7 +278,7 @@ class Costs:
             found = _remembered(place, kind)
             if found is None:
                 found = work()
-                remember(place, dataclasses.asdict(found))
+                remember(place, found)
             self._known[key] = found
         result: _Kind = self._known[key]
         return result

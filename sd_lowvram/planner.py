@@ -23,6 +23,7 @@ from .models.anatomy import Anatomy
 from .plans import DEFAULT_STEPS, Candidate, Plan, Predicted, Request, StagePlan, check_size
 from .reasons import reasons, refusal, too_large, why_not
 from .rungs import GROUPS, Option, Rungs, host_of, largest_of, seconds_of
+from .seeking import Seeking, Steps
 from .settings import Fidelity, Settings
 from .sizes import MIB
 from .stages import Stage
@@ -52,7 +53,7 @@ def planned(search: Search) -> Plan:
     """
     anatomy, request = search.pricing.anatomy, search.request
     search.weigh_weights()
-    with meanwhile(search.smallest, search.weigh_slow_decodes):
+    with meanwhile(search.weigh_what_comes_late):
         best = search.confirmed()
     smallest = search.smallest()
     if smallest is None:
@@ -124,11 +125,22 @@ class Search:
         self._known: dict[tuple[Settings, str, tuple[Any, ...]], Option] = {}
         self._traced: set[tuple[Settings, str, tuple[Any, ...]]] = set()
 
-    def _fastest_of(self, base: Settings, limit: int) -> Candidate | None:
+    def _fastest_of(self, base: Settings, limit: int) -> Steps[Candidate | None]:
         """The fastest candidate within ``limit`` bytes, the driver's share counted, weights placed as in ``base``."""
         if self._weights_alone(base) + self.pricing.overhead > limit:
             return None
-        return self._whole(base, [self._first(rungs, limit) for rungs in self._rungs(base)])
+        told = 0.0
+        sought = [Seeking(self._first(rungs, limit), seconds_of) for rungs in self._rungs(base)]
+        while waiting := [one for one in sought if one.is_open]:
+            least = sum(one.least for one in sought)
+            if least > told:
+                told = least
+                yield least
+                for one in waiting:  # what was traced for other placements
+                    one.go_on(far=False)
+            else:
+                waiting[0].go_on()
+        return self._whole(base, [one.found for one in sought])
 
     def _fastest_known(self, limit: int) -> Candidate | None:
         """The fastest within ``limit`` bytes of what has been weighed so far, the weights placed in any way."""
@@ -146,19 +158,28 @@ class Search:
         be faster by what is worth a trace.
         """
         best: Candidate | None = None
-        waiting = [(base, run) for base in self._placements() if (run := self._fastest_of(base, self.request.vram))]
+        waiting = [(base, self._seeking(base, self.request.vram)) for base in self._placements()]
         while waiting:
-            turn = base, run = min(waiting, key=lambda each: each[1].seconds)
-            if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:
+            turn = base, seeking = min(waiting, key=lambda each: (each[1].least, each[1].is_open))
+            if best is not None and seeking.least >= _WORTH_A_TRACE * best.seconds:
                 break
+            if seeking.is_open:
+                seeking.go_on()
+                continue
             waiting.remove(turn)
+            run = seeking.found
+            if run is None:
+                break
             whole = self.pricing.confirmed(run)
             fits = whole.needed_bytes <= self.request.vram
             if fits and (best is None or whole.seconds < best.seconds):
                 best = whole
-            if (not fits or whole.seconds > run.seconds) and (smaller := self._fastest_of(base, run.needed_bytes - 1)):
-                waiting.append((base, smaller))
+            if not fits or whole.seconds > run.seconds:
+                waiting.append((base, self._seeking(base, run.needed_bytes - 1)))
         return best
+
+    def _seeking(self, base: Settings, limit: int) -> Seeking[Candidate]:
+        return Seeking(self._fastest_of(base, limit), lambda run: run.seconds)
 
     def next_faster(self, best: Candidate) -> Candidate | None:
         """Of the faster candidates that were weighed, the one that needs the least more than the budget.
@@ -193,11 +214,12 @@ class Search:
         for base in self._placements():
             self._weights_alone(base)
 
-    def weigh_slow_decodes(self) -> None:
-        """Weigh what :meth:`confirmed` comes to last of the ways to decode, where the first does not fit."""
+    def weigh_what_comes_late(self) -> None:
+        """Weigh what :meth:`confirmed` comes to last, the ways to decode, and then what only :meth:`smallest` needs."""
         for rungs in self._rungs(self._smallest_placements()[0]):
             if rungs.decodes and not self._held(rungs[0], self.request.vram):
-                list(rungs.all(backwards=True))
+                list(rungs.all())
+        self.smallest()
 
     def leanest(self) -> Candidate | None:
         """Of the candidates that the device holds, the one with the least in host memory."""
@@ -240,28 +262,41 @@ class Search:
         host = max(stage.least_host_bytes for stage in option)
         return max(self._needed(option) / max(1, self.request.vram), host / max(1, self.request.ram))
 
-    def _first(self, rungs: Rungs, limit: int) -> Option | None:
+    def _first(self, rungs: Rungs, limit: int) -> Steps[Option | None]:
         """The fastest way to run stages that fits."""
-        start = self._held_from(rungs, limit)
-        first = next((option for option in rungs.all(start) if self._fits(option, limit)), None)
+        fastest = yield from _asked(rungs, 0, 0.0)
+        number, least = 0, seconds_of(fastest)
+        if not self._held(fastest, limit):
+            number, least = yield from self._held_from(rungs, limit, least)
+        first = None
+        while first is None and number < len(rungs):
+            option = yield from _asked(rungs, number, least)
+            first = option if self._fits(option, limit) else None
+            number += 1
+            least = seconds_of(option) if number < rungs.height else seconds_of(fastest)
         if first is None or not any(stage.parked_bytes for stage in first):
             return first
-        detours = [option for option in rungs.all(rungs.height) if self._fits(option, limit)]
-        return min([first, *detours], key=seconds_of)
+        ways = [first]
+        for detour in range(rungs.height, len(rungs)):
+            option = yield from _asked(rungs, detour, seconds_of(fastest))
+            ways += [option] if self._fits(option, limit) else []
+        return min(ways, key=seconds_of)
 
-    def _held_from(self, rungs: Rungs, limit: int) -> int:
-        """The first rung of the ladder that the device holds; the last, if none does.
+    def _held_from(self, rungs: Rungs, limit: int, least: float) -> Steps[tuple[int, float]]:
+        """The first rung of the ladder after the fastest that the device holds (the last, if none does), and seconds
+        that it is not below.
 
-        Plenty is common, so the first is asked alone; the others are halved towards the faster ones, which are traced
-        sooner.
+        The rungs are halved towards the faster ones, which are traced sooner.
         """
-        if self._held(rungs[0], limit):
-            return 0
         low, high = min(1, rungs.height - 1), rungs.height - 1
         while low < high:
             middle = (low + high - 1) // 2
-            low, high = (low, middle) if self._held(rungs[middle], limit) else (middle + 1, high)
-        return low
+            option = yield from _asked(rungs, middle, least)
+            if self._held(option, limit):
+                high = middle
+            else:
+                low, least = middle + 1, seconds_of(option)
+        return low, least
 
     def _least(self, rungs: Rungs) -> Option | None:
         """The way to run stages that holds least on the device."""
@@ -346,10 +381,9 @@ class Search:
             self._traced.add((_unplaced(base), *key[1:]))
         return self._known[key]
 
-    def traced(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option | None:
-        """The same if it takes no trace that was not made before, be it with weights in another place."""
-        key = _unplaced(base), group[0].name, tuple(choice.items())
-        return self.option(base, group, choice) if key in self._traced else None
+    def is_traced(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> bool:
+        """Whether the same takes no trace that was not made before, be it with weights in another place."""
+        return (_unplaced(base), group[0].name, tuple(choice.items())) in self._traced
 
     def known(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option | None:
         """The same if it was asked for before."""
@@ -384,6 +418,13 @@ _PLACING = ("weight_storage", "precision", "offload", "weights_mib")
 
 _ROOMS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""
+
+
+def _asked(rungs: Rungs, number: int, least: float) -> Steps[Option]:
+    while not rungs.is_traced(number):
+        if (yield least):
+            break
+    return rungs[number]
 
 
 def _unplaced(base: Settings) -> Settings:

@@ -40,18 +40,22 @@ class Rungs:
         taken = [{k: value for k, value in one.items() if getattr(self._base, k) is None} for one in choices]
         return [one for number, one in enumerate(taken) if one not in taken[:number]]
 
+    def __len__(self) -> int:
+        return len(self._choices)
+
     def __getitem__(self, number: int) -> Option:
         return self._search.option(self._base, self._group, self._choices[number])
 
-    def all(self, start: int = 0, backwards: bool = False) -> Iterator[Option]:
+    def all(self, start: int = 0) -> Iterator[Option]:
         """All from ``start`` on, the fastest first."""
-        numbers = range(start, len(self._choices))
-        return (self[number] for number in (reversed(numbers) if backwards else numbers))
+        return (self[number] for number in range(start, len(self._choices)))
 
     def traced(self) -> list[Option]:
         """Those that take no new trace."""
-        found = (self._search.traced(self._base, self._group, choice) for choice in self._choices)
-        return [option for option in found if option is not None]
+        return [self[number] for number in range(len(self)) if self.is_traced(number)]
+
+    def is_traced(self, number: int) -> bool:
+        return self._search.is_traced(self._base, self._group, self._choices[number])
 
     def known(self) -> list[Option]:
         """Those that were looked at before."""

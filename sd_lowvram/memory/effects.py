@@ -122,8 +122,7 @@ class Effects:
         path = self._ledger.path
         for span in effect.spans:
             inside = span.path == effect.path or span.path.startswith(f"{effect.path}.") or not effect.path
-            sums = dataclasses.asdict(span)
-            sums = {name: value * times() // effect.times for name, value in sums.items() if name != "path"}
+            sums = {name: value * times() // effect.times for name, value in vars(span).items() if name != "path"}
             self._work.add(Span(path + span.path[len(effect.path) :] if inside else span.path, **sums))
         return tree_unflatten([self._made_again(result) for result in effect.results], effect.structure)
 

@@ -179,6 +179,15 @@ def dense_order(tensor: Tensor) -> list[int]:
     return order
 
 
+def dense_strides(tensor: Tensor) -> list[int]:
+    """Those of ``tensor``; of one whose memory has gaps, those of its contiguous copy."""
+    strides, step = [0] * tensor.dim(), 1
+    for dim in reversed(dense_order(tensor)):
+        strides[dim] = step
+        step *= tensor.shape[dim]
+    return strides
+
+
 def inverse(order: Sequence[int]) -> list[int]:
     return [order.index(dim) for dim in range(len(order))]
 

@@ -5,6 +5,7 @@ Strips call the same operators thousands of times, and the fake mode takes its t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .fakes import fake_around, fake_empty
 
-# Their results hang on more than shapes, strides and types, or they change storages.
+aten = torch.ops.aten
+
+# They change storages.
 _UNREPEATABLE = frozenset(
-    f"aten::{name}" for name in ("as_strided", "as_strided_", "resize_", "resize_as_", "set_", "lift_fresh", "lift")
+    f"aten::{name}" for name in ("as_strided_", "resize_", "resize_as_", "set_", "lift_fresh", "lift")
 )
 
 
@@ -125,11 +128,19 @@ def _view(made: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
     return fake_around(meta, mode, made.device)
 
 
-def sliced(first: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Made:
-    """What ``aten.slice`` makes: strips begin anywhere, so a recipe for each would not pay."""
+def _sliced(first: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Made:
     shape, stride = list(first.shape), list(first.stride())
     begin, stop, _ = slice(start, end).indices(shape[dim])
     offset = begin * stride[dim]
     shape[dim] = max(0, -(-(stop - begin) // step))
     stride[dim] *= step
     return Made(tuple(shape), tuple(stride), first.dtype, first.fake_device, offset)  # type: ignore[attr-defined]
+
+
+def _strided(first: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Made:
+    offset = 0 if storage_offset is None else storage_offset - first.storage_offset()
+    return Made(tuple(size), tuple(stride), first.dtype, first.fake_device, int(offset))  # type: ignore[attr-defined]
+
+
+PLACED: dict[Any, Callable[..., Made]] = {aten.slice.Tensor: _sliced, aten.as_strided.default: _strided}
+"""Views that may begin anywhere, so that a recipe for each would not pay: what they make, from their arguments."""

@@ -83,7 +83,7 @@ class Masters:
                 self._ring.copy(*pair, stream)
                 return
             with _on(stream):
-                target.copy_(source, non_blocking=target.is_cuda)
+                target.copy_(source, non_blocking=self.device.type == "cuda")
 
     def undo(self) -> None:
         """Give the tensors back what they held, where it was; what was changed meanwhile keeps its new contents."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..memory import weights_account
 from ..memory.accounts import actual_device
-from ..memory.parking import dense_order, inverse
+from ..memory.parking import dense_strides
 from .layers import place_bytes
 
 
@@ -31,10 +31,8 @@ class Pool:
         made = []
         with torch.inference_mode(False), torch.no_grad():
             for like in contents:
-                start = offset // like.element_size()
-                order = dense_order(like)
-                view = self._elements(like.dtype)[start : start + like.numel()].view([like.shape[dim] for dim in order])
-                made.append(view if order == sorted(order) else view.permute(inverse(order)))
+                elements = self._elements(like.dtype)
+                made.append(elements.as_strided(like.shape, dense_strides(like), offset // like.element_size()))
                 offset += place_bytes(like)
         return made
 
