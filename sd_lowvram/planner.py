@@ -130,9 +130,12 @@ class Search:
         if self._weights_alone(base) + self.pricing.overhead > limit:
             return None
         told = 0.0
-        sought = [Seeking(self._first(rungs, limit), seconds_of) for rungs in self._rungs(base)]
+        held, fits = (functools.partial(one, limit=limit) for one in (self._held, self._fits))
+        sought = [Seeking(rungs.fastest(held, fits), seconds_of) for rungs in self._rungs(base)]
         while waiting := [one for one in sought if one.is_open]:
             least = sum(one.least for one in sought)
+            if least == math.inf:
+                return None
             if least > told:
                 told = least
                 yield least
@@ -262,42 +265,6 @@ class Search:
         host = max(stage.least_host_bytes for stage in option)
         return max(self._needed(option) / max(1, self.request.vram), host / max(1, self.request.ram))
 
-    def _first(self, rungs: Rungs, limit: int) -> Steps[Option | None]:
-        """The fastest way to run stages that fits."""
-        fastest = yield from _asked(rungs, 0, 0.0)
-        number, least = 0, seconds_of(fastest)
-        if not self._held(fastest, limit):
-            number, least = yield from self._held_from(rungs, limit, least)
-        first = None
-        while first is None and number < len(rungs):
-            option = yield from _asked(rungs, number, least)
-            first = option if self._fits(option, limit) else None
-            number += 1
-            least = seconds_of(option) if number < rungs.height else seconds_of(fastest)
-        if first is None or not any(stage.parked_bytes for stage in first):
-            return first
-        ways = [first]
-        for detour in range(rungs.height, len(rungs)):
-            option = yield from _asked(rungs, detour, seconds_of(fastest))
-            ways += [option] if self._fits(option, limit) else []
-        return min(ways, key=seconds_of)
-
-    def _held_from(self, rungs: Rungs, limit: int, least: float) -> Steps[tuple[int, float]]:
-        """The first rung of the ladder after the fastest that the device holds (the last, if none does), and seconds
-        that it is not below.
-
-        The rungs are halved towards the faster ones, which are traced sooner.
-        """
-        low, high = min(1, rungs.height - 1), rungs.height - 1
-        while low < high:
-            middle = (low + high - 1) // 2
-            option = yield from _asked(rungs, middle, least)
-            if self._held(option, limit):
-                high = middle
-            else:
-                low, least = middle + 1, seconds_of(option)
-        return low, least
-
     def _least(self, rungs: Rungs) -> Option | None:
         """The way to run stages that holds least on the device."""
         last = rungs[rungs.height - 1]
@@ -418,13 +385,6 @@ _PLACING = ("weight_storage", "precision", "offload", "weights_mib")
 
 _ROOMS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""
-
-
-def _asked(rungs: Rungs, number: int, least: float) -> Steps[Option]:
-    while not rungs.is_traced(number):
-        if (yield least):
-            break
-    return rungs[number]
 
 
 def _unplaced(base: Settings) -> Settings:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .ladders import detours, ladder
 from .plans import StagePlan
+from .seeking import Steps
 from .settings import Settings
 from .stages import Stage
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 Option = tuple[StagePlan, ...]
 """One way to run the stages that share knobs (decode and encode do)."""
+
+Test = Callable[[Option], bool]
 
 GROUPS = {"encode": "vae", "decode": "vae"}
 """Stages that share knobs, by a name for both."""
@@ -49,6 +52,53 @@ class Rungs:
     def all(self, start: int = 0) -> Iterator[Option]:
         """All from ``start`` on, the fastest first."""
         return (self[number] for number in range(start, len(self._choices)))
+
+    def fastest(self, held: Test, fits: Test) -> Steps[Option | None]:
+        """The fastest one that fits.
+
+        Args:
+            held: whether the device holds it; of the ladder, all rungs after one that is held are.
+            fits: whether that is all right with the host too.
+        """
+        first = yield from self._asked(0, 0.0)
+        number, least = 0, seconds_of(first)
+        if not held(first):
+            number, least = yield from self._held_from(held, least)
+        found = None
+        while found is None and number < len(self):
+            option = yield from self._asked(number, least)
+            found = option if fits(option) else None
+            number += 1
+            least = seconds_of(option if number < self.height else first)
+        if found is None or not any(stage.parked_bytes for stage in found):
+            return found
+        ways = [found]
+        for detour in range(self.height, len(self)):
+            option = yield from self._asked(detour, seconds_of(first))
+            ways += [option] if fits(option) else []
+        return min(ways, key=seconds_of)
+
+    def _held_from(self, held: Test, least: float) -> Steps[tuple[int, float]]:
+        """The first rung of the ladder after the fastest that the device holds (the last, if none does), and seconds
+        that it is not below.
+
+        The rungs are halved towards the faster ones, which are traced sooner.
+        """
+        low, high = min(1, self.height - 1), self.height - 1
+        while low < high:
+            middle = (low + high - 1) // 2
+            option = yield from self._asked(middle, least)
+            if held(option):
+                high = middle
+            else:
+                low, least = middle + 1, seconds_of(option)
+        return low, least
+
+    def _asked(self, number: int, least: float) -> Steps[Option]:
+        while not self.is_traced(number):
+            if (yield least):
+                break
+        return self[number]
 
     def traced(self) -> list[Option]:
         """Those that take no new trace."""

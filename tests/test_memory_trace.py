@@ -204,6 +204,47 @@ def test_recipes_keep_shapes_strides_and_aliases():
     assert len(owners[0]) == len(owners[1]) == len({t.untyped_storage()._cdata for t in run(x)[0]})
 
 
+def composites(x):
+    """Operators made of others: views, themselves, one kernel, several."""
+    a = F.linear(x, torch.ones(5, 10), torch.ones(5))
+    b = F.layer_norm(a, (5,)).transpose(1, 2)
+    c = b.reshape(1, -1)
+    d, e = c.chunk(2, dim=1)
+    f = F.dropout(x, training=False).narrow(1, 2, 6).contiguous()
+    g = x.as_strided((3, 2), (10, 1), 4).flatten().to(torch.float64)
+    h = x.matmul(torch.ones(10, 3)), F.silu(x), x.to(torch.float32), x.unflatten(2, (2, 5)), F.linear(x[0], x[0])
+    return a, b, c, d, e, f, g, *h
+
+
+@torch.no_grad()
+def test_composite_operators_do_the_same_again():
+    x = torch.randn(1, 8, 10)
+    traced = [trace(composites, x) for _ in range(2)]
+    for a, b, real in zip(traced[0].output, traced[1].output, composites(x), strict=True):
+        for one in (a, b):
+            assert (one.shape, one.stride(), one.dtype) == (real.shape, real.stride(), real.dtype)
+            assert (one.storage_offset(), one.untyped_storage().nbytes()) == (
+                real.storage_offset(),
+                real.untyped_storage().nbytes(),
+            )
+    owners = [len({one.untyped_storage()._cdata for one in results.output}) for results in traced]
+    assert owners[0] == owners[1] == len({one.untyped_storage()._cdata for one in composites(x)})
+    figures = ("peak_bytes", "activation_peak_bytes", "largest_bytes", "flops", "moved_bytes", "operators")
+    first, second = ([getattr(one, name) for name in figures] for one in traced)
+    assert first == second
+    assert list(traced[0].timeline) == list(traced[1].timeline)
+
+
+@torch.no_grad()
+def test_copies_within_composite_operators_cross_between_the_accounts():
+    def run(x):
+        parked = park(x)
+        return [parked._host.t().reshape(-1) for _ in range(2)]  # a copy on the device of what lies in host memory
+
+    once, twice = trace(run, torch.empty(8, 4)), trace(run, torch.empty(8, 4))
+    assert once.copied_bytes == twice.copied_bytes == 3 * 8 * 4 * 4
+
+
 @torch.no_grad()
 def test_gradients_are_followed_when_the_caller_wants_them():
     model = net().eval()

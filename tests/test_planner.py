@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -20,6 +21,7 @@ from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planner import Search, make_plan
 from sd_lowvram.plans import Candidate, Request
 from sd_lowvram.rates import PROFILES, profile
+from sd_lowvram.rungs import seconds_of
 from sd_lowvram.sizes import GIB, MIB
 from sd_lowvram.weights import weight_bytes
 
@@ -62,6 +64,26 @@ def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
         assert plan.predicted.peak_bytes + plan.predicted.overhead_bytes <= budget
         assert plan.predicted.peak_bytes == max(stage.peak_bytes for stage in plan.stages)
         assert plan.minimum_peak_bytes == least
+
+
+def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypatch: Any) -> None:
+    """The search leaves out what cannot be faster; here all is weighed."""
+    monkeypatch.setattr(Pricing, "confirmed", lambda self, run: run)
+    most = make_plan(anatomy, request(GIB, 128), Settings()).predicted.peak_bytes
+    fewer = 0
+    for step in range(7):
+        asked = request(least + (most - least) * step // 6, 128)
+        search, whole = (Search(anatomy, asked, Settings(), False) for _ in range(2))
+        found = search.confirmed()
+        fits = functools.partial(whole._fits, limit=asked.vram)
+        fastest = []
+        for base in whole._placements():
+            ways = [min(filter(fits, rungs.all()), key=seconds_of, default=None) for rungs in whole._rungs(base)]
+            fastest.append(whole._whole(base, ways))
+        best = min((run.seconds for run in fastest if run is not None), default=None)
+        assert (found.seconds if found else None) == best
+        fewer += len(search._traced) < len(whole._traced)
+    assert fewer > 3
 
 
 def test_the_impossible_is_refused(anatomy: Any, least: int) -> None:

@@ -50,7 +50,8 @@ def describe(func: Any) -> Operator:
     if schema is None or func.namespace == "prim":
         return Operator(str(func))
     returns = [result.alias_info for result in schema.returns]
-    view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+    told = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+    view = told or schema.name in _UNTOLD_VIEWS
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return Operator(
         name=str(func.overloadpacket),
@@ -63,6 +64,10 @@ def describe(func: Any) -> Operator:
         copies=func in COPIES,
         repeatable=is_repeatable(func),
     )
+
+
+# They share the memory of their argument, and their schemas keep it from autograd.
+_UNTOLD_VIEWS = frozenset(f"aten::{name}" for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
 
 
 def nbytes(tensor: Tensor) -> int:
