@@ -221,19 +221,22 @@ class Search:
         """Weigh what :meth:`confirmed` comes to last, the ways to decode, and then what only :meth:`smallest` needs."""
         for rungs in self._rungs(self._smallest_placements()[0]):
             if rungs.decodes and not self._held(rungs[0], self.request.vram):
-                list(rungs.all())
+                for number in range(len(rungs)):
+                    _ = rungs[number] if number != rungs.height - 1 else None  # that one only the smallest needs
         self.smallest()
 
     def leanest(self) -> Candidate | None:
         """Of the candidates that the device holds, the one with the least in host memory."""
-        found = []
-        for base in self._placements():
-            held = [
-                [option for option in rungs.all() if self._held(option, self.request.vram)]
-                for rungs in self._rungs(base)
-            ]
-            found.append(self._whole(base, [min(options, key=host_of, default=None) for options in held]))
+        found = [self._whole(base, list(map(self._leanest, self._rungs(base)))) for base in self._placements()]
         return min(filter(None, found), key=lambda run: run.host_bytes, default=None)
+
+    def _leanest(self, rungs: Rungs) -> Option | None:
+        held = []
+        for option in rungs.all():
+            held += [option] if self._held(option, self.request.vram) else []
+            if held and not any(stage.parked_bytes for stage in held[-1]):  # nothing waits but weights
+                break
+        return min(held, key=host_of, default=None)
 
     def pressure(self) -> float:
         """How full the fuller of the two budgets is at the least; above 1 nothing fits.
