@@ -173,7 +173,8 @@ class Costs:
         """The cost of ``stage``; settings that do not touch it make no difference.
 
         Args:
-            whole: every block is traced, also one that equals the block before it.
+            whole: every block is traced, also one that equals the block before it; of weights that are streamed, all
+                that comes and goes.
             timing: by which streamed weights are scheduled.
         """
         settings = relevant(stage.name, settings)
@@ -254,7 +255,7 @@ class Costs:
         return bool(settings.guidance_in_turn) or self._shortened[stage.component]
 
     def _trace(self, stage: Stage, settings: Settings, whole: bool, timing: Timing | None) -> Cost:
-        traced = self.trace(stage, settings, whole, timing)
+        traced = self.trace(stage, settings, whole and settings.offload is None, timing)
         if stage.repeats and not whole:
             self._spans(stage, settings, lambda: traced)
         return Cost(

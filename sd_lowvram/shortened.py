@@ -1,6 +1,7 @@
 """Calls of equal modules, of which a short trace runs the first: a UNet's levels repeat their blocks, SDXL's ten times.
 
 Peaks, counted work and spans are those of a whole trace; what is left out is the timeline within the repeated calls.
+Weights that are streamed come and go in calls that are left out, too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def equal_calls_once(modules: Mapping[nn.Module, Hashable]) -> Iterator[None]:
     """Inside, traces run calls of these modules once for each kind and shape of the arguments."""
     with contextlib.ExitStack() as stack:
         for module, kind in modules.items():
-            stack.callback(set_patch(wrap(module, "forward", functools.partial(once, kind), "short trace")))
+            stack.callback(set_patch(wrap(module, "forward", functools.partial(once, kind, module), "short trace")))
         stack.enter_context(repeated_once())
         yield
 

@@ -13,11 +13,15 @@ from torch import nn
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.architectures import build_components
+from sd_lowvram.costs import Costs
 from sd_lowvram.hooks import vae_exact
 from sd_lowvram.ladders import DENOISE_LADDER
 from sd_lowvram.memory import MemoryTrace, trace
+from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.repeats import representatives
 from sd_lowvram.shortened import equal_calls_once, equal_modules
+from sd_lowvram.stages import Shape
+from sd_lowvram.weights import weight_bytes
 
 FIGURES = (
     "peak_bytes",
@@ -89,18 +93,26 @@ def short_and_whole(component: Any, once: Callable[[], MemoryTrace]) -> tuple[Me
 RUNGS = [Settings(**rung) for rung in DENOISE_LADDER]
 
 
+WIDENED = ("moved_bytes", "operators")
+
+
+def deep_config(family: str) -> Any:
+    config = tiny.config(family)
+    if family == "sdxl":
+        config["unet"]["transformer_layers_per_block"] = [1, 2, 5]
+    return config
+
+
 @pytest.mark.parametrize("settings", [*RUNGS, Settings(transformer_chunks=4, guidance_in_turn=True)])
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 def test_equal_blocks(family: str, settings: Settings) -> None:
-    config = tiny.config(family)
     extra: dict[str, Any] = {}
     if family == "sdxl":
-        config["unet"]["transformer_layers_per_block"] = [1, 2, 5]
         extra["added_cond_kwargs"] = {
             "text_embeds": torch.empty(2, 32, device="meta"),
             "time_ids": torch.empty(2, 6, device="meta"),
         }
-    unet = build_components(config, only=("unet",), device="meta")["unet"]
+    unet = build_components(deep_config(family), only=("unet",), device="meta")["unet"]
     width = unet.config.cross_attention_dim
     given = torch.empty(2, 4, 64, 64, device="meta"), torch.tensor(1), torch.empty(2, 77, width, device="meta")
 
@@ -112,6 +124,33 @@ def test_equal_blocks(family: str, settings: Settings) -> None:
     assert len(short.timeline) < 0.9 * len(whole.timeline)
     assert figures(short) == figures(whole)
     assert work_of_modules(short) == work_of_modules(whole)
+
+
+@pytest.mark.parametrize("rung", range(len(RUNGS)))
+@pytest.mark.parametrize(
+    ("family", "offload", "fixed"),
+    [
+        ("sd15", "blocks", {"weights_mib": 2}),
+        ("sd15", "halves", {}),
+        ("sdxl", "layer", {}),
+        ("sdxl", "layer", {"split_layers": True, "weights_mib": 1}),
+        ("sdxl", "blocks", {"weights_mib": 3, "precision": "fp16-storage"}),
+    ],
+)
+def test_streamed_weights_come_and_go_in_calls_that_are_left_out(
+    family: str, offload: str, fixed: dict[str, Any], rung: int
+) -> None:
+    anatomy = anatomy_of_components("diffusers", build_components(deep_config(family), only=("unet",), device="meta"))
+    settings = RUNGS[rung].filled(offload=offload, inference_mode=True, **fixed)
+    costs = Costs(anatomy, Shape(512, 512), False, torch.device("cuda"))
+    stage = next(stage for stage in costs.stages if stage.name == "denoise")
+    short, whole = (costs.trace(stage, settings, whole=whole) for whole in (False, True))
+    assert len(short.timeline) < 0.95 * len(whole.timeline)
+    assert whole.copied_bytes > weight_bytes(anatomy.unet) // 2
+    told = [figures(one) for one in (short, whole)]
+    if "precision" in fixed:  # how often weights are widened hangs on when they have to go
+        told = [{name: value for name, value in one.items() if name not in WIDENED} for one in told]
+    assert told[0] == told[1]
 
 
 def test_equal_layers_of_a_text_encoder() -> None:

@@ -49,7 +49,7 @@ def _in_turn(module: nn.Module, original: Callable[..., Any], *args: Any, **kwar
     with together():
         for number in range(parts):
             part_args, part_kwargs = part_of(args, kwargs, batch, number, parts)
-            joined.add(once(id(module), original, *part_args, **part_kwargs))
+            joined.add(once(id(module), module, original, *part_args, **part_kwargs))
             del part_args, part_kwargs
     return joined.result()
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
+from ..memory.effects import happen
 from ..weights import Convert, lent
 
 
@@ -44,11 +45,12 @@ class _Kept:
 
 
 class _Together(contextlib.ExitStack):
-    """What is done when the block ends, once for each who asked."""
+    """What is done when the outermost of ``depth`` blocks ends, once for each who asked."""
 
     def __init__(self) -> None:
         super().__init__()
         self.known: set[tuple[int, int]] = set()
+        self.depth = 0
 
 
 class _State(threading.local):
@@ -78,14 +80,25 @@ def kept() -> Iterator[None]:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Within the block, modules are called again and again: what is streamed in stays as long as there is room."""
-    if _state.together is not None:
-        yield
-        return
+    happen(_begin)
     try:
-        with _Together() as _state.together:
-            yield
+        yield
     finally:
+        happen(_end)
+
+
+def _begin() -> None:
+    _state.together = _state.together or _Together()
+    _state.together.depth += 1
+
+
+def _end() -> None:
+    block = _state.together
+    assert block is not None
+    block.depth -= 1
+    if block.depth == 0:
         _state.together = None
+        block.close()
 
 
 def until_together_ends(owner: object, number: int, release: Callable[[int], None]) -> bool:

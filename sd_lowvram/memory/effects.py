@@ -1,7 +1,9 @@
 """What a call of a module did in a trace, so that an equal call need not run again.
 
 On fake tensors a call hangs on shapes alone: what it held above what was there before, what it had to compute, and what
-it gave are the same the next time, in another module with weights of the same shapes too.
+it gave are the same the next time, in another module with weights of the same shapes too. What else happens in a call
+and changes more than that (who streams weights hears of the layers) goes through :func:`happen`, and happens in its
+order although the call is left out.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..repeats import times
+from ..repeats import standing_for, times
 from .accounts import current_account
 from .fakes import CPU, fake_empty
 from .ledger import Ledger
@@ -42,13 +45,26 @@ def repeated_once() -> Iterator[None]:
         _state.short = before
 
 
-def once(kind: Hashable, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def once(kind: Hashable, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``run(*args, **kwargs)``; inside a short trace, where an equal call ran before, what that did.
 
     Args:
         kind: all that the call hangs on besides its arguments.
+        module: that is called.
     """
-    return run(*args, **kwargs) if _state.effects is None else _state.effects.once(kind, run, args, kwargs)
+    return run(*args, **kwargs) if _state.effects is None else _state.effects.once(kind, module, run, args, kwargs)
+
+
+def happen(what: Callable[..., Any], *modules: nn.Module) -> None:
+    """``what(*modules)``, also in calls that are left out: there with the modules in the same places."""
+    if _state.effects is not None:
+        _state.effects.note(_Happening(what, modules, times()))
+    what(*modules)
+
+
+def aside() -> contextlib.AbstractContextManager[None]:
+    """Inside, what a trace counts belongs to no call, and is not done again where a call is left out."""
+    return contextlib.nullcontext() if _state.effects is None else _state.effects.aside()
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,15 @@ class _Made:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Happening:
+    """``modules``: themselves, or their places in the one that is called; ``times``: how many passes it stood for."""
+
+    what: Callable[..., None]
+    modules: tuple[Any, ...]
+    times: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +93,7 @@ class _Effect:
     times: int
     results: tuple[Any, ...]
     structure: TreeSpec
+    happened: tuple[_Happening, ...]
 
 
 class Effects:
@@ -76,6 +102,8 @@ class Effects:
     def __init__(self, ledger: Ledger, work: Work, mode: FakeTensorMode) -> None:
         self._ledger, self._work, self._mode = ledger, work, mode
         self._known: dict[Any, _Effect | None] = {}
+        self._notes: list[list[_Happening]] = []
+        self._members: dict[nn.Module, list[nn.Module]] = {}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -86,28 +114,40 @@ class Effects:
         finally:
             _state.effects = before
 
-    def once(self, kind: Hashable, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        return self._work.aside()
+
+    def note(self, happening: _Happening) -> None:
+        """Note for all calls under way that this happens in them."""
+        for notes in self._notes:
+            notes.append(happening)
+
+    def once(self, kind: Hashable, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = self._given((args, kwargs))
         if given is None:
             return run(*args, **kwargs)
         key = kind, given
         if key not in self._known:
-            result, self._known[key] = self._noted(run, args, kwargs)
+            result, self._known[key] = self._noted(module, run, args, kwargs)
             return result
         effect = self._known[key]
-        return run(*args, **kwargs) if effect is None else self._again(effect)
+        return run(*args, **kwargs) if effect is None else self._again(effect, module)
 
-    def _noted(self, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Effect | None]:
+    def _noted(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Effect | None]:
         """The result of the call, and its effect; None where it did more than to make its results."""
         ledger, path = self._ledger, self._ledger.path
         ledger.settle()
         live, met, first = dict(ledger.live), ledger.met, len(self._work.spans)
         self._work.spans.append(Span(path))  # what comes is not added to the span before
-        with ledger.apart() as above:
-            result = run(*args, **kwargs)
+        self._notes.append([])
+        try:
+            with ledger.apart() as above:
+                result = run(*args, **kwargs)
+        finally:
+            happened = self._placed(self._notes.pop(), module)
         self._work.spans.append(Span(path))
         made = _made(result)
-        if made is None or ledger.met != met:
+        if made is None or happened is None or ledger.met != met:
             return result, None
         ledger.settle()
         new = {**live, current_account(): live[current_account()] + made[1]}
@@ -115,9 +155,27 @@ class Effects:
             return result, None
         spans = tuple(dataclasses.replace(span) for span in self._work.spans[first:-1])
         results, structure = made[0], tree_flatten(result)[1]
-        return result, _Effect(tuple(above), spans, path, times(), results, structure)
+        return result, _Effect(tuple(above), spans, path, times(), results, structure, happened)
 
-    def _again(self, effect: _Effect) -> Any:
+    def _placed(self, notes: list[_Happening], module: nn.Module) -> tuple[_Happening, ...] | None:
+        """What happened in a call of ``module``, told by places in it; None if to a module outside of it."""
+        places = {member: place for place, member in enumerate(self._modules(module))} if notes else {}
+        if not all(member in places for note in notes for member in note.modules):
+            return None
+        return tuple(
+            _Happening(note.what, tuple(places[member] for member in note.modules), note.times // times())
+            for note in notes
+        )
+
+    def _modules(self, module: nn.Module) -> list[nn.Module]:
+        if module not in self._members:
+            self._members[module] = list(module.modules())
+        return self._members[module]
+
+    def _again(self, effect: _Effect, module: nn.Module) -> Any:
+        for one in effect.happened:
+            with standing_for(one.times):
+                happen(one.what, *(self._modules(module)[place] for place in one.modules))
         self._ledger.again(effect.above)
         path = self._ledger.path
         for span in effect.spans:

@@ -120,7 +120,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
         operators=tracer.work.operators,
         packed_bytes=tracer.work.packed_bytes,
         timeline=ledger.timeline,
-        spans=tuple(span for span in tracer.work.spans if span.operators),
+        spans=tuple(span for span in (*tracer.work.spans, *tracer.work.beside) if span.operators),
         output=output,
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,7 @@ class Work:
         operators: how many ran, views not counted: on a GPU, about the number of launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
         spans: the same in the order of the run, module by module.
+        beside: what is no module's.
     """
 
     flops: int = 0
@@ -51,6 +53,16 @@ class Work:
     operators: int = 0
     packed_bytes: int = 0
     spans: list[Span] = field(default_factory=list)
+    beside: list[Span] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, what is counted is nothing that the module does which runs."""
+        before, self.spans = self.spans, self.beside
+        try:
+            yield
+        finally:
+            self.spans = before
 
     def count(self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0) -> None:
         """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others."""

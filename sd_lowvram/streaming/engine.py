@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..errors import LowVRAMError
 from ..hooks import lending
+from ..memory.effects import aside, happen
 from ..memory.fakes import active_fake_mode
 from ..patches import Patch, set_patch, take_off, wrap
 from .copier import Copier
@@ -166,31 +167,45 @@ class Stream:
             return looked_up(self._device, original, *args, **kwargs)
         if len(numbers) > 1:
             return self._run_in_parts(module, numbers, original, *args, **kwargs)
-        for number in numbers:
-            self._enter(number)
+        happen(self._come, module)
         try:
             return original(*args, **kwargs)
         finally:
-            for number in numbers:
-                self._busy[number] -= 1
+            happen(self._leave, module)
+
+    def _come(self, module: nn.Module) -> None:
+        for number in self._roles[id(module)] or ():
+            self._enter(number)
+
+    def _leave(self, module: nn.Module) -> None:
+        for number in self._roles[id(module)] or ():
+            self._busy[number] -= 1
 
     def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, input: Tensor) -> Tensor:
         assert self._layout is not None
-        parts = [(self._layout.blocks[number].rows or (0, 0), self._part(number)) for number in numbers]
+        rows = [self._layout.blocks[number].rows or (0, 0) for number in numbers]
+        parts = [(span, self._part(module, place, span)) for place, span in enumerate(rows)]
         return in_parts(module, parts, original, input)
 
     @contextlib.contextmanager
-    def _part(self, number: int) -> Iterator[None]:
-        """Inside, a layer holds the rows of this block; what widens weights does so anew for every part."""
-        self._enter(number)
+    def _part(self, module: nn.Module, place: int, rows: tuple[int, int]) -> Iterator[None]:
+        """Inside, a layer holds one of its parts; what widens weights does so anew for every part."""
+        happen(functools.partial(self._come_in_part, place), module)
         try:
-            self._lend(number)
-            assert self._layout is not None
-            with lending.apart(self._layout.blocks[number].rows):
+            with lending.apart(rows):
                 yield
         finally:
-            self._busy[number] -= 1
-            self._take_back(number)
+            happen(functools.partial(self._leave_part, place), module)
+
+    def _come_in_part(self, place: int, module: nn.Module) -> None:
+        number = (self._roles[id(module)] or ())[place]
+        self._enter(number)
+        self._lend(number)
+
+    def _leave_part(self, place: int, module: nn.Module) -> None:
+        number = (self._roles[id(module)] or ())[place]
+        self._busy[number] -= 1
+        self._take_back(number)
 
     def _begin(self) -> None:
         self._turns.take(self)
@@ -273,7 +288,8 @@ class Stream:
                 self._take_back(other)
                 self._there.discard(other)
             after.append(self._used.get(other))
-        _, self._copied[number] = self._copier.copy(self._layout.copies(number), after)
+        with aside():
+            _, self._copied[number] = self._copier.copy(self._layout.copies(number), after)
         self._there.add(number)
 
     def _prefetch(self, position: int) -> None:
