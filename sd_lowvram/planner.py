@@ -162,23 +162,27 @@ class Search:
         """
         best: Candidate | None = None
         waiting = [(base, self._seeking(base, self.request.vram)) for base in self._placements()]
+        seen: list[tuple[StagePlan, StagePlan]] = []
         while waiting:
             turn = base, seeking = min(waiting, key=lambda each: (each[1].least, each[1].is_open))
-            if best is not None and seeking.least >= _WORTH_A_TRACE * best.seconds:
+            worth = math.inf if best is None else _WORTH_A_TRACE * best.seconds
+            if seeking.least >= worth:
                 break
             if seeking.is_open:
                 seeking.go_on()
                 continue
             waiting.remove(turn)
             run = seeking.found
-            if run is None:
-                break
-            whole = self.pricing.confirmed(run)
-            fits = whole.needed_bytes <= self.request.vram
-            if fits and (best is None or whole.seconds < best.seconds):
-                best = whole
-            if not fits or whole.seconds > run.seconds:
-                waiting.append((base, self._seeking(base, run.needed_bytes - 1)))
+            assert run is not None
+            if run.seconds + sum(_seen_beyond(stage, seen) for stage in run.stages) < worth:
+                whole = self.pricing.confirmed(run)
+                seen += zip(run.stages, whole.stages, strict=True)
+                fits = whole.needed_bytes <= self.request.vram
+                if fits and (best is None or whole.seconds < best.seconds):
+                    best = whole
+                if fits and whole.seconds <= run.seconds:
+                    continue
+            waiting.append((base, self._seeking(base, run.needed_bytes - 1)))
         return best
 
     def _seeking(self, base: Settings, limit: int) -> Seeking[Candidate]:
@@ -388,6 +392,20 @@ _PLACING = ("weight_storage", "precision", "offload", "weights_mib")
 
 _ROOMS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""
+
+
+def _seen_beyond(stage: StagePlan, seen: Sequence[tuple[StagePlan, StagePlan]]) -> float:
+    """Seconds beyond what ``stage`` is composed of that whole traces told of the same with as much room for weights.
+
+    Args:
+        seen: stages as they were composed, and as they were traced.
+    """
+    same = (
+        whole.seconds - one.seconds
+        for one, whole in seen
+        if _is_same(one, stage) and one.choice == stage.choice and one.weights_bytes >= stage.weights_bytes
+    )
+    return max(same, default=0.0)
 
 
 def _unplaced(base: Settings) -> Settings:

@@ -66,7 +66,7 @@ def _made(asked: dict[str, Any], settings: Settings, shown: bool) -> dict[str, A
     from rich.console import Console
 
     from ..ahead import two_processes
-    from ..memory.lifetimes import no_collection
+    from ..collector import no_collection
     from .show import Bars
 
     console = Console(stderr=True, quiet=not shown)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,16 +53,3 @@ class Deaths:
     def _gone(self, key: int) -> None:
         del self._references[key]
         self._told(key)
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Inside, Python's cycle collector rests: what cycles hold would die at a moment that chance chooses, and among
-    many small objects the collector takes its time."""
-    active = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if active:
-            gc.enable()

@@ -15,11 +15,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..collector import no_collection
 from .accounts import current_account, is_host, on_cpu, traced_device
 from .effects import Effects
 from .fakes import CPU, Registry, active_fake_mode, fake_of, faked, modules_of
 from .ledger import Ledger, Timeline
-from .lifetimes import no_collection
 from .operators import Operator, describe, nbytes
 from .recipes import PLACED, Recipe, made_of, make, signature
 from .sdpa import foretold_attention
