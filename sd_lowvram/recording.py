@@ -187,11 +187,6 @@ class _OnGpu:
             yield MeasuredStage(name, component, end - start, peak)
 
 
-_of_the_allocator: set[int] = set()
-_forgotten = Deaths(_of_the_allocator.discard)
-"""Storages that were made while the allocator was watched: it will tell of their end itself."""
-
-
 class _OnCpu:
     """Events of the CPU's allocator. Of what was there before it does not tell the end: those storages are watched."""
 
@@ -212,10 +207,9 @@ class _OnCpu:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        _forgotten.settle()
         storages = self._storages()
-        self._held = sum(storage.nbytes() for storage in storages.values())
-        self._before = {key: s.nbytes() for key, s in storages.items() if key not in _of_the_allocator}
+        self._before = {key: storage.nbytes() for key, storage in storages.items()}
+        self._held = sum(self._before.values())
         deaths = Deaths(lambda key: self._changes.append((time.time_ns(), -self._before.pop(key))))
         for key in self._before:
             deaths.watch(storages[key])
@@ -233,9 +227,6 @@ class _OnCpu:
         deaths.forget()
         self._span = start, end
         self._changes += allocator_events(profile)
-        for key, storage in self._storages().items():
-            if key not in self._before and key not in _of_the_allocator:
-                _of_the_allocator.add(_forgotten.watch(storage))
 
     def stages(self) -> Iterator[MeasuredStage]:
         begun = [(name, component, start) for name, component, start in self._begun]

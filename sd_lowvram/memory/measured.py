@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExtraFields_Allocation
 
 
 def measured_peak(function: Callable[[], Any]) -> int:
@@ -34,7 +35,7 @@ def _peak_on_cpu(function: Callable[[], Any]) -> int:
     with allocator_profile() as profile:
         function()
     live = peak = 0
-    for _, change in sorted(allocator_events(profile), key=lambda event: event[0]):
+    for _, change in allocator_events(profile):
         live += change
         peak = max(peak, live)
     return peak
@@ -46,9 +47,27 @@ def allocator_profile() -> torch.profiler.profile:
 
 
 def allocator_events(profile: torch.profiler.profile) -> list[tuple[int, int]]:
-    """Nanoseconds since the epoch, and change in bytes, of every allocation and release on the CPU."""
-    results: Any = profile.profiler.kineto_results  # type: ignore[union-attr]
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    if events and not hasattr(events[0], "start_ns"):  # before torch 2.4
-        return [(1000 * event.start_us(), event.nbytes()) for event in events]
-    return [(event.start_ns(), event.nbytes()) for event in events]
+    """Nanoseconds since the epoch, and change in bytes, of every allocation on the CPU and of its release, in order.
+
+    Releases of what was there before are left out: torch tells them with the size of what lay at the same address when
+    it was last watched.
+    """
+    waiting: list[Any] = list(profile.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    told = []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        fields = event.extra_fields
+        if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
+            told.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    live: set[int] = set()
+    changes = []
+    for moment, address, change in sorted(told, key=lambda one: (one[0], -one[2])):
+        if change > 0:
+            live.add(address)
+        elif address not in live:
+            continue
+        else:
+            live.remove(address)
+        changes.append((moment, change))
+    return changes
