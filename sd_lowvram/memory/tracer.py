@@ -216,7 +216,7 @@ class _Tracer(TorchDispatchMode):
             if not self._watching:
                 self._taken_in.clear()
         if key is not None and (found := _composite(args, result, taken)):
-            self._composites[key] = found
+            _keep(self._composites, key, found)
         return result
 
     def _take_in(self, operator: Operator, recipe: Recipe, args: tuple[Any, ...], result: Any) -> None:
@@ -247,9 +247,7 @@ class _Tracer(TorchDispatchMode):
             result = operator.lay_out(args, result)
         recipe = _recipe(func, operator, args, result)
         if key is not None and (recipe.made is not None or result is args[0]):
-            if len(self._recipes) >= _MOST_RECIPES:
-                self._recipes.clear()
-            self._recipes[key] = recipe
+            _keep(self._recipes, key, recipe)
         return result, recipe
 
     def _count_crossing(self, args: tuple[Any, ...], result: Tensor) -> None:
@@ -297,6 +295,13 @@ def _recipe(func: Any, operator: Operator, args: tuple[Any, ...], result: Any) -
     hidden = 0 if operator.hidden is None else operator.hidden(args, result)
     flops = 0 if operator.flops is None else operator.flops(args, result)
     return Recipe(made, container, hidden, flops, moved(args, result), packed(func, args))
+
+
+def _keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], recipe: Any) -> None:
+    """Remember a recipe; hosts run for days, so there is an end to how many."""
+    if len(known) >= _MOST_RECIPES:
+        known.clear()
+    known[key] = recipe
 
 
 def _composite(
