@@ -151,6 +151,12 @@ def take_off(patch: Patch) -> None:
         vars(patch.owner).pop(_SLOTS, None)
 
 
+def hooks_on(owner: Any) -> tuple[tuple[str, str], ...]:
+    """The attributes of ``owner`` that are patched, each with a hook that wanted it."""
+    slots = vars(owner).get(_SLOTS)
+    return tuple((slot.attribute, patch.hook) for slot in slots.values() for patch in slot.patches) if slots else ()
+
+
 @contextmanager
 def unpatched(owner: Any) -> Iterator[None]:
     """Within the block ``owner`` has nothing of ours in its ``__dict__``: a copy made there is a plain one."""

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from torch import nn
 
 from .memory.effects import once, repeated_once
-from .patches import set_patch, wrap
+from .patches import hooks_on, set_patch, wrap
 from .weights import own_tensors
 
 
@@ -31,8 +31,9 @@ def equal_modules(component: nn.Module) -> dict[nn.Module, Hashable]:
 @contextlib.contextmanager
 def equal_calls_once(modules: Mapping[nn.Module, Hashable]) -> Iterator[None]:
     """Inside, traces run calls of these modules once for each kind and shape of the arguments."""
+    kinds = {module: (kind, *map(hooks_on, module.modules())) for module, kind in modules.items()}
     with contextlib.ExitStack() as stack:
-        for module, kind in modules.items():
+        for module, kind in kinds.items():
             stack.callback(set_patch(wrap(module, "forward", functools.partial(once, kind, module), "short trace")))
         stack.enter_context(repeated_once())
         yield

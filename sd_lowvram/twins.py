@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     """Copies of the components in which every tensor is a fake one of ``mode``; shared tensors stay shared."""
     components = list(anatomy.components.values())
     memo: dict[int, Any] = {id(tensor): fake_of(_as_loaded(tensor), mode) for tensor in all_tensors(*components)}
+    memo |= {id(hooks): OrderedDict() for hooks in _without_hooks(components)}
     with _bare(components):
         copies = {name: copy.deepcopy(component, memo) for name, component in anatomy.components.items()}
     return anatomy_of_components(anatomy.family, copies)
@@ -79,6 +81,13 @@ class Fitting:
         if name not in self._parts:
             self._parts[name] = anatomy_of_components(self._anatomy.family, {name: self._anatomy.components[name]})
         return self._parts[name]
+
+
+def _without_hooks(components: list[nn.Module]) -> Iterator[Any]:
+    """The dictionaries of hooks that are empty, a dozen a module: copied one by one they take most of the time."""
+    for component in components:
+        for module in component.modules():
+            yield from (value for value in vars(module).values() if type(value) is OrderedDict and not value)
 
 
 def _as_loaded(tensor: Tensor) -> Tensor:

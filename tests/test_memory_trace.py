@@ -412,3 +412,15 @@ def test_measured_peak_counts_what_is_held_at_once():
         return torch.empty(1 << 19)
 
     assert measured_peak(run) == 4 << 20
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_what_was_compiled_is_traced_as_it_was_written():
+    model, image = net(), torch.randn(1, 4, 8, 8)
+    compiled = torch.compile(model, backend="eager")
+    torch._dynamo.utils.counters.clear()
+    with torch.inference_mode():
+        assert trace(compiled, image).peak_bytes == trace(model, image).peak_bytes
+    assert not torch._dynamo.utils.counters["frames"]
+    compiled(image)
+    assert torch._dynamo.utils.counters["frames"]["ok"]

@@ -37,8 +37,9 @@ def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
         raise NoSiteError("park skips: the model has no UNet")
     parked = {id(module) for module in (course.stations if settings.guidance_in_turn else course.makers)}
     for module in (*course.stations, *course.tail):
-        around = functools.partial(_through_host, module, id(module) in parked)
-        yield wrap(module, "forward", around, "park_skips")
+        parks = id(module) in parked
+        around = functools.partial(_through_host, module, parks)
+        yield wrap(module, "forward", around, "park_skips" if parks else "park_skips, fetched alone")
 
 
 def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,23 +8,42 @@ order although the call is left out.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..repeats import standing_for, times
-from .accounts import current_account
+from .accounts import Account, current_account
 from .fakes import CPU, fake_empty
 from .ledger import Ledger
 from .work import Span, Work
+
+
+class Carrier(abc.ABC):
+    """What holds tensors and stands in their place among the arguments and results of modules."""
+
+    @abc.abstractmethod
+    def carried(self) -> list[Tensor]:
+        """The tensors."""
+
+    @abc.abstractmethod
+    def form(self) -> Hashable:
+        """All that it is besides them."""
+
+    @classmethod
+    @abc.abstractmethod
+    def of_form(cls, form: Any, tensors: Sequence[Tensor]) -> Carrier:
+        """One of the same form around other tensors."""
 
 
 class _State(threading.local):
@@ -72,6 +91,14 @@ class _Made:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    account: Account
+
+
+@dataclass(frozen=True)
+class _Carried:
+    kind: type[Carrier]
+    form: Hashable
+    tensors: tuple[_Made, ...]
 
 
 @dataclass(frozen=True)
@@ -146,14 +173,12 @@ class Effects:
         finally:
             happened = self._placed(self._notes.pop(), module)
         self._work.spans.append(Span(path))
-        made = _made(result)
-        if made is None or happened is None or ledger.met != met:
-            return result, None
+        made = None if happened is None or ledger.met != met else self._made(result)
         ledger.settle()
-        new = {**live, current_account(): live[current_account()] + made[1]}
-        if ledger.live != new:
+        if made is None or ledger.live != {name: nbytes + made[1][name] for name, nbytes in live.items()}:
             return result, None
         spans = tuple(dataclasses.replace(span) for span in self._work.spans[first:-1])
+        assert happened is not None
         results, structure = made[0], tree_flatten(result)[1]
         return result, _Effect(tuple(above), spans, path, times(), results, structure, happened)
 
@@ -184,11 +209,37 @@ class Effects:
             self._work.add(Span(path + span.path[len(effect.path) :] if inside else span.path, **sums))
         return tree_unflatten([self._made_again(result) for result in effect.results], effect.structure)
 
+    def _made(self, result: Any) -> tuple[tuple[Any, ...], Counter[str]] | None:
+        """How to make results again, and the bytes of their storages in each account; None where they are no plain
+        tensors of their own."""
+        made: list[Any] = []
+        storages: set[int] = set()
+        sizes: Counter[str] = Counter()
+        for leaf in tree_flatten(result)[0]:
+            if leaf is None or isinstance(leaf, (int, float, str)):
+                made.append(leaf)
+                continue
+            parts = []
+            for tensor in leaf.carried() if isinstance(leaf, Carrier) else [leaf]:
+                if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+                    return None
+                storage = tensor.untyped_storage()
+                if storage._cdata in storages or storage.nbytes() != tensor.numel() * tensor.element_size():
+                    return None
+                storages.add(storage._cdata)
+                account = self._ledger.account_of(tensor)
+                sizes[account] += storage.nbytes()
+                parts.append(_Made(tensor.shape, tensor.stride(), tensor.dtype, account))
+            made.append(_Carried(type(leaf), leaf.form(), tuple(parts)) if isinstance(leaf, Carrier) else parts[0])
+        return tuple(made), sizes
+
     def _made_again(self, result: Any) -> Any:
+        if isinstance(result, _Carried):
+            return result.kind.of_form(result.form, [self._made_again(tensor) for tensor in result.tensors])
         if not isinstance(result, _Made):
             return result
         fake = fake_empty(self._mode, result.shape, result.stride, result.dtype, CPU)
-        self._ledger.book(fake, current_account())
+        self._ledger.book(fake, result.account)
         return fake
 
     def _given(self, arguments: Any) -> Hashable | None:
@@ -197,27 +248,14 @@ class Effects:
         parts: list[Any] = [str(structure), torch.is_inference_mode_enabled(), current_account()]
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):
-                parts.append((leaf.shape, leaf.stride(), leaf.dtype, self._ledger.account_of(leaf)))
+                parts.append(self._facts(leaf))
+            elif isinstance(leaf, Carrier):
+                parts.append((type(leaf), leaf.form(), *map(self._facts, leaf.carried())))
             elif leaf is None or isinstance(leaf, (int, float, str, torch.dtype)):
                 parts.append((type(leaf), leaf))
             else:
                 return None
         return tuple(parts)
 
-
-def _made(result: Any) -> tuple[tuple[Any, ...], int] | None:
-    """How to make results again, and the bytes of their storages; None where they are no plain tensors of their own."""
-    made: list[Any] = []
-    storages: dict[int, int] = {}
-    for leaf in tree_flatten(result)[0]:
-        if isinstance(leaf, FakeTensor) and leaf.constant is None:
-            storage = leaf.untyped_storage()
-            if storage._cdata in storages or storage.nbytes() != leaf.numel() * leaf.element_size():
-                return None
-            storages[storage._cdata] = storage.nbytes()
-            made.append(_Made(leaf.shape, leaf.stride(), leaf.dtype))
-        elif leaf is None or isinstance(leaf, (int, float, str)):
-            made.append(leaf)
-        else:
-            return None
-    return tuple(made), sum(storages.values())
+    def _facts(self, tensor: Tensor) -> Hashable:
+        return tensor.shape, tensor.stride(), tensor.dtype, self._ledger.account_of(tensor)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .accounts import on_cpu
+from .layouts import wanted_format
 from .recipes import is_repeatable
 from .work import COPIES, FLOPS, IDLE
 
@@ -26,7 +26,6 @@ class Operator:
         view: its results share the storage of an argument.
         composite: it is made of other operators, which allocate.
         hidden: from arguments and result to the bytes that its kernel holds besides them and frees on return.
-        lay_out: from arguments and result to the result as the real kernel lays it out, where fakes are wrong.
         flops: from arguments and result to floating-point operations, if it is a product.
         moves: it reads or writes memory.
         copies: it may carry bytes from one account to the other.
@@ -37,7 +36,6 @@ class Operator:
     view: bool = False
     composite: bool = False
     hidden: Callable[[tuple[Any, ...], Any], int] | None = None
-    lay_out: Callable[[tuple[Any, ...], Any], Any] | None = None
     flops: Callable[[Any, Any], int] | None = None
     moves: bool = False
     copies: bool = False
@@ -58,7 +56,6 @@ def describe(func: Any) -> Operator:
         view=view,
         composite=composite,
         hidden=_HIDDEN.get(func),
-        lay_out=_LAYOUTS.get(func),
         flops=FLOPS.get(func),
         moves=not view and func not in IDLE,
         copies=func in COPIES,
@@ -74,37 +71,19 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _wanted_format(*tensors: Tensor) -> torch.memory_format:
-    """Channels last as soon as one of them is: what convolutions bring their arguments and result to."""
-    return torch.channels_last if any(map(_is_channels_last, tensors)) else torch.contiguous_format
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    """As torch decides it: the strides of dimensions of size 1 count, and a doubtful case is not channels last."""
-    if tensor.dim() != 4 or tensor.is_contiguous():
-        return False
-    least = 0
-    for dim in (1, 3, 2, 0):
-        stride, size = tensor.stride(dim), tensor.shape[dim]
-        if stride == 0 or stride < least or (dim == 0 and least == tensor.stride(1)):
-            return False
-        least = stride * max(size, 1)
-    return True
-
-
 def _copied(wanted: torch.memory_format, *tensors: Tensor) -> int:
     return sum(nbytes(tensor) for tensor in tensors if not tensor.is_contiguous(memory_format=wanted))
 
 
 def _packed_copy(args: tuple[Any, ...], result: Any) -> int:
     """Of the input, unless it is contiguous; on the CPU channels last will do too."""
-    return _copied(_wanted_format(args[0]) if on_cpu() else torch.contiguous_format, args[0])
+    return _copied(wanted_format(args[0]) if on_cpu() else torch.contiguous_format, args[0])
 
 
 def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
     """Input and weight are brought to one memory format; oneDNN also reorders them, and the result back, on the CPU."""
     image, weight = args[0], args[1]
-    wanted = _wanted_format(image, weight)
+    wanted = wanted_format(image, weight)
     copies = _copied(wanted, image, weight)
     if not on_cpu():
         return copies
@@ -114,91 +93,10 @@ def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
     return copies + max(nbytes(image) + nbytes(weight), nbytes(result) * (2 if half else 1))
 
 
-def _formatted(result: Tensor, wanted: torch.memory_format) -> Tensor:
-    if result.dim() != 4 or result.is_contiguous(memory_format=wanted):
-        return result
-    return torch.empty_like(result, memory_format=wanted)
-
-
-def _convolved(args: tuple[Any, ...], result: Any) -> Any:
-    return _formatted(result, _wanted_format(args[0], args[1]))
-
-
-def _normalised(args: tuple[Any, ...], result: Any) -> Any:
-    wanted = _wanted_format(args[0]) if on_cpu() else torch.contiguous_format
-    return _formatted(result[0], wanted), *result[1:]
-
-
-def _is_doubtful(result: Tensor) -> bool:
-    """Of one picture, the strides may say channels last or not; fakes and real tensors then differ."""
-    return result.dim() == 4 and result.shape[0] == 1 and not result.is_contiguous()
-
-
-def _viewed(args: tuple[Any, ...], result: Any) -> Any:
-    if not _is_doubtful(result):
-        return result
-    with _disable_current_modes():
-        meta = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
-        strides = meta.view(result.shape).stride()
-    return result.as_strided(result.shape, strides)
-
-
-def _iterated(args: tuple[Any, ...], result: Any) -> Any:
-    """An elementwise result with the strides that torch's iterator gives it from operands unlike each other."""
-    if not _is_doubtful(result):
-        return result
-    operands = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
-    alike = len(operands) == len(args) and all(operand.shape == result.shape for operand in operands)
-    if alike and all(operand.is_contiguous(memory_format=torch.channels_last) for operand in operands):
-        return result
-    strides, step = [0] * 4, 1
-    for dim in _iteration_order(result.shape, [operand.expand(result.shape).stride() for operand in operands]):
-        strides[dim] = step
-        step *= result.shape[dim]
-    return result.new_empty_strided(result.shape, strides)
-
-
-def _iteration_order(shape: torch.Size, operands: list[tuple[int, ...]]) -> list[int]:
-    """Dimensions from the innermost outwards, sorted by the strides of the operands, the first one first."""
-    order: list[int] = []
-    for dim in reversed(range(len(shape))):
-        place = len(order)
-        for at in reversed(range(len(order))):
-            verdict = _lies_outside(order[at], dim, shape, operands)
-            if verdict is False:
-                break
-            if verdict:
-                place = at
-        order.insert(place, dim)
-    return order
-
-
-def _lies_outside(first: int, second: int, shape: torch.Size, operands: list[tuple[int, ...]]) -> bool | None:
-    """Whether dimension ``first`` belongs outside of ``second``; None: the operands do not say."""
-    for strides in operands:
-        if strides[first] and strides[second]:
-            if strides[first] != strides[second]:
-                return strides[first] > strides[second]
-            if shape[first] > shape[second]:
-                return True
-    return None
-
-
 _HIDDEN: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten.convolution.default: _convolution_copies,
     aten.native_group_norm.default: _packed_copy,
     aten.native_layer_norm.default: _packed_copy,
     aten._softmax.default: _packed_copy,
     aten.upsample_nearest2d.default: _packed_copy,
-}
-
-_LAYOUTS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
-    aten.convolution.default: _convolved,
-    aten.native_group_norm.default: _normalised,
-    aten.view.default: _viewed,
-    aten._unsafe_view.default: _viewed,
-    aten.add.Tensor: _iterated,
-    aten.sub.Tensor: _iterated,
-    aten.mul.Tensor: _iterated,
-    aten.div.Tensor: _iterated,
 }

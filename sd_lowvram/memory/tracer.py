@@ -22,7 +22,9 @@ from .fakes import CPU, Registry, active_fake_mode, fake_of, faked, modules_of
 from .ledger import Ledger, Timeline
 from .operators import Operator, describe, nbytes
 from .recipes import PLACED, Recipe, made_of, make, signature
+from .rules import told
 from .sdpa import foretold_attention
+from .uncompiled import CAN_REST, uncompiled
 from .work import Span, Work, attention_flops, moved, packed
 
 aten = torch.ops.aten
@@ -103,7 +105,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
         ledger = tracer.ledger
         inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
         weights_bytes, input_bytes = ledger.live["weights"], ledger.live["device"]
-        with tracer.following(modules):
+        with tracer.following(modules), uncompiled():
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
     return MemoryTrace(
@@ -139,6 +141,11 @@ class _Tracer(TorchDispatchMode):
         self._taken_in: list[tuple[Operator, Recipe]] = []
         self._places: dict[int, tuple[Registry, str]] = {}
         self._met: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch, which else keeps its compiler away from each operator, at some cost."""
+        return not CAN_REST  # :func:`trace` keeps it away from all of them
 
     def fake_weight(self, real: Tensor, registry: Registry, name: str) -> Tensor:
         """The fake of a parameter or buffer; of a tensor that modules share, the same one."""
@@ -242,9 +249,8 @@ class _Tracer(TorchDispatchMode):
                 recipe = Recipe((PLACED[func](*args),), None)
             if recipe is not None:
                 return make(recipe, self._mode, args), recipe
-        result = func(*args, **kwargs)
-        if operator.lay_out is not None:
-            result = operator.lay_out(args, result)
+        known = None if key is None else told(func, args, kwargs, operator.view)
+        result = func(*args, **kwargs) if known is None else make(known, self._mode, args)
         recipe = _recipe(func, operator, args, result)
         if key is not None and (recipe.made is not None or result is args[0]):
             _keep(self._recipes, key, recipe)
