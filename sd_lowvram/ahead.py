@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ _PATIENCE = 60.0
 """Seconds after which a second process that has not done its part is given up."""
 
 _wanted: ContextVar[bool] = ContextVar("second process", default=False)
+_at_work: ContextVar[int | None] = ContextVar("what the second process tells", default=None)
 
 
 @contextlib.contextmanager
@@ -34,25 +36,55 @@ def two_processes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def meanwhile(work: Callable[[], Any]) -> Iterator[None]:
+def meanwhile(work: Callable[[], Any], another: bool = False) -> Iterator[None]:
     """Inside, a second process does ``work``, which is done at the end.
 
-    Nothing happens outside of :func:`two_processes`: what is asked for is traced when it is asked for.
+    Where one is at work already, it is that one's work that is done at the end. Nothing happens outside of
+    :func:`two_processes`: what is asked for is traced when it is asked for.
+
+    Args:
+        another: have one more process do ``work``, whatever the second one does.
     """
+    telling = _at_work.get()
     if not _wanted.get():
         yield
-        return
+    elif telling is not None and not another:
+        yield
+        _wait_for(telling)
+    else:
+        with _at_work_on(work):
+            yield
+
+
+@contextlib.contextmanager
+def _at_work_on(work: Callable[[], Any]) -> Iterator[None]:
     read, write = os.pipe()
     child = _forked(write, work)
     os.close(write)
+    token = _at_work.set(read)
     try:
         yield
-        select.select([read], [], [], _PATIENCE)
+        _wait_for(read)
     finally:
+        _at_work.reset(token)
         os.close(read)
-        with contextlib.suppress(OSError):
-            os.kill(child, signal.SIGTERM)
-            os.waitpid(child, 0)
+        _end(child)
+
+
+def _end(child: int) -> None:
+    """End a process that may be stuck: what it holds of torch was copied in the middle of something."""
+    with contextlib.suppress(OSError):
+        os.kill(child, signal.SIGTERM)
+        deadline = time.monotonic() + 2
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.005)
+
+
+def _wait_for(told: int) -> None:
+    """Wait until a process tells that it is done, or is gone."""
+    select.select([told], [], [], _PATIENCE)
 
 
 def _forked(told: int, work: Callable[[], Any]) -> int:

@@ -65,11 +65,12 @@ def build_components(
 
 
 def _empty(config: dict[str, Any]) -> Any:
-    import diffusers
+    if "_class_name" in config:
+        import diffusers
+
+        return getattr(diffusers, config["_class_name"]).from_config(config)
     import transformers
 
-    if "_class_name" in config:
-        return getattr(diffusers, config["_class_name"]).from_config(config)
     return getattr(transformers, config["architectures"][0])(transformers.CLIPTextConfig(**config))
 
 

@@ -16,17 +16,19 @@ from .models.anatomy import Anatomy
 from .safetensors_header import read_header
 
 
-def blueprint(model: str | None, dtype: torch.dtype) -> Anatomy:
+def blueprint(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = MODELS) -> Anatomy:
     """The anatomy of a model on the meta device: shapes and types, and not a byte of weights.
 
     Args:
         model: "sd15", "sd21" or "sdxl", a diffusers folder, or a ``.safetensors`` file. None: the demo model.
         dtype: the type in which it would be loaded.
+        only: components that are wanted.
 
     Raises:
         CheckpointError: missing, truncated, of an unknown kind, or a pickle, which has no header to read.
     """
-    return anatomy_of_components("diffusers", build_components(_configuration(model), dtype=dtype, device="meta"))
+    components = build_components(_configuration(model), dtype=dtype, device="meta", only=only)
+    return anatomy_of_components("diffusers", components)
 
 
 def _configuration(model: str | None) -> dict[str, Any]:

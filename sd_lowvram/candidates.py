@@ -77,7 +77,7 @@ class Pricing:
             return self._confirmed(stages[planned.name, planned.component], planned, candidate.settings, half)
 
         *others, longest = sorted(candidate.stages, key=lambda planned: planned.seconds)
-        with meanwhile(lambda: [confirmed(planned) for planned in others]):
+        with meanwhile(lambda: [confirmed(planned) for planned in others], another=True):
             confirmed(longest)
         return dataclasses.replace(candidate, stages=tuple(map(confirmed, candidate.stages)))
 

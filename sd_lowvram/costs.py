@@ -25,7 +25,7 @@ from .memory.work import Span
 from .models.anatomy import Anatomy
 from .settings import Settings
 from .shortened import equal_calls_once, equal_modules
-from .stages import CONTROL, Shape, Stage, stages
+from .stages import CONTROL, Shape, Stage, stages, text_length
 from .streaming.layers import Layer, layers_of
 from .streaming.layout import Policy, lay_down
 from .streaming.search import near_schedule
@@ -288,10 +288,12 @@ class Costs:
         """The shape that this hangs on."""
         return None if what.startswith(("text", "weights")) else self._shape
 
-    def _given(self, what: str) -> str | None:
-        """The ControlNet, whose residuals the denoiser is given."""
-        control = self._anatomy.components.get(CONTROL) if what.startswith("denoise") else None
-        return None if control is None else _fingerprint(control)
+    def _given(self, what: str) -> tuple[Any, ...]:
+        """What the UNet is given by others: the text, as long as it is, and a ControlNet's residuals."""
+        if not what.startswith(("denoise", "control")):
+            return ()
+        control = self._anatomy.components.get(CONTROL)
+        return text_length(self._anatomy), None if control is None else _fingerprint(control)
 
     def _place(self, component: str, what: str, settings: Settings) -> Path | None:
         """The file in which this is remembered; None: nowhere."""

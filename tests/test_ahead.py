@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,18 @@ def test_what_the_second_process_found_is_there_afterwards(tmp_path: Path, child
     assert are_gone(children)
 
 
+def test_inside_another_its_work_is_awaited_and_no_process_more_begins(tmp_path: Path, children: list[int]) -> None:
+    place = tmp_path / "found.json"
+    with two_processes(), meanwhile(lambda: (time.sleep(0.5), remember(place, 1))):
+        with meanwhile(lambda: remember(tmp_path / "other.json", 2)):
+            assert remembered(place) is None
+        assert remembered(place) == 1
+        with meanwhile(lambda: remember(tmp_path / "more.json", 3), another=True):
+            pass
+        assert remembered(tmp_path / "more.json") == 3
+    assert remembered(tmp_path / "other.json") is None and len(children) == 2
+
+
 def test_nothing_happens_where_nobody_asked(tmp_path: Path, monkeypatch: Any) -> None:
     with meanwhile(lambda: pytest.fail("done in this process")):
         pass
@@ -71,6 +84,17 @@ def test_an_error_here_ends_it(children: list[int]) -> None:
     with pytest.raises(KeyboardInterrupt), two_processes(), meanwhile(lambda: time.sleep(50)):
         raise KeyboardInterrupt
     assert are_gone(children) and time.monotonic() - start < 20
+
+
+def test_one_that_is_stuck_is_ended_all_the_same(children: list[int]) -> None:
+    def stuck() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        time.sleep(50)
+
+    with pytest.raises(ValueError, match="here"), two_processes(), meanwhile(stuck):
+        time.sleep(0.2)
+        raise ValueError("here")
+    assert are_gone(children)
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from sd_lowvram.architectures import build_components, write_folder
 from sd_lowvram.blueprint import blueprint
 from sd_lowvram.cli import app
 from sd_lowvram.commands import plan_cache
+from sd_lowvram.costs import Costs
 from sd_lowvram.errors import CheckpointError
+from sd_lowvram.settings import Settings
 from sd_lowvram.sizes import GIB, MIB
 
 
@@ -116,6 +118,36 @@ def test_a_plan_is_told_again_where_the_budget_is_the_same(
     again = run("--model", str(folder), "--json").stdout
     assert bool(made) == gpu and (gpu or again == first)
     assert json.loads(first)["request"]["ram"] == 9 * GIB
+
+
+def test_what_is_weighed_ahead_is_what_a_plan_asks_for(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """And it is weighed without the package of the text encoders."""
+    asked = {"model": str(folder), "width": None, "height": 512, "batch": 1, "steps": 30, "guidance": True}
+    asked |= {"gpu": "rtx2070", "vram": "517MB", "ram": "2GB", "approximate": False}
+    code = (
+        "import json, sys; from sd_lowvram.commands import plan; from sd_lowvram.settings import Settings;"
+        "asked = json.loads(sys.argv[1]);"
+        "plan._weigh_ahead(asked, plan._machine(asked), Settings(precision='fp16'));"
+        "print(sum(name.startswith(('transformers', 'peft')) for name in sys.modules))"
+    )
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
+    told = subprocess.run([sys.executable, "-c", code, json.dumps(asked)], capture_output=True, check=True, text=True)
+    assert told.stdout == "2\n"  # that they are not there
+    traced: list[tuple[str, bool]] = []
+    trace = Costs._trace
+
+    def noted(self: Costs, stage: Any, settings: Settings, whole: bool, timing: Any) -> Any:
+        traced.append((stage.name, whole))
+        return trace(self, stage, settings, whole, timing)
+
+    monkeypatch.setattr(Costs, "_trace", noted)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    words = (str(one) for name, value in asked.items() if name in ("model", "height", "gpu", "vram", "ram")
+             for one in (f"--{name}", value))  # fmt: skip
+    result = run(*words, "--precision", "fp16", "--json")
+    assert json.loads(result.output)["settings"]["vae_tiles"] == "exact"
+    assert ("text", False) in traced and ("denoise", True) in traced
+    assert not {("denoise", False), ("decode", False)} & set(traced)
 
 
 def test_traces_are_known_to_other_processes() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from typing import Annotated, Any
 
 import typer
 
+from ..architectures import MODELS
 from ..settings import Settings
 from .guard import guarded
 from .knobs import with_knobs
@@ -79,10 +81,25 @@ def _made(asked: dict[str, Any], settings: Settings, shown: bool) -> dict[str, A
 
 
 def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    from ..ahead import meanwhile
     from ..planner import make_plan
 
-    anatomy, request = _request(asked)
-    return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | _rates(request)
+    machine = _machine(asked)
+    with meanwhile(lambda: _weigh_ahead(asked, machine, settings)):
+        anatomy, request = _request(asked, machine)
+        return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | _rates(request)
+
+
+def _weigh_ahead(asked: dict[str, Any], machine: dict[str, Any], settings: Settings) -> None:
+    """Weigh the UNet and the VAE without the package of the text encoders, which takes seconds to import.
+
+    For a process of its own: diffusers does without what is not there, and it is not there any more.
+    """
+    from ..planner import Search
+
+    sys.modules |= dict.fromkeys(("transformers", "peft"))  # type: ignore[arg-type]
+    anatomy, request = _request(asked, machine, ("unet", "vae"))
+    Search(anatomy, request, settings, asked["approximate"]).weigh_what_comes_late()
 
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -90,7 +107,7 @@ def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     from ..largest_size import RATIOS, largest_plans
     from ..planner import make_plan
 
-    anatomy, request = _request(asked)
+    anatomy, request = _request(asked, _machine(asked))
     found = largest_plans(anatomy, request, settings, asked["approximate"])
     if not any(found.values()):
         smallest = dataclasses.replace(request, width=64, height=64)
@@ -103,26 +120,35 @@ def _rates(request: Any) -> dict[str, str]:
     return {"rates": f"{request.rates.title}, {request.rates.source}"}
 
 
-def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
-    """What is planned, and the request."""
+def _machine(asked: dict[str, Any]) -> dict[str, Any]:
+    """What is planned for: device, rates and budgets, of a request. What has to be measured is measured here."""
     import torch
 
-    from ..blueprint import blueprint
     from ..device import default_device, free_vram
-    from ..planner import Request, check_size
     from ..rates import profile, rates_of
     from ..sizes import parse_size
-    from ..stages import native_size, scale_factor
 
     gpu, vram, ram = asked["gpu"], asked["vram"], asked["ram"]
     device = torch.device("cuda") if gpu else default_device()
     rates = profile(gpu) if gpu else rates_of(device)
-    anatomy = blueprint(asked["model"], torch.float32 if device.type == "cpu" else torch.float16)
-    native = native_size(anatomy)
-    sides: dict[str, Any] = {side: native if asked[side] is None else asked[side] for side in ("width", "height")}
-    check_size(**sides, batch=asked["batch"], factor=scale_factor(anatomy))
     free = rates.vram_bytes if gpu else free_ram() if device.type == "cpu" else free_vram(device)
     budget = parse_size(vram, "vram") if vram is not None else free
     host = parse_size(ram, "ram") if ram is not None else free_ram()
+    return {"device": device, "rates": rates, "vram": budget, "ram": host}
+
+
+def _request(asked: dict[str, Any], machine: dict[str, Any], only: tuple[str, ...] = MODELS) -> tuple[Any, Any]:
+    """What is planned, the components ``only`` of it, and the request."""
+    import torch
+
+    from ..blueprint import blueprint
+    from ..planner import Request, check_size
+    from ..stages import native_size, scale_factor
+
+    on_cpu = machine["device"].type == "cpu"
+    anatomy = blueprint(asked["model"], torch.float32 if on_cpu else torch.float16, only)
+    native = native_size(anatomy)
+    sides: dict[str, Any] = {side: native if asked[side] is None else asked[side] for side in ("width", "height")}
+    check_size(**sides, batch=asked["batch"], factor=scale_factor(anatomy))
     rest: dict[str, Any] = {name: asked[name] for name in ("batch", "steps", "guidance")}
-    return anatomy, Request(**sides, **rest, vram=budget, ram=host, device=device, rates=rates)
+    return anatomy, Request(**sides, **rest, **machine)
