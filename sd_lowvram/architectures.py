@@ -52,11 +52,13 @@ def build_components(
     """
     import torch
 
+    from .unfilled import Unfilled
+
     config = architecture(name) if isinstance(name, str) else name
     models = {}
     for component in only:
         if component in config:
-            with torch.device("meta"):
+            with torch.device("meta"), Unfilled():
                 model = _empty(config[component])
             # The base class's `to`: diffusers' own warns of parts kept in float32, of which these have none.
             model = torch.nn.Module.to(model, dtype or torch.float32).eval().requires_grad_(False)

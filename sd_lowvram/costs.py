@@ -24,7 +24,7 @@ from .memory.accounts import unmark_host
 from .memory.work import Span
 from .models.anatomy import Anatomy
 from .settings import Settings
-from .shortened import equal_calls_once, equal_modules
+from .shortened import Equals, equal_calls_once, equal_modules
 from .stages import CONTROL, Shape, Stage, stages, text_length
 from .streaming.layers import Layer, layers_of
 from .streaming.layout import Policy, lay_down
@@ -124,7 +124,7 @@ class Costs:
         self._known: dict[Any, Any] = {}
         self._fingerprints: dict[str, str] = {}
         self._layered: dict[Any, list[Layer]] = {}
-        self._equals: dict[str, dict[nn.Module, Any]] = {}
+        self._equals: dict[str, Equals] = {}
         self._shortened: dict[str, bool] = {}
 
     def resized(self, shape: Shape) -> Costs:
@@ -243,7 +243,7 @@ class Costs:
             stack.callback(_unmark, component)
             return trace(on_twin.run, *on_twin.inputs())
 
-    def _equal(self, component: str) -> dict[nn.Module, Any]:
+    def _equal(self, component: str) -> Equals:
         if component not in self._equals:
             self._equals[component] = equal_modules(self._twin.components[component])
         return self._equals[component]

@@ -32,6 +32,7 @@ class Patch:
         make: from the present value to the replacement. It must not act on the model: preparing is not entering.
         exclusive: the replacement never calls the original, so no second exclusive patch may share the attribute.
         hook: the name of the hook that wants it, for messages.
+        role: where a hook treats modules differently that are equal, how it treats this one.
     """
 
     owner: Any
@@ -39,6 +40,7 @@ class Patch:
     make: Callable[[Any], Any]
     exclusive: bool = False
     hook: str = ""
+    role: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +51,9 @@ class Change:
     hook: str = ""
 
 
-def wrap(owner: Any, attribute: str, around: Callable[..., Any], hook: str = "") -> Patch:
+def wrap(owner: Any, attribute: str, around: Callable[..., Any], hook: str = "", role: str = "") -> Patch:
     """A patch that calls ``around(original, *args, **kwargs)`` in place of ``original(*args, **kwargs)``."""
-    return Patch(owner, attribute, lambda original: functools.partial(around, original), hook=hook)
+    return Patch(owner, attribute, lambda original: functools.partial(around, original), hook=hook, role=role)
 
 
 def replace(owner: Any, attribute: str, function: Callable[..., Any], hook: str = "") -> Patch:
@@ -151,10 +153,10 @@ def take_off(patch: Patch) -> None:
         vars(patch.owner).pop(_SLOTS, None)
 
 
-def hooks_on(owner: Any) -> tuple[tuple[str, str], ...]:
-    """The attributes of ``owner`` that are patched, each with a hook that wanted it."""
-    slots = vars(owner).get(_SLOTS)
-    return tuple((slot.attribute, patch.hook) for slot in slots.values() for patch in slot.patches) if slots else ()
+def roles_of(owner: Any) -> tuple[tuple[str, str, str], ...]:
+    """The attributes of ``owner`` that are patched, each with a hook that wanted it and its role in that."""
+    slots = vars(owner).get(_SLOTS, {}).values()
+    return tuple((slot.attribute, patch.hook, patch.role) for slot in slots for patch in slot.patches)
 
 
 @contextmanager

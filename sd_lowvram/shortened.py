@@ -9,31 +9,33 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 
 from torch import nn
 
 from .memory.effects import once, repeated_once
-from .patches import hooks_on, set_patch, wrap
+from .patches import roles_of, set_patch, wrap
 from .weights import own_tensors
 
+Equals = dict[nn.Module, tuple[int, list[nn.Module]]]
 
-def equal_modules(component: nn.Module) -> dict[nn.Module, Hashable]:
-    """Modules in lists and sequences of which ``component`` has several equal ones, each with what tells its kind."""
+
+def equal_modules(component: nn.Module) -> Equals:
+    """Modules in lists and sequences of which ``component`` has several equal ones, each with a number for its kind and
+    the modules in it."""
     lists = (module for module in component.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)))
     members = {member for one in lists for member in one if any(True for _ in member.children())}
     kinds = {member: _facts(member) for member in members}
     seen = Counter(kinds.values())
     numbers = {kind: number for number, kind in enumerate(seen)}
-    return {member: numbers[kind] for member, kind in kinds.items() if seen[kind] > 1}
+    return {member: (numbers[kind], list(member.modules())) for member, kind in kinds.items() if seen[kind] > 1}
 
 
 @contextlib.contextmanager
-def equal_calls_once(modules: Mapping[nn.Module, Hashable]) -> Iterator[None]:
+def equal_calls_once(modules: Equals) -> Iterator[None]:
     """Inside, traces run calls of these modules once for each kind and shape of the arguments."""
-    kinds = {module: (kind, *map(hooks_on, module.modules())) for module, kind in modules.items()}
     with contextlib.ExitStack() as stack:
-        for module, kind in kinds.items():
+        for module, kind in [(one, (number, *map(roles_of, inside))) for one, (number, inside) in modules.items()]:
             stack.callback(set_patch(wrap(module, "forward", functools.partial(once, kind, module), "short trace")))
         stack.enter_context(repeated_once())
         yield

@@ -59,7 +59,7 @@ def _in_strips(
     if parts is None:
         return original(x, time, *args, **kw)
     before = Moments(parts.norm1.num_groups)
-    over(pieces, x, lambda start, stop: before.add(x[:, :, start:stop]))
+    over(pieces, x, lambda start, stop: before.add(x.narrow(2, start, stop - start)))
     shift = parts.shift(time)
     hidden, after = _first_half(parts, x, shift, pieces, before)
     return _second_half(parts, x, hidden, pieces, after)
@@ -88,7 +88,7 @@ def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span],
 
     def strip(start: int, stop: int) -> Tensor:
         part = _convolved(block, block.norm2, block.conv2, rows, after, start, stop)
-        straight = x[:, :, start:stop]
+        straight = x.narrow(2, start, stop - start)
         part = (straight if block.shortcut is None else block.shortcut(straight)) + part
         return part if block.scale == 1 else part / block.scale
 
@@ -103,7 +103,7 @@ def _convolved(
     strip, above = rows.with_halo(start, stop)
     strip = normalised(norm, strip, moments)
     strip = conv(block.act(strip))
-    return strip[:, :, above : above + stop - start]
+    return strip.narrow(2, above, stop - start)
 
 
 class _Rows:

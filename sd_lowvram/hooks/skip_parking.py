@@ -39,7 +39,7 @@ def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
     for module in (*course.stations, *course.tail):
         parks = id(module) in parked
         around = functools.partial(_through_host, module, parks)
-        yield wrap(module, "forward", around, "park_skips" if parks else "park_skips, fetched alone")
+        yield wrap(module, "forward", around, "park_skips", "parks" if parks else "fetches")
 
 
 def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

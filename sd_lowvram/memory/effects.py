@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -177,7 +176,7 @@ class Effects:
         ledger.settle()
         if made is None or ledger.live != {name: nbytes + made[1][name] for name, nbytes in live.items()}:
             return result, None
-        spans = tuple(dataclasses.replace(span) for span in self._work.spans[first:-1])
+        spans = tuple(span.at(span.path) for span in self._work.spans[first:-1])
         assert happened is not None
         results, structure = made[0], tree_flatten(result)[1]
         return result, _Effect(tuple(above), spans, path, times(), results, structure, happened)
@@ -202,11 +201,11 @@ class Effects:
             with standing_for(one.times):
                 happen(one.what, *(self._modules(module)[place] for place in one.modules))
         self._ledger.again(effect.above)
-        path = self._ledger.path
+        path, before = self._ledger.path, effect.path
         for span in effect.spans:
-            inside = span.path == effect.path or span.path.startswith(f"{effect.path}.") or not effect.path
-            sums = {name: value * times() // effect.times for name, value in vars(span).items() if name != "path"}
-            self._work.add(Span(path + span.path[len(effect.path) :] if inside else span.path, **sums))
+            inside = not before or span.path == before or span.path.startswith(f"{before}.")
+            here = path + span.path[len(before) :] if inside else span.path
+            self._work.add(span.at(here, times(), effect.times))
         return tree_unflatten([self._made_again(result) for result in effect.results], effect.structure)
 
     def _made(self, result: Any) -> tuple[tuple[Any, ...], Counter[str]] | None:

@@ -32,6 +32,11 @@ class Span:
     operators: int = 0
     packed_bytes: int = 0
 
+    def at(self, path: str, times: int = 1, over: int = 1) -> Span:
+        """The same ``times / over`` times at another path."""
+        sums = self.flops, self.moved_bytes, self.copied_bytes, self.operators, self.packed_bytes
+        return Span(path, *(sums if times == over else [value * times // over for value in sums]))
+
 
 @dataclass
 class Work:
