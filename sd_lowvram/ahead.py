@@ -15,7 +15,7 @@ from typing import Any
 
 from .cache import cache_folder
 
-_PATIENCE = 60.0
+_PATIENCE = 20.0
 """Seconds after which a second process that has not done its part is given up."""
 
 _wanted: ContextVar[bool] = ContextVar("second process", default=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_lowvram.memory import kernels_of, trace
+from sd_lowvram.memory import kernels_of, rules, trace, tracer
 
 aten = torch.ops.aten
 
@@ -123,3 +123,42 @@ def test_statistics_of_groups(layout: str) -> None:
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name: str, layout: str) -> None:
     assert agree(PRODUCTS[name], LAYOUTS[layout]())
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x @ torch.empty(7, 3),
+        lambda x: x[0] @ torch.empty(7, 3),
+        lambda x: x + torch.empty(3, 5),
+        lambda x: torch.cat([x, torch.empty(2, 7, 3)]),
+        lambda x: torch.nn.functional.conv2d(x[None], torch.empty(3, 5, 1, 1)),
+    ],
+)
+def test_what_does_not_go_together_is_refused_as_torch_does(run) -> None:
+    given = torch.randn(2, 24, 8)
+    with pytest.raises((RuntimeError, ValueError)), torch.inference_mode():
+        run(given)
+    with pytest.raises((RuntimeError, ValueError)), torch.inference_mode():
+        trace(run, given)
+
+
+def test_a_view_of_another_type_begins_where_it_should() -> None:
+    given = torch.zeros(16, dtype=torch.float32)
+    with torch.inference_mode():
+        told = trace(lambda x: x[8:].view(torch.int16), given).output
+        assert (
+            (told.storage_offset(), told.shape) == (16, (16,)) == (given[8:].view(torch.int16).storage_offset(), (16,))
+        )
+
+
+def test_the_fake_mode_is_not_asked_of_what_rules_tell(monkeypatch) -> None:
+    asked: list[object] = []
+    tell = rules.told
+    monkeypatch.setattr(tracer, "told", lambda func, *rest: tell(func, *rest) or asked.append(func))
+    monkeypatch.setattr(tracer, "_recipes", {True: {}, False: {}})
+    monkeypatch.setattr(tracer, "_composites", {True: {}, False: {}})
+    block = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.SiLU())
+    with torch.inference_mode():
+        trace(lambda x, other: block(x + x).flatten(2) @ other, torch.randn(2, 8, 6, 6), torch.randn(16, 3))
+    assert asked == []

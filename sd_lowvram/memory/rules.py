@@ -1,6 +1,7 @@
 """What common operators make of their arguments, told without the fake mode, which takes milliseconds over some.
 
-A rule, where there is one; else torch's own kernels for meta tensors, where they are quick and right.
+A rule, where there is one; else torch's own kernels for meta tensors, where they are quick and right. What is wrong
+about the arguments, the fake mode tells.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def _by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: boo
     if result is metas[0]:
         return Recipe(None, None)
     results = (result,) if isinstance(result, Tensor) else result
+    if view and any(one.element_size() != metas[0].element_size() for one in results):
+        return None  # offsets are counted in other elements
     offsets = [int(one.storage_offset()) if view else None for one in results]
     made = (Made(one.shape, one.stride(), one.dtype, CPU, at) for one, at in zip(results, offsets, strict=True))
     return Recipe(tuple(made), None if isinstance(result, Tensor) else type(result))
@@ -108,7 +111,7 @@ def _convolved(
     more: Sequence[int],
     groups: int,
 ) -> _Results:
-    if image.dim() != 4:
+    if image.dim() != 4 or image.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
         return None
     sides = []
     for side, size, step, pad, spread, rest in zip(
@@ -133,6 +136,8 @@ def _layer_normed(rows: Tensor, shape: Sequence[int], *_: Any) -> _Results:
 
 
 def _product(one: Tensor, other: Tensor) -> _Results:
+    if one.shape[-1] != other.shape[-2]:
+        return None
     return (_new((*one.shape[:-1], other.shape[-1]), one.dtype),)
 
 
