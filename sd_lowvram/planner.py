@@ -231,8 +231,14 @@ class Search:
         self.smallest()
 
     def leanest(self) -> Candidate | None:
-        """Of the candidates that the device holds, the one with the least in host memory."""
-        found = [self._whole(base, list(map(self._leanest, self._rungs(base)))) for base in self._placements()]
+        """Of the candidates that the device holds, the one with the least in host memory.
+
+        More room for streamed weights leaves no less of them in host memory, and holds no more.
+        """
+        bases: dict[Any, Settings] = {}
+        for base in self._placements():
+            bases.setdefault((base.weight_storage, base.precision, base.offload), base)  # the least room comes first
+        found = [self._whole(base, list(map(self._leanest, self._rungs(base)))) for base in bases.values()]
         return min(filter(None, found), key=lambda run: run.host_bytes, default=None)
 
     def _leanest(self, rungs: Rungs) -> Option | None:

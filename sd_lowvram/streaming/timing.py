@@ -48,15 +48,19 @@ def timed(blocks: Sequence[Block], timing: Timing) -> list[Unit]:
     for number, block in enumerate(blocks):
         for layer in block.layers:
             owners.setdefault(layer.name, []).append(number)
-    seconds = [0.0] * len(blocks)
+    seconds, sizes = [0.0] * len(blocks), [block.bytes for block in blocks]
     present: list[int] = []
     early = 0.0
     for path, taken in timing.spans:
         present = _owner(path, owners) or present
-        early += 0.0 if present else taken
-        total = sum(blocks[number].bytes for number in present)
-        for number in present:  # several where a layer comes in parts
-            seconds[number] += taken * blocks[number].bytes / total
+        if not present:
+            early += taken
+        elif len(present) == 1:
+            seconds[present[0]] += taken
+        else:  # a layer that comes in parts
+            total = sum(sizes[number] for number in present)
+            for number in present:
+                seconds[number] += taken * sizes[number] / total
     if present:  # the next step's beginning runs while the last block is still there
         seconds[present[-1]] += early
     return [Unit(block.name, block.bytes, taken) for block, taken in zip(blocks, seconds, strict=True)]
@@ -64,6 +68,7 @@ def timed(blocks: Sequence[Block], timing: Timing) -> list[Unit]:
 
 def _owner(path: str, owners: dict[str, list[int]]) -> list[int]:
     """Whom the module ``path`` belongs to: itself, or what it is a part of; noted in ``owners``."""
-    if path not in owners:
-        owners[path] = _owner(path.rpartition(".")[0], owners) if path else []
-    return owners[path]
+    found = owners.get(path)
+    if found is None:
+        found = owners[path] = _owner(path.rpartition(".")[0], owners) if path else []
+    return found
