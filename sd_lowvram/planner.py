@@ -221,11 +221,15 @@ class Search:
         for base in self._placements():
             self._weights_alone(base)
 
+    def weigh_what_comes_first(self) -> None:
+        """Weigh the fastest way to run each stage."""
+        for rungs in self._rungs(self._smallest_placements()[0]):
+            _ = rungs[0]
+
     def weigh_what_comes_late(self) -> None:
-        """Weigh what :meth:`confirmed` comes to last, the ways to decode; the fastest ways of all else; and then what
-        only :meth:`smallest` needs."""
-        for rungs in sorted(self._rungs(self._smallest_placements()[0]), key=lambda rungs: not rungs.decodes):
-            if not self._held(rungs[0], self.request.vram) and rungs.decodes:
+        """Weigh what :meth:`confirmed` comes to last, the ways to decode, and then what only :meth:`smallest` needs."""
+        for rungs in self._rungs(self._smallest_placements()[0]):
+            if rungs.decodes and not self._held(rungs[0], self.request.vram):
                 for number in range(len(rungs)):
                     _ = rungs[number] if number != rungs.height - 1 else None  # that one only the smallest needs
         self.smallest()

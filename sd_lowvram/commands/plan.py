@@ -99,7 +99,9 @@ def _weigh_ahead(asked: dict[str, Any], machine: dict[str, Any], settings: Setti
 
     sys.modules |= dict.fromkeys(("transformers", "peft"))  # type: ignore[arg-type]
     anatomy, request = _request(asked, machine, ("unet", "vae"))
-    Search(anatomy, request, settings, asked["approximate"]).weigh_what_comes_late()
+    search = Search(anatomy, request, settings, asked["approximate"])
+    search.weigh_what_comes_first()
+    search.weigh_what_comes_late()
 
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
