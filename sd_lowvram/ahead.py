@@ -18,6 +18,9 @@ from .cache import cache_folder
 _PATIENCE = 20.0
 """Seconds after which a second process that has not done its part is given up."""
 
+_LIFE = 300
+"""Seconds after which a second process ends, should nobody be left who ends it."""
+
 _wanted: ContextVar[bool] = ContextVar("second process", default=False)
 _at_work: ContextVar[int | None] = ContextVar("what the second process tells", default=None)
 
@@ -36,8 +39,8 @@ def two_processes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def meanwhile(work: Callable[[], Any], another: bool = False) -> Iterator[None]:
-    """Inside, a second process does ``work``, which is done at the end.
+def meanwhile(work: Callable[[], Any], another: bool = False, awaited: bool = True) -> Iterator[None]:
+    """Inside, a second process does ``work``, which is done at the end if it is ``awaited``.
 
     Where one is at work already, it is that one's work that is done at the end. Nothing happens outside of
     :func:`two_processes`: what is asked for is traced when it is asked for.
@@ -52,19 +55,20 @@ def meanwhile(work: Callable[[], Any], another: bool = False) -> Iterator[None]:
         yield
         _wait_for(telling)
     else:
-        with _at_work_on(work):
+        with _at_work_on(work, awaited):
             yield
 
 
 @contextlib.contextmanager
-def _at_work_on(work: Callable[[], Any]) -> Iterator[None]:
+def _at_work_on(work: Callable[[], Any], awaited: bool) -> Iterator[None]:
     read, write = os.pipe()
     child = _forked(write, work)
     os.close(write)
     token = _at_work.set(read)
     try:
         yield
-        _wait_for(read)
+        if awaited:
+            _wait_for(read)
     finally:
         _at_work.reset(token)
         os.close(read)
@@ -95,6 +99,7 @@ def _forked(told: int, work: Callable[[], Any]) -> int:
     if child == 0:
         try:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+            signal.alarm(_LIFE)
             _wanted.set(False)
             work()
             os.write(told, b".")

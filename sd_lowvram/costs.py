@@ -25,7 +25,7 @@ from .memory.work import Span
 from .models.anatomy import Anatomy
 from .settings import Settings
 from .shortened import Equals, equal_calls_once, equal_modules
-from .stages import CONTROL, Shape, Stage, stages, text_length
+from .stages import CONTROL, Shape, Stage, latent_size, stages, text_length
 from .streaming.layers import Layer, layers_of
 from .streaming.layout import Policy, lay_down
 from .streaming.search import near_schedule
@@ -289,11 +289,12 @@ class Costs:
         return None if what.startswith(("text", "weights")) else self._shape
 
     def _given(self, what: str) -> tuple[Any, ...]:
-        """What the UNet is given by others: the text, as long as it is, and a ControlNet's residuals."""
+        """What the UNet is given: latents as the VAE makes them, text of some length, a ControlNet's residuals."""
         if not what.startswith(("denoise", "control")):
             return ()
         control = self._anatomy.components.get(CONTROL)
-        return text_length(self._anatomy), None if control is None else _fingerprint(control)
+        residuals = None if control is None else _fingerprint(control)
+        return latent_size(self._anatomy, self._shape), text_length(self._anatomy), residuals
 
     def _place(self, component: str, what: str, settings: Settings) -> Path | None:
         """The file in which this is remembered; None: nowhere."""

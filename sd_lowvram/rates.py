@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -168,6 +169,12 @@ def _write(where: Path | None, values: dict[str, Any]) -> None:
 
 
 def _machine(device: torch.device) -> str:
-    title = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}-{os.cpu_count()}"
+    title = _name_of(device) if device.type == "cuda" else f"{platform.machine()}-{os.cpu_count()}"
     threads = f"-{torch.get_num_threads()}" if device.type == "cpu" else ""
     return "".join(letter if letter.isalnum() else "-" for letter in f"{title}{threads}-{torch.__version__}")
+
+
+@functools.cache
+def _name_of(device: torch.device) -> str:
+    """Asked once: a process that was forked gets no answer from CUDA."""
+    return torch.cuda.get_device_name(device)

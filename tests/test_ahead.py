@@ -39,7 +39,7 @@ def are_gone(children: list[int]) -> bool:
     for child in children:
         with pytest.raises(ChildProcessError):
             os.waitpid(child, os.WNOHANG)
-    return len(children) == 1
+    return bool(children)
 
 
 def test_what_the_second_process_found_is_there_afterwards(tmp_path: Path, children: list[int]) -> None:
@@ -48,19 +48,34 @@ def test_what_the_second_process_found_is_there_afterwards(tmp_path: Path, child
         with meanwhile(lambda: (time.sleep(0.2), remember(place, os.getpid()))):
             pass
         assert [remembered(place)] == children
-    assert are_gone(children)
+    assert are_gone(children) and len(children) == 1
 
 
 def test_inside_another_its_work_is_awaited_and_no_process_more_begins(tmp_path: Path, children: list[int]) -> None:
-    place = tmp_path / "found.json"
-    with two_processes(), meanwhile(lambda: (time.sleep(0.5), remember(place, 1))):
+    place, ready = tmp_path / "found.json", tmp_path / "ready"
+
+    def find() -> None:
+        while not ready.exists():
+            time.sleep(0.01)
+        remember(place, 1)
+
+    with two_processes(), meanwhile(find, awaited=False):
         with meanwhile(lambda: remember(tmp_path / "other.json", 2)):
             assert remembered(place) is None
+            ready.touch()
         assert remembered(place) == 1
         with meanwhile(lambda: remember(tmp_path / "more.json", 3), another=True):
             pass
         assert remembered(tmp_path / "more.json") == 3
-    assert remembered(tmp_path / "other.json") is None and len(children) == 2
+    assert are_gone(children) and len(children) == 2
+    assert remembered(tmp_path / "other.json") is None
+
+
+def test_what_is_not_awaited_is_ended(children: list[int]) -> None:
+    start = time.monotonic()
+    with two_processes(), meanwhile(lambda: time.sleep(50), awaited=False):
+        pass
+    assert are_gone(children) and time.monotonic() - start < 20
 
 
 def test_nothing_happens_where_nobody_asked(tmp_path: Path, monkeypatch: Any) -> None:

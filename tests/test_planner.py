@@ -15,6 +15,7 @@ import sd_lowvram
 from sd_lowvram import Fidelity, Settings, api
 from sd_lowvram.architectures import build_components
 from sd_lowvram.candidates import STREAMED, Pricing
+from sd_lowvram.costs import Costs
 from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models import anatomy_of_components
@@ -23,6 +24,7 @@ from sd_lowvram.plans import Candidate, Request
 from sd_lowvram.rates import PROFILES, profile
 from sd_lowvram.rungs import seconds_of
 from sd_lowvram.sizes import GIB, MIB
+from sd_lowvram.stages import Shape
 from sd_lowvram.weights import weight_bytes
 
 CPU = torch.device("cpu")
@@ -319,3 +321,16 @@ def test_the_bounds_of_full_size_models() -> None:
     assert plan.minimum_vram_bytes > plan.minimum_peak_bytes
     guided_step = next(stage for stage in plan.stages if stage.name == "denoise").seconds / ask.steps
     assert guided_step == pytest.approx(0.171, rel=0.02)
+
+
+def test_what_is_remembered_of_a_unet_hangs_on_the_latents_of_its_vae() -> None:
+    config = tiny.config("sd15")
+    small = {**config, "vae": {**config["vae"]}}
+    for name in ("block_out_channels", "down_block_types", "up_block_types"):
+        small["vae"][name] = config["vae"][name][:-1]
+    places = set()
+    for one in (config, small):
+        parts = build_components(one, torch.float16, "meta", ("unet", "vae"))
+        costs = Costs(anatomy_of_components("diffusers", parts), Shape(512, 512), False, torch.device("cuda"))
+        places.add((costs._place("unet", "denoise", Settings()), costs._place("unet", "weights", Settings())))
+    assert len({denoise for denoise, _ in places}) == 2 and len({weights for _, weights in places}) == 1

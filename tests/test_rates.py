@@ -62,3 +62,13 @@ def test_reordered_weights_take_time_where_weights_are_reordered() -> None:
     work = dataclasses.replace(NOTHING, packed_bytes=2_000_000_000)
     assert cpu.seconds(work, 4) == pytest.approx(2.0)
     assert PROFILES["t4"].seconds(work, 4) == 0
+
+
+def test_a_card_is_asked_for_its_name_once(cache: Any, monkeypatch: Any) -> None:
+    """A process that was forked gets no answer."""
+    card, names = torch.device("cuda", 7), iter(["A card"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: next(names))
+    first = rates._place("overhead", card)
+    assert first is not None and "A-card" in first.name
+    assert rates._place("overhead", card) == first
+    rates._name_of.cache_clear()

@@ -85,7 +85,7 @@ def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     from ..planner import make_plan
 
     machine = _machine(asked)
-    with meanwhile(lambda: _weigh_ahead(asked, machine, settings)):
+    with meanwhile(lambda: _weigh_ahead(asked, machine, settings), awaited=False):
         anatomy, request = _request(asked, machine)
         return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | _rates(request)
 

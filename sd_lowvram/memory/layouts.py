@@ -14,7 +14,8 @@ def wanted_format(*tensors: Tensor) -> torch.memory_format:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """As torch decides it: the strides of dimensions of size 1 count, and a doubtful case is not channels last."""
+    """As torch decides it, of several channels: the strides of dimensions of size 1 count, and a doubtful case is not
+    channels last."""
     if tensor.dim() != 4 or tensor.is_contiguous():
         return False
     least = 0
@@ -64,16 +65,16 @@ def _expanded(operand: Tensor, shape: Sequence[int]) -> list[int]:
 
 def _iteration_order(shape: Sequence[int], operands: Sequence[Sequence[int]]) -> list[int]:
     """Dimensions from the innermost outwards, sorted by the strides of the operands, the first one first."""
-    order: list[int] = []
-    for dim in reversed(range(len(shape))):
-        place = len(order)
-        for at in reversed(range(len(order))):
-            verdict = _lies_outside(order[at], dim, shape, operands)
+    order = list(reversed(range(len(shape))))
+    for start in range(1, len(order)):
+        at = start
+        for before in reversed(range(start)):
+            verdict = _lies_outside(order[before], order[at], shape, operands)
             if verdict is False:
                 break
             if verdict:
-                place = at
-        order.insert(place, dim)
+                order[before], order[at] = order[at], order[before]
+                at = before
     return order
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .accounts import on_cpu
 from .fakes import CPU
@@ -22,16 +23,28 @@ _Results = tuple[Made, ...] | None
 
 
 def told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: bool) -> Recipe | None:
-    """The results of ``func`` of fake tensors; None where nothing but the fake mode knows them.
+    """The results of ``func`` of fake tensors on the CPU; None where nothing but the fake mode knows them.
 
     Args:
         view: whether they share the memory of the first argument.
     """
+    if not _is_on_cpu(args):
+        return None
     rule = _RULES.get(func)
     if rule is None:
         return _by_meta(func, args, kwargs, view) if view or func in _BY_META else None
     made = rule(*args, **kwargs)
     return None if made is None else Recipe(made, None if len(made) == 1 else tuple)
+
+
+def _is_on_cpu(args: Sequence[Any]) -> bool:
+    for arg in args:
+        if isinstance(arg, FakeTensor):
+            if arg.fake_device != CPU:
+                return False
+        elif isinstance(arg, (list, tuple)) and not _is_on_cpu(arg):
+            return False
+    return True
 
 
 def _by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: bool) -> Recipe | None:
@@ -67,12 +80,14 @@ def _room(
     shape: Sequence[int], *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any
 ) -> _Results:
     plain = device is not None and torch.device(device).type == "cpu"
-    plain &= memory_format in (None, torch.contiguous_format, torch.channels_last)
+    plain &= memory_format in (None, torch.contiguous_format) or (
+        memory_format is torch.channels_last and len(shape) == 4
+    )
     return (_new(shape, dtype or torch.get_default_dtype(), memory_format),) if plain else None
 
 
 def _room_like(like: Tensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> _Results:
-    if memory_format in (torch.contiguous_format, torch.channels_last):
+    if memory_format not in (None, torch.preserve_format):
         return _room(like.shape, dtype=dtype or like.dtype, device=device or CPU, memory_format=memory_format)
     with torch._C._DisableTorchDispatch():
         stride = _meta_of(like).clone().stride()
@@ -120,6 +135,8 @@ def _convolved(
         reach = spread * (size - 1) - 2 * pad
         sides.append((side - 1) * step + reach + rest + 1 if transposed else (side - reach - 1) // step + 1)
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    if min(sides) < 1 or image.dtype != weight.dtype or (bias is not None and bias.shape != (channels,)):
+        return None
     return (_new((image.shape[0], channels, *sides), image.dtype, wanted_format(image, weight)),)
 
 
@@ -130,19 +147,21 @@ def _group_normed(
     return (_new(image.shape, image.dtype, wanted), *(_new((batch, groups), image.dtype),) * 2)
 
 
-def _layer_normed(rows: Tensor, shape: Sequence[int], *_: Any) -> _Results:
+def _layer_normed(rows: Tensor, shape: Sequence[int], weight: Tensor | None, *_: Any) -> _Results:
+    if list(rows.shape[-len(shape) :]) != list(shape) or (weight is not None and list(weight.shape) != list(shape)):
+        return None
     outer = rows.shape[: rows.dim() - len(shape)]
     return (_new(rows.shape, rows.dtype), *(_new((*outer, *[1] * len(shape)), rows.dtype),) * 2)
 
 
 def _product(one: Tensor, other: Tensor) -> _Results:
-    if one.shape[-1] != other.shape[-2]:
-        return None
-    return (_new((*one.shape[:-1], other.shape[-1]), one.dtype),)
+    fit = one.dim() == other.dim() > 1 and one.shape[:-2] == other.shape[:-2] and one.shape[-1] == other.shape[-2]
+    return (_new((*one.shape[:-1], other.shape[-1]), one.dtype),) if fit and one.dtype == other.dtype else None
 
 
 def _sum_of_product(added: Tensor, one: Tensor, other: Tensor, **_: Any) -> _Results:
-    return _product(one, other)
+    fits = added.dtype == one.dtype and added.shape in (other.shape[1:], (*one.shape[:1], *other.shape[1:]))
+    return _product(one, other) if fits else None
 
 
 _RULES: dict[Any, Callable[..., _Results]] = {
