@@ -292,19 +292,21 @@ class Costs:
         """What the UNet is given: latents as the VAE makes them, text of some length, a ControlNet's residuals."""
         if not what.startswith(("denoise", "control")):
             return ()
-        control = self._anatomy.components.get(CONTROL)
-        residuals = None if control is None else _fingerprint(control)
+        residuals = self._kind(CONTROL) if CONTROL in self._anatomy.components else None
         return latent_size(self._anatomy, self._shape), text_length(self._anatomy), residuals
+
+    def _kind(self, component: str) -> str:
+        if component not in self._fingerprints:
+            self._fingerprints[component] = _fingerprint(self._anatomy.components[component])
+        return self._fingerprints[component]
 
     def _place(self, component: str, what: str, settings: Settings) -> Path | None:
         """The file in which this is remembered; None: nowhere."""
         folder = cache_folder()
         if folder is None:
             return None
-        if component not in self._fingerprints:
-            self._fingerprints[component] = _fingerprint(self._anatomy.components[component])
         facts = (
-            self._fingerprints[component],
+            self._kind(component),
             what,
             self._shape_of(what),
             self._given(what),
