@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..sd_lowvram.costs import relevant
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.plans import Plan, Request
+from ..sd_lowvram.planning.request import Request
+from ..sd_lowvram.plans import Plan
 from ..sd_lowvram.recording import measured
 from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare
 from ..sd_lowvram.settings import Settings
@@ -96,7 +97,7 @@ class _Autoencoder:
         if key not in self._plans:
             device = self._device(self._wish.settings)
             self._plans[key] = self._wish.plan(
-                anatomy, device, width, height, shape[0], guidance=False, encodes=stage == "encode"
+                anatomy, device, width, height, shape[0], passes=1, encodes=stage == "encode"
             )
         self._record.plans[stage] = self._plans[key]
         return self._plans[key]

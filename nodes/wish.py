@@ -11,10 +11,9 @@ import torch
 from ..sd_lowvram.device import available_ram
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.planner import make_plan
-from ..sd_lowvram.plans import Plan, Request, check_size
-from ..sd_lowvram.rates import rates_of
+from ..sd_lowvram.planning.request import request_for
+from ..sd_lowvram.plans import Plan
 from ..sd_lowvram.settings import Settings, knobs
-from ..sd_lowvram.stages import scale_factor
 from . import host
 
 
@@ -33,7 +32,7 @@ class Wish:
         height: int,
         batch: int,
         *,
-        guidance: bool = True,
+        passes: int | None = None,
         encodes: bool = False,
     ) -> Plan:
         """The fastest settings that fit.
@@ -42,17 +41,16 @@ class Wish:
             BudgetError: nothing fits; it tells the smallest budget that does.
             BadInputError: a size or a budget that cannot be used.
         """
-        check_size(width, height, batch, scale_factor(anatomy))
-        request = Request(
+        request = request_for(
+            anatomy,
+            vram=host.budget(self.budget, device),
+            ram=available_ram(),
             width=width,
             height=height,
             batch=batch,
-            vram=host.budget(self.budget, device),
-            ram=available_ram(),
-            device=device,
-            rates=rates_of(device),
-            guidance=guidance,
+            passes=passes,
             encodes=encodes,
+            device=device,
         )
         return make_plan(anatomy, request, dataclasses.replace(self.settings, channels_last=False))
 

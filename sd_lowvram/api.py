@@ -9,20 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .device import available_ram, default_device, free_vram
 from .errors import BadInputError
 from .guard import guard
 from .hooks.precision import force_upcast
 from .largest_size import largest_plans
-from .models.anatomy import Anatomy
-from .planner import DEFAULT_STEPS, Plan, Request, check_size, make_plan
-from .rates import rates_of
+from .planner import make_plan
+from .planning.request import DEFAULT_STEPS, Request, request_for
+from .plans import Plan
 from .session import anatomy_of, attach, attached, restore
 from .settings import Settings
 from .sizes import parse_size
-from .stages import native_size, scale_factor
-from .streaming.masters import host_budget, mapped_bytes
-from .weights import all_tensors
+from .stages import scale_factor
+from .streaming.masters import host_budget
 
 Size = int | float | str
 
@@ -41,10 +39,8 @@ def plan(
     approximate: bool = False,
 ) -> Plan:
     """The fastest settings that fit, with their predicted peak; attaches nothing. Arguments as for :func:`optimize`."""
-    anatomy = anatomy_of(target)
-    request = _request(anatomy, vram, ram, width, height, batch, device)
-    request = dataclasses.replace(request, steps=steps, encodes=_starts_from_a_picture(target))
-    return make_plan(anatomy, request, settings or Settings(), approximate)
+    request = _request(target, vram, ram, width=width, height=height, batch=batch, steps=steps, device=device)
+    return make_plan(anatomy_of(target), request, settings or Settings(), approximate)
 
 
 def optimize(
@@ -81,22 +77,23 @@ def optimize(
         BadInputError: a target, size or budget that cannot be used.
         NoSiteError, ConflictError: see :func:`attached`.
     """
-    chosen = plan(
-        target, vram=vram, ram=ram, width=width, height=height, batch=batch, steps=steps, device=device,
-        settings=settings, approximate=approximate,
-    )  # fmt: skip
+    request = _request(target, vram, ram, width=width, height=height, batch=batch, steps=steps, device=device)
+    return _attach(target, request, settings or Settings(), approximate)
+
+
+def _attach(target: Any, request: Request, settings: Settings, approximate: bool) -> Plan:
+    """Plan ``request`` and attach it in place of what is attached to ``target``."""
+    chosen = make_plan(anatomy_of(target), request, settings, approximate)
     restore(target)
     with host_budget(chosen.request.ram - max(stage.parked_bytes for stage in chosen.stages)):
         attachment = attach(target, chosen.settings, chosen.request.device, chosen.timing)
     attachment.plan = chosen
 
-    def replan(width: int, height: int, batch: int) -> None:
-        optimize(
-            target, vram=vram, ram=ram, width=width, height=height, batch=batch, steps=steps, device=device,
-            settings=settings, approximate=approximate,
-        )  # fmt: skip
+    def replan(width: int, height: int, batch: int, passes: int) -> None:
+        came = dataclasses.replace(request, width=width, height=height, batch=batch, passes=passes)
+        _attach(target, came, settings, approximate)
 
-    attachment.add(guard(attachment.anatomy, chosen.request, replan))
+    attachment.add(guard(attachment.anatomy, request, replan))
     return chosen
 
 
@@ -112,10 +109,8 @@ def max_size(
 ) -> dict[str, Plan | None]:
     """The plans of the largest "square" and "16:9" pictures that fit, None where none does. Arguments as for
     :func:`optimize`; takes up to a minute the first time."""
-    anatomy = anatomy_of(target)
-    request = _request(anatomy, vram, ram, None, None, batch, device)
-    request = dataclasses.replace(request, encodes=_starts_from_a_picture(target))
-    return largest_plans(anatomy, request, settings or Settings(), approximate)
+    request = _request(target, vram, ram, batch=batch, device=device)
+    return largest_plans(anatomy_of(target), request, settings or Settings(), approximate)
 
 
 def decode(
@@ -197,37 +192,11 @@ def _decoder_settings(
     half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
     if half and force_upcast(anatomy, anatomy.autoencoder or ""):
         fixed = fixed.filled(precision="fp32")
-    request = _request(anatomy, vram, ram, width, height, batch, device)
+    request = _request(vae, vram, ram, width=width, height=height, batch=batch, device=device)
     return make_plan(anatomy, request, fixed).settings
 
 
-def _request(
-    anatomy: Anatomy,
-    vram: Size | None,
-    ram: Size | None,
-    width: int | None,
-    height: int | None,
-    batch: int,
-    device: torch.device | str | None,
-) -> Request:
-    native = native_size(anatomy)
-    width, height = width if width is not None else native, height if height is not None else native
-    check_size(width, height, batch, scale_factor(anatomy))
-    where = torch.device(device) if device is not None else default_device()
-    return Request(
-        width=width,
-        height=height,
-        batch=batch,
-        vram=parse_size(vram, "vram") if vram is not None else free_vram(where) + _held(anatomy, where),
-        ram=parse_size(ram, "ram") if ram is not None else available_ram() + _held(anatomy, torch.device("cpu")),
-        device=where,
-        rates=rates_of(where),
-    )
-
-
-def _held(anatomy: Anatomy, device: torch.device) -> int:
-    """Bytes of weights that lie in the memory of ``device`` already: a plan counts them too, so they are free to it."""
-    components = anatomy.components.values()
-    here = [tensor for tensor in all_tensors(*components) if tensor.device.type == device.type]
-    mapped = mapped_bytes(*components) if device.type == "cpu" else 0
-    return max(0, sum(tensor.numel() * tensor.element_size() for tensor in here) - mapped)
+def _request(target: Any, vram: Size | None, ram: Size | None, **stated: Any) -> Request:
+    """The request of a call of ours; what is not ``stated`` is as the target itself runs."""
+    stated |= {name: parse_size(size, name) for name, size in (("vram", vram), ("ram", ram)) if size is not None}
+    return request_for(anatomy_of(target), encodes=_starts_from_a_picture(target), **stated)

@@ -13,7 +13,8 @@ from .costs import Cost, Costs, Step, Weights, relevant
 from .hooks.precision import compute_dtype, force_upcast
 from .models.anatomy import Anatomy
 from .overhead import Overhead
-from .plans import Candidate, Request, StagePlan
+from .planning.request import Request
+from .plans import Candidate, StagePlan
 from .rates import THIS, overhead_of
 from .settings import Settings
 from .sizes import MIB

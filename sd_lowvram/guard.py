@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,48 +12,60 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .models.anatomy import Anatomy
 from .patches import Patch, wrap
-from .plans import Request
+from .planning.request import Request
 from .stages import scale_factor
 from .weights import first_tensor
 
-Replan = Callable[[int, int, int], None]
+Replan = Callable[[int, int, int, int], None]
+_replanning = threading.local()
 
 
 def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]:
-    """Watch the sizes that come to denoiser and autoencoder, and call ``replan(width, height, batch)`` for larger ones.
+    """Watch what comes to denoiser and autoencoder, and call ``replan(width, height, batch, passes)`` where it is more
+    than was planned for: more pixels, more pictures, or more passes of guidance for each of them.
 
     The call goes on afterwards with what is attached then; an exception of ``replan`` reaches the caller instead.
     """
     factor = scale_factor(anatomy)
-    pictures = request.batch * (2 if request.guidance else 1)
-    planned = pictures * request.width * request.height
     for name in (anatomy.denoiser, anatomy.autoencoder):
         for entry in anatomy.entries[name] if name else ():
-            pixels_a_side = 1 if entry == "encode" else factor
-            share = 1 if name == anatomy.denoiser else pictures // request.batch
-            watch = functools.partial(
-                _watch, anatomy.components[name or ""], entry, planned, pixels_a_side, share, replan
-            )
+            scale = 1 if entry == "encode" else factor
+            denoises = name == anatomy.denoiser
+            watch = functools.partial(_watch, anatomy.components[name or ""], entry, request, denoises, scale, replan)
             yield wrap(anatomy.components[name or ""], entry, watch, "guard")
 
 
 def _watch(
     component: Any,
     entry: str,
-    planned: int,
+    request: Request,
+    denoises: bool,
     scale: int,
-    share: int,
     replan: Replan,
     original: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """One call of a component, ``scale`` pixels of the picture to a pixel of its input."""
     x = first_tensor((args, kwargs))
-    if x is None or isinstance(x, FakeTensor) or _pixels(x, scale) * share <= planned:
+    planned = (request.shape.rows if denoises else request.batch) * request.width * request.height
+    again = getattr(_replanning, "call", None) is x  # a plan that still is too small for it is not made twice
+    if x is None or isinstance(x, FakeTensor) or again or _pixels(x, scale) <= planned:
         return original(*args, **kwargs)
-    pictures = len(x) * share
-    replan(x.shape[3] * scale, x.shape[2] * scale, max(1, -(-pictures // 2)))
-    return getattr(component, entry)(*args, **kwargs)
+    batch, passes = _rows_of_the_denoiser(len(x), request) if denoises else (len(x), request.passes)
+    before, _replanning.call = getattr(_replanning, "call", None), x
+    try:
+        replan(x.shape[3] * scale, x.shape[2] * scale, batch, passes)
+        return getattr(component, entry)(*args, **kwargs)
+    finally:
+        _replanning.call = before
+
+
+def _rows_of_the_denoiser(came: int, request: Request) -> tuple[int, int]:
+    """Pictures, and passes for each of them, that a batch of ``came`` rows may be; together no less than it."""
+    if request.passes > 1 and came % request.passes == 0:
+        return came // request.passes, request.passes
+    return request.batch, -(-came // request.batch)
 
 
 def _pixels(x: Tensor, scale: int) -> int:

@@ -13,7 +13,8 @@ from . import progress
 from .errors import BudgetError
 from .models.anatomy import Anatomy
 from .planner import Search, planned
-from .plans import Plan, Request
+from .planning.request import Request
+from .plans import Plan
 from .settings import Settings
 from .stages import scale_factor
 

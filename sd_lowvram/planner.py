@@ -20,7 +20,8 @@ from .candidates import STREAMED, Pricing
 from .errors import BudgetError
 from .hooks.precision import precision_fidelity
 from .models.anatomy import Anatomy
-from .plans import DEFAULT_STEPS, Candidate, Plan, Predicted, Request, StagePlan, check_size
+from .planning.request import DEFAULT_STEPS, Request
+from .plans import Candidate, Plan, Predicted, StagePlan
 from .reasons import reasons, refusal, too_large, why_not
 from .rungs import GROUPS, Option, Rungs, host_of, largest_of, seconds_of
 from .seeking import Seeking, Steps
@@ -29,7 +30,7 @@ from .sizes import MIB
 from .stages import Stage
 from .streaming.timing import Timing
 
-__all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "check_size", "fidelity_of", "make_plan"]
+__all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "fidelity_of", "make_plan"]
 
 
 def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximate: bool = False) -> Plan:

@@ -1,4 +1,4 @@
-"""What is asked of the planner, and what it answers."""
+"""What the planner answers."""
 
 from __future__ import annotations
 
@@ -6,35 +6,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from .errors import BadInputError
-from .rates import Rates
+from .planning.request import Request
 from .settings import Fidelity, Settings
-from .stages import Shape
 from .streaming.timing import Timing
-
-DEFAULT_STEPS = 30
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked for: pixels, pictures, bytes of device and host memory, the device and its rates."""
-
-    width: int
-    height: int
-    batch: int
-    vram: int
-    ram: int
-    device: torch.device
-    rates: Rates
-    steps: int = DEFAULT_STEPS
-    guidance: bool = True
-    encodes: bool = False
-
-    @property
-    def shape(self) -> Shape:
-        return Shape(self.width, self.height, self.batch, self.guidance)
 
 
 @dataclass(frozen=True)
@@ -159,6 +133,7 @@ class Plan:
         """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
         plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "timing"}
         request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
+        request["guidance"] = self.request.passes > 1
         return plain | {
             "settings": self.settings.as_dict(),
             "request": request | {"rates": self.request.rates.name},
@@ -181,13 +156,3 @@ class Plan:
             "seconds": faster.seconds,
             "saved_seconds": self.predicted.seconds - faster.seconds,
         }
-
-
-def check_size(width: int, height: int, batch: int = 1, factor: int = 8) -> None:
-    """Raise BadInputError unless the picture's sides are positive multiples of ``factor``; says what is nearest."""
-    for name, pixels in (("width", width), ("height", height)):
-        if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < factor or pixels % factor:
-            near = f": the nearest is {max(factor, factor * round(pixels / factor))}" if isinstance(pixels, int) else ""
-            raise BadInputError(f"{name} {pixels!r} must be a positive multiple of {factor}{near}")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise BadInputError(f"batch {batch!r} must be a whole number of at least 1")

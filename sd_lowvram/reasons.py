@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .durations import LONG, format_time
 from .errors import BudgetError
-from .plans import Candidate, Request, StagePlan
+from .planning.request import Request
+from .plans import Candidate, StagePlan
 from .sizes import format_size
 
 _WORTH_TELLING = 0.95

@@ -21,12 +21,17 @@ Predict = Callable[[Any, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """What is asked for: the picture in pixels, pictures at a time, and whether guidance doubles them."""
+    """What is asked for: the picture in pixels, pictures at a time, and the denoiser's rows for each of them."""
 
     width: int
     height: int
     batch: int = 1
-    guidance: bool = True
+    passes: int = 2
+
+    @property
+    def rows(self) -> int:
+        """The denoiser's batch."""
+        return self.batch * self.passes
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,8 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
             latents = (shape.batch, _latent_channels(anatomy), *latent_size(anatomy, shape))
             pixels = (shape.batch, 3, shape.height, shape.width)
             if encodes:
-                found.insert(0, Stage("encode", name, anatomy.verbs.encode, _maker(component, pixels)))
-            found.append(Stage("decode", name, anatomy.verbs.decode, _maker(component, latents)))
+                found.insert(0, Stage("encode", name, anatomy.verbs.encode, _maker(anatomy, name, pixels)))
+            found.append(Stage("decode", name, anatomy.verbs.decode, _maker(anatomy, name, latents)))
         elif name == CONTROL and anatomy.denoiser is not None:
             found.append(Stage("control", name, _controlled, _control_inputs(anatomy, shape), repeats=True))
         elif name.startswith("text_encoder"):
@@ -115,18 +120,21 @@ def _text_inputs(encoder: nn.Module, length: int) -> tuple[nn.Module, Tensor]:
     return encoder, torch.zeros(1, length, dtype=torch.long)
 
 
-def _dtype(component: nn.Module) -> torch.dtype:
-    return next((tensor.dtype for tensor in component.parameters() if tensor.is_floating_point()), torch.float32)
+def _dtype(anatomy: Anatomy, name: str) -> torch.dtype:
+    """The type of what a component is called with: what its host computes in, else its weights' own."""
+    tensors = anatomy.components[name].parameters()
+    own = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+    return anatomy.computes.get(name, own)
 
 
-def _maker(component: nn.Module, shape: tuple[int, ...]) -> Callable[[], tuple[Any, ...]]:
-    return lambda: (component, torch.empty(shape, dtype=_dtype(component)))
+def _maker(anatomy: Anatomy, name: str, shape: tuple[int, ...]) -> Callable[[], tuple[Any, ...]]:
+    return lambda: (anatomy.components[name], torch.empty(shape, dtype=_dtype(anatomy, name)))
 
 
 def _denoiser_inputs(anatomy: Anatomy, shape: Shape) -> Callable[[], tuple[Any, ...]]:
     def make() -> tuple[Any, ...]:
         assert anatomy.unet is not None
-        dtype = _dtype(anatomy.unet)
+        dtype = _dtype(anatomy, anatomy.denoiser or "")
         text, extra = _conditions(anatomy, shape, dtype)
         if CONTROL in anatomy.components:
             *down, mid = _controlled(*_control_inputs(anatomy, shape)())
@@ -142,7 +150,7 @@ def _denoiser_inputs(anatomy: Anatomy, shape: Shape) -> Callable[[], tuple[Any, 
 def _control_inputs(anatomy: Anatomy, shape: Shape) -> Callable[[], tuple[Any, ...]]:
     def make() -> tuple[Any, ...]:
         control = anatomy.components[CONTROL]
-        dtype = _dtype(control)
+        dtype = _dtype(anatomy, CONTROL)
         text, extra = _conditions(anatomy, shape, dtype)
         latents = torch.empty(len(text), 4, *latent_size(anatomy, shape), dtype=dtype)
         image = torch.empty(len(text), 3, shape.height, shape.width, dtype=dtype)
@@ -154,7 +162,7 @@ def _control_inputs(anatomy: Anatomy, shape: Shape) -> Callable[[], tuple[Any, .
 def _conditions(anatomy: Anatomy, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     """The text (pictures, tokens, width) that a step is given, and what some models want besides."""
     config = anatomy.config(anatomy.denoiser or "")
-    pictures = shape.batch * (2 if shape.guidance else 1)
+    pictures = shape.rows
     width = config.get("cross_attention_dim") or 768
     width = width if isinstance(width, int) else max(width)
     extra: dict[str, Any] = {}

@@ -33,7 +33,8 @@ def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     memo |= {id(hooks): OrderedDict() for hooks in _without_hooks(components)}
     with _bare(components):
         copies = {name: copy.deepcopy(component, memo) for name, component in anatomy.components.items()}
-    return anatomy_of_components(anatomy.family, copies)
+    made = anatomy_of_components(anatomy.family, copies)
+    return dataclasses.replace(made, computes=anatomy.computes, passes=anatomy.passes, encodes=anatomy.encodes)
 
 
 _WORN = ("precision", "weight_storage")

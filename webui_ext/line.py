@@ -92,7 +92,7 @@ def _pictures(sizes: dict[str, Any], encodes: bool) -> list[run.Picture]:
         height=8 * max(1, int(sizes["height"] or 0) // 8),
         batch=max(1, int(sizes["batch_size"] or 1)),
         steps=max(1, int(sizes["steps"] or 1)),
-        guidance=sizes["cfg_scale"] != 1,
+        passes=2 if sizes["cfg_scale"] != 1 else 1,
         encodes=encodes,
     )
     if not sizes.get("hr"):

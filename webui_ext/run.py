@@ -13,8 +13,9 @@ from typing import Any
 
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.guard import guard
-from sd_lowvram.planner import Plan, Request, check_size, make_plan
-from sd_lowvram.rates import rates_of
+from sd_lowvram.planner import make_plan
+from sd_lowvram.planning.request import request_for
+from sd_lowvram.plans import Plan
 from sd_lowvram.session import Attachment, attach, detach
 from sd_lowvram.settings import Settings
 from sd_lowvram.sizes import format_size
@@ -26,14 +27,14 @@ from .arguments import settings_of
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """What a generation makes: pixels, pictures at a time, steps, and whether guidance doubles and pictures are
-    encoded."""
+    """What a generation makes: pixels, pictures at a time, steps, passes of guidance for each picture, and whether
+    pictures are encoded."""
 
     width: int
     height: int
     batch: int
     steps: int
-    guidance: bool = True
+    passes: int = 2
     encodes: bool = False
 
     @property
@@ -63,23 +64,17 @@ def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
     Raises:
         BudgetError: nothing fits. BadInputError: knobs or sizes that cannot be used.
     """
-    check_size(picture.width, picture.height, picture.batch)
     where = host.device()
+    anatomy = host.anatomy(model)
     vram, others = host.budget(chosen["vram"], model, where)
-    request = Request(
-        width=picture.width,
-        height=picture.height,
-        batch=picture.batch,
+    request = request_for(
+        anatomy,
         vram=max(1, vram - others),
         ram=host.host_budget(chosen["ram"]),
         device=where,
-        rates=rates_of(where),
-        steps=picture.steps,
-        guidance=picture.guidance,
-        encodes=picture.encodes,
+        **dataclasses.asdict(picture),
     )
     try:
-        anatomy = host.anatomy(model)
         with host.precision_of_attention(), host.in_the_weights_type(anatomy.unet):
             plan = make_plan(anatomy, request, _planned(model, settings_of(chosen)))
     except BudgetError as error:
@@ -124,8 +119,10 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
     return plan, attachment
 
 
-def _again(model: Any, chosen: Mapping[str, Any], picture: Picture, width: int, height: int, batch: int) -> None:
-    start(model, chosen, dataclasses.replace(picture, width=width, height=height, batch=batch))
+def _again(
+    model: Any, chosen: Mapping[str, Any], picture: Picture, width: int, height: int, batch: int, passes: int
+) -> None:
+    start(model, chosen, dataclasses.replace(picture, width=width, height=height, batch=batch, passes=passes))
 
 
 def _attachable(model: Any, settings: Settings) -> Settings:

@@ -106,7 +106,7 @@ def _begin(p: Any, chosen: Mapping[str, Any], encodes: bool) -> None:
         height=p.height,
         batch=p.batch_size,
         steps=p.steps,
-        guidance=p.cfg_scale != 1,
+        passes=2 if p.cfg_scale != 1 else 1,
         encodes=encodes or bool(getattr(p, "enable_hr", False)),
     )
     plan, attachment = run.start(shared.sd_model, chosen, picture)

@@ -99,15 +99,26 @@ def _work(task: dict[str, Any]) -> dict[str, Any]:
 def _plan(pipe: Any, task: dict[str, Any]) -> Any:
     import torch
 
-    from ..planner import Request, make_plan
+    from ..planner import make_plan
+    from ..planning.request import request_for
     from ..rates import rates_of
     from ..session import anatomy_of
     from ..settings import Settings
 
     device, side = torch.device("cpu"), task["size"]
     rates = rates_of(device, recalibrate=True)  # what else the machine does changes from run to run
-    request = Request(side, side, 1, task["budget"], _PLENTY, device, rates, steps=task["steps"])
-    return make_plan(anatomy_of(pipe), request, Settings())
+    anatomy = anatomy_of(pipe)
+    request = request_for(
+        anatomy,
+        vram=task["budget"],
+        ram=_PLENTY,
+        width=side,
+        height=side,
+        steps=task["steps"],
+        device=device,
+        rates=rates,
+    )
+    return make_plan(anatomy, request, Settings())
 
 
 def _planned(plan: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from .. import progress
 from ..blueprint import blueprint
 from ..durations import format_time
 from ..planner import Search
-from ..plans import Request
+from ..planning.request import request_for
 from ..rates import profile
 from ..settings import Settings
 from ..sizes import GIB, MIB, format_size
@@ -62,7 +62,9 @@ def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = 
 def _row(model: str, size: int, card: str) -> dict[str, Any]:
     start = time.process_time()
     anatomy = blueprint(model, torch.float16)
-    request = Request(size, size, 1, 4 * GIB, 64 * GIB, torch.device("cuda"), profile(card))
+    request = request_for(
+        anatomy, vram=4 * GIB, ram=64 * GIB, width=size, height=size, device="cuda", rates=profile(card)
+    )
     smallest = Search(anatomy, request, Settings(precision="fp16"), approximate=False).smallest()
     assert smallest is not None  # no bound on allocations was given
     return {

@@ -144,13 +144,9 @@ def _request(asked: dict[str, Any], machine: dict[str, Any], only: tuple[str, ..
     import torch
 
     from ..blueprint import blueprint
-    from ..planner import Request, check_size
-    from ..stages import native_size, scale_factor
+    from ..planning.request import request_for
 
     on_cpu = machine["device"].type == "cpu"
     anatomy = blueprint(asked["model"], torch.float32 if on_cpu else torch.float16, only)
-    native = native_size(anatomy)
-    sides: dict[str, Any] = {side: native if asked[side] is None else asked[side] for side in ("width", "height")}
-    check_size(**sides, batch=asked["batch"], factor=scale_factor(anatomy))
-    rest: dict[str, Any] = {name: asked[name] for name in ("batch", "steps", "guidance")}
-    return anatomy, Request(**sides, **rest, **machine)
+    size: dict[str, Any] = {name: asked[name] for name in ("width", "height", "batch", "steps")}
+    return anatomy, request_for(anatomy, **size, passes=2 if asked["guidance"] else 1, **machine)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -121,6 +122,9 @@ class Anatomy:
         verbs: how all these are used.
         course: the way of the denoiser's maps, None when there is no denoiser.
         configs: what components without a configuration of their own would have in it, in diffusers' words.
+        computes: the type in which the host lets a component compute, where that is not its weights' own.
+        passes: rows of the denoiser's batch for each picture, as the target guides.
+        encodes: whether a run of the target starts from a picture.
     """
 
     family: str
@@ -135,6 +139,9 @@ class Anatomy:
     verbs: Verbs
     course: Course | None = None
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    computes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    passes: int = 2
+    encodes: bool = False
 
     @property
     def unet(self) -> nn.Module | None:

@@ -1,0 +1,106 @@
+"""What is asked of the planner, and the one place that makes it from what a person states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..device import available_ram, default_device, free_vram
+from ..errors import BadInputError
+from ..models.anatomy import Anatomy
+from ..rates import Rates, rates_of
+from ..stages import Shape, native_size, scale_factor
+from ..streaming.masters import mapped_bytes
+from ..weights import all_tensors
+
+DEFAULT_STEPS = 30
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: pixels, pictures, bytes of device and host memory, the device and its rates.
+
+    Attributes:
+        passes: rows of the denoiser's batch for each picture: 1 without guidance, 2 with it, 3 where a pipeline guides
+            by text and picture.
+        encodes: whether the run starts from a picture.
+    """
+
+    width: int
+    height: int
+    batch: int
+    vram: int
+    ram: int
+    device: torch.device
+    rates: Rates
+    steps: int = DEFAULT_STEPS
+    passes: int = 2
+    encodes: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.width, self.height, self.batch, self.passes)
+
+
+def request_for(
+    anatomy: Anatomy,
+    *,
+    vram: int | None = None,
+    ram: int | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    batch: int = 1,
+    steps: int = DEFAULT_STEPS,
+    passes: int | None = None,
+    encodes: bool | None = None,
+    device: torch.device | str | None = None,
+    rates: Rates | None = None,
+) -> Request:
+    """The request for a run of ``anatomy``'s models.
+
+    Args:
+        vram, ram: bytes; None: what is free now, the weights that lie there already counted as free.
+        width, height: of the picture in pixels; None: the model's own size.
+        batch: pictures at a time.
+        passes, encodes: None: as the target itself runs.
+        device: None: a GPU when there is one, else the CPU.
+        rates: None: those of this machine.
+
+    Raises:
+        BadInputError: a size that cannot be used.
+    """
+    native = native_size(anatomy)
+    width, height = width if width is not None else native, height if height is not None else native
+    check_size(width, height, batch, scale_factor(anatomy))
+    where = torch.device(device) if device is not None else default_device()
+    return Request(
+        width=width,
+        height=height,
+        batch=batch,
+        vram=vram if vram is not None else free_vram(where) + _held(anatomy, where),
+        ram=ram if ram is not None else available_ram() + _held(anatomy, torch.device("cpu")),
+        device=where,
+        rates=rates_of(where) if rates is None else rates,
+        steps=steps,
+        passes=anatomy.passes if passes is None else passes,
+        encodes=anatomy.encodes if encodes is None else encodes,
+    )
+
+
+def check_size(width: int, height: int, batch: int = 1, factor: int = 8) -> None:
+    """Raise BadInputError unless the picture's sides are positive multiples of ``factor``; says what is nearest."""
+    for name, pixels in (("width", width), ("height", height)):
+        if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < factor or pixels % factor:
+            near = f": the nearest is {max(factor, factor * round(pixels / factor))}" if isinstance(pixels, int) else ""
+            raise BadInputError(f"{name} {pixels!r} must be a positive multiple of {factor}{near}")
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise BadInputError(f"batch {batch!r} must be a whole number of at least 1")
+
+
+def _held(anatomy: Anatomy, device: torch.device) -> int:
+    """Bytes of weights that lie in the memory of ``device`` already: a plan counts them too, so they are free to it."""
+    components = anatomy.components.values()
+    here = [tensor for tensor in all_tensors(*components) if tensor.device.type == device.type]
+    mapped = mapped_bytes(*components) if device.type == "cpu" else 0
+    return max(0, sum(tensor.numel() * tensor.element_size() for tensor in here) - mapped)
