@@ -121,7 +121,7 @@ class Pricing:
         own = self.costs.weights(stage.component, traced)
         streamed = settings.offload in STREAMED
         step = self.step(stage, settings) if streamed and stage.repeats else None
-        here = step.device_bytes if step else self._room(settings, own)
+        here = step.device_bytes if step else self._room(settings, stage.component, own)
         others = [
             name for name in weights if name != stage.component and not (away and name == self.anatomy.autoencoder)
         ]
@@ -216,13 +216,13 @@ class Pricing:
         """A denoising step with streamed weights."""
         return self.costs.step(stage, self.as_traced(stage, settings), self.timing(stage, settings))
 
-    def _room(self, settings: Settings, weights: Weights) -> int:
-        """Bytes on the device of a component that runs once."""
+    def _room(self, settings: Settings, component: str, weights: Weights) -> int:
+        """Bytes on the device of a component that runs once, or of which its host keeps so many."""
         if settings.offload == "layer":
             return weights.room_bytes if settings.weights_mib is None else settings.weights_mib * MIB
         if settings.offload == "blocks" and settings.weights_mib is not None:
             return min(weights.bytes, settings.weights_mib * MIB)
-        return weights.bytes
+        return min(weights.bytes, self.anatomy.kept.get(component, weights.bytes))
 
     def _once(self, stage: Stage, settings: Settings, cost: Cost) -> float:
         """Seconds of one call with its weights there: counted work over the device's rates."""

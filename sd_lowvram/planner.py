@@ -299,7 +299,9 @@ class Search:
         """What the weights take on the device at least, whatever the activations."""
         anatomy = self.pricing.anatomy
         away = {anatomy.autoencoder} if self.decoder_on_cpu else set()
-        sizes = [self.pricing.costs.weights(name, base).bytes for name in anatomy.components if name not in away]
+        names = [name for name in anatomy.components if name not in away]
+        weights = {name: self.pricing.costs.weights(name, base).bytes for name in names}
+        sizes = [min(size, anatomy.kept.get(name, size)) for name, size in weights.items()]
         rooms = {"none": sum(sizes), "component": max(sizes, default=0), "blocks": (base.weights_mib or 0) * MIB}
         return rooms.get(base.offload or "none", 0)
 

@@ -194,6 +194,19 @@ def test_larger_pictures_of_a_full_size_model_never_need_less() -> None:
     assert peaks == sorted(set(peaks))
 
 
+def test_weights_that_a_host_moves_in_parts_are_counted_as_it_keeps_them(anatomy: Any) -> None:
+    moved = Settings(offload="component")
+    whole = make_plan(anatomy, request(GIB), moved)
+    kept = dataclasses.replace(anatomy, kept={"unet": MIB})
+    parts = make_plan(kept, request(GIB), moved)
+    denoise = [next(s for s in plan.stages if s.name == "denoise") for plan in (whole, parts)]
+    assert [stage.weights_bytes for stage in denoise] == [weight_bytes(anatomy.unet), MIB]
+    between = request((whole.minimum_vram_bytes + parts.minimum_vram_bytes) // 2)
+    assert make_plan(kept, between, moved).fits
+    with pytest.raises(BudgetError):
+        make_plan(anatomy, between, moved)
+
+
 def test_guidance_and_batch_count(anatomy: Any) -> None:
     without = make_plan(anatomy, request(GIB, passes=1), Settings())
     three = make_plan(anatomy, request(GIB, batch=3), Settings())

@@ -125,6 +125,8 @@ class Anatomy:
         computes: the type in which the host lets a component compute, where that is not its weights' own.
         passes: rows of the denoiser's batch for each picture, as the target guides.
         encodes: whether a run of the target starts from a picture.
+        kept: bytes of a component's weights that are on the device while it runs, where its host moves them itself and
+            not whole.
     """
 
     family: str
@@ -142,6 +144,7 @@ class Anatomy:
     computes: Mapping[str, torch.dtype] = field(default_factory=dict)
     passes: int = 2
     encodes: bool = False
+    kept: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def unet(self) -> nn.Module | None:
