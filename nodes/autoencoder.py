@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sd_lowvram.costs import relevant
 from ..sd_lowvram.errors import BadInputError
+from ..sd_lowvram.memory.memory_profile import measured
+from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import Request
-from ..sd_lowvram.plans import Plan
-from ..sd_lowvram.recording import measured
+from ..sd_lowvram.planning.stage_costs import relevant
+from ..sd_lowvram.planning.stages import scale_factor
 from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare
 from ..sd_lowvram.settings import Settings
-from ..sd_lowvram.sizes import format_size
-from ..sd_lowvram.stages import scale_factor
+from ..sd_lowvram.units import format_size
 from . import host
-from .wish import Record, Wish, attachable
+from .node_request import Record, Wish, attachable
 
 
 def optimized_vae(vae: Any, wish: Wish, record: Record | None = None) -> Any:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .autoencoder import optimized_vae
 from .inputs import BUDGET, PLAN, knob_inputs, settings_of
+from .node_request import Record, Wish
 from .optimising import CATEGORY
-from .wish import Record, Wish
 
 
 class LowVRAMVAEDecode:

@@ -16,16 +16,16 @@ from typing import Any
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
+from ..sd_lowvram.memory.memory_profile import measured
 from ..sd_lowvram.models.anatomy import Anatomy
-from ..sd_lowvram.plans import Plan
-from ..sd_lowvram.recording import measured
+from ..sd_lowvram.planning.plan import Plan
+from ..sd_lowvram.planning.stages import native_size, scale_factor
 from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare
 from ..sd_lowvram.settings import Settings
-from ..sd_lowvram.sizes import format_size
-from ..sd_lowvram.stages import native_size, scale_factor
+from ..sd_lowvram.units import format_size
 from . import host
 from .attending import DOOR, override
-from .wish import Record, Wish, attachable
+from .node_request import Record, Wish, attachable
 
 _KEY = "sd-lowvram"
 _ATTENTION = ("attention", "attention_mib", "deterministic")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..sd_lowvram.device import free_vram
+from ..sd_lowvram.devices.info import free_vram
 from ..sd_lowvram.progress import listen
-from ..sd_lowvram.sizes import parse_size
+from ..sd_lowvram.units import parse_size
 
 
 def budget(written: str, device: torch.device) -> int:

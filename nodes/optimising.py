@@ -7,7 +7,7 @@ from typing import Any
 from .autoencoder import optimized_vae
 from .denoiser import optimized_model
 from .inputs import BATCH, BUDGET, PLAN, knob_inputs, settings_of, side
-from .wish import Record, Wish
+from .node_request import Record, Wish
 
 CATEGORY = "low-vram"
 

@@ -11,17 +11,17 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..sd_lowvram.costs import relevant
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.plans import Plan, StagePlan
-from ..sd_lowvram.recording import Run
-from ..sd_lowvram.sizes import format_size
+from ..sd_lowvram.memory.memory_profile import Run
+from ..sd_lowvram.planning.plan import Plan, StagePlan
+from ..sd_lowvram.planning.stage_costs import relevant
+from ..sd_lowvram.units import format_size
 from .autoencoder import foreseen_vae
 from .bars import memory_bars
 from .denoiser import optimized_model
 from .inputs import BATCH, BUDGET, knob_inputs, settings_of, side
+from .node_request import Record, Wish, attachable
 from .optimising import CATEGORY
-from .wish import Record, Wish, attachable
 
 
 class _Shown:
@@ -147,7 +147,7 @@ def _plot(record: Record) -> Tensor:
     """The memory of every stage as an IMAGE (1, H, W, 3) in [0, 1]."""
     from PIL import Image
 
-    from ..sd_lowvram.plots import memory_png
+    from ..sd_lowvram.planning.plots import memory_png
 
     run = Run(tuple(stage for stages in record.measured.values() for stage in stages)) if record.measured else None
     try:

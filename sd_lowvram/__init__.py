@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors
     from .api import decode, encode, max_size, optimize, plan
-    from .memory import MemoryTrace, trace
-    from .planner import Plan
-    from .recording import measured
+    from .memory.memory_profile import measured
+    from .planning.search import Plan
     from .session import attached, restore
     from .settings import Fidelity, Settings
+    from .tracing import MemoryTrace, trace
 
 __version__ = "0.1.0"
 
@@ -46,11 +46,11 @@ _HOMES = {
     "encode": ".api",
     "optimize": ".api",
     "attached": ".session",
-    "measured": ".recording",
+    "measured": ".memory.memory_profile",
     "restore": ".session",
-    "trace": ".memory",
-    "MemoryTrace": ".memory",
-    "Plan": ".planner",
+    "trace": ".tracing",
+    "MemoryTrace": ".tracing",
+    "Plan": ".planning.plan",
     "Settings": ".settings",
     "Fidelity": ".settings",
 }

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from .errors import BadInputError
-from .guard import guard
 from .hooks.precision import force_upcast
-from .largest_size import largest_plans
-from .planner import make_plan
+from .planning.max_size import largest_plans
+from .planning.plan import Plan
+from .planning.replan import guard
 from .planning.request import DEFAULT_STEPS, Request, request_for
-from .plans import Plan
+from .planning.search import make_plan
+from .planning.stages import scale_factor
 from .session import anatomy_of, attach, attached, restore
 from .settings import Settings
-from .sizes import parse_size
-from .stages import scale_factor
-from .streaming.masters import host_budget
+from .streaming.host_weights import host_budget
+from .units import parse_size
 
 Size = int | float | str
 

@@ -166,7 +166,7 @@ def attached(
         NoSiteError: a hook that finds nothing to act on.
         ConflictError: two hooks that exclude each other.
     """
-    from .device import default_device
+    from .devices.info import default_device
 
     attachment = attach(target, settings, torch.device(device) if device is not None else default_device(), timing)
     try:

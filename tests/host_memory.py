@@ -24,7 +24,7 @@ LATENTS = SIDE // 8
 
 def write(path: Path) -> None:
     """The UNet's weights as a safetensors file: the same random numbers over and over, which takes a second."""
-    from sd_lowvram.architectures import build_components
+    from sd_lowvram.checkpoints.architectures import build_components
 
     header: dict[str, Any] = {}
     end = 0
@@ -70,7 +70,7 @@ def watching() -> Iterator[list[int]]:
 def mapped_unet(path: Path) -> Any:
     from safetensors.torch import load_file
 
-    from sd_lowvram.architectures import build_components
+    from sd_lowvram.checkpoints.architectures import build_components
 
     unet = build_components("sd15", dtype=torch.float16, device="meta", only=("unet",))["unet"]
     unet.load_state_dict(load_file(path), assign=True)

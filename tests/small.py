@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sd_lowvram.architectures import architecture
+from sd_lowvram.checkpoints.architectures import architecture
 
 
 def narrow(name: str, vocabulary: int = 49408) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sd_lowvram.ahead import meanwhile, two_processes
 from sd_lowvram.cache import remember, remembered
+from sd_lowvram.planning.ahead import meanwhile, two_processes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or (os.cpu_count() or 1) < 2, reason="no second process here")
 

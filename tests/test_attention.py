@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram import Settings
 from sd_lowvram.errors import SettingsError
-from sd_lowvram.kernels.attention import (
+from sd_lowvram.kernels.attention.bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
+from sd_lowvram.kernels.attention.problem import Problem, problem_of
+from sd_lowvram.kernels.attention.registry import (
     BACKENDS,
     attention,
     available_backends,
@@ -23,10 +25,9 @@ from sd_lowvram.kernels.attention import (
     kernel_name,
     workspace_bytes,
 )
-from sd_lowvram.kernels.attention_bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
-from sd_lowvram.kernels.attention_problem import Problem, problem_of
-from sd_lowvram.kernels.attention_torch import choose_kernel, refusal
-from sd_lowvram.memory import kernels_of, measured_peak, trace
+from sd_lowvram.kernels.attention.torch_kernels import choose_kernel, refusal
+from sd_lowvram.memory import kernels_of, measured_peak
+from sd_lowvram.tracing import trace
 
 CPU = torch.device("cpu")
 HERE = [name for name, why in available_backends(CPU).items() if why is None]
@@ -308,7 +309,7 @@ CUDA = torch.device("cuda")
 def test_the_kernel_is_chosen_by_shape_type_mask_and_gpu(
     monkeypatch, width, value_width, dtype, mask, capability, kernel
 ):
-    monkeypatch.setattr("sd_lowvram.kernels.attention_torch.capability", lambda device: capability)
+    monkeypatch.setattr("sd_lowvram.kernels.attention.torch_kernels.capability", lambda device: capability)
     problem = Problem(2, 8, 1024, 1024, width, value_width, dtype, CUDA, mask, real=False)
     assert kernel_name("sdpa", problem) == kernel
     assert kernel_name("sliced", problem) == "sliced"
@@ -353,7 +354,7 @@ def test_a_forced_kernel_says_why_it_cannot_run(backend, change, says):
     ],
 )
 def test_flash_on_a_gpu_says_why_not(monkeypatch, change, says):
-    monkeypatch.setattr("sd_lowvram.kernels.attention_torch.capability", lambda device: (7, 5))
+    monkeypatch.setattr("sd_lowvram.kernels.attention.torch_kernels.capability", lambda device: (7, 5))
     facts = {"width": 64, "value_width": 64, "dtype": torch.float16, "device": CUDA, "real": False} | change
     assert says in refusal("flash", Problem(1, 8, 64, 64, **facts))
 
@@ -384,7 +385,7 @@ def test_xformers_is_called_in_its_own_layout(monkeypatch):
     package.ops = ops
     monkeypatch.setitem(sys.modules, "xformers", package)
     monkeypatch.setitem(sys.modules, "xformers.ops", ops)
-    monkeypatch.setattr("sd_lowvram.kernels.attention_torch.xformers_refusal", lambda device: None)
+    monkeypatch.setattr("sd_lowvram.kernels.attention.torch_kernels.xformers_refusal", lambda device: None)
     q, k, v = tensors(3, 4, 65, 77, 40, 40)
     for mask in (None, *masks(3, 4, 65, 77).values()):
         assert error(BACKENDS["xformers"](q, k, v, mask), exact(q, k, v, mask)) < 1e-5

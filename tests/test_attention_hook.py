@@ -15,11 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import LowVRAMError, NoSiteError, SettingsError
 from sd_lowvram.hooks.attention import Redirect, attention, kernels_that_ran
-from sd_lowvram.kernels import attention as kernels
-from sd_lowvram.memory import kernels_of, measured_peak, trace
+from sd_lowvram.kernels.attention import registry as kernels
+from sd_lowvram.memory import kernels_of, measured_peak
 from sd_lowvram.models.anatomy import Anatomy, Site
 from sd_lowvram.models.diffusers import VERBS
 from sd_lowvram.patches import refuse_conflicts, set_patch
+from sd_lowvram.tracing import trace
 
 CPU = torch.device("cpu")
 SDPA = torch.nn.functional.scaled_dot_product_attention

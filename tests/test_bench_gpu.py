@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from sd_lowvram.bench import gpu
 from sd_lowvram.bench.gpu import attention, peaks, sizes, streaming, trial
 from sd_lowvram.errors import BadInputError, OutputError
-from sd_lowvram.sizes import GIB, MIB
+from sd_lowvram.units import GIB, MIB
 
 CPU = torch.device("cpu")
 

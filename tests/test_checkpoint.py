@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import save_file
 from small import narrow, save_single_file, single_file_state
 
-from sd_lowvram import architectures, checkpoint
-from sd_lowvram.architectures import build_components, vocabulary
-from sd_lowvram.checkpoint import detect, load_pipeline
+from sd_lowvram.checkpoints import architectures
+from sd_lowvram.checkpoints import load as checkpoint
+from sd_lowvram.checkpoints.architectures import build_components, vocabulary
+from sd_lowvram.checkpoints.load import detect, load_pipeline
+from sd_lowvram.checkpoints.safetensors_header import Entry, Header, read_header
 from sd_lowvram.errors import BadInputError, CheckpointError
-from sd_lowvram.safetensors_header import Entry, Header, read_header
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 import tiny
 from PIL import Image
 
-from sd_lowvram.pictures import parse_parameters
-from sd_lowvram.schedulers import SCHEDULERS
+from sd_lowvram.checkpoints.schedulers import SCHEDULERS
+from sd_lowvram.commands.pictures import parse_parameters
 from sd_lowvram.settings import knobs
 
 ROOT = Path(__file__).parents[1]

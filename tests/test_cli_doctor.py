@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sd_lowvram import doctor
-from sd_lowvram.device import Gpu, Memory
+from sd_lowvram.devices import doctor
+from sd_lowvram.devices.info import Gpu, Memory
 
 
 def gpu(name: str = "NVIDIA GeForce RTX 2070", spills: bool = False) -> Gpu:

@@ -14,14 +14,14 @@ import tiny
 import torch
 from typer.testing import CliRunner
 
-from sd_lowvram.architectures import build_components, write_folder
-from sd_lowvram.blueprint import blueprint
+from sd_lowvram.checkpoints.architectures import build_components, write_folder
+from sd_lowvram.checkpoints.meta_model import blueprint
 from sd_lowvram.cli import app
 from sd_lowvram.commands import plan_cache
-from sd_lowvram.costs import Costs
 from sd_lowvram.errors import CheckpointError
+from sd_lowvram.planning.stage_costs import Costs
 from sd_lowvram.settings import Settings
-from sd_lowvram.sizes import GIB, MIB
+from sd_lowvram.units import GIB, MIB
 
 
 def run(*words: str) -> Any:
@@ -105,7 +105,7 @@ def test_a_plan_is_told_again_where_the_budget_is_the_same(
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
     monkeypatch.setattr(plan_cache.sys, "platform", "linux")
     monkeypatch.setattr(plan_cache, "_GPUS", (str(tmp_path),) if gpu else ())
-    monkeypatch.setattr("sd_lowvram.device.available_ram", lambda: 9 * GIB + 17)
+    monkeypatch.setattr("sd_lowvram.devices.info.available_ram", lambda: 9 * GIB + 17)
     first = run("--model", str(folder), "--json").stdout
     made: list[Any] = []
 
@@ -113,8 +113,8 @@ def test_a_plan_is_told_again_where_the_budget_is_the_same(
         made.append(given)
         raise RuntimeError("planned again")
 
-    monkeypatch.setattr("sd_lowvram.planner.make_plan", make)
-    monkeypatch.setattr("sd_lowvram.device.available_ram", lambda: 9 * GIB + 400 * MIB)
+    monkeypatch.setattr("sd_lowvram.planning.search.make_plan", make)
+    monkeypatch.setattr("sd_lowvram.devices.info.available_ram", lambda: 9 * GIB + 400 * MIB)
     again = run("--model", str(folder), "--json").stdout
     assert bool(made) == gpu and (gpu or again == first)
     assert json.loads(first)["request"]["ram"] == 9 * GIB
@@ -155,7 +155,8 @@ def test_what_is_weighed_ahead_is_what_a_plan_asks_for(folder: Path, tmp_path: P
 def test_traces_are_known_to_other_processes() -> None:
     """What is remembered must not hang on an order that chance gives to a process."""
     code = (
-        "import torch; from sd_lowvram.architectures import build_components; from sd_lowvram import costs;"
+        "import torch; from sd_lowvram.checkpoints.architectures import build_components;"
+        "from sd_lowvram.planning import stage_costs as costs;"
         "print(*[costs._fingerprint(part) for part in build_components('sd15', torch.float16, 'meta').values()])"
     )
     told = {

@@ -6,8 +6,8 @@ import pytest
 import tiny
 import torch
 
+from sd_lowvram.checkpoints.schedulers import SCHEDULERS, find_scheduler, label_of, set_scheduler
 from sd_lowvram.errors import BadInputError
-from sd_lowvram.schedulers import SCHEDULERS, find_scheduler, label_of, set_scheduler
 
 
 @pytest.fixture(scope="module")

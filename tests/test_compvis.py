@@ -19,9 +19,9 @@ import sd_lowvram
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import BadInputError, NoSiteError
 from sd_lowvram.hooks import arguments
-from sd_lowvram.memory import trace
 from sd_lowvram.models import compvis as family
-from sd_lowvram.sizes import MIB
+from sd_lowvram.tracing import trace
+from sd_lowvram.units import MIB
 
 compvis = pytest.importorskip("compvis")
 pytest.importorskip("ldm", reason="pip install --no-deps stable-diffusion-sdkit")

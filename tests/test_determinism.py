@@ -10,9 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram import Settings
 from sd_lowvram.errors import SettingsError
-from sd_lowvram.kernels import attention, determinism
-from sd_lowvram.kernels.attention_bounded import sliced
-from sd_lowvram.kernels.determinism import probe, repeats
+from sd_lowvram.kernels.attention import determinism
+from sd_lowvram.kernels.attention import registry as attention
+from sd_lowvram.kernels.attention.bounded import sliced
+from sd_lowvram.kernels.attention.determinism import probe, repeats
 
 CPU = torch.device("cpu")
 

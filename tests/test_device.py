@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 
-from sd_lowvram import device
-from sd_lowvram.device import (
+from sd_lowvram.devices import info as device
+from sd_lowvram.devices.info import (
     Memory,
     available_ram,
     default_device,

@@ -8,7 +8,7 @@ import pytest
 
 from sd_lowvram.bench import end_to_end
 from sd_lowvram.bench.end_to_end import device_bytes, verdict
-from sd_lowvram.sizes import MIB
+from sd_lowvram.units import MIB
 
 TASK = {"model": "demo", "size": 128, "steps": 2, "apart": False}
 

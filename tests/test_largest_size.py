@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from test_planner import request
 
 from sd_lowvram import Settings
-from sd_lowvram.architectures import build_components
-from sd_lowvram.largest_size import RATIOS, largest, largest_plans
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.planner import Search
-from sd_lowvram.sizes import MIB
+from sd_lowvram.planning.max_size import RATIOS, largest, largest_plans
+from sd_lowvram.planning.search import Search
+from sd_lowvram.units import MIB
 
 
 @given(st.integers(0, 400), st.integers(1, 50), st.integers(0, 20000), st.integers(1, 60), st.integers(1, 60))

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sd_lowvram.memory import is_host
-from sd_lowvram.sizes import MIB
-from sd_lowvram.streaming import masters as module
-from sd_lowvram.streaming.masters import CHUNK_BYTES, RING_BYTES, host_budget, mapped_bytes, masters_of
+from sd_lowvram.streaming import host_weights as module
+from sd_lowvram.streaming.host_weights import CHUNK_BYTES, RING_BYTES, host_budget, mapped_bytes, masters_of
+from sd_lowvram.units import MIB
 
 CPU = torch.device("cpu")
 SHAPES = {"small": (3,), "scalar": (), "image": (8, 4, 3, 3), "large": (1300, 4096), "bytes": (77,)}
@@ -96,7 +96,7 @@ def test_never_more_than_the_budget(mapped: dict[str, Tensor], ram: int) -> None
 
 
 def test_never_more_than_a_share_of_the_machine(mapped: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd_lowvram.device import Memory
+    from sd_lowvram.devices.info import Memory
 
     monkeypatch.setattr(module, "host_memory", lambda: Memory(80 * MIB, 80 * MIB))
     masters = masters_of(mapped.values(), 1 << 40, CPU)

@@ -11,8 +11,8 @@ import tiny
 from PIL import Image
 from typer.testing import CliRunner
 
-from sd_lowvram import recording
 from sd_lowvram.cli import app
+from sd_lowvram.memory import memory_profile as recording
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,9 @@ from sd_lowvram.memory import (
     park,
     to_device,
     to_host,
-    trace,
-    tracer,
     weights_account,
 )
+from sd_lowvram.tracing import trace, tracer
 
 MIB = 1 << 20
 

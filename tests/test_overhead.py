@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sd_lowvram.overhead import Overhead, block_bytes, reserved_bytes, rounding_bytes
-from sd_lowvram.sizes import MIB
+from sd_lowvram.devices.overhead import Overhead, block_bytes, reserved_bytes, rounding_bytes
+from sd_lowvram.units import MIB
 
 SIZES = st.lists(st.integers(1, 64 * MIB), max_size=20)
 

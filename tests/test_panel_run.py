@@ -13,9 +13,9 @@ import torch
 
 import webui_ext
 from sd_lowvram import Settings
+from sd_lowvram.devices.performance import PROFILES
 from sd_lowvram.errors import BudgetError
-from sd_lowvram.plans import Predicted, Request
-from sd_lowvram.rates import PROFILES
+from sd_lowvram.planning.plan import Predicted, Request
 from webui_ext.arguments import arguments
 
 compvis = pytest.importorskip("compvis")

@@ -11,17 +11,17 @@ import tiny
 import torch
 
 from sd_lowvram import Settings
-from sd_lowvram.architectures import build_components
-from sd_lowvram.candidates import Pricing
+from sd_lowvram.checkpoints.architectures import build_components
+from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.patches import Change
-from sd_lowvram.planner import make_plan
-from sd_lowvram.plans import Request
-from sd_lowvram.rates import profile
+from sd_lowvram.planning.cost_model import Pricing
+from sd_lowvram.planning.plan import Request
+from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import attached
-from sd_lowvram.sizes import GIB, MIB
 from sd_lowvram.streaming.timing import Timing
+from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
 
 GPU = torch.device("cuda")

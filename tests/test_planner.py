@@ -13,18 +13,18 @@ import torch
 
 import sd_lowvram
 from sd_lowvram import Fidelity, Settings, api
-from sd_lowvram.architectures import build_components
-from sd_lowvram.candidates import STREAMED, Pricing
-from sd_lowvram.costs import Costs
+from sd_lowvram.checkpoints.architectures import build_components
+from sd_lowvram.devices.performance import PROFILES, profile
 from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.planner import Search, make_plan
-from sd_lowvram.plans import Candidate, Request
-from sd_lowvram.rates import PROFILES, profile
-from sd_lowvram.rungs import seconds_of
-from sd_lowvram.sizes import GIB, MIB
-from sd_lowvram.stages import Shape
+from sd_lowvram.planning.cost_model import STREAMED, Pricing
+from sd_lowvram.planning.options import seconds_of
+from sd_lowvram.planning.plan import Candidate, Request
+from sd_lowvram.planning.search import Search, make_plan
+from sd_lowvram.planning.stage_costs import Costs
+from sd_lowvram.planning.stages import Shape
+from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
 
 CPU = torch.device("cpu")
@@ -294,8 +294,8 @@ def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> 
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
     first = make_plan(anatomy, request(GIB), Settings())
     assert list(tmp_path.rglob("*.json"))
-    monkeypatch.setattr("sd_lowvram.costs.trace", lambda *_: pytest.fail("traced again"))
-    monkeypatch.setattr("sd_lowvram.costs.twin", lambda *_: pytest.fail("copied again"))
+    monkeypatch.setattr("sd_lowvram.planning.stage_costs.trace", lambda *_: pytest.fail("traced again"))
+    monkeypatch.setattr("sd_lowvram.planning.stage_costs.twin", lambda *_: pytest.fail("copied again"))
     assert make_plan(anatomy, request(GIB), Settings()) == first
 
 

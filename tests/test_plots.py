@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from sd_lowvram.errors import BadInputError
-from sd_lowvram.foretold import Course
-from sd_lowvram.plots import memory_figure, memory_png
-from sd_lowvram.recording import MeasuredStage, Run, overrun
-from sd_lowvram.sizes import MIB
+from sd_lowvram.memory.memory_profile import MeasuredStage, Run, overrun
+from sd_lowvram.planning.plots import memory_figure, memory_png
+from sd_lowvram.planning.timeline import Course
+from sd_lowvram.units import MIB
 
 
 def stage(name: str, component: str, peak: int, seconds: float, host: int = 0) -> Any:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from sd_lowvram import calibration, rates
-from sd_lowvram.costs import Cost
-from sd_lowvram.overhead import Overhead
-from sd_lowvram.rates import PROFILES, Rates, overhead_of, rates_of
+from sd_lowvram.devices import calibration
+from sd_lowvram.devices import performance as rates
+from sd_lowvram.devices.overhead import Overhead
+from sd_lowvram.devices.performance import PROFILES, Rates, overhead_of, rates_of
+from sd_lowvram.planning.stage_costs import Cost
 
 CPU = torch.device("cpu")
 NOTHING = Cost(**dict.fromkeys((field.name for field in dataclasses.fields(Cost)), 0))

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from sd_lowvram import Settings, attached
-from sd_lowvram.architectures import build_components
-from sd_lowvram.costs import Costs
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.hooks import vae_exact
-from sd_lowvram.ladders import DENOISE_LADDER
-from sd_lowvram.memory import MemoryTrace, trace
+from sd_lowvram.memory.repeats import representatives
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.repeats import representatives
-from sd_lowvram.shortened import equal_calls_once, equal_modules
-from sd_lowvram.stages import Shape
+from sd_lowvram.planning.ladders import DENOISE_LADDER
+from sd_lowvram.planning.stage_costs import Costs
+from sd_lowvram.planning.stages import Shape
+from sd_lowvram.tracing import MemoryTrace, trace
+from sd_lowvram.tracing.equal_modules import equal_calls_once, equal_modules
 from sd_lowvram.weights import weight_bytes
 
 FIGURES = (

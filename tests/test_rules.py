@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from sd_lowvram.memory import kernels_of, rules, trace, tracer
-from sd_lowvram.memory.layouts import iterated_strides
+from sd_lowvram.memory import kernels_of
+from sd_lowvram.tracing import layout_rules as rules
+from sd_lowvram.tracing import trace, tracer
+from sd_lowvram.tracing.memory_formats import iterated_strides
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sd_lowvram.bench.schedule import run, table
+from sd_lowvram.devices.performance import PROFILES, profile
 from sd_lowvram.errors import BadInputError, BudgetError
-from sd_lowvram.rates import PROFILES, profile
 from sd_lowvram.streaming.policies import POLICIES
 from sd_lowvram.streaming.schedule import ALIGNMENT, Unit, aligned, lay_out
 from sd_lowvram.streaming.search import best_schedule, bound

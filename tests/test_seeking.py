@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sd_lowvram.seeking import Seeking, Steps
+from sd_lowvram.planning.seeking import Seeking, Steps
 
 
 def climbing(costs: list[float], result: float | None, asked: list[float]) -> Steps[float | None]:

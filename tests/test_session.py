@@ -18,7 +18,7 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.errors import BadInputError, ConflictError, LowVRAMError, NoSiteError
 from sd_lowvram.hooks import placement
 from sd_lowvram.session import attach, attachments, detach
-from sd_lowvram.streaming.masters import Masters
+from sd_lowvram.streaming.host_weights import Masters
 
 CPU = torch.device("cpu")
 EVERYTHING = Settings(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sd_lowvram import Fidelity, Settings
 from sd_lowvram.errors import BadInputError, SettingsError
 from sd_lowvram.settings import SURFACES, knobs
-from sd_lowvram.sizes import GIB, MIB, format_size, parse_size
+from sd_lowvram.units import GIB, MIB, format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from test_unet_hooks import TOGETHER, inputs, run
 from torch import nn
 
 from sd_lowvram import Settings, attached
-from sd_lowvram.architectures import build_components
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import BudgetError, ConflictError
-from sd_lowvram.memory import trace
 from sd_lowvram.session import attach, detach, entered, prepare
-from sd_lowvram.sizes import MIB
 from sd_lowvram.streaming.copier import Copier
 from sd_lowvram.streaming.engine import Stream
 from sd_lowvram.streaming.pool import Pool
+from sd_lowvram.tracing import trace
+from sd_lowvram.units import MIB
 from sd_lowvram.weights import all_tensors, weight_bytes
 
 WAYS: dict[str, Settings] = {
@@ -149,7 +149,7 @@ def test_smallest_working_set_of_sd15(split: bool | None, limit: float, pools: l
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from sd_lowvram.models import dissect
-    from sd_lowvram.twins import twin
+    from sd_lowvram.tracing.fake_model import twin
 
     anatomy = dissect(full_size())
     assert anatomy is not None
@@ -172,7 +172,7 @@ def attach_to_twin(unet: Any, settings: Settings) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from sd_lowvram.models import dissect
-    from sd_lowvram.twins import twin
+    from sd_lowvram.tracing.fake_model import twin
 
     anatomy = dissect(unet)
     assert anatomy is not None
@@ -304,7 +304,7 @@ def stream_of(attachment: Any) -> Stream:
 
 
 def test_an_error_while_copying_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd_lowvram.streaming.masters import Masters
+    from sd_lowvram.streaming.host_weights import Masters
 
     unet = unet_of("sd15")
     expected, copy_to = run(unet, (8, 8)), Masters.copy_to

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sd_lowvram import Settings, attached
-from sd_lowvram.architectures import build_components
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import NoSiteError
 
 ALONE: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from test_unet_hooks import ALONE, TOGETHER, inputs, run
 from torch import nn
 
 from sd_lowvram import Settings, attached
-from sd_lowvram.architectures import build_components
+from sd_lowvram.checkpoints.architectures import build_components
 
 EITHER = {**ALONE, "together": TOGETHER}
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "conv1", "conv2", "conv_shortcut", "proj_in"]
@@ -82,7 +82,7 @@ def test_residuals_from_outside(unet: Any, hook: str, extra: Any) -> None:
 
 def test_sums_of_skips_wait_too(unet: Any) -> None:
     """A ControlNet does not bring the skips back to the device."""
-    from sd_lowvram.memory import trace
+    from sd_lowvram.tracing import trace
 
     given = {**inputs(unet, (33, 41), 2), **controlnet()}
     peaks = []

@@ -13,10 +13,10 @@ from test_unet_hooks import ALONE, inputs
 from unet_bounds import BOUNDS, SMALLEST
 
 from sd_lowvram import Settings, attached
-from sd_lowvram.architectures import build_components
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.hooks import strips
-from sd_lowvram.memory import MemoryTrace, trace
-from sd_lowvram.sizes import MIB
+from sd_lowvram.tracing import MemoryTrace, trace
+from sd_lowvram.units import MIB
 
 
 @functools.lru_cache

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram.hooks import residual_strips as hook
-from sd_lowvram.hooks.lending import kept, lent_to_call
+from sd_lowvram.hooks.offloaded_tensor import Waiting
 from sd_lowvram.hooks.strips import Moments, assembled, normalised, over, spans
-from sd_lowvram.hooks.waiting import Waiting
 from sd_lowvram.memory import current_account
+from sd_lowvram.memory.repeats import standing_for, times
 from sd_lowvram.models.diffusers import residual
-from sd_lowvram.repeats import standing_for, times
+from sd_lowvram.streaming.weight_scopes import kept, lent_to_call
 
 
 @given(total=st.integers(1, 300), pieces=st.integers(1, 40), least=st.integers(1, 50))

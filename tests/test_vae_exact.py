@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_lowvram import Settings, attached
-from sd_lowvram.architectures import build_components
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import NoSiteError
 
 EXACT = Settings(vae_tiles="exact", vae_map="held", vae_strip_mib=1)

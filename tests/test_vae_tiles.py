@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sd_lowvram import Settings, attached, decode, encode, trace
-from sd_lowvram.architectures import build_components
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.demo import MODEL_PATH
 from sd_lowvram.hooks.vae_fast import blended, share, starts
 from sd_lowvram.progress import listen
-from sd_lowvram.sizes import MIB
+from sd_lowvram.units import MIB
 
 MAPS = ("held", "parked", "recomputed")
 COLLAGE = Path(__file__).parent / "data" / "collage.png"

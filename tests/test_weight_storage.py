@@ -14,7 +14,7 @@ from test_unet_hosts import add_lora
 from torch import nn
 
 from sd_lowvram import Settings, attached, optimize, plan, trace
-from sd_lowvram.architectures import build_components
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import ConflictError, NoSiteError
 from sd_lowvram.kernels.quantised import quantise, widen
 from sd_lowvram.weights import all_tensors, weight_bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sd_lowvram.architectures import architecture, build_components, write_folder
+from sd_lowvram.checkpoints.architectures import architecture, build_components, write_folder
 
 _UNET = {"cross_attention_dim": 32, "norm_num_groups": 8, "sample_size": 8}
 _VAE = {"block_out_channels": [16, 32, 32, 32], "norm_num_groups": 8, "sample_size": 64}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from sd_lowvram import Settings
-from sd_lowvram.sizes import MIB
+from sd_lowvram.units import MIB
 
 SMALLEST = dataclasses.replace(
     Settings.smallest(), offload=None, vae_slices=None, vae_tiles=None, vae_map=None, vae_strip_mib=None

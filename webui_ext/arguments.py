@@ -13,7 +13,7 @@ from typing import Any
 
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.settings import Knob, Settings, knobs
-from sd_lowvram.sizes import parse_size
+from sd_lowvram.units import parse_size
 
 TITLE = "Low VRAM"
 AUTO = "auto"

@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from sd_lowvram.errors import BudgetError, LowVRAMError
-from sd_lowvram.planner import Plan
-from sd_lowvram.sizes import format_size
+from sd_lowvram.planning.search import Plan
+from sd_lowvram.units import format_size
 
 _SETTLE_SECONDS = 0.3
 _KEPT = 256

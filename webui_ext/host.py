@@ -14,10 +14,10 @@ import torch
 from modules import devices, shared
 from torch import Tensor, nn
 
-from sd_lowvram.device import available_ram, free_vram
+from sd_lowvram.devices.info import available_ram, free_vram
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.session import anatomy_of
-from sd_lowvram.sizes import parse_size
+from sd_lowvram.units import parse_size
 from sd_lowvram.weights import all_tensors
 
 WEIGHTS = frozenset({"offload", "weights_mib", "split_layers", "weight_storage"})

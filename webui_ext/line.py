@@ -11,7 +11,8 @@ import gradio as gr
 
 from sd_lowvram.errors import LowVRAMError
 
-from . import blueprint, estimate, host, run
+from . import checkpoint_preview as blueprint
+from . import estimate, host, run
 from .arguments import TITLE, read
 
 _SIZES = ("width", "height", "batch_size", "steps", "cfg_scale")

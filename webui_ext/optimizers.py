@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sd_lowvram.hooks.attention import Redirect
-from sd_lowvram.kernels.attention import choose_backend, score_bytes
+from sd_lowvram.kernels.attention.registry import choose_backend, score_bytes
 from sd_lowvram.settings import Settings, knobs
 
 _LABELS = {

@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from sd_lowvram.errors import BudgetError
-from sd_lowvram.guard import guard
-from sd_lowvram.planner import make_plan
+from sd_lowvram.planning.plan import Plan
+from sd_lowvram.planning.replan import guard
 from sd_lowvram.planning.request import request_for
-from sd_lowvram.plans import Plan
+from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import Attachment, attach, detach
 from sd_lowvram.settings import Settings
-from sd_lowvram.sizes import format_size
+from sd_lowvram.units import format_size
 
 from . import host
-from .appetite import lowered
 from .arguments import settings_of
+from .memory_estimate import lowered
 
 
 @dataclasses.dataclass(frozen=True)

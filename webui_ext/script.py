@@ -10,7 +10,7 @@ from modules import scripts, shared
 from modules.ui_components import InputAccordion
 
 from sd_lowvram.errors import LowVRAMError
-from sd_lowvram.sizes import format_size
+from sd_lowvram.units import format_size
 
 from . import controls, host, infotext, run
 from .arguments import TITLE, read

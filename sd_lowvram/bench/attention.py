@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import default_device
+from ..devices.info import default_device
 from ..errors import SettingsError
-from ..kernels.attention import BACKENDS, available_backends, kernel_name
-from ..kernels.attention_problem import problem_of
-from ..memory import kernels_of, measured_peak, trace
-from ..sizes import MIB, format_size
+from ..kernels.attention.problem import problem_of
+from ..kernels.attention.registry import BACKENDS, available_backends, kernel_name
+from ..memory import kernels_of, measured_peak
+from ..tracing import trace
+from ..units import MIB, format_size
 
 Shape = tuple[int, int, int, int, int]
 """(batch, heads, queries, keys, width)."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import progress
-from ..sizes import MIB
+from ..units import MIB
 
 BUDGETS = 6
 CASES: dict[str, dict[str, Any]] = {
@@ -99,9 +99,9 @@ def _work(task: dict[str, Any]) -> dict[str, Any]:
 def _plan(pipe: Any, task: dict[str, Any]) -> Any:
     import torch
 
-    from ..planner import make_plan
+    from ..devices.performance import rates_of
     from ..planning.request import request_for
-    from ..rates import rates_of
+    from ..planning.search import make_plan
     from ..session import anatomy_of
     from ..settings import Settings
 
@@ -156,7 +156,7 @@ def _pipeline(model: str) -> Any:
     """The demo model, or a whole Stable Diffusion 1.5 with random weights, in float32."""
     import torch
 
-    from ..checkpoint import load_pipeline, model_path
+    from ..checkpoints.load import load_pipeline, model_path
 
     if model == "demo":
         pipe: Any = load_pipeline(model_path(None), "txt2img", torch.float32)
@@ -170,7 +170,7 @@ def _random(model: str) -> Any:
     from diffusers import DDIMScheduler, StableDiffusionPipeline
     from transformers import CLIPTokenizer
 
-    from ..architectures import architecture, build_components, write_folder
+    from ..checkpoints.architectures import architecture, build_components, write_folder
 
     config = architecture(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +185,7 @@ def _random(model: str) -> Any:
 
 def _measured(pipe: Any, task: dict[str, Any]) -> dict[str, Any]:
     """The allocator's peaks stage by stage, and the seconds of the processor and of the wall."""
-    from ..recording import measured
+    from ..memory.memory_profile import measured
 
     _paint(pipe, {**task, "steps": 1} if task["apart"] else None)  # kernels are made at their first call
     times = min(_timed(pipe, task) for _ in range(3)) if task["apart"] else None

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from .. import progress
-from ..blueprint import blueprint
-from ..durations import format_time
-from ..planner import Search
+from ..checkpoints.meta_model import blueprint
+from ..devices.performance import profile
 from ..planning.request import request_for
-from ..rates import profile
+from ..planning.search import Search
 from ..settings import Settings
-from ..sizes import GIB, MIB, format_size
+from ..units import GIB, MIB, format_size, format_time
 
 BOUNDS = {
     ("sd15", 512): 320 * MIB,

@@ -18,21 +18,21 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import progress
-from ..architectures import NAMES, build_components
-from ..costs import Costs
+from ..checkpoints.architectures import NAMES, build_components
+from ..devices.performance import Rates, profile
 from ..errors import BadInputError
 from ..models import anatomy_of_components
-from ..rates import Rates, profile
+from ..planning.stage_costs import Costs
+from ..planning.stages import Shape
 from ..settings import Settings
-from ..sizes import MIB
-from ..stages import Shape
 from ..streaming.blocks import Blocks, blocks_of
 from ..streaming.layers import layers_of
 from ..streaming.policies import POLICIES
 from ..streaming.search import best_schedule, bound
 from ..streaming.simulator import Copies, simulate
 from ..streaming.timing import Timing, in_run_order, timed
-from ..twins import twin
+from ..tracing.fake_model import twin
+from ..units import MIB
 
 SIZES = {"sd15": (512, 1024), "sd21": (768,), "sdxl": (1024,)}
 SHARES = (50, 25, 10)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import progress
-from ..checkpoint import load_pipeline
+from ..checkpoints.load import load_pipeline
 from ..hooks.weight_storage import quantised_layers
 from ..kernels.quantised import quantise, widen
 from ..session import anatomy_of, attached

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import progress
-from ..architectures import build_components
+from ..checkpoints.architectures import build_components
 from ..demo import MODEL_PATH
 from ..session import attached
 from ..settings import Settings

@@ -25,7 +25,7 @@ def doctor(
 ) -> None:
     """Tell what this machine has, which attention backends run here and repeat their bits, and what is missing."""
     with guarded(debug):
-        from ..doctor import calibrated, examine
+        from ..devices.doctor import calibrated, examine
 
         found = examine(probe=not calibrate)
         if calibrate:
@@ -40,7 +40,7 @@ def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..sizes import format_size
+    from ..units import format_size
 
     console = Console(highlight=False)
     machine = Table(show_header=False, box=None)
@@ -73,7 +73,7 @@ def _show(found: dict[str, Any]) -> None:
 def _calibration(measured: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    from ..sizes import format_size
+    from ..units import format_size
 
     rates, overhead = measured["rates"], measured["overhead"]
     table = Table("measured", rates["title"], title="")

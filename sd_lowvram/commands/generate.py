@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..schedulers import SCHEDULERS
+from ..checkpoints.schedulers import SCHEDULERS
 from ..settings import Settings
 from .guard import guarded
 from .inputs import Job, check_job

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ..checkpoints.schedulers import find_scheduler
 from ..errors import BadInputError
-from ..schedulers import find_scheduler
 from ..settings import Settings
-from ..sizes import parse_size
+from ..units import parse_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -20,7 +20,7 @@ def install(
 ) -> None:
     """Link (from a checkout) or copy (from a package) the adapter into a host. Restart the host afterwards."""
     with guarded(debug):
-        from .. import adapters
+        from ..hosting import install as adapters
 
         if uninstall:
             place, done = adapters.uninstall(host, path), "removed"

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OutputError
-from ..pictures import check_writable, save_picture
-from ..plots import check_plots, memory_png
+from ..planning.plots import check_plots, memory_png
 from .inputs import Job
+from .pictures import check_writable, save_picture
 
 if TYPE_CHECKING:
-    from ..recording import Run
+    from ..memory.memory_profile import Run
 
 _LARGEST = 1 << 20
 
@@ -36,7 +36,7 @@ def measured_run(job: Job, pipe: Any, plan: Any, run: Callable[[], list[Any]]) -
     """
     if job.memory_plot is None and plan.request.device.type != "cuda":
         return run(), None
-    from ..recording import measured, overrun
+    from ..memory.memory_profile import measured, overrun
 
     with measured(pipe) as seen:
         pictures = run()
@@ -50,6 +50,6 @@ def draw(path: Path, pipe: Any, plan: Any, run: Run) -> None:
     """Write the plot of ``plan`` and ``run`` to ``path``, whole or not at all."""
     from PIL import Image
 
-    from ..foretold import foretell
+    from ..planning.timeline import foretell
 
     save_picture(Image.open(io.BytesIO(memory_png(plan, run, foretell(pipe, plan)))), path, "")

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import load_pipeline, model_path
+from ..checkpoints.load import load_pipeline, model_path
+from ..checkpoints.schedulers import label_of, set_scheduler
 from ..errors import LowVRAMError
-from ..pictures import check_writable, output_paths, parameters_text, save_picture
-from ..schedulers import label_of, set_scheduler
 from .inputs import Job, check_device, open_picture
 from .memory_plot import check_plot, draw, measured_run
 from .noise import drawn_in_float32
+from .pictures import check_writable, output_paths, parameters_text, save_picture
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ def _load(job: Job, path: Path) -> tuple[Any, torch.device]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
-    from ..device import default_device
+    from ..devices.info import default_device
 
     device = torch.device(check_device(job.device)) if job.device else default_device()
     wide = device.type == "cpu" or job.settings.precision in _WIDE

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..architectures import MODELS
+from ..checkpoints.architectures import MODELS
 from ..settings import Settings
 from .guard import guarded
 from .knobs import with_knobs
@@ -67,8 +67,8 @@ def _made(asked: dict[str, Any], settings: Settings, shown: bool) -> dict[str, A
     """The plan, or one for each ratio, as plain values; takes seconds."""
     from rich.console import Console
 
-    from ..ahead import two_processes
-    from ..collector import no_collection
+    from ..planning.ahead import two_processes
+    from ..tracing.collector import no_collection
     from .show import Bars
 
     console = Console(stderr=True, quiet=not shown)
@@ -81,8 +81,8 @@ def _made(asked: dict[str, Any], settings: Settings, shown: bool) -> dict[str, A
 
 
 def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    from ..ahead import meanwhile
-    from ..planner import make_plan
+    from ..planning.ahead import meanwhile
+    from ..planning.search import make_plan
 
     machine = _machine(asked)
     with meanwhile(lambda: _weigh_ahead(asked, machine, settings), awaited=False):
@@ -95,7 +95,7 @@ def _weigh_ahead(asked: dict[str, Any], machine: dict[str, Any], settings: Setti
 
     For a process of its own: diffusers does without what is not there, and it is not there any more.
     """
-    from ..planner import Search
+    from ..planning.search import Search
 
     sys.modules |= dict.fromkeys(("transformers", "peft"))  # type: ignore[arg-type]
     anatomy, request = _request(asked, machine, ("unet", "vae"))
@@ -106,8 +106,8 @@ def _weigh_ahead(asked: dict[str, Any], machine: dict[str, Any], settings: Setti
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     from ..errors import BudgetError
-    from ..largest_size import RATIOS, largest_plans
-    from ..planner import make_plan
+    from ..planning.max_size import RATIOS, largest_plans
+    from ..planning.search import make_plan
 
     anatomy, request = _request(asked, _machine(asked))
     found = largest_plans(anatomy, request, settings, asked["approximate"])
@@ -126,9 +126,9 @@ def _machine(asked: dict[str, Any]) -> dict[str, Any]:
     """What is planned for: device, rates and budgets, of a request. What has to be measured is measured here."""
     import torch
 
-    from ..device import default_device, free_vram
-    from ..rates import profile, rates_of
-    from ..sizes import parse_size
+    from ..devices.info import default_device, free_vram
+    from ..devices.performance import profile, rates_of
+    from ..units import parse_size
 
     gpu, vram, ram = asked["gpu"], asked["vram"], asked["ram"]
     device = torch.device("cuda") if gpu else default_device()
@@ -143,7 +143,7 @@ def _request(asked: dict[str, Any], machine: dict[str, Any], only: tuple[str, ..
     """What is planned, the components ``only`` of it, and the request."""
     import torch
 
-    from ..blueprint import blueprint
+    from ..checkpoints.meta_model import blueprint
     from ..planning.request import request_for
 
     on_cpu = machine["device"].type == "cpu"

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import cache
 from ..cache import cache_folder, code_digest
-from ..sizes import GIB
+from ..units import GIB
 
 _STEP = GIB // 2
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
@@ -44,7 +44,7 @@ def _place(asked: dict[str, Any]) -> Path | None:
 
 def free_ram() -> int:
     """Free host memory in whole steps, so that what is asked for twice is mostly the same."""
-    from ..device import available_ram
+    from ..devices.info import available_ram
 
     return available_ram() // _STEP * _STEP
 

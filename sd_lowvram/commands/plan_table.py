@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..durations import LONG, format_time
-from ..sizes import format_size
+from ..units import LONG, format_size, format_time
 
 
 def show(console: Console, plan: dict[str, Any]) -> None:

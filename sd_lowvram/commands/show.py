@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 
 from ..progress import listen
-from ..sizes import format_size
+from ..units import format_size
 
 _COUNTED = 250
 """More parts than these are no steps that anybody counts."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from .waiting import Waiting, pictures
+from .offloaded_tensor import Waiting, pictures
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

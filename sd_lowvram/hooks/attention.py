@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import LowVRAMError, NoSiteError
-from ..kernels import attention as kernels
-from ..kernels.attention_problem import problem_of
-from ..kernels.attention_torch import BUILTIN
+from ..kernels.attention import registry as kernels
+from ..kernels.attention.problem import problem_of
+from ..kernels.attention.torch_kernels import BUILTIN
 from ..models.anatomy import Anatomy, Site, Verbs
 from ..patches import Patch, wrap
 from ..settings import Settings

@@ -16,7 +16,7 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .lending import kept
+from ..streaming.weight_scopes import kept
 from .strips import assembled, needs_graph, spans
 
 FEWEST_TOKENS = 256

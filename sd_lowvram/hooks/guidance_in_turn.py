@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import NoSiteError
-from ..memory.effects import once
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
+from ..streaming.weight_scopes import together
+from ..tracing.effects import once
 from .arguments import batch_of, part_of, shares
-from .lending import together
+from .offloaded_tensor import Waiting
 from .strips import needs_graph, room
-from .waiting import Waiting
 
 
 def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:

@@ -21,11 +21,11 @@ from ..errors import ConflictError, NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
-from ..sizes import MIB
+from ..streaming.device_io import run_at
 from ..streaming.engine import Stream, Turns
 from ..streaming.layout import Policy
 from ..streaming.timing import Timing
-from ..streaming.travel import run_at
+from ..units import MIB
 from ..weights import all_tensors
 from .placement import Residency, place, run_on_cpu, settle_on_host
 

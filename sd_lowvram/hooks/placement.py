@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..memory import host_account, to_device, to_host
 from ..memory.accounts import mark_host, unmark_host
-from ..streaming.travel import run_at
+from ..streaming.device_io import run_at
 from ..weights import all_tensors, first_tensor, map_tensors, set_data
 
 

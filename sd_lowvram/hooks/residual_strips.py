@@ -20,7 +20,7 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy, Residual, layer
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .lending import kept
+from ..streaming.weight_scopes import kept
 from .strips import Moments, Span, assembled, needs_graph, normalised, over, spans
 
 FEWEST_ROWS = 8

@@ -18,8 +18,8 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from .arguments import changed
+from .offloaded_tensor import Waiting, fetched
 from .strips import needs_graph
-from .waiting import Waiting, fetched
 
 
 def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:

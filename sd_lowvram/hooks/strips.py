@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from ..repeats import standing_for
+from ..memory.repeats import standing_for
 from ..weights import first_tensor
 
 Span = tuple[int, int]

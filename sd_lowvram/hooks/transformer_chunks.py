@@ -21,8 +21,8 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy, TokenAttention, Transformer
 from ..patches import Patch, set_patch, wrap
 from ..settings import Settings
+from ..streaming.weight_scopes import kept
 from .feed_forward import FEWEST_TOKENS
-from .lending import kept
 from .strips import Span, assembled, needs_graph, spans
 
 

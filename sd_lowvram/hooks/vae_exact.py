@@ -24,14 +24,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import progress
 from ..errors import NoSiteError
-from ..kernels.attention_bounded import fused_softmax
+from ..kernels.attention.bounded import fused_softmax
+from ..memory.repeats import representatives, standing_for
 from ..models.anatomy import Anatomy
 from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBlock, Step, Upsample, dissect, layer
 from ..patches import Patch, replace, value
-from ..repeats import representatives, standing_for
 from ..settings import Settings
-from ..sizes import MIB
-from .lending import kept
+from ..streaming.weight_scopes import kept
+from ..units import MIB
 from .maps import AnyMap, Given, Map, ParkedMap, Statistics, Strip, load, spans
 from .vae_operations import Operation, first_half, needed_rows, operations_of, second_half
 

@@ -1,14 +1,12 @@
-"""Memory: where bytes live (parking), and how many there will be (the trace) or were (the measurement)."""
+"""Memory: where bytes live, which of them wait in host memory, and how many there were."""
 
 from __future__ import annotations
 
 from .accounts import current_account, device_account, host_account, is_host, kernels_of, mark_host, weights_account
+from .host_offload import Parked, fetch, host_empty, park, to_device, to_host
 from .measured import measured_peak
-from .parking import Parked, fetch, host_empty, park, to_device, to_host
-from .tracer import MemoryTrace, trace
 
 __all__ = [
-    "MemoryTrace",
     "Parked",
     "current_account",
     "device_account",
@@ -22,6 +20,5 @@ __all__ = [
     "park",
     "to_device",
     "to_host",
-    "trace",
     "weights_account",
 ]

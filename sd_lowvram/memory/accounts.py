@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from .lifetimes import Deaths
+from .storage_refs import Deaths
 
 Account = Literal["device", "weights", "host"]
 Kernels = Literal["gpu", "cpu"]

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..device import available_ram, default_device, free_vram
+from ..devices.info import available_ram, default_device, free_vram
+from ..devices.performance import Rates, rates_of
 from ..errors import BadInputError
 from ..models.anatomy import Anatomy
-from ..rates import Rates, rates_of
-from ..stages import Shape, native_size, scale_factor
-from ..streaming.masters import mapped_bytes
+from ..streaming.host_weights import mapped_bytes
 from ..weights import all_tensors
+from .stages import Shape, native_size, scale_factor
 
 DEFAULT_STEPS = 30
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .masters import Masters
+from .host_weights import Masters
 
 Copy = tuple[Masters, Tensor, Tensor]
 """Who knows the master, its contents, and where they go on the device."""

@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LowVRAMError
-from ..hooks import lending
-from ..memory.effects import aside, happen
-from ..memory.fakes import active_fake_mode
 from ..patches import Patch, set_patch, take_off, wrap
+from ..tracing.effects import aside, happen
+from ..tracing.fake_tensors import active_fake_mode
+from . import weight_scopes as lending
 from .copier import Copier
+from .device_io import looked_up, run_at
+from .host_residency import Settled
 from .layers import Layer, contents, layers_of, signature, version
 from .layout import STAYING, Layout, Policy, lay_down
-from .rows import in_parts
-from .settled import Settled
-from .travel import looked_up, run_at
+from .split_rows import in_parts
 
 
 class Turns:

@@ -13,12 +13,12 @@ from torch import Tensor
 from ..weights import set_data
 from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
+from .host_residency import Settled
+from .host_weights import Masters
 from .layers import Layer, place_bytes
-from .masters import Masters
 from .pool import Pool
 from .schedule import Schedule, Unit, aligned, lay_out
 from .search import best_schedule
-from .settled import Settled
 from .simulator import Copies
 from .timing import Timing, in_run_order, timed
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..memory import weights_account
 from ..memory.accounts import actual_device
-from ..memory.parking import dense_strides
+from ..memory.host_offload import dense_strides
 from .layers import place_bytes
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import BudgetError
-from ..sizes import format_size
+from ..units import format_size
 
 ALIGNMENT = 512
 """Bytes to which places in the ring are rounded: what the CUDA allocator gives, and enough for every kernel."""

@@ -6,7 +6,7 @@ import pytest
 
 from sd_lowvram.bench.gpu.peaks import SHAPES, within
 from sd_lowvram.bench.gpu.trial import measure
-from sd_lowvram.sizes import MIB
+from sd_lowvram.units import MIB
 
 pytestmark = pytest.mark.gpu
 

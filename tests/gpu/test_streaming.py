@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sd_lowvram import Settings, attached
-from sd_lowvram.architectures import build_components
-from sd_lowvram.sizes import MIB
-from sd_lowvram.streaming.masters import RING_BYTES, masters_of
+from sd_lowvram.checkpoints.architectures import build_components
+from sd_lowvram.streaming.host_weights import RING_BYTES, masters_of
+from sd_lowvram.units import MIB
 from sd_lowvram.weights import weight_bytes
 
 pytestmark = pytest.mark.gpu

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from unet_bounds import BOUNDS, SMALLEST
 
 from sd_lowvram import Settings, attached
-from sd_lowvram.memory import trace
 from sd_lowvram.models import dissect
+from sd_lowvram.tracing import trace
 
 KNOBS: dict[str, dict[str, Any]] = {
     "attention": {"attention": "fused-softmax", "attention_mib": 1},

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from small import single_file_state
 
-from sd_lowvram.architectures import build_components
+from sd_lowvram.checkpoints.architectures import build_components
 
 
 def write(name: str, file: str | Path, seed: int = 0) -> None:

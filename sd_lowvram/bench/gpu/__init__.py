@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ... import progress
-from ...device import driver_version
+from ...devices.info import driver_version
 from ...errors import BadInputError, OutputError
 from . import attention, peaks, sizes, streaming
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...sizes import MIB
+from ...units import MIB
 from .models import TINY
 from .trial import measure
 
@@ -23,7 +23,7 @@ _RUNS = 20
 
 def run(device: torch.device, model: str | None, seconds: Callable[[], float], report: Callable[..., None]) -> Any:
     """One row for each backend and size; a backend that is not here has one with ``error``."""
-    from ...kernels.attention import available_backends
+    from ...kernels.attention.registry import available_backends
 
     latents = [8] if model == TINY else list(LATENTS)
     rows: list[dict[str, Any]] = []
@@ -48,8 +48,8 @@ def trial_attention(device: str, backend: str, latents: list[int]) -> dict[str, 
 
 
 def _row(device: torch.device, backend: str, side: int) -> dict[str, Any]:
-    from ...kernels.attention import BACKENDS, kernel_name
-    from ...kernels.attention_problem import problem_of
+    from ...kernels.attention.problem import problem_of
+    from ...kernels.attention.registry import BACKENDS, kernel_name
     from ...memory import measured_peak
 
     noise = torch.Generator().manual_seed(side)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...architectures import architecture, build_components, write_folder
+from ...checkpoints.architectures import architecture, build_components, write_folder
 
 TINY = "tiny"
 """SD1.5 with narrow layers: to run a part of the suite where there is no GPU."""

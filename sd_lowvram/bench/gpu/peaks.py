@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...sizes import MIB
+from ...units import MIB
 from .models import TINY, random_pipeline
 from .trial import measure
 
@@ -36,7 +36,7 @@ def run(device: torch.device, model: str | None, seconds: Callable[[], float], r
 def trial_peak(device: str, model: str, side: int, share: float, steps: int = 2) -> dict[str, Any]:
     """Plan, run, and tell both peaks in bytes; a CPU's is that of its allocator, host memory with it."""
     from ... import optimize, plan
-    from ...recording import measured
+    from ...memory.memory_profile import measured
 
     where = torch.device(device)
     pipe = random_pipeline(model, where, _dtype(where))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...sizes import GIB, MIB
+from ...units import GIB, MIB
 from .models import TINY, random_pipeline
 from .trial import measure
 
@@ -81,9 +81,9 @@ def _at_once(device: torch.device, caps: list[int]) -> int:
 def trial_size(device: str, model: str, side: int, cap: int, way: str, steps: int = 2) -> dict[str, Any]:
     """Whether a picture of ``side`` comes out with at most ``cap`` bytes reserved by torch's allocator."""
     from ... import optimize
+    from ...devices.overhead import Overhead
     from ...errors import BudgetError
     from ...memory import measured_peak
-    from ...overhead import Overhead
 
     where = torch.device(device)
     on_cpu = where.type == "cpu"

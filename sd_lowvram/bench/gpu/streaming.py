@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...sizes import MIB
+from ...units import MIB
 from .models import TINY, embeddings, random_denoiser
 from .trial import measure
 

@@ -1,0 +1,154 @@
+"""The built-in architectures, as data: what diffusers would fetch from a hub is here, and nothing needs a network.
+
+The configurations state facts of the published models: SD1.5 (Rombach et al. 2022), SD2.1 (768, v-prediction) and SDXL
+base (Podell et al. 2023). The CLIP vocabulary is OpenAI's, MIT, see data/licences.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BadInputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_DATA = Path(__file__).parents[1] / "data"
+NAMES = ("sd15", "sd21", "sdxl")
+MODELS = ("unet", "vae", "text_encoder", "text_encoder_2")
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+
+
+def architecture(name: str) -> dict[str, Any]:
+    """Component name -> configuration, as diffusers and transformers write them, for "sd15", "sd21" or "sdxl".
+
+    "pipeline" holds the prefix of the pipeline's class ("StableDiffusion" or "StableDiffusionXL").
+
+    Raises:
+        BadInputError: another name.
+    """
+    if name not in NAMES:
+        raise BadInputError(f"unknown architecture {name!r}: choose one of {', '.join(NAMES)}")
+    config: dict[str, Any] = json.loads((_DATA / "architectures" / f"{name}.json").read_text(encoding="utf-8"))
+    return config
+
+
+def build_components(
+    name: str | dict[str, Any],
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    only: tuple[str, ...] = MODELS,
+    seed: int = 0,
+) -> dict[str, nn.Module]:
+    """The models of an architecture with random weights, in evaluation mode, by component name.
+
+    ``name`` is a built-in one or a dictionary like ``architecture`` returns. On the "meta" device nothing is allocated.
+    The weights are uniform, scaled so that activations neither vanish nor overflow; equal for equal seeds.
+    """
+    import torch
+
+    from .unfilled import Unfilled
+
+    config = architecture(name) if isinstance(name, str) else name
+    models = {}
+    for component in only:
+        if component in config:
+            with torch.device("meta"), Unfilled():
+                model = _empty(config[component])
+            # The base class's `to`: diffusers' own warns of parts kept in float32, of which these have none.
+            model = torch.nn.Module.to(model, dtype or torch.float32).eval().requires_grad_(False)
+            models[component] = model if device == "meta" else _filled(model, torch.device(device), seed)
+    return models
+
+
+def _empty(config: dict[str, Any]) -> Any:
+    if "_class_name" in config:
+        import diffusers
+
+        return getattr(diffusers, config["_class_name"]).from_config(config)
+    import transformers
+
+    return getattr(transformers, config["architectures"][0])(transformers.CLIPTextConfig(**config))
+
+
+def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
+    import torch
+
+    model = model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1:
+            bound = (3 / weight[0].numel()) ** 0.5
+            weight.uniform_(-bound, bound, generator=generator)
+        else:
+            weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    for name, buffer in model.named_buffers():
+        if not name.endswith("position_ids"):
+            raise NotImplementedError(f"no rule how to fill the buffer {name}")
+        buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
+    return model
+
+
+def write_folder(config: dict[str, Any], pipeline: str, folder: Path) -> None:
+    """Write ``config`` as a diffusers folder without weights, for a pipeline of class ``pipeline``."""
+    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": "0.31.0"}
+    if "text_encoder_2" in config:
+        index["force_zeros_for_empty_prompt"] = True
+    else:
+        index |= {"safety_checker": [None, None], "feature_extractor": [None, None], "requires_safety_checker": False}
+    for component, part in config.items():
+        if component == "pipeline":
+            continue
+        target = folder / component
+        target.mkdir()
+        if component.startswith("tokenizer"):
+            index[component] = ["transformers", "CLIPTokenizer"]
+            _write_tokenizer(part, target)
+        else:
+            own = "_class_name" in part
+            index[component] = ["diffusers", part["_class_name"]] if own else ["transformers", part["architectures"][0]]
+            name = "scheduler_config.json" if component == "scheduler" else "config.json"
+            (target / name).write_text(json.dumps(part), encoding="utf-8")
+    (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+@lru_cache
+def _merges() -> tuple[str, ...]:
+    text = gzip.decompress((_DATA / "clip" / "merges.txt.gz").read_bytes()).decode("utf-8")
+    return tuple(text.splitlines())
+
+
+def vocabulary() -> dict[str, int]:
+    """Token -> number of CLIP's byte-pair vocabulary (49,408 tokens).
+
+    Numbered as CLIP does: the 256 bytes, the same at the end of a word, every merge in order, start and end of text.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    # Bytes that have no glyph of their own are written as the letters from U+0100 on, after all others.
+    letters = [chr(byte) for byte in printable] + [chr(256 + place) for place in range(256 - len(printable))]
+    words = [letter + "</w>" for letter in letters]
+    tokens = [*letters, *words, *(merge.replace(" ", "") for merge in _merges()), _START, _END]
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def _write_tokenizer(options: dict[str, Any], folder: Path) -> None:
+    special = {"bos_token": _START, "eos_token": _END, "unk_token": _END, "pad_token": options["pad_token"]}
+    files = {
+        "vocab.json": vocabulary(),
+        "special_tokens_map.json": special,
+        "tokenizer_config.json": {
+            **special,
+            "tokenizer_class": "CLIPTokenizer",
+            "do_lower_case": True,
+            "add_prefix_space": False,
+            "model_max_length": options["model_max_length"],
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *_merges()]) + "\n", encoding="utf-8")

@@ -1,0 +1,117 @@
+"""What a .safetensors file holds, from its header alone, and whether the file is whole.
+
+The layout, as the safetensors project states it: eight bytes with the length of a JSON header, the header, the data.
+Headers come from strangers: nothing in them is believed before it was checked against the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..units import format_size
+
+_LARGEST_HEADER = 100_000_000
+_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
+_BITS |= {"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4}
+_BITS |= {"F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the file: its type as safetensors writes it ("F16"), its shape, and its place after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of a file by name, the free metadata, and the offset at which the data begins, in bytes."""
+
+    tensors: dict[str, Entry]
+    metadata: dict[str, str]
+    data_offset: int
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor ``name``; empty when there is none."""
+        entry = self.tensors.get(name)
+        return entry.shape if entry else ()
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of ``path``; no weight is read.
+
+    Raises:
+        CheckpointError: no such file, unreadable, truncated, or a header that contradicts itself or the file.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8:
+                raise CheckpointError(f"{path} is truncated: {size} bytes are no .safetensors file; download it again")
+            if length > _LARGEST_HEADER:
+                raise CheckpointError(f"{path} is no .safetensors file: it announces a header of {length} bytes")
+            if 8 + length > size:
+                raise CheckpointError(
+                    f"{path} is truncated: its header needs {format_size(8 + length)} and the file has "
+                    f"{format_size(size)}; download it again"
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    tensors, metadata = _parse(path, text)
+    _check_places(path, tensors, size - 8 - length)
+    return Header(tensors, metadata, 8 + length)
+
+
+def _parse(path: Path, text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
+    try:
+        raw = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
+        metadata = raw.pop("__metadata__", {})
+        tensors = {name: _entry(entry) for name, entry in raw.items()}
+        return tensors, {str(key): str(value) for key, value in metadata.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no .safetensors file: its header cannot be understood ({error})") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return found
+
+
+def _entry(raw: Any) -> Entry:
+    shape, (begin, end) = raw["shape"], raw["data_offsets"]
+    numbers = [*shape, begin, end]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError("sizes and offsets must be whole numbers from zero on")
+    bits = math.prod(shape) * _BITS[raw["dtype"]]
+    if bits % 8 or end - begin != bits // 8:
+        raise ValueError(f"a tensor of shape {shape} and type {raw['dtype']} does not take {end - begin} bytes")
+    return Entry(raw["dtype"], tuple(shape), begin, end)
+
+
+def _check_places(path: Path, tensors: dict[str, Entry], available: int) -> None:
+    """The data must be covered without holes or overlaps, as the format demands, and reach the end of the file."""
+    position = 0
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            raise CheckpointError(
+                f"{path} has a damaged header: {name!r} does not begin where the tensor before it ends"
+            )
+        position = entry.end
+    if position > available:
+        missing = format_size(position - available)
+        raise CheckpointError(f"{path} is truncated: {missing} of its weights are missing; download it again")
+    if position < available:
+        raise CheckpointError(f"{path} is damaged: {format_size(available - position)} follow its last tensor")

@@ -1,0 +1,183 @@
+"""Saves pictures: checked before the run, written whole or not at all, with the parameters that made them inside.
+
+The parameters stand in the PNG text chunk "parameters", in the form that AUTOMATIC1111's WebUI writes and its
+"PNG Info" tab, and many other programs, read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OutputError
+from ..units import format_size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FOLDER = Path("outputs")
+_PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
+_NEGATIVE = "Negative prompt:"
+
+
+def parameters_text(prompt: str, negative: str, values: Mapping[str, Any]) -> str:
+    """The text of the "parameters" chunk: the prompt, the negative prompt if any, then ``values`` in one line.
+
+    Values that hold a comma, a colon or a line break are written as JSON strings; None is left out.
+    """
+    pairs = ", ".join(f"{key}: {_quoted(value)}" for key, value in values.items() if value is not None)
+    return "\n".join([prompt, *([f"{_NEGATIVE} {negative}"] if negative else []), pairs])
+
+
+def _quoted(value: Any) -> str:
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if any(mark in text for mark in ",:\n") else text
+
+
+def parse_parameters(text: str) -> tuple[str, str, dict[str, str]]:
+    """Prompt, negative prompt and values out of a "parameters" chunk, as the WebUI's "PNG Info" reads it."""
+    *lines, last = text.strip().split("\n")
+    pairs = _PAIR.findall(last)
+    if len(pairs) < 3:
+        lines, pairs = [*lines, last], []
+    start = next((n for n, line in enumerate(lines) if line.strip().startswith(_NEGATIVE)), len(lines))
+    prompt = "\n".join(line.strip() for line in lines[:start])
+    negative = "\n".join(line.strip() for line in lines[start:]).removeprefix(_NEGATIVE).strip()
+    return prompt, negative, {key: _unquoted(value) for key, value in pairs}
+
+
+def _unquoted(value: str) -> str:
+    if len(value) > 1 and value[0] == value[-1] == '"':
+        with contextlib.suppress(ValueError):
+            return str(json.loads(value))
+    return value
+
+
+def output_paths(output: Path | None, count: int, seed: int, folder: Path = FOLDER) -> list[Path]:
+    """Where ``count`` pictures go.
+
+    A file name is taken as given (and overwritten; several pictures get "-1", "-2", ... before the ending). A folder,
+    or none (then ``outputs/``), gets numbered names that are free: "00012-SEED.png".
+
+    Raises:
+        OutputError: a file name that does not end in .png.
+    """
+    if output is not None and not (output.is_dir() or str(output).endswith(("/", os.sep))):
+        if output.suffix.lower() != ".png":
+            raise OutputError(f"the output {output} must end in .png, or be a folder (that is there, or ends in /)")
+        if count == 1:
+            return [output]
+        return [output.with_name(f"{output.stem}-{n}{output.suffix}") for n in range(1, count + 1)]
+    target = output or folder
+    taken = [int(match[1]) for file in target.glob("*.png") if (match := re.match(r"(\d+)-", file.name))]
+    first = max(taken, default=-1) + 1
+    return [target / f"{first + n:05d}-{seed + n}.png" for n in range(count)]
+
+
+def check_writable(path: Path, size: int) -> None:
+    """Make sure that a file of ``size`` bytes can be written to ``path`` now; its folder is made if need be.
+
+    Raises:
+        OutputError: the folder cannot be made or written to, the disk is full, or ``path`` is no regular file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise OutputError(f"the output {path} is no regular file: give the name of a .png file")
+        free = shutil.disk_usage(path.parent).free
+        if free < size:
+            raise OutputError(_full(path, size, free))
+        with _temporary(path) as (file, _):
+            _reserve(file, size)
+    except OSError as error:
+        raise _as_output_error(path, size, error) from error
+
+
+def _reserve(file: Any, size: int) -> None:
+    """Let the file system set ``size`` bytes aside: quotas and limits answer now, not after the last step."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        file.write(bytes(size))
+        file.flush()
+
+
+def _full(path: Path, size: int, free: int) -> str:
+    return (
+        f"the disk of {path.parent} is full: {format_size(free)} are free and {format_size(size)} needed; "
+        "free some space or give another --output"
+    )
+
+
+def _as_output_error(path: Path, size: int, error: OSError) -> OutputError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reason = (error.strerror or "full").lower()
+        return OutputError(
+            f"{path} cannot hold {format_size(size)} ({reason}): free some space, or give another --output"
+        )
+    return OutputError(f"{path} cannot be written ({error.strerror or error}): give another --output")
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[tuple[Any, Path]]:
+    """A new file beside ``path``, gone at the end whatever happens, unless it was renamed."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    file = os.fdopen(handle, "wb")
+    try:
+        yield file, Path(name)
+    finally:
+        # A full disk fails once more when the buffer is flushed on closing.
+        with contextlib.suppress(OSError):
+            file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def save_picture(image: Image, path: Path, parameters: str) -> Path:
+    """Write ``image`` as PNG with ``parameters`` inside; ``path`` then holds the whole picture, or what it held before.
+
+    When ``path`` fails at this point the picture is not lost: it goes to the folder for temporary files, and the
+    error says where.
+
+    Raises:
+        OutputError: it could not be written to ``path``.
+    """
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_text("parameters", parameters)
+    target = path.resolve()
+    try:
+        _write(image, target, info)
+    except OSError as error:
+        failure = _as_output_error(path, image.width * image.height * 3, error)
+        rescue = Path(tempfile.gettempdir()) / f"sd-lowvram-{os.getpid()}-{path.name}"
+        try:
+            _write(image, rescue, info)
+        except OSError:
+            raise failure from error
+        raise OutputError(f"{failure}; the picture is in {rescue}") from error
+    return path
+
+
+def _write(image: Image, path: Path, info: Any) -> None:
+    with _temporary(path) as (file, temporary):
+        image.save(file, format="PNG", pnginfo=info)
+        file.flush()
+        os.fsync(file.fileno())
+        # mkstemp lets only the owner read; a picture gets what any new file gets.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        if os.name == "nt":
+            file.close()
+        os.replace(temporary, path)

@@ -1,0 +1,215 @@
+"""How fast the machine at hand runs what Stable Diffusion runs, and what its GPU holds besides tensors."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .overhead import Overhead
+from .performance import THIS, Rates
+
+_ROUNDS = 3
+_DOUBLED = 2
+"""Pictures: guidance doubles one."""
+
+
+def calibrate(device: torch.device) -> Rates:
+    """Measure ``device`` in about two seconds; on a busy machine the figures are too low.
+
+    Matrix rates are those of convolutions, linear layers and attention at SD1.5's shapes, mixed as its UNet mixes them;
+    a CPU's reordering of weights is told apart by layers of its deepest level, whose maps are small. What an operator
+    costs besides comes from a narrow UNet of diffusers where that is loaded, else from a chain of plain layers.
+    """
+    from .info import device_memory
+
+    on_cpu = device.type == "cpu"
+    with torch.inference_mode():
+        single = _matrix_rate(device, torch.float32, small=False)
+        return Rates(
+            name=THIS,
+            title="this CPU" if on_cpu else _title(device),
+            half_flops=_matrix_rate(device, torch.bfloat16 if on_cpu else torch.float16, small=on_cpu),
+            float_flops=single,
+            bandwidth=_addition_rate(device),
+            copy_bandwidth=_copy_rate(device),
+            launch_seconds=_operator_seconds(device, single),
+            packing=_packing_rate(device, single) if on_cpu else 0.0,
+            vram_bytes=device_memory(device).total,
+            source="measured here",
+        )
+
+
+def _title(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type.upper()}"
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """What a computation of one thread took does not depend on who else computes; of several, only the wall knows."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if alone else time.perf_counter
+
+
+def _seconds(run: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
+    """The fastest of several runs of ``run``, warmed up."""
+    clock, best = _clock(device), float("inf")
+    for turn in range(rounds + 1):
+        _wait(device)
+        start = clock()
+        run()
+        _wait(device)
+        best = min(best, clock() - start) if turn else best
+    return max(best, 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype, small: bool) -> float:
+    """Operations a second over a mix of layers: 7 parts convolutions, 2 linear layers, 1 attention.
+
+    ``small``: only a small convolution, for a type that the device may have to imitate at a hundredth of the speed.
+    """
+    if small:
+        return _rate(*_convolution(64, 16, device, dtype), device)
+    side = 32 if device.type == "cpu" else 64
+    deep = _rate(*_convolution(320, side, device, dtype), device)
+    wide = _rate(*_convolution(128, 4 * side, device, dtype, pictures=1), device)
+    linear = _rate(*_linear(_DOUBLED * side * side, 320, 2560, device, dtype), device)
+    attention = _rate(*_attention(side * side, device, dtype), device)
+    return 1 / (0.35 / deep + 0.35 / wide + 0.2 / linear + 0.1 / attention)
+
+
+def _rate(run: Callable[[], object], flops: int, _weight: int, device: torch.device) -> float:
+    return flops / _seconds(run, device)
+
+
+_Layer = tuple[Callable[[], object], int, int]
+"""A call, its operations, and the bytes of its weight."""
+
+
+def _convolution(
+    channels: int, side: int, device: torch.device, dtype: torch.dtype, pictures: int = _DOUBLED
+) -> _Layer:
+    image = torch.randn(pictures, channels, side, side, device=device).to(dtype)
+    kernel = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
+    flops = 2 * image.numel() * channels * 9
+    return lambda: functional.conv2d(image, kernel, padding=1), flops, _bytes(kernel)
+
+
+def _linear(tokens: int, inside: int, outside: int, device: torch.device, dtype: torch.dtype) -> _Layer:
+    rows = torch.randn(tokens, inside, device=device).to(dtype)
+    weight = torch.randn(outside, inside, device=device).to(dtype)
+    return lambda: functional.linear(rows, weight), 2 * rows.numel() * outside, _bytes(weight)
+
+
+def _attention(tokens: int, device: torch.device, dtype: torch.dtype) -> _Layer:
+    query = torch.randn(_DOUBLED, 8, tokens, 40, device=device).to(dtype)
+    attend = functional.scaled_dot_product_attention
+    return lambda: attend(query, query, query), 4 * query.numel() * tokens, 0
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _packing_rate(device: torch.device, flops_a_second: float) -> float:
+    """Bytes of weights a second that a CPU brings into its kernels' order, beyond the time of the arithmetic."""
+    layers = (
+        _convolution(1280, 4, device, torch.float32),
+        _linear(128, 1280, 10240, device, torch.float32),
+    )
+    seconds = sum(max(0.0, _seconds(run, device, 2) - flops / flops_a_second) for run, flops, _ in layers)
+    weights = sum(weight for _, _, weight in layers)
+    return weights / max(seconds, weights / 1e12)
+
+
+def _addition_rate(device: torch.device) -> float:
+    data = torch.zeros(1 << 24, device=device)
+    return 2 * _bytes(data) / _seconds(lambda: data.add_(1.0), device)
+
+
+def _copy_rate(device: torch.device) -> float:
+    host = torch.zeros(1 << 24, pin_memory=device.type == "cuda")
+    target = torch.empty(1 << 24, device=device)
+    return _bytes(host) / _seconds(lambda: target.copy_(host, non_blocking=True), device)
+
+
+def _operator_seconds(device: torch.device, flops_a_second: float) -> float:
+    """What an operator costs besides its work, in the program at hand."""
+    from ..tracing import trace
+
+    model, inputs = _narrow_unet(device) if "diffusers" in sys.modules else _plain_layers(device)
+    seconds = _seconds(lambda: model(*inputs), device)
+    traced = trace(model, *inputs)
+    return max(0.0, seconds - traced.flops / flops_a_second) / traced.operators
+
+
+def _narrow_unet(device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
+    from diffusers import UNet2DConditionModel
+
+    with torch.inference_mode(False):
+        unet = UNet2DConditionModel(
+            block_out_channels=(32, 64, 64, 64), attention_head_dim=4, cross_attention_dim=32, norm_num_groups=8
+        )
+        unet = unet.to(device).requires_grad_(False)
+    inputs = torch.zeros(_DOUBLED, 4, 8, 8), torch.zeros(1, dtype=torch.long), torch.zeros(_DOUBLED, 77, 32)
+    return unet, tuple(tensor.to(device) for tensor in inputs)
+
+
+def _plain_layers(device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
+    with torch.inference_mode(False):
+        block = (nn.GroupNorm(8, 32), nn.SiLU(), nn.Conv2d(32, 32, 3, padding=1), nn.LayerNorm(8), nn.Linear(8, 8))
+        layers = nn.Sequential(*block * 8).to(device).requires_grad_(False)
+    return layers, (torch.zeros(_DOUBLED, 32, 8, 8, device=device),)
+
+
+def measured_overhead(device: torch.device) -> Overhead:
+    """What this GPU holds besides tensors, after the layers of SD1.5's levels have run in fp16 at 512x512.
+
+    torch takes the libraries' workspaces from its own allocator, so they are what its peak has beyond the tensors. The
+    context is what the driver counts for this process beyond that allocator; where it does not tell processes apart,
+    what is taken on the device in all.
+    """
+    run, _, _ = _linear(64, 64, 64, device, torch.float16)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    matrix = max(0, torch.cuda.memory_allocated(device) - before)
+    with torch.inference_mode():
+        spaces = [
+            _workspace(channels, side, device) for channels, side in ((320, 64), (640, 32), (1280, 16), (512, 64))
+        ]
+    return Overhead(_context(device), matrix, max(spaces))
+
+
+def _workspace(channels: int, side: int, device: torch.device) -> int:
+    """Bytes of torch's peak in a convolution beyond its own tensors."""
+    run, _, _ = _convolution(channels, side, device, torch.float16)
+    run()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    output = run()
+    torch.cuda.synchronize(device)
+    own = _bytes(output) if isinstance(output, Tensor) else 0
+    return max(0, torch.cuda.max_memory_allocated(device) - before - own)
+
+
+def _context(device: torch.device) -> int:
+    from .info import process_memory
+
+    torch.cuda.empty_cache()
+    taken = process_memory(device)
+    if taken is None:
+        free, total = torch.cuda.mem_get_info(device)
+        taken = total - free
+    return max(0, taken - torch.cuda.memory_reserved(device))

@@ -1,0 +1,105 @@
+"""Examines the machine: what it has, what runs on it, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from ..checkpoints.load import DEMO
+from .info import default_device, gpus, host_memory
+
+_PACKAGES = {
+    "psutil": ("host memory is only guessed", "pip install psutil"),
+    "pynvml": ("free graphics memory is read from torch alone", "pip install nvidia-ml-py"),
+    "diffusers": ("no picture can be made here", 'pip install "sd-lowvram[standalone]"'),
+    "transformers": ("no prompt can be read", 'pip install "sd-lowvram[standalone]"'),
+    "accelerate": ("models load slower and in more memory", 'pip install "sd-lowvram[standalone]"'),
+    "matplotlib": ("no plots", 'pip install "sd-lowvram[plots]"'),
+}
+_SPILLS = (
+    "this driver lends the GPU host memory when its own is full: a run that is too large does not stop, it crawls; "
+    'in the NVIDIA control panel set "CUDA - Sysmem Fallback Policy" to "Prefer No Sysmem Fallback"'
+)
+
+
+def examine(probe: bool = True) -> dict[str, Any]:
+    """What was found, as plain values: "gpus", "ram", "torch", "python", "attention", "warnings", "missing".
+
+    Sizes are bytes. ``probe`` runs every attention backend 20 times and compares the bits (some seconds).
+    """
+    import torch
+
+    device = default_device()
+    found = gpus()
+    missing = [
+        {"what": name, "effect": effect, "remedy": remedy}
+        for name, (effect, remedy) in _PACKAGES.items()
+        if importlib.util.find_spec(name) is None
+    ]
+    return {
+        "device": str(device),
+        "gpus": [gpu.as_dict() for gpu in found],
+        "ram": asdict(host_memory()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "attention": _attention(device, probe),
+        "warnings": _warnings(found),
+        "missing": missing + _missing_parts(device),
+    }
+
+
+def calibrated() -> dict[str, Any]:
+    """The machine's rates, and on a GPU its overhead, measured now and remembered for plans. Bytes and seconds."""
+    import contextlib
+
+    from .performance import overhead_of, rates_of
+
+    with contextlib.suppress(ImportError):
+        import diffusers  # noqa: F401  # whose own time in each operator counts too
+
+    device = default_device()
+    rates = asdict(rates_of(device, recalibrate=True))
+    overhead = asdict(overhead_of(device, recalibrate=True)) if device.type == "cuda" else None
+    return {"rates": rates, "overhead": overhead}
+
+
+def _warnings(found: list[Any]) -> list[str]:
+    warnings = [_SPILLS] if any(gpu.spills for gpu in found) else []
+    if any("GTX 16" in gpu.name for gpu in found):
+        warnings.append("GTX 16xx cards may paint black or green in fp16: use --precision fp16-storage")
+    return warnings
+
+
+def _missing_parts(device: Any) -> list[dict[str, str]]:
+    missing = []
+    if device.type == "cpu" and shutil.which("nvidia-smi"):
+        remedy = "install the build of torch for your CUDA version (pytorch.org tells the command)"
+        missing.append({"what": "CUDA in torch", "effect": "the NVIDIA GPU is not used", "remedy": remedy})
+    if not (DEMO / "model_index.json").is_file():
+        effect, remedy = "generate needs --model", "install sd-lowvram again"
+        missing.append({"what": "the demo model", "effect": effect, "remedy": remedy})
+    if device.type == "cuda" and importlib.util.find_spec("xformers") is None:
+        effect, remedy = "one attention backend less", 'pip install "sd-lowvram[xformers]" (not needed)'
+        missing.append({"what": "xformers", "effect": effect, "remedy": remedy})
+    if device.type == "cuda" and sys.platform == "linux" and importlib.util.find_spec("triton") is None:
+        missing.append({"what": "triton", "effect": "no fused kernels", "remedy": "pip install triton"})
+    return missing
+
+
+def _attention(device: Any, probe: bool) -> list[dict[str, Any]]:
+    """Each backend: whether it runs here, why not, and whether it gave the same bits every time (None: not probed)."""
+    from ..kernels.attention.determinism import probe as probe_determinism
+    from ..kernels.attention.registry import available_backends
+
+    results = probe_determinism(device) if probe else {}
+    rows = []
+    for name, reason in available_backends(device).items():
+        result = results.get(name)
+        proved = None if result is None else result.deterministic
+        rows.append({"name": name, "runs": reason is None, "reason": reason, "deterministic": proved})
+    return rows

@@ -1,0 +1,173 @@
+"""A map that waits in host memory and stands where the host's code expects a tensor.
+
+It passes through code that only hands tensors on. Whatever computes with it gets it fetched, through torch's own
+``__torch_function__`` protocol, so that no forward of the host is rewritten.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..memory import Parked, fetch, park
+from ..tracing.effects import Carrier
+from .strips import room
+
+
+class Waiting(Carrier):
+    """A map (N, C, H, W) in host memory, in pieces along pictures and, within them, along channels.
+
+    Attributes:
+        shape, dtype, device: of the tensor that it stands for.
+    """
+
+    def __init__(self, pieces: Sequence[Sequence[Parked]]) -> None:
+        first = pieces[0][0]
+        batch, channels = sum(row[0].shape[0] for row in pieces), sum(part.shape[1] for part in pieces[0])
+        self._pieces = [tuple(row) for row in pieces]
+        self.shape = torch.Size((batch, channels, *first.shape[2:]))
+        self.dtype, self.device = first.dtype, first.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Waiting:
+        """Park ``tensor``."""
+        return cls([[park(tensor)]])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Waiting]) -> Waiting:
+        """The pictures of all ``parts``, one after the other; nothing is copied."""
+        return cls([row for part in parts for row in part._pieces])
+
+    @classmethod
+    def beside(cls, parts: Sequence[Waiting]) -> Waiting:
+        """The channels of ``parts``, which are divided alike along pictures, side by side; nothing is copied."""
+        return cls([tuple(itertools.chain(*rows)) for rows in zip(*(part._pieces for part in parts), strict=True)])
+
+    def carried(self) -> list[Tensor]:
+        return [parked.host for row in self._pieces for parked in row]
+
+    def form(self) -> tuple[Any, ...]:
+        return tuple(tuple(parked.form() for parked in row) for row in self._pieces)
+
+    @classmethod
+    def of_form(cls, form: Any, tensors: Sequence[Tensor]) -> Waiting:
+        hosts = iter(tensors)
+        return cls([[Parked(next(hosts), *of_parked) for of_parked in row] for row in form])
+
+    def divided_as(self, other: Waiting) -> bool:
+        """Whether the pieces hold the same pictures."""
+        return self._counts() == other._counts()
+
+    def _counts(self) -> list[int]:
+        return [row[0].shape[0] for row in self._pieces]
+
+    def pictures(self, start: int, stop: int) -> Waiting | Tensor:
+        """Some of the pictures: waiting on where they are whole pieces, else fetched."""
+        ends = [0, *itertools.accumulate(self._counts())]
+        if start in ends and stop in ends:
+            return Waiting(self._pieces[ends.index(start) : ends.index(stop)])
+        return self.fetched()[start:stop]
+
+    def fetched(self) -> Tensor:
+        """The tensor, new on the device."""
+        if len(self._pieces) == len(self._pieces[0]) == 1:
+            return fetch(self._pieces[0][0])
+        out: Tensor | None = None
+        picture = 0
+        for row in self._pieces:
+            channel = 0
+            for parked in row:
+                part = fetch(parked)
+                out = room(self.shape, part) if out is None else out
+                pictures, channels = part.shape[:2]
+                out[picture : picture + pictures, channel : channel + channels] = part
+                channel += channels
+                del part
+            picture += pictures
+        assert out is not None
+        return out
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __add__(self, other: Any) -> Waiting:
+        """A sum that waits too: a ControlNet's residual is added to every skip long before it is used."""
+        sums = []
+        for start, stop in itertools.pairwise([0, *itertools.accumulate(self._counts())]):
+            mine, theirs = fetched(self.pictures(start, stop)), pictures(other, len(self), start, stop)
+            sums.append(Waiting.of(mine + fetched(theirs)))
+            del mine, theirs
+        return Waiting.joined(sums)
+
+    __radd__ = __add__
+
+    def __iadd__(self, other: Any) -> Waiting:
+        """As for a tensor, whoever else holds this map sees the sum."""
+        self._become(self + other)
+        return self
+
+    def __mul__(self, other: Any) -> Tensor:
+        return self.fetched() * fetched(other)
+
+    __rmul__ = __mul__
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.fetched()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        tensor = self.fetched()
+        tensor[index] = fetched(value)
+        self._become(Waiting.of(tensor))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name.endswith("_"):
+            raise AttributeError(f"a map that waits in host memory cannot be changed in place by {name}()")
+        return getattr(self.fetched(), name)
+
+    def _become(self, other: Waiting) -> None:
+        self._pieces, self.dtype = other._pieces, other.dtype
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        lazy = _beside(*args, **kwargs) if func is torch.cat else None
+        if lazy is not None:
+            return lazy
+        args, kwargs = tree_map(fetched, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _beside(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> Waiting | None:
+    """What ``torch.cat`` of a map and its skip gives: still waiting when both are, None when it must be computed."""
+    waiting = [one for one in tensors if isinstance(one, Waiting)]
+    if dim != 1 or out is not None or len(waiting) != len(tensors) or len({one.dtype for one in waiting}) > 1:
+        return None
+    return Waiting.beside(waiting) if all(one.divided_as(waiting[0]) for one in waiting) else None
+
+
+def fetched(value: Any) -> Any:
+    """``value``, or the tensor for which it stands."""
+    return value.fetched() if isinstance(value, Waiting) else value
+
+
+def pictures(value: Any, batch: int, start: int, stop: int) -> Any:
+    """Some pictures of a tensor or waiting map that has one entry for each of ``batch``; anything else as it is."""
+    if isinstance(value, Waiting):
+        return value.pictures(start, stop) if len(value) == batch else value
+    if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch:
+        return value[start:stop]
+    return value

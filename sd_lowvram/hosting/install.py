@@ -1,0 +1,142 @@
+"""Puts the adapters into a host: ComfyUI's custom_nodes/ or a WebUI's extensions/, as a link or as a copy.
+
+A checkout is linked, so that an update of it is one of the host's too. An installed package carries the adapters as
+data and is copied. Neither touches the host's own packages.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import BadInputError, OutputError
+
+NAME = "sd-lowvram"
+_MARK = ".installed-by-sd-lowvram"
+_PACKAGE = Path(__file__).parents[1]
+_DATA = "host"
+"""The folder of the package's data in which a wheel carries the adapters."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A program that people put us into: what tells that a folder is one, and what it looks into for more."""
+
+    title: str
+    signs: tuple[str, ...]
+    folder: str
+    parts: tuple[str, ...]
+
+
+HOSTS = {
+    "comfyui": Host(
+        "ComfyUI",
+        ("main.py", "nodes.py", "comfy"),
+        "custom_nodes",
+        ("__init__.py", "nodes", "example_workflows", "pyproject.toml", "LICENSE", "NOTICE"),
+    ),
+    "webui": Host(
+        "AUTOMATIC1111's, Forge's or reForge's WebUI",
+        ("launch.py", "webui.py", "modules"),
+        "extensions",
+        ("scripts", "webui_ext", "install.py", "metadata.ini", "LICENSE", "NOTICE"),
+    ),
+}
+
+
+def install(name: str, path: Path) -> tuple[Path, str]:
+    """Link or copy the adapter into the host at ``path``; a copy of ours that is there is renewed.
+
+    Returns:
+        The place, and "linked", "copied" or "there already".
+
+    Raises:
+        BadInputError: no such host, or something else of our name is there. OutputError: the place cannot be written.
+    """
+    host = _checked(name, path)
+    place = path / host.folder / NAME
+    checkout = _PACKAGE.parent
+    source = checkout if (checkout / host.parts[0]).exists() else _PACKAGE / "data" / _DATA
+    if not (source / host.parts[0]).exists():
+        raise BadInputError(f"this installation of sd-lowvram carries no adapters ({source}): install the wheel anew")
+    if os.path.lexists(place):
+        if place.resolve() == source.resolve():
+            return place, "there already"
+        _remove(place)
+    try:
+        place.parent.mkdir(exist_ok=True)
+        if source == checkout and _linked(place, source):
+            return place, "linked"
+        _copy(source, host.parts, place)
+    except OSError as error:
+        raise OutputError(f"{place} cannot be written: {error.strerror or error}") from None
+    return place, "copied"
+
+
+def uninstall(name: str, path: Path) -> Path:
+    """Take off what :func:`install` put into the host at ``path``; returns where it was.
+
+    Raises:
+        BadInputError: no such host, nothing is there, or something that we did not put there.
+    """
+    place = path / _checked(name, path).folder / NAME
+    if not os.path.lexists(place):
+        raise BadInputError(f"sd-lowvram is not installed in {path}: there is no {place}")
+    _remove(place)
+    return place
+
+
+def _checked(name: str, path: Path) -> Host:
+    host = HOSTS.get(name)
+    if host is None:
+        raise BadInputError(f"host {name!r} is unknown: choose one of {', '.join(HOSTS)}")
+    if not path.is_dir():
+        raise BadInputError(f"{path} is no folder: give the one that {host.title} is in")
+    missing = [sign for sign in host.signs if not (path / sign).exists()]
+    if missing:
+        raise BadInputError(f"{path} is no {host.title}: it has no {', '.join(missing)}; give the folder that has them")
+    return host
+
+
+def _linked(place: Path, source: Path) -> bool:
+    """Whether a link could be made; Windows allows it only to some."""
+    try:
+        place.symlink_to(source, target_is_directory=True)
+    except (OSError, NotImplementedError):
+        return False
+    return True
+
+
+def _copy(source: Path, parts: tuple[str, ...], place: Path) -> None:
+    """Copy under a name that hosts pass over, then rename: they never see half of it."""
+    part = place.with_name(f".{NAME}.disabled")
+    shutil.rmtree(part, ignore_errors=True)
+    ignore = shutil.ignore_patterns("__pycache__", _DATA)
+    try:
+        part.mkdir()
+        shutil.copytree(_PACKAGE, part / _PACKAGE.name, ignore=ignore)
+        for name in parts:
+            one = source / name
+            if one.is_dir():
+                shutil.copytree(one, part / name, ignore=ignore)
+            elif one.exists():
+                shutil.copy2(one, part / name)
+        (part / _MARK).write_text("made by sd-lowvram install, and removed by --uninstall\n", encoding="ascii")
+        part.rename(place)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _remove(place: Path) -> None:
+    try:
+        if place.is_symlink():
+            place.unlink()
+        elif (place / _MARK).exists():
+            shutil.rmtree(place)
+        else:
+            raise BadInputError(f"{place} was not put there by sd-lowvram install: remove or rename it first")
+    except OSError as error:
+        raise OutputError(f"{place} cannot be removed: {error.strerror or error}") from None

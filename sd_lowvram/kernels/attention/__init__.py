@@ -1,0 +1,1 @@
+"""Attention: the backends, and which of them runs."""

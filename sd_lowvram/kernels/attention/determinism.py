@@ -1,0 +1,116 @@
+"""Does a backend repeat its bits? Asked of the machine before anything is promised.
+
+Parallel kernels that add in the order in which blocks happen to finish differ from run to run; only running tells.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import SettingsError
+from .registry import BACKENDS, AttentionFunction, available_backends
+from .torch_kernels import in_clean_thread
+
+RUNS = 20
+
+SHAPES = ((2, 8, 4096, 4096, 40), (2, 8, 4096, 77, 40), (2, 8, 64, 64, 160), (1, 1, 4096, 4096, 512))
+"""(batch, heads, queries, keys, width) of SD1.5 at 512x512: self and cross attention, the middle, the VAE."""
+
+_CPU_SHRINK = 16  # of self attention's tokens, so that the probe ends within seconds
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the probe saw.
+
+    Attributes:
+        backend: its name.
+        deterministic: True when every run of every shape gave the bits of the first; None when it never ran.
+        runs: how often each shape was run.
+        reason: why it is not, or never ran; "" otherwise.
+    """
+
+    backend: str
+    deterministic: bool | None
+    runs: int
+    reason: str = ""
+
+
+def probe(
+    device: torch.device, backends: Mapping[str, AttentionFunction] | None = None, runs: int = RUNS
+) -> dict[str, Proof]:
+    """Run each backend ``runs`` times on SD1.5's shapes on ``device`` and compare the bits.
+
+    Args:
+        backends: others than our own; the answers for our own are kept for the life of the process.
+    """
+    device = torch.device(device)
+    if backends is None:
+        return {name: _proof(name, device, runs) for name in BACKENDS}
+    return {name: _examine(name, function, device, runs) for name, function in backends.items()}
+
+
+def repeats(backend: str, device: torch.device) -> bool:
+    """Whether ``backend`` proved deterministic on ``device``; probed when first asked."""
+    return bool(_proof(backend, torch.device(device), RUNS).deterministic)
+
+
+@functools.cache
+def _proof(name: str, device: torch.device, runs: int) -> Proof:
+    why = available_backends(device)[name]
+    return Proof(name, None, 0, why) if why else _examine(name, BACKENDS[name], device, runs)
+
+
+def _examine(name: str, function: AttentionFunction, device: torch.device, runs: int) -> Proof:
+    ran = 0
+    for shape, dtype in _problems(device):
+        try:
+            differing = in_clean_thread(functools.partial(_differing_run, function, shape, dtype, device, runs))
+        except SettingsError:
+            continue  # a forced kernel that this shape does not suit
+        ran += 1
+        if differing is not None:
+            batch, heads, queries, keys, width = shape
+            where = f"{batch}x{heads} heads of width {width}, {queries} queries, {keys} keys"
+            return Proof(name, False, runs, f"run {differing} of {where} gave other bits than the first")
+    return Proof(name, True, runs) if ran else Proof(name, None, 0, "no shape of SD1.5 suits it")
+
+
+def _problems(device: torch.device) -> Iterable[tuple[tuple[int, ...], torch.dtype]]:
+    if device.type == "cpu":
+        few = 4096 // _CPU_SHRINK
+        for batch, heads, queries, keys, width in SHAPES:
+            yield (batch, heads, min(queries, few), min(keys, few), width), torch.float32
+        return
+    for shape in SHAPES:
+        yield shape, torch.float16
+    yield SHAPES[-1], torch.float32  # SDXL's VAE
+
+
+def _differing_run(
+    function: AttentionFunction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, runs: int
+) -> int | None:
+    """The first run whose bits are not those of run 1, counted from 1; None when all are."""
+    batch, heads, queries, keys, width = shape
+    noise = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> Tensor:
+        return torch.randn(batch, count, heads, width, generator=noise).to(device, dtype).transpose(1, 2)
+
+    q, k, v = tokens(queries), tokens(keys), tokens(keys)
+    # Small blocks, so that a backend which works in blocks shows how it puts them together.
+    first = function(q, k, v, score_bytes=1 << 20)
+    for run in range(2, runs + 1):
+        if not torch.equal(_bits(function(q, k, v, score_bytes=1 << 20)), _bits(first)):
+            return run
+    return None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As integers, so that NaN equals itself and 0 is not -0."""
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -1,0 +1,93 @@
+"""What an attention call looks like from outside: shapes, type and place, which decide kernels and memory."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...memory.accounts import on_cpu
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of attention without its numbers.
+
+    Attributes:
+        batch, heads, queries, keys: of the score matrix, (batch, heads, queries, keys).
+        width, value_width: channels of a head in q and k, and in v.
+        mask: None, "bool" or "float"; ``mask_elements`` counts it before broadcasting.
+        upcast: scores wanted in float32.
+        real: the tensors hold numbers. Of fake ones only shapes are known, and their device may be absent.
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+    mask: str | None = None
+    mask_elements: int = 0
+    upcast: bool = False
+    real: bool = True
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """The type of scores in plain torch. Half types widen on the CPU, whose products and sums would copy them."""
+        widens = self.upcast or (self.device.type == "cpu" and self.dtype.itemsize == 2)
+        return torch.promote_types(self.dtype, torch.float32) if widens else self.dtype
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The type in which probabilities and values are multiplied in plain torch."""
+        return self.score_dtype if self.device.type == "cpu" else self.dtype
+
+    @property
+    def scores(self) -> int:
+        return self.batch * self.heads * self.queries * self.keys
+
+    def __str__(self) -> str:
+        masked = f", {self.mask} mask" if self.mask else ""
+        width = f"{self.width}" if self.width == self.value_width else f"{self.width} (values {self.value_width})"
+        shape = f"{self.batch} x {self.heads} heads of width {width}, {self.queries} queries, {self.keys} keys"
+        return f"{shape}, {str(self.dtype).removeprefix('torch.')} on {self.device.type}{masked}"
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, upcast: bool = False) -> Problem:
+    """The problem that q (batch, heads, queries, width), k, v and a broadcastable mask pose."""
+    kind = None if mask is None else "bool" if mask.dtype == torch.bool else "float"
+    elements = 0 if mask is None else mask.numel()
+    batch, heads, queries, width = q.shape
+    shape = batch, heads, queries, k.shape[2], width, v.shape[3]
+    real = not is_fake(q)
+    return Problem(*shape, q.dtype, q.device if real else foretold(q.device), kind, elements, upcast, real)
+
+
+def foretold(device: torch.device) -> torch.device:
+    """The device of the run that shapes stand for: traces keep fake tensors on the CPU also when they mean a GPU."""
+    return torch.device("cuda") if device.type in ("cpu", "meta") and not on_cpu() else device
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor has a shape and no numbers."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+@functools.lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability; of a device that is not here, a Turing card's, for which kernels take more memory."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_capability(device)
+    return 7, 5
+
+
+def empty_output(q: Tensor, v: Tensor) -> Tensor:
+    """(batch, heads, queries, value width), in memory (batch, queries, heads, value width)."""
+    batch, heads, queries, _ = q.shape
+    return torch.empty(batch, queries, heads, v.shape[-1], dtype=v.dtype, device=q.device).transpose(1, 2)

@@ -1,0 +1,130 @@
+"""Attention as one function ``(q, k, v, mask, scale) -> out``: the backends, the choice among them, and what they hold.
+
+q is (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value width), the mask bool
+(True attends) or additive and broadcastable to (batch, heads, queries, keys), the scale of the scores width**-0.5 when
+not given. The result is (batch, heads, queries, value width). All backends agree to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import SettingsError
+from ...settings import Settings
+from . import torch_kernels as fused
+from .bounded import SCORE_BYTES, fused_blocks, fused_softmax, sliced, sliced_blocks
+from .problem import Problem, foretold
+
+AttentionFunction = Callable[..., Tensor]
+
+BACKENDS: dict[str, AttentionFunction] = {
+    "sdpa": fused.sdpa,
+    "flash": fused.flash,
+    "efficient": fused.efficient,
+    "xformers": fused.xformers,
+    "fused-softmax": fused_softmax,
+    "sliced": sliced,
+}
+"""Every backend by its name in the settings; all have the signature of `sliced`."""
+
+_FASTEST_FIRST = ("sdpa", "fused-softmax", "sliced")  # flash and efficient are what sdpa chooses from
+
+
+def available_backends(device: torch.device) -> dict[str, str | None]:
+    """Every backend, and why it cannot run on ``device``: None where it can, for the shapes that suit it."""
+    real = is_present(device)
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    problem = Problem(1, 1, 16, 16, 64, 64, dtype, device, real=real)
+    reasons: dict[str, str | None] = dict.fromkeys(BACKENDS)
+    reasons |= {kernel: fused.refusal(kernel, problem) for kernel in ("flash", "efficient")}
+    reasons["xformers"] = fused.xformers_refusal(device)
+    return reasons
+
+
+def attention(settings: Settings, device: torch.device) -> AttentionFunction:
+    """The backend that ``settings`` ask for, as one function ``(q, k, v, mask=None, scale=None, *, upcast=False)``.
+
+    Raises:
+        SettingsError: see `choose_backend`.
+    """
+    return functools.partial(BACKENDS[choose_backend(settings, device)], score_bytes=score_bytes(settings))
+
+
+def score_bytes(settings: Settings) -> int:
+    """Bytes of scores held at once."""
+    return SCORE_BYTES if settings.attention_mib is None else settings.attention_mib << 20
+
+
+def choose_backend(settings: Settings, device: torch.device) -> str:
+    """The name of the backend: the one that is asked for, else the fastest; with ``deterministic`` only proved ones.
+
+    Raises:
+        SettingsError: it cannot run on ``device``, or has not repeated its bits there; the message says what would do.
+    """
+    name = settings.attention
+    if name is not None:
+        why = available_backends(device)[name]
+        if why:
+            able = ", ".join(backend for backend, reason in available_backends(device).items() if reason is None)
+            raise SettingsError(f"attention={name!r} cannot run on {device}: {why}. What runs here: {able}")
+    if not settings.deterministic or not is_present(device):
+        return name or _FASTEST_FIRST[0]
+    from .determinism import repeats
+
+    proved = (backend for backend in ([name] if name else _FASTEST_FIRST) if repeats(backend, device))
+    chosen = next(proved, None)
+    if chosen is None:
+        able = ", ".join(backend for backend in _FASTEST_FIRST if repeats(backend, device)) or "none"
+        raise SettingsError(
+            f"attention={name!r} gave other bits when it was run again on {device}, so it cannot be deterministic. "
+            f"Backends that repeat their bits here: {able}"
+        )
+    return chosen
+
+
+def is_present(device: torch.device) -> bool:
+    """Whether tensors with numbers can be made on ``device``."""
+    return device.type == "cpu" or (device.type != "meta" and getattr(torch, device.type).is_available())
+
+
+def kernel_name(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -> str:
+    """The kernel that runs ``problem``: the backend's own name, or what "sdpa" chooses."""
+    return fused.choose_kernel(problem, score_bytes) if backend == "sdpa" else backend
+
+
+def workspace_bytes(
+    backend: str,
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    value_width: int | None = None,
+    upcast: bool = False,
+    score_bytes: int = SCORE_BYTES,
+) -> int:
+    """Bytes that a backend, or one of the kernels of "sdpa", holds beside its arguments and its output.
+
+    For shapes alone the device is the one that traces foretell: a GPU, unless inside ``memory.kernels_of("cpu")``.
+    """
+    batch, heads, queries, width = q_shape
+    shape = batch, heads, queries, k_shape[2], width, width if value_width is None else value_width
+    return held_bytes(backend, Problem(*shape, dtype, foretold(device), upcast=upcast, real=False), score_bytes)
+
+
+def held_bytes(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -> int:
+    """`workspace_bytes` of a problem, on the device that it names."""
+    kernel = kernel_name(backend, problem, score_bytes)
+    if kernel == "sliced":
+        return sliced_blocks(problem, score_bytes).bytes
+    if kernel == "fused-softmax":
+        return fused_blocks(problem, score_bytes).bytes
+    if kernel == "flash":
+        return fused.flash_bytes(problem)
+    if kernel == "torch":
+        return 2 * problem.scores * problem.score_dtype.itemsize
+    return fused.efficient_bytes(problem)

@@ -1,0 +1,315 @@
+"""Attention by torch's fused kernels, one of them chosen or one forced, and by xformers.
+
+The fused kernels keep scores and softmax in float32 registers whatever the type of q, so up-cast attention needs
+nothing more from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import SettingsError
+from .bounded import SCORE_BYTES, mask_4d, sliced
+from .problem import Problem, capability, empty_output, problem_of
+
+BUILTIN = torch._C._nn.scaled_dot_product_attention
+"""torch's own function, also while somebody has put another into torch.nn.functional."""
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    upcast: bool = False,
+    score_bytes: int = SCORE_BYTES,
+) -> Tensor:
+    """The fastest of torch's kernels that can run: see `choose_kernel`. Arguments and result as in attention_bounded.
+
+    Fidelity: rounding. Source: torch's scaled_dot_product_attention; FlashAttention, Dao 2022; memory-efficient
+    attention, Rabe and Staats 2021; the choice by matrix size is consciencia's.
+    """
+    kernel = choose_kernel(problem_of(q, k, v, mask, upcast), score_bytes)
+    if kernel == "sliced":
+        return sliced(q, k, v, mask, scale, upcast=upcast, score_bytes=score_bytes)
+    return _run(kernel, q, k, v, mask, scale)
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    upcast: bool = False,
+    score_bytes: int = SCORE_BYTES,
+) -> Tensor:
+    """FlashAttention and nothing else.
+
+    Raises:
+        SettingsError: it cannot run this shape, type, mask or device; the message says why and what would.
+    """
+    return _forced("flash", q, k, v, mask, scale, upcast)
+
+
+def efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    upcast: bool = False,
+    score_bytes: int = SCORE_BYTES,
+) -> Tensor:
+    """torch's memory-efficient kernel and nothing else; raises like `flash`."""
+    return _forced("efficient", q, k, v, mask, scale, upcast)
+
+
+def xformers(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    upcast: bool = False,
+    score_bytes: int = SCORE_BYTES,
+) -> Tensor:
+    """xformers' memory-efficient attention, by the kernel that it picks itself.
+
+    Raises:
+        SettingsError: it is not installed, or refuses the shape, type or device.
+    """
+    problem = problem_of(q, k, v, mask, upcast)
+    if not problem.real:
+        return _emulated("efficient", q, k, v, mask, scale)
+    why = xformers_refusal(q.device)
+    if why:
+        raise SettingsError(f"attention='xformers' cannot run: {why}. {_REMEDY}")
+    import xformers.ops
+
+    bias = None if mask is None else _aligned_bias(mask, problem)
+    try:
+        out = xformers.ops.memory_efficient_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_bias=bias, p=0.0, scale=scale
+        )
+    except (NotImplementedError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingsError(f"attention='xformers' cannot run {problem}: {reason}. {_REMEDY}") from error
+    return out.transpose(1, 2)
+
+
+_REMEDY = "Choose attention='sdpa', which picks a kernel for every layer, or 'fused-softmax', which runs everywhere"
+
+
+def choose_kernel(problem: Problem, score_bytes: int) -> str:
+    """ "flash", "efficient", "torch" or "sliced" for this problem: the first that can run in bounded memory.
+
+    torch's math kernel is never left to where the score matrix is large: it would hold it whole. On devices other than
+    CUDA and the CPU nobody tells which kernel runs, so torch's own choice ("torch") gets the small matrices only.
+    """
+    if problem.device.type not in ("cuda", "cpu"):
+        return "torch" if 2 * problem.scores * problem.score_dtype.itemsize <= score_bytes else "sliced"
+    return next((kernel for kernel in ("flash", "efficient") if refusal(kernel, problem) is None), "sliced")
+
+
+def refusal(kernel: str, problem: Problem) -> str | None:
+    """Why "flash" or "efficient" cannot run this problem; None when it can.
+
+    The rules name what is known of the kernels; where the device is present, a small trial has the last word, because
+    builds of torch differ.
+    """
+    why = _flash_rules(problem) if kernel == "flash" else _efficient_rules(problem)
+    if why is None and problem.real:
+        shape = problem.width, problem.value_width, problem.dtype, problem.device, problem.mask is not None
+        why = _trial(kernel, *shape)
+    return why
+
+
+def _flash_rules(problem: Problem) -> str | None:
+    if problem.width != problem.value_width:
+        return f"head width {problem.width} of q and k is not the {problem.value_width} of v"
+    if problem.device.type == "cpu":
+        return None
+    if problem.device.type != "cuda":
+        return f"torch has it for CUDA and the CPU, not for {problem.device.type}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in fp16 and bf16, not in {str(problem.dtype).removeprefix('torch.')}"
+    if problem.mask:
+        return "it takes no mask"
+    if problem.width > 256:
+        return f"head width {problem.width} is above 256"
+    if capability(problem.device) < (8, 0):
+        return "it needs an Ampere GPU or newer"
+    return None
+
+
+def _efficient_rules(problem: Problem) -> str | None:
+    if problem.device.type != "cuda":
+        return f"torch has it for CUDA, not for {problem.device.type}"
+    if problem.dtype == torch.float64:
+        return "it does not compute in float64"
+    step = 4 if problem.dtype == torch.float32 else 8
+    if problem.width % step or problem.value_width % step:
+        return f"head widths {problem.width} and {problem.value_width} must be multiples of {step}"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _trial(
+    kernel: str, width: int, value_width: int, dtype: torch.dtype, device: torch.device, masked: bool
+) -> str | None:
+    """Run the kernel on sixteen tokens; what it said when it could not."""
+
+    def attempt() -> None:
+        q = torch.zeros(1, 1, 16, width, dtype=dtype, device=device)
+        v = torch.zeros(1, 1, 16, value_width, dtype=dtype, device=device)
+        _run(kernel, q, q, v, torch.zeros(1, 1, 16, 16, dtype=dtype, device=device) if masked else None, None)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # why torch did not take the other kernels
+            in_clean_thread(attempt)
+    except RuntimeError as error:
+        return f"this build of torch refuses it ({str(error).splitlines()[0].rstrip('.')})"
+    return None
+
+
+def in_clean_thread(function: Any) -> Any:
+    """Call ``function`` outside of the caller's modes, such as fake tensors: they belong to threads."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(torch.inference_mode()(function)).result()
+
+
+def xformers_refusal(device: torch.device) -> str | None:
+    """Why xformers cannot run on ``device``; None when it should."""
+    try:
+        import xformers.ops  # noqa: F401
+    except ImportError:
+        return "xformers is not installed (pip install xformers)"
+    except Exception as error:  # a build against another torch fails in its own ways
+        return f"xformers is broken here ({error})"
+    return None if device.type == "cuda" else f"xformers runs on CUDA, not on {device.type}"
+
+
+def _forced(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, upcast: bool
+) -> Tensor:
+    problem = problem_of(q, k, v, mask, upcast)
+    why = refusal(kernel, problem)
+    if why:
+        raise SettingsError(f"attention={kernel!r} cannot run {problem}: {why}. {_REMEDY}")
+    return _run(kernel, q, k, v, mask, scale)
+
+
+def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    problem = problem_of(q, k, v, mask)
+    if not problem.real:
+        return _emulated(kernel, q, k, v, mask, scale)
+    if mask is not None:
+        mask = _torch_mask(mask, problem)
+    with only_kernel(kernel):
+        return BUILTIN(q, k, v, attn_mask=mask, scale=scale)
+
+
+def _emulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Fake tensors have no fused kernels: a trace that replaces torch's function books them, else nothing is."""
+    tracing = torch.nn.functional.scaled_dot_product_attention
+    if tracing is BUILTIN:
+        return empty_output(q, v)
+    with only_kernel(kernel):
+        return tracing(q, k, v, attn_mask=mask, scale=scale)
+
+
+@contextlib.contextmanager
+def only_kernel(kernel: str) -> Iterator[None]:
+    """Inside, torch runs "flash" or "efficient" or raises RuntimeError; "torch" leaves the choice to it."""
+    if kernel == "torch":
+        yield
+        return
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        only = sdpa_kernel(SDPBackend.FLASH_ATTENTION if kernel == "flash" else SDPBackend.EFFICIENT_ATTENTION)
+    except ImportError:  # torch 2.1 and 2.2
+        flags = {"enable_flash": kernel == "flash", "enable_math": False, "enable_mem_efficient": kernel == "efficient"}
+        only = torch.backends.cuda.sdp_kernel(**flags)
+    with only:
+        yield
+
+
+def _torch_mask(mask: Tensor, problem: Problem) -> Tensor:
+    """A mask as the fused kernels want it: bool or of q's type, finite where it was, and not broadcast over keys."""
+    mask = mask_4d(mask)
+    if mask.dtype not in (torch.bool, problem.dtype):
+        mask = mask.clamp(min=torch.finfo(problem.dtype).min).to(problem.dtype)
+    if mask.shape[-1] != problem.keys:
+        mask = mask.expand(*mask.shape[:3], problem.keys).contiguous()
+    return mask
+
+
+def _aligned_bias(mask: Tensor, problem: Problem) -> Tensor:
+    """A mask as xformers wants it: additive, rows aligned to 8 elements, expanded over batch and heads."""
+    mask = mask_4d(mask)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=problem.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    lowest = torch.finfo(problem.dtype).min
+    if mask.dtype != problem.dtype:
+        mask = mask.clamp(min=lowest).to(problem.dtype)
+    shape = (*mask.shape[:2], problem.queries, problem.keys)
+    space = torch.empty((*shape[:3], -(-problem.keys // 8) * 8), dtype=problem.dtype, device=mask.device)
+    bias = space[..., : problem.keys].copy_(mask.expand(shape))
+    return bias.expand(problem.batch, problem.heads, problem.queries, problem.keys)
+
+
+def flash_bytes(problem: Problem) -> int:
+    """Bytes that FlashAttention holds beside its output, as torch allocates them."""
+    rows = problem.batch * problem.heads * problem.queries
+    row_sums = 4 * rows
+    if problem.device.type == "cpu":
+        # Each thread holds a block of scores, their row maxima and sums, and a block of the output.
+        block = min(problem.queries, 256 if problem.queries >= 768 else 64 if problem.queries >= 192 else 32)
+        keys = min(problem.keys, 512)
+        thread = 4 * block * (keys + 2 + problem.width)
+        if problem.dtype.itemsize > 2:
+            return row_sums + torch.get_num_threads() * thread
+        # In half types also scores and keys in the order that the matrix unit wants, keys rounded up to pairs.
+        thread += 2 * block * (keys + keys % 2) + 2 * keys * problem.width
+        pairs = problem.keys + problem.keys % 2
+        repacked = 2 * problem.batch * problem.heads * pairs * (problem.width + problem.value_width)
+        return row_sums + torch.get_num_threads() * thread + repacked
+    return row_sums + 4 * rows * (problem.width + 1) * _splits(problem)
+
+
+def _splits(problem: Problem) -> int:
+    """How many parts FlashAttention cuts the keys into where queries alone leave a GPU idle; 0: it does not."""
+    if not torch.cuda.is_available():
+        return 0
+    busy = 2 * torch.cuda.get_device_properties(problem.device).multi_processor_count
+    blocks = problem.batch * problem.heads * -(-problem.queries // 64)
+    key_block = 256 if problem.width <= 64 else 128 if problem.width <= 128 else 64
+    splits = min(busy // blocks + 1, 128, -(-problem.keys // key_block))
+    return splits if blocks < 0.8 * busy and splits > 1 else 0
+
+
+def efficient_bytes(problem: Problem) -> int:
+    """Bytes that the memory-efficient kernel holds beside its output, as torch allocates them without gradients.
+
+    Heads wider than 128 do not fit into registers: the output is summed up in a float32 buffer.
+    """
+    rows = problem.batch * problem.heads * problem.queries
+    sums = 4 * rows * problem.value_width if problem.value_width > 128 and problem.dtype.itemsize == 2 else 0
+    mask = problem.mask_elements * problem.dtype.itemsize
+    return sums + mask

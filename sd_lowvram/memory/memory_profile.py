@@ -1,0 +1,251 @@
+"""A run recorded stage by stage: seconds and peak bytes as the allocator saw them, never as a trace foretold them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..models.anatomy import Anatomy
+from ..patches import set_patch, wrap
+from ..session import anatomy_of, attachments
+from ..units import MIB, format_size
+from ..weights import all_tensors
+from .measured import allocator_events, allocator_profile
+from .storage_refs import Deaths
+
+_POINTS = 240
+"""Points of a stage's curve: more than a plot of it shows."""
+
+
+@dataclass(frozen=True)
+class MeasuredStage:
+    """One stage of a run; a denoising step is a stage of its own.
+
+    Attributes:
+        name, component: as in the plan's stages; of a model that no plan knows, its name twice.
+        seconds: from the call of the component to the call of the next.
+        peak_bytes: most bytes that tensors held at one moment, those included that were there before.
+        curve: (seconds since the stage began, bytes) in the course of it; empty on a GPU.
+    """
+
+    name: str
+    component: str
+    seconds: float
+    peak_bytes: int
+    curve: tuple[tuple[float, int], ...] = field(default=(), repr=False)
+
+
+@dataclass
+class Run:
+    """What :func:`measured` saw; filled when its block ends.
+
+    Attributes:
+        stages: in the order in which they ran. What comes before the first belongs to it.
+    """
+
+    stages: tuple[MeasuredStage, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((stage.peak_bytes for stage in self.stages), default=0)
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, without the curves."""
+        keys = ("name", "component", "seconds", "peak_bytes")
+        stages = [{key: getattr(stage, key) for key in keys} for stage in self.stages]
+        return {"peak_bytes": self.peak_bytes, "seconds": self.seconds, "stages": stages}
+
+
+def overrun(plan: Any, run: Run) -> str | None:
+    """A sentence on the stage in which ``run`` went farthest beyond ``plan``; None when it kept to it.
+
+    A plan may be too low by 1 % or 8 MiB, whichever is more: that much is no news. On a CPU the allocator counts host
+    memory too, so that what is planned there is counted with it.
+    """
+    on_cpu = plan.request.device.type == "cpu"
+    planned = {(one.name, one.component): one.held_bytes if on_cpu else one.peak_bytes for one in plan.stages}
+    known = [stage for stage in run.stages if (stage.name, stage.component) in planned]
+    if not known:
+        return None
+    worst = max(known, key=lambda stage: stage.peak_bytes - planned[stage.name, stage.component])
+    foretold = planned[worst.name, worst.component]
+    beyond = worst.peak_bytes - foretold
+    if beyond <= max(foretold // 100, 8 * MIB):
+        return None
+    return (
+        f"{worst.name} took {format_size(worst.peak_bytes)}, {format_size(beyond)} more than the "
+        f"{format_size(foretold)} that were planned"
+    )
+
+
+@contextlib.contextmanager
+def measured(target: Any) -> Iterator[Run]:
+    """Record what ``target`` does inside the block: ``with measured(pipe) as run: pipe("...")``, then ``run.stages``.
+
+    On a GPU the figures are those of ``torch.cuda``: its peak statistics are reset. On a CPU they are the events of
+    torch's allocator, which knows no accounts: weights and maps that wait in host memory are in them. There the time
+    grows by a few microseconds an operator, and only the calling thread is seen.
+
+    Raises:
+        BadInputError: a target of no known family.
+    """
+    anatomy, run = anatomy_of(target), Run()
+    device = _device_of(target, anatomy)
+    watch = _OnGpu(device) if device.type == "cuda" else _OnCpu(anatomy)
+    with contextlib.ExitStack() as stack:
+        for name, component in anatomy.components.items():
+            for entry in anatomy.entries[name]:
+                around = functools.partial(_enter, watch.begin, _stage_name(anatomy, name, entry), name)
+                stack.callback(set_patch(wrap(component, entry, around, "measured")))
+        with watch.watching():
+            yield run
+        run.stages = tuple(_joined(watch.stages()))
+
+
+def _device_of(target: Any, anatomy: Anatomy) -> torch.device:
+    for attachment in attachments(target):
+        return attachment.device
+    return next((tensor.device for tensor in all_tensors(*anatomy.components.values())), torch.device("cpu"))
+
+
+def _stage_name(anatomy: Anatomy, component: str, entry: str) -> str:
+    if component == anatomy.denoiser:
+        return "denoise"
+    if component == anatomy.autoencoder:
+        return entry
+    return "text" if component.startswith("text_encoder") else component
+
+
+def _enter(
+    begin: Callable[[str, str], None], name: str, component: str, original: Callable[..., Any], *args: Any, **kw: Any
+) -> Any:
+    begin(name, component)
+    return original(*args, **kw)
+
+
+def _joined(stages: Iterator[MeasuredStage]) -> Iterator[MeasuredStage]:
+    """Neighbours that are calls of one stage (the texts of guidance) as one, steps apart."""
+    last: MeasuredStage | None = None
+    for stage in stages:
+        if last is None:
+            last = stage
+        elif (stage.name, stage.component) != (last.name, last.component) or stage.name == "denoise":
+            yield last
+            last = stage
+        else:
+            later = tuple((last.seconds + second, nbytes) for second, nbytes in stage.curve)
+            peak = max(last.peak_bytes, stage.peak_bytes)
+            last = MeasuredStage(last.name, last.component, last.seconds + stage.seconds, peak, last.curve + later)
+    if last is not None:
+        yield last
+
+
+class _OnGpu:
+    """Peaks of ``torch.cuda``, reset at each stage."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun: list[tuple[str, str, float]] = []
+        self._peaks: list[int] = []
+        self._end = 0.0
+
+    def begin(self, name: str, component: str) -> None:
+        self._close()
+        self._begun.append((name, component, time.perf_counter()))
+
+    def _close(self) -> None:
+        torch.cuda.synchronize(self._device)
+        if self._begun:
+            self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._close()
+            self._end = time.perf_counter()
+            if self._begun:
+                self._begun[0] = (*self._begun[0][:2], start)
+
+    def stages(self) -> Iterator[MeasuredStage]:
+        ends = [start for _, _, start in self._begun[1:]] + [self._end]
+        for (name, component, start), end, peak in zip(self._begun, ends, self._peaks, strict=True):
+            yield MeasuredStage(name, component, end - start, peak)
+
+
+class _OnCpu:
+    """Events of the CPU's allocator. Of what was there before it does not tell the end: those storages are watched."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self._components = list(anatomy.components.values())
+        self._begun: list[tuple[str, str, int]] = []
+        self._before: dict[int, int] = {}
+        self._changes: list[tuple[int, int]] = []
+        self._held = 0
+        self._span = (0, 0)
+
+    def begin(self, name: str, component: str) -> None:
+        self._begun.append((name, component, time.time_ns()))
+
+    def _storages(self) -> dict[int, torch.UntypedStorage]:
+        tensors = (tensor for tensor in all_tensors(*self._components) if tensor.device.type == "cpu")
+        return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        storages = self._storages()
+        self._before = {key: storage.nbytes() for key, storage in storages.items()}
+        self._held = sum(self._before.values())
+        deaths = Deaths(lambda key: self._changes.append((time.time_ns(), -self._before.pop(key))))
+        for key in self._before:
+            deaths.watch(storages[key])
+        del storages
+        start = time.time_ns()
+        profile = allocator_profile()
+        try:
+            with profile:
+                yield
+                end = time.time_ns()
+        except BaseException:
+            deaths.forget()
+            raise
+        deaths.settle()
+        deaths.forget()
+        self._span = start, end
+        self._changes += allocator_events(profile)
+
+    def stages(self) -> Iterator[MeasuredStage]:
+        begun = [(name, component, start) for name, component, start in self._begun]
+        if not begun:
+            return
+        begun[0] = (*begun[0][:2], self._span[0])
+        ends = [start for _, _, start in begun[1:]] + [self._span[1]]
+        changes = sorted(self._changes, key=lambda change: change[0])
+        live, place = self._held, 0
+        for (name, component, start), end in zip(begun, ends, strict=True):
+            course = [(0.0, live)]
+            while place < len(changes) and (changes[place][0] < end or end == ends[-1]):
+                live += changes[place][1]
+                course.append((max(0.0, (changes[place][0] - start) / 1e9), live))
+                place += 1
+            yield MeasuredStage(name, component, (end - start) / 1e9, max(b for _, b in course), _thinned(course))
+
+
+def _thinned(course: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
+    """At most so many points that a plot needs, each the highest of those that it stands for."""
+    size = -(-len(course) // _POINTS)
+    return tuple(max(course[at : at + size], key=lambda point: point[1]) for at in range(0, len(course), size))

@@ -1,0 +1,111 @@
+"""The largest picture that fits: few sizes are traced, because the least peak grows almost in step with the area."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+from .. import progress
+from ..errors import BudgetError
+from ..models.anatomy import Anatomy
+from ..settings import Settings
+from .plan import Plan
+from .request import Request
+from .search import Search, planned
+from .stages import scale_factor
+
+MOST = 16384
+"""Pixels of the longer side beyond which nobody looks."""
+
+RATIOS = {"square": (8, 8), "16:9": (16, 9)}
+"""Width and height of the smallest size, in latent pixels. Squares come in steps of 64 pixels, which the three halvings
+of a UNet divide evenly; 16:9 is exact, in steps of 128x72."""
+
+_GUESS = 3072
+"""Side in pixels of the square with which the search begins: below, what hangs on the size is lost beside the rest."""
+
+_TRIALS = 8
+"""About as many sizes are tried."""
+
+
+def largest_plans(
+    anatomy: Anatomy, request: Request, settings: Settings, approximate: bool = False
+) -> dict[str, Plan | None]:
+    """For every ratio the plan of the largest size that fits ``request``, whose own size counts for nothing.
+
+    None where not even the smallest size fits.
+    """
+    first = Search(anatomy, request, settings, approximate)
+    tell = functools.partial(_tell, itertools.count())
+
+    def searched(width: int, height: int) -> Search:
+        tell()
+        sized = dataclasses.replace(request, width=width, height=height)
+        return Search(anatomy, sized, settings, approximate, like=first)
+
+    plans: dict[str, Plan | None] = {}
+    area = _GUESS * _GUESS
+    for name, (width, height) in RATIOS.items():
+        unit = scale_factor(anatomy)
+        plan = plans[name] = _largest(searched, width * unit, height * unit, area)
+        area = plan.request.width * plan.request.height if plan else area
+    _tell(itertools.repeat(_TRIALS))
+    return plans
+
+
+def _tell(tried: Iterator[int]) -> None:
+    progress.report("sizes", min(next(tried), _TRIALS), _TRIALS)
+
+
+def _largest(searched: Callable[[int, int], Search], width: int, height: int, area: int) -> Plan | None:
+    """The plan of the largest size that is a multiple of ``width`` and ``height``.
+
+    Args:
+        searched: the search for a size.
+        area: of a picture that may be near it.
+    """
+    known: dict[int, Search] = {}
+
+    def pressure(steps: int) -> float:
+        known[steps] = searched(steps * width, steps * height)
+        return known[steps].pressure()
+
+    steps = largest(pressure, 1, round(math.sqrt(area / (width * height))), MOST // max(width, height))
+    for number in range(steps, 0, -1):
+        with contextlib.suppress(BudgetError):  # a whole trace may see more than its parts tell
+            return planned(known.get(number) or searched(number * width, number * height))
+    return None
+
+
+def largest(pressure: Callable[[int], float], limit: float, guess: int, most: int) -> int:
+    """The largest number from 1 to ``most`` for which ``pressure``, which never falls, is within ``limit``; 0: none.
+
+    Args:
+        pressure: grows about as a constant and the square of the number, so that a secant finds the place.
+        guess: where to begin.
+    """
+    low, high = 0, most + 1
+    seen: list[tuple[int, float]] = []
+    while high - low > 1:
+        number = max(low + 1, min(high - 1, guess))
+        amount = pressure(number)
+        low, high = (number, high) if amount <= limit else (low, number)
+        if math.isfinite(amount):
+            seen.append((number * number, amount))
+        guess = _secant(seen, limit) if math.isfinite(amount) else (low + high) // 2
+        if len(seen) > _TRIALS:  # no line: divide evenly
+            guess = (low + high) // 2
+    return low
+
+
+def _secant(seen: list[tuple[int, float]], limit: float) -> int:
+    """Where a line through the two points nearest to ``limit`` meets it."""
+    (area, amount), *others = sorted(seen, key=lambda point: abs(point[1] - limit))
+    if not others or others[0][1] == amount:
+        return math.isqrt(max(1, int(area * limit / amount))) if amount else area
+    other, its = others[0]
+    return math.isqrt(max(1, int(area + (limit - amount) * (other - area) / (its - amount))))

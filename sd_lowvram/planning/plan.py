@@ -1,0 +1,158 @@
+"""What the planner answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..settings import Fidelity, Settings
+from ..streaming.timing import Timing
+from .request import Request
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Bytes at the peak, and the seconds of the whole run.
+
+    Attributes:
+        peak_bytes: on the device, weights included.
+        overhead_bytes: of the driver and the libraries, besides.
+        weights_bytes, activation_bytes: on the device in the stage that has the peak.
+        host_bytes: weights and maps that wait in host memory.
+        largest_bytes: the largest single allocation.
+        seconds: text, all steps, decoding, and moving the weights.
+        stage: the one with the peak.
+    """
+
+    peak_bytes: int
+    overhead_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    host_bytes: int
+    largest_bytes: int
+    seconds: float
+    stage: str
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together).
+
+    ``held_bytes`` are those of both accounts at one moment: what the allocator sees where the device is the CPU;
+    ``why`` says why it is not faster; ``parked_bytes`` of ``host_bytes`` are maps, the others weights, which take as
+    much of the budget as is useful to them: ``least_host_bytes`` would do. ``slowdown`` is how many times as long a
+    step takes with its weights streamed.
+    """
+
+    name: str
+    component: str
+    peak_bytes: int
+    weights_bytes: int
+    activation_bytes: int
+    host_bytes: int
+    held_bytes: int
+    largest_bytes: int
+    seconds: float
+    choice: dict[str, Any]
+    why: str = ""
+    parked_bytes: int = 0
+    least_host_bytes: int = 0
+    slowdown: float = 1.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings with what each stage takes, and what the device needs besides tensors."""
+
+    settings: Settings
+    stages: tuple[StagePlan, ...]
+    overhead_bytes: int
+
+    @property
+    def worst(self) -> StagePlan:
+        """The stage with the peak."""
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.worst.peak_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """The smallest budget that holds it."""
+        return self.peak_bytes + self.overhead_bytes
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def host_bytes(self) -> int:
+        return max(stage.host_bytes for stage in self.stages)
+
+    @property
+    def least_host_bytes(self) -> int:
+        return max(stage.least_host_bytes for stage in self.stages)
+
+    @property
+    def largest_bytes(self) -> int:
+        return max(stage.largest_bytes for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings with what they are predicted to need, and why they were chosen.
+
+    Attributes:
+        settings: every knob as it is attached.
+        fits: the peak and the overhead together stay within the budget, and the host's share within its own.
+        predicted: the run as a whole; ``stages`` each part of it.
+        minimum_peak_bytes: the least peak that any allowed settings reach; ``minimum_vram_bytes`` adds the overhead.
+        minimum_ram_bytes: host memory that those smallest settings need.
+        fidelity: the farthest from the baseline that any chosen setting goes.
+        reasons: sentences for people.
+        next_faster: of the faster candidates the one that needs the least more than the budget; None: none is faster.
+        timing: how long the modules of a step take, where weights are streamed under it: ``attach`` is told.
+    """
+
+    settings: Settings
+    request: Request
+    fits: bool
+    predicted: Predicted
+    stages: tuple[StagePlan, ...]
+    minimum_peak_bytes: int
+    minimum_vram_bytes: int
+    minimum_ram_bytes: int
+    fidelity: Fidelity
+    reasons: tuple[str, ...]
+    next_faster: Candidate | None = None
+    timing: Timing | None = field(default=None, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
+        plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "timing"}
+        request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
+        request["guidance"] = self.request.passes > 1
+        return plain | {
+            "settings": self.settings.as_dict(),
+            "request": request | {"rates": self.request.rates.name},
+            "predicted": dataclasses.asdict(self.predicted),
+            "stages": [dataclasses.asdict(stage) for stage in self.stages],
+            "fidelity": str(self.fidelity),
+            "reasons": list(self.reasons),
+            "next_faster": self._next_faster(),
+        }
+
+    def _next_faster(self) -> dict[str, Any] | None:
+        faster = self.next_faster
+        if faster is None:
+            return None
+        return {
+            "settings": faster.settings.as_dict(),
+            "peak_bytes": faster.peak_bytes,
+            "needed_bytes": faster.needed_bytes,
+            "host_bytes": faster.host_bytes,
+            "seconds": faster.seconds,
+            "saved_seconds": self.predicted.seconds - faster.seconds,
+        }

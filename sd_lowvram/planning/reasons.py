@@ -1,0 +1,97 @@
+"""What a plan says to people: why it is as it is, or why there is none."""
+
+from __future__ import annotations
+
+from ..errors import BudgetError
+from ..units import LONG, format_size, format_time
+from .plan import Candidate, StagePlan
+from .request import Request
+
+_WORTH_TELLING = 0.95
+"""Part of the time from which on down it is worth telling what more memory would buy."""
+
+
+def refusal(request: Request, smallest: Candidate, leanest: Candidate | None) -> BudgetError:
+    """Why nothing fits, with the smallest budget that would work and the stage that needs it.
+
+    Args:
+        smallest: the candidate that needs least of the device.
+        leanest: of those that the device holds, the one that needs least of the host.
+    """
+    worst = smallest.worst
+    needed = smallest.needed_bytes
+    size = f"{request.width}x{request.height}" + (f", batch {request.batch}" if request.batch > 1 else "")
+    if leanest is None:
+        overhead = f" ({format_size(smallest.overhead_bytes)} of it for the driver)" if smallest.overhead_bytes else ""
+        return BudgetError(
+            f"{format_size(request.vram)} cannot hold {size}: {worst.name} needs at least "
+            f"{format_size(needed)}{overhead}. Give that much, or a smaller picture",
+            needed_bytes=needed,
+            stage=worst.name,
+        )
+    return BudgetError(
+        f"{format_size(request.ram)} of host memory cannot hold what waits there for {size} with "
+        f"{format_size(request.vram)} on the device: at least {format_size(leanest.host_bytes)} is needed",
+        needed_bytes=leanest.host_bytes,
+        stage="host",
+    )
+
+
+def too_large(limit: int, stage: StagePlan) -> BudgetError:
+    """Why nothing keeps every single allocation within ``limit``, with the smallest limit that would work."""
+    mebibytes = -(-stage.largest_bytes // (1 << 20))
+    return BudgetError(
+        f"largest_mib {limit >> 20}: {stage.name} makes a single allocation of at least {mebibytes} MiB. "
+        "Give that much, or a smaller picture",
+        needed_bytes=stage.largest_bytes,
+        stage=stage.name,
+    )
+
+
+def why_not(faster: StagePlan, request: Request, overhead: int, largest: int | None) -> str:
+    """Why a faster way to run a stage was not taken."""
+    name = described(faster)
+    if largest is not None and faster.largest_bytes > largest:
+        return f"{name} makes a single allocation of {format_size(faster.largest_bytes)}"
+    if faster.peak_bytes + overhead > request.vram:
+        return f"{name} needs {format_size(faster.peak_bytes + overhead)}"
+    if faster.host_bytes > request.ram:
+        return f"{name} needs {format_size(faster.host_bytes)} of host memory"
+    return f"{name} is faster here and slower in the stages that share its settings"
+
+
+def described(stage: StagePlan) -> str:
+    """How a stage runs, for people."""
+    chosen = (f"{name} {value}" for name, value in stage.choice.items() if value not in (False, "off"))
+    return ", ".join(chosen) or "plain"
+
+
+def reasons(request: Request, best: Candidate, following: Candidate | None) -> tuple[str, ...]:
+    """Sentences on what was chosen, what it costs, and what the next larger budget would buy."""
+    worst, chosen = best.worst, best.settings
+    told = [f"peak {format_size(best.needed_bytes)} of {format_size(request.vram)}, reached in {worst.name}"]
+    if chosen.offload == "component":
+        told.append("one component's weights on the device at a time")
+    streamed = next((stage for stage in best.stages if stage.slowdown != 1.0), None)
+    if chosen.offload in ("blocks", "halves") and streamed is not None:
+        told.append(
+            f"{format_size(streamed.weights_bytes)} of weights on the device at a time, the rest streamed under the "
+            f"compute: a step takes {streamed.slowdown:.2f} times as long"
+        )
+    if chosen.offload == "layer":
+        slower = f": a step takes {streamed.slowdown:.2f} times as long" if streamed is not None else ""
+        told.append(f"the weights of one layer and the next on the device at a time, the least memory{slower}")
+    if chosen.vae_tiles == "exact":
+        told.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
+    if chosen.decoder_device == "cpu":
+        told.append("decoding on the CPU: the device cannot hold the decoder")
+    if best.seconds >= LONG:
+        longest = max(best.stages, key=lambda stage: stage.seconds)
+        share = round(100 * longest.seconds / best.seconds)
+        told.append(f"slow: {format_time(best.seconds)} on {request.rates.title}, {share} % of it in {longest.name}")
+    if following is not None and following.seconds <= _WORTH_TELLING * best.seconds:
+        told.append(
+            f"with {format_size(following.needed_bytes)} it would take {format_time(following.seconds)} "
+            f"instead of {format_time(best.seconds)}"
+        )
+    return tuple(told)

@@ -1,0 +1,57 @@
+"""The course of memory within each stage of a plan, as a trace of the whole stage foretells it; for plots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..models.anatomy import Anatomy
+from ..session import anatomy_of
+from ..tracing import MemoryTrace
+from .cost_model import Pricing
+from .plan import Plan, StagePlan
+
+_POINTS = 240
+
+
+@dataclass(frozen=True)
+class Course:
+    """Bytes at equal distances through one stage of a plan (of a denoising step, not of all together).
+
+    Attributes:
+        name, component: of the stage.
+        device_bytes, host_bytes: in the two accounts, allocation by allocation; each the most of those that it stands
+            for.
+    """
+
+    name: str
+    component: str
+    device_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
+
+
+def foretell(target: Any, plan: Plan) -> tuple[Course, ...]:
+    """The courses of the stages that ``plan`` has on the device; takes seconds, as each is traced.
+
+    Args:
+        target: what was planned, or its anatomy.
+    """
+    pricing = Pricing(target if isinstance(target, Anatomy) else anatomy_of(target), plan.request)
+    planned = {(stage.name, stage.component): stage for stage in plan.stages}
+    courses = []
+    for stage in pricing.costs.stages:
+        known = planned.get((stage.name, stage.component))
+        if known is not None and known.activation_bytes:
+            traced = pricing.costs.trace(stage, pricing.as_traced(stage, plan.settings))
+            courses.append(_course(known, traced))
+    return tuple(courses)
+
+
+def _course(stage: StagePlan, traced: MemoryTrace) -> Course:
+    """The trace's timeline, raised by what the rest of the run holds meanwhile."""
+    others, waiting = stage.peak_bytes - traced.peak_bytes, stage.host_bytes - traced.host_peak_bytes
+    events = [event for event in traced.timeline if event.operator]  # not the booking of what was there before
+    size = -(-len(events) // _POINTS)
+    device = tuple(max(e.device_bytes for e in events[at : at + size]) + others for at in range(0, len(events), size))
+    host = tuple(max(e.host_bytes for e in events[at : at + size]) + waiting for at in range(0, len(events), size))
+    return Course(stage.name, stage.component, device, host)

@@ -1,0 +1,366 @@
+"""The host's side of streamed weights: what waits there, how much memory that takes, and how it gets to the device.
+
+A master is what a weight holds while it is not on the device. Copies that are to run beside the compute need pinned
+memory, and pinned memory is memory for good: so masters are pinned up to a share of what there is and of the run's
+budget. Beyond that a master stays where it is, which for a checkpoint that safetensors opened is the file itself,
+mapped into memory and dropped from it at need; its bytes pass through a small pinned ring. Nothing is held twice: what
+gets a pinned copy gives up its first one, unless that is the file.
+
+On a CPU-only machine "pinned" memory is ordinary memory in the host's account, and everything else is the same.
+Fidelity: ``bitwise``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..devices.info import host_memory
+from ..memory import host_empty, mark_host
+from ..memory.accounts import unmark_host
+from ..memory.host_offload import dense_order, inverse
+from ..tracing.fake_tensors import active_fake_mode
+from ..units import MIB
+from ..weights import all_tensors, set_data
+
+PINNED_SHARE = 0.5
+"""Of the host memory that this process may use: locked pages can be neither swapped nor dropped, and the system, the
+file cache that feeds the ring, and other programs live in the rest."""
+
+CHUNK_BYTES, CHUNKS = 8 * MIB, 4
+"""The ring. A copy of 8 MiB takes the bus at its full rate; while one chunk is on its way the next ones are filled."""
+RING_BYTES = CHUNK_BYTES * CHUNKS
+
+_SLAB_BYTES = 128 * MIB
+"""torch rounds each pinned allocation up to a power of two, so that tensors pinned one by one would waste a third."""
+_ALIGNMENT = 512
+
+
+class Masters:
+    """Masters of some tensors; made by :func:`masters_of`.
+
+    Attributes:
+        pinned_bytes: memory taken for pinned masters.
+        ring_bytes: of the ring in front of all others; 0 where there are none.
+        held_bytes: ordinary memory of masters that were there before and stay.
+        mapped_bytes: of masters that stay in a mapped file.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pinned_bytes = self.ring_bytes = self.held_bytes = self.mapped_bytes = 0
+        self._ring: _Ring | None = None
+        self._mapped: set[int] = set()
+        self._settled: list[_Settled] = []
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory that cannot be dropped: all but the mapped files."""
+        return self.pinned_bytes + self.ring_bytes + self.held_bytes
+
+    def copy_to(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+        """Copy what a tensor holds on the host into ``target`` on the device.
+
+        Where both lie in memory alike, the copy runs on ``stream`` (None: the current one) and does not block, but for
+        the time that the ring needs to be filled: record an event on the stream before ``target`` is read.
+
+        Args:
+            source: the contents of a master: ``tensor.data`` outside of the time in which it is lent.
+            target: of the same shape and type.
+        """
+        with torch.no_grad(), torch.inference_mode(False):
+            if self._ring is not None and self._is_slow(source) and (pair := _in_bytes(source, target)):
+                self._ring.copy(*pair, stream)
+                return
+            with _on(stream):
+                target.copy_(source, non_blocking=self.device.type == "cuda")
+
+    def undo(self) -> None:
+        """Give the tensors back what they held, where it was; what was changed meanwhile keeps its new contents."""
+        with torch.inference_mode(False):
+            while self._settled:
+                self._settled.pop().undo()
+        self._ring = None
+        self._mapped.clear()
+        _pinned.pop(self, None)
+
+    def _is_slow(self, source: Tensor) -> bool:
+        """Whether ``source`` has to pass the ring."""
+        if active_fake_mode(source) is not None:
+            return False
+        if self.device.type == "cuda":
+            return source.device.type == "cpu" and not source.is_pinned()
+        return source.untyped_storage()._cdata in self._mapped
+
+
+def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.device | str) -> Masters:
+    """Settle ``tensors`` in host memory, so that :meth:`Masters.copy_to` can bring them to ``device`` again and again.
+
+    Args:
+        tensors: parameters and buffers, those first whose copies should be pinned first. They stay the same objects.
+        ram_bytes: of host memory that masters may take. None: what is left of the run's budget (:func:`host_budget`),
+            or where there is none all that may be pinned. Ordinary memory that tensors hold already is counted, and
+            kept even when it is more than this.
+        device: to which they will be copied.
+    """
+    masters = Masters(torch.device(device))
+    unique = list({id(tensor): tensor for tensor in tensors}.values())
+    if active_fake_mode(*unique) is not None:
+        for tensor in unique:
+            masters._settled.append(_Settled(tensor, None, tensor.device))
+            mark_host(tensor)
+        return masters
+    try:
+        with torch.no_grad(), torch.inference_mode(False):
+            shared = _budget.get() if ram_bytes is None else None
+            if shared is not None:
+                ram_bytes = shared.left + RING_BYTES
+            _settle(masters, unique, pinnable_bytes() if ram_bytes is None else ram_bytes)
+            if shared is not None:
+                shared.left -= masters.host_bytes - masters.ring_bytes
+    except BaseException:
+        masters.undo()
+        raise
+    return masters
+
+
+def _settle(masters: Masters, tensors: Sequence[Tensor], ram_bytes: int) -> None:
+    on_gpu = masters.device.type == "cuda"
+    mapping = _Mapping()
+    places: dict[_Place, list[Tensor]] = {}
+    for tensor in tensors:
+        places.setdefault(_place(tensor), []).append(tensor)
+    kinds = {place: mapping.kind(sharing[0]) for place, sharing in places.items()}
+    ordinary = sum(_nbytes(places[place][0]) for place, kind in kinds.items() if kind == "ordinary")
+    ring = RING_BYTES if on_gpu or "mapped" in kinds.values() else 0
+    slabs = _Slabs(pinnable_bytes() - ring, sum(_nbytes(sharing[0]) for sharing in places.values()), on_gpu)
+    for place, sharing in places.items():
+        data, kind, size = sharing[0].data, kinds[place], _nbytes(sharing[0])
+        copy = None
+        if kind in ("mapped", "device") or (kind == "ordinary" and on_gpu):
+            given_up = size if kind == "ordinary" else 0
+            copy = slabs.copy_of(data, ram_bytes - ring - slabs.total - ordinary + given_up)
+            ordinary -= given_up if copy is not None else 0
+        if copy is None and kind == "device":
+            copy, ordinary = data.to("cpu"), ordinary + size
+        if copy is None and kind == "mapped":
+            masters._mapped.add(data.untyped_storage()._cdata)
+            masters.mapped_bytes += size
+        for tensor in sharing:
+            masters._settled.append(_Settled(tensor, data if kind == "mapped" else None, data.device))
+            if copy is not None:
+                set_data(tensor, copy)
+            mark_host(tensor.data)
+    pinned = sum(_nbytes(places[place][0]) for place, kind in kinds.items() if kind == "pinned")
+    masters.pinned_bytes, masters.held_bytes = pinned + slabs.total, ordinary
+    _pinned[masters] = slabs.total
+    if masters.mapped_bytes or on_gpu:
+        masters._ring, masters.ring_bytes = _ring_of(masters.device), RING_BYTES
+
+
+@dataclass
+class _Settled:
+    """One tensor, the mapped file that it held before (None: memory), and the device on which it was."""
+
+    tensor: Tensor
+    original: Tensor | None
+    device: torch.device
+
+    def undo(self) -> None:
+        data = self.tensor.data
+        unmark_host(data)
+        if self.original is not None and _same_bits(data, self.original):
+            set_data(self.tensor, self.original)
+        elif data.device != self.device:
+            set_data(self.tensor, data.to(self.device))
+
+
+class _Slabs:
+    """Pinned memory in large pieces, at most ``most`` bytes of it, for contents of ``needed`` bytes together."""
+
+    def __init__(self, most: int, needed: int, pinned: bool) -> None:
+        self.total = 0
+        self._needed = needed
+        self._pin = None if pinned else False
+        self._most = most
+        self._open: list[tuple[Tensor, int]] = []
+
+    def copy_of(self, data: Tensor, growth: int) -> Tensor | None:
+        """A copy of ``data`` with its strides; None where no room is left and ``growth`` bytes more are not enough."""
+        order = dense_order(data)
+        room = self._room(_nbytes(data), min(growth, self._most - self.total))
+        if room is None:
+            return None
+        copy = room.view(data.dtype).view([data.shape[dim] for dim in order]).permute(inverse(order))
+        return copy.copy_(data)
+
+    def _room(self, nbytes: int, growth: int) -> Tensor | None:
+        for number, (slab, used) in enumerate(self._open):
+            if used + nbytes <= len(slab):
+                self._open[number] = slab, -(-(used + nbytes) // _ALIGNMENT) * _ALIGNMENT
+                self._needed -= nbytes
+                return slab[used : used + nbytes]
+        least, useful = (1 << max(size - 1, _ALIGNMENT).bit_length() for size in (nbytes, self._needed))
+        size = max(least, min(_SLAB_BYTES, useful, 1 << max(growth, 1).bit_length() - 1))
+        if size > growth:
+            return None
+        self.total += size
+        self._open.append((host_empty([size], torch.uint8, self._pin), 0))
+        return self._room(nbytes, 0)
+
+
+class _Ring:
+    """Pinned chunks through which bytes pass to the device, in order; each is filled anew once it has been copied.
+
+    All masters of a device share one, from whatever thread they are copied.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        pin = None if pinned else False
+        self._lock = threading.Lock()
+        self._chunks = [host_empty([CHUNK_BYTES], torch.uint8, pin) for _ in range(CHUNKS)]
+        self._copied: list[torch.cuda.Event | None] = [None] * CHUNKS
+        self._turn = 0
+
+    def copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
+        """Copy bytes to bytes."""
+        with self._lock:
+            self._copy(source, target, stream)
+
+    def _copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
+        for piece, place in zip(source.split(CHUNK_BYTES), target.split(CHUNK_BYTES), strict=True):
+            turn = self._turn
+            self._turn = (turn + 1) % CHUNKS
+            copied = self._copied[turn]
+            if copied is not None:
+                copied.synchronize()
+            chunk = self._chunks[turn][: len(piece)].copy_(piece)
+            with _on(stream):
+                place.copy_(chunk, non_blocking=place.is_cuda)
+                if place.is_cuda:
+                    event = torch.cuda.Event()
+                    event.record(torch.cuda.current_stream(place.device))
+                    self._copied[turn] = event
+
+
+_rings: weakref.WeakValueDictionary[torch.device, _Ring] = weakref.WeakValueDictionary()
+
+
+def _ring_of(device: torch.device) -> _Ring:
+    ring = _rings.get(device)
+    if ring is None:
+        ring = _rings[device] = _Ring(device.type == "cuda")
+    return ring
+
+
+class _Mapping:
+    """Which addresses of this process belong to mapped files. Where the system does not tell, none seem to."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+                span, _, _, _, node, *file = line.split(maxsplit=5)
+                if node != "0" and file and not file[0].startswith(("/dev/", "/memfd:", "/SYSV")):
+                    start, end = span.split("-")
+                    self._starts.append(int(start, 16))
+                    self._ends.append(int(end, 16))
+
+    def kind(self, tensor: Tensor) -> Literal["device", "pinned", "mapped", "ordinary"]:
+        """What memory ``tensor`` lies in."""
+        if tensor.device.type != "cpu":
+            return "device"
+        found = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
+        if found >= 0 and tensor.data_ptr() < self._ends[found]:
+            return "mapped"
+        return "pinned" if torch.cuda.is_available() and tensor.is_pinned() else "ordinary"
+
+
+def mapped_bytes(*modules: nn.Module) -> int:
+    """Bytes of the weights of ``modules`` that lie in mapped files, which need no memory of their own while they wait.
+
+    Weights without contents, on the meta device or fake, count too: a checkpoint is mapped when it is loaded.
+    """
+    mapping, found = _Mapping(), 0
+    for tensor in all_tensors(*modules):
+        empty = tensor.device.type == "meta" or active_fake_mode(tensor) is not None
+        found += _nbytes(tensor) if empty or mapping.kind(tensor) == "mapped" else 0
+    return found
+
+
+@dataclass
+class _Budget:
+    """What is left of a run's host memory for masters; the ring is taken off from the start."""
+
+    left: int
+
+
+_budget: ContextVar[_Budget | None] = ContextVar("host budget", default=None)
+
+
+@contextlib.contextmanager
+def host_budget(ram_bytes: int) -> Iterator[None]:
+    """All masters that are settled inside, of however many models, take at most this much host memory together."""
+    token = _budget.set(_Budget(ram_bytes - RING_BYTES))
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
+_pinned: weakref.WeakKeyDictionary[Masters, int] = weakref.WeakKeyDictionary()
+"""What each of the masters that there are has pinned."""
+
+
+def pinnable_bytes() -> int:
+    """The most that may still be pinned by this process."""
+    return max(0, int(PINNED_SHARE * host_memory().total) - sum(_pinned.values()))
+
+
+def least_host_bytes(weights_bytes: int, mapped: int) -> int:
+    """Host memory that masters of so many bytes need, when ``mapped`` of them lie in files that are mapped."""
+    return max(0, weights_bytes - mapped) + (RING_BYTES if mapped else 0)
+
+
+_Place = tuple[object, ...]
+
+
+def _place(tensor: Tensor) -> _Place:
+    """Equal for tensors that are the same memory seen alike: tied weights."""
+    data = tensor.data
+    return data.untyped_storage()._cdata, data.storage_offset(), data.shape, data.stride(), data.dtype
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _in_bytes(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Both as rows of bytes; None where they do not lie in memory alike and without gaps."""
+    order = dense_order(source)
+    source, target = source.permute(order), target.permute(order)
+    if source.dtype != target.dtype or not (source.is_contiguous() and target.is_contiguous()):
+        return None
+    return source.reshape(-1).view(torch.uint8), target.reshape(-1).view(torch.uint8)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    pair = _in_bytes(a, b.to(a.device))
+    return pair is not None and torch.equal(*pair)
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -1,0 +1,154 @@
+"""Weights that are lent to a layer for one call, and stay lent while it is called strip after strip.
+
+A hook that widens weights lends them with :func:`lent_to_call`; a hook that calls a layer many times in a row does so
+within :func:`kept`, and the weights come once instead of every time. A hook that calls whole modules many times does so
+within :func:`together`: nothing more is lent for longer, but who streams weights in knows that they will be needed
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
+
+from ..tracing.effects import happen
+from ..weights import Convert, lent
+
+
+class _Kept:
+    """What is lent until the block ends."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, int], tuple[Tensor, Convert, contextlib.ExitStack]] = {}
+
+    def lend(self, tensors: Iterable[Tensor], convert: Convert) -> None:
+        for tensor in tensors:
+            key = id(tensor), id(convert)
+            if key not in self.known:
+                stack = contextlib.ExitStack()
+                stack.enter_context(lent([tensor], convert))
+                self.known[key] = tensor, convert, stack  # held, so that their ids stay theirs
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        wanted = set(map(id, tensors))
+        for key in [key for key in reversed(self.known) if key[0] in wanted]:
+            self.known.pop(key)[2].close()
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for _, _, one in self.known.values():
+                stack.enter_context(one)
+            self.known.clear()
+
+
+class _Together(contextlib.ExitStack):
+    """What is done when the outermost of ``depth`` blocks ends, once for each who asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[tuple[int, int]] = set()
+        self.depth = 0
+
+
+class _State(threading.local):
+    kept: _Kept | None = None
+    together: _Together | None = None
+    rows: tuple[int, int] | None = None
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Within the block, what a layer is lent at its first call stays lent; in another such block, until that ends."""
+    if _state.kept is not None:
+        yield
+        return
+    with together():
+        _state.kept = kept = _Kept()
+        try:
+            yield
+        finally:
+            _state.kept = None
+            kept.close()
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Within the block, modules are called again and again: what is streamed in stays as long as there is room."""
+    happen(_begin)
+    try:
+        yield
+    finally:
+        happen(_end)
+
+
+def _begin() -> None:
+    _state.together = _state.together or _Together()
+    _state.together.depth += 1
+
+
+def _end() -> None:
+    block = _state.together
+    assert block is not None
+    block.depth -= 1
+    if block.depth == 0:
+        _state.together = None
+        block.close()
+
+
+def until_together_ends(owner: object, number: int, release: Callable[[int], None]) -> bool:
+    """Call ``release(number)`` when the present :func:`together` ends, once; False where there is none,
+    or where that has been asked for.
+
+    ``owner`` is told by its identity and must outlive the block.
+    """
+    block = _state.together
+    if block is None or (id(owner), number) in block.known:
+        return False
+    block.known.add((id(owner), number))
+    block.callback(release, number)
+    return True
+
+
+@contextlib.contextmanager
+def apart(rows: tuple[int, int] | None = None) -> Iterator[None]:
+    """Within the block, weights are lent for each call alone, although :func:`kept` is around it.
+
+    Args:
+        rows: the first and last output of the layer that runs inside, where its weight holds these rows only.
+    """
+    before, _state.kept, _state.rows = (_state.kept, _state.rows), None, rows
+    try:
+        yield
+    finally:
+        _state.kept, _state.rows = before
+
+
+def present_rows() -> slice:
+    """The rows of its whole weight that a layer has now."""
+    return slice(*_state.rows) if _state.rows is not None else slice(None)
+
+
+def give_back(tensors: Iterable[Tensor]) -> None:
+    """End what :func:`kept` keeps of these tensors: they are taken away."""
+    if _state.kept is not None:
+        _state.kept.give_back(tensors)
+
+
+@contextlib.contextmanager
+def lent_to_call(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
+    """Within the block every tensor holds ``convert`` of its contents, and for longer inside :func:`kept`.
+
+    ``convert`` is told by its identity: give the same function for every call of a layer.
+    """
+    if _state.kept is None:
+        with lent(tensors, convert):
+            yield
+    else:
+        _state.kept.lend(tensors, convert)
+        yield

@@ -1,0 +1,154 @@
+"""What a traced run has to do: operations, bytes through the device's memory, bytes between the accounts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..memory.repeats import times
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Span:
+    """What a module does between the calls of other modules.
+
+    Attributes:
+        path: dotted name of the module, "" for what runs outside of all.
+        flops, moved_bytes, copied_bytes, operators, packed_bytes: as in ``Work``.
+    """
+
+    path: str
+    flops: int = 0
+    moved_bytes: int = 0
+    copied_bytes: int = 0
+    operators: int = 0
+    packed_bytes: int = 0
+
+    def at(self, path: str, times: int = 1, over: int = 1) -> Span:
+        """The same ``times / over`` times at another path."""
+        sums = self.flops, self.moved_bytes, self.copied_bytes, self.operators, self.packed_bytes
+        return Span(path, *(sums if times == over else [value * times // over for value in sums]))
+
+
+@dataclass
+class Work:
+    """Sums over the operators of a run.
+
+    Attributes:
+        flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
+        moved_bytes: what all operators read and write, each for itself.
+        copied_bytes: what crosses between the device's account and the host's.
+        operators: how many ran, views not counted: on a GPU, about the number of launches.
+        packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
+        spans: the same in the order of the run, module by module.
+        beside: what is no module's.
+    """
+
+    flops: int = 0
+    moved_bytes: int = 0
+    copied_bytes: int = 0
+    operators: int = 0
+    packed_bytes: int = 0
+    spans: list[Span] = field(default_factory=list)
+    beside: list[Span] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, what is counted is nothing that the module does which runs."""
+        before, self.spans = self.spans, self.beside
+        try:
+            yield
+        finally:
+            self.spans = before
+
+    def count(self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0) -> None:
+        """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others."""
+        if not self.spans or self.spans[-1].path != path:
+            self.spans.append(Span(path))
+        for sums in (self, self.spans[-1]):
+            sums.operators += times()
+            sums.flops += flops * times()
+            sums.moved_bytes += moved_bytes * times()
+            sums.packed_bytes += packed_bytes * times()
+
+    def add(self, span: Span) -> None:
+        """Add what a module did, told as a span."""
+        self.spans.append(span)
+        self.flops += span.flops
+        self.moved_bytes += span.moved_bytes
+        self.copied_bytes += span.copied_bytes
+        self.operators += span.operators
+        self.packed_bytes += span.packed_bytes
+
+    def count_copy(self, copied_bytes: int) -> None:
+        """Add bytes that cross between the accounts."""
+        self.copied_bytes += copied_bytes * times()
+        if self.spans:
+            self.spans[-1].copied_bytes += copied_bytes * times()
+
+
+def moved(args: Any, result: Any) -> int:
+    """Bytes of all tensors among arguments and results."""
+    total = 0
+    for value in (*args, result):
+        if isinstance(value, Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, (list, tuple)):
+            total += moved(value, None)
+    return total
+
+
+def attention_flops(args: Any, result: Any) -> int:
+    query, key, value = args[:3]
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _product_flops(args: Any, result: Tensor) -> int:
+    return 2 * result.numel() * args[-1].shape[-2]
+
+
+def _sum_of_product_flops(args: Any, result: Tensor) -> int:
+    return 2 * result.numel() * args[2].shape[-2]
+
+
+def _convolution_flops(args: Any, result: Tensor) -> int:
+    weight, transposed = args[1], args[6]
+    return 2 * (args[0] if transposed else result).numel() * weight[0].numel()
+
+
+FLOPS: dict[Any, Callable[[Any, Any], int]] = {
+    aten.mm.default: _product_flops,
+    aten.bmm.default: _product_flops,
+    aten.bmm.out: _product_flops,
+    aten.addmm.default: _sum_of_product_flops,
+    aten.baddbmm.default: _sum_of_product_flops,
+    aten.baddbmm_.default: _sum_of_product_flops,
+    aten.convolution.default: _convolution_flops,
+}
+for _name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+    _packet = getattr(aten, f"_scaled_dot_product_{_name}", None)
+    if _packet is not None:
+        FLOPS[_packet.default] = attention_flops
+
+_WEIGHT = {aten.convolution.default: 1, aten.addmm.default: 2, aten.mm.default: 1}
+
+
+def packed(func: Any, args: Any) -> int:
+    """Bytes of the weight among the arguments of ``func``, if it is an operator that has one."""
+    place = _WEIGHT.get(func)
+    return 0 if place is None else args[place].numel() * args[place].element_size()
+
+
+# These only reserve memory.
+IDLE = frozenset(
+    {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
+)
+COPIES = frozenset({aten.copy_.default, aten._to_copy.default, aten.clone.default})

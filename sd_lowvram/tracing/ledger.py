@@ -1,0 +1,185 @@
+"""Who holds how many bytes: every storage is booked at its birth and struck off at its death."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..memory.accounts import Account
+from ..memory.storage_refs import Deaths
+
+
+class Event(NamedTuple):
+    """One allocation. Bytes are those alive right after it."""
+
+    device_bytes: int
+    host_bytes: int
+    path: str
+    operator: str
+
+
+class Timeline:
+    """The allocations of a run in their order, four machine words each; yields ``Event``."""
+
+    def __init__(self) -> None:
+        self._device, self._host, self._where = array("q"), array("q"), array("q")
+        self._names: dict[tuple[str, str], int] = {}
+        self._base = 0
+
+    def record(self, device_bytes: int, host_bytes: int, path: str, operator: str) -> None:
+        self._device.append(device_bytes - self._base)
+        self._host.append(host_bytes)
+        self._where.append(self._names.setdefault((path, operator), len(self._names)))
+
+    def raise_by(self, nbytes: int) -> None:
+        """Bytes on the device that were there during all of it."""
+        self._base += nbytes
+
+    def __len__(self) -> int:
+        return len(self._device)
+
+    def __iter__(self) -> Iterator[Event]:
+        names = list(self._names)
+        for device, host, where in zip(self._device, self._host, self._where, strict=True):
+            yield Event(device + self._base, host, *names[where])
+
+    def top(self) -> Event:
+        """The moment at which the device held most.
+
+        Raises:
+            ValueError: nothing was allocated.
+        """
+        return max(self, key=lambda event: event.device_bytes)
+
+
+@dataclass
+class _Booked:
+    """What is booked for a storage. ``born``: it was made after the ledger was opened."""
+
+    account: Account
+    born: bool
+    nbytes: int = 0
+
+
+class Ledger:
+    """Bytes alive in each account now, and their peaks.
+
+    Attributes:
+        peak: most bytes on the device, weights included, at one moment.
+        host_peak: most bytes in host memory.
+        activation_peak: most bytes on the device of storages that were born here and are no weights.
+        born_peak: most bytes of storages that were born here, all accounts together.
+        largest: the largest single allocation on the device.
+        met: bytes on the device that were there from the start and met on the way.
+    """
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self.live = {"device": 0, "weights": 0, "host": 0}
+        self.born = {"device": 0, "weights": 0, "host": 0}
+        self.peak = self.host_peak = self.activation_peak = self.born_peak = self.largest = self.met = 0
+        self.path = self.operator = ""
+        self._booked: dict[int, _Booked] = {}
+        self._deaths = Deaths(self._strike)
+
+    def book(self, tensor: Tensor, account: Account, *, born: bool = True) -> None:
+        """Follow the storage of ``tensor`` from now on; of a storage that is followed already, note its new size."""
+        storage = tensor.untyped_storage()
+        booked = self._booked.get(storage._cdata)
+        if booked is None:
+            self._deaths.settle()
+            booked = self._booked[self._deaths.watch(storage)] = _Booked(account, born)
+        nbytes = storage.nbytes()
+        if nbytes != booked.nbytes:
+            self._change(booked, nbytes - booked.nbytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note the new size of a storage, if it is followed."""
+        booked = self._booked.get(storage._cdata)
+        if booked is not None:
+            self._change(booked, storage.nbytes() - booked.nbytes)
+
+    def account_of(self, tensor: Tensor) -> Account:
+        """Where the storage of ``tensor`` is booked; of one that is not, the device."""
+        booked = self._booked.get(tensor.untyped_storage()._cdata)
+        return "device" if booked is None else booked.account
+
+    def look(self, hidden: int = 0) -> None:
+        """Note the peaks. ``hidden``: device bytes that a kernel holds at this moment and no tensor shows."""
+        device, weights, host = self.live.values()
+        self.peak = max(self.peak, device + weights + hidden)
+        self.host_peak = max(self.host_peak, host)
+        born_device, born_weights, born_host = self.born.values()
+        self.activation_peak = max(self.activation_peak, born_device + hidden)
+        self.born_peak = max(self.born_peak, born_device + born_weights + born_host + hidden)
+        self.timeline.record(device + weights + hidden, host, self.path, self.operator)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[list[int]]:
+        """Inside, peaks are noted by themselves; the list then tells them, above what was there at the beginning."""
+        before, start = self._peaks(), self._now()
+        self.peak, self.host_peak, self.activation_peak, self.born_peak = start
+        self.largest = 0
+        above: list[int] = []
+        try:
+            yield above
+        finally:
+            above += [peak - at for peak, at in zip(self._peaks(), (*start, 0), strict=True)]
+            self._raise(before)
+
+    def again(self, above: Sequence[int]) -> None:
+        """Note the peaks of something that goes as :meth:`apart` told."""
+        self._raise([at + more for at, more in zip((*self._now(), 0), above, strict=True)])
+
+    def _now(self) -> tuple[int, int, int, int]:
+        self.settle()
+        device, weights, host = self.live.values()
+        born = tuple(self.born.values())
+        return device + weights, host, born[0], sum(born)
+
+    def _peaks(self) -> list[int]:
+        return [self.peak, self.host_peak, self.activation_peak, self.born_peak, self.largest]
+
+    def _raise(self, peaks: Sequence[int]) -> None:
+        highest = [max(pair) for pair in zip(self._peaks(), peaks, strict=True)]
+        self.peak, self.host_peak, self.activation_peak, self.born_peak, self.largest = highest
+
+    def existed(self, tensor: Tensor, account: Account) -> None:
+        """Book a tensor that was there from the start and is met only now."""
+        nbytes = tensor.untyped_storage().nbytes()
+        if account == "host":
+            self.host_peak += nbytes
+        else:
+            self.peak += nbytes
+            self.met += nbytes
+            self.timeline.raise_by(nbytes)
+        self.book(tensor, account, born=False)
+
+    def settle(self) -> None:
+        """Strike off what has died, where nobody tells of a death."""
+        self._deaths.settle()
+
+    def close(self) -> None:
+        """Stop following; the sums stay."""
+        self._deaths.forget()
+        self._booked.clear()
+
+    def _change(self, booked: _Booked, change: int) -> None:
+        booked.nbytes += change
+        self.live[booked.account] += change
+        if booked.born:
+            self.born[booked.account] += change
+            if booked.account != "host":
+                self.largest = max(self.largest, change)
+        if change > 0:
+            self.look()
+
+    def _strike(self, key: int) -> None:
+        booked = self._booked.pop(key)
+        self._change(booked, -booked.nbytes)

@@ -1,0 +1,146 @@
+"""What an operator made of some shapes, it makes of them again: fake results without asking the fake mode each time.
+
+Strips call the same operators thousands of times, and the fake mode takes its time over each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from .fake_tensors import fake_around, fake_empty
+
+aten = torch.ops.aten
+
+# They change storages.
+_UNREPEATABLE = frozenset(
+    f"aten::{name}" for name in ("as_strided_", "resize_", "resize_as_", "set_", "lift_fresh", "lift")
+)
+
+
+class Made(NamedTuple):
+    """One result: a new tensor, or a view of the first argument ``offset`` elements further on."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int | None
+
+
+class Recipe(NamedTuple):
+    """The results of an operator (None: its first argument itself), and the bytes and operations of its kernel."""
+
+    made: tuple[Made, ...] | None
+    container: type | None
+    hidden: int = 0
+    flops: int = 0
+    moved: int = 0
+    packed: int = 0
+
+
+def is_repeatable(func: Any) -> bool:
+    """Whether the results of ``func`` follow from shapes, strides, types and numbers, or are its first argument."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.name.startswith("aten::") or schema.name in _UNREPEATABLE:
+        return False
+    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        return False
+    first, *others = schema.arguments or [None]
+    if first is None or any(argument.alias_info and argument.alias_info.is_write for argument in others):
+        return False
+    return not _writes(first) or (len(schema.returns) == 1 and _writes(schema.returns[0]))
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """All that the results of a repeatable operator hang on; None when a tensor is not fake, or has a known value."""
+    parts: list[Any] = [func]
+    for value in args:
+        if isinstance(value, FakeTensor):
+            if value.constant is not None:
+                return None
+            parts.append((value.shape, value.stride(), value.dtype, value.fake_device))
+        elif isinstance(value, (list, tuple)):
+            inner = signature(None, tuple(value), {})
+            if inner is None:
+                return None
+            parts.append(inner)
+        elif isinstance(value, Tensor):
+            return None
+        else:
+            parts.append((type(value), value))
+    for name, value in kwargs.items():
+        if isinstance(value, (Tensor, list, tuple)):
+            return None
+        parts.append((name, type(value), value))
+    return tuple(parts)
+
+
+def made_of(result: Any, first: Any, *, view: bool) -> tuple[Made, ...] | None:
+    """How to make ``result`` again; None when it is not made of fake tensors alone."""
+    tensors = (result,) if isinstance(result, Tensor) else result
+    if not isinstance(tensors, (list, tuple)):
+        return None
+    start = first.storage_offset() if view else 0
+    made = []
+    for tensor in tensors:
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+            return None
+        if view and tensor.element_size() != first.element_size():  # offsets are counted in other elements
+            return None
+        offset = int(tensor.storage_offset() - start)
+        if offset and not view:
+            return None
+        place = offset if view else None
+        made.append(Made(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device, place))
+    return tuple(made)
+
+
+def make(recipe: Recipe, mode: FakeTensorMode, args: tuple[Any, ...]) -> Any:
+    """The results that ``recipe`` tells."""
+    if recipe.made is None:
+        return args[0]
+    results = [_fake(made, mode, args[0]) for made in recipe.made]
+    return results[0] if recipe.container is None else recipe.container(results)
+
+
+def _fake(made: Made, mode: FakeTensorMode, first: Any) -> Tensor:
+    if made.offset is None:
+        return fake_empty(mode, made.shape, made.stride, made.dtype, made.device)
+    if first.is_inference() == torch.is_inference_mode_enabled():
+        return _view(made, made.offset, mode, first)
+    with torch.inference_mode(first.is_inference()):  # a view is an inference tensor if its base is
+        return _view(made, made.offset, mode, first)
+
+
+def _view(made: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty(0, dtype=made.dtype, device="meta")
+        meta.set_(first.untyped_storage(), first.storage_offset() + offset, made.shape, made.stride)
+    return fake_around(meta, mode, made.device)
+
+
+def _sliced(first: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Made:
+    shape, stride = list(first.shape), list(first.stride())
+    begin, stop, _ = slice(start, end).indices(shape[dim])
+    offset = begin * stride[dim]
+    shape[dim] = max(0, -(-(stop - begin) // step))
+    stride[dim] *= step
+    return Made(tuple(shape), tuple(stride), first.dtype, first.fake_device, offset)  # type: ignore[attr-defined]
+
+
+def _strided(first: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Made:
+    offset = 0 if storage_offset is None else storage_offset - first.storage_offset()
+    return Made(tuple(size), tuple(stride), first.dtype, first.fake_device, int(offset))  # type: ignore[attr-defined]
+
+
+PLACED: dict[Any, Callable[..., Made]] = {aten.slice.Tensor: _sliced, aten.as_strided.default: _strided}
+"""Views that may begin anywhere, so that a recipe for each would not pay: what they make, from their arguments."""

@@ -1,0 +1,102 @@
+"""What a trace knows of an operator: does it allocate, is it made of others, what does its kernel hold unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..memory.accounts import on_cpu
+from .flop_counter import COPIES, FLOPS, IDLE
+from .memory_formats import wanted_format
+from .op_cache import is_repeatable
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator overload.
+
+    Attributes:
+        name: such as ``aten.addmm``.
+        view: its results share the storage of an argument.
+        composite: it is made of other operators, which allocate.
+        hidden: from arguments and result to the bytes that its kernel holds besides them and frees on return.
+        flops: from arguments and result to floating-point operations, if it is a product.
+        moves: it reads or writes memory.
+        copies: it may carry bytes from one account to the other.
+        repeatable: the same shapes, strides and types give the same again.
+    """
+
+    name: str
+    view: bool = False
+    composite: bool = False
+    hidden: Callable[[tuple[Any, ...], Any], int] | None = None
+    flops: Callable[[Any, Any], int] | None = None
+    moves: bool = False
+    copies: bool = False
+    repeatable: bool = False
+
+
+def describe(func: Any) -> Operator:
+    """Look an operator up; costs tens of microseconds, so keep the answer."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.namespace == "prim":
+        return Operator(str(func))
+    returns = [result.alias_info for result in schema.returns]
+    told = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+    view = told or schema.name in _UNTOLD_VIEWS
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return Operator(
+        name=str(func.overloadpacket),
+        view=view,
+        composite=composite,
+        hidden=_HIDDEN.get(func),
+        flops=FLOPS.get(func),
+        moves=not view and func not in IDLE,
+        copies=func in COPIES,
+        repeatable=is_repeatable(func),
+    )
+
+
+# They share the memory of their argument, and their schemas keep it from autograd.
+_UNTOLD_VIEWS = frozenset(f"aten::{name}" for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copied(wanted: torch.memory_format, *tensors: Tensor) -> int:
+    return sum(nbytes(tensor) for tensor in tensors if not tensor.is_contiguous(memory_format=wanted))
+
+
+def _packed_copy(args: tuple[Any, ...], result: Any) -> int:
+    """Of the input, unless it is contiguous; on the CPU channels last will do too."""
+    return _copied(wanted_format(args[0]) if on_cpu() else torch.contiguous_format, args[0])
+
+
+def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
+    """Input and weight are brought to one memory format; oneDNN also reorders them, and the result back, on the CPU."""
+    image, weight = args[0], args[1]
+    wanted = wanted_format(image, weight)
+    copies = _copied(wanted, image, weight)
+    if not on_cpu():
+        return copies
+    if wanted is torch.channels_last:
+        return copies + nbytes(weight)
+    half = image.dtype in (torch.float16, torch.bfloat16)
+    return copies + max(nbytes(image) + nbytes(weight), nbytes(result) * (2 if half else 1))
+
+
+_HIDDEN: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
+    aten.convolution.default: _convolution_copies,
+    aten.native_group_norm.default: _packed_copy,
+    aten.native_layer_norm.default: _packed_copy,
+    aten._softmax.default: _packed_copy,
+    aten.upsample_nearest2d.default: _packed_copy,
+}

@@ -1,0 +1,381 @@
+"""The peak of a run, known before it: the real modules run on fake tensors, and every storage is followed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ..memory.accounts import current_account, is_host, on_cpu, traced_device
+from .collector import no_collection
+from .effects import Effects
+from .fake_tensors import CPU, Registry, active_fake_mode, fake_of, faked, modules_of
+from .flop_counter import Span, Work, attention_flops, moved, packed
+from .layout_rules import told
+from .ledger import Ledger, Timeline
+from .op_cache import PLACED, Recipe, made_of, make, signature
+from .operators import Operator, describe, nbytes
+from .sdpa import foretold_attention
+from .uncompiled import CAN_REST, uncompiled
+
+aten = torch.ops.aten
+_LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
+_DEVICE = torch.ops.prim.device.default
+_operators: dict[Any, Operator] = {}
+_recipes: dict[bool, dict[tuple[Any, ...], Recipe]] = {True: {}, False: {}}
+_composites: dict[bool, dict[tuple[Any, ...], tuple[Operator | None, Recipe]]] = {True: {}, False: {}}
+_MOST_RECIPES = 100_000
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """What a run would hold, in bytes, and what it would have to do.
+
+    Attributes:
+        peak_bytes: most bytes of tensors on the device at one moment: weights, inputs, activations, and what the
+            kernels are known to hold unseen. No overhead (context, workspaces of libraries, rounding).
+        host_peak_bytes: most bytes in host memory: masters of offloaded weights, parked activations.
+        activation_peak_bytes: most bytes on the device of what was made during the run; the weights, streamed copies
+            of weights, and the inputs are not in it, the output is.
+        weights_bytes: parameters and buffers on the device when the run starts, and other tensors that the callable
+            brought along.
+        input_bytes: the tensors among the arguments.
+        largest_bytes: the largest single allocation on the device during the run.
+        allocated_peak_bytes: most bytes of what was made during the run, in all accounts together: what
+            ``measured_peak`` reports, and the allocator sees where the device is the CPU.
+        flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
+        moved_bytes: what all operators read and write, each for itself.
+        copied_bytes: what crosses between the device's account and the host's.
+        operators: how many ran, views not counted: on a GPU, about the number of kernel launches.
+        packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
+        timeline: the allocations in their order.
+        spans: operations, bytes moved and operators in their order, module by module.
+        output: what the callable returned, as fake tensors.
+    """
+
+    peak_bytes: int
+    host_peak_bytes: int
+    activation_peak_bytes: int
+    weights_bytes: int
+    input_bytes: int
+    largest_bytes: int
+    allocated_peak_bytes: int
+    flops: int
+    moved_bytes: int
+    copied_bytes: int
+    operators: int
+    packed_bytes: int
+    timeline: Timeline = field(repr=False)
+    spans: tuple[Span, ...] = field(repr=False)
+    output: Any = field(repr=False)
+
+
+def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> MemoryTrace:
+    """Run ``module_or_callable(*inputs, **kwargs)`` on fake tensors and say what memory the run would hold.
+
+    Nothing is computed and no memory of that size is taken; real, fake and ``meta`` tensors will all do, in the
+    arguments and in the modules. Parameters and buffers are exchanged for fake ones for the time of the run; the same
+    objects are back afterwards, also after an error. All fake tensors are on the CPU, whatever device the model is on:
+    host memory is what comes through ``park``, ``host_empty`` or ``host_account``. Gradients are followed as the
+    caller's mode asks: trace under ``torch.inference_mode()`` what will run so. The kernels are those of a GPU, unless
+    inside ``kernels_of("cpu")``.
+
+    Modules are found when they are the callable, the owner of the bound method, among the arguments, or in the closure.
+    torch cannot convert modules of fake parameters in place: what runs here must not call ``Module.to`` or ``half``.
+
+    Raises:
+        whatever the callable raises, and torch's DataDependentOutputException where a value decides what runs.
+    """
+    leaves = tree_flatten((inputs, kwargs))[0]
+    modules = modules_of(module_or_callable, *leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    mode = active_fake_mode(*tensors, *parameters) or FakeTensorMode(allow_non_fake_inputs=True)
+    tracer = _Tracer(mode)
+    with mode, traced_device(CPU), no_collection(), faked(modules, tracer.fake_weight):
+        ledger = tracer.ledger
+        inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
+        weights_bytes, input_bytes = ledger.live["weights"], ledger.live["device"]
+        with tracer.following(modules), uncompiled():
+            output = module_or_callable(*inputs, **kwargs)
+    ledger.close()
+    return MemoryTrace(
+        peak_bytes=ledger.peak,
+        host_peak_bytes=ledger.host_peak,
+        activation_peak_bytes=ledger.activation_peak,
+        weights_bytes=weights_bytes + ledger.met,
+        input_bytes=input_bytes,
+        largest_bytes=ledger.largest,
+        allocated_peak_bytes=ledger.born_peak,
+        flops=tracer.work.flops,
+        moved_bytes=tracer.work.moved_bytes,
+        copied_bytes=tracer.work.copied_bytes,
+        operators=tracer.work.operators,
+        packed_bytes=tracer.work.packed_bytes,
+        timeline=ledger.timeline,
+        spans=tuple(span for span in (*tracer.work.spans, *tracer.work.beside) if span.operators),
+        output=output,
+    )
+
+
+class _Tracer(TorchDispatchMode):
+    """Sees every operator on its way to the fake mode, and books what comes back."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.work = Work()
+        self._mode = mode
+        self._recipes = _recipes[on_cpu()]
+        self._composites = _composites[on_cpu()]
+        self._watching = 0
+        self._taken_in: list[tuple[Operator, Recipe]] = []
+        self._places: dict[int, tuple[Registry, str]] = {}
+        self._met: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch, which else keeps its compiler away from each operator, at some cost."""
+        return not CAN_REST  # :func:`trace` keeps it away from all of them
+
+    def fake_weight(self, real: Tensor, registry: Registry, name: str) -> Tensor:
+        """The fake of a parameter or buffer; of a tensor that modules share, the same one."""
+        if id(real) in self._places:
+            return self._fake_of(real)
+        self._places[id(real)] = registry, name
+        fake = real if isinstance(real, FakeTensor) else fake_of(real, self._mode)
+        self.ledger.book(fake, "host" if is_host(real) else "weights", born=False)
+        return fake
+
+    def fake_input(self, leaf: Any) -> Any:
+        """The fake of an argument, if it is a tensor."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        fake = self._fake_of(leaf)
+        self.ledger.book(fake, "host" if is_host(leaf) else "device", born=False)
+        return fake
+
+    def _fake_of(self, real: Tensor) -> Tensor:
+        """The fake of a tensor, the same one each time; of a weight, what stands in its place now."""
+        if id(real) in self._places:
+            registry, name = self._places[id(real)]
+            return registry[name]
+        if id(real) not in self._met:
+            self._met[id(real)] = real, real if isinstance(real, FakeTensor) else fake_of(real, self._mode)
+        return self._met[id(real)][1]
+
+    @contextlib.contextmanager
+    def following(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Inside, operators are followed and the ledger knows which module runs."""
+        effects = Effects(self.ledger, self.work, self._mode).active()
+        paths, attention = _module_paths(self.ledger, modules), foretold_attention(self._attended)
+        with paths, _resizes(self.ledger), attention, effects, self:
+            yield
+
+    def _attended(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+        self.ledger.operator = f"attention.{kernel}"
+        self.ledger.look(hidden)
+        self.work.count(self.ledger.path, attention_flops(args, out), moved(args, out))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        operator = _operators.get(func)
+        if operator is None:
+            operator = _operators[func] = describe(func)
+        kwargs = kwargs or {}
+        if operator.composite:
+            return self._composed(func, operator, args, kwargs)
+        if func not in _LIFTS:
+            args = self._without_reals(args)
+        result, recipe = self._run(func, operator, args, kwargs)
+        if not operator.view:
+            self._take_in(operator, recipe, args, result)
+        return result
+
+    def _composed(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator gives that is made of others, and of which one at most takes memory where it is known."""
+        key = signature(func, args, kwargs) if operator.repeatable and self._mode.shape_env is None else None
+        known = None if key is None else self._composites.get(key)
+        if known is not None:
+            inner, recipe = known
+            result = make(recipe, self._mode, args)
+            if inner is not None:
+                self._take_in(inner, recipe, args, result)
+            return result
+        first = len(self._taken_in)
+        self._watching += 1
+        try:
+            with self:
+                result = func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        finally:
+            self._watching -= 1
+            taken = self._taken_in[first:]
+            if not self._watching:
+                self._taken_in.clear()
+        if key is not None and (found := _composite(args, result, taken)):
+            _keep(self._composites, key, found)
+        return result
+
+    def _take_in(self, operator: Operator, recipe: Recipe, args: tuple[Any, ...], result: Any) -> None:
+        """Book what an operator made, and count its work."""
+        self.ledger.operator = operator.name
+        self._book(result)
+        if recipe.hidden:
+            self.ledger.look(recipe.hidden)
+        if operator.moves:
+            self.work.count(self.ledger.path, recipe.flops, recipe.moved, recipe.packed)
+        if operator.copies:
+            self._count_crossing(args, result)
+        if self._watching:
+            self._taken_in.append((operator, recipe))
+
+    def _run(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe]:
+        """The fake results, by a recipe where there is one."""
+        key = signature(func, args, kwargs) if operator.repeatable and self._mode.shape_env is None else None
+        recipe = None
+        if key is not None:
+            recipe = self._recipes.get(key)
+            if recipe is None and func in PLACED:
+                recipe = Recipe((PLACED[func](*args),), None)
+            if recipe is not None:
+                return make(recipe, self._mode, args), recipe
+        known = None if key is None else told(func, args, kwargs, operator.view)
+        result = func(*args, **kwargs) if known is None else make(known, self._mode, args)
+        recipe = _recipe(func, operator, args, result)
+        if key is not None and (recipe.made is not None or result is args[0]):
+            _keep(self._recipes, key, recipe)
+        return result, recipe
+
+    def _count_crossing(self, args: tuple[Any, ...], result: Tensor) -> None:
+        source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
+        if (self.ledger.account_of(source) == "host") != (self.ledger.account_of(result) == "host"):
+            self.work.count_copy(nbytes(result))
+
+    def _book(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            self.ledger.book(result, current_account())
+        elif isinstance(result, (list, tuple)):
+            for part in result:
+                self._book(part)
+
+    def _without_reals(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments in which tensors that the callable brought along are fake too."""
+        for arg in args:
+            if isinstance(arg, Tensor):
+                if not isinstance(arg, FakeTensor):
+                    break
+            elif isinstance(arg, (list, tuple)) and any(
+                isinstance(part, Tensor) and not isinstance(part, FakeTensor) for part in arg
+            ):
+                break
+        else:
+            return args
+        return tree_map(self._brought_along, args)
+
+    def _brought_along(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        known = id(leaf) in self._met or id(leaf) in self._places
+        fake = self._fake_of(leaf)
+        if not known:
+            self.ledger.existed(fake, "host" if is_host(leaf) else "weights")
+        return fake
+
+
+def _recipe(func: Any, operator: Operator, args: tuple[Any, ...], result: Any) -> Recipe:
+    itself = bool(args) and result is args[0]
+    made = None if itself or not args else made_of(result, args[0], view=operator.view)
+    container = type(result) if isinstance(result, (list, tuple)) else None
+    if operator.view or not operator.moves:
+        return Recipe(made, container)
+    hidden = 0 if operator.hidden is None else operator.hidden(args, result)
+    flops = 0 if operator.flops is None else operator.flops(args, result)
+    return Recipe(made, container, hidden, flops, moved(args, result), packed(func, args))
+
+
+def _keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], recipe: Any) -> None:
+    """Remember a recipe; hosts run for days, so there is an end to how many."""
+    if len(known) >= _MOST_RECIPES:
+        known.clear()
+    known[key] = recipe
+
+
+def _composite(
+    args: tuple[Any, ...], result: Any, taken: list[tuple[Operator, Recipe]]
+) -> tuple[Operator | None, Recipe] | None:
+    """How to give ``result`` at once: a view, or what the one operator inside made; None where it is neither."""
+    if not args or not isinstance(args[0], FakeTensor) or len(taken) > 1:
+        return None
+    container = type(result) if isinstance(result, (list, tuple)) else None
+    if taken:
+        operator, recipe = taken[0]
+        made = made_of(result, args[0], view=False) if isinstance(result, FakeTensor) else None
+        alone = made is not None and recipe.made is not None and len(recipe.made) == 1
+        fresh = alone and result.untyped_storage()._cdata not in _storages(args)
+        whole = fresh and result.untyped_storage().nbytes() == nbytes(result)
+        return (operator, recipe._replace(made=made, container=None)) if whole else None
+    if result is args[0]:
+        return None, Recipe(None, None)
+    made = made_of(result, args[0], view=True)
+    return None if made is None or not _storages(result) <= _storages(args[0]) else (None, Recipe(made, container))
+
+
+def _storages(tensors: Any) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in tree_flatten(tensors)[0] if isinstance(leaf, Tensor)}
+
+
+@contextlib.contextmanager
+def _module_paths(ledger: Ledger, modules: list[nn.Module]) -> Iterator[None]:
+    """Inside, ``ledger.path`` is the dotted name of the module that runs in this thread."""
+    names: dict[nn.Module, str] = {}
+    for root in modules:
+        for name, module in root.named_modules(prefix=type(root).__name__ if len(modules) > 1 else ""):
+            names.setdefault(module, name)
+    running: list[tuple[nn.Module, str]] = []
+    thread = threading.get_ident()
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        if threading.get_ident() == thread:
+            running.append((module, ledger.path))
+            ledger.path = names.get(module, type(module).__name__)
+
+    def leave(module: nn.Module, _args: Any, _output: Any) -> None:
+        if threading.get_ident() == thread:
+            while running:  # modules that an exception left are still on top
+                top, ledger.path = running.pop()
+                if top is module:
+                    break
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _resizes(ledger: Ledger) -> Iterator[None]:
+    """Inside, ``ledger`` hears of storages that are resized without an operator."""
+    resize = torch.UntypedStorage.resize_
+
+    def heard(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        ledger.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = heard  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_

@@ -1,0 +1,55 @@
+"""Byte sizes and times as people write and read them: "4GB", "3.5 GiB", 4096 (MiB), "3 min 20 s"."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .errors import BadInputError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+_UNITS = {"": MIB, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": GIB << 10}
+_PATTERN = re.compile(r"\s*(\d+(?:[.,]\d+)?|[.,]\d+)\s*(?:(b)|([kmgt]?)(?:i?b)?)\s*", re.IGNORECASE)
+_EXAMPLES = 'write it like "4GB", "3.5 GiB", "700 MB" or 4096 (MiB)'
+
+
+def parse_size(value: int | float | str, what: str = "size") -> int:
+    """Bytes in ``value``. A bare number counts MiB; memory is sold in powers of two, so GB and GiB mean the same.
+
+    Raises:
+        BadInputError: the value is no size, or not above zero.
+    """
+    text = format(value, "f") if isinstance(value, float) else str(value)
+    match = _PATTERN.fullmatch(text)
+    if match is None or isinstance(value, bool):
+        raise BadInputError(f"{what} {value!r} is not a size: {_EXAMPLES}")
+    number, plain_bytes, unit = match.groups()
+    size = float(number.replace(",", ".")) * _UNITS[(plain_bytes or unit or "").lower()]
+    if not math.isfinite(size) or size < 1:
+        raise BadInputError(f"{what} {value!r} must be more than zero: {_EXAMPLES}")
+    return int(size)
+
+
+def format_size(size: int) -> str:
+    """``size`` bytes for a person to read: "512 B", "84 MiB", "3.5 GiB"."""
+    for unit, step in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= step:
+            amount = size / step
+            return f"{amount:.0f} {unit}" if amount >= 100 or amount == int(amount) else f"{amount:.1f} {unit}"
+    return f"{size} B"
+
+
+LONG = 600
+"""Seconds from which on a plan says clearly that it is slow."""
+
+
+def format_time(seconds: float) -> str:
+    """``seconds`` for a person to read: "0.4 s", "12 s", "3 min 20 s", "1 h 5 min"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 and whole < 600 else "")
+    return f"{whole // 3600} h" + (f" {whole % 3600 // 60} min" if whole % 3600 >= 60 else "")

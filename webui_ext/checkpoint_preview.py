@@ -1,0 +1,103 @@
+"""The model for which the page's line plans: the loaded one, or before that the chosen checkpoint's architecture.
+
+A checkpoint's header alone is read; its modules are made on the meta device, where they take no memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from modules import devices, sd_models, shared
+
+from sd_lowvram.checkpoints.safetensors_header import Header, read_header
+from sd_lowvram.errors import LowVRAMError
+from sd_lowvram.models.anatomy import Anatomy
+from sd_lowvram.session import anatomy_of
+
+from . import host
+
+_SD2 = "cond_stage_model.model.transformer.resblocks.0.attn.in_proj_weight"
+_TEXT = ("cond_stage_model.", "conditioner.")
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A checkpoint that is not loaded yet.
+
+    Attributes:
+        other_bytes: of its text encoders, in the type in which the host will hold them.
+        moves: whether the host moves weights itself.
+    """
+
+    anatomy: Anatomy
+    other_bytes: int
+    moves: bool
+
+
+def model() -> Any:
+    """The loaded model, or a :class:`Blueprint`; None when no checkpoint is chosen, or it is none that we can read, or
+    the host has not told yet in which type it will load it."""
+    loaded = getattr(sd_models.model_data, "sd_model", None)
+    if host.is_loaded(loaded):
+        return loaded
+    if getattr(shared.cmd_opts, "no_half", False) and getattr(devices, "dtype_unet", None) is torch.float16:
+        return None
+    try:
+        chosen = sd_models.select_checkpoint()
+        return _drawn(chosen.filename, os.path.getmtime(chosen.filename)) if chosen else None
+    except (LowVRAMError, ImportError, OSError, AttributeError, KeyError, ValueError):
+        return None
+
+
+def identity(target: Any) -> Hashable:
+    """Differs for every model that is loaded, and for every blueprint."""
+    return id(target)
+
+
+@functools.lru_cache(maxsize=1)
+def _drawn(file: str, changed: float) -> Blueprint:
+    try:
+        from modules import sd_models_config
+    except ImportError:  # Forge
+        return _with_diffusers(file)
+    header = read_header(Path(file))
+    config = sd_models_config.find_checkpoint_config_near_filename(SimpleNamespace(filename=file))
+    if config is None and header.shape(_SD2)[1:] == (1024,):
+        config = sd_models_config.config_sd2  # the host would run it to tell which prediction it makes: here all one
+    if config is None:
+        shapes = {name: torch.empty(entry.shape, device="meta") for name, entry in header.tensors.items()}
+        config = sd_models_config.guess_model_config_from_state_dict(shapes, file)
+    return Blueprint(anatomy_of(_empty(config)), _text_bytes(header), moves=False)
+
+
+def _empty(config: str) -> Any:
+    """What the host would make of its own configuration file, without weights and text encoders."""
+    from ldm.util import instantiate_from_config
+    from omegaconf import OmegaConf
+
+    parts = OmegaConf.load(config).model.params
+    with torch.device("meta"):
+        unet = instantiate_from_config(parts.get("unet_config") or parts.network_config)
+        vae = instantiate_from_config(parts.first_stage_config)
+    unet, vae = unet.to(devices.dtype_unet), vae.to(devices.dtype_vae)
+    return SimpleNamespace(model=SimpleNamespace(diffusion_model=unet), first_stage_model=vae)
+
+
+def _text_bytes(header: Header) -> int:
+    elements = (torch.Size(entry.shape).numel() for name, entry in header.tensors.items() if name.startswith(_TEXT))
+    return sum(elements) * torch.empty(0, dtype=devices.dtype).element_size()
+
+
+def _with_diffusers(file: str) -> Blueprint:
+    """Forge's own modules have the same layers as diffusers', which it brings along."""
+    from sd_lowvram.checkpoints.meta_model import blueprint
+
+    dtype = torch.float32 if host.device().type == "cpu" else torch.float16
+    return Blueprint(blueprint(file, dtype), 0, moves=True)
