@@ -20,7 +20,6 @@ from ..sd_lowvram.errors import BadInputError
 from ..sd_lowvram.memory.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import Request
-from ..sd_lowvram.planning.stage_costs import relevant
 from ..sd_lowvram.planning.stages import scale_factor
 from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare
 from ..sd_lowvram.settings import Settings
@@ -140,7 +139,7 @@ class _Autoencoder:
             vae.device, vae.patcher = device, vae.patcher.clone()
             vae.patcher.load_device = device
         model = vae.first_stage_model
-        wanted = relevant(stage, attachable(settings))
+        wanted = attachable(settings).of_stage(stage)
         if (wanted, device) not in self._ready:
             self._ready[wanted, device] = prepare(model, wanted, device)
         attachment = self._ready[wanted, device]

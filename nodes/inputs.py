@@ -33,23 +33,10 @@ def side(what: str) -> tuple[str, dict[str, Any]]:
     return "INT", {"default": 0, "min": 0, "max": _LONGEST_SIDE, "step": 8, "tooltip": help}
 
 
-_VAE, _UNET = ("decode", "encode"), ("denoise",)
-_ONLY = {
-    "vae": _VAE,
-    "decoder": _VAE,
-    "feed": _UNET,
-    "residual": _UNET,
-    "transformer": _UNET,
-    "park": _UNET,
-    "guidance": _UNET,
-}
-"""Where knobs are shown that act on one model alone, by the first word of their names; all others are shown on both."""
-
-
 def knob_inputs(*stages: str) -> dict[str, tuple[Any, dict[str, Any]]]:
     """An input for each knob that nodes show and that touches one of ``stages`` ("denoise", "decode", "encode")."""
     shown = ((name, knob) for name, knob in knobs().items() if "node" in knob.surfaces)
-    return {name: _input(knob) for name, knob in shown if {*stages} & {*_ONLY.get(name.split("_")[0], stages)}}
+    return {name: _input(knob) for name, knob in shown if not knob.stages or {*stages} & {*knob.stages}}
 
 
 def _input(knob: Knob) -> tuple[Any, dict[str, Any]]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..sd_lowvram.errors import BadInputError
 from ..sd_lowvram.memory.memory_profile import Run
 from ..sd_lowvram.planning.plan import Plan, StagePlan
-from ..sd_lowvram.planning.stage_costs import relevant
 from ..sd_lowvram.units import format_size
 from .autoencoder import foreseen_vae
 from .bars import memory_bars
@@ -111,7 +110,7 @@ def _measured_peaks(record: Record) -> dict[str, int]:
 
 
 def _choices(plan: Plan, name: str) -> str:
-    attached = {knob: value for knob, _, value in relevant(name, attachable(plan.settings)).decided()}
+    attached = {knob: value for knob, _, value in attachable(plan.settings).of_stage(name).decided()}
     decided = {**attached, **_stage(plan, name).choice}
     return ", ".join(f"{knob} {value}" for knob, value in decided.items() if value is not None) or "as it is"
 

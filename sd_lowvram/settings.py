@@ -32,6 +32,8 @@ class Fidelity(enum.IntEnum):
         return self <= Fidelity.ROUNDING
 
 
+_ATTENDING, _UNET, _VAE = ("control", "denoise", "decode", "encode"), ("denoise",), ("decode", "encode")
+
 SURFACES = ("cli", "node", "panel")
 _NOT_COMFYUI = ("cli", "panel")
 """For knobs that would act on what ComfyUI does itself: it shares one set of weights among all clones of a model and
@@ -40,7 +42,14 @@ keeps account of where they are and in which type; it runs every prompt in infer
 
 @dataclass(frozen=True)
 class Knob:
-    """What a surface needs to know to show one setting. ``fidelity`` is one for all values, or one for each choice."""
+    """What there is to know of one setting: what surfaces show, what planning asks, and what acts on it.
+
+    Attributes:
+        fidelity: one for all values, or one for each choice.
+        stages: names of those in which it makes a difference; None: all. Empty: it is about the plan alone.
+        hook: the module of :mod:`sd_lowvram.hooks` that acts on it, and the function of that name in it; one for all
+            values, or one for some choices. "": a hook of another knob looks at it too.
+    """
 
     label: str
     help: str
@@ -52,6 +61,8 @@ class Knob:
     unit: str = ""
     since: str = "0.1"
     surfaces: tuple[str, ...] = SURFACES
+    stages: tuple[str, ...] | None = None
+    hook: str | Mapping[str, str] = ""
 
     def check(self, name: str, value: Any) -> None:
         """Raise SettingsError unless ``value`` is one that this knob takes."""
@@ -66,6 +77,12 @@ class Knob:
 
     def fidelity_of(self, value: Any) -> Fidelity:
         return self.fidelity[value] if isinstance(self.fidelity, Mapping) else self.fidelity
+
+    def hook_of(self, value: Any) -> str:
+        """The hook that ``value`` asks for, "" where it asks for none."""
+        if isinstance(self.hook, Mapping):
+            return self.hook.get(value, "")
+        return "" if value is None or value is False else self.hook
 
 
 def _knob(**declaration: Any) -> Any:
@@ -98,6 +115,7 @@ class Settings:
             "autocast-bf16": _APPROXIMATE,
         },
         surfaces=_NOT_COMFYUI,
+        hook="precision",
     )
     attention: str | None = _knob(
         label="Attention",
@@ -105,6 +123,8 @@ class Settings:
         type=str,
         choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced"),
         fidelity=_ROUNDING,
+        stages=_ATTENDING,
+        hook="attention",
     )
     attention_mib: int | None = _knob(
         label="Attention slice",
@@ -114,12 +134,15 @@ class Settings:
         maximum=65536,
         unit="MiB",
         fidelity=_ROUNDING,
+        stages=_ATTENDING,
     )
     deterministic: bool | None = _knob(
         label="Deterministic",
         help="same seed, same bits, run after run: only attention kernels that proved it on this machine",
         type=bool,
         fidelity=_ROUNDING,
+        stages=_ATTENDING,
+        hook="attention",
     )
     channels_last: bool | None = _knob(
         label="Channels last",
@@ -127,6 +150,8 @@ class Settings:
         type=bool,
         fidelity=_ROUNDING,
         surfaces=_NOT_COMFYUI,
+        stages=_ATTENDING,
+        hook="channels_last",
     )
     inference_mode: bool | None = _knob(
         label="Inference mode",
@@ -134,12 +159,15 @@ class Settings:
         type=bool,
         fidelity=_BITWISE,
         surfaces=_NOT_COMFYUI,
+        hook="inference_mode",
     )
     vae_slices: bool | None = _knob(
         label="VAE slices",
         help="decode and encode one picture of the batch at a time",
         type=bool,
         fidelity=_ROUNDING,
+        stages=_VAE,
+        hook="vae_slices",
     )
     vae_tiles: str | None = _knob(
         label="VAE tiles",
@@ -147,6 +175,8 @@ class Settings:
         type=str,
         choices=("off", "exact", "fast"),
         fidelity={"off": _BITWISE, "exact": _ROUNDING, "fast": _APPROXIMATE},
+        stages=_VAE,
+        hook={"exact": "vae_exact", "fast": "vae_fast"},
     )
     vae_map: str | None = _knob(
         label="VAE map",
@@ -154,6 +184,7 @@ class Settings:
         type=str,
         choices=("held", "parked", "recomputed"),
         fidelity=_ROUNDING,
+        stages=_VAE,
     )
     vae_strip_mib: int | None = _knob(
         label="VAE strip",
@@ -163,6 +194,7 @@ class Settings:
         maximum=1024,
         unit="MiB",
         fidelity=_ROUNDING,
+        stages=_VAE,
     )
     decoder_device: str | None = _knob(
         label="Decoder device",
@@ -170,6 +202,8 @@ class Settings:
         type=str,
         choices=("gpu", "cpu", "auto"),
         fidelity=_ROUNDING,
+        stages=_VAE,
+        hook={"cpu": "offload"},
     )
     offload: str | None = _knob(
         label="Offload",
@@ -179,6 +213,7 @@ class Settings:
         choices=("none", "component", "layer", "halves", "blocks"),
         fidelity=_BITWISE,
         surfaces=_NOT_COMFYUI,
+        hook="offload",
     )
     feed_forward_chunks: int | None = _knob(
         label="Feed-forward chunks",
@@ -187,6 +222,8 @@ class Settings:
         minimum=1,
         maximum=1024,
         fidelity=_ROUNDING,
+        stages=_UNET,
+        hook="feed_forward",
     )
     residual_strips: int | None = _knob(
         label="Residual strips",
@@ -195,6 +232,8 @@ class Settings:
         minimum=1,
         maximum=1024,
         fidelity=_ROUNDING,
+        stages=_UNET,
+        hook="residual_strips",
     )
     transformer_chunks: int | None = _knob(
         label="Transformer chunks",
@@ -203,18 +242,24 @@ class Settings:
         minimum=1,
         maximum=1024,
         fidelity=_ROUNDING,
+        stages=_UNET,
+        hook="transformer_chunks",
     )
     park_skips: bool | None = _knob(
         label="Park skips",
         help="the UNet's skip connections wait in host memory; with guidance in turn, so does the half not computed",
         type=bool,
         fidelity=_BITWISE,
+        stages=_UNET,
+        hook="skip_parking",
     )
     guidance_in_turn: bool | None = _knob(
         label="Guidance in turn",
         help="the conditional and unconditional half one after the other inside each module of the UNet",
         type=bool,
         fidelity=_ROUNDING,
+        stages=_UNET,
+        hook="guidance_in_turn",
     )
     weights_mib: int | None = _knob(
         label="Weights on the device",
@@ -240,6 +285,8 @@ class Settings:
         choices=("fp8", "int8"),
         fidelity=_APPROXIMATE,
         surfaces=_NOT_COMFYUI,
+        stages=("denoise", "text"),
+        hook="weight_storage",
     )
     largest_mib: int | None = _knob(
         label="Largest allocation",
@@ -249,6 +296,7 @@ class Settings:
         maximum=1048576,
         unit="MiB",
         fidelity=_BITWISE,
+        stages=(),
     )
 
     def __post_init__(self) -> None:
@@ -261,6 +309,13 @@ class Settings:
             value = getattr(self, name)
             if value is not None:
                 yield name, knob, value
+
+    def of_stage(self, stage: str) -> Settings:
+        """A copy without the knobs that make no difference in ``stage``."""
+        foreign = {
+            name: None for name, knob, _ in self.decided() if knob.stages is not None and stage not in knob.stages
+        }
+        return dataclasses.replace(self, **foreign)
 
     def filled(self, **defaults: Any) -> Settings:
         """A copy in which ``defaults`` decide what is undecided here."""

@@ -20,7 +20,7 @@ from ..units import MIB
 from .ahead import meanwhile
 from .plan import Candidate, StagePlan
 from .request import Request
-from .stage_costs import Cost, Costs, Step, Weights, relevant
+from .stage_costs import Cost, Costs, Step, Weights
 from .stages import CONTROL, Stage
 
 STREAMED = ("blocks", "halves", "layer")
@@ -202,7 +202,7 @@ class Pricing:
 
     def timing(self, stage: Stage, settings: Settings) -> Timing:
         """How long the modules of a stage take, weights being there."""
-        resident = relevant(stage.name, self._unstreamed(self.as_traced(stage, settings)))
+        resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
         key = stage.name, stage.component, resident
         if key not in self._timings:
             size = compute_dtype(self.anatomy, stage.component, settings).itemsize

@@ -178,14 +178,14 @@ class Costs:
                 that comes and goes.
             timing: by which streamed weights are scheduled.
         """
-        settings = relevant(stage.name, settings)
+        settings = settings.of_stage(stage.name)
         whole = whole and (settings.offload is not None or self._is_shortened(stage, settings))
         what = stage.name + (", whole" if whole else "") + (f", {_digest(timing)}" if timing else "")
         return self._of(Cost, stage.component, what, settings, lambda: self._trace(stage, settings, whole, timing))
 
     def spans(self, stage: Stage, settings: Settings) -> tuple[Span, ...]:
         """What each module does in ``stage``; known without another trace once its cost is."""
-        settings = relevant(stage.name, settings)
+        settings = settings.of_stage(stage.name)
         return self._spans(stage, settings, lambda: self.trace(stage, settings, whole=False)).spans
 
     def _spans(self, stage: Stage, settings: Settings, traced: Callable[[], MemoryTrace]) -> Spans:
@@ -227,7 +227,7 @@ class Costs:
 
     def trace(self, stage: Stage, settings: Settings, whole: bool = True, timing: Timing | None = None) -> MemoryTrace:
         """The trace of ``stage``, its timeline included."""
-        settings = relevant(stage.name, settings)
+        settings = settings.of_stage(stage.name)
         component = self._twin.components[stage.component]
         on_twin = next(
             twin_stage
@@ -316,30 +316,6 @@ class Costs:
             code_digest(),
         )
         return folder / "traces" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
-
-
-_STAGES = {
-    "vae": ("decode", "encode"),
-    "decoder": ("decode", "encode"),
-    "attention": ("control", "denoise", "decode", "encode"),
-    "channels": ("control", "denoise", "decode", "encode"),
-    "deterministic": ("control", "denoise", "decode", "encode"),
-    "feed": ("denoise",),
-    "residual": ("denoise",),
-    "park": ("denoise",),
-    "guidance": ("denoise",),
-    "transformer": ("denoise",),
-    "weight": ("denoise", "text"),
-    "largest": (),
-}
-
-
-def relevant(stage: str, settings: Settings) -> Settings:
-    """``settings`` without the knobs that do not touch ``stage``, told by the first word of their names."""
-    foreign = {
-        name: None for name, _, _ in settings.decided() if stage not in _STAGES.get(name.split("_")[0], (stage,))
-    }
-    return dataclasses.replace(settings, **foreign)
 
 
 def _unmark(component: nn.Module) -> None:
