@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sd_lowvram.kernels.attention.registry import attention
+from ..sd_lowvram.kernels.attention.choice import attention
 from ..sd_lowvram.settings import Settings
 
 DOOR = "optimized_attention_override"

@@ -15,16 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sd_lowvram import Settings
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.kernels.attention.bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
+from sd_lowvram.kernels.attention.choice import attention, choose_backend
 from sd_lowvram.kernels.attention.problem import Problem, problem_of
-from sd_lowvram.kernels.attention.registry import (
-    BACKENDS,
-    attention,
-    available_backends,
-    choose_backend,
-    held_bytes,
-    kernel_name,
-    workspace_bytes,
-)
+from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends, held_bytes, kernel_name, workspace_bytes
 from sd_lowvram.kernels.attention.torch_kernels import choose_kernel, refusal
 from sd_lowvram.memory import kernels_of, measured_peak
 from sd_lowvram.tracing import trace

@@ -13,6 +13,7 @@ from sd_lowvram.errors import SettingsError
 from sd_lowvram.kernels.attention import determinism
 from sd_lowvram.kernels.attention import registry as attention
 from sd_lowvram.kernels.attention.bounded import sliced
+from sd_lowvram.kernels.attention.choice import choose_backend
 from sd_lowvram.kernels.attention.determinism import probe, repeats
 
 CPU = torch.device("cpu")
@@ -72,15 +73,15 @@ def test_nan_equals_itself_and_minus_zero_does_not():
 def test_only_what_is_proved_is_promised(monkeypatch, forgetful):
     monkeypatch.setitem(attention.BACKENDS, "sdpa", planted(2))
     assert not repeats("sdpa", CPU)
-    assert attention.choose_backend(Settings(deterministic=True), CPU) == "fused-softmax"
-    assert attention.choose_backend(Settings(deterministic=True, attention="sliced"), CPU) == "sliced"
+    assert choose_backend(Settings(deterministic=True), CPU) == "fused-softmax"
+    assert choose_backend(Settings(deterministic=True, attention="sliced"), CPU) == "sliced"
     with pytest.raises(SettingsError, match=r"attention='sdpa' gave other bits.*fused-softmax, sliced"):
-        attention.choose_backend(Settings(deterministic=True, attention="sdpa"), CPU)
-    assert attention.choose_backend(Settings(attention="sdpa"), CPU) == "sdpa"
+        choose_backend(Settings(deterministic=True, attention="sdpa"), CPU)
+    assert choose_backend(Settings(attention="sdpa"), CPU) == "sdpa"
 
 
 def test_the_fastest_proved_one_is_taken():
-    assert attention.choose_backend(Settings(deterministic=True), CPU) == "sdpa"
+    assert choose_backend(Settings(deterministic=True), CPU) == "sdpa"
 
 
 def test_the_machine_is_asked_once(monkeypatch, forgetful):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from sd_lowvram.devices import calibration
-from sd_lowvram.devices import performance as rates
+from sd_lowvram.devices import calibration, this_machine
 from sd_lowvram.devices.overhead import Overhead
-from sd_lowvram.devices.performance import PROFILES, Rates, overhead_of, rates_of
+from sd_lowvram.devices.performance import PROFILES, Rates
+from sd_lowvram.devices.this_machine import overhead_of, rates_of
 from sd_lowvram.planning.stage_costs import Cost
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def test_rates_are_measured_once(cache: Any, monkeypatch: Any) -> None:
         made.append(device)
         return dataclasses.replace(PROFILES["t4"], name="this", packing=float(len(made)))
 
-    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    monkeypatch.setattr(this_machine, "calibrate", calibrate)
     first = rates_of(CPU)
     assert rates_of(CPU) == first and len(made) == 1
     assert rates_of(CPU, recalibrate=True).packing == 2 and rates_of(CPU).packing == 2
@@ -50,10 +50,10 @@ def test_rates_are_measured_once(cache: Any, monkeypatch: Any) -> None:
 
 def test_overhead_of_a_gpu_is_the_default_until_it_was_measured(cache: Any, monkeypatch: Any) -> None:
     gpu = torch.device("cuda")
-    monkeypatch.setattr(rates, "_machine", lambda device: "a-gpu")
+    monkeypatch.setattr(this_machine, "_machine", lambda device: "a-gpu")
     assert overhead_of(gpu) == Overhead()
     measured = Overhead(context_bytes=300 << 20, matrix_bytes=9 << 20, convolution_bytes=70 << 20)
-    monkeypatch.setattr(calibration, "measured_overhead", lambda device: measured)
+    monkeypatch.setattr(this_machine, "measured_overhead", lambda device: measured)
     assert overhead_of(gpu, recalibrate=True) == measured
     assert overhead_of(gpu) == measured
 
@@ -69,7 +69,7 @@ def test_a_card_is_asked_for_its_name_once(cache: Any, monkeypatch: Any) -> None
     """A process that was forked gets no answer."""
     card, names = torch.device("cuda", 7), iter(["A card"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: next(names))
-    first = rates._place("overhead", card)
+    first = this_machine._place("overhead", card)
     assert first is not None and "A-card" in first.name
-    assert rates._place("overhead", card) == first
-    rates._name_of.cache_clear()
+    assert this_machine._place("overhead", card) == first
+    this_machine._name_of.cache_clear()

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from sd_lowvram.hooks.attention import Redirect
-from sd_lowvram.kernels.attention.registry import choose_backend, score_bytes
+from sd_lowvram.kernels.attention.choice import choose_backend
+from sd_lowvram.kernels.attention.registry import score_bytes
 from sd_lowvram.settings import Settings, knobs
 
 _LABELS = {

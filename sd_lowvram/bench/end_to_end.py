@@ -99,7 +99,7 @@ def _work(task: dict[str, Any]) -> dict[str, Any]:
 def _plan(pipe: Any, task: dict[str, Any]) -> Any:
     import torch
 
-    from ..devices.performance import rates_of
+    from ..devices.this_machine import rates_of
     from ..planning.request import request_for
     from ..planning.search import make_plan
     from ..session import anatomy_of

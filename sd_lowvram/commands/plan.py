@@ -127,7 +127,8 @@ def _machine(asked: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from ..devices.info import default_device, free_vram
-    from ..devices.performance import profile, rates_of
+    from ..devices.performance import profile
+    from ..devices.this_machine import rates_of
     from ..units import parse_size
 
     gpu, vram, ram = asked["gpu"], asked["vram"], asked["ram"]

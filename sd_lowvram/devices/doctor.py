@@ -57,7 +57,7 @@ def calibrated() -> dict[str, Any]:
     """The machine's rates, and on a GPU its overhead, measured now and remembered for plans. Bytes and seconds."""
     import contextlib
 
-    from .performance import overhead_of, rates_of
+    from .this_machine import overhead_of, rates_of
 
     with contextlib.suppress(ImportError):
         import diffusers  # noqa: F401  # whose own time in each operator counts too

@@ -1,4 +1,4 @@
-"""How fast devices are: named profiles for machines that one does not have, and a short calibration of the one at hand.
+"""How fast devices are: named profiles for machines that one does not have.
 
 A rate here is *effective*: what a whole UNet step reaches, memory traffic and launches included where a profile gives
 no figures of their own. The RTX 2070 is pinned to a measurement, 0.171 s for a guided step of SD1.5 at 512x512; the
@@ -8,27 +8,29 @@ that the RTX 2070 reached. They tell a plan's time to a factor of about two; cal
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-import json
-import os
-import platform
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import Protocol
 
 from ..errors import BadInputError
-from ..planning.stage_costs import Cost, cache_folder
-from ..tracing.flop_counter import Span
 from ..units import GIB
-from .overhead import Overhead
 
-_Kind = TypeVar("_Kind", "Rates", Overhead)
 THIS = "this"
 """The name of the rates that were measured on the machine at hand."""
+
+
+class Work(Protocol):
+    """What a stage or a part of it does, as a trace counts it."""
+
+    @property
+    def flops(self) -> int: ...
+    @property
+    def moved_bytes(self) -> int: ...
+    @property
+    def packed_bytes(self) -> int: ...
+    @property
+    def copied_bytes(self) -> int: ...
+    @property
+    def operators(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,14 @@ class Rates:
     source: str
     packing: float = 0.0
 
-    def seconds(self, cost: Cost | Span, element_size: int) -> float:
+    def seconds(self, cost: Work, element_size: int) -> float:
         """Time of one run of a stage, or of a part of it, whose arithmetic is in elements of ``element_size`` bytes."""
         flops = self.half_flops if element_size <= 2 else self.float_flops
         traffic = cost.moved_bytes / self.bandwidth if self.bandwidth else 0.0
         traffic += cost.packed_bytes / self.packing if self.packing else 0.0
         return cost.flops / flops + traffic + cost.copied_bytes / self.copy_bandwidth + self.launch(cost)
 
-    def launch(self, cost: Cost | Span) -> float:
+    def launch(self, cost: Work) -> float:
         return cost.operators * self.launch_seconds
 
 
@@ -119,62 +121,3 @@ def profile(name: str) -> Rates:
         if plain.removeprefix("nvidia").removeprefix("geforce") == known.replace("-", ""):
             return rates
     raise BadInputError(f"no profile for the GPU {name!r}: choose one of {', '.join(PROFILES)}")
-
-
-def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
-    """The rates of the machine at hand: measured in some seconds, once, and remembered."""
-    from .calibration import calibrate
-
-    where = _place("rates", device)
-    known = None if recalibrate else _read(where, Rates)
-    if known is not None:
-        return known
-    rates = calibrate(device)
-    _write(where, dataclasses.asdict(rates))
-    return rates
-
-
-def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
-    """What ``device``, a GPU, holds besides tensors: as ``doctor --calibrate`` measured it here, else the default."""
-    where = _place("overhead", device)
-    if recalibrate:
-        from .calibration import measured_overhead
-
-        measured = measured_overhead(device)
-        _write(where, dataclasses.asdict(measured))
-        return measured
-    return _read(where, Overhead) or Overhead()
-
-
-def _place(what: str, device: torch.device) -> Path | None:
-    """The file in which a measurement of ``device`` is remembered; None: nowhere."""
-    folder = cache_folder()
-    return folder / f"{what}-{_machine(device)}.json" if folder else None
-
-
-def _read(where: Path | None, kind: type[_Kind]) -> _Kind | None:
-    """What was remembered, if it has all that is measured today."""
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(where.read_text(encoding="utf-8")) if where else {}
-        if set(known) == {field.name for field in dataclasses.fields(kind)}:
-            return kind(**known)
-    return None
-
-
-def _write(where: Path | None, values: dict[str, Any]) -> None:
-    if where is not None:
-        with contextlib.suppress(OSError):
-            where.parent.mkdir(parents=True, exist_ok=True)
-            where.write_text(json.dumps(values), encoding="utf-8")
-
-
-def _machine(device: torch.device) -> str:
-    title = _name_of(device) if device.type == "cuda" else f"{platform.machine()}-{os.cpu_count()}"
-    threads = f"-{torch.get_num_threads()}" if device.type == "cpu" else ""
-    return "".join(letter if letter.isalnum() else "-" for letter in f"{title}{threads}-{torch.__version__}")
-
-
-@functools.cache
-def _name_of(device: torch.device) -> str:
-    """Asked once: a process that was forked gets no answer from CUDA."""
-    return torch.cuda.get_device_name(device)

@@ -3,7 +3,7 @@
 Within the forward of each attention site, calls of torch's scaled_dot_product_attention go to our one function of
 (q, k, v, mask, scale). The processor itself stays the host's, so LoRA, IP-Adapter (two calls), PAG and fused
 projections keep working. In families whose attention does not call that function, the anatomy has a forward that does,
-of the same layers. Fidelity: ``rounding``. Sources: those of the backends, in kernels/.
+of the same layers. Fidelity: ``rounding``. Sources: those of the backends, in kernels/attention/.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
+from ..kernels.attention.choice import choose_backend
 from ..kernels.attention.problem import problem_of
 from ..kernels.attention.torch_kernels import BUILTIN
 from ..models.anatomy import Anatomy, Site, Verbs
@@ -52,7 +53,7 @@ def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     """
     if not anatomy.attentions:
         raise NoSiteError("attention: the model has no attention layer of a UNet, ControlNet or VAE")
-    backend, score_bytes = kernels.choose_backend(settings, device), kernels.score_bytes(settings)
+    backend, score_bytes = choose_backend(settings, device), kernels.score_bytes(settings)
     for site in anatomy.attentions:
         _ran[site.module] = Counter()
         around = functools.partial(_forward, site, anatomy.verbs, backend, score_bytes)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..devices.overhead import Overhead
-from ..devices.performance import THIS, overhead_of
+from ..devices.performance import THIS
+from ..devices.this_machine import overhead_of
 from ..hooks.precision import compute_dtype, force_upcast
 from ..models.anatomy import Anatomy
 from ..settings import Settings

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ..devices.info import available_ram, default_device, free_vram
-from ..devices.performance import Rates, rates_of
+from ..devices.performance import Rates
+from ..devices.this_machine import rates_of
 from ..errors import BadInputError
 from ..models.anatomy import Anatomy
 from ..streaming.host_weights import mapped_bytes

@@ -1,4 +1,4 @@
-"""Attention as one function ``(q, k, v, mask, scale) -> out``: the backends, the choice among them, and what they hold.
+"""Attention as one function ``(q, k, v, mask, scale) -> out``: the backends, and what they hold.
 
 q is (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value width), the mask bool
 (True attends) or additive and broadcastable to (batch, heads, queries, keys), the scale of the scores width**-0.5 when
@@ -7,13 +7,11 @@ not given. The result is (batch, heads, queries, value width). All backends agre
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ...errors import SettingsError
 from ...settings import Settings
 from . import torch_kernels as fused
 from .bounded import SCORE_BYTES, fused_blocks, fused_softmax, sliced, sliced_blocks
@@ -31,8 +29,6 @@ BACKENDS: dict[str, AttentionFunction] = {
 }
 """Every backend by its name in the settings; all have the signature of `sliced`."""
 
-_FASTEST_FIRST = ("sdpa", "fused-softmax", "sliced")  # flash and efficient are what sdpa chooses from
-
 
 def available_backends(device: torch.device) -> dict[str, str | None]:
     """Every backend, and why it cannot run on ``device``: None where it can, for the shapes that suit it."""
@@ -45,45 +41,9 @@ def available_backends(device: torch.device) -> dict[str, str | None]:
     return reasons
 
 
-def attention(settings: Settings, device: torch.device) -> AttentionFunction:
-    """The backend that ``settings`` ask for, as one function ``(q, k, v, mask=None, scale=None, *, upcast=False)``.
-
-    Raises:
-        SettingsError: see `choose_backend`.
-    """
-    return functools.partial(BACKENDS[choose_backend(settings, device)], score_bytes=score_bytes(settings))
-
-
 def score_bytes(settings: Settings) -> int:
     """Bytes of scores held at once."""
     return SCORE_BYTES if settings.attention_mib is None else settings.attention_mib << 20
-
-
-def choose_backend(settings: Settings, device: torch.device) -> str:
-    """The name of the backend: the one that is asked for, else the fastest; with ``deterministic`` only proved ones.
-
-    Raises:
-        SettingsError: it cannot run on ``device``, or has not repeated its bits there; the message says what would do.
-    """
-    name = settings.attention
-    if name is not None:
-        why = available_backends(device)[name]
-        if why:
-            able = ", ".join(backend for backend, reason in available_backends(device).items() if reason is None)
-            raise SettingsError(f"attention={name!r} cannot run on {device}: {why}. What runs here: {able}")
-    if not settings.deterministic or not is_present(device):
-        return name or _FASTEST_FIRST[0]
-    from .determinism import repeats
-
-    proved = (backend for backend in ([name] if name else _FASTEST_FIRST) if repeats(backend, device))
-    chosen = next(proved, None)
-    if chosen is None:
-        able = ", ".join(backend for backend in _FASTEST_FIRST if repeats(backend, device)) or "none"
-        raise SettingsError(
-            f"attention={name!r} gave other bits when it was run again on {device}, so it cannot be deterministic. "
-            f"Backends that repeat their bits here: {able}"
-        )
-    return chosen
 
 
 def is_present(device: torch.device) -> bool:

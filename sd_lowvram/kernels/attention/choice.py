@@ -1,0 +1,48 @@
+"""Which attention backend runs: the one that is asked for, or the fastest that keeps what is promised."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ...errors import SettingsError
+from ...settings import Settings
+from .determinism import repeats
+from .registry import BACKENDS, AttentionFunction, available_backends, is_present, score_bytes
+
+_FASTEST_FIRST = ("sdpa", "fused-softmax", "sliced")  # flash and efficient are what sdpa chooses from
+
+
+def attention(settings: Settings, device: torch.device) -> AttentionFunction:
+    """The backend that ``settings`` ask for, as one function ``(q, k, v, mask=None, scale=None, *, upcast=False)``.
+
+    Raises:
+        SettingsError: see `choose_backend`.
+    """
+    return functools.partial(BACKENDS[choose_backend(settings, device)], score_bytes=score_bytes(settings))
+
+
+def choose_backend(settings: Settings, device: torch.device) -> str:
+    """The name of the backend: the one that is asked for, else the fastest; with ``deterministic`` only proved ones.
+
+    Raises:
+        SettingsError: it cannot run on ``device``, or has not repeated its bits there; the message says what would do.
+    """
+    name = settings.attention
+    if name is not None:
+        why = available_backends(device)[name]
+        if why:
+            able = ", ".join(backend for backend, reason in available_backends(device).items() if reason is None)
+            raise SettingsError(f"attention={name!r} cannot run on {device}: {why}. What runs here: {able}")
+    if not settings.deterministic or not is_present(device):
+        return name or _FASTEST_FIRST[0]
+    proved = (backend for backend in ([name] if name else _FASTEST_FIRST) if repeats(backend, device))
+    chosen = next(proved, None)
+    if chosen is None:
+        able = ", ".join(backend for backend in _FASTEST_FIRST if repeats(backend, device)) or "none"
+        raise SettingsError(
+            f"attention={name!r} gave other bits when it was run again on {device}, so it cannot be deterministic. "
+            f"Backends that repeat their bits here: {able}"
+        )
+    return chosen
