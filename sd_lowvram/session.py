@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .errors import BadInputError, LowVRAMError
-from .hooks.registry import active_hooks
+from .hooks.registry import active_hooks, applicable
 from .models import dissect
 from .models.anatomy import Anatomy
 from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch
@@ -42,6 +42,7 @@ class Attachment:
             NoSiteError, SettingsError.
         """
         if self._steps is None:
+            self.settings = applicable(self.settings, self.anatomy, self.device)
             hooks = active_hooks(self.settings, self.timing)
             self._steps = [step for hook in hooks for step in hook(self.anatomy, self.settings, self.device)]
 
@@ -157,7 +158,8 @@ def attached(
 
     Args:
         target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or a model of CompVis, ComfyUI or Forge; or a component.
-        settings: what is None in them stays as the model has it.
+        settings: what is None in them stays as the model has it. Of a preset (``Settings.smallest()``) what finds
+            nothing to act on in this target is left out.
         device: where to compute; None: a GPU when there is one, else the CPU.
         timing: as :func:`attach`.
 

@@ -16,9 +16,10 @@ from sd_lowvram import Fidelity, Settings, api
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import PROFILES, profile
 from sd_lowvram.errors import BadInputError, BudgetError
+from sd_lowvram.hooks.offload import STREAMED
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.planning.cost_model import STREAMED, Pricing
+from sd_lowvram.planning.cost_model import Pricing
 from sd_lowvram.planning.options import seconds_of
 from sd_lowvram.planning.plan import Candidate, Request
 from sd_lowvram.planning.search import Search, make_plan
@@ -79,7 +80,7 @@ def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypat
         found = search.confirmed()
         fits = functools.partial(whole._fits, limit=asked.vram)
         fastest = []
-        for base in whole._placements():
+        for base in whole._placements:
             ways = [min(filter(fits, rungs.all()), key=seconds_of, default=None) for rungs in whole._rungs(base)]
             fastest.append(whole._whole(base, ways))
         best = min((run.seconds for run in fastest if run is not None), default=None)

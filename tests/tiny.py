@@ -90,6 +90,44 @@ def pipeline(name: str, task: str = "", seed: int = 0) -> Any:
     return pipe
 
 
+def tiniest() -> Any:
+    """A new pipeline as small as those that diffusers tests itself with: two levels, the largest layer of 3 KiB."""
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(4, 8),
+        layers_per_block=1,
+        sample_size=32,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=8,
+        norm_num_groups=2,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(4, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=2,
+    )
+    text = CLIPTextConfig(
+        hidden_size=8, intermediate_size=16, num_attention_heads=2, num_hidden_layers=2, vocab_size=49408
+    )
+    pipe = StableDiffusionPipeline(
+        unet=unet.eval(),
+        vae=vae.eval(),
+        text_encoder=CLIPTextModel(text).eval(),
+        scheduler=DDIMScheduler(**_schedule("sd15")),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+        **_tokenizers("sd15"),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def run(pipe: Any, *, size: int = 64, steps: int = 2, batch: int = 1, **options: Any) -> torch.Tensor:
     """The pipeline's picture as a tensor (batch, 3, size, size), from a fixed seed."""
     kind = type(pipe).__name__

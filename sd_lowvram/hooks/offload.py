@@ -29,6 +29,9 @@ from ..units import MIB
 from ..weights import all_tensors
 from .placement import Residency, place, run_on_cpu, settle_on_host
 
+STREAMED = ("blocks", "halves", "layer")
+"""Values of the offload knob with which weights pass through a ring."""
+
 
 def offload(
     anatomy: Anatomy, settings: Settings, device: torch.device, timing: Timing | None = None

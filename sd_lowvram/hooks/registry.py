@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
+from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch
-from ..settings import Settings
+from ..settings import Knob, Preset, Settings
 from ..streaming.timing import Timing
 
 Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
@@ -47,5 +49,35 @@ def active_hooks(settings: Settings, timing: Timing | None = None) -> list[Hook]
     """
     wanted = {knob.hook_of(value) for _, knob, value in settings.decided()} - {""}
     ordered = [name for name in _ORDER if name in wanted] + sorted(wanted - {*_ORDER})
-    hooks = [getattr(importlib.import_module(f".{name}", __package__), name) for name in ordered]
+    hooks = [_hook(name) for name in ordered]
     return [functools.partial(hook, timing=timing) if hook.__name__ == "offload" else hook for hook in hooks]
+
+
+def applicable(settings: Settings, anatomy: Anatomy, device: torch.device) -> Settings:
+    """``settings`` as they are, but of a preset only the knobs that find something to act on."""
+    if not isinstance(settings, Preset):
+        return settings
+    chosen = {name: value for name, knob, value in settings.decided() if _acts(knob, value, anatomy, settings, device)}
+    return Settings(**chosen)
+
+
+def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: torch.device) -> bool:
+    """Whether a knob that is about some stages has one of them in the target, and its hook a site."""
+    if not knob.stages:
+        return True
+    names = anatomy.components
+    stages = {"control"} if any(name.startswith("controlnet") for name in names) else set()
+    stages |= {"text"} if any(name.startswith("text_encoder") for name in names) else set()
+    stages |= {"denoise"} if anatomy.denoiser else set()
+    stages |= {"decode", "encode"} if anatomy.autoencoder else set()
+    if stages.isdisjoint(knob.stages):
+        return False
+    try:
+        hook = knob.hook_of(value)
+        return not hook or all(True for _ in _hook(hook)(anatomy, settings, device))
+    except NoSiteError:
+        return False
+
+
+def _hook(name: str) -> Any:
+    return getattr(importlib.import_module(f".{name}", __package__), name)

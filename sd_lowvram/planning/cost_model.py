@@ -11,6 +11,7 @@ import torch
 from ..devices.overhead import Overhead
 from ..devices.performance import THIS
 from ..devices.this_machine import overhead_of
+from ..hooks.offload import STREAMED
 from ..hooks.precision import compute_dtype, force_upcast
 from ..models.anatomy import Anatomy
 from ..settings import Settings
@@ -23,9 +24,6 @@ from .plan import Candidate, StagePlan
 from .request import Request
 from .stage_costs import Cost, Costs, Step, Weights
 from .stages import CONTROL, Stage
-
-STREAMED = ("blocks", "halves", "layer")
-"""Values of the offload knob with which weights pass through a ring."""
 
 _ASSUMED_CPU_FLOPS = 1e11
 """Operations a second of a CPU that decodes beside a GPU: an assumption, as no profile tells it."""

@@ -15,14 +15,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import BudgetError
+from ..errors import BudgetError, LowVRAMError
+from ..hooks.offload import STREAMED
 from ..hooks.precision import precision_fidelity
+from ..hooks.registry import applicable
 from ..models.anatomy import Anatomy
 from ..settings import Fidelity, Settings
 from ..streaming.timing import Timing
 from ..units import MIB
 from .ahead import meanwhile
-from .cost_model import STREAMED, Pricing
+from .cost_model import Pricing
 from .options import GROUPS, Option, Rungs, host_of, largest_of, seconds_of
 from .plan import Candidate, Plan, Predicted, StagePlan
 from .reasons import reasons, refusal, too_large, why_not
@@ -101,6 +103,7 @@ class Search:
             like: of the same model and another size, which makes this one faster.
         """
         self.request = request
+        settings = applicable(settings, anatomy, request.device)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_mib * MIB if settings.largest_mib else None
         on_gpu = self.pricing.on_gpu
@@ -152,7 +155,7 @@ class Search:
         def first(rungs: Rungs) -> Option | None:
             return min((one for one in rungs.known() if self._fits(one, limit)), key=seconds_of, default=None)
 
-        found = [self._whole(base, list(map(first, self._rungs(base)))) for base in self._placements()]
+        found = [self._whole(base, list(map(first, self._rungs(base)))) for base in self._placements]
         return min(filter(None, found), key=lambda run: run.seconds, default=None)
 
     def confirmed(self) -> Candidate | None:
@@ -162,7 +165,7 @@ class Search:
         be faster by what is worth a trace.
         """
         best: Candidate | None = None
-        waiting = [(base, self._seeking(base, self.request.vram)) for base in self._placements()]
+        waiting = [(base, self._seeking(base, self.request.vram)) for base in self._placements]
         seen: list[tuple[StagePlan, StagePlan]] = []
         while waiting:
             turn = base, seeking = min(waiting, key=lambda each: (each[1].least, each[1].is_open))
@@ -194,7 +197,7 @@ class Search:
 
         All that is traced counts where the weights are placed as in ``best``, or with the next larger room.
         """
-        bases = self._placements()
+        bases = self._placements
         here = bases.index(self._placement_of(best))
         for base in bases[here : here + 2]:
             for rungs in self._rungs(base):
@@ -218,9 +221,12 @@ class Search:
         return min(filter(None, found), key=lambda run: run.peak_bytes, default=None)
 
     def weigh_weights(self) -> None:
-        """Weigh the weights, for which the model's twin is made."""
-        for base in self._placements():
-            self._weights_alone(base)
+        """Weigh the weights, for which the model's twin is made.
+
+        Raises:
+            LowVRAMError: the model's weights can be placed in none of the ways that the settings leave.
+        """
+        _ = self._placements
 
     def weigh_what_comes_first(self) -> None:
         """Weigh the fastest way to run each stage."""
@@ -241,7 +247,7 @@ class Search:
         More room for streamed weights leaves no less of them in host memory, and holds no more.
         """
         bases: dict[Any, Settings] = {}
-        for base in self._placements():
+        for base in self._placements:
             bases.setdefault((base.weight_storage, base.precision, base.offload), base)  # the least room comes first
         found = [self._whole(base, list(map(self._leanest, self._rungs(base)))) for base in bases.values()]
         return min(filter(None, found), key=lambda run: run.host_bytes, default=None)
@@ -264,7 +270,7 @@ class Search:
             least = min(least, max(self._least_pressure(rungs) for rungs in self._rungs(base)))
             if least <= 1:
                 return least
-        for base in self._placements():
+        for base in self._placements:
             if base.offload in ("none", "component"):  # weights on the device are not in host memory
                 known = [[self._pressure(option) for option in rungs.traced()] for rungs in self._rungs(base)]
                 least = min(least, max(min(each, default=math.inf) for each in known))
@@ -335,17 +341,30 @@ class Search:
             shared.setdefault(GROUPS.get(stage.name, stage.name), []).append(stage)
         return list(shared.values())
 
+    @functools.cached_property
     def _placements(self) -> list[Settings]:
+        """The ways to place the weights. One that this model's weights do not allow is no candidate, and ends the
+        search only where there is no other."""
         ways = itertools.product(self.storages, self.precisions, self._offloads())  # weights are converted seldom
-        tried = [self.base.filled(weight_storage=storage, precision=p, offload=o) for storage, p, o in ways]
-        return list(dict.fromkeys(itertools.chain(*map(self._with_rooms, tried))))
+        found: dict[Settings, None] = {}
+        refusal: LowVRAMError | None = None
+        for storage, precision, offload in ways:
+            base = self.base.filled(weight_storage=storage, precision=precision, offload=offload)
+            try:
+                self._weights_alone(base)
+                found |= dict.fromkeys(self._with_rooms(base))
+            except LowVRAMError as error:
+                refusal = refusal or error
+        if refusal is not None and not found:
+            raise refusal
+        return list(found)
 
     def _placement_of(self, run: Candidate) -> Settings:
         return self.base.filled(**{name: getattr(run.settings, name) for name in _PLACING})
 
     def _smallest_placements(self) -> list[Settings]:
-        """Those with the fewest weights on the device."""
-        return [base for base in self._placements() if base.offload in ("layer", self.fixed.offload)]
+        """Those with the fewest weights on the device: in the last of the ways to offload that can be."""
+        return [base for base in self._placements if base.offload == self._placements[-1].offload]
 
     def _offloads(self) -> tuple[str, ...]:
         streams = self.pricing.anatomy.denoiser is not None
@@ -392,7 +411,7 @@ class Search:
     def too_large(self) -> BudgetError:
         """That some stage makes an allocation above ``largest_mib`` whatever is chosen."""
         least = []
-        for base in self._placements():
+        for base in self._placements:
             ways = [min(rungs.all(), key=largest_of) for rungs in self._rungs(base)]
             least.append(max(itertools.chain(*ways), key=lambda stage: stage.largest_bytes))
         return too_large(self.largest or 0, min(least, key=lambda stage: stage.largest_bytes))

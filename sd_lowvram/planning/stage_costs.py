@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..cache import cache_folder, code_digest, remember, remembered
-from ..hooks.offload import policy_of, step_groups
+from ..hooks.offload import STREAMED, policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
 from ..memory import kernels_of
 from ..memory.accounts import unmark_host
@@ -74,14 +74,12 @@ class Weights:
     Attributes:
         bytes: of all of them.
         largest_bytes: of the largest one.
-        room_bytes: on the device when layers are streamed one at a time, the ring included.
-        streamed_bytes: that pass through the ring in one call.
+        room_bytes: on the device when layers are streamed one at a time, the ring included; 0 for weights that are not.
     """
 
     bytes: int
     largest_bytes: int
     room_bytes: int
-    streamed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -149,9 +147,15 @@ class Costs:
         return stages(self._anatomy, self._shape, self._encodes)
 
     def weights(self, component: str, settings: Settings) -> Weights:
-        """The weights of a component in the precision and storage that ``settings`` ask for."""
+        """The weights of a component in the precision and storage that ``settings`` ask for.
+
+        Raises:
+            ConflictError: they are to be streamed, and cannot be.
+        """
         storage = settings.weight_storage if component in self.quantised else None
-        chosen = Settings(precision=settings.precision, weight_storage=storage, split_layers=settings.split_layers)
+        chosen = Settings(precision=settings.precision, weight_storage=storage)
+        if settings.offload in STREAMED:
+            chosen = chosen.filled(offload="layer", split_layers=settings.split_layers)
         return self._of(Weights, component, "weights", chosen, lambda: self._weigh(component, chosen))
 
     @functools.cached_property
@@ -162,13 +166,13 @@ class Costs:
 
     def _weigh(self, name: str, settings: Settings) -> Weights:
         component = self._twin.components[name]
-        with self._mode, self._fitting.tried(name, dataclasses.replace(settings, split_layers=None)):
-            layout = lay_down(
-                self._layers({name: component}, settings), Policy("layer", split=bool(settings.split_layers)), {}
-            )
-            streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
+        with self._mode, self._fitting.tried(name, dataclasses.replace(settings, offload=None, split_layers=None)):
+            room = 0
+            if settings.offload is not None:
+                policy = Policy("layer", split=bool(settings.split_layers))
+                room = lay_down(self._layers({name: component}, settings), policy, {}).bytes
             largest = max(map(_bytes, all_tensors(component)), default=0)
-            return Weights(weight_bytes(component), largest, layout.bytes, streamed)
+            return Weights(weight_bytes(component), largest, room)
 
     def __call__(self, stage: Stage, settings: Settings, whole: bool = False, timing: Timing | None = None) -> Cost:
         """The cost of ``stage``; settings that do not touch it make no difference.

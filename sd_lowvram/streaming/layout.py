@@ -29,6 +29,8 @@ STAYING = -1
 
 _SPLIT = 2
 """Layers come in parts of half the room, so that one part is fetched while another computes."""
+_SMALL = 1 << 16
+"""The least room for parts: the layers of a very small model come whole."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Policy:
         kind: "whole": all; "halves": one half of the bytes at a time; "blocks": as much as there is room for stays, and
             the rest passes through a ring; "layer": nothing stays.
         device_bytes: the room, ring included. None: the least that lets one copy run beside the compute: two of the
-            largest layers, one half, or with ``split`` half of the largest layer.
+            largest layers, one half, or with ``split`` half of the largest layer; in any case what stays and one block.
         split: layers that are larger than half of the room come in parts of output rows.
         timing: how long a step's modules take. None: as many bytes as possible stay.
         together: residual blocks and transformers are run piece by piece (halves of the guidance, strips, chunks), so
@@ -193,6 +195,8 @@ def lay_down(
         together = min(left, 2 * max(block.bytes for block in parts.streamed)) if policy.together else 0
         parts = blocks_of(layers, granularity, left // _SPLIT if policy.split else None, together)
     parts = Blocks(parts.staying, tuple(_ordered(parts.streamed, orders)), parts.lookups)
+    if room is not None and policy.device_bytes is None:
+        room = max(room, _least(parts))
     return Layout(parts, _schedule(parts, policy, room, search))
 
 
@@ -200,11 +204,17 @@ def _room(policy: Policy, parts: Blocks) -> int | None:
     """Bytes on the device; None: as many as there are."""
     if policy.kind == "whole" or policy.device_bytes is not None:
         return policy.device_bytes
-    largest = max((block.bytes for block in parts.streamed), default=0)
     if policy.kind == "halves":
-        return parts.staying_bytes + largest
+        return _least(parts)
     tensor = max((place_bytes(tensor) for block in parts.streamed for tensor in block.tensors), default=0)
-    return max(parts.staying_bytes, tensor // 2 if policy.split else 2 * tensor)
+    if policy.split:  # in a very small model what stays may be more than half of the largest layer
+        return max(tensor // 2, parts.staying_bytes + max(tensor // 4, _SMALL))
+    return 2 * tensor
+
+
+def _least(parts: Blocks) -> int:
+    """What stays, and room for the largest block beside it."""
+    return parts.staying_bytes + max((block.bytes for block in parts.streamed), default=0)
 
 
 def _schedule(parts: Blocks, policy: Policy, room: int | None, search: Search) -> Schedule:
