@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.memory.memory_profile import measured
+from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import Request
 from ..sd_lowvram.planning.stages import scale_factor

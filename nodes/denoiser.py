@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.memory.memory_profile import measured
 from ..sd_lowvram.models.anatomy import Anatomy
+from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.stages import native_size, scale_factor
 from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.memory.memory_profile import Run
+from ..sd_lowvram.planning.memory_profile import Run
 from ..sd_lowvram.planning.plan import Plan, StagePlan
 from ..sd_lowvram.units import format_size
 from .autoencoder import foreseen_vae

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors
     from .api import decode, encode, max_size, optimize, plan
-    from .memory.memory_profile import measured
+    from .planning.memory_profile import measured
     from .planning.search import Plan
     from .session import attached, restore
     from .settings import Fidelity, Settings
@@ -46,7 +46,7 @@ _HOMES = {
     "encode": ".api",
     "optimize": ".api",
     "attached": ".session",
-    "measured": ".memory.memory_profile",
+    "measured": ".planning.memory_profile",
     "restore": ".session",
     "trace": ".tracing",
     "MemoryTrace": ".tracing",

@@ -12,7 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from sd_lowvram.cli import app
-from sd_lowvram.memory import memory_profile as recording
+from sd_lowvram.planning import memory_profile as recording
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from sd_lowvram.errors import BadInputError
-from sd_lowvram.memory.memory_profile import MeasuredStage, Run, overrun
+from sd_lowvram.planning.memory_profile import MeasuredStage, Run, overrun
 from sd_lowvram.planning.plots import memory_figure, memory_png
 from sd_lowvram.planning.timeline import Course
 from sd_lowvram.units import MIB

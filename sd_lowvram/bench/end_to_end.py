@@ -185,7 +185,7 @@ def _random(model: str) -> Any:
 
 def _measured(pipe: Any, task: dict[str, Any]) -> dict[str, Any]:
     """The allocator's peaks stage by stage, and the seconds of the processor and of the wall."""
-    from ..memory.memory_profile import measured
+    from ..planning.memory_profile import measured
 
     _paint(pipe, {**task, "steps": 1} if task["apart"] else None)  # kernels are made at their first call
     times = min(_timed(pipe, task) for _ in range(3)) if task["apart"] else None

@@ -14,7 +14,7 @@ from .inputs import Job
 from .pictures import check_writable, save_picture
 
 if TYPE_CHECKING:
-    from ..memory.memory_profile import Run
+    from ..planning.memory_profile import Run
 
 _LARGEST = 1 << 20
 
@@ -36,7 +36,7 @@ def measured_run(job: Job, pipe: Any, plan: Any, run: Callable[[], list[Any]]) -
     """
     if job.memory_plot is None and plan.request.device.type != "cuda":
         return run(), None
-    from ..memory.memory_profile import measured, overrun
+    from ..planning.memory_profile import measured, overrun
 
     with measured(pipe) as seen:
         pictures = run()

@@ -36,7 +36,7 @@ def run(device: torch.device, model: str | None, seconds: Callable[[], float], r
 def trial_peak(device: str, model: str, side: int, share: float, steps: int = 2) -> dict[str, Any]:
     """Plan, run, and tell both peaks in bytes; a CPU's is that of its allocator, host memory with it."""
     from ... import optimize, plan
-    from ...memory.memory_profile import measured
+    from ...planning.memory_profile import measured
 
     where = torch.device(device)
     pipe = random_pipeline(model, where, _dtype(where))

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from ..memory.measured import allocator_events, allocator_profile
+from ..memory.storage_refs import Deaths
 from ..models.anatomy import Anatomy
 from ..patches import set_patch, wrap
 from ..session import anatomy_of, attachments
 from ..units import MIB, format_size
 from ..weights import all_tensors
-from .measured import allocator_events, allocator_profile
-from .storage_refs import Deaths
 
 _POINTS = 240
 """Points of a stage's curve: more than a plot of it shows."""
