@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
 import torch
@@ -162,13 +161,6 @@ def encode(
         return anatomy_of(vae).verbs.encode(vae, pixels)
 
 
-def _starts_from_a_picture(target: Any) -> bool:
-    """Whether a pipeline encodes a picture before it denoises: img2img and inpainting."""
-    if isinstance(target, nn.Module) or not callable(target):
-        return False
-    return "image" in inspect.signature(type(target).__call__).parameters
-
-
 def _autoencoder(target: Any) -> nn.Module:
     """The autoencoder that ``target`` is, or that it holds."""
     vae = anatomy_of(target).vae
@@ -199,4 +191,4 @@ def _decoder_settings(
 def _request(target: Any, vram: Size | None, ram: Size | None, **stated: Any) -> Request:
     """The request of a call of ours; what is not ``stated`` is as the target itself runs."""
     stated |= {name: parse_size(size, name) for name, size in (("vram", vram), ("ram", ram)) if size is not None}
-    return request_for(anatomy_of(target), encodes=_starts_from_a_picture(target), **stated)
+    return request_for(anatomy_of(target), **stated)

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 import sd_lowvram
-from sd_lowvram import Fidelity, Settings, api
+from sd_lowvram import Fidelity, Settings
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import PROFILES, profile
 from sd_lowvram.errors import BadInputError, BudgetError
@@ -260,8 +260,8 @@ def test_plan_attaches_nothing_also_to_an_optimised_target() -> None:
 def test_weights_that_are_in_memory_already_are_not_asked_for_again(monkeypatch: Any) -> None:
     pipe = tiny.pipeline("sd15")
     weights = weight_bytes(*plan_components(pipe))
-    monkeypatch.setattr(api, "available_ram", lambda: 1 * GIB)
-    monkeypatch.setattr(api, "free_vram", lambda device: 2 * GIB)
+    monkeypatch.setattr("sd_lowvram.planning.request.available_ram", lambda: 1 * GIB)
+    monkeypatch.setattr("sd_lowvram.planning.request.free_vram", lambda device: 2 * GIB)
     found = sd_lowvram.plan(pipe).request
     assert (found.ram, found.vram) == (GIB + weights, 2 * GIB + weights)
     assert sd_lowvram.plan(pipe, vram="1GB", ram="1GB").request.ram == GIB

@@ -27,7 +27,8 @@ from .strips import needs_graph, room
 def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Divide every batch in halves, an odd one in single pictures, inside each residual block, transformer and sampler.
 
-    Where the host names the conditions of a batch (ComfyUI, Forge), there is one part for each.
+    Where the host names the conditions of a batch (ComfyUI, Forge), there is one part for each. Modules that look at
+    several rows together (perturbed attention guidance) see the whole batch.
 
     Raises:
         NoSiteError: the target has no UNet.
@@ -36,13 +37,23 @@ def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device)
     if course is None:
         raise NoSiteError("guidance in turn: the model has no UNet")
     tail = course.tail if len(course.tail) == 1 else ()  # else what is between its modules sees the whole batch
+    attentions = {site.module for site in anatomy.attentions}
     for module in (*course.stations, *tail):
-        yield wrap(module, "forward", functools.partial(_in_turn, module), "guidance_in_turn")
+        inside = [one for one in module.modules() if one in attentions]
+        around = functools.partial(_in_turn, anatomy.verbs.mixes, inside, module)
+        yield wrap(module, "forward", around, "guidance_in_turn")
 
 
-def _in_turn(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_turn(
+    mixes: Callable[[Any], bool],
+    attentions: list[nn.Module],
+    module: nn.Module,
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     batch = batch_of(args, kwargs)
-    if batch == 1 or needs_graph(module, args, kwargs):
+    if batch == 1 or needs_graph(module, args, kwargs) or any(map(mixes, attentions)):
         return original(*args, **kwargs)
     parts = shares(args, kwargs, batch)
     joined = _Together(batch)

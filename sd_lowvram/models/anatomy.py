@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .calls import Predict, Shape, Stage, StepInputs
+
 
 @dataclass(frozen=True)
 class Site:
@@ -91,7 +93,10 @@ class Verbs:
         attend: ``(attention, original, *args, **kwargs)``: what the attention's own forward does, by torch's
             scaled_dot_product_attention; None where that forward calls it by itself.
         upcasts: whether an attention's scores are asked for in float32.
-        predict: ``(unet, latents, timestep, text, extra)`` to the prediction.
+        mixes: whether an attention looks at several rows of a batch together.
+        step: ``(anatomy, shape)`` to what a denoising step starts from, as the target's own state asks for it.
+        predict: ``(unet, x, inputs)`` to the prediction.
+        helpers: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder.
         decode: ``(vae, latents)``, unscaled, to pixels.
         encode: ``(vae, pixels)`` to moments: mean and log-variance.
     """
@@ -100,7 +105,10 @@ class Verbs:
     transformer: Callable[..., Transformer | None]
     attend: Callable[..., Tensor] | None
     upcasts: Callable[[Any], bool]
-    predict: Callable[[Any, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+    mixes: Callable[[Any], bool]
+    step: Callable[[Anatomy, Shape], StepInputs]
+    predict: Predict
+    helpers: Callable[[Anatomy, Shape], list[Stage]]
     decode: Callable[[Any, Tensor], Tensor]
     encode: Callable[[Any, Tensor], Tensor]
 
@@ -127,6 +135,7 @@ class Anatomy:
         encodes: whether a run of the target starts from a picture.
         kept: bytes of a component's weights that are on the device while it runs, where its host moves them itself and
             not whole.
+        processors: attention processors that the target sets on its denoiser for the time of a run, by path.
     """
 
     family: str
@@ -145,6 +154,7 @@ class Anatomy:
     passes: int = 2
     encodes: bool = False
     kept: Mapping[str, int] = field(default_factory=dict)
+    processors: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def unet(self) -> nn.Module | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInputError
 from ..patches import is_foreign
+from . import calls_compvis
 from .anatomy import (
     Anatomy,
     Course,
@@ -191,16 +192,11 @@ def transformer(
 def _token_attention(
     norm: nn.Module, attention: Any, context: Tensor | None, given: Mapping[str, Any]
 ) -> TokenAttention:
-    takes = "transformer_options" in _arguments(type(attention)) or not given
+    takes = "transformer_options" in calls_compvis.arguments(type(attention)) or not given
     passed = given if takes else {}
     return TokenAttention(
         norm, attention.to_k, attention.to_v, context, lambda rows, keys: attention(rows, context=keys, **passed)
     )
-
-
-def _arguments(kind: Any) -> frozenset[str]:
-    code = getattr(kind.forward, "__code__", None)
-    return frozenset() if code is None else frozenset(code.co_varnames[: code.co_argcount])
 
 
 def _is_row_by_row(attention: Any) -> bool:
@@ -289,12 +285,6 @@ def _upcasts(attention: Any) -> bool:
     return ours and getattr(sys.modules.get(type(attention).__module__), "_ATTN_PRECISION", None) == "fp32"
 
 
-def _predict(unet: Any, latents: Tensor, timestep: Tensor, text: Tensor, extra: Mapping[str, Any]) -> Tensor:
-    options: dict[str, Any] = {"transformer_options": {}} if "transformer_options" in _arguments(type(unet)) else {}
-    prediction: Tensor = unet(latents, timestep.expand(len(latents)), context=text, **options, **extra)
-    return prediction
-
-
 def _decode(vae: Any, latents: Tensor) -> Tensor:
     pixels: Tensor = vae.decode(latents)
     return pixels
@@ -312,24 +302,36 @@ def _encode(vae: Any, pixels: Tensor) -> Tensor:
     return torch.cat(seen) if len(seen) > 1 else seen[0]
 
 
-VERBS = Verbs(residual, transformer, attend, _upcasts, _predict, _decode, _encode)
+def _mixes(attention: Any) -> bool:
+    """What a host puts into an attention is told the conditions of its rows."""
+    return False
+
+
+VERBS = Verbs(
+    residual,
+    transformer,
+    attend,
+    _upcasts,
+    _mixes,
+    calls_compvis.step,
+    calls_compvis.predict,
+    calls_compvis.helpers,
+    _decode,
+    _encode,
+)
 
 
 def _unet_config(unet: Any) -> dict[str, Any]:
-    blocks = list(filter(is_transformer_block, unet.modules()))
-    cross = next((block.attn2 for block in blocks if block.attn2 is not None), None)
-    config: dict[str, Any] = {"in_channels": int(layer(unet.input_blocks[0][0]).in_channels)}
-    if cross is not None:
-        config["cross_attention_dim"] = int(layer(cross.to_k).in_features)
-    label = next(_linears(getattr(unet, "label_emb", None)), None)
-    if label is not None:
-        config["label_channels"] = int(layer(label).in_features)
+    config: dict[str, Any] = {"out_channels": _channels_out(unet.out)}
+    if next(calls_compvis.linears(getattr(unet, "label_emb", None)), None) is not None:
         config["sample_size"] = 128
     return config
 
 
-def _linears(module: nn.Module | None) -> Iterator[Any]:
-    yield from (one for one in (module.modules() if module is not None else ()) if hasattr(one, "in_features"))
+def _channels_out(module: nn.Module) -> int:
+    """Channels that the last convolution in ``module`` makes."""
+    convolutions: list[Any] = [one for one in module.modules() if hasattr(one, "out_channels")]
+    return int(convolutions[-1].out_channels)
 
 
 def _vae_config(vae: Any) -> dict[str, Any]:

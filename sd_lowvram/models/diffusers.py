@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import BadInputError
+from . import calls_diffusers
 from .anatomy import Anatomy, Course, Residual, TokenAttention, Transformer, Verbs, is_3x3, is_pointwise, sites
+from .latents import latent_channels
 
 _TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _ORDER = (*_TEXT, "image_encoder", "controlnet", "unet", "vae", "safety_checker")
@@ -18,7 +21,18 @@ _ORDER = (*_TEXT, "image_encoder", "controlnet", "unet", "vae", "safety_checker"
 def dissect(target: Any) -> Anatomy | None:
     """The anatomy of a pipeline, UNet, AutoencoderKL or text encoder; None when ``target`` is none of these."""
     components = _components(target)
-    return anatomy_of(components) if components else None
+    if not components:
+        return None
+    anatomy = anatomy_of(components)
+    unet = anatomy.unet
+    if unet is None:
+        return anatomy
+    return dataclasses.replace(
+        anatomy,
+        passes=calls_diffusers.passes(target, unet),
+        encodes=calls_diffusers.encodes(target, unet, latent_channels(anatomy)),
+        processors=calls_diffusers.run_processors(target, unet),
+    )
 
 
 def anatomy_of(components: dict[str, nn.Module]) -> Anatomy:
@@ -196,13 +210,14 @@ def _is_row_by_row(attention: Any) -> bool:
     return type(attention.processor).__name__ in _ROW_BY_ROW and not any(mixes)
 
 
+def _mixes(attention: Any) -> bool:
+    """Whether the processor chunks the batch, as those of perturbed attention guidance do, or may, being a user's."""
+    kind = type(attention.processor)
+    return "PAG" in kind.__name__ or not kind.__module__.startswith("diffusers.")
+
+
 def _upcasts(attention: Any) -> bool:
     return bool(getattr(attention, "upcast_attention", False))
-
-
-def _predict(unet: Any, latents: Tensor, timestep: Tensor, text: Tensor, extra: Mapping[str, Any]) -> Tensor:
-    prediction: Tensor = unet(latents, timestep, encoder_hidden_states=text, return_dict=False, **extra)[0]
-    return prediction
 
 
 def _decode(vae: Any, latents: Tensor) -> Tensor:
@@ -215,4 +230,15 @@ def _encode(vae: Any, pixels: Tensor) -> Tensor:
     return moments
 
 
-VERBS = Verbs(residual, transformer, None, _upcasts, _predict, _decode, _encode)
+VERBS = Verbs(
+    residual,
+    transformer,
+    None,
+    _upcasts,
+    _mixes,
+    calls_diffusers.step,
+    calls_diffusers.predict,
+    calls_diffusers.helpers,
+    _decode,
+    _encode,
+)

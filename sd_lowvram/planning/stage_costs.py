@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten
 
 from ..cache import cache_folder, code_digest, remember, remembered
 from ..hooks.offload import STREAMED, policy_of, step_groups
@@ -32,8 +33,8 @@ from ..tracing import MemoryTrace, trace
 from ..tracing.equal_modules import Equals, equal_calls_once, equal_modules
 from ..tracing.fake_model import Fitting, twin
 from ..tracing.flop_counter import Span
-from ..weights import all_tensors, weight_bytes
-from .stages import CONTROL, Shape, Stage, latent_size, stages, text_length
+from ..weights import all_tensors, loaded_dtype, weight_bytes
+from .stages import Shape, Stage, stages
 
 _Kind = TypeVar("_Kind", "Cost", "Spans", "Step", "Weights")
 
@@ -293,12 +294,16 @@ class Costs:
         """The shape that this hangs on."""
         return None if what.startswith(("text", "weights")) else self._shape
 
-    def _given(self, what: str) -> tuple[Any, ...]:
-        """What the UNet is given: latents as the VAE makes them, text of some length, a ControlNet's residuals."""
-        if not what.startswith(("denoise", "control")):
+    def _given(self, component: str, what: str) -> tuple[Any, ...]:
+        """What the stage is called with, and what the target does to its denoiser for a run."""
+        called = [one for one in self.stages if one.component == component and one.name == what.partition(",")[0]]
+        if not called:
             return ()
-        residuals = self._kind(CONTROL) if CONTROL in self._anatomy.components else None
-        return latent_size(self._anatomy, self._shape), text_length(self._anatomy), residuals
+        with torch.device("meta"):
+            leaves = tree_flatten(called[0].inputs())[0]
+        given = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        processors = self._anatomy.processors if component == self._anatomy.denoiser else {}
+        return given, tuple((path, type(one).__qualname__) for path, one in processors.items())
 
     def _kind(self, component: str) -> str:
         if component not in self._fingerprints:
@@ -314,7 +319,7 @@ class Costs:
             self._kind(component),
             what,
             self._shape_of(what),
-            self._given(what),
+            self._given(component, what),
             self._device.type,
             settings,
             code_digest(),
@@ -340,7 +345,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _fingerprint(component: nn.Module) -> str:
     """Of classes, shapes and types, not of the weights' values."""
     parts: list[Any] = [type(module).__qualname__ for module in component.modules()]
-    parts += [(tuple(tensor.shape), str(tensor.dtype), tensor.stride()) for tensor in all_tensors(component)]
+    parts += [(tuple(tensor.shape), str(loaded_dtype(tensor)), tensor.stride()) for tensor in all_tensors(component)]
     config = getattr(component, "config", None)
     if isinstance(config, Mapping):  # diffusers also notes there what was left out, in an order that chance gives
         config = sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))

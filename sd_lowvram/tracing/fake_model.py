@@ -34,6 +34,8 @@ def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     with _bare(components):
         copies = {name: copy.deepcopy(component, memo) for name, component in anatomy.components.items()}
     made = anatomy_of_components(anatomy.family, copies)
+    for path, processor in anatomy.processors.items():
+        made.components[made.denoiser or ""].get_submodule(path).processor = processor  # type: ignore[assignment]
     return dataclasses.replace(made, computes=anatomy.computes, passes=anatomy.passes, encodes=anatomy.encodes)
 
 

@@ -26,6 +26,7 @@ from unet_bounds import BOUNDS, SMALLEST
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.models import dissect
+from sd_lowvram.models.calls import StepInputs
 from sd_lowvram.tracing import trace
 
 KNOBS: dict[str, dict[str, Any]] = {
@@ -163,9 +164,10 @@ def report(unet: Any, vae: Any, extra: dict[str, Tensor]) -> dict[str, Any]:
     latents, text = torch.randn(2, 4, 24, 32, generator=noise), torch.randn(2, 77, 32, generator=noise)
     pixels = torch.randn(1, 3, 152, 104, generator=noise)
     verbs = dissect(unet).verbs  # type: ignore[union-attr]
+    inputs = StepInputs(latents, torch.tensor(500), text, labels=extra.get("y"))
     found: dict[str, Any] = {}
     for name, knobs in {**KNOBS, "together": TOGETHER}.items():
-        found[name] = compared(unet, lambda: verbs.predict(unet, latents, torch.tensor(500), text, extra), knobs)
+        found[name] = compared(unet, lambda: verbs.predict(unet, latents, inputs), knobs)
     for kept in ("held", "parked", "recomputed"):
         exact = {"vae_tiles": "exact", "vae_map": kept, "vae_strip_mib": 1}
         found[f"decode {kept}"] = compared(vae, lambda: verbs.decode(vae, latents[:1, :, :19, :13]), exact)

@@ -1,0 +1,94 @@
+"""What the stages of a run call a target's models with, in words that every family fills in from its own state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is asked for: the picture in pixels, pictures at a time, and the denoiser's rows for each of them."""
+
+    width: int
+    height: int
+    batch: int = 1
+    passes: int = 2
+
+    @property
+    def rows(self) -> int:
+        """The denoiser's batch."""
+        return self.batch * self.passes
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of a run.
+
+    Attributes:
+        name: for people: "text", "adapter", "control", "denoise", "decode" or "encode".
+        component: whose weights it needs.
+        run: the call, on modules and inputs of the twin.
+        inputs: empty tensors for it, made when they are needed.
+        repeats: whether it runs once a step rather than once a picture.
+    """
+
+    name: str
+    component: str
+    run: Callable[..., Any]
+    inputs: Callable[[], tuple[Any, ...]]
+    repeats: bool = False
+
+
+class StepInputs(NamedTuple):
+    """What a denoising step starts from. Its rows are those of the denoiser's batch: every picture's first pass, every
+    picture's second, and so on.
+
+    Attributes:
+        latents: (pictures, C, h, w), what the autoencoder decodes in the end.
+        timestep: of no dimension.
+        text: (rows, tokens, width).
+        beside: (rows, c, h, w), channels that the denoiser is given behind the latents': a mask and the masked picture,
+            the picture to be edited, depth, or the small picture to be enlarged.
+        labels: (rows,) of kinds or noise levels, or (rows, width).
+        guidance: (rows, width), the guidance scale's embedding in a model that was distilled with it.
+        added: (rows, ...) each, by the names under which diffusers' UNets take them.
+        residuals: of ControlNets, added to the skip connections and, the last, to the middle.
+        features: of T2I-Adapters, one for each level.
+        held: what the pipeline holds besides while it denoises.
+    """
+
+    latents: Tensor
+    timestep: Tensor
+    text: Tensor
+    beside: Tensor | None = None
+    labels: Tensor | None = None
+    guidance: Tensor | None = None
+    added: dict[str, Any] = {}  # noqa: RUF012
+    residuals: tuple[Tensor, ...] = ()
+    features: tuple[Tensor, ...] = ()
+    held: tuple[Tensor, ...] = ()
+
+
+Predict = Callable[[Any, Tensor, StepInputs], Tensor]
+"""``(unet, x, inputs)`` to the prediction; ``x`` (rows, C + c, h, w) is what it is made for, ``inputs`` all else."""
+
+
+def denoise_step(unet: nn.Module, inputs: StepInputs, predict: Predict) -> Tensor:
+    """One step as pipelines make it: repeat the latents, predict, guide, and move on; holds what they hold."""
+    latents = inputs.latents
+    passes = len(inputs.text) // len(latents)
+    x = torch.cat([latents] * passes) if passes > 1 else latents
+    if inputs.beside is not None:
+        x = torch.cat([x, inputs.beside], 1)
+    predicted = predict(unet, x, inputs)
+    if passes > 1:
+        first, *others = predicted.chunk(passes)
+        predicted = first
+        for other in others:
+            predicted = predicted + 7.5 * (other - first)
+    return latents - 0.1 * predicted[:, : latents.shape[1]]  # the rest is of no use to the pipelines that have it

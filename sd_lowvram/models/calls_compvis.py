@@ -1,0 +1,72 @@
+"""What CompVis' UNets and their descendants are called with in a step, told by their own layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .anatomy import Anatomy, layer
+from .calls import Shape, Stage, StepInputs
+from .latents import dtype_of, latent_channels, latent_size
+
+_TOKENS = 77
+_TEXT_WIDTH = 768
+
+
+def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
+    """What a sampler's step starts from. Hosts put what is beside the latents (``c_concat``) behind their channels."""
+    unet: Any = anatomy.unet
+    size, channels = latent_size(anatomy, shape), latent_channels(anatomy)
+    empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
+    beside = layer(unet.input_blocks[0][0]).in_channels - channels
+    return StepInputs(
+        latents=empty(shape.batch, channels, *size),
+        timestep=torch.tensor(1),
+        text=empty(shape.rows, _TOKENS, _text_width(unet)),
+        beside=empty(shape.rows, beside, *size) if beside else None,
+        labels=_labels(unet, shape.rows, empty),
+    )
+
+
+def predict(unet: Any, x: Tensor, inputs: StepInputs) -> Tensor:
+    """The UNet's prediction (rows, C, h, w)."""
+    given: dict[str, Any] = {} if inputs.labels is None else {"y": inputs.labels}
+    if "transformer_options" in arguments(type(unet)):
+        given["transformer_options"] = {}
+    prediction: Tensor = unet(x, inputs.timestep.expand(len(x)), context=inputs.text, **given)
+    return prediction
+
+
+def helpers(anatomy: Anatomy, shape: Shape) -> list[Stage]:
+    """Hosts of this family hand over UNet and autoencoder alone."""
+    return []
+
+
+def arguments(kind: Any) -> frozenset[str]:
+    """The names of what a module's forward takes."""
+    code = getattr(kind.forward, "__code__", None)
+    return frozenset() if code is None else frozenset(code.co_varnames[: code.co_argcount])
+
+
+def _text_width(unet: nn.Module) -> int:
+    crosses = (module.attn2 for module in unet.modules() if getattr(module, "attn2", None) is not None)
+    cross: Any = next(crosses, None)
+    return _TEXT_WIDTH if cross is None else int(layer(cross.to_k).in_features)
+
+
+def _labels(unet: Any, rows: int, empty: Any) -> Tensor | None:
+    """What the UNet adds to the time: a vector (SDXL, unCLIP), or the number of a noise level (the x4 upscaler)."""
+    embedding = getattr(unet, "label_emb", None)
+    if isinstance(embedding, nn.Embedding):
+        return torch.zeros(rows, dtype=torch.long)
+    first = next(linears(embedding), None)
+    return None if first is None else empty(rows, int(layer(first).in_features))
+
+
+def linears(module: nn.Module | None) -> Iterator[Any]:
+    """The linear layers in ``module``, which may be None."""
+    yield from (one for one in (module.modules() if module is not None else ()) if hasattr(one, "in_features"))

@@ -1,0 +1,287 @@
+"""What diffusers' pipelines call their models with, told by the models' own layers and configurations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .anatomy import Anatomy, layer
+from .calls import Shape, Stage, StepInputs
+from .latents import dtype_of, latent_channels, latent_size
+
+CONTROL = "controlnet"
+ADAPTER = "adapter"
+_TOKENS, _PATCHES = 77, 257
+"""Of a prompt, and of a picture, as CLIP has them."""
+
+_Empty = Callable[..., Tensor]
+
+
+def passes(target: Any, unet: Any) -> int:
+    """Rows of the denoiser's batch for each picture, with the guidance that the pipeline has by itself."""
+    distilled = unet.config.get("time_cond_proj_dim") is not None or "LatentConsistency" in type(target).__name__
+    if "image_guidance_scale" in _arguments(target):  # InstructPix2Pix: with text and picture, with one, with none
+        return 3
+    perturbed = hasattr(target, "set_pag_applied_layers")
+    return (1 if distilled else 2) + int(perturbed)
+
+
+def encodes(target: Any, unet: Any, channels: int) -> bool:
+    """Whether a pipeline's autoencoder encodes a picture before it denoises: img2img, inpainting, and models that are
+    given the latents of a picture besides.
+
+    Args:
+        channels: of the latents.
+    """
+    arguments = _arguments(target)
+    beside = layer(unet.conv_in).in_channels - channels
+    return "image" in arguments and ("strength" in arguments or beside >= channels)
+
+
+def run_processors(target: Any, unet: nn.Module) -> dict[str, Any]:
+    """The attention processors that a pipeline sets for the time of a run, by the attention's path in the UNet: those
+    of perturbed attention guidance, on the self-attentions that the pipeline's patterns name."""
+    pairs = getattr(target, "_pag_attn_processors", None)
+    if not pairs:
+        return {}
+    guided = passes(target, unet) > 2
+    return {
+        path: pairs[0 if guided else 1]
+        for path, module in unet.named_modules()
+        if getattr(module, "is_cross_attention", None) is False
+        and any(_names(pattern, path) for pattern in target.pag_applied_layers)
+    }
+
+
+def _names(pattern: str, path: str) -> bool:
+    """Whether a pattern of the pipeline's names a module; "blocks.1" does not name "blocks.10"."""
+    last, own = (name.rpartition(".")[2] for name in (pattern, path))
+    return re.search(pattern, path) is not None and not (last.isnumeric() and last == own)
+
+
+def _arguments(target: Any) -> Mapping[str, Any]:
+    return {} if isinstance(target, nn.Module) else inspect.signature(type(target).__call__).parameters
+
+
+def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
+    """What a pipeline's denoising step starts from."""
+    unet: Any = anatomy.unet
+    name = anatomy.denoiser or ""
+    config, rows, size = anatomy.config(name), shape.rows, latent_size(anatomy, shape)
+    empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, name))
+    channels = latent_channels(anatomy)
+    beside = layer(unet.conv_in).in_channels - channels
+    distilled = config.get("time_cond_proj_dim")
+    features = _features(anatomy, rows, shape, empty)
+    return StepInputs(
+        latents=empty(shape.batch, channels, *size),
+        timestep=torch.tensor(1),
+        text=empty(rows, text_length(anatomy), _text_width(unet, config)),
+        beside=empty(rows, beside, *size) if beside else None,
+        labels=_labels(unet, config, rows, empty),
+        guidance=None if distilled is None else empty(rows, int(distilled)),
+        added=_added(anatomy, name, rows, empty),
+        residuals=_residuals(unet, rows, size, empty) if CONTROL in anatomy.components else (),
+        features=features,
+        held=(
+            *(image for images in _control_images(anatomy, shape) for image in images),
+            *map(torch.empty_like, features),
+        ),
+    )
+
+
+def predict(unet: Any, x: Tensor, inputs: StepInputs) -> Tensor:
+    """The UNet's prediction (rows, C, h, w)."""
+    given: dict[str, Any] = {}
+    if inputs.labels is not None:
+        given["class_labels"] = inputs.labels
+    if inputs.guidance is not None:
+        given["timestep_cond"] = inputs.guidance
+    if inputs.added:
+        given["added_cond_kwargs"] = inputs.added
+    if inputs.residuals:
+        *given["down_block_additional_residuals"], given["mid_block_additional_residual"] = inputs.residuals
+    if inputs.features:
+        given["down_intrablock_additional_residuals"] = list(inputs.features)
+    prediction: Tensor = unet(x, inputs.timestep, encoder_hidden_states=inputs.text, return_dict=False, **given)[0]
+    return prediction
+
+
+def helpers(anatomy: Anatomy, shape: Shape) -> list[Stage]:
+    """The stages of the models around UNet and autoencoder, in the order of a run."""
+    found = []
+    for name, component in anatomy.components.items():
+        if name.startswith("text_encoder"):
+            inputs = functools.partial(_text_inputs, component, text_length(anatomy, name))
+            found.append(Stage("text", name, _encode_text, inputs))
+    if ADAPTER in anatomy.components:
+        found.append(Stage("adapter", ADAPTER, _adapted, functools.partial(_adapter_inputs, anatomy, shape)))
+    if CONTROL in anatomy.components and anatomy.denoiser is not None:
+        inputs = functools.partial(_control_inputs, anatomy, shape)
+        found.append(Stage("control", CONTROL, _controlled, inputs, repeats=True))
+    return found
+
+
+def text_length(anatomy: Anatomy, name: str | None = None) -> int:
+    """Tokens of a prompt: 77 for CLIP."""
+    name = name or next((one for one in anatomy.components if one.startswith("text_encoder")), None)
+    return int(anatomy.config(name).get("max_position_embeddings") or _TOKENS) if name else _TOKENS
+
+
+def _text_inputs(encoder: nn.Module, length: int) -> tuple[nn.Module, Tensor]:
+    return encoder, torch.zeros(1, length, dtype=torch.long)
+
+
+def _encode_text(encoder: nn.Module, tokens: Tensor) -> Any:
+    return encoder(tokens, output_hidden_states=True)
+
+
+def _text_width(unet: Any, config: Mapping[str, Any]) -> int:
+    """Of the text that the UNet is given: what its attentions see, unless it projects the text itself."""
+    projects = config.get("encoder_hid_dim_type") == "text_proj" or getattr(unet, "text_encoder_hid_proj", None)
+    width = config["encoder_hid_dim"] if projects else config.get("cross_attention_dim") or 768
+    return width if isinstance(width, int) else max(width)
+
+
+def _labels(unet: Any, config: Mapping[str, Any], rows: int, empty: _Empty) -> Tensor | None:
+    """What the UNet's class embedding takes: numbers of kinds or noise levels, or what is embedded elsewhere."""
+    if getattr(unet, "class_embedding", None) is None:
+        return None
+    kind = config.get("class_embed_type")
+    if kind in (None, "timestep"):
+        return torch.zeros(rows, dtype=torch.long)
+    if kind == "identity":
+        return empty(rows, layer(unet.time_embedding.linear_2).out_features)
+    return empty(rows, int(config["projection_class_embeddings_input_dim"]))
+
+
+def _added(anatomy: Anatomy, name: str, rows: int, empty: _Empty) -> dict[str, Any]:
+    """Pooled text and sizes (SDXL's and its refiner's, which has one size less), and the pictures of IP-Adapters."""
+    config, unet = anatomy.config(name), anatomy.components[name]
+    added: dict[str, Any] = {}
+    if config.get("addition_embed_type") == "text_time":
+        width, each = (int(config[key]) for key in ("projection_class_embeddings_input_dim", "addition_time_embed_dim"))
+        pooled = _pooled_width(anatomy) or width - 6 * each
+        added = {"text_embeds": empty(rows, pooled), "time_ids": empty(rows, (width - pooled) // each)}
+    projections = getattr(getattr(unet, "encoder_hid_proj", None), "image_projection_layers", ())
+    if projections:
+        patches = _patches(anatomy)
+        added["image_embeds"] = [_image_embeds(one, patches, rows, empty) for one in projections]
+    return added
+
+
+def _pooled_width(anatomy: Anatomy) -> int | None:
+    """Of the pooled text, which is the second text encoder's."""
+    second = "text_encoder_2"
+    return anatomy.config(second).get("projection_dim") if second in anatomy.components else None
+
+
+def _patches(anatomy: Anatomy) -> int:
+    """Tokens that the image encoder makes of a picture."""
+    config = anatomy.config("image_encoder") if "image_encoder" in anatomy.components else {}
+    if "image_size" not in config:
+        return _PATCHES
+    return int((config["image_size"] // config["patch_size"]) ** 2 + 1)
+
+
+def _image_embeds(projection: Any, patches: int, rows: int, empty: _Empty) -> Tensor:
+    """One picture as an IP-Adapter's projection takes it: (rows, 1, width), or with its patches (rows, 1, patches,
+    width) where that is more than one linear layer (Plus, Full)."""
+    if hasattr(projection, "image_embeds"):
+        return empty(rows, 1, layer(projection.image_embeds).in_features)
+    if hasattr(projection, "clip_embeds"):  # FaceID Plus keeps the picture's patches itself
+        return empty(rows, 1, layer(projection.proj.net[0].proj).in_features)
+    faces = hasattr(projection, "num_tokens")
+    width = layer(projection.proj_in if hasattr(projection, "proj_in") else projection.ff.net[0].proj).in_features
+    return empty(rows, 1, width) if faces else empty(rows, 1, patches, width)
+
+
+def _residuals(unet: Any, rows: int, size: tuple[int, int], empty: _Empty) -> tuple[Tensor, ...]:
+    """Maps of the sizes of the skip connections, and of the middle."""
+    height, width = size
+    shapes = [(layer(unet.conv_in).out_channels, height, width)]
+    for block in unet.down_blocks:
+        shapes += [(resnet.out_channels, height, width) for resnet in block.resnets]
+        if block.downsamplers:
+            height, width = -(-height // 2), -(-width // 2)
+            shapes.append((shapes[-1][0], height, width))
+    return tuple(empty(rows, *shape) for shape in (*shapes, shapes[-1]))
+
+
+def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
+    dtype = dtype_of(anatomy, CONTROL)
+    nets, config = _nets(anatomy.components[CONTROL]), anatomy.config(anatomy.denoiser or "")
+    empty = functools.partial(torch.empty, dtype=dtype)
+    channels = layer(nets[0].conv_in).in_channels
+    latents = empty(shape.rows, channels, *latent_size(anatomy, shape))
+    text = empty(shape.rows, text_length(anatomy), _text_width(anatomy.unet, config))
+    added = _added(anatomy, anatomy.denoiser or "", shape.rows, empty)
+    added.pop("image_embeds", None)
+    return anatomy.components[CONTROL], latents, torch.tensor(1), text, _control_images(anatomy, shape), added
+
+
+def _nets(control: Any) -> list[Any]:
+    return list(getattr(control, "nets", [control]))
+
+
+def _control_images(anatomy: Anatomy, shape: Shape) -> list[Tensor]:
+    """The pictures that ControlNets are given, one for each."""
+    if CONTROL not in anatomy.components:
+        return []
+    dtype, size = dtype_of(anatomy, CONTROL), (shape.height, shape.width)
+    channels = [int(net.config.get("conditioning_channels", 3)) for net in _nets(anatomy.components[CONTROL])]
+    return [torch.empty(shape.rows, count, *size, dtype=dtype) for count in channels]
+
+
+def _controlled(
+    control: Any, latents: Tensor, timestep: Tensor, text: Tensor, images: list[Tensor], added: dict[str, Any]
+) -> list[Tensor]:
+    """The residuals of a ControlNet, or of several added up, as pipelines do before the UNet in each step."""
+    total: list[Tensor] = []
+    for net, image in zip(_nets(control), images, strict=True):
+        given: dict[str, Any] = {"added_cond_kwargs": added} if added else {}
+        kinds = net.config.get("num_control_type")
+        if kinds is None:
+            given["controlnet_cond"] = image
+        else:  # one net for several kinds of pictures
+            given |= {"controlnet_cond": [image], "control_type_idx": [0]}
+            given["control_type"] = torch.zeros(len(latents), kinds, dtype=latents.dtype)
+        down, mid = net(latents, timestep, text, return_dict=False, **given)
+        total = [one + other for one, other in zip(total, [*down, mid], strict=True)] if total else [*down, mid]
+    return total
+
+
+def _adapters(adapter: Any) -> list[Any]:
+    return list(getattr(adapter, "adapters", [adapter]))
+
+
+def _adapter_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
+    component, dtype = anatomy.components[ADAPTER], dtype_of(anatomy, ADAPTER)
+    channels = [int(one.config["in_channels"]) for one in _adapters(component)]
+    return component, [torch.empty(shape.batch, count, shape.height, shape.width, dtype=dtype) for count in channels]
+
+
+def _adapted(adapter: Any, images: list[Tensor]) -> Any:
+    return adapter(images if hasattr(adapter, "adapters") else images[0])
+
+
+def _features(anatomy: Anatomy, rows: int, shape: Shape, empty: _Empty) -> tuple[Tensor, ...]:
+    """Maps of the sizes that T2I-Adapters make, one for each of the UNet's levels."""
+    if ADAPTER not in anatomy.components:
+        return ()
+    adapter = _adapters(anatomy.components[ADAPTER])[0]
+    return tuple(empty(rows, *one) for one in _feature_shapes(adapter, shape.height, shape.width))
+
+
+def _feature_shapes(adapter: Any, height: int, width: int) -> Iterator[tuple[int, int, int]]:
+    height, width = height // adapter.downscale_factor, width // adapter.downscale_factor
+    for channels, block in zip(adapter.config["channels"], adapter.adapter.body, strict=True):
+        if block.downsample is not None:
+            height, width = -(-height // 2), -(-width // 2)
+        yield int(channels), height, width

@@ -1,0 +1,61 @@
+"""Every kind of pipeline is traced as it runs: the picture stays, the peak is the plan's, and nothing stays behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from families import KINDS, SIZE, Kind, picture
+
+import sd_lowvram
+from sd_lowvram import Settings
+from sd_lowvram.memory import measured_peak
+from sd_lowvram.planning.plan import Plan
+from sd_lowvram.session import anatomy_of, attachments
+from sd_lowvram.units import MIB
+from sd_lowvram.weights import all_tensors, weight_bytes
+
+
+@dataclasses.dataclass
+class Case:
+    """A pipeline with its plain picture and the bytes of its weights."""
+
+    pipe: Any
+    kind: Kind
+    expected: torch.Tensor
+    weights: int
+
+    def optimized(self, vram: int, settings: Settings | None = None) -> Plan:
+        size = {"width": SIZE, "height": SIZE}
+        return sd_lowvram.optimize(self.pipe, vram=f"{vram} B", ram="1GB", device="cpu", settings=settings, **size)
+
+    def check(self, plan: Plan) -> None:
+        """The picture with ``plan`` attached is the plain one, within what was planned."""
+        made: list[torch.Tensor] = []
+        held = self.weights + measured_peak(lambda: made.append(picture(self.pipe, self.kind)))
+        assert attachments(self.pipe)[0].plan is plan  # nothing came that was not planned for
+        assert tiny.relative_error(made[0], self.expected) < 1e-4
+        planned = max(stage.held_bytes for stage in plan.stages)
+        assert held <= planned + max(planned // 50, 2 * MIB)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request: pytest.FixtureRequest) -> Case:
+    kind = KINDS[request.param]
+    pipe = kind.make()
+    return Case(pipe, kind, picture(pipe, kind), weight_bytes(*anatomy_of(pipe).components.values()))
+
+
+def test_a_run_keeps_its_picture_and_its_plan(case: Case) -> None:
+    plenty = case.optimized(1 << 30)
+    case.check(plenty)
+    case.check(case.optimized(plenty.minimum_vram_bytes))
+    case.check(case.optimized(1 << 30, Settings.smallest()))
+    before = [tensor.clone() for tensor in all_tensors(case.pipe.unet)]
+    sd_lowvram.restore(case.pipe)
+    assert all(map(torch.equal, all_tensors(case.pipe.unet), before))
+    assert not any("forward" in vars(module) for module in case.pipe.unet.modules())
+    assert torch.equal(picture(case.pipe, case.kind), case.expected)
