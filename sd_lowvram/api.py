@@ -128,9 +128,9 @@ def decode(
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or latents of another shape.
     """
+    vae = _autoencoder(vae)
     if latents.dim() != 4:
         raise BadInputError(f"latents of shape {tuple(latents.shape)} are not (N, C, h, w)")
-    vae = _autoencoder(vae)
     factor = scale_factor(anatomy_of(vae))
     height, width = latents.shape[-2] * factor, latents.shape[-1] * factor
     settings = _decoder_settings(vae, vram, ram, width, height, len(latents), device or latents.device, settings)
@@ -152,9 +152,9 @@ def encode(
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or sides that are no multiple of 8.
     """
+    vae = _autoencoder(vae)
     if pixels.dim() != 4:
         raise BadInputError(f"pixels of shape {tuple(pixels.shape)} are not (N, C, H, W)")
-    vae = _autoencoder(vae)
     height, width = pixels.shape[-2:]
     settings = _decoder_settings(vae, vram, ram, width, height, len(pixels), device or pixels.device, settings)
     with attached(vae, settings, device=device or pixels.device), torch.no_grad():

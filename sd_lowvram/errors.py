@@ -26,6 +26,35 @@ class CheckpointError(BadInputError):
     """A model that is missing, truncated, of an unknown kind, or a refused pickle."""
 
 
+class UnsupportedModelError(BadInputError):
+    """A model, or a part of one, that no plan can be made for; a host may tell it in its own words.
+
+    Attributes:
+        owner: the class of what was given.
+        part: the name in it of what cannot be planned ("transformer"); empty where it is the target itself.
+        kind: the class of that part.
+        why: what the owner does with it: "denoises with a transformer".
+        works: the names of the owner's parts that can be given by themselves ("vae").
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        owner: str = "",
+        part: str = "",
+        kind: str = "",
+        why: str = "",
+        works: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.owner = owner
+        self.part = part
+        self.kind = kind
+        self.why = why
+        self.works = works
+
+
 class OutputError(BadInputError):
     """A place that cannot be written to, or a full disk."""
 

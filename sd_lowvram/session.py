@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from .errors import BadInputError, LowVRAMError
+from .errors import LowVRAMError
 from .hooks.registry import active_hooks, applicable
 from .models import dissect
 from .models.anatomy import Anatomy
+from .models.support import refusal
 from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch
 from .settings import Settings
 from .streaming.timing import Timing
@@ -83,14 +84,11 @@ def anatomy_of(target: Any) -> Anatomy:
     """The anatomy of ``target``.
 
     Raises:
-        BadInputError: no family of models that we know.
+        UnsupportedModelError: it is of no family of models that we know, or a part of it cannot be planned.
     """
     anatomy = dissect(target)
     if anatomy is None:
-        raise BadInputError(
-            f"{type(target).__name__} is no model that sd-lowvram knows: give a diffusers pipeline of SD1.x, "
-            "SD2.x or SDXL, or its unet, vae or text_encoder, or a model of CompVis, ComfyUI or Forge"
-        )
+        raise refusal(target)
     return anatomy
 
 
@@ -164,7 +162,7 @@ def attached(
         timing: as :func:`attach`.
 
     Raises:
-        BadInputError: a target of no known family.
+        UnsupportedModelError: a target that cannot be planned.
         NoSiteError: a hook that finds nothing to act on.
         ConflictError: two hooks that exclude each other.
     """

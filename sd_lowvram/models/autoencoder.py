@@ -92,7 +92,7 @@ def _decoder(decoder: Any) -> Iterator[Step]:
     yield Conv(decoder.conv_in)
     yield from _middle(decoder.mid_block)
     for block in decoder.up_blocks:
-        yield from map(_resnet, block.resnets)
+        yield from _level(block)
         yield from (Upsample(sampler.conv) for sampler in block.upsamplers or ())
     yield _last(decoder)
 
@@ -100,10 +100,16 @@ def _decoder(decoder: Any) -> Iterator[Step]:
 def _encoder(encoder: Any) -> Iterator[Step]:
     yield Conv(encoder.conv_in)
     for block in encoder.down_blocks:
-        yield from map(_resnet, block.resnets)
+        yield from _level(block)
         yield from (_downsample(sampler) for sampler in block.downsamplers or ())
     yield from _middle(encoder.mid_block)
     yield _last(encoder)
+
+
+def _level(block: Any) -> Iterator[Step]:
+    if getattr(block, "attentions", None):
+        raise ValueError("attention outside the middle")
+    yield from map(_resnet, block.resnets)
 
 
 def _last(part: Any) -> Conv:

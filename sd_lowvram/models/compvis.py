@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import BadInputError
 from ..patches import is_foreign
-from . import calls_compvis
+from . import calls_compvis, support
 from .anatomy import (
     Anatomy,
     Course,
@@ -43,7 +42,7 @@ def dissect(target: Any) -> Anatomy | None:
     Forge's and reForge's engines with their ``forge_objects``.
 
     Raises:
-        BadInputError: a shell whose denoiser is no UNet.
+        UnsupportedModelError: a shell whose denoiser or autoencoder is of another kind.
     """
     components = _components(target)
     return anatomy_of(components) if components else None
@@ -84,10 +83,10 @@ def _components(target: Any) -> dict[str, nn.Module]:
     unets = (_reached(holder, *path) for holder in holders for path in (("model", "diffusion_model"), _ITSELF))
     unet = next((module for module in unets if isinstance(module, nn.Module)), None)
     vae = next((module for module in (_reached(holder, "first_stage_model") for holder in holders) if module), None)
-    if unet is not None and not is_unet(unet):
-        raise BadInputError(f"{type(unet).__name__} is no UNet: sd-lowvram serves SD1.x, SD2.x and SDXL")
-    found = {"unet": unet, "vae": vae if is_autoencoder(vae) else None}
-    return {name: module for name, module in found.items() if module is not None}
+    found = {"unet": unet, "vae": vae}
+    parts = {name: module for name, module in found.items() if isinstance(module, nn.Module)}
+    support.check(target, parts, {"unet": is_unet, "vae": is_autoencoder})
+    return parts
 
 
 _ITSELF = ("diffusion_model",)
@@ -101,14 +100,17 @@ def _reached(start: Any, *path: str) -> Any:
 
 def is_unet(module: Any) -> bool:
     names = ("time_embed", "input_blocks", "middle_block", "output_blocks", "out")
-    return isinstance(module, nn.Module) and all(hasattr(module, name) for name in names)
+    if not (isinstance(module, nn.Module) and all(hasattr(module, name) for name in names)):
+        return False
+    return not support.is_of_video(module)
 
 
 def is_autoencoder(module: Any) -> bool:
     names = ("encoder", "decoder", "encode", "decode")
     if not (isinstance(module, nn.Module) and all(hasattr(module, name) for name in names)):
         return False
-    return all(hasattr(module.decoder, name) for name in ("conv_in", "mid", "up", "norm_out", "conv_out"))
+    parts = ("conv_in", "mid", "up", "norm_out", "conv_out")
+    return all(hasattr(module.decoder, name) for name in parts) and not support.is_of_video(module)
 
 
 def is_attention(module: nn.Module) -> bool:

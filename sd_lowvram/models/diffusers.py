@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import BadInputError
-from . import calls_diffusers
+from . import calls_diffusers, support
 from .anatomy import Anatomy, Course, Residual, TokenAttention, Transformer, Verbs, is_3x3, is_pointwise, sites
 from .latents import latent_channels
 
-_TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3")
-_ORDER = (*_TEXT, "image_encoder", "controlnet", "unet", "vae", "safety_checker")
-
 
 def dissect(target: Any) -> Anatomy | None:
-    """The anatomy of a pipeline, UNet, AutoencoderKL or text encoder; None when ``target`` is none of these."""
+    """The anatomy of a pipeline, UNet, autoencoder or text encoder; None when ``target`` is none of these.
+
+    Raises:
+        UnsupportedModelError: a pipeline with a part that cannot be planned.
+    """
     components = _components(target)
     if not components:
         return None
@@ -37,8 +37,8 @@ def dissect(target: Any) -> Anatomy | None:
 
 def anatomy_of(components: dict[str, nn.Module]) -> Anatomy:
     """The anatomy of a pipeline's models by name."""
-    denoiser = next((name for name, module in components.items() if is_unet(module)), None)
-    autoencoder = next((name for name, module in components.items() if is_autoencoder(module)), None)
+    denoiser = "unet" if "unet" in components else None
+    autoencoder = "vae" if "vae" in components else None
     unet = components[denoiser] if denoiser else nn.Module()
     return Anatomy(
         family="diffusers",
@@ -57,34 +57,77 @@ def anatomy_of(components: dict[str, nn.Module]) -> Anatomy:
 
 def _components(target: Any) -> dict[str, nn.Module]:
     if isinstance(target, nn.Module):
-        if is_unet(target):
-            return {"unet": target}
-        if is_autoencoder(target):
-            return {"vae": target}
-        return {"text_encoder": target} if is_text_encoder(target) else {}
+        return next(({name: target} for name in _ALONE if SERVED[name](target)), {})
     parts = getattr(target, "components", None)
-    if not isinstance(parts, dict) or not any(is_unet(part) or is_autoencoder(part) for part in parts.values()):
+    if not isinstance(parts, dict):
         return {}
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    if any(hasattr(part, "transformer_blocks") and not is_unet(part) for part in modules.values()):
-        raise BadInputError(
-            f"{type(target).__name__} denoises with a transformer: sd-lowvram serves SD1.x, SD2.x and SDXL"
-        )
-    first = [name for name in _ORDER if name in modules]
-    return {name: modules[name] for name in first + [name for name in modules if name not in first]}
+    support.check(target, modules, SERVED)
+    return {name: modules[name] for name in SERVED if name in modules}
 
 
 def is_unet(module: Any) -> bool:
-    return all(hasattr(module, name) for name in ("down_blocks", "mid_block", "up_blocks", "conv_in", "time_embedding"))
+    """Whether it is a UNet2DConditionModel that is conditioned as those of Stable Diffusion are."""
+    if not all(
+        hasattr(module, name) for name in ("down_blocks", "mid_block", "up_blocks", "conv_in", "time_embedding")
+    ):
+        return False
+    kinds = {type(block).__name__ for block in (*module.down_blocks, module.mid_block, *module.up_blocks)}
+    asked = module.config.get
+    return kinds <= _BLOCKS and all(asked(name) in known for name, known in _CONDITIONS.items())
+
+
+_BLOCKS = {
+    *("DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
+    *("UNetMidBlock2D", "UNetMidBlock2DCrossAttn", "NoneType"),
+}
+_CONDITIONS: dict[str, tuple[str | None, ...]] = {
+    "addition_embed_type": (None, "text_time"),
+    "encoder_hid_dim_type": (None, "ip_image_proj"),
+    "class_embed_type": (None,),
+    "attention_type": (None, "default"),
+}
+"""What a UNet may be told of besides text, by the names in its configuration."""
 
 
 def is_autoencoder(module: Any) -> bool:
-    names = ("encoder", "decoder", "encode", "decode", "post_quant_conv")
-    return all(hasattr(module, name) for name in names) and hasattr(module.decoder, "up_blocks")
+    """Whether it is an AutoencoderKL, that of FLUX.2, or an AutoencoderTiny."""
+    if not all(hasattr(module, name) for name in ("encoder", "decoder", "encode", "decode")):
+        return False
+    if hasattr(module, "latent_magnitude"):
+        return True
+    odd = hasattr(module, "quantize") or hasattr(module.decoder, "condition_encoder")
+    blocks = {type(block).__name__ for block in getattr(module.decoder, "up_blocks", ())}
+    return hasattr(module, "post_quant_conv") and not odd and {"UpDecoderBlock2D"} <= blocks <= _DECODER_BLOCKS
 
 
-def is_text_encoder(module: nn.Module) -> bool:
-    return hasattr(module, "text_model") or hasattr(module, "get_input_embeddings")
+_DECODER_BLOCKS = {"UpDecoderBlock2D", "AttnUpDecoderBlock2D"}
+
+
+def _is_of_type(*types: str) -> Callable[[Any], bool]:
+    """Whether a model of transformers is one of these, by its configuration."""
+    return lambda module: getattr(getattr(module, "config", None), "model_type", None) in types
+
+
+def _is_controlnet(module: Any) -> bool:
+    nets = getattr(module, "nets", [module])
+    return all(hasattr(net, "controlnet_cond_embedding") and not hasattr(net, "task_embedding") for net in nets)
+
+
+SERVED: support.Served = {
+    "text_encoder": _is_of_type("clip_text_model"),
+    "text_encoder_2": _is_of_type("clip_text_model"),
+    "image_encoder": _is_of_type("clip_vision_model"),
+    "depth_estimator": _is_of_type("dpt"),
+    "adapter": lambda module: hasattr(module, "total_downscale_factor"),
+    "controlnet": _is_controlnet,
+    "unet": is_unet,
+    "vae": is_autoencoder,
+    "safety_checker": lambda module: hasattr(module, "vision_model") and hasattr(module, "concept_embeds"),
+}
+"""The parts of a pipeline that are planned, in the order in which a run uses them."""
+
+_ALONE = ("unet", "vae", "text_encoder")
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -226,7 +269,8 @@ def _decode(vae: Any, latents: Tensor) -> Tensor:
 
 
 def _encode(vae: Any, pixels: Tensor) -> Tensor:
-    moments: Tensor = vae.encode(pixels).latent_dist.parameters
+    encoded = vae.encode(pixels)
+    moments: Tensor = encoded.latents if hasattr(encoded, "latents") else encoded.latent_dist.parameters
     return moments
 
 

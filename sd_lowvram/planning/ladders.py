@@ -27,13 +27,18 @@ _WITHOUT_HOST = {"vae_tiles": "exact", "vae_map": "recomputed"}
 _ON_CPU = {"vae_tiles": "off", "decoder_device": "cpu"}
 
 
-def ladder(stage: str) -> list[dict[str, Any]]:
-    """The rungs of a stage: the first is the fastest, the last the smallest on the device."""
-    return {"denoise": DENOISE_LADDER, "decode": DECODE_LADDER, "encode": DECODE_LADDER}.get(stage, [{}])
+def ladder(stage: str, tiled: bool = True) -> list[dict[str, Any]]:
+    """The rungs of a stage: the first is the fastest, the last the smallest on the device.
+
+    Args:
+        tiled: whether the autoencoder is built so that exact tiles can run it.
+    """
+    decode = DECODE_LADDER if tiled else DECODE_LADDER[:1]
+    return {"denoise": DENOISE_LADDER, "decode": decode, "encode": decode}.get(stage, [{}])
 
 
-def detours(stage: str, decoder_on_cpu: bool) -> list[dict[str, Any]]:
+def detours(stage: str, tiled: bool, decoder_on_cpu: bool) -> list[dict[str, Any]]:
     """Ways beside the ladder, slower than its first rung: for want of host memory or where copies are slow."""
     if stage not in ("decode", "encode"):
         return []
-    return [_WITHOUT_HOST, _ON_CPU] if decoder_on_cpu else [_WITHOUT_HOST]
+    return [_WITHOUT_HOST] * tiled + [_ON_CPU] * decoder_on_cpu

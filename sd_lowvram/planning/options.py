@@ -34,9 +34,10 @@ class Rungs:
         self._search, self._base, self._group = search, base, group
         name = group[0].name
         self.decodes = name in GROUPS
-        rungs = self._open(ladder(name))
+        rungs = self._open(ladder(name, search.tiled))
         self.height = len(rungs)
-        self._choices = [*rungs, *(one for one in self._open(detours(name, search.decoder_on_cpu)) if one not in rungs)]
+        aside = self._open(detours(name, search.tiled, search.decoder_on_cpu))
+        self._choices = [*rungs, *(one for one in aside if one not in rungs)]
 
     def _open(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What the user has left open of ``choices``, each once."""

@@ -20,6 +20,7 @@ from ..hooks.offload import STREAMED
 from ..hooks.precision import precision_fidelity
 from ..hooks.registry import applicable
 from ..models.anatomy import Anatomy
+from ..models.autoencoder import dissect
 from ..settings import Fidelity, Settings
 from ..streaming.timing import Timing
 from ..units import MIB
@@ -116,6 +117,7 @@ class Search:
         if settings.weights_mib is not None and anatomy.denoiser is not None:
             settings = settings.filled(offload="blocks")
         self.fixed = settings
+        self.tiled = anatomy.vae is not None and dissect(anatomy.vae) is not None
         self.decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":
             settings = dataclasses.replace(settings, decoder_device=None)

@@ -43,6 +43,9 @@ _WORN = ("precision", "weight_storage")
 """Knobs that convert the weights, and wrap the model below all others."""
 
 
+_OF_ATTENTIONS = ("attention", "attention_mib", "deterministic")
+
+
 class Fitting:
     """Settings tried on a twin one after the other; what converts its weights stays on for the next trial."""
 
@@ -62,8 +65,9 @@ class Fitting:
         """Within the block the component ``name`` runs with ``settings``, also one that is no target by itself (a
         ControlNet, a safety checker). Call it within the twin's fake mode."""
         self._wear(name, Settings(**{knob: getattr(settings, knob) for knob in _WORN}))
-        others = dataclasses.replace(settings, **dict.fromkeys(_WORN))
-        attachment = Attachment(self._part(name), others, self._device, timing)
+        part = self._part(name)
+        none = _WORN if part.attentions else (*_WORN, *_OF_ATTENTIONS)  # which another part of the target has
+        attachment = Attachment(part, dataclasses.replace(settings, **dict.fromkeys(none)), self._device, timing)
         attachment.apply()
         try:
             yield

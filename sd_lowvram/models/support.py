@@ -1,0 +1,80 @@
+"""What is said of a model that cannot be planned: the one place where models are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import UnsupportedModelError
+
+Served = Mapping[str, Callable[[Any], bool]]
+"""By the name that a part has in its target: whether a module there is of the kind that is planned."""
+
+WHOLE = "SD1.x, SD2.x and SDXL"
+"""The models that are served from the prompt to the picture."""
+
+AUTOENCODERS = "SD3, FLUX.1, FLUX.2, Z-Image and Chroma"
+"""Models of which the autoencoder is served."""
+
+_TOLD_FIRST = ("transformer", "unet", "prior", "decoder", "vae")
+_ALONE = ("vae", "unet")
+
+
+def check(owner: Any, parts: Mapping[str, nn.Module], served: Served) -> None:
+    """Raise UnsupportedModelError unless every part of ``owner`` is planned, be it by a trace of its plain call."""
+    unknown = [name for name, module in parts.items() if name not in served or not served[name](module)]
+    if not unknown:
+        return
+    order = [name for start in _TOLD_FIRST for name in unknown if name.startswith(start)]
+    part = (order or unknown)[0]
+    raise refusal(owner, part, parts[part], tuple(name for name in _ALONE if name in parts and name not in unknown))
+
+
+def refusal(owner: Any, part: str = "", module: Any = None, works: tuple[str, ...] = ()) -> UnsupportedModelError:
+    """That ``owner`` cannot be planned because of ``module``, which it holds under the name ``part``, and what can be.
+
+    Args:
+        part: empty where ``owner`` itself is what cannot be planned.
+        works: names of parts that can be given by themselves.
+    """
+    module = owner if module is None else module
+    of, kind, why = type(owner).__name__, type(module).__name__, _why(part, module)
+    shown = f" ({part}: {kind})" if part else ""
+    can = ", ".join(["optimize(pipe.vae, ...)", "decode(pipe.vae, latents)"] if "vae" in works else [])
+    can = can or ", ".join(f"optimize(pipe.{name}, ...)" for name in works)
+    remedy = f"What works of it: {can}" if can else f"Autoencoders of {AUTOENCODERS} are planned"
+    return UnsupportedModelError(
+        f"{of} {why}{shown}, which sd-lowvram does not plan. {remedy}; whole pipelines of {WHOLE}",
+        owner=of,
+        part=part,
+        kind=kind,
+        why=why,
+        works=works,
+    )
+
+
+def _why(part: str, module: Any) -> str:
+    kind = type(module).__name__
+    has = "has" if part else "is"
+    autoencoder = hasattr(module, "encode") and hasattr(module, "decode")
+    denoiser = part == "unet" or all(hasattr(module, name) for name in ("down_blocks", "up_blocks", "conv_in"))
+    if "Motion" in kind or ((autoencoder or denoiser) and is_of_video(module)):
+        return "makes video"
+    if part.startswith("text_encoder"):
+        return "reads prompts with a text encoder other than CLIP"
+    if autoencoder:
+        return f"{has} an autoencoder of another kind"
+    if "Transformer" in kind or any(isinstance(getattr(module, name, None), nn.ModuleList) for name in _BLOCKS):
+        return "denoises with a transformer"
+    return "denoises with a UNet of another kind" if denoiser else f"{has} a part" if part else "is a model"
+
+
+_BLOCKS = ("transformer_blocks", "double_blocks", "joint_blocks", "blocks", "layers")
+"""What the transformers of diffusers and of ComfyUI call their rows of blocks."""
+
+
+def is_of_video(module: nn.Module) -> bool:
+    """Whether an autoencoder or a denoiser works on frames together."""
+    return any(isinstance(one, nn.Conv3d) or hasattr(one, "time_stack") for one in module.modules())

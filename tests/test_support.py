@@ -1,0 +1,302 @@
+"""Every model that is no SD1.x, SD2.x or SDXL is refused in one sentence, before any trace, with what of it works."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import tiny
+import torch
+from diffusers.models.unets.unet_stable_cascade import StableCascadeUNet
+from diffusers.pipelines.stable_cascade.pipeline_stable_cascade import PaellaVQModel
+from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
+
+import sd_lowvram
+from sd_lowvram import Settings
+from sd_lowvram.errors import BadInputError, UnsupportedModelError
+from sd_lowvram.models.diffusers import SERVED
+from sd_lowvram.session import anatomy_of
+
+_TWO = {"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (32, 64)}
+_FLUX = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+_FLUX |= {"joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8)}
+_WAN_VAE = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+
+
+def _kl(channels: int = 16) -> Any:
+    made = {"latent_channels": channels, "use_quant_conv": False, "use_post_quant_conv": False}
+    return diffusers.AutoencoderKL(**_TWO, up_block_types=("UpDecoderBlock2D",) * 2, **made)
+
+
+def _unet(**more: Any) -> Any:
+    levels = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "block_out_channels": (32, 64)}
+    levels |= {"up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "layers_per_block": 1}
+    return diffusers.UNet2DConditionModel(
+        **{**levels, "cross_attention_dim": 32, "attention_head_dim": 8, "sample_size": 8, **more}
+    )
+
+
+def _motion_unet() -> Any:
+    levels = {"down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"), "block_out_channels": (32, 64)}
+    levels |= {"up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"), "layers_per_block": 1}
+    return diffusers.UNetMotionModel(**levels, cross_attention_dim=32, num_attention_heads=4)
+
+
+def _video_unet() -> Any:
+    kinds = "CrossAttn{}BlockSpatioTemporal", "{}BlockSpatioTemporal"
+    return diffusers.UNetSpatioTemporalConditionModel(
+        down_block_types=tuple(kind.format("Down") for kind in kinds),
+        up_block_types=tuple(kind.format("Up") for kind in reversed(kinds)),
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        cross_attention_dim=32,
+        num_attention_heads=8,
+        addition_time_embed_dim=32,
+        projection_class_embeddings_input_dim=96,
+    )
+
+
+def _deepfloyd_unet() -> Any:
+    return _unet(
+        in_channels=3,
+        out_channels=6,
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        encoder_hid_dim=32,
+        addition_embed_type="text",
+        addition_embed_type_num_heads=2,
+        resnet_time_scale_shift="scale_shift",
+    )
+
+
+def _cascade_unet() -> Any:
+    twos = ("down_num_layers_per_block", "up_num_layers_per_block")
+    twos += ("down_blocks_repeat_mappers", "up_blocks_repeat_mappers")
+    return StableCascadeUNet(
+        in_channels=4,
+        conditioning_dim=16,
+        block_out_channels=(16, 32),
+        num_attention_heads=(-1, 4),
+        block_types_per_layer=(("SDCascadeResBlock", "SDCascadeTimestepBlock"),) * 2,
+        clip_text_pooled_in_channels=16,
+        **dict.fromkeys(twos, (1, 1)),
+    )
+
+
+def _consistency_decoder() -> Any:
+    return diffusers.ConsistencyDecoderVAE(
+        encoder_block_out_channels=(32, 64),
+        encoder_down_block_types=("DownEncoderBlock2D",) * 2,
+        decoder_block_out_channels=(32, 64),
+        decoder_down_block_types=("ResnetDownsampleBlock2D",) * 2,
+        decoder_up_block_types=("ResnetUpsampleBlock2D",) * 2,
+    )
+
+
+def _asymmetric() -> Any:
+    levels = {"down_block_out_channels": (32, 64), "up_block_out_channels": (32, 64)}
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    return diffusers.AsymmetricAutoencoderKL(**levels, **kinds)
+
+
+def _movq() -> Any:
+    return diffusers.VQModel(**_TWO, up_block_types=("UpDecoderBlock2D",) * 2, norm_type="spatial")
+
+
+def _wan(**more: Any) -> Any:
+    sizes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 32, "ffn_dim": 32}
+    return diffusers.WanTransformer3DModel(**sizes, **more)
+
+
+def _z_image() -> Any:
+    sizes = {"dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 16}
+    return diffusers.ZImageTransformer2DModel(**sizes, axes_dims=[8, 4, 4], axes_lens=[256, 32, 32])
+
+
+def _lumina2() -> Any:
+    sizes = {"hidden_size": 24, "num_layers": 1, "num_refiner_layers": 1, "num_attention_heads": 3, "num_kv_heads": 1}
+    return diffusers.Lumina2Transformer2DModel(**sizes, cap_feat_dim=8, axes_dim_rope=(4, 2, 2), axes_lens=(128,) * 3)
+
+
+def _hunyuan() -> Any:
+    sizes = {"num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "hidden_size": 16, "sample_size": 8}
+    sizes |= {"cross_attention_dim": 16, "cross_attention_dim_t5": 16, "pooled_projection_dim": 4}
+    sizes |= {"text_len": 4, "text_len_t5": 4, "in_channels": 4, "patch_size": 2}
+    return diffusers.HunyuanDiT2DModel(**sizes, activation_fn="gelu-approximate")
+
+
+def _sd3() -> Any:
+    sizes = {"num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 4, "joint_attention_dim": 32}
+    return diffusers.SD3Transformer2DModel(**sizes, caption_projection_dim=32, pooled_projection_dim=64)
+
+
+def _qwen() -> Any:
+    sizes = {"num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 16}
+    return diffusers.QwenImageTransformer2DModel(**sizes, axes_dims_rope=(8, 4, 4))
+
+
+def _pipe(name: str, **parts: Callable[[], Any]) -> Any:
+    """A pipeline of these parts, the others None, with weights that are nowhere."""
+    kind = getattr(diffusers, name)
+    needed = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    nothing = {one.name: None for one in needed if one.default is inspect.Parameter.empty}
+    with torch.device("meta"):
+        return kind(**nothing | {name: make() for name, make in parts.items()})
+
+
+def _flux2() -> Any:
+    return diffusers.Flux2Transformer2DModel(**{**_FLUX, "axes_dims_rope": (4, 4, 4, 4)})
+
+
+def _chroma() -> Any:
+    sizes = {"approximator_hidden_dim": 32, "approximator_layers": 1, "approximator_num_channels": 8}
+    return diffusers.ChromaTransformer2DModel(**_FLUX, **sizes)
+
+
+def _flux() -> Any:
+    return diffusers.FluxTransformer2DModel(**_FLUX, pooled_projection_dim=32)
+
+
+def _flux2_vae() -> Any:
+    return diffusers.AutoencoderKLFlux2(block_out_channels=(32, 32, 64, 64))
+
+
+def _temporal() -> Any:
+    return diffusers.AutoencoderKLTemporalDecoder(**_TWO)
+
+
+def _wan_vae() -> Any:
+    return diffusers.AutoencoderKLWan(**_WAN_VAE, temperal_downsample=[False, True, True])
+
+
+def _qwen_vae() -> Any:
+    return diffusers.AutoencoderKLQwenImage(**_WAN_VAE, temperal_downsample=[False, True, True])
+
+
+def _prior() -> Any:
+    return diffusers.PriorTransformer(num_attention_heads=2, attention_head_dim=8, embedding_dim=8, num_layers=1)
+
+
+def _vqgan() -> Any:
+    return PaellaVQModel(bottleneck_blocks=1, embed_dim=8, latent_channels=4, num_vq_embeddings=12)
+
+
+_TRANSFORMER, _VIDEO, _UNET = "denoises with a transformer", "makes video", "denoises with a UNet of another kind"
+PIPELINES: list[tuple[str, dict[str, Callable[[], Any]], str, str, tuple[str, ...]]] = [
+    ("StableDiffusion3Pipeline", {"transformer": _sd3, "vae": _kl}, "transformer", _TRANSFORMER, ("vae",)),
+    ("FluxPipeline", {"transformer": _flux, "vae": _kl}, "transformer", _TRANSFORMER, ("vae",)),
+    ("Flux2Pipeline", {"transformer": _flux2, "vae": _flux2_vae}, "transformer", _TRANSFORMER, ("vae",)),
+    ("ChromaPipeline", {"transformer": _chroma, "vae": _kl}, "transformer", _TRANSFORMER, ("vae",)),
+    ("ZImagePipeline", {"transformer": _z_image, "vae": _kl}, "transformer", _TRANSFORMER, ("vae",)),
+    ("Lumina2Pipeline", {"transformer": _lumina2, "vae": _kl}, "transformer", _TRANSFORMER, ("vae",)),
+    ("HunyuanDiTPipeline", {"transformer": _hunyuan, "vae": lambda: _kl(4)}, "transformer", _TRANSFORMER, ("vae",)),
+    ("QwenImagePipeline", {"transformer": _qwen, "vae": _qwen_vae}, "transformer", _TRANSFORMER, ()),
+    ("WanPipeline", {"transformer": _wan, "vae": _wan_vae}, "transformer", _TRANSFORMER, ()),
+    ("StableVideoDiffusionPipeline", {"unet": _video_unet, "vae": _temporal}, "unet", _VIDEO, ()),
+    ("AnimateDiffPipeline", {"unet": _motion_unet, "vae": lambda: _kl(4)}, "unet", _VIDEO, ("vae",)),
+    ("KandinskyV22Pipeline", {"unet": lambda: _unet(addition_embed_type="image", encoder_hid_dim=32,
+        encoder_hid_dim_type="image_proj"), "movq": _movq}, "unet", _UNET, ()),
+    ("KandinskyV22PriorPipeline", {"prior": _prior}, "prior", _TRANSFORMER, ()),
+    ("IFPipeline", {"unet": _deepfloyd_unet}, "unet", _UNET, ()),
+    ("StableCascadeDecoderPipeline", {"decoder": _cascade_unet, "vqgan": _vqgan}, "decoder", "has a part", ()),
+    ("StableDiffusionPipeline", {"unet": _unet, "vae": _consistency_decoder}, "vae",
+        "has an autoencoder of another kind", ("unet",)),
+    ("StableDiffusionInpaintPipeline", {"unet": _unet, "vae": _asymmetric}, "vae",
+        "has an autoencoder of another kind", ("unet",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "parts", "part", "why", "works"), PIPELINES, ids=[row[0] for row in PIPELINES])
+def test_other_pipelines_are_refused_in_one_sentence(
+    kind: str,
+    parts: dict[str, Callable[[], Any]],
+    part: str,
+    why: str,
+    works: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sd_lowvram.memory.tracer._Tracer", None)  # nothing is traced
+    pipe = _pipe(kind, **parts)
+    calls: list[Callable[[], Any]] = [
+        lambda: sd_lowvram.plan(pipe, vram="4GB"),
+        lambda: sd_lowvram.optimize(pipe, vram="4GB"),
+        lambda: sd_lowvram.max_size(pipe, vram="4GB"),
+        lambda: sd_lowvram.attached(pipe, Settings(attention="sliced")).__enter__(),
+        lambda: sd_lowvram.decode(pipe, torch.zeros(1, 4, 8, 8), vram="4GB"),
+    ]
+    told = set()
+    for call in calls:
+        with pytest.raises(UnsupportedModelError) as error:
+            call()
+        told.add(str(error.value))
+        assert (error.value.part, error.value.why, error.value.works) == (part, why, works)
+    (sentence,) = told
+    assert sentence.startswith(f"{kind} {why} ({part}: ") and "\n" not in sentence
+    assert all(f"optimize(pipe.{name}, ...)" in sentence for name in works)
+    assert ("decode(pipe.vae, latents)" in sentence) == ("vae" in works)
+    for name in works:
+        assert anatomy_of(getattr(pipe, name)).components.keys() == {name}
+
+
+BARE: list[tuple[Callable[[], Any], str]] = [
+    (_sd3, _TRANSFORMER),
+    (_wan_vae, _VIDEO),
+    (_qwen_vae, _VIDEO),
+    (_temporal, _VIDEO),
+    (_motion_unet, _VIDEO),
+    (_video_unet, _VIDEO),
+    (_deepfloyd_unet, _UNET),
+    (_consistency_decoder, "is an autoencoder of another kind"),
+    (_asymmetric, "is an autoencoder of another kind"),
+    (_movq, "is an autoencoder of another kind"),
+    (lambda: torch.nn.Linear(2, 2), "is a model"),
+]
+
+
+@pytest.mark.parametrize(("make", "why"), BARE, ids=[make.__name__ for make, _ in BARE])
+def test_other_models_are_refused_by_themselves(make: Callable[[], Any], why: str) -> None:
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(UnsupportedModelError, match=f"^{type(model).__name__} {why}, which"):
+        sd_lowvram.plan(model, vram="4GB")
+    with pytest.raises(UnsupportedModelError, match=f"^{type(model).__name__} {why}, which"):
+        sd_lowvram.decode(model, torch.zeros(1, 16, 3, 8, 8))  # frames
+    with pytest.raises(UnsupportedModelError):
+        sd_lowvram.encode(model, torch.zeros(1, 3, 5, 64, 64))
+
+
+def test_a_part_that_nobody_knows_is_refused_by_its_name() -> None:
+    parts = {"unet": _unet, "vae": lambda: _kl(4), "image_normalizer": lambda: StableUnCLIPImageNormalizer(8)}
+    pipe = _pipe("StableUnCLIPImg2ImgPipeline", **parts)
+    told = r"has a part \(image_normalizer: StableUnCLIPImageNormalizer\).*optimize\(pipe.vae"
+    with pytest.raises(UnsupportedModelError, match=told):
+        sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
+
+
+def test_text_encoders_other_than_clip_are_refused() -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    pipe = tiny.pipeline("sd15")
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    pipe.register_modules(text_encoder=T5EncoderModel(T5Config(**sizes)))
+    with pytest.raises(UnsupportedModelError, match="reads prompts with a text encoder other than CLIP"):
+        sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
+
+
+def test_every_served_part_of_a_pipeline_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tiny.pipeline("sd15")
+    plan = sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
+    planned = {stage.component for stage in plan.stages}
+    assert planned == {name for name in SERVED if isinstance(pipe.components.get(name), torch.nn.Module)}
+
+
+def test_frames_are_no_latents_of_a_picture() -> None:
+    pipe = tiny.pipeline("sd15")
+    with pytest.raises(BadInputError, match="not \\(N, C, h, w\\)"):
+        sd_lowvram.decode(pipe.vae, torch.zeros(1, 4, 3, 8, 8))
+    with pytest.raises(BadInputError, match="not \\(N, C, H, W\\)"):
+        sd_lowvram.encode(pipe.vae, torch.zeros(1, 3, 3, 64, 64))
