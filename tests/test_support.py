@@ -219,7 +219,7 @@ def test_other_pipelines_are_refused_in_one_sentence(
     works: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sd_lowvram.memory.tracer._Tracer", None)  # nothing is traced
+    monkeypatch.setattr("sd_lowvram.tracing.tracer._Tracer", None)  # nothing is traced
     pipe = _pipe(kind, **parts)
     calls: list[Callable[[], Any]] = [
         lambda: sd_lowvram.plan(pipe, vram="4GB"),
