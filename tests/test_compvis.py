@@ -17,7 +17,7 @@ from unet_bounds import BOUNDS, SMALLEST
 
 import sd_lowvram
 from sd_lowvram import Settings, attached
-from sd_lowvram.errors import BadInputError, NoSiteError
+from sd_lowvram.errors import NoSiteError, UnsupportedModelError
 from sd_lowvram.hooks import arguments
 from sd_lowvram.models import compvis as family
 from sd_lowvram.tracing import trace
@@ -249,7 +249,7 @@ def test_what_hosts_keep_models_in() -> None:
 def test_a_shell_of_another_denoiser_is_refused() -> None:
     shell = compvis.LatentDiffusion()
     shell.model.diffusion_model = nn.Linear(2, 2)
-    with pytest.raises(BadInputError, match="Linear is no UNet"):
+    with pytest.raises(UnsupportedModelError, match=r"denoises with a UNet of another kind \(unet: Linear\)"):
         sd_lowvram.plan(shell)
 
 

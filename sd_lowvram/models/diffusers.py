@@ -84,7 +84,6 @@ _BLOCKS = {
 _CONDITIONS: dict[str, tuple[str | None, ...]] = {
     "addition_embed_type": (None, "text_time"),
     "encoder_hid_dim_type": (None, "ip_image_proj"),
-    "class_embed_type": (None,),
     "attention_type": (None, "default"),
 }
 """What a UNet may be told of besides text, by the names in its configuration."""
