@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import NoSiteError, SettingsError
 from ..models.anatomy import Anatomy
+from ..models.latents import dtype_of
 from ..patches import Change, Patch, value, wrap
 from ..settings import Fidelity, Settings
 from ..streaming.weight_scopes import lent_to_call
@@ -43,7 +44,7 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         return
     for name, component in anatomy.components.items():
         if kind.endswith("fp16") and force_upcast(anatomy, name):
-            yield from _cast_entries(anatomy, name, None)
+            yield from _cast_entries(anatomy, name, anatomy.computes.get(name))
         elif kind.startswith("autocast-"):
             yield from _autocast(anatomy, name, _TYPES[kind.removeprefix("autocast-")], device)
         elif kind == "fp16-storage":
@@ -71,9 +72,10 @@ def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
         if kind.endswith("fp16") and force_upcast(anatomy, name):
             continue
         for dtype in {dtype for dtype in map(loaded_dtype, all_tensors(component)) if dtype.is_floating_point}:
-            if _narrows(dtype, stored) or _narrows(dtype, compute):
+            before = anatomy.computes.get(name, dtype)
+            if narrows(dtype, stored) or narrows(before, compute):
                 return Fidelity.APPROXIMATE
-            if dtype != compute:
+            if before != compute:
                 fidelity = Fidelity.ROUNDING
     return fidelity
 
@@ -81,12 +83,19 @@ def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
 def compute_dtype(anatomy: Anatomy, name: str, settings: Settings) -> torch.dtype:
     """The type in which the component ``name``, as it was loaded, does its arithmetic with ``settings``."""
     kind = settings.precision or ""
-    dtypes = (loaded_dtype(tensor) for tensor in anatomy.components[name].parameters())
-    floating = (dtype for dtype in dtypes if dtype.is_floating_point)
-    own = next(floating, torch.float32)
     if kind in ("", "tf32") or (kind.endswith("fp16") and force_upcast(anatomy, name)):
-        return own
+        return dtype_of(anatomy, name, as_loaded=True)
     return _TYPES["fp32" if kind == "fp16-storage" else kind.removeprefix("autocast-")]
+
+
+def converted(anatomy: Anatomy, name: str, settings: Settings) -> bool:
+    """Whether the component ``name`` has its weights in another type with ``settings`` than it was loaded in."""
+    kind = settings.precision or ""
+    if kind in ("", "tf32") or kind.startswith("autocast-") or (kind.endswith("fp16") and force_upcast(anatomy, name)):
+        return False
+    stored = _TYPES["fp16" if kind == "fp16-storage" else kind]
+    dtypes = map(loaded_dtype, anatomy.components[name].parameters())
+    return any(dtype.is_floating_point and dtype != stored for dtype in dtypes)
 
 
 def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
@@ -111,7 +120,7 @@ def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     try:
         for tensor in all_tensors(component):
             if tensor.is_floating_point() and tensor.dtype != dtype:
-                loses = _narrows(tensor.dtype, dtype) and not isinstance(tensor, FakeTensor)
+                loses = narrows(tensor.dtype, dtype) and not isinstance(tensor, FakeTensor)
                 kept.append((tensor, tensor.dtype, tensor.data.cpu() if loses else None))
                 forget.append(remember_loaded(tensor, tensor.dtype))
                 set_data(tensor, _cast(tensor, dtype))
@@ -128,8 +137,11 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.data.to(dtype)
 
 
-def _narrows(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether ``target`` cannot hold every value of ``source``."""
+def narrows(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``target`` cannot hold every value of ``source``. torch promotes no types of 8 bits; all others hold
+    their values, and none of them those of another."""
+    if 1 in (source.itemsize, target.itemsize):
+        return source != target and target.itemsize == 1
     return torch.promote_types(source, target) != target
 
 

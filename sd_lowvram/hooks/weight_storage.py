@@ -72,10 +72,15 @@ def quantised_layers(anatomy: Anatomy, name: str, as_loaded: bool = False) -> li
         and path not in _KEPT
         and "lora_" not in path
         and type(module.weight) in (nn.Parameter, Tensor, FakeTensor)
-        and (module.weight.is_floating_point() or (as_loaded and loaded_dtype(module.weight).is_floating_point))
+        and _is_wide(loaded_dtype(module.weight) if as_loaded else module.weight.dtype)
         # its owner reads this layer's weight without calling it
         and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     ]
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    """Whether there is something to be saved: not in a file that has its weights in 8 bits already."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _refusals(component: nn.Module) -> Iterator[Patch]:

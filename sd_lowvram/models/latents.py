@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..weights import loaded_dtype
 from .anatomy import Anatomy
 from .calls import Shape
 
@@ -41,11 +42,15 @@ def pixel_channels(anatomy: Anatomy) -> int:
     return int(anatomy.config(anatomy.autoencoder or "").get("in_channels", 3))
 
 
-def dtype_of(anatomy: Anatomy, name: str) -> torch.dtype:
+def dtype_of(anatomy: Anatomy, name: str, as_loaded: bool = False) -> torch.dtype:
     """The type of what a component is called with: what its host computes in, else its weights' own.
 
     Weights of 8 bits are widened by whoever uses them, so of a component that has others these tell.
+
+    Args:
+        as_loaded: whatever our hooks have converted the weights to since.
     """
     tensors = anatomy.components[name].parameters()
-    wide = (tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize > 1)
+    dtypes = (loaded_dtype(tensor) if as_loaded else tensor.dtype for tensor in tensors)
+    wide = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
     return anatomy.computes.get(name) or next(wide, torch.float32)

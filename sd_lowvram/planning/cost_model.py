@@ -12,7 +12,7 @@ from ..devices.overhead import Overhead
 from ..devices.performance import THIS
 from ..devices.this_machine import overhead_of
 from ..hooks.offload import STREAMED
-from ..hooks.precision import compute_dtype, force_upcast
+from ..hooks.precision import compute_dtype, converted, force_upcast
 from ..models.anatomy import Anatomy
 from ..settings import Settings
 from ..streaming.host_weights import least_host_bytes, mapped_bytes
@@ -159,8 +159,7 @@ class Pricing:
 
     def _mapped(self, name: str, settings: Settings) -> int:
         """Bytes of a component's weights that are used as they lie in a file."""
-        converted = compute_dtype(self.anatomy, name, settings) != compute_dtype(self.anatomy, name, Settings())
-        if converted or settings.precision == "fp16-storage" or settings.weight_storage is not None:
+        if converted(self.anatomy, name, settings) or settings.weight_storage is not None:
             return 0
         if name not in self._files:
             self._files[name] = mapped_bytes(self.anatomy.components[name])
