@@ -101,6 +101,7 @@ def image_encoder() -> Any:
         hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=32,
         patch_size=8, projection_dim=WIDTH,
     )  # fmt: skip
+    torch.manual_seed(1)
     return CLIPVisionModelWithProjection(config).eval().requires_grad_(False)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from families import KINDS, SIZE, Kind, picture
+from families import KINDS, SIZE, Kind, load_ip_adapters, picture
 
 import sd_lowvram
 from sd_lowvram import Settings
@@ -59,3 +59,24 @@ def test_a_run_keeps_its_picture_and_its_plan(case: Case) -> None:
     assert all(map(torch.equal, all_tensors(case.pipe.unet), before))
     assert not any("forward" in vars(module) for module in case.pipe.unet.modules())
     assert torch.equal(picture(case.pipe, case.kind), case.expected)
+
+
+def test_an_ip_adapter_that_is_loaded_afterwards_is_planned_for() -> None:
+    pipe, kind = KINDS["sd15"].make(), KINDS["ip adapter"]
+    load_ip_adapters(pipe, "plain")
+    expected = picture(pipe, kind)
+    pipe.unload_ip_adapter()
+    without = picture(pipe, KINDS["sd15"])
+    assert tiny.relative_error(expected, without) > 0.001
+    sd_lowvram.optimize(pipe, vram="1GB", ram="1GB", width=SIZE, height=SIZE, settings=Settings.smallest())
+    first = attachments(pipe)[0].plan
+    load_ip_adapters(pipe, "plain")
+    assert tiny.relative_error(picture(pipe, kind), expected) < 1e-4
+    again = attachments(pipe)[0].plan
+    assert again is not first
+    assert tiny.relative_error(picture(pipe, kind), expected) < 1e-4
+    assert attachments(pipe)[0].plan is again
+    pipe.unload_ip_adapter()
+    assert tiny.relative_error(picture(pipe, KINDS["sd15"]), without) < 1e-4
+    sd_lowvram.restore(pipe)
+    assert torch.equal(picture(pipe, KINDS["sd15"]), without)

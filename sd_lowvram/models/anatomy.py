@@ -96,6 +96,7 @@ class Verbs:
         mixes: whether an attention looks at several rows of a batch together.
         step: ``(anatomy, shape)`` to what a denoising step starts from, as the target's own state asks for it.
         predict: ``(unet, x, inputs)`` to the prediction.
+        conditions: of a denoiser's own state, what its calls hang on: another object, other conditions.
         helpers: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder.
         decode: ``(vae, latents)``, unscaled, to pixels.
         encode: ``(vae, pixels)`` to moments: mean and log-variance.
@@ -108,6 +109,7 @@ class Verbs:
     mixes: Callable[[Any], bool]
     step: Callable[[Anatomy, Shape], StepInputs]
     predict: Predict
+    conditions: Callable[[Any], object]
     helpers: Callable[[Anatomy, Shape], list[Stage]]
     decode: Callable[[Any, Tensor], Tensor]
     encode: Callable[[Any, Tensor], Tensor]

@@ -113,6 +113,11 @@ def predict(unet: Any, x: Tensor, inputs: StepInputs) -> Tensor:
     return prediction
 
 
+def conditions(unet: Any) -> object:
+    """The projections of IP-Adapters, which are others when one is loaded or unloaded."""
+    return getattr(unet, "encoder_hid_proj", None)
+
+
 def helpers(anatomy: Anatomy, shape: Shape) -> list[Stage]:
     """The stages of the models around UNet and autoencoder, in the order of a run."""
     found = []

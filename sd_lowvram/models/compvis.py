@@ -317,6 +317,7 @@ VERBS = Verbs(
     _mixes,
     calls_compvis.step,
     calls_compvis.predict,
+    calls_compvis.conditions,
     calls_compvis.helpers,
     _decode,
     _encode,

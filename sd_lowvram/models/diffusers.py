@@ -281,6 +281,7 @@ VERBS = Verbs(
     _mixes,
     calls_diffusers.step,
     calls_diffusers.predict,
+    calls_diffusers.conditions,
     calls_diffusers.helpers,
     _decode,
     _encode,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,43 +22,57 @@ _replanning = threading.local()
 
 def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]:
     """Watch what comes to denoiser and autoencoder, and call ``replan(width, height, batch, passes)`` where it is more
-    than was planned for: more pixels, more pictures, or more passes of guidance for each of them.
+    than was planned for: more pixels, more pictures, more passes of guidance for each of them, or other conditions (an
+    IP-Adapter that was loaded or unloaded since).
 
     The call goes on afterwards with what is attached then; an exception of ``replan`` reaches the caller instead.
     """
     factor = scale_factor(anatomy)
     for name in (anatomy.denoiser, anatomy.autoencoder):
+        component = anatomy.components[name or ""] if name else None
         for entry in anatomy.entries[name] if name else ():
-            scale = 1 if entry == "encode" else factor
             denoises = name == anatomy.denoiser
-            watch = functools.partial(_watch, anatomy.components[name or ""], entry, request, denoises, scale, replan)
-            yield wrap(anatomy.components[name or ""], entry, watch, "guard")
+            conditions = anatomy.verbs.conditions if denoises else lambda _: None
+            watch = _Watch(
+                component, entry, request, denoises, 1 if entry == "encode" else factor, replan,
+                conditions, conditions(component),
+            )  # fmt: skip
+            yield wrap(component, entry, watch, "guard")
 
 
-def _watch(
-    component: Any,
-    entry: str,
-    request: Request,
-    denoises: bool,
-    scale: int,
-    replan: Replan,
-    original: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """One call of a component, ``scale`` pixels of the picture to a pixel of its input."""
-    x = first_tensor((args, kwargs))
-    planned = (request.shape.rows if denoises else request.batch) * request.width * request.height
-    again = getattr(_replanning, "call", None) is x  # a plan that still is too small for it is not made twice
-    if x is None or isinstance(x, FakeTensor) or again or _pixels(x, scale) <= planned:
-        return original(*args, **kwargs)
-    batch, passes = _rows_of_the_denoiser(len(x), request) if denoises else (len(x), request.passes)
-    before, _replanning.call = getattr(_replanning, "call", None), x
-    try:
-        replan(x.shape[3] * scale, x.shape[2] * scale, batch, passes)
-        return getattr(component, entry)(*args, **kwargs)
-    finally:
-        _replanning.call = before
+@dataclass(frozen=True)
+class _Watch:
+    """Looks at the calls of a component, ``scale`` pixels of the picture to a pixel of its input."""
+
+    component: Any
+    entry: str
+    request: Request
+    denoises: bool
+    scale: int
+    replan: Replan
+    conditions: Callable[[Any], object]
+    planned: object
+
+    def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        x = first_tensor((args, kwargs))
+        again = getattr(_replanning, "call", None) is x  # a plan that still is too small for it is not made twice
+        if x is None or isinstance(x, FakeTensor) or again:
+            return original(*args, **kwargs)
+        request = self.request
+        rows = request.shape.rows if self.denoises else request.batch
+        if _pixels(x, self.scale) > rows * request.width * request.height:
+            batch, passes = _rows_of_the_denoiser(len(x), request) if self.denoises else (len(x), request.passes)
+            width, height = x.shape[3] * self.scale, x.shape[2] * self.scale
+        elif self.conditions(self.component) is not self.planned:
+            width, height, batch, passes = request.width, request.height, request.batch, request.passes
+        else:
+            return original(*args, **kwargs)
+        before, _replanning.call = getattr(_replanning, "call", None), x
+        try:
+            self.replan(width, height, batch, passes)
+            return getattr(self.component, self.entry)(*args, **kwargs)
+        finally:
+            _replanning.call = before
 
 
 def _rows_of_the_denoiser(came: int, request: Request) -> tuple[int, int]:
