@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from typing import Annotated
 
 try:
@@ -14,12 +15,15 @@ except ImportError:
 from .commands.bench import bench
 from .commands.doctor import doctor
 from .commands.generate import generate
-from .commands.guard import INTERRUPTED
 from .commands.install import install
+from .commands.one_line import OneLine
 from .commands.plan import plan
+from .commands.streams import open_all
+from .commands.things import things
 
 app = typer.Typer(
     name="sd-lowvram",
+    cls=OneLine,
     help="Stable Diffusion in the memory that you have.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -27,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(plan)
+app.command()(things)
 app.command()(doctor)
 app.command()(install)
 app.add_typer(bench, name="bench")
@@ -56,9 +61,9 @@ def main() -> None:
     # torch's profiler, which counts bytes for --memory-plot, is talkative.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    open_all()
     try:
-        app()
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+        app(prog_name="sd-lowvram")
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to undo: the system ends the program at once
         gc.freeze()  # Python looks through all of torch's objects on its way out, which takes a second

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from .errors import BadInputError
@@ -10,6 +9,10 @@ from .errors import BadInputError
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": MIB, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": GIB << 10}
 _PATTERN = re.compile(r"\s*(\d+(?:[.,]\d+)?|[.,]\d+)\s*(?:(b)|([kmgt]?)(?:i?b)?)\s*", re.IGNORECASE)
+_MOST = 1 << 60
+_SMALLEST_BARE = 64
+"""A bare number below this is no picture's budget in MiB, and more GB than few cards have: it asks what is meant."""
+
 _EXAMPLES = 'write it like "4GB", "3.5 GiB", "700 MB" or 4096 (MiB)'
 
 
@@ -17,7 +20,7 @@ def parse_size(value: int | float | str, what: str = "size") -> int:
     """Bytes in ``value``. A bare number counts MiB; memory is sold in powers of two, so GB and GiB mean the same.
 
     Raises:
-        BadInputError: the value is no size, or not above zero.
+        BadInputError: the value is no size, not above zero, or a bare number so small that GB may be meant.
     """
     text = format(value, "f") if isinstance(value, float) else str(value)
     match = _PATTERN.fullmatch(text)
@@ -25,8 +28,13 @@ def parse_size(value: int | float | str, what: str = "size") -> int:
         raise BadInputError(f"{what} {value!r} is not a size: {_EXAMPLES}")
     number, plain_bytes, unit = match.groups()
     size = float(number.replace(",", ".")) * _UNITS[(plain_bytes or unit or "").lower()]
-    if not math.isfinite(size) or size < 1:
+    if size >= _MOST:
+        raise BadInputError(f"{what} {value!r} is more than any machine has: {_EXAMPLES}")
+    if size < 1:
         raise BadInputError(f"{what} {value!r} must be more than zero: {_EXAMPLES}")
+    if not (plain_bytes or unit) and size < _SMALLEST_BARE * MIB:
+        plain = str(value).strip()
+        raise BadInputError(f'{what} {plain} without a unit counts MiB: did you mean "{plain}GB"? (or "{plain}MB"?)')
     return int(size)
 
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from small import narrow, save_single_file, single_file_state
 
-from sd_lowvram.checkpoints import architectures
-from sd_lowvram.checkpoints import load as checkpoint
+from sd_lowvram.checkpoints import architectures, inspection
 from sd_lowvram.checkpoints.architectures import build_components, vocabulary
-from sd_lowvram.checkpoints.load import detect, load_pipeline
+from sd_lowvram.checkpoints.inspection import detect
+from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.checkpoints.safetensors_header import Entry, Header, read_header
 from sd_lowvram.errors import BadInputError, CheckpointError
 
@@ -23,7 +23,7 @@ from sd_lowvram.errors import BadInputError, CheckpointError
 @pytest.fixture
 def small_world(monkeypatch):
     """Single files are read with narrow architectures of a small vocabulary."""
-    monkeypatch.setattr(checkpoint, "architecture", lambda name: narrow(name, vocabulary=600))
+    monkeypatch.setattr(inspection, "architecture", lambda name: narrow(name, vocabulary=600))
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,9 @@ def test_sd2_prediction(small_world, made, tmp_path):
 
 
 def test_base_and_768_differ_in_size():
-    kind = checkpoint.Kind("sd21")
-    assert checkpoint.single_file_config(kind, "epsilon")["unet"]["sample_size"] == 64
-    assert checkpoint.single_file_config(kind, "v_prediction")["unet"]["sample_size"] == 96
+    kind = inspection.Kind("sd21")
+    assert inspection.single_file_config(kind, "epsilon")["unet"]["sample_size"] == 64
+    assert inspection.single_file_config(kind, "v_prediction")["unet"]["sample_size"] == 96
 
 
 def test_sdxl_that_says_it_predicts_v(small_world, made, tmp_path):
@@ -223,13 +223,13 @@ def without(header: Header, prefix: str) -> Header:
     return Header({k: v for k, v in header.tensors.items() if not k.startswith(prefix)}, {}, 0)
 
 
-def no_read(name: str) -> torch.Tensor:
+def no_read(name: str) -> float:
     raise AssertionError(f"{name} was read")
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_detect_needs_no_weights(name):
-    assert detect(meta_header(name), Path("m"), no_read) == checkpoint.Kind(name)
+    assert detect(meta_header(name), Path("m"), no_read) == inspection.Kind(name)
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,13 @@ def test_a_batch_with_everything_stated(model, tmp_path, here):
 def test_start_picture_and_mask(model, tmp_path, here):
     Image.new("RGB", (75, 90), "green").save(tmp_path / "start.png")
     Image.new("L", (75, 90), 255).save(tmp_path / "mask.png")
+    Image.new("L", (40, 40), 255).save(tmp_path / "small.png")
     options = ["--model", model, "--steps", 4, "--strength", 0.5, "--init-image", "start.png", "-o", "out.png"]
-    for extra in ([], ["--mask", "mask.png"]):
+    for extra in ([], ["--mask", "mask.png"], ["--mask", "small.png"]):
         done = here("generate", "an apple", *options, *extra)
         assert done.exit_code == 0, done.stderr
+        stretched = "--mask small.png is 40x40 and the picture 75x90: the mask is stretched to it"
+        assert (stretched in done.stderr) == ("small.png" in extra)
         assert "2/2" in done.stderr
         with Image.open(tmp_path / "out.png") as image:
             assert image.size == (72, 88)
@@ -138,8 +141,43 @@ BAD = [
     (["--model", "nothing.ckpt"], 2, "no model at"),
     (["--device", "banana"], 2, "cpu always can"),
     (["--device", "meta"], 2, "cpu always can"),
-    (["--banana"], 2, "--banana"),
+    (["--device", ""], 2, "--device is empty"),
+    (["--model", ""], 2, "--model is empty"),
+    (["--banana"], 2, "no such option: --banana"),
+    (["--vram", "4"], 2, 'did you mean "4GB"?'),
+    (["--vram", "1KB"], 3, "1 KiB cannot hold 128x128"),
+    (["--vram", "9" * 30 + "GB"], 2, "more than any machine has"),
+    (["--width", 65536], 2, "more than 16384 pixels"),
+    (["--width", "1e3"], 2, "--width '1e3' must be a whole number"),
+    (["--guidance=much"], 2, "--guidance 'much' must be a number"),
+    (["--steps", 10**23], 2, "at most 1000"),
+    (["--batch", 10**23], 2, "at most 1000"),
+    (["--vae-tiles", "banana"], 2, "--vae-tiles='banana' is unknown"),
+    (["--vae-strip-mib", 10**23], 2, "--vae-strip-mib=1"),
+    (["--prediction", "banana"], 2, "choose epsilon or v_prediction"),
+    (["--output", "n" * 300 + ".png"], 2, "File name too long"),
+    (["--memory-plot", "n" * 300 + ".png"], 2, "File name too long"),
+    (["--model", "n" * 300], 2, "File name too long"),
+    (["--negative", "\udcff"], 2, "is not UTF-8"),
+    (["--model", "\udcff"], 2, "is not UTF-8"),
+    (["--model", "pipe"], 2, "no regular file"),
+    (["--model", "pipe.safetensors"], 2, "no regular file"),
+    (["--model", "pipe.ckpt", "--allow-pickle"], 2, "no regular file"),
+    (["--model", "/dev/zero"], 2, "no regular file"),
+    (["--model", __file__], 2, "no .safetensors file"),
+    (["--init-image", "pipe"], 2, "no regular file"),
+    (["--init-image", "."], 2, "no regular file"),
+    (["--init-image", "/dev/zero"], 2, "no regular file"),
+    (["--output", "pipe.png"], 2, "no regular file"),
 ]
+LIGHT = """
+import sys
+try:
+    from sd_lowvram.__main__ import main
+    main()
+finally:
+    print([name for name in ("torch", "diffusers", "transformers") if name in sys.modules])
+"""
 
 
 @pytest.mark.parametrize(
@@ -148,10 +186,90 @@ BAD = [
     ids=lambda value: "".join(map(str, value))[:20] if isinstance(value, list) else "",
 )
 def test_bad_input_before_anything_is_loaded(tmp_path, options, code, message):
-    done = call("generate", "an apple", *options, folder=tmp_path)
-    assert done.returncode == code
-    assert message in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
-    assert list(tmp_path.glob("**/*.p*")) == []
+    for name in ("pipe", "pipe.png", "pipe.ckpt", "pipe.safetensors"):
+        os.mkfifo(tmp_path / name)
+    arguments = [sys.executable, "-c", LIGHT, "generate", "an apple", *map(str, options)]
+    done = subprocess.run(
+        arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert done.stdout == "[]\n"  # nothing heavy was imported
+    assert not any(path.is_file() for path in tmp_path.glob("**/*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["banana"], "no such command 'banana'; sd-lowvram --help tells more"),
+        (["generate"], "missing argument 'prompt'; sd-lowvram generate --help tells more"),
+        (["generate", "a", "b"], "unexpected extra argument"),
+        (["generate", "\udcff"], "is not UTF-8"),
+        (["plan", "--vram"], "requires an argument"),
+        (["plan", "--steps", "0"], "--steps 0 must be at least 1"),
+        (["plan", "--batch", "x"], "--batch 'x' must be a whole number"),
+        (["plan", "--width", "65536"], "more than 16384 pixels"),
+        (["plan", "--model", "nothing"], "no model at nothing"),
+        (["plan", "--model", "/dev/zero"], "no regular file"),
+        (["plan", "--model", "sdxl", "--vram", "1KB"], "1 KiB cannot hold 1024x1024"),
+        (["plan", "--split-layers=3"], "--split-layers"),
+        (["install", "comfyui"], "missing argument 'PATH'"),
+    ],
+    ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
+)
+def test_bad_words_in_one_line(tmp_path, words, message):
+    done = call(*words, folder=tmp_path)
+    assert done.returncode in (2, 3) and done.stderr.startswith("sd-lowvram: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(">&-", 0), ("2>&-", 0), (">/dev/full", 2), ("2>/dev/full", 0), ("| head -0; exit ${PIPESTATUS[0]}", 0)],
+)
+def test_streams_that_nobody_reads(tmp_path, end, code):
+    line = " ".join(command("things", "--json")) + f" {end}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert ("cannot be written: No space" in done.stderr) == (code == 2)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("end", [">&-", ">/dev/full"])
+def test_a_picture_is_saved_though_its_name_cannot_be_told(model, tmp_path, end):
+    options = ["--model", model, "--steps", 1, "-o", "a.png"]
+    line = " ".join(command("generate", "apple", *options)) + f" {end}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == (2 if "full" in end else 0) and "fault" not in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    parameters(tmp_path / "a.png")
+
+
+def test_a_name_of_any_bytes_as_long_as_the_file_system_takes(model, tmp_path):
+    name = "\udcff" + "n" * 250 + ".png"
+    options = ["--model", model, "--steps", 1, "-o", name, "-q"]
+    done = call("generate", "apple", *options, folder=tmp_path, encoding="utf-8", errors="surrogateescape")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == name + "\n" and parameters(tmp_path / name)[2]["Steps"] == "1"
+
+
+def test_schedulers_refuse_steps_that_they_cannot_make(model, here):
+    done = here("generate", "apple", "--model", model, "--scheduler", "lcm", "--steps", 60)
+    assert done.exit_code == 2 and "--steps 60 is not for the scheduler LCM" in done.stderr
+
+
+def test_what_the_demo_model_does_not_know_is_named(here, tmp_path):
+    done = here("generate", "A photo of a LIGHTHOUSE, t-shirt; red", "--vram", "1KB")
+    assert 'does not know "lighthouse": sd-lowvram things' in done.stderr
+    found = json.loads(here("things", "--json").stdout)
+    assert sum(map(len, found.values())) == 241 and ["red apple", "apple"] in found["food"]
+    listed = here("things").stdout
+    assert "animals (68)" in listed and "red apple = apple" in listed
 
 
 def test_bad_models(tmp_path, here):
@@ -227,12 +345,16 @@ def test_same_seed_same_picture_in_another_number_type(model, tmp_path, here, sc
 
 
 def test_help_is_light_and_shows_every_knob(tmp_path):
-    heavy = ("torch", "diffusers", "transformers", "PIL", "numpy")
-    program = f"import sys; sys.argv[1:] = ['generate', '--help']\ntry:\n    import sd_lowvram.__main__\nfinally:\n    print([m for m in {heavy} if m in sys.modules], file=sys.stderr)"  # noqa: E501
+    program = LIGHT.replace('"transformers")', '"transformers", "PIL", "numpy")')
     done = subprocess.run(
-        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, cwd=tmp_path, check=False
+        [sys.executable, "-c", program, "generate", "--help"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
     )
-    assert done.stderr == "[]\n", done.stderr
+    assert done.stdout.endswith("[]\n") and done.stderr == ""
     for name in knobs():
         assert "--" + name.replace("_", "-") in done.stdout
     assert all(name in " ".join(done.stdout.split()) for name in ("euler-a", "dpm++-2m-karras"))

@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from sd_lowvram.checkpoints.architectures import build_components, write_folder
 from sd_lowvram.checkpoints.meta_model import blueprint
 from sd_lowvram.cli import app
-from sd_lowvram.commands import plan_cache
+from sd_lowvram.commands import early, plan_cache
 from sd_lowvram.errors import CheckpointError
+from sd_lowvram.planning import search
+from sd_lowvram.planning.limit import Limit
 from sd_lowvram.planning.stage_costs import Costs
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, MIB
@@ -62,7 +66,7 @@ def test_an_impossible_budget_names_the_smallest_that_works(folder: Path) -> Non
     [
         (("--model", "sd99"), "sd99"),
         (("--gpu", "voodoo"), "rtx2070"),
-        (("--model", "sd15", "--width", "100"), "multiple of 8"),
+        (("--model", "sd15", "--width", "100"), "--width 100 is no multiple of 8: 96 and 104 are nearest"),
         (("--vram", "banana"), "banana"),
     ],
 )
@@ -91,33 +95,91 @@ def test_a_checkpoint_is_planned_from_its_header(tmp_path: Path) -> None:
     unet = blueprint(str(tmp_path / "model.safetensors"), torch.float16).components["unet"]
     full = build_components("sd15", dtype=torch.float16, device="meta", only=("unet",))["unet"]
     assert sum(p.numel() for p in unet.parameters()) == sum(p.numel() for p in full.parameters()) > 800 * MIB
+    (tmp_path / "model.ckpt").touch()
     with pytest.raises(CheckpointError, match="pickle"):
         blueprint(str(tmp_path / "model.ckpt"), torch.float16)
     with pytest.raises(CheckpointError, match="no diffusers folder"):
         blueprint(str(tmp_path), torch.float16)
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_a_plan_is_told_again_where_the_budget_is_the_same(
-    folder: Path, gpu: bool, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """A CPU's free memory is taken in steps; a GPU's is asked for each time."""
-    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
-    monkeypatch.setattr(plan_cache.sys, "platform", "linux")
-    monkeypatch.setattr(plan_cache, "_GPUS", (str(tmp_path),) if gpu else ())
-    monkeypatch.setattr("sd_lowvram.devices.info.available_ram", lambda: 9 * GIB + 17)
-    first = run("--model", str(folder), "--json").stdout
-    made: list[Any] = []
+@pytest.fixture
+def free(tmp_path: Path, monkeypatch: Any) -> Any:
+    """Sets how many bytes are free on a machine without a GPU, which remembers nothing yet."""
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(early.sys, "platform", "linux")
+    monkeypatch.setattr(early, "_GPUS", ())
+    return lambda size: monkeypatch.setattr("sd_lowvram.devices.info.available_ram", lambda: size)
 
-    def make(*given: Any) -> Any:
-        made.append(given)
-        raise RuntimeError("planned again")
 
-    monkeypatch.setattr("sd_lowvram.planning.search.make_plan", make)
-    monkeypatch.setattr("sd_lowvram.devices.info.available_ram", lambda: 9 * GIB + 400 * MIB)
-    again = run("--model", str(folder), "--json").stdout
-    assert bool(made) == gpu and (gpu or again == first)
-    assert json.loads(first)["request"]["ram"] == 9 * GIB
+def planned(folder: Path, *words: str) -> dict[str, Any]:
+    result = run("--model", str(folder), "--json", *words)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_plan_is_told_again_while_as_much_is_free_as_it_needs(folder: Path, free: Any, monkeypatch: Any) -> None:
+    free(9 * GIB + 17)
+    first = planned(folder)
+    monkeypatch.setattr("sd_lowvram.planning.search.make_plan", lambda *_: pytest.fail("planned again"))
+    for size in (9 * GIB, 5 * GIB, 40 * GIB + 1):
+        free(size)
+        again = planned(folder)
+        told = size // (GIB // 2) * (GIB // 2)
+        assert again["request"]["vram"] == again["request"]["ram"] == told
+        assert again["reasons"][0].endswith(f"of {told / GIB:g} GiB, reached in {first['predicted']['stage']}")
+        assert {**again, "request": 0, "reasons": 0} == {**first, "request": 0, "reasons": 0}
+    with pytest.raises(pytest.fail.Exception):
+        planned(folder, "--width", "128")
+
+
+def test_what_is_told_again_is_what_would_be_planned(folder: Path, free: Any, monkeypatch: Any) -> None:
+    """Budgets from the least to plenty, each with and without what is remembered of those before."""
+    monkeypatch.setattr(plan_cache, "_STEP", 1)
+    free(9 * GIB)
+    plenty = planned(folder)
+    least, most = plenty["minimum_vram_bytes"], 2 * plenty["predicted"]["peak_bytes"]
+    budgets = [least + (most - least) * part // 12 for part in (12, 1, 6, 2, 5)]
+    made: list[int] = []
+    make = search.make_plan
+    monkeypatch.setattr(search, "make_plan", lambda *given: (made.append(1), make(*given))[1])
+    for size in budgets:
+        free(size)
+        kept = planned(folder, "--ram", "1GB")
+        with monkeypatch.context() as forgetful:
+            forgetful.setattr(plan_cache, "_place", lambda _: None)
+            assert planned(folder, "--ram", "1GB") == kept
+    assert len(budgets) < len(made) < 2 * len(budgets)
+
+
+def test_plans_for_a_gpu_ask_what_is_free_there(folder: Path, free: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """torch alone tells; where it has no GPU after all, what the host has free counts."""
+    monkeypatch.setattr(early, "_GPUS", (str(tmp_path),))
+    free(9 * GIB)
+    first = planned(folder)
+    free(1 * MIB)
+    assert run("--model", str(folder)).exit_code == 3
+    free(8 * GIB)
+    monkeypatch.setattr("sd_lowvram.planning.search.make_plan", lambda *_: pytest.fail("planned again"))
+    assert planned(folder)["settings"] == first["settings"]
+
+
+@given(st.integers(1, 60), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20), st.integers(0, 4))))
+def test_a_limit_tells_which_others_are_answered_alike(size: int, asked: list[tuple[int, int, int]]) -> None:
+    def answers(budget: int) -> list[object]:
+        ways = (
+            lambda number, less: budget >= number,
+            lambda number, less: number <= budget - less,
+            lambda number, less: budget - less - 1 < number,
+            lambda number, less: min(number, max(less, budget - 3)) > 7,
+            lambda number, less: number / max(1, budget),
+        )
+        return [ways[way](number, less) for number, less, way in asked]
+
+    limit = Limit(size)
+    known = answers(limit)
+    least, most = limit.alike
+    assert least <= size <= most
+    assert all(answers(other) == known for other in range(1, 80) if least <= other <= most)
 
 
 def test_what_is_weighed_ahead_is_what_a_plan_asks_for(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -126,7 +188,7 @@ def test_what_is_weighed_ahead_is_what_a_plan_asks_for(folder: Path, tmp_path: P
     asked |= {"gpu": "rtx2070", "vram": "517MB", "ram": "2GB", "approximate": False}
     code = (
         "import json, sys; from sd_lowvram.commands import plan; from sd_lowvram.settings import Settings;"
-        "asked = json.loads(sys.argv[1]);"
+        "asked = json.loads(sys.argv[1]) | {'vram': 517 << 20, 'ram': 2 << 30};"
         "plan._weigh_ahead(asked, plan._machine(asked), Settings(precision='fp16'));"
         "print(sum(name.startswith(('transformers', 'peft')) for name in sys.modules))"
     )

@@ -25,7 +25,9 @@ from sd_lowvram.units import GIB, MIB, format_size, parse_size
         ("700 MB", 700 * MIB),
         (4096, 4 * GIB),
         ("4096", 4 * GIB),
-        (0.5, MIB // 2),
+        (64, 64 * MIB),
+        ("4MB", 4 * MIB),
+        ("0.5 MiB", MIB // 2),
         ("123 B", 123),
         ("1.5k", 1536),
     ],
@@ -39,6 +41,12 @@ def test_sizes_are_read_as_people_write_them(written: Any, size: int) -> None:
 )
 def test_what_is_no_size_is_named(written: Any) -> None:
     with pytest.raises(BadInputError, match="GB"):
+        parse_size(written, "vram")
+
+
+@pytest.mark.parametrize("written", ["4", 4, 63, " 3.5 ", 0.5])
+def test_a_number_too_small_to_be_meant_as_mib_asks(written: Any) -> None:
+    with pytest.raises(BadInputError, match=f'"{str(written).strip()}GB"\\?'):
         parse_size(written, "vram")
 
 

@@ -156,7 +156,8 @@ def _pipeline(model: str) -> Any:
     """The demo model, or a whole Stable Diffusion 1.5 with random weights, in float32."""
     import torch
 
-    from ..checkpoints.load import load_pipeline, model_path
+    from ..checkpoints.inspection import model_path
+    from ..checkpoints.load import load_pipeline
 
     if model == "demo":
         pipe: Any = load_pipeline(model_path(None), "txt2img", torch.float32)

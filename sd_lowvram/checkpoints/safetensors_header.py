@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import stat
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,8 @@ def read_header(path: Path) -> Header:
         CheckpointError: no such file, unreadable, truncated, or a header that contradicts itself or the file.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and a device never ends
+            raise CheckpointError(f"{path} cannot be read: it is no regular file")
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
@@ -71,6 +75,27 @@ def read_header(path: Path) -> Header:
     tensors, metadata = _parse(path, text)
     _check_places(path, tensors, size - 8 - length)
     return Header(tensors, metadata, 8 + length)
+
+
+def read_values(path: Path, header: Header, name: str) -> list[float]:
+    """The numbers of a small tensor of 16 or 32 bits.
+
+    Raises:
+        CheckpointError: it is of another type, or cannot be read.
+    """
+    entry = header.tensors[name]
+    try:
+        with open(path, "rb") as file:
+            file.seek(header.data_offset + entry.begin)
+            data = file.read(entry.end - entry.begin)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if entry.dtype == "BF16":  # the upper half of 32 bits
+        data = b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
+    letter = {"F16": "e", "F32": "f", "BF16": "f"}.get(entry.dtype)
+    if letter is None:
+        raise CheckpointError(f"{path} holds {name} as {entry.dtype}: 16 or 32 bits are read")
+    return [value for (value,) in struct.iter_unpack(f"<{letter}", data)]
 
 
 def _parse(path: Path, text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from ..checkpoints.schedulers import SCHEDULERS
-from ..settings import Settings
 from .guard import guarded
 from .inputs import Job, check_job
 from .knobs import with_knobs
 from .paint import DEMO_GUIDANCE, USUAL_GUIDANCE, paint
+from .values import MOST_STEPS, checked_settings
 
 _PICTURE, _MEMORY, _RUN = "Picture", "Memory", "Run"
 _NAMES = ", ".join(SCHEDULERS)
@@ -39,7 +39,7 @@ def generate(
     negative: Annotated[str, _option("--negative", text="What it does not show.", panel=_PICTURE)] = "",
     width: Annotated[int | None, _option("--width", text="Left out: the model's own.", panel=_PICTURE)] = None,
     height: Annotated[int | None, _option("--height", text="Left out: the model's own.", panel=_PICTURE)] = None,
-    steps: Annotated[int, _option("--steps", text="Denoising steps.", panel=_PICTURE)] = 30,
+    steps: Annotated[int, _option("--steps", text=f"Denoising steps, up to {MOST_STEPS}.", panel=_PICTURE)] = 30,
     seed: Annotated[
         int | None,
         _option("--seed", text="Same seed, same picture, on every device; pictures of a batch count on from it. "
@@ -106,7 +106,7 @@ def generate(
             prompt=prompt, negative=negative, model=model, output=output, width=width, height=height, steps=steps,
             seed=seed, guidance=guidance, scheduler=scheduler, batch=batch, init_image=init_image, strength=strength,
             mask=mask, prediction=prediction, vram=vram, ram=ram, approximate=approximate, device=device,
-            allow_pickle=allow_pickle, settings=Settings(**settings or {}),
+            allow_pickle=allow_pickle, settings=checked_settings(settings or {}),
             memory_plot=memory_plot,
         ))  # fmt: skip
         from rich.console import Console

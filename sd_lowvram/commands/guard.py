@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from ..errors import LowVRAMError
+from ..errors import BadInputError, LowVRAMError
+from ..settings import knobs
+from .streams import give_up_stdout, note, tell
 
 INTERRUPTED, BUDGET, OURS = 130, 3, 1
 
@@ -20,16 +22,21 @@ def guarded(debug: bool = False) -> Iterator[None]:
     _quiet_libraries(debug)
     try:
         yield
+        sys.stdout.flush()  # a full disk is told of here, and not by Python on its way out
     except KeyboardInterrupt:
         _end(INTERRUPTED, "interrupted", debug)
     except LowVRAMError as error:
-        _end(error.exit_code, str(error), debug)
-    except BrokenPipeError:
-        # Whoever read our output has left (head, less): no fault, and nothing more to tell. Python would flush again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(OURS) from None
+        _end(error.exit_code, as_typed(str(error)), debug)
+    except BrokenPipeError:  # whoever read our output has left with what was wanted (head, less)
+        give_up_stdout()
+        raise SystemExit(0) from None
     except MemoryError as error:
         _end(BUDGET, f"host memory is full: give a smaller --ram or picture ({error})", debug)
+    except OSError as error:
+        if error.filename is None:
+            give_up_stdout()
+        what = "the output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
+        _end(BadInputError.exit_code, f"{what}: {error.strerror or error}", debug)
     except Exception as error:
         if _is_out_of_memory(error):
             _end(
@@ -37,6 +44,12 @@ def guarded(debug: bool = False) -> Iterator[None]:
             )
         what = f"{type(error).__name__}: {error}"
         _end(OURS, f"a fault of sd-lowvram, please report it ({what}); --debug shows where", debug)
+
+
+def as_typed(message: str) -> str:
+    """``message`` with the knobs in it as the command line writes them: --vae-tiles for vae_tiles."""
+    compound = [name for name in knobs() if "_" in name]
+    return re.sub(rf"(?<![\w-])({'|'.join(compound)})\b", lambda found: "--" + found[1].replace("_", "-"), message)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -49,7 +62,7 @@ def _end(code: int, message: str, debug: bool) -> NoReturn:
         import traceback
 
         traceback.print_exc()
-    print(f"sd-lowvram: {message}", file=sys.stderr, flush=True)
+    tell(message)
     raise SystemExit(code)
 
 
@@ -58,9 +71,6 @@ def _quiet_libraries(debug: bool) -> None:
     if debug:
         return
 
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        print(f"sd-lowvram: note: {message}", file=sys.stderr)
-
-    warnings.showwarning = show
+    warnings.showwarning = lambda message, *_, **__: note(str(message))
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("default", module=r"sd_lowvram(\.|$)")

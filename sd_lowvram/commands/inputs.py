@@ -6,19 +6,23 @@ import dataclasses
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
+from ..checkpoints.inspection import PREDICTIONS, Task
 from ..checkpoints.schedulers import find_scheduler
 from ..errors import BadInputError
 from ..settings import Settings
-from ..units import parse_size
+from .values import (
+    MOST_PICTURES,
+    MOST_STEPS,
+    check_budgets,
+    check_count,
+    check_device_name,
+    check_given,
+    check_side,
+    check_text,
+)
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-Task = Literal["txt2img", "img2img", "inpaint"]
 LARGEST_SEED = 2**64 - 1
-LARGEST_SIDE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,18 @@ def check_job(job: Job) -> Job:
     Raises:
         BadInputError: a value that cannot be used; the message says what to change.
     """
+    check_text("the prompt", job.prompt)
+    check_text("--negative", job.negative)
+    check_text("--model", job.model or "")  # weights are opened by a library that takes nothing else
+    check_given(model=job.model, device=job.device, scheduler=job.scheduler)
     check_side("width", job.width)
     check_side("height", job.height)
-    for name, size in (("vram", job.vram), ("ram", job.ram)):
-        if size is not None:
-            parse_size(size, f"--{name}")
-    for name, count in (("steps", job.steps), ("batch", job.batch)):
-        if count < 1:
-            raise BadInputError(f"--{name} {count} must be at least 1")
+    check_budgets(job.vram, job.ram)
+    check_count("--steps", job.steps, MOST_STEPS)
+    check_count("--batch", job.batch, MOST_PICTURES)
+    check_device_name(job.device)
+    if job.prediction not in (None, *PREDICTIONS):
+        raise BadInputError(f"--prediction {job.prediction!r} is unknown: choose {' or '.join(PREDICTIONS)}")
     if job.guidance is not None and not 0 <= job.guidance < 1000:
         raise BadInputError(f"--guidance {job.guidance:g} must be from 0 to 1000; 7.5 is usual, 1 turns it off")
     if job.seed is not None and not -1 <= job.seed <= LARGEST_SEED:
@@ -97,44 +105,3 @@ def _checked_strength(job: Job) -> float | None:
     if int(job.steps * strength) < 1:
         raise BadInputError(f"--strength {strength:g} of {job.steps} steps is less than one step: raise either")
     return strength
-
-
-def check_side(name: str, value: int | None) -> None:
-    """Raise BadInputError unless ``value`` pixels are a side that Stable Diffusion makes: a positive multiple of 8."""
-    if value is None or (value > 0 and value % 8 == 0 and value <= LARGEST_SIDE):
-        return
-    if value <= 0:
-        raise BadInputError(f"--{name} {value} must be a positive multiple of 8: 512, for example")
-    if value > LARGEST_SIDE:
-        raise BadInputError(f"--{name} {value} is more than {LARGEST_SIDE} pixels")
-    below, above = value - value % 8, value - value % 8 + 8
-    near = f"{below} and {above} are nearest" if below else f"{above} is nearest"
-    raise BadInputError(f"--{name} {value} is not divisible by 8: {near}")
-
-
-def check_device(name: str) -> str:
-    """Raise BadInputError unless torch can compute on ``name``."""
-    import torch
-
-    try:
-        torch.zeros(1, device=name).item()  # asked back: meta makes tensors, but without numbers
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise BadInputError(f"--device {name!r} cannot be used ({reason}): cpu always can") from error
-    return name
-
-
-def open_picture(path: Path, option: str, mode: str = "RGB") -> Image:
-    """The picture in ``path``, upright.
-
-    Raises:
-        BadInputError: missing, or no picture.
-    """
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as file:
-            return ImageOps.exif_transpose(file).convert(mode)
-    except Exception as error:  # PIL raises whatever the damaged part of a file provokes
-        reason = getattr(error, "strerror", None) or "it is no picture that can be read"
-        raise BadInputError(f"{option} {path} cannot be opened: {reason}") from error

@@ -9,19 +9,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.load import load_pipeline, model_path
+from ..checkpoints.inspection import PICKLES, check_model, configuration, model_path
+from ..checkpoints.load import load_pipeline
 from ..checkpoints.schedulers import label_of, set_scheduler
-from ..errors import LowVRAMError
-from .inputs import Job, check_device, open_picture
+from ..demo.things import unknown_words
+from ..errors import BadInputError, LowVRAMError
+from .early import check_floor, known_budget
+from .inputs import Job
 from .memory_plot import check_plot, draw, measured_run
 from .noise import drawn_in_float32
 from .pictures import check_writable, output_paths, parameters_text, save_picture
+from .streams import note
+from .values import LARGEST_SIDE, check_device, open_picture
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
 DEMO_GUIDANCE, USUAL_GUIDANCE = 4.0, 7.5
+_NAMED = 8
+"""More unknown words than these are not named."""
+
 _WIDE = ("fp32", "tf32", "autocast-fp16", "autocast-bf16")
 
 
@@ -32,11 +40,12 @@ def paint(job: Job, console: Console) -> dict[str, Any]:
         LowVRAMError: with the exit code that the command line gives.
     """
     files = output_paths(job.output, job.batch, job.seed or 0)
+    _note_unknown_words(job)
     images = _start_pictures(job)
     # A first look at the output's place, before the model is loaded; the second knows the size.
     check_writable(files[0], 1)
     check_plot(job.memory_plot)
-    path = model_path(job.model)
+    path = _checked_model(job, images)
     started = time.perf_counter()
     with console.status("loading"):
         pipe, device = _load(job, path)
@@ -73,7 +82,42 @@ def _start_pictures(job: Job) -> dict[str, Any]:
         images["image"] = open_picture(job.init_image, "--init-image")
     if job.mask:
         images["mask_image"] = open_picture(job.mask, "--mask", "L")
+        (width, height), (wide, high) = images["mask_image"].size, images["image"].size
+        if (width, height) != (wide, high):
+            note(f"--mask {job.mask} is {width}x{height} and the picture {wide}x{high}: the mask is stretched to it")
     return images
+
+
+def _note_unknown_words(job: Job) -> None:
+    """Tell of words that mean nothing to the demo model, which knows a few hundred."""
+    if job.model is None:
+        unknown = unknown_words(f"{job.prompt} {job.negative}")
+        if unknown:
+            named = ", ".join(f'"{word}"' for word in unknown[:_NAMED]) + (", ..." if len(unknown) > _NAMED else "")
+            note(f"the demo model does not know {named}: sd-lowvram things lists what it knows")
+
+
+def _checked_model(job: Job, images: dict[str, Any]) -> Path:
+    """Where the model is; its files are whole, of a kind that is served, and the budget can hold a part of it."""
+    path = model_path(job.model)
+    check_model(path, job.task, job.allow_pickle)
+    budget = known_budget(job.vram, job.device)
+    if path.suffix.lower() not in PICKLES and budget is not None:
+        check_floor(configuration(job.model), *_start_size(job, images), job.batch, budget)
+    return path
+
+
+def _start_size(job: Job, images: dict[str, Any]) -> tuple[int | None, int | None]:
+    """The size that is stated, else that of the picture to start from; None: the model's own."""
+    if "image" not in images or job.width is not None or job.height is not None:
+        return job.width, job.height
+    width, height = (max(8, side - side % 8) for side in images["image"].size)
+    if max(width, height) > LARGEST_SIDE:
+        raise BadInputError(
+            f"--init-image {job.init_image} is {width}x{height}, and no side above {LARGEST_SIDE} pixels is served: "
+            "give --width and --height"
+        )
+    return width, height
 
 
 def _load(job: Job, path: Path) -> tuple[Any, torch.device]:
@@ -89,22 +133,30 @@ def _load(job: Job, path: Path) -> tuple[Any, torch.device]:
     pipe.set_progress_bar_config(disable=True)
     if job.scheduler:
         set_scheduler(pipe, job.scheduler)
+    _check_steps(job, pipe)
     return pipe, device
+
+
+def _check_steps(job: Job, pipe: Any) -> None:
+    """Raise BadInputError where the scheduler cannot go in so many steps."""
+    try:
+        pipe.scheduler.set_timesteps(job.steps)
+    except ValueError as error:
+        sampler, reason = label_of(pipe.scheduler)[0], str(error).partition(". ")[0]
+        raise BadInputError(f"--steps {job.steps} is not for the scheduler {sampler}: {reason}") from error
 
 
 def _sized(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
     """``job`` with its size: as stated, else that of the picture to start from, else the model's own."""
-    if "image" in images and job.width is None and job.height is None:
-        width, height = (max(8, side - side % 8) for side in images["image"].size)
-    else:
-        sample = pipe.unet.config.sample_size
-        sides = [sample, sample] if isinstance(sample, int) else list(sample)
-        height, width = (side * pipe.vae_scale_factor for side in sides)
+    sample = pipe.unet.config.sample_size
+    sides = [sample, sample] if isinstance(sample, int) else list(sample)
+    own_height, own_width = (side * pipe.vae_scale_factor for side in sides)
+    width, height = _start_size(job, images)
     guidance = DEMO_GUIDANCE if job.model is None else USUAL_GUIDANCE
     return dataclasses.replace(
         job,
-        width=job.width or width,
-        height=job.height or height,
+        width=width or own_width,
+        height=height or own_height,
         guidance=guidance if job.guidance is None else job.guidance,
     )
 

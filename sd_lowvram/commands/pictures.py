@@ -130,7 +130,9 @@ def _as_output_error(path: Path, size: int, error: OSError) -> OutputError:
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[tuple[Any, Path]]:
     """A new file beside ``path``, gone at the end whatever happens, unless it was renamed."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    handle, name = tempfile.mkstemp(
+        prefix=".sd-lowvram-", suffix=".part", dir=path.parent
+    )  # a name of its own may be too long
     file = os.fdopen(handle, "wb")
     try:
         yield file, Path(name)
@@ -154,13 +156,13 @@ def save_picture(image: Image, path: Path, parameters: str) -> Path:
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
-    info.add_text("parameters", parameters)
+    info.add_text("parameters", parameters.encode("utf-8", "replace").decode())  # a model's name may be any bytes
     target = path.resolve()
     try:
         _write(image, target, info)
     except OSError as error:
         failure = _as_output_error(path, image.width * image.height * 3, error)
-        rescue = Path(tempfile.gettempdir()) / f"sd-lowvram-{os.getpid()}-{path.name}"
+        rescue = Path(tempfile.gettempdir()) / f"sd-lowvram-{os.getpid()}-{path.name[-40:]}"
         try:
             _write(image, rescue, info)
         except OSError:

@@ -5,15 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from ..checkpoints.architectures import MODELS
+from ..checkpoints.inspection import configuration
 from ..settings import Settings
+from .early import check_floor
 from .guard import guarded
 from .knobs import with_knobs
-from .plan_cache import free_ram, remembered
+from .plan_cache import remembered
+from .values import (
+    MOST_PICTURES,
+    MOST_STEPS,
+    check_budgets,
+    check_count,
+    check_given,
+    check_side,
+    checked_settings,
+)
 
 
 @with_knobs
@@ -26,7 +38,7 @@ def plan(
     width: Annotated[int | None, typer.Option(help="Left out: the model's own.")] = None,
     height: Annotated[int | None, typer.Option(help="Left out: the model's own.")] = None,
     batch: Annotated[int, typer.Option(help="Pictures at a time.")] = 1,
-    steps: Annotated[int, typer.Option(help="Denoising steps, for the time.")] = 30,
+    steps: Annotated[int, typer.Option(help=f"Denoising steps, for the time; up to {MOST_STEPS}.")] = 30,
     guidance: Annotated[bool, typer.Option(help="Whether guidance doubles the batch.")] = True,
     vram: Annotated[
         str | None,
@@ -53,8 +65,10 @@ def plan(
         asked: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps}
         asked |= {"guidance": guidance, "max_size": max_size, "model": model, "vram": vram, "ram": ram, "gpu": gpu}
         asked["approximate"] = approximate
-        chosen = Settings(**settings or {})
-        answer = remembered({**asked, "settings": chosen.as_dict()}, lambda: _made(asked, chosen, not as_json))
+        chosen = checked_settings(settings or {})
+        _check(asked)
+        whole = {**asked, "settings": chosen.as_dict()}
+        answer = remembered(whole, lambda budgets: _made(asked, budgets, chosen, not as_json))
         if as_json:
             print(json.dumps(answer, indent=2))
         elif max_size:
@@ -63,8 +77,26 @@ def plan(
             show(Console(), answer)
 
 
-def _made(asked: dict[str, Any], settings: Settings, shown: bool) -> dict[str, Any]:
-    """The plan, or one for each ratio, as plain values; takes seconds."""
+def _check(asked: dict[str, Any]) -> None:
+    """Raise BadInputError for what is no request."""
+    check_given(model=asked["model"], gpu=asked["gpu"])
+    check_side("width", asked["width"])
+    check_side("height", asked["height"])
+    check_count("--steps", asked["steps"], MOST_STEPS)
+    check_count("--batch", asked["batch"], MOST_PICTURES)
+    check_budgets(asked["vram"], asked["ram"])
+
+
+def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings, shown: bool) -> dict[str, Any]:
+    """The plan, or one for each ratio, as plain values; takes seconds.
+
+    Args:
+        budgets: in bytes; without "vram" where it is that of a named card.
+    """
+    config = configuration(asked["model"])
+    if not asked["max_size"] and "vram" in budgets:
+        check_floor(config, asked["width"], asked["height"], asked["batch"], budgets["vram"])
+    asked = {**asked, **budgets}
     from rich.console import Console
 
     from ..planning.ahead import two_processes
@@ -123,21 +155,18 @@ def _rates(request: Any) -> dict[str, str]:
 
 
 def _machine(asked: dict[str, Any]) -> dict[str, Any]:
-    """What is planned for: device, rates and budgets, of a request. What has to be measured is measured here."""
+    """Device, rates and budgets of a request. What has to be measured is measured here."""
     import torch
 
-    from ..devices.info import default_device, free_vram
+    from ..devices.info import default_device
     from ..devices.performance import profile
     from ..devices.this_machine import rates_of
-    from ..units import parse_size
 
-    gpu, vram, ram = asked["gpu"], asked["vram"], asked["ram"]
+    gpu = asked["gpu"]
     device = torch.device("cuda") if gpu else default_device()
     rates = profile(gpu) if gpu else rates_of(device)
-    free = rates.vram_bytes if gpu else free_ram() if device.type == "cpu" else free_vram(device)
-    budget = parse_size(vram, "vram") if vram is not None else free
-    host = parse_size(ram, "ram") if ram is not None else free_ram()
-    return {"device": device, "rates": rates, "vram": budget, "ram": host}
+    budget = rates.vram_bytes if asked["vram"] is None else asked["vram"]
+    return {"device": device, "rates": rates, "vram": budget, "ram": asked["ram"]}
 
 
 def _request(asked: dict[str, Any], machine: dict[str, Any], only: tuple[str, ...] = MODELS) -> tuple[Any, Any]:

@@ -5,53 +5,79 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .. import cache
 from ..cache import cache_folder, code_digest
-from ..units import GIB
+from ..planning.limit import Limit
+from ..units import GIB, format_size, parse_size
+from .early import gpu_files, has_no_gpu
 
 _STEP = GIB // 2
-_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
-"""What a Linux machine has where it has a GPU; another one later means another plan."""
+_KEPT = 8
+"""Plans of one request that are remembered, each for a range of free memory."""
 
 
-def remembered(asked: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``make`` gives, or gave when the same was asked for on the same machine.
+def remembered(asked: dict[str, Any], make: Callable[[dict[str, Limit]], dict[str, Any]]) -> dict[str, Any]:
+    """What ``make`` gives for budgets "vram" and "ram", or gave when the same was asked for on the same machine.
 
-    Nothing is remembered where the budget is what is free now on a GPU.
+    A budget that is what is free may be another one now, as long as the same plan would be made for it.
     """
-    known: dict[str, Any] | None = cache.remembered(_place(asked))
-    if known is None:
-        known = make()
-        cache.remember(_place(asked), known)  # the machine may have been measured for it
-    return known
+    budgets = _budgets(asked)
+    known = cache.remembered(_place(asked)) or []
+    for one in known:
+        if all(one["alike"][name][0] <= int(size) <= one["alike"][name][1] for name, size in budgets.items()):
+            return _told_now(one["answer"], budgets)
+    answer = make(budgets)
+    one = {"alike": {name: size.alike for name, size in budgets.items()}, "answer": answer}
+    cache.remember(_place(asked), [one, *known][:_KEPT])  # what was measured for it is part of the place
+    return answer
 
 
-def _place(asked: dict[str, Any]) -> Path | None:
-    folder = cache_folder()
-    stated = asked["vram"] is not None or asked["gpu"] is not None
-    if folder is None or not (stated or _has_no_gpu()):
-        return None
-    free = None if stated and asked["ram"] is not None else free_ram()
-    facts = (asked, free, _model(asked["model"]), _machine(folder), code_digest())
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return folder / "plans" / f"{name}.json"
+def _budgets(asked: dict[str, Any]) -> dict[str, Limit]:
+    """Bytes as stated, else what is free now; without "vram" where it is that of a named card."""
+    found = {"ram": parse_size(asked["ram"], "--ram") if asked["ram"] is not None else _free_ram()}
+    if asked["vram"] is not None:
+        found["vram"] = parse_size(asked["vram"], "--vram")
+    elif asked["gpu"] is None:
+        found["vram"] = _free_vram()
+    return {name: Limit(size) for name, size in found.items()}
 
 
-def free_ram() -> int:
-    """Free host memory in whole steps, so that what is asked for twice is mostly the same."""
+def _free_vram() -> int:
+    if has_no_gpu():
+        return _free_ram()
+    from ..devices.info import default_device, free_vram
+
+    device = default_device()
+    return _free_ram() if device.type == "cpu" else free_vram(device)
+
+
+def _free_ram() -> int:
+    """In whole steps, so that a plan that hangs on all of it is the same for a while."""
     from ..devices.info import available_ram
 
     return available_ram() // _STEP * _STEP
 
 
-def _has_no_gpu() -> bool:
-    """Whether that is certain without torch."""
-    return sys.platform == "linux" and not any(map(os.path.exists, _GPUS))
+def _told_now(answer: dict[str, Any], budgets: dict[str, Limit]) -> dict[str, Any]:
+    """``answer`` with the budgets of today where it tells them."""
+    if "request" in answer and "vram" in budgets:
+        then, now = (format_size(int(size)) for size in (answer["request"]["vram"], budgets["vram"]))
+        answer["request"] |= budgets
+        answer["reasons"][0] = answer["reasons"][0].replace(f" of {then},", f" of {now},")
+    return answer
+
+
+def _place(asked: dict[str, Any]) -> Path | None:
+    folder = cache_folder()
+    if folder is None:
+        return None
+    facts = (asked, _model(asked["model"]), _machine(folder), code_digest())
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return folder / "plans" / f"{name}.json"
 
 
 def _model(model: str | None) -> list[Any]:
@@ -67,4 +93,4 @@ def _machine(folder: Path) -> list[Any]:
     """What changes when the machine does, or what was measured on it."""
     threads = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")]
     measured = [(file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("*-*.json"))]
-    return [[path for path in _GPUS if os.path.exists(path)], threads, os.cpu_count(), measured]
+    return [gpu_files(), threads, os.cpu_count(), measured]

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from ..checkpoints.load import DEMO
+from ..checkpoints.inspection import DEMO
 from .info import default_device, gpus, host_memory
 
 _PACKAGES = {

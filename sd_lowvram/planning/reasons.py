@@ -69,7 +69,8 @@ def described(stage: StagePlan) -> str:
 def reasons(request: Request, best: Candidate, following: Candidate | None) -> tuple[str, ...]:
     """Sentences on what was chosen, what it costs, and what the next larger budget would buy."""
     worst, chosen = best.worst, best.settings
-    told = [f"peak {format_size(best.needed_bytes)} of {format_size(request.vram)}, reached in {worst.name}"]
+    budget = format_size(int(request.vram))
+    told = [f"peak {format_size(best.needed_bytes)} of {budget}, reached in {worst.name}"]
     if chosen.offload == "component":
         told.append("one component's weights on the device at a time")
     streamed = next((stage for stage in best.stages if stage.slowdown != 1.0), None)

@@ -34,7 +34,7 @@ def fetch(package: str, folder: Path) -> Path:
     return file
 
 
-def read_list(file: Path = HERE / "pictures.txt") -> dict[str, list[str]]:
+def read_list(file: Path = HERE.parents[1] / "sd_lowvram" / "demo" / "things.txt") -> dict[str, list[str]]:
     """short name -> captions, in the order of the list."""
     chosen = {}
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -54,7 +54,7 @@ def read_pictures(pictures: Path, names: Path, chosen: dict[str, list[str]]) -> 
         members = {Path(name).stem: name for name in tar.getnames() if name.endswith(".webp")}
         for short in chosen:
             if short not in entries:
-                raise SystemExit(f"pictures.txt: no such short name: {short}")
+                raise SystemExit(f"things.txt: no such short name: {short}")
             codes = [entries[short]["unified"], entries[short]["non_qualified"] or ""]
             code = next((c.lower() for c in codes if c.lower() in members), None)
             if code is None:

@@ -1,0 +1,69 @@
+"""Budgets that no settings can make do, refused before torch is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from ..errors import BudgetError
+from ..units import format_size, parse_size
+
+_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
+"""What a Linux machine has where it has a GPU; another one later means another plan."""
+
+_NARROWEST = 2
+"""Bytes of an element of a map, at the least."""
+
+
+def gpu_files() -> list[str]:
+    """Those of the files of a GPU's driver that are there."""
+    return [path for path in _GPUS if os.path.exists(path)]
+
+
+def has_no_gpu() -> bool:
+    """Whether that is certain without torch."""
+    return sys.platform == "linux" and not gpu_files()
+
+
+def check_floor(
+    config: dict[str, Any],
+    width: int | None,
+    height: int | None,
+    batch: int,
+    budget: int,
+) -> None:
+    """Refuse a budget that cannot hold one map of the UNet's first level, which every step makes whole.
+
+    Args:
+        config: of the model's parts.
+        width, height: pixels; None: the model's own.
+        budget: bytes.
+
+    Raises:
+        BudgetError: with less than would be needed in all, which takes a plan.
+    """
+    unet, vae = config["unet"], config.get("vae", {})
+    factor = 2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1)
+    sample = unet.get("sample_size") or 64
+    rows, columns = (sample, sample) if isinstance(sample, int) else sample
+    rows, columns = (height // factor if height else rows), (width // factor if width else columns)
+    least = _NARROWEST * batch * unet.get("block_out_channels", (320,))[0] * rows * columns
+    if least > budget:
+        raise BudgetError(
+            f"{format_size(budget)} cannot hold {columns * factor}x{rows * factor}: one map of the denoising alone is "
+            f"{format_size(least)}; sd-lowvram plan tells what the whole run takes",
+            needed_bytes=least,
+            stage="denoise",
+        )
+
+
+def known_budget(vram: str | None, device: str | None) -> int | None:
+    """Bytes as they were typed, or that are free; None: not known without torch."""
+    if vram is not None:
+        return parse_size(vram, "--vram")
+    if device == "cpu" or (device is None and has_no_gpu()):
+        from ..devices.info import available_ram
+
+        return available_ram()
+    return None

@@ -1,0 +1,66 @@
+"""What is wrong with the words of a command line, in one line like every other error."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..errors import BadInputError
+from .guard import guarded
+from .streams import tell
+
+_KINDS = {"integer": "a whole number", "number": "a number", "float": "a number"}
+"""What is wanted, by the word that the library's own message has for it."""
+
+
+class OneLine(TyperGroup):
+    """The program's commands, whose errors are told in one line and not in the library's boxes."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command that ``args`` name and leave with its exit code."""
+        typed = list(sys.argv[1:] if args is None else args)
+        with guarded():
+            try:
+                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            except typer.Abort:
+                raise KeyboardInterrupt from None
+            except Exception as error:
+                # The library's classes have moved from one package to another; what they can do has not.
+                if not hasattr(error, "format_message"):
+                    raise
+                if type(error).__name__ != "NoArgsIsHelpError":  # the help has been printed
+                    tell(sentence(error, typed))
+                code = BadInputError.exit_code
+        raise SystemExit(code)
+
+
+def sentence(error: Any, typed: list[str]) -> str:
+    """What ``error`` says of the words ``typed``, and where help is."""
+    command = getattr(getattr(error, "ctx", None), "command_path", "sd-lowvram")
+    message = _of_value(error, typed) or " ".join(error.format_message().split()).rstrip(".")
+    return f"{message[:1].lower()}{message[1:]}; {command} --help tells more"
+
+
+def _of_value(error: Any, typed: list[str]) -> str | None:
+    """The option and its value as they were typed, and what the value must be; None: it is not about a value."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    wanted = next((kind for word, kind in _KINDS.items() if re.search(rf"\b{word}\b", error.format_message())), None)
+    for place, word in enumerate(typed):
+        name, _, value = word.partition("=")
+        if wanted and name in names:
+            value = value if "=" in word else "".join(typed[place + 1 : place + 2])
+            return f"{name} {value!r} must be {wanted}"
+    return None
