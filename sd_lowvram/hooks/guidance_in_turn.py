@@ -18,7 +18,6 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import together
-from ..tracing.effects import once
 from .arguments import batch_of, part_of, shares
 from .offloaded_tensor import Waiting
 from .strips import needs_graph, room
@@ -60,7 +59,7 @@ def _in_turn(
     with together():
         for number in range(parts):
             part_args, part_kwargs = part_of(args, kwargs, batch, number, parts)
-            joined.add(once(id(module), module, original, *part_args, **part_kwargs))
+            joined.add(original(*part_args, **part_kwargs))
             del part_args, part_kwargs
     return joined.result()
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..memory import Parked, fetch, park
-from ..tracing.effects import Carrier
 from .strips import room
 
 
-class Waiting(Carrier):
+class Waiting:
     """A map (N, C, H, W) in host memory, in pieces along pictures and, within them, along channels.
 
     Attributes:
@@ -47,17 +46,6 @@ class Waiting(Carrier):
     def beside(cls, parts: Sequence[Waiting]) -> Waiting:
         """The channels of ``parts``, which are divided alike along pictures, side by side; nothing is copied."""
         return cls([tuple(itertools.chain(*rows)) for rows in zip(*(part._pieces for part in parts), strict=True)])
-
-    def carried(self) -> list[Tensor]:
-        return [parked.host for row in self._pieces for parked in row]
-
-    def form(self) -> tuple[Any, ...]:
-        return tuple(tuple(parked.form() for parked in row) for row in self._pieces)
-
-    @classmethod
-    def of_form(cls, form: Any, tensors: Sequence[Tensor]) -> Waiting:
-        hosts = iter(tensors)
-        return cls([[Parked(next(hosts), *of_parked) for of_parked in row] for row in form])
 
     def divided_as(self, other: Waiting) -> bool:
         """Whether the pieces hold the same pictures."""

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import NoSiteError, SettingsError
+from ..memory.fake_mode import fake_empty
 from ..models.anatomy import Anatomy
 from ..models.latents import dtype_of
 from ..patches import Change, Patch, value, wrap
 from ..settings import Fidelity, Settings
 from ..streaming.weight_scopes import lent_to_call
-from ..tracing.fake_tensors import fake_empty
 from ..weights import all_tensors, cast_activations, loaded_dtype, own_tensors, remember_loaded, set_data
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..errors import ConflictError, NoSiteError
 from ..kernels.quantised import quantise, widen
 from ..memory import to_host
+from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import lent_to_call, present_rows
-from ..tracing.fake_tensors import active_fake_mode
 from ..weights import loaded_dtype, remember_loaded, set_data
 
 _REFUSED = {

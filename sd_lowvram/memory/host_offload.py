@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,15 +115,6 @@ class Parked:
         place = actual_device(wanted)
         pin = None if place.type == "cuda" else False
         return cls(host_empty([shape[dim] for dim in order], dtype, pin), order, place, memory_format)
-
-    @property
-    def host(self) -> Tensor:
-        """What lies in host memory, the dimensions in the order in which they lie there."""
-        return self._host
-
-    def form(self) -> tuple[Any, ...]:
-        """With :attr:`host`, all that a new one like this is made of."""
-        return self._order, self.device, self._format
 
     def store(self, rows: slice, strip: Tensor) -> None:
         """Copy ``strip`` (N, C, rows, W) into these rows of the map.

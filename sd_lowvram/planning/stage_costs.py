@@ -29,10 +29,11 @@ from ..streaming.layout import Policy, lay_down
 from ..streaming.search import near_schedule
 from ..streaming.simulator import simulate
 from ..streaming.timing import Timing, timed
-from ..tracing import MemoryTrace, trace
-from ..tracing.equal_modules import Equals, equal_calls_once, equal_modules
+from ..tracing import MemoryTrace
+from ..tracing.equal_calls import equal_modules
 from ..tracing.fake_model import Fitting, twin
 from ..tracing.flop_counter import Span
+from ..tracing.tracer import trace_equals_once
 from ..weights import all_tensors, loaded_dtype, weight_bytes
 from .stages import Shape, Stage, stages
 
@@ -124,7 +125,7 @@ class Costs:
         self._known: dict[Any, Any] = {}
         self._fingerprints: dict[str, str] = {}
         self._layered: dict[Any, list[Layer]] = {}
-        self._equals: dict[str, Equals] = {}
+        self._equals: dict[str, dict[nn.Module, int]] = {}
         self._shortened: dict[str, bool] = {}
 
     def resized(self, shape: Shape) -> Costs:
@@ -205,7 +206,7 @@ class Costs:
         Raises:
             BudgetError: the room on the device cannot hold the largest block.
         """
-        knobs = ("precision", "weight_storage", "offload", "weights_mib", "split_layers")
+        knobs = ("precision", "weight_storage", "channels_last", "offload", "weights_mib", "split_layers")
         chosen = Settings(**{name: getattr(settings, name) for name in knobs})
         what = f"{stage.name}, {_digest(timing)}"
         return self._of(Step, stage.component, what, chosen, lambda: self._step(stage, chosen, timing))
@@ -244,12 +245,11 @@ class Costs:
             ours = self._fitting.tried(stage.component, settings, timing)
             for context in (self._mode, torch.no_grad(), kernels, ours):
                 stack.enter_context(context)
-            if not whole:
-                stack.enter_context(equal_calls_once(self._equal(stage.component)))
             stack.callback(_unmark, component)
-            return trace(on_twin.run, *on_twin.inputs())
+            equals = {} if whole or settings.offload else self._equal(stage.component)
+            return trace_equals_once(on_twin.run, on_twin.inputs(), {}, equals)
 
-    def _equal(self, component: str) -> Equals:
+    def _equal(self, component: str) -> dict[nn.Module, int]:
         if component not in self._equals:
             self._equals[component] = equal_modules(self._twin.components[component])
         return self._equals[component]

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LowVRAMError
+from ..memory.fake_mode import active_fake_mode
 from ..patches import Patch, set_patch, take_off, wrap
-from ..tracing.effects import aside, happen
-from ..tracing.fake_tensors import active_fake_mode
 from . import weight_scopes as lending
 from .copier import Copier
 from .device_io import looked_up, run_at
@@ -167,11 +166,11 @@ class Stream:
             return looked_up(self._device, original, *args, **kwargs)
         if len(numbers) > 1:
             return self._run_in_parts(module, numbers, original, *args, **kwargs)
-        happen(self._come, module)
+        self._come(module)
         try:
             return original(*args, **kwargs)
         finally:
-            happen(self._leave, module)
+            self._leave(module)
 
     def _come(self, module: nn.Module) -> None:
         for number in self._roles[id(module)] or ():
@@ -190,12 +189,12 @@ class Stream:
     @contextlib.contextmanager
     def _part(self, module: nn.Module, place: int, rows: tuple[int, int]) -> Iterator[None]:
         """Inside, a layer holds one of its parts; what widens weights does so anew for every part."""
-        happen(functools.partial(self._come_in_part, place), module)
+        self._come_in_part(place, module)
         try:
             with lending.apart(rows):
                 yield
         finally:
-            happen(functools.partial(self._leave_part, place), module)
+            self._leave_part(place, module)
 
     def _come_in_part(self, place: int, module: nn.Module) -> None:
         number = (self._roles[id(module)] or ())[place]
@@ -288,8 +287,7 @@ class Stream:
                 self._take_back(other)
                 self._there.discard(other)
             after.append(self._used.get(other))
-        with aside():
-            _, self._copied[number] = self._copier.copy(self._layout.copies(number), after)
+        _, self._copied[number] = self._copier.copy(self._layout.copies(number), after)
         self._there.add(number)
 
     def _prefetch(self, position: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tracing.fake_tensors import active_fake_mode
+from ..memory.fake_mode import active_fake_mode
 from .host_weights import Masters, masters_of
 
 

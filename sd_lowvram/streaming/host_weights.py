@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from ..devices.info import host_memory
 from ..memory import host_empty, mark_host
 from ..memory.accounts import unmark_host
+from ..memory.fake_mode import active_fake_mode
 from ..memory.host_offload import dense_order, inverse
-from ..tracing.fake_tensors import active_fake_mode
 from ..units import MIB
 from ..weights import all_tensors, set_data
 

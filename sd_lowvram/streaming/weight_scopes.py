@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from ..tracing.effects import happen
 from ..weights import Convert, lent
 
 
@@ -80,11 +79,11 @@ def kept() -> Iterator[None]:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Within the block, modules are called again and again: what is streamed in stays as long as there is room."""
-    happen(_begin)
+    _begin()
     try:
         yield
     finally:
-        happen(_end)
+        _end()
 
 
 def _begin() -> None:

@@ -39,7 +39,7 @@ def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     return dataclasses.replace(made, computes=anatomy.computes, passes=anatomy.passes, encodes=anatomy.encodes)
 
 
-_WORN = ("precision", "weight_storage")
+_WORN = ("precision", "weight_storage", "channels_last")
 """Knobs that convert the weights, and wrap the model below all others."""
 
 

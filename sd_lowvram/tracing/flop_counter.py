@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +31,6 @@ class Span:
     operators: int = 0
     packed_bytes: int = 0
 
-    def at(self, path: str, times: int = 1, over: int = 1) -> Span:
-        """The same ``times / over`` times at another path."""
-        sums = self.flops, self.moved_bytes, self.copied_bytes, self.operators, self.packed_bytes
-        return Span(path, *(sums if times == over else [value * times // over for value in sums]))
-
 
 @dataclass
 class Work:
@@ -49,7 +43,6 @@ class Work:
         operators: how many ran, views not counted: on a GPU, about the number of launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
         spans: the same in the order of the run, module by module.
-        beside: what is no module's.
     """
 
     flops: int = 0
@@ -58,16 +51,6 @@ class Work:
     operators: int = 0
     packed_bytes: int = 0
     spans: list[Span] = field(default_factory=list)
-    beside: list[Span] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, what is counted is nothing that the module does which runs."""
-        before, self.spans = self.spans, self.beside
-        try:
-            yield
-        finally:
-            self.spans = before
 
     def count(self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0) -> None:
         """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..memory.accounts import on_cpu
-from .fake_tensors import CPU
+from ..memory.fake_mode import CPU
 from .memory_formats import iterated_strides, strides_of, wanted_format
 from .op_cache import Made, Recipe
 

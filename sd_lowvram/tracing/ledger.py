@@ -138,8 +138,7 @@ class Ledger:
         self._raise([at + more for at, more in zip((*self._now(), 0), above, strict=True)])
 
     def _now(self) -> tuple[int, int, int, int]:
-        self.settle()
-        device, weights, host = self.live.values()
+        device, weights, host = self.live_now().values()
         born = tuple(self.born.values())
         return device + weights, host, born[0], sum(born)
 
@@ -161,9 +160,10 @@ class Ledger:
             self.timeline.raise_by(nbytes)
         self.book(tensor, account, born=False)
 
-    def settle(self) -> None:
-        """Strike off what has died, where nobody tells of a death."""
+    def live_now(self) -> dict[str, int]:
+        """Bytes alive in each account, the dead struck off also where nobody tells of a death."""
         self._deaths.settle()
+        return dict(self.live)
 
     def close(self) -> None:
         """Stop following; the sums stay."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .fake_tensors import fake_around, fake_empty
+from ..memory.fake_mode import fake_around, fake_empty
 
 aten = torch.ops.aten
 

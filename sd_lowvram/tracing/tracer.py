@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..memory.accounts import current_account, is_host, on_cpu, traced_device
+from ..memory.fake_mode import CPU, active_fake_mode
 from .collector import no_collection
-from .effects import Effects
-from .fake_tensors import CPU, Registry, active_fake_mode, fake_of, faked, modules_of
+from .equal_calls import EqualCalls
+from .fake_tensors import Registry, fake_of, faked, modules_of
 from .flop_counter import Span, Work, attention_flops, moved, packed
 from .layout_rules import told
 from .ledger import Ledger, Timeline
@@ -95,6 +96,20 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
     Raises:
         whatever the callable raises, and torch's DataDependentOutputException where a value decides what runs.
     """
+    return trace_equals_once(module_or_callable, inputs, kwargs, {})
+
+
+def trace_equals_once(
+    module_or_callable: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    equals: Mapping[nn.Module, int],
+) -> MemoryTrace:
+    """:func:`trace`, in which equal calls of the modules ``equals`` run once; the timeline tells nothing of the others.
+
+    Args:
+        equals: modules, each with a number for its kind (:func:`equal_calls.equal_modules`).
+    """
     leaves = tree_flatten((inputs, kwargs))[0]
     modules = modules_of(module_or_callable, *leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -105,7 +120,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
         ledger = tracer.ledger
         inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
         weights_bytes, input_bytes = ledger.live["weights"], ledger.live["device"]
-        with tracer.following(modules), uncompiled():
+        with tracer.following(modules, equals), uncompiled():
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
     return MemoryTrace(
@@ -122,7 +137,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
         operators=tracer.work.operators,
         packed_bytes=tracer.work.packed_bytes,
         timeline=ledger.timeline,
-        spans=tuple(span for span in (*tracer.work.spans, *tracer.work.beside) if span.operators),
+        spans=tuple(span for span in tracer.work.spans if span.operators),
         output=output,
     )
 
@@ -174,11 +189,11 @@ class _Tracer(TorchDispatchMode):
         return self._met[id(real)][1]
 
     @contextlib.contextmanager
-    def following(self, modules: list[nn.Module]) -> Iterator[None]:
+    def following(self, modules: list[nn.Module], equals: Mapping[nn.Module, int]) -> Iterator[None]:
         """Inside, operators are followed and the ledger knows which module runs."""
-        effects = Effects(self.ledger, self.work, self._mode).active()
+        once = EqualCalls(self.ledger, self.work, self._mode).run_once(equals)
         paths, attention = _module_paths(self.ledger, modules), foretold_attention(self._attended)
-        with paths, _resizes(self.ledger), attention, effects, self:
+        with paths, _resizes(self.ledger), attention, once, self:
             yield
 
     def _attended(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:

@@ -1,0 +1,46 @@
+"""Fake tensors (shape, strides and type without contents): whether one is at hand, and making them fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+CPU = torch.device("cpu")
+
+
+def active_fake_mode(*tensors: Tensor) -> FakeTensorMode | None:
+    """The mode that the caller is inside of, or that made these tensors."""
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        if isinstance(mode, FakeTensorMode):
+            return mode
+    return None
+
+
+def fake_empty(
+    mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What ``torch.empty_strided`` makes in ``mode``, without asking it: it takes its time."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return fake_around(meta, mode, device)
+
+
+def fake_around(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake tensor around ``meta``: the first of a mode by torch's own slow constructor, the others like it."""
+    alike: dict[torch.device, dict[str, Any]] = vars(mode).setdefault("_sd_lowvram_alike", {})
+    if device not in alike:
+        first = FakeTensor(mode, meta, device)
+        alike[device] = dict(vars(first))
+        return first
+    fake: Tensor = Tensor._make_subclass(  # type: ignore[attr-defined]
+        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    vars(fake).update(alike[device])
+    return fake

@@ -1,0 +1,140 @@
+"""Calls of equal modules, of which a trace runs the first: a UNet's levels repeat their blocks, SDXL's ten times.
+
+On fake tensors a call hangs on shapes alone: the peaks above what was there before, the work, and the shapes of the
+results are the same the next time, in another module with weights of the same shapes too. Of weights that are streamed
+that is not so, as they come and go: such traces are to be whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten
+
+from ..memory.accounts import current_account
+from ..memory.repeats import times
+from ..patches import roles_of, set_patch, wrap
+from ..weights import own_tensors
+from .flop_counter import Span, Work
+from .ledger import Ledger
+from .op_cache import Recipe, made_of, make
+
+
+def equal_modules(component: nn.Module) -> dict[nn.Module, int]:
+    """Modules in lists and sequences of which ``component`` has several equal ones, each with a number for its kind."""
+    lists = (module for module in component.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)))
+    members = {member for one in lists for member in one if any(True for _ in member.children())}
+    kinds = {member: _kind(member) for member in members}
+    seen = Counter(kinds.values())
+    numbers = {kind: number for number, kind in enumerate(seen)}
+    return {member: numbers[kind] for member, kind in kinds.items() if seen[kind] > 1}
+
+
+def _kind(block: nn.Module) -> Hashable:
+    """Of classes, numbers and shapes: what a pass on fake tensors hangs on."""
+    return tuple(
+        (
+            type(module),
+            tuple((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str))),
+            type(getattr(module, "processor", None)),
+            tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in own_tensors(module)),
+        )
+        for module in block.modules()
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call did: peaks ``above`` what was there before, work by ``spans``, the module's ``path``, results."""
+
+    above: Sequence[int]
+    spans: tuple[Span, ...]
+    path: str
+    results: Recipe
+
+
+class EqualCalls:
+    """The calls of one trace."""
+
+    def __init__(self, ledger: Ledger, work: Work, mode: FakeTensorMode) -> None:
+        self._ledger, self._work, self._mode = ledger, work, mode
+        self._known: dict[Hashable, _Call | None] = {}
+
+    @contextlib.contextmanager
+    def run_once(self, modules: Mapping[nn.Module, int]) -> Iterator[None]:
+        """Inside, calls of these modules run once for each kind, hooks upon it, and shapes of the arguments."""
+        with contextlib.ExitStack() as stack:
+            for module, number in modules.items():
+                kind = number, *map(roles_of, module.modules())
+                stack.callback(set_patch(wrap(module, "forward", functools.partial(self._called, kind), "equal calls")))
+            yield
+
+    def _called(self, kind: Hashable, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = self._facts((args, kwargs))
+        if arguments is None:
+            return forward(*args, **kwargs)
+        key = kind, arguments
+        if key not in self._known:
+            result, self._known[key] = self._first(forward, args, kwargs)
+            return result
+        known = self._known[key]
+        return forward(*args, **kwargs) if known is None else self._again(known)
+
+    def _facts(self, arguments: Any) -> Hashable | None:
+        """What a call hangs on besides the module; None where that cannot be told."""
+        leaves, structure = tree_flatten(arguments)
+        facts: list[Any] = [str(structure), torch.is_inference_mode_enabled(), current_account(), times()]
+        for leaf in leaves:
+            if isinstance(leaf, FakeTensor):
+                facts.append((leaf.shape, leaf.stride(), leaf.dtype, self._ledger.account_of(leaf)))
+            elif leaf is None or isinstance(leaf, (int, float, str, torch.dtype)):
+                facts.append((type(leaf), leaf))
+            else:
+                return None
+        return tuple(facts)
+
+    def _first(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Call | None]:
+        """The result of a call and what it did; None where it did more than to make its results."""
+        ledger, path = self._ledger, self._ledger.path
+        live, met, first = ledger.live_now(), ledger.met, len(self._work.spans)
+        self._work.spans.append(Span(path))  # what comes is not added to the span before
+        with ledger.apart() as above:
+            result = forward(*args, **kwargs)
+        spans = tuple(map(dataclasses.replace, self._work.spans[first:]))
+        self._work.spans.append(Span(path))
+        results = self._new_tensors(result)
+        if results is None or ledger.met != met:
+            return result, None
+        live["device"] += results.moved
+        return result, _Call(above, spans, path, results) if ledger.live_now() == live else None
+
+    def _new_tensors(self, result: Any) -> Recipe | None:
+        """How to make results again that are tensors on the device, each with memory of its own, all of it used."""
+        made = made_of(result, None, view=False)
+        if made is None:
+            return None
+        container, tensors = (None, (result,)) if isinstance(result, Tensor) else (type(result), result)
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        own = [tensor.numel() * tensor.element_size() for tensor in tensors] == [*storages.values()]
+        own = own and all(self._ledger.account_of(tensor) == "device" for tensor in tensors)
+        return Recipe(made, container, moved=sum(storages.values())) if own else None
+
+    def _again(self, call: _Call) -> Any:
+        self._ledger.again(call.above)
+        here, there = self._ledger.path, call.path
+        for span in call.spans:
+            inside = not there or span.path == there or span.path.startswith(f"{there}.")
+            self._work.add(dataclasses.replace(span, path=here + span.path[len(there) :] if inside else span.path))
+        result = make(call.results, self._mode, (None,))
+        for tensor in [result] if isinstance(result, Tensor) else result:
+            self._ledger.book(tensor, "device")
+        return result
