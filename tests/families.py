@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -220,6 +221,49 @@ def lcm() -> Any:
     return pipe
 
 
+def checked() -> Any:
+    from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+    from transformers import CLIPConfig, CLIPImageProcessor
+
+    vision = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CLIPConfig(vision_config={**vision, "image_size": 32, "patch_size": 8}, projection_dim=WIDTH)
+    torch.manual_seed(1)
+    checker = StableDiffusionSafetyChecker(config).eval().requires_grad_(False)
+    torch.nn.init.constant_(checker.concept_embeds_weights, 2.0)  # above every cosine
+    looks = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    return made("StableDiffusionPipeline", {**parts("sd15"), "safety_checker": checker, "feature_extractor": looks})
+
+
+def with_depth() -> Any:
+    from diffusers import StableDiffusionDepth2ImgPipeline
+    from transformers import DPTConfig, DPTForDepthEstimation, DPTImageProcessor
+
+    components = parts("sd15", in_channels=5)
+    del components["safety_checker"], components["feature_extractor"]
+    config = DPTConfig(
+        hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, image_size=32,
+        patch_size=8, backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 16, 16], fusion_hidden_size=8,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    looks = DPTImageProcessor(size={"height": 32, "width": 32})
+    depth = DPTForDepthEstimation(config).eval().requires_grad_(False)
+    pipe = StableDiffusionDepth2ImgPipeline(**components, depth_estimator=depth, feature_extractor=looks)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def united() -> Any:
+    from diffusers import ControlNetUnionModel
+
+    components = parts("sdxl")
+    like = set(inspect.signature(ControlNetUnionModel).parameters) & set(components["unet"].config)
+    config = {name: components["unet"].config[name] for name in like} | {"num_trans_channel": 32, "num_proj_channel": 32}
+    torch.manual_seed(1)
+    net = ControlNetUnionModel(**config, conditioning_embedding_out_channels=(8,) * 4)
+    components["controlnet"] = net.eval().requires_grad_(False)
+    return made("StableDiffusionXLControlNetUnionPipeline", components)
+
+
 XL = "StableDiffusionXL"
 
 IMAGE = {"image": noise(1, 3, SIZE, SIZE)}
@@ -254,4 +298,8 @@ KINDS: dict[str, Kind] = {
     "pag without guidance": Kind(lambda: plain("sd15", "StableDiffusionPAGPipeline"), {"guidance_scale": 1.0}),
     "x4 upscaler": Kind(upscaler, {"image": noise(1, 3, SIZE // 4, SIZE // 4)}, sized=False),
     "lcm": Kind(lcm),
+    "taesd": Kind(with_taesd),
+    "safety checker": Kind(checked),
+    "depth": Kind(with_depth, STARTED, sized=False),
+    "controlnet union": Kind(united, {"control_image": [noise(1, 3, SIZE, SIZE)], "control_mode": [0]}),
 }

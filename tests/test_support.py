@@ -13,11 +13,14 @@ import torch
 from diffusers.models.unets.unet_stable_cascade import StableCascadeUNet
 from diffusers.pipelines.stable_cascade.pipeline_stable_cascade import PaellaVQModel
 from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
+from families import KINDS, SEEN, image_encoder, parts
 
 import sd_lowvram
 from sd_lowvram import Settings
 from sd_lowvram.errors import BadInputError, UnsupportedModelError
+from sd_lowvram.models.calls import Shape
 from sd_lowvram.models.diffusers import SERVED
+from sd_lowvram.planning.stages import stages
 from sd_lowvram.session import anatomy_of
 
 _TWO = {"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (32, 64)}
@@ -210,17 +213,17 @@ PIPELINES: list[tuple[str, dict[str, Callable[[], Any]], str, str, tuple[str, ..
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "parts", "part", "why", "works"), PIPELINES, ids=[row[0] for row in PIPELINES])
+@pytest.mark.parametrize(("kind", "made_of", "part", "why", "works"), PIPELINES, ids=[row[0] for row in PIPELINES])
 def test_other_pipelines_are_refused_in_one_sentence(
     kind: str,
-    parts: dict[str, Callable[[], Any]],
+    made_of: dict[str, Callable[[], Any]],
     part: str,
     why: str,
     works: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sd_lowvram.tracing.tracer._Tracer", None)  # nothing is traced
-    pipe = _pipe(kind, **parts)
+    pipe = _pipe(kind, **made_of)
     calls: list[Callable[[], Any]] = [
         lambda: sd_lowvram.plan(pipe, vram="4GB"),
         lambda: sd_lowvram.optimize(pipe, vram="4GB"),
@@ -287,11 +290,38 @@ def test_text_encoders_other_than_clip_are_refused() -> None:
         sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
 
 
-def test_every_served_part_of_a_pipeline_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = tiny.pipeline("sd15")
-    plan = sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
-    planned = {stage.component for stage in plan.stages}
-    assert planned == {name for name in SERVED if isinstance(pipe.components.get(name), torch.nn.Module)}
+def test_a_picture_in_place_of_a_prompt_is_planned() -> None:
+    components = parts("sd15")
+    del components["text_encoder"], components["tokenizer"]
+    kind = diffusers.StableDiffusionImageVariationPipeline
+    pipe = kind(**components, image_encoder=image_encoder(), requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+
+    def picture() -> torch.Tensor:
+        seed = torch.Generator().manual_seed(3)
+        made = pipe(SEEN, width=64, height=64, num_inference_steps=2, generator=seed, output_type="pt").images
+        return torch.as_tensor(made)
+
+    expected = picture()
+    plan = sd_lowvram.optimize(pipe, vram="4GB", width=64, height=64)
+    assert [stage.component for stage in plan.stages] == ["image_encoder", "unet", "vae"]
+    assert torch.equal(picture(), expected)
+
+
+KINDS_WITH = {"safety checker": "safety_checker", "depth": "depth_estimator", "t2i adapter": "adapter"}
+KINDS_WITH |= {"controlnet": "controlnet", "ip adapter": "image_encoder", "sdxl": "text_encoder_2"}
+
+
+@pytest.mark.parametrize("kind", KINDS_WITH)
+def test_every_served_part_of_a_pipeline_has_a_stage(kind: str) -> None:
+    anatomy = anatomy_of(KINDS[kind].make())
+    found = [stage.component for stage in stages(anatomy, Shape(64, 64), encodes=False)]
+    assert KINDS_WITH[kind] in found
+    assert found == list(anatomy.components) and set(found) <= SERVED.keys()
+
+
+def test_all_that_is_served_is_in_these_tests() -> None:
+    assert SERVED.keys() == {*KINDS_WITH.values(), "text_encoder", "unet", "vae"}
 
 
 def test_frames_are_no_latents_of_a_picture() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .anatomy import Anatomy, layer
 from .calls import Shape, Stage, StepInputs
@@ -119,18 +120,65 @@ def conditions(unet: Any) -> object:
 
 
 def helpers(anatomy: Anatomy, shape: Shape) -> list[Stage]:
-    """The stages of the models around UNet and autoencoder, in the order of a run."""
+    """The stages of the models around UNet and autoencoder."""
     found = []
     for name, component in anatomy.components.items():
         if name.startswith("text_encoder"):
             inputs = functools.partial(_text_inputs, component, text_length(anatomy, name))
             found.append(Stage("text", name, _encode_text, inputs))
+        elif name in _SEEING:
+            found.append(Stage(name, name, _SEEING[name], functools.partial(_seen, anatomy, name, shape)))
     if ADAPTER in anatomy.components:
         found.append(Stage("adapter", ADAPTER, _adapted, functools.partial(_adapter_inputs, anatomy, shape)))
     if CONTROL in anatomy.components and anatomy.denoiser is not None:
         inputs = functools.partial(_control_inputs, anatomy, shape)
         found.append(Stage("control", CONTROL, _controlled, inputs, repeats=True))
     return found
+
+
+def _seen(anatomy: Anatomy, name: str, shape: Shape) -> tuple[Any, ...]:
+    """A model that looks at pictures, what it looks at, and the pictures that the pipeline holds meanwhile."""
+    dtype, config = dtype_of(anatomy, name), anatomy.config(name)
+    side = int(getattr(config.get("vision_config"), "image_size", 0) or config.get("image_size") or _SIDES[name])
+    pictures = torch.empty(shape.batch, 3, shape.height, shape.width, dtype=dtype)
+    count = shape.batch if name == "safety_checker" else 1
+    return anatomy.components[name], torch.empty(count, 3, side, side, dtype=dtype), pictures
+
+
+_SIDES = {"image_encoder": 224, "depth_estimator": 384, "safety_checker": 224}
+"""Pixels of the squares that they look at, where their configurations do not say."""
+
+
+def _encode_picture(encoder: Any, pixels: Tensor, pictures: Tensor) -> Any:
+    return encoder(pixels, output_hidden_states=True)
+
+
+def _estimate_depth(estimator: Any, pixels: Tensor, pictures: Tensor) -> Any:
+    return estimator(pixels)
+
+
+def _check_safety(checker: Any, pixels: Tensor, pictures: Tensor) -> Any:
+    with _Unread():
+        return checker(pixels, list(pictures))
+
+
+_SEEING = {
+    "image_encoder": _encode_picture,
+    "depth_estimator": _estimate_depth,
+    "safety_checker": _check_safety,
+}
+
+
+class _Unread(TorchFunctionMode):
+    """What Python reads from tensors is zero: in a trace there are no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.item:
+            return 0.0
+        if func is Tensor.numpy:
+            rows, columns = args[0].shape
+            return [[0.0] * columns] * rows
+        return func(*args, **(kwargs or {}))
 
 
 def text_length(anatomy: Anatomy, name: str | None = None) -> int:

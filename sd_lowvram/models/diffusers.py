@@ -110,7 +110,7 @@ def _is_of_type(*types: str) -> Callable[[Any], bool]:
 
 def _is_controlnet(module: Any) -> bool:
     nets = getattr(module, "nets", [module])
-    return all(hasattr(net, "controlnet_cond_embedding") and not hasattr(net, "task_embedding") for net in nets)
+    return all(hasattr(net, "controlnet_cond_embedding") for net in nets)
 
 
 SERVED: support.Served = {

@@ -32,9 +32,10 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
     if name is not None:
         latents = (shape.batch, latent_channels(anatomy), *latent_size(anatomy, shape))
         pixels = (shape.batch, pixel_channels(anatomy), shape.height, shape.width)
-        if encodes:
-            found.insert(0, Stage("encode", name, anatomy.verbs.encode, _of_one(anatomy, name, pixels)))
         found.append(Stage("decode", name, anatomy.verbs.decode, _of_one(anatomy, name, latents)))
+    found.sort(key=lambda stage: list(anatomy.components).index(stage.component))
+    if name is not None and encodes:
+        found.insert(0, Stage("encode", name, anatomy.verbs.encode, _of_one(anatomy, name, pixels)))
     return found
 
 
