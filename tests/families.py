@@ -257,7 +257,10 @@ def united() -> Any:
 
     components = parts("sdxl")
     like = set(inspect.signature(ControlNetUnionModel).parameters) & set(components["unet"].config)
-    config = {name: components["unet"].config[name] for name in like} | {"num_trans_channel": 32, "num_proj_channel": 32}
+    config = {name: components["unet"].config[name] for name in like} | {
+        "num_trans_channel": 32,
+        "num_proj_channel": 32,
+    }
     torch.manual_seed(1)
     net = ControlNetUnionModel(**config, conditioning_embedding_out_channels=(8,) * 4)
     components["controlnet"] = net.eval().requires_grad_(False)
