@@ -63,15 +63,20 @@ class BudgetError(LowVRAMError):
     """A budget that cannot hold the run.
 
     ``needed_bytes`` is the smallest budget that would work (overhead counted) and ``stage`` the part of the run
-    that needs it.
+    that needs it. ``limit`` names what is too small: "vram", "ram", "largest_mib", or the "ring" through which weights
+    are streamed. ``by_size`` tells whether a smaller picture may need less.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, *, needed_bytes: int = 0, stage: str = "") -> None:
+    def __init__(
+        self, message: str, *, needed_bytes: int = 0, stage: str = "", limit: str = "vram", by_size: bool = True
+    ) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.stage = stage
+        self.limit = limit
+        self.by_size = by_size
 
 
 class NoSiteError(LowVRAMError):

@@ -23,7 +23,8 @@ pytest.importorskip("ldm", reason="pip install --no-deps stable-diffusion-sdkit"
 
 SETTINGS = Settings(attention="sliced", attention_mib=1, residual_strips=2, vae_tiles="exact", offload="none")
 OURS = ("webui_ext.script", "webui_ext.line", "webui_ext.blueprint", "webui_ext.run", "webui_ext.host")
-OURS += ("webui_ext.controls", "webui_ext.options", "webui_ext.grid")
+OURS += ("webui_ext.controls", "webui_ext.options", "webui_ext.grid", "webui_ext.picture", "webui_ext.loading")
+OURS += ("webui_ext.switching", "webui_ext.refusal", "webui_ext.aloud")
 
 
 class HTTPException(Exception):
@@ -90,7 +91,8 @@ def foretold(model: Any, chosen: Any, picture: Any) -> Any:
 def generation(**more: Any) -> Any:
     told: list[str] = []
     asked = {"width": 64, "height": 64, "batch_size": 1, "steps": 2, "cfg_scale": 5.0, **more}
-    return SimpleNamespace(extra_generation_params={}, init=lambda: "begun", comment=told.append, told=told, **asked)
+    asked |= {"extra_generation_params": {}, "sampler": SimpleNamespace()}
+    return SimpleNamespace(init=lambda: "begun", comment=told.append, told=told, **asked)
 
 
 def state(model: Any) -> list[dict[str, Any]]:

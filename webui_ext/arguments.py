@@ -15,6 +15,7 @@ from sd_lowvram.errors import BadInputError
 from sd_lowvram.settings import Knob, Settings, knobs
 from sd_lowvram.units import parse_size
 
+NAME = "sd-lowvram"
 TITLE = "Low VRAM"
 AUTO = "auto"
 PRESETS = ("exact", "exact and fastest", "smallest")

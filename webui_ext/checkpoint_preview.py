@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +33,15 @@ class Blueprint:
     """A checkpoint that is not loaded yet.
 
     Attributes:
-        other_bytes: of its text encoders, in the type in which the host will hold them.
-        moves: whether the host moves weights itself.
+        other_bytes: of its text encoders, in the type in which the host will hold them beside it.
+        kind: which host it is for, see :func:`host.kind`.
+        lowvram: whether AUTOMATIC1111 will move its weights.
     """
 
     anatomy: Anatomy
     other_bytes: int
-    moves: bool
+    kind: str
+    lowvram: bool = False
 
 
 def model() -> Any:
@@ -50,8 +53,15 @@ def model() -> Any:
     if getattr(shared.cmd_opts, "no_half", False) and getattr(devices, "dtype_unet", None) is torch.float16:
         return None
     try:
-        chosen = sd_models.select_checkpoint()
-        return _drawn(chosen.filename, os.path.getmtime(chosen.filename)) if chosen else None
+        return of(sd_models.select_checkpoint())
+    except (ImportError, AttributeError, KeyError, ValueError):
+        return None
+
+
+def of(checkpoint: Any) -> Blueprint | None:
+    """The blueprint of a checkpoint as the host lists it; None where it is none that we can read."""
+    try:
+        return _drawn(checkpoint.filename, os.path.getmtime(checkpoint.filename)) if checkpoint else None
     except (LowVRAMError, ImportError, OSError, AttributeError, KeyError, ValueError):
         return None
 
@@ -61,7 +71,7 @@ def identity(target: Any) -> Hashable:
     return id(target)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def _drawn(file: str, changed: float) -> Blueprint:
     try:
         from modules import sd_models_config
@@ -74,15 +84,20 @@ def _drawn(file: str, changed: float) -> Blueprint:
     if config is None:
         shapes = {name: torch.empty(entry.shape, device="meta") for name, entry in header.tensors.items()}
         config = sd_models_config.guess_model_config_from_state_dict(shapes, file)
-    return Blueprint(anatomy_of(_empty(config)), _text_bytes(header), moves=False)
-
-
-def _empty(config: str) -> Any:
-    """What the host would make of its own configuration file, without weights and text encoders."""
-    from ldm.util import instantiate_from_config
     from omegaconf import OmegaConf
 
     parts = OmegaConf.load(config).model.params
+    flags = vars(shared.cmd_opts)
+    lowvram = flags.get("lowvram") or flags.get("medvram") or (flags.get("medvram_sdxl") and "network_config" in parts)
+    kind = "reforge" if "modules_forge" in sys.modules else "a1111"
+    others = 0 if lowvram or kind == "reforge" else _text_bytes(header)
+    return Blueprint(anatomy_of(_empty(parts)), others, kind, bool(lowvram))
+
+
+def _empty(parts: Any) -> Any:
+    """What the host would make of its own configuration, without weights and text encoders."""
+    from ldm.util import instantiate_from_config
+
     with torch.device("meta"):
         unet = instantiate_from_config(parts.get("unet_config") or parts.network_config)
         vae = instantiate_from_config(parts.first_stage_config)
@@ -100,4 +115,4 @@ def _with_diffusers(file: str) -> Blueprint:
     from sd_lowvram.checkpoints.meta_model import blueprint
 
     dtype = torch.float32 if host.device().type == "cpu" else torch.float16
-    return Blueprint(blueprint(file, dtype), 0, moves=True)
+    return Blueprint(blueprint(file, dtype), 0, kind="forge")

@@ -6,9 +6,12 @@ AUTOMATIC1111 holds an ldm or sgm shell; reForge the same shell beside ``forge_o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
+import re
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from modules import devices, shared
@@ -23,12 +26,22 @@ from sd_lowvram.weights import all_tensors
 WEIGHTS = frozenset({"offload", "weights_mib", "split_layers", "weight_storage"})
 """Knobs of where weights live and in which form: only for a host that leaves them alone."""
 
+_AND = re.compile(r"\bAND\b")
+"""What the WebUIs split prompts at."""
+
 
 def kind(model: Any) -> str:
-    """Which host it is, told from the loaded model: "a1111", "reforge" or "forge"."""
+    """Which host it is, told from the loaded model or a blueprint: "a1111", "reforge" or "forge"."""
+    if is_blueprint(model):
+        return str(model.kind)
     if not hasattr(model, "forge_objects"):
         return "a1111"
     return "reforge" if isinstance(model, nn.Module) else "forge"
+
+
+def is_blueprint(model: Any) -> bool:
+    """Whether it is a checkpoint that is not loaded."""
+    return hasattr(model, "other_bytes")
 
 
 def is_loaded(model: Any) -> bool:
@@ -38,14 +51,53 @@ def is_loaded(model: Any) -> bool:
 
 def moves_weights(model: Any) -> bool:
     """Whether the host moves weights itself: Forge and reForge always, AUTOMATIC1111 with --medvram and --lowvram."""
-    if hasattr(model, "moves"):
-        return bool(model.moves)
     return kind(model) != "a1111" or bool(getattr(model, "lowvram", False))
 
 
+def swaps_layers(model: Any) -> bool:
+    """Whether the host keeps of a model what the device has room for, and fetches its other layers for their call."""
+    return kind(model) != "a1111"
+
+
 def anatomy(model: Any) -> Anatomy:
-    """The anatomy of a model, or of a blueprint that brings its own."""
-    return model.anatomy if hasattr(model, "moves") else anatomy_of(model)
+    """The anatomy of a model, or of a blueprint that brings its own, with the types in which the host computes."""
+    if is_blueprint(model):
+        return cast(Anatomy, model.anatomy)
+    found = anatomy_of(model)
+    return dataclasses.replace(found, computes=_computes(model, found))
+
+
+def _computes(model: Any, found: Anatomy) -> dict[str, torch.dtype]:
+    """The type in which the host lets a component compute, by name, where it says so."""
+    held = getattr(model, "forge_objects", None)
+    told: dict[str | None, Any] = {}
+    if held is not None:
+        base = getattr(getattr(held, "unet", None), "model", None)
+        names = ("computation_dtype", "manual_cast_dtype")  # Forge's and reForge's; the latter has None for its own
+        told[found.denoiser] = next((getattr(base, name) for name in names if getattr(base, name, None)), None)
+        told[found.autoencoder] = getattr(getattr(held, "vae", None), "vae_dtype", None)
+    elif getattr(devices, "fp8", False):  # weights in 8 bits, under autocast or its substitute
+        told[found.denoiser] = torch.bfloat16 if device().type == "cpu" else devices.dtype
+    return {name: dtype for name, dtype in told.items() if name is not None and isinstance(dtype, torch.dtype)}
+
+
+def passes(model: Any, scale: float, prompts: Sequence[str] = (), image_scale: float | None = None) -> int:
+    """Rows of the denoiser's batch for each picture, at most, in a generation with this CFG scale.
+
+    A prompt brings a row for each of its parts between ANDs, and the negative prompt one: in AUTOMATIC1111 at every
+    scale, in Forge and reForge unless the scale is 1.
+
+    Args:
+        image_scale: the image's CFG scale, which is for models that edit pictures.
+    """
+    conditions = max((len(_AND.split(prompt)) for prompt in prompts), default=1)
+    if kind(model) != "a1111":
+        return conditions if math.isclose(scale, 1) else conditions + 1
+    if not getattr(shared.opts, "batch_cond_uncond", True):
+        return 1
+    if getattr(model, "cond_stage_key", None) == "edit" and image_scale not in (None, 1):
+        return 3
+    return conditions if getattr(shared.opts, "skip_early_cond", 0) >= 1 else conditions + 1
 
 
 def device() -> torch.device:
@@ -56,7 +108,7 @@ def device() -> torch.device:
 def budget(text: str, model: Any, where: torch.device) -> tuple[int, int]:
     """Bytes for the run as the user states them, or what is free now with the model's own weights counted as free; and
     how many of them the host's other modules hold on the device, the text encoders above all."""
-    if hasattr(model, "other_bytes"):
+    if is_blueprint(model):
         return parse_size(text, "vram") if text else free_vram(where), model.other_bytes
     ours = _bytes_on(where, all_tensors(*anatomy_of(model).components.values()))
     shell = all_tensors(model) if isinstance(model, nn.Module) and not moves_weights(model) else []
@@ -104,14 +156,15 @@ def precision_of_attention() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_the_weights_type(unet: Any) -> Iterator[None]:
-    """Within the block ldm's UNet starts in its weights' type, where the host leaves that to autocast, which a trace
-    has none of: what autocast holds in float32 for the moment of a norm is not foretold."""
+def in_the_type_it_computes_in(found: Anatomy) -> Iterator[None]:
+    """Within the block ldm's UNet starts in the type in which it computes, where the host leaves that to autocast, of
+    which a trace has none: what autocast holds in float32 for the moment of a norm is not foretold."""
+    unet: Any = found.unet
     before = vars(unet).get("dtype") if unet is not None else None
     if not isinstance(before, torch.dtype):
         yield
         return
-    unet.dtype = next(unet.parameters()).dtype
+    unet.dtype = found.computes.get(found.denoiser or "", next(unet.parameters()).dtype)
     try:
         yield
     finally:

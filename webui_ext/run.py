@@ -8,39 +8,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sd_lowvram.errors import BudgetError
+from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.plan import Plan
+from sd_lowvram.planning.reasons import remedy
 from sd_lowvram.planning.replan import guard
-from sd_lowvram.planning.request import request_for
+from sd_lowvram.planning.request import Request, request_for
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import Attachment, attach, detach
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import format_size
 
-from . import host
-from .arguments import settings_of
+from . import host, loading, switching
+from .arguments import NAME, settings_of
 from .memory_estimate import lowered
-
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """What a generation makes: pixels, pictures at a time, steps, passes of guidance for each picture, and whether
-    pictures are encoded."""
-
-    width: int
-    height: int
-    batch: int
-    steps: int
-    passes: int = 2
-    encodes: bool = False
-
-    @property
-    def pixels(self) -> int:
-        """Of all pictures at a time."""
-        return self.width * self.height * self.batch
+from .picture import Picture, side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +47,7 @@ def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
         model: the host's model, or a blueprint of one.
 
     Raises:
-        BudgetError: nothing fits. BadInputError: knobs or sizes that cannot be used.
+        BudgetError: nothing fits. BadInputError: knobs that cannot be used.
     """
     where = host.device()
     anatomy = host.anatomy(model)
@@ -74,26 +59,45 @@ def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
         device=where,
         **dataclasses.asdict(picture),
     )
+    settings = _planned(model, settings_of(chosen))
+    ways = [{}] if not host.moves_weights(model) else list(loading.ways(model, anatomy))
     try:
-        with host.precision_of_attention(), host.in_the_weights_type(anatomy.unet):
-            plan = make_plan(anatomy, request, _planned(model, settings_of(chosen)))
+        plan = _first(ways, lambda kept: _plan(dataclasses.replace(anatomy, kept=kept), request, settings))
     except BudgetError as error:
-        raise _with_others(error, vram, others) from None
+        raise _in_the_users_words(error, chosen, vram, others) from None
     peak = dataclasses.replace(plan.predicted, peak_bytes=plan.predicted.peak_bytes + others)
     return dataclasses.replace(plan, request=dataclasses.replace(request, vram=vram), predicted=peak)
 
 
-def _with_others(error: BudgetError, vram: int, others: int) -> BudgetError:
-    if error.stage == "host" or not others:
+def _plan(anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
+    with host.precision_of_attention(), host.in_the_type_it_computes_in(anatomy):
+        return make_plan(anatomy, request, settings)
+
+
+def _first(ways: Sequence[Mapping[str, int]], plan: Callable[[Mapping[str, int]], Plan]) -> Plan:
+    """The plan for the first of the ways to load weights with which there is one."""
+    for kept in ways[:-1]:
+        with contextlib.suppress(BudgetError):
+            return plan(kept)
+    return plan(ways[-1])
+
+
+def _in_the_users_words(error: BudgetError, chosen: Mapping[str, Any], vram: int, others: int) -> BudgetError:
+    """The refusal with the limit that it is about: a budget that other modules share, or one of the knobs."""
+    if error.limit == "ring":
+        message = f"weights_mib {chosen['weights_mib']}: {error}"
+    elif error.limit == "vram" and others:
+        needed = error.needed_bytes + others
+        message = f"{format_size(vram)} cannot hold it: {error.stage} needs at least {format_size(needed)}, "
+        message += f"{format_size(others)} of it for the text encoders. {remedy(error.by_size)}"
+        return BudgetError(message, needed_bytes=needed, stage=error.stage, by_size=error.by_size)
+    else:
         return error
-    needed = error.needed_bytes + others
-    message = f"{format_size(vram)} cannot hold it: {error.stage} needs at least {format_size(needed)}, "
-    message += f"{format_size(others)} of it for the text encoders. Give that much, or a smaller picture"
-    return BudgetError(message, needed_bytes=needed, stage=error.stage)
+    return BudgetError(message, needed_bytes=error.needed_bytes, stage=error.stage, limit=error.limit)
 
 
 def _planned(model: Any, settings: Settings) -> Settings:
-    """The knobs as the plan gets them: weights that the host moves come component by component."""
+    """The knobs as the plan gets them: weights that the host moves come as it leaves them."""
     if not host.moves_weights(model):
         return settings
     theirs = dict.fromkeys(host.WEIGHTS)
@@ -101,7 +105,8 @@ def _planned(model: Any, settings: Settings) -> Settings:
 
 
 def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan, Attachment]:
-    """Plan and attach. A larger picture (a hires fix) is planned anew before its first step, or refused there.
+    """Plan, attach, and tell of it in the log. A larger picture (a hires fix), or more rows of the denoiser's batch, is
+    planned anew before its first step, or refused there; so is another model (a refiner).
 
     Raises:
         BudgetError: nothing fits. BadInputError, NoSiteError, ConflictError: see the core's ``optimize``.
@@ -115,14 +120,35 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
         attachment.plan = plan
         attachment.add(lowered(model, plan))
         attachment.add(guard(attachment.anatomy, plan.request, functools.partial(_again, model, chosen, picture)))
+        attachment.add(switching.watched(model, functools.partial(_with_another, chosen, picture)))
         _running.append(_Running(model, chosen, picture, attachment, stack.pop_all()))
+    print(f"[{NAME}] {_told(plan, attachment)}")
     return plan, attachment
+
+
+def _told(plan: Plan, attachment: Attachment) -> str:
+    request, predicted = plan.request, plan.predicted
+    peak = format_size(predicted.peak_bytes + predicted.overhead_bytes)
+    sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
+    told = f"{request.width}x{request.height}, batch {request.batch}: peak {peak} of {format_size(request.vram)}, "
+    return f"{told}about {predicted.seconds:.0f} s; sites: {sites or 'none'}"
 
 
 def _again(
     model: Any, chosen: Mapping[str, Any], picture: Picture, width: int, height: int, batch: int, passes: int
 ) -> None:
+    width, height = side(width, encodes=True), side(height, encodes=True)
     start(model, chosen, dataclasses.replace(picture, width=width, height=height, batch=batch, passes=passes))
+
+
+def _with_another(
+    chosen: Mapping[str, Any], picture: Picture, load: Callable[[], Any], loaded: Callable[[], Any]
+) -> Any:
+    """Take everything off while the host loads another model in the midst of a generation, and start with that."""
+    stop()
+    result = load()
+    start(loaded(), chosen, picture)
+    return result
 
 
 def _attachable(model: Any, settings: Settings) -> Settings:
@@ -134,13 +160,13 @@ def _attachable(model: Any, settings: Settings) -> Settings:
     return settings
 
 
-def follow(model: Any, width: int, height: int, batch: int) -> None:
+def follow(model: Any, width: int, height: int, batch: int, passes: int) -> None:
     """Plan anew where the host has loaded another model in the midst of a generation, or comes to a larger picture."""
     if not _running:
         return
     running = _running[-1]
-    picture = dataclasses.replace(running.picture, width=width, height=height, batch=batch)
-    if running.model is not model or picture.pixels > running.picture.pixels:
+    picture = dataclasses.replace(running.picture, width=width, height=height, batch=batch, passes=passes)
+    if running.model is not model or picture.load > running.picture.load:
         start(model, running.chosen, picture)
 
 

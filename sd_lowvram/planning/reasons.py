@@ -23,18 +23,26 @@ def refusal(request: Request, smallest: Candidate, leanest: Candidate | None) ->
     size = f"{request.width}x{request.height}" + (f", batch {request.batch}" if request.batch > 1 else "")
     if leanest is None:
         overhead = f" ({format_size(smallest.overhead_bytes)} of it for the driver)" if smallest.overhead_bytes else ""
+        by_size = worst.weights_bytes + smallest.overhead_bytes < request.vram
         return BudgetError(
             f"{format_size(request.vram)} cannot hold {size}: {worst.name} needs at least "
-            f"{format_size(needed)}{overhead}. Give that much, or a smaller picture",
+            f"{format_size(needed)}{overhead}. {remedy(by_size)}",
             needed_bytes=needed,
             stage=worst.name,
+            by_size=by_size,
         )
     return BudgetError(
         f"{format_size(request.ram)} of host memory cannot hold what waits there for {size} with "
         f"{format_size(request.vram)} on the device: at least {format_size(leanest.host_bytes)} is needed",
         needed_bytes=leanest.host_bytes,
         stage="host",
+        limit="ram",
     )
+
+
+def remedy(by_size: bool) -> str:
+    """What to do about too small a budget; ``by_size``: where a smaller picture may do as well."""
+    return "Give that much" + (", or a smaller picture" if by_size else "")
 
 
 def too_large(limit: int, stage: StagePlan) -> BudgetError:
@@ -45,6 +53,7 @@ def too_large(limit: int, stage: StagePlan) -> BudgetError:
         "Give that much, or a smaller picture",
         needed_bytes=stage.largest_bytes,
         stage=stage.name,
+        limit="largest_mib",
     )
 
 

@@ -101,6 +101,7 @@ def lay_out(units: Sequence[Unit], resident: Collection[int], ring_bytes: int) -
                     "give it more, or let layers be split",
                     needed_bytes=size,
                     stage=unit.name,
+                    limit="ring",
                 )
             start = 0 if head + size > ring_bytes else head
             head = start + size

@@ -1,0 +1,65 @@
+"""What a generation makes, as the host will make it of what is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from . import host
+
+_FACTOR = 8
+"""Pixels to a side of a latent pixel, in every model that a WebUI runs with a UNet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """What a generation makes: pixels, pictures at a time, steps, rows of the denoiser's batch for each picture, and
+    whether pictures are encoded.
+
+    Sides are multiples of 8, see :func:`side`.
+    """
+
+    width: int
+    height: int
+    batch: int
+    steps: int
+    passes: int = 2
+    encodes: bool = False
+
+    @property
+    def load(self) -> int:
+        """Pixels of all rows of the denoiser's batch."""
+        return self.width * self.height * self.batch * self.passes
+
+
+def side(pixels: float, encodes: bool = False) -> int:
+    """The side to plan for where the host is asked for ``pixels``: its latents are an eighth of them, rounded down;
+    a picture that it starts from it encodes as it is, so that is planned for the next multiple of 8."""
+    whole = int(pixels)
+    return max(_FACTOR, _FACTOR * (-(-whole // _FACTOR) if encodes else whole // _FACTOR))
+
+
+def asked_of(p: Any, model: Any, encodes: bool) -> Picture:
+    """The picture of the generation ``p``; of its first pass, where a hires fix follows.
+
+    Args:
+        encodes: whether it starts from a picture.
+    """
+    return Picture(
+        width=side(p.width, encodes),
+        height=side(p.height, encodes),
+        batch=p.batch_size,
+        steps=p.steps,
+        passes=passes_of(p, model),
+        encodes=encodes or bool(getattr(p, "enable_hr", False)),
+    )
+
+
+def passes_of(p: Any, model: Any) -> int:
+    """Rows of the denoiser's batch for each picture, in the pass that ``p`` is in."""
+    hires = bool(getattr(p, "is_hr_pass", False))
+    scale = getattr(p, "hr_cfg", None) if hires else None
+    prompts = getattr(p, "all_hr_prompts" if hires else "all_prompts", None) or getattr(p, "all_prompts", None)
+    return host.passes(
+        model, p.cfg_scale if scale is None else scale, tuple(prompts or ()), getattr(p, "image_cfg_scale", None)
+    )
