@@ -50,9 +50,10 @@ def test_every_knob_is_shown_somewhere_and_the_panel_shows_its_own() -> None:
         ({"vae_strip_mib": 1.5}, "whole number"),
         ({"weights_mib": -1}, "whole number"),
         ({"enabled": "yes"}, "true or false"),
+        ([True], "one flat list"),
     ],
 )
-def test_what_cannot_be_used_is_named(wrong: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_used_is_named(wrong: Any, says: str) -> None:
     with pytest.raises(BadInputError, match=says):
         read([wrong], DEFAULTS)
 

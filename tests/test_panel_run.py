@@ -22,20 +22,19 @@ compvis = pytest.importorskip("compvis")
 pytest.importorskip("ldm", reason="pip install --no-deps stable-diffusion-sdkit")
 
 SETTINGS = Settings(attention="sliced", attention_mib=1, residual_strips=2, vae_tiles="exact", offload="none")
-OURS = ("webui_ext.script", "webui_ext.line", "webui_ext.blueprint", "webui_ext.run", "webui_ext.host")
-OURS += ("webui_ext.controls", "webui_ext.options", "webui_ext.grid", "webui_ext.picture", "webui_ext.loading")
-OURS += ("webui_ext.switching", "webui_ext.refusal", "webui_ext.aloud")
+HOSTLESS = ("webui_ext.arguments", "webui_ext.estimate", "webui_ext.infotext")
 
 
 class HTTPException(Exception):
     def __init__(self, status_code: int, detail: str) -> None:
+        super().__init__(detail)
         self.status_code, self.detail = status_code, detail
 
 
 def _forget_ours() -> None:
     """They hold on to the host that they were imported in, and the package to them."""
-    for name in OURS:
-        sys.modules.pop(name, None)
+    for name in [name for name in sys.modules if name.startswith("webui_ext.") and name not in HOSTLESS]:
+        del sys.modules[name]
         vars(webui_ext).pop(name.rpartition(".")[2], None)
 
 
@@ -132,13 +131,30 @@ def test_what_a_failed_generation_left_goes_before_the_next(host: Any, script: A
     assert state(host.sd_model) == before
 
 
-@pytest.mark.parametrize(("wrong", "says"), [({"vrom": 1}, "'vram'"), ({"vram": "1MB"}, "cannot hold")])
-def test_refused_before_the_first_step(host: Any, script: Any, wrong: dict[str, Any], says: str) -> None:
+WRONG: list[tuple[Any, str]] = [
+    ({"enabled": True, "vrom": 1}, "'vram'"),
+    ({"enabled": True, "vram": "1MB"}, "cannot hold"),
+    ([True], "one flat list"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), WRONG)
+def test_refused_before_the_first_step(host: Any, script: Any, wrong: Any, says: str) -> None:
     before, p = state(host.sd_model), generation()
-    script.process(p, {"enabled": True, **wrong})
+    script.process(p, wrong)
     with pytest.raises(HTTPException) as refused:
         p.init()
     assert refused.value.status_code == 422 and says in str(refused.value)
+    assert state(host.sd_model) == before
+
+
+def test_a_fault_of_ours_ends_the_generation(host: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host only logs what a callback raises, and would make the picture without us."""
+    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "foretell", lambda *given: 1 / 0)
+    before, p = state(host.sd_model), generation()
+    script.process(p, {"enabled": True})
+    with pytest.raises(ZeroDivisionError):
+        p.init()
     assert state(host.sd_model) == before
 
 
@@ -182,3 +198,129 @@ def test_forge_is_asked_for_less_and_keeps_its_weights(host: Any, script: Any) -
     assert p.told and "moves the weights itself" in p.told[0]
     script.postprocess(p, None)
     assert base.memory_required((1, 4, 8, 8)) == 1e9
+
+
+@pytest.mark.parametrize(
+    ("host_kind", "scale", "prompts", "options", "rows"),
+    [
+        ("a1111", 5.0, ["a cube"], {}, 2),
+        ("a1111", 1.0, ["a cube"], {}, 2),
+        ("a1111", 1.0, ["a cube", "a cube AND a BAND"], {}, 3),
+        ("a1111", 5.0, ["a cube AND a ball"], {"batch_cond_uncond": False}, 1),
+        ("a1111", 5.0, ["a cube"], {"skip_early_cond": 1.0}, 1),
+        ("forge", 1.0, ["a cube"], {}, 1),
+        ("forge", 1.0, ["a cube AND a ball"], {}, 2),
+        ("forge", 5.0, ["a cube"], {}, 2),
+    ],
+)
+def test_rows_of_the_denoiser_are_those_that_the_host_runs(
+    host: Any, host_kind: str, scale: float, prompts: list[str], options: dict[str, Any], rows: int
+) -> None:
+    vars(host.opts).update(options)
+    model = compvis.LatentDiffusion() if host_kind == "a1111" else SimpleNamespace(forge_objects=SimpleNamespace())
+    passes = importlib.import_module("webui_ext.picture").passes_of
+    assert passes(generation(cfg_scale=scale, all_prompts=prompts), model) == rows
+
+
+def test_a_model_that_edits_pictures_guides_three_ways(host: Any) -> None:
+    passes, model = importlib.import_module("webui_ext.picture").passes_of, compvis.LatentDiffusion()
+    model.cond_stage_key = "edit"
+    assert [passes(generation(image_cfg_scale=scale), model) for scale in (1.5, 1.0, None)] == [3, 2, 2]
+
+
+def test_sides_are_planned_as_the_host_makes_them(host: Any, script: Any, capsys: Any) -> None:
+    script.process(generation(width=70, height=63), {"enabled": True})
+    assert "64x56, batch 1" in capsys.readouterr().out  # its latents are 8 by 7
+    script.is_img2img = True
+    script.process(generation(width=70, height=63), {"enabled": True})
+    assert "72x64, batch 1" in capsys.readouterr().out  # the picture is encoded as it is
+    script.postprocess(generation(), None)
+
+
+def test_more_rows_than_planned_are_planned_anew_and_told(host: Any, script: Any, capsys: Any) -> None:
+    p = generation()
+    script.process(p, {"enabled": True})
+    latents, timesteps, text = compvis.inputs(32, (8, 8))
+    rows = [torch.cat([one] * 2)[:3] for one in (latents, timesteps, text)]
+    with torch.no_grad():
+        host.sd_model.model.diffusion_model(rows[0], rows[1], context=rows[2])
+    assert capsys.readouterr().out.count("[sd-lowvram]") == 2
+    script.postprocess(p, None)
+
+
+def checkpoint(name: str) -> Any:
+    return SimpleNamespace(filename=f"{name}.safetensors", title=name)
+
+
+@pytest.fixture
+def switched(host: Any) -> Any:
+    """The host's own loading of another checkpoint in the midst of a generation, as a refiner asks for it."""
+    states: list[Any] = []
+
+    def reload_model_weights(sd_model: Any = None, info: Any = None) -> None:
+        if info.filename != host.sd_model.sd_checkpoint_info.filename:
+            states.append(state(host.sd_model))
+            host.sd_model = compvis.LatentDiffusion()
+            host.sd_model.sd_checkpoint_info = info
+
+    host.sd_model.sd_checkpoint_info = checkpoint("base")
+    models = sys.modules["modules.sd_models"]
+    models.reload_model_weights = reload_model_weights  # type: ignore[attr-defined]
+    return SimpleNamespace(models=models, states=states, reload=reload_model_weights)
+
+
+def test_a_refiner_is_planned_and_attached_at_the_switch(host: Any, script: Any, switched: Any, capsys: Any) -> None:
+    base, before, p = host.sd_model, state(host.sd_model), generation()
+    script.process(p, {"enabled": True})
+    switched.models.reload_model_weights(info=checkpoint("base"))
+    assert state(base) != before
+    switched.models.reload_model_weights(info=checkpoint("refiner"))
+    assert switched.states == [before]  # nothing of ours is on a model that the host throws away
+    assert capsys.readouterr().out.count("sites: attention 34") == 2
+    assert vars(host.sd_model.model.diffusion_model)["forward"] and vars(host.sd_model.first_stage_model)["decode"]
+    script.postprocess(p, None)
+    assert switched.models.reload_model_weights is switched.reload
+
+
+def test_a_refiner_that_does_not_fit_ends_the_generation(host: Any, script: Any, switched: Any) -> None:
+    p = generation()
+    script.process(p, {"enabled": True})
+    run = importlib.import_module("webui_ext.run")
+    run.foretell = lambda model, chosen, picture: foretold(model, {"vram": "1MB"}, picture)
+    with pytest.raises(HTTPException, match="cannot hold"):
+        switched.models.reload_model_weights(info=checkpoint("refiner"))
+    assert run.current() is None
+
+
+def test_a_refiner_is_refused_by_name_before_the_first_step(host: Any, script: Any, monkeypatch: Any) -> None:
+    preview = importlib.import_module("webui_ext.checkpoint_preview")
+    monkeypatch.setattr(preview, "of", lambda checkpoint: checkpoint and SimpleNamespace(other_bytes=0))
+
+    def foretell(model: Any, chosen: Any, picture: Any) -> Any:
+        return foretold(model, {"vram": "1MB"} if hasattr(model, "other_bytes") else chosen, picture)
+
+    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "foretell", foretell)
+    p = generation(refiner_checkpoint_info=checkpoint("refiner"))
+    script.process(p, {"enabled": True, "vram": "4GB"})
+    with pytest.raises(HTTPException, match="the refiner refiner: 1 MiB cannot hold it"):
+        p.init()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"largest_mib": 1}, "largest_mib 1: "),
+        ({"weights_mib": 1}, "weights_mib 1: "),
+        ({"vram": "1MB"}, "1 MiB cannot hold it: decode needs at least .* for the text encoders. Give that much$"),
+    ],
+)
+def test_a_refusal_names_the_limit_in_question(host: Any, knobs: dict[str, Any], says: str) -> None:
+    host.sd_model.cond_stage_model = torch.nn.Linear(2000, 2000)
+    if "weights_mib" in knobs:  # a narrow model has no layer that is larger than this
+        host.sd_model.model.diffusion_model = compvis.full_unet()
+    foretell = importlib.import_module("webui_ext.run").foretell
+    picture = importlib.import_module("webui_ext.picture").Picture(256, 256, 1, 2)
+    chosen = {one.name: one.default for one in arguments()} | {"vram": "16GB", **knobs}
+    with pytest.raises(BudgetError, match=says) as refused:
+        foretell(host.sd_model, chosen, picture)
+    assert "16 GiB" not in str(refused.value)

@@ -48,6 +48,8 @@ class Argument:
         """
         if value is None:
             return self.default
+        if not isinstance(value, str | int | float):
+            raise BadInputError(f"{self.name}={value!r} is not one value: give the arguments as one flat list")
         if self.kind == "size":
             text = str(value).strip()
             if text:

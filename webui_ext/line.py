@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +12,14 @@ import gradio as gr
 
 from sd_lowvram.errors import LowVRAMError
 
-from . import checkpoint_preview as blueprint
-from . import estimate, host, run
+from . import checkpoint_preview, estimate, host, run
 from .arguments import TITLE, read
+from .picture import Picture, side
 
 _SIZES = ("width", "height", "batch_size", "steps", "cfg_scale")
 _HIRES = ("hr", "hr_scale", "hr_resize_x", "hr_resize_y")
+_RESIZE_BY = ("by_scale", "scale", "scale_resolution_preview")
+"""Whether "Resize by" is the open one of img2img's tabs for sizes, its factor, and what the page says it makes."""
 
 
 class Line:
@@ -24,13 +27,15 @@ class Line:
 
     def __init__(self, tab: str) -> None:
         self.tab = tab
-        self.names = (*_SIZES, *_HIRES) if tab == "txt2img" else _SIZES
+        self.names = (*_SIZES, *(_HIRES if tab == "txt2img" else _RESIZE_BY))
         self.theirs: dict[str, Any] = {}
         self.ours: tuple[list[Any], Any] | None = None
         self.connected = False
 
     def offer(self, component: Any, elem_id: str | None) -> None:
         """A control of the host has been made."""
+        if "by_scale" in self.names and "width" not in self.theirs and _is_hidden_number(component, elem_id):
+            self.theirs["by_scale"] = component  # of the open tab: it has no name, and is the last before the sizes
         # a checkbox that folds something names itself after the accordion, which is offered too
         name = (elem_id or "").removeprefix(f"{self.tab}_").removesuffix("-checkbox")
         if elem_id and elem_id.startswith(self.tab) and name in self.names and hasattr(component, "change"):
@@ -63,16 +68,23 @@ class Line:
             return estimate.complaint(str(error))
         if not chosen["enabled"]:
             return ""
-        pictures = _pictures(sizes, self.tab == "img2img")
-        model = blueprint.model()
+        model = checkpoint_preview.model()
         if model is None:
             return estimate.note(f"{TITLE}: load a checkpoint to see what it needs")
-        key = tuple(pictures), tuple(chosen.items()), blueprint.identity(model), host.free_in_steps(chosen["vram"])
+        pictures = _pictures(sizes, model, self.tab == "img2img")
+        if not pictures:
+            return estimate.note(f"{TITLE}: choose a picture to see what it needs at this scale")
+        shown = checkpoint_preview.identity(model), host.free_in_steps(chosen["vram"])
+        key = tuple(pictures), tuple(chosen.items()), *shown
         text = estimate.answer(self.tab, key, host.queue(), _teller(model, chosen, pictures))
         return gr.update() if text is None else text
 
 
-def _teller(model: Any, chosen: dict[str, Any], pictures: list[run.Picture]) -> Callable[[], str]:
+def _is_hidden_number(component: Any, elem_id: str | None) -> bool:
+    return not elem_id and type(component).__name__ == "Number" and not component.visible
+
+
+def _teller(model: Any, chosen: dict[str, Any], pictures: list[Picture]) -> Callable[[], str]:
     def tell() -> str:
         lines = []
         for one in pictures:
@@ -82,34 +94,42 @@ def _teller(model: Any, chosen: dict[str, Any], pictures: list[run.Picture]) -> 
     return tell
 
 
-def _size(picture: run.Picture) -> str:
+def _size(picture: Picture) -> str:
     return f"{picture.width}x{picture.height}" + (f", batch {picture.batch}" if picture.batch > 1 else "")
 
 
-def _pictures(sizes: dict[str, Any], encodes: bool) -> list[run.Picture]:
-    """The passes of a generation: one, and a second with hires fix."""
-    first = run.Picture(
-        width=8 * max(1, int(sizes["width"] or 0) // 8),
-        height=8 * max(1, int(sizes["height"] or 0) // 8),
+def _pictures(sizes: dict[str, Any], model: Any, encodes: bool) -> list[Picture]:
+    """The passes of a generation: one, and a second with hires fix; none while "Resize by" has no picture."""
+    asked = float(sizes["width"] or 0), float(sizes["height"] or 0)
+    if sizes.get("by_scale"):
+        told = _MADE.findall(str(sizes["scale_resolution_preview"]))
+        if not told:
+            return []
+        asked = float(told[-1][0]), float(told[-1][1])
+    scale = sizes["cfg_scale"]
+    first = Picture(
+        width=side(asked[0], encodes),
+        height=side(asked[1], encodes),
         batch=max(1, int(sizes["batch_size"] or 1)),
         steps=max(1, int(sizes["steps"] or 1)),
-        passes=2 if sizes["cfg_scale"] != 1 else 1,
+        passes=host.passes(model, 1 if scale is None else scale),
         encodes=encodes,
     )
     if not sizes.get("hr"):
         return [first]
-    width, height = _hires(first, sizes)
+    width, height = (side(one, encodes=True) for one in _hires(asked, sizes))
     return [first, dataclasses.replace(first, width=width, height=height, encodes=True)]
 
 
-def _hires(first: run.Picture, sizes: dict[str, Any]) -> tuple[int, int]:
+_MADE = re.compile(r"(\d+)x(\d+)")
+
+
+def _hires(asked: tuple[float, float], sizes: dict[str, Any]) -> tuple[float, float]:
     """The second pass's pixels: by scale, or as given; where one side is 0, it follows the other."""
     width, height = int(sizes["hr_resize_x"] or 0), int(sizes["hr_resize_y"] or 0)
+    if width and height:
+        return width, height
     scale = float(sizes["hr_scale"] or 1)
-    if width and not height:
-        scale = width / first.width
-    elif height and not width:
-        scale = height / first.height
-    elif width and height:
-        return 8 * (width // 8), 8 * (height // 8)
-    return 8 * (int(first.width * scale) // 8), 8 * (int(first.height * scale) // 8)
+    if width or height:
+        scale = width / asked[0] if width else height / asked[1]
+    return asked[0] * scale, asked[1] * scale

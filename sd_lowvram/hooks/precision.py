@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NoSiteError, SettingsError
 from ..memory.fake_mode import fake_empty
@@ -34,7 +35,7 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
     Raises:
         NoSiteError: the target holds no floating-point weights.
-        SettingsError: tf32 away from an NVIDIA GPU.
+        SettingsError: tf32 away from an NVIDIA GPU, or a type in which this torch cannot compute there.
     """
     if not any(tensor.is_floating_point() for tensor in all_tensors(*anatomy.components.values())):
         raise NoSiteError("precision: the model holds no floating-point weights")
@@ -42,6 +43,12 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     if kind == "tf32":
         yield from _tf32(anatomy, device)
         return
+    wanted = kind.removeprefix("autocast-")
+    if wanted in _TYPES and device.type == "cpu" and not _computes_on_cpu(_TYPES[wanted]):
+        raise SettingsError(
+            f"precision={kind!r}: torch {torch.__version__} cannot compute in {wanted} on a CPU; choose fp32, bf16 or "
+            "fp16-storage"
+        )
     for name, component in anatomy.components.items():
         if kind.endswith("fp16") and force_upcast(anatomy, name):
             yield from _cast_entries(anatomy, name, anatomy.computes.get(name))
@@ -56,6 +63,18 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
             yield Change(functools.partial(convert, component, _TYPES[kind]), hook="precision")
             yield from _cast_entries(anatomy, name, None)
             yield from _cast_inside(component, _TYPES[kind])
+
+
+@functools.lru_cache
+def _computes_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of this type there; versions before 2.2 do not in fp16."""
+    with _disable_current_modes():
+        one = torch.ones(1, 1, dtype=dtype)
+        try:
+            torch.addmm(one[0], one, one)
+        except RuntimeError:
+            return False
+    return True
 
 
 def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
