@@ -1,4 +1,7 @@
-"""Our attention behind ComfyUI's ``optimized_attention_override``, under an override that somebody else has set."""
+"""Our attention behind ComfyUI's ``optimized_attention_override``, under an override that somebody else has set.
+
+A call that ours does not know goes to the host's own kernel.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,21 @@ from ..sd_lowvram.kernels.attention.choice import attention
 from ..sd_lowvram.settings import Settings
 
 DOOR = "optimized_attention_override"
+_KNOWN = {"transformer_options", "_inside_attn_wrapper"}
+_OF_THE_HOST = ("sdpa",)
+"""What a plan may leave to a host whose own kernel holds no score matrix either."""
+
+
+def is_needed(settings: Settings, asked: Settings, fused: bool) -> bool:
+    """Whether a plan's attention is another than the host's own.
+
+    Args:
+        asked: what the node's knobs fix: that is always done.
+        fused: whether the host's kernel holds no score matrix.
+    """
+    if asked.attention is not None or settings.deterministic:
+        return True
+    return settings.attention is not None and not (fused and settings.attention in _OF_THE_HOST)
 
 
 def override(
@@ -51,11 +69,38 @@ def _attend(
     **kwargs: Any,
 ) -> Tensor:
     """The host's signature: (batch, tokens, heads * width), or (batch, heads, tokens, width) with ``skip_reshape``."""
+    apart = (q, k, v) if skip_reshape else _apart(q, k, v, heads)
+    mask_4d = _mask(mask)
+    if kwargs.keys() - _KNOWN or apart is None or not _is_known(*apart, mask_4d):
+        shape = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+        return kernel(q, k, v, heads, mask=mask, attn_precision=attn_precision, **shape, **kwargs)
     options = kwargs.get("transformer_options") or {}
     note((options.get("block"), options.get("block_index"), k.shape[-2]))
-    if not skip_reshape:
-        q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, k, v))
-    if mask is not None and mask.dim() < 4:  # (queries, keys), or (batch, queries, keys)
-        mask = mask[None, None] if mask.dim() == 2 else mask[:, None]
-    out = run(q, k, v, mask, None, upcast=attn_precision == torch.float32)
+    out = run(*apart, mask_4d, None, upcast=attn_precision == torch.float32)
     return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+def _apart(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Heads apart as the host's kernels do it: keys and values are divided among the queries' batch, also where they
+    come as another (HyperTile tiles queries alone). None where that does not come out even."""
+    batch, _, width = q.shape
+    if any(one.numel() % (batch * width) for one in (k, v)):
+        return None
+    q, k, v = (one.reshape(batch, -1, heads, width // heads).transpose(1, 2) for one in (q, k, v))
+    return q, k, v
+
+
+def _mask(mask: Tensor | None) -> Tensor | None:
+    """A mask of (queries, keys), or (batch, queries, keys), with room for heads."""
+    if mask is None or mask.dim() not in (2, 3):
+        return mask
+    return mask[None, None] if mask.dim() == 2 else mask[:, None]
+
+
+def _is_known(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether heads and widths are equal and the mask goes with the scores."""
+    alike = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[-1] == k.shape[-1] and k.shape[2] == v.shape[2]
+    if mask is None or not alike:
+        return alike
+    scores = (*q.shape[:3], k.shape[2])
+    return mask.dim() == 4 and all(size in (1, full) for size, full in zip(mask.shape, scores, strict=True))

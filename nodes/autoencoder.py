@@ -21,11 +21,12 @@ from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import Request
 from ..sd_lowvram.planning.stages import scale_factor
-from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare
+from ..sd_lowvram.session import Attachment, entered, prepare
 from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_size
 from . import host
 from .node_request import Record, Wish, attachable
+from .refusals import autoencoder_of
 
 
 def optimized_vae(vae: Any, wish: Wish, record: Record | None = None) -> Any:
@@ -51,7 +52,7 @@ def foreseen_vae(vae: Any, wish: Wish, record: Record, request: Request) -> None
     Raises:
         BudgetError: nothing fits. BadInputError: as :func:`optimized_vae`.
     """
-    scale = scale_factor(anatomy_of(vae.first_stage_model))
+    scale = scale_factor(autoencoder_of(vae))
     latents = request.batch, 4, request.height // scale, request.width // scale
     _Autoencoder(vae, wish, record).foresee("decode", latents)
 
@@ -64,13 +65,15 @@ class _Autoencoder:
     """Stock calls on a plain copy of the VAE, under the hooks of the plan for each size."""
 
     def __init__(self, vae: Any, wish: Wish, record: Record) -> None:
-        vae.throw_exception_if_invalid()
-        if anatomy_of(vae.first_stage_model).vae is None:
-            raise BadInputError(f"{type(vae.first_stage_model).__name__} is no autoencoder of Stable Diffusion")
+        self._anatomy = autoencoder_of(vae)
         self._vae = vae
-        self._wish = wish
+        self._wish = record.wish or wish
         self._record = record
         self._plans: dict[tuple[str, int, int, int], Plan] = {}
+        for stage in ("decode", "encode"):
+            plan = record.plan_of(stage, vae.first_stage_model)
+            if plan is not None:
+                self._plans[stage, plan.request.width, plan.request.height, plan.request.batch] = plan
         self._ready: dict[tuple[Settings, torch.device], Attachment] = {}
 
     def decode(self, samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -88,17 +91,16 @@ class _Autoencoder:
 
     def foresee(self, stage: str, shape: Sequence[int]) -> Plan:
         """The plan for (N, C, h, w) latents to decode or pixels to encode, made once."""
-        anatomy = anatomy_of(self._vae.first_stage_model)
-        scale = scale_factor(anatomy)
+        scale = scale_factor(self._anatomy)
         pixels = (side * scale if stage == "decode" else side // scale * scale for side in shape[-2:])
         height, width = pixels
         key = stage, width, height, shape[0]
         if key not in self._plans:
             device = self._device(self._wish.settings)
             self._plans[key] = self._wish.plan(
-                anatomy, device, width, height, shape[0], passes=1, encodes=stage == "encode"
+                self._anatomy, device, width, height, shape[0], passes=1, encodes=stage == "encode"
             )
-        self._record.plans[stage] = self._plans[key]
+        self._record.add(stage, self._plans[key], self._vae.first_stage_model)
         return self._plans[key]
 
     def _device(self, settings: Settings) -> torch.device:

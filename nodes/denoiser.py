@@ -15,38 +15,42 @@ from typing import Any
 
 from torch import Tensor
 
-from ..sd_lowvram.errors import BadInputError
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.stages import native_size, scale_factor
-from ..sd_lowvram.session import Attachment, anatomy_of, entered, prepare
+from ..sd_lowvram.session import Attachment, entered, prepare
 from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_size
 from . import host
-from .attending import DOOR, override
+from .attending import DOOR, is_needed, override
 from .node_request import Record, Wish, attachable
+from .refusals import denoiser_of
 
 _KEY = "sd-lowvram"
+_GUIDED = 2
+"""Rows of the UNet's batch for each picture, as long as nobody has said otherwise."""
 _ATTENTION = ("attention", "attention_mib", "deterministic")
 
 
-def optimized_model(model: Any, wish: Wish, width: int, height: int, batch: int) -> tuple[Any, Record]:
+def optimized_model(
+    model: Any, wish: Wish, width: int, height: int, batch: int, made: Record | None = None
+) -> tuple[Any, Record]:
     """A clone of the ModelPatcher ``model`` that samples within the wish's budget, and its plan.
 
     Args:
         width, height: in pixels, 0 for the model's own size. Other sizes are planned when they come to the sampler.
+        made: of a Plan node: what it foretold is what runs, and the record of the run.
 
     Raises:
         BudgetError: nothing fits. BadInputError: no UNet that we know, or a size that it cannot make.
     """
-    unet = model.get_model_object("diffusion_model")
-    anatomy = anatomy_of(unet)
-    if anatomy.denoiser is None:
-        raise BadInputError(f"{type(unet).__name__} is no UNet of Stable Diffusion")
+    anatomy = denoiser_of(model)
     native = native_size(anatomy)
-    hooks = _Denoiser(anatomy, wish, model.load_device)
-    record = hooks.foresee(width or native, height or native, batch)
+    record = Record() if made is None else made.copy()
+    hooks = _Denoiser(anatomy, record.wish or wish, model.load_device, record)
+    if "denoise" not in hooks.record.plans:
+        hooks.show(hooks.foresee(width or native, height or native, batch, _GUIDED))
     clone = model.clone()
     from comfy.patcher_extension import WrappersMP
 
@@ -57,13 +61,13 @@ def optimized_model(model: Any, wish: Wish, width: int, height: int, batch: int)
     ):
         clone.remove_wrappers_with_key(door, _KEY)  # a second node of ours replaces the first
         clone.add_wrapper_with_key(door, _KEY, wrapper)
-    return clone, record
+    return clone, hooks.record
 
 
 class _Denoiser:
     """The wrappers of one clone, with the plans that it has made and the hooks that are ready for them."""
 
-    def __init__(self, anatomy: Anatomy, wish: Wish, device: Any) -> None:
+    def __init__(self, anatomy: Anatomy, wish: Wish, device: Any, record: Record) -> None:
         self._anatomy = anatomy
         self._scale = scale_factor(anatomy)
         self._wish = wish
@@ -72,30 +76,44 @@ class _Denoiser:
         self._ready: dict[Settings, tuple[Any, Attachment]] = {}
         self._attended: set[Hashable] = set()
         self._calls = 0
-        self._record = Record()
+        self._batch = 1
+        self.record = record
+        plan = record.plan_of("denoise", anatomy.unet)
+        record.plans.pop("denoise", None)
+        if plan is not None:
+            self._plans[_key(plan)] = plan
+            self.show(plan)
 
-    def foresee(self, width: int, height: int, batch: int) -> Record:
-        """Plan for a size in pixels, once."""
-        key = width, height, batch
+    def foresee(self, width: int, height: int, batch: int, passes: int) -> Plan:
+        """The plan for a size in pixels and the UNet's rows, made once."""
+        key = width, height, batch * passes
         if key not in self._plans:
-            self._plans[key] = self._wish.plan(self._anatomy, self._device, *key)
-        self._record.plans["denoise"] = self._plans[key]
-        return self._record
+            self._plans[key] = self._wish.plan(self._anatomy, self._device, width, height, batch, passes=passes)
+        return self._plans[key]
+
+    def show(self, plan: Plan) -> None:
+        """Put ``plan`` into the record."""
+        self.record.add("denoise", plan, self._anatomy.unet)
 
     def outer_sample(self, executor: Any, noise: Tensor, *args: Any, **kwargs: Any) -> Any:
-        base = executor.class_obj.model_patcher.model
-        record = self._foresee_latents(noise, len(noise))
-        stock = base.memory_required([2 * len(noise), *noise.shape[1:]])
-        factor = base.memory_usage_factor * _activation_bytes(record) / max(stock, 1)
+        guider = executor.class_obj
+        base = guider.model_patcher.model
+        self._batch = len(noise)
+        rows = self._batch * host.passes(guider, guider.model_options)
+        plan = self._foresee_latents(noise, rows)
+        self.show(plan)
+        stock = base.memory_required([rows, *noise.shape[1:]])
+        factor = base.memory_usage_factor * _activation_bytes(plan) / max(stock, 1)
         self._calls, self._attended = 0, set()
         with host.replaced(base, "memory_usage_factor", factor):
             out = executor(noise, *args, **kwargs)
-        self._tell(record)
+        self._tell()
         return out
 
     def prepare_sampling(self, executor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        spare = host.room(self._device) - self._record.plans["denoise"].request.vram
-        needed = _activation_bytes(self._record) + max(0, spare)
+        plan = self.record.plans["denoise"]
+        spare = host.room(self._device) - plan.request.vram
+        needed = _activation_bytes(plan) + max(0, spare)
         with host.replaced(model.model, "memory_required", lambda *args, **kwargs: needed):
             return executor(model, *args, **kwargs)
 
@@ -112,26 +130,28 @@ class _Denoiser:
     ) -> Any:
         unet = executor.class_obj.diffusion_model
         unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper has it
-        record = self._foresee_latents(x, (len(x) + 1) // 2)
-        settings = record.plans["denoise"].settings
+        plan = self._foresee_latents(x, len(x))
+        if not self._calls or _key(plan) > _key(self.record.plans["denoise"]):
+            self.show(plan)
+        settings = plan.settings
         options = dict(transformer_options or {})
         if host.has_override():
-            options[DOOR] = override(settings, x.device, self._attended.add, options.get(DOOR))
+            if is_needed(settings, self._wish.settings, host.attends_fused()):
+                options[DOOR] = override(settings, x.device, self._attended.add, options.get(DOOR))
             settings = dataclasses.replace(settings, **dict.fromkeys(_ATTENTION))
         attachment = self._prepared(unet, attachable(settings))
-        with self._measured(unet, record), entered(unet, attachment):
-            record.sites = dict(attachment.sites)
+        with self._measured(unet), entered(unet, attachment):
+            self.record.sites = dict(attachment.sites)
             out = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         self._calls += 1
         return out
 
-    def _foresee_latents(self, latents: Tensor, batch: int) -> Record:
-        """The record with the plan for ``latents``: the present one where it is of this size and not too small."""
+    def _foresee_latents(self, latents: Tensor, rows: int) -> Plan:
+        """The plan for so many ``rows`` of the size of ``latents``: the host alone knows whether it runs both halves of
+        guidance together, one after the other or only one, and what nodes add to them."""
         height, width = latents.shape[-2] * self._scale, latents.shape[-1] * self._scale
-        now = self._record.plans["denoise"].request
-        if (now.width, now.height) == (width, height) and batch <= now.batch:
-            return self._record
-        return self.foresee(width, height, batch)
+        batch, passes = (self._batch, rows // self._batch) if rows % self._batch == 0 else (rows, 1)
+        return self.foresee(width, height, batch, passes)
 
     def _prepared(self, unet: Any, settings: Settings) -> Attachment:
         ready = self._ready.get(settings)
@@ -140,26 +160,31 @@ class _Denoiser:
         return ready[1]
 
     @contextlib.contextmanager
-    def _measured(self, unet: Any, record: Record) -> Iterator[None]:
+    def _measured(self, unet: Any) -> Iterator[None]:
         """Record the first call of a sampling; the others are its like."""
         if self._calls:
             yield
             return
         with measured(unet) as run:
             yield
-        record.measured["denoise"] = run.stages
+        self.record.measured["denoise"] = run.stages
 
-    def _tell(self, record: Record) -> None:
+    def _tell(self) -> None:
+        record = self.record
         if self._attended:
             record.sites["attention"] = len(self._attended)
-        request = record.plans["denoise"].request
+        plan = record.plans["denoise"]
+        request = plan.request
         sites = ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())) or "none"
         logging.info(
             f"sd-lowvram: {request.width}x{request.height}, {self._calls} calls of the UNet, "
-            f"activations planned {format_size(_activation_bytes(record))}; sites: {sites}"
+            f"activations planned {format_size(_activation_bytes(plan))}; sites: {sites}"
         )
 
 
-def _activation_bytes(record: Record) -> int:
-    stages = record.plans["denoise"].stages
-    return next(stage.activation_bytes for stage in stages if stage.name == "denoise")
+def _key(plan: Plan) -> tuple[int, int, int]:
+    return plan.request.width, plan.request.height, plan.request.shape.rows
+
+
+def _activation_bytes(plan: Plan) -> int:
+    return next(stage.activation_bytes for stage in plan.stages if stage.name == "denoise")

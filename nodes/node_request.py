@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,18 +12,19 @@ import torch
 from ..sd_lowvram.devices.info import available_ram
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.planning.plan import Plan
-from ..sd_lowvram.planning.request import request_for
-from ..sd_lowvram.planning.search import make_plan
+from ..sd_lowvram.planning.request import DEFAULT_STEPS, request_for
 from ..sd_lowvram.settings import Settings, knobs
 from . import host
+from .loading import plan_beside
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A budget as it was written, and the knobs that are fixed."""
+    """A budget as it was written, the knobs that are fixed, and the steps that times are told for."""
 
     budget: str
     settings: Settings
+    steps: int = DEFAULT_STEPS
 
     def plan(
         self,
@@ -32,10 +34,10 @@ class Wish:
         height: int,
         batch: int,
         *,
-        passes: int | None = None,
+        passes: int,
         encodes: bool = False,
     ) -> Plan:
-        """The fastest settings that fit.
+        """The fastest settings that fit beside the weights that the host keeps.
 
         Raises:
             BudgetError: nothing fits; it tells the smallest budget that does.
@@ -48,11 +50,13 @@ class Wish:
             width=width,
             height=height,
             batch=batch,
+            steps=self.steps,
             passes=passes,
             encodes=encodes,
             device=device,
         )
-        return make_plan(anatomy, request, dataclasses.replace(self.settings, channels_last=False))
+        fixed = dataclasses.replace(self.settings, channels_last=False)
+        return plan_beside(host.loading(device), anatomy, request, fixed)
 
 
 def attachable(settings: Settings) -> Settings:
@@ -66,11 +70,27 @@ class Record:
     """What plans foretold and what their runs took; travels from node to node as LOWVRAM_PLAN.
 
     Attributes:
+        wish: what a Plan node was asked for: nodes that are given its plan go by it.
         plans: the latest for each stage, by its name: "denoise", "decode", "encode".
         measured: the latest run of each stage, as the allocator saw it.
         sites: on how many sites each hook acted in the latest call of the UNet.
     """
 
+    wish: Wish | None = None
     plans: dict[str, Plan] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
+    _models: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, stage: str, plan: Plan, model: Any) -> None:
+        """Put in the ``plan`` of a stage of ``model``."""
+        self.plans[stage], self._models[stage] = plan, weakref.ref(model)
+
+    def plan_of(self, stage: str, model: Any) -> Plan | None:
+        """The plan of a stage where it was made for this very model."""
+        made_for = self._models.get(stage, lambda: None)
+        return self.plans.get(stage) if made_for() is model else None
+
+    def copy(self) -> Record:
+        """The same plans, for a run of their own."""
+        return Record(self.wish, dict(self.plans), _models=dict(self._models))

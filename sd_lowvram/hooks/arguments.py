@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..models.compvis import TOKEN_PATCHES
 from .offloaded_tensor import Waiting, pictures
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -37,6 +38,13 @@ def shares(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> int:
         if conditions > 1 and batch % conditions == 0:
             return conditions
     return 2 if batch % 2 == 0 else batch
+
+
+def are_watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether somebody's function sees the tokens of the batch and may look at several rows together: ToMe draws what
+    it merges once for all of them."""
+    patches = [value.get("patches") or {} for value in (*args, *kwargs.values()) if _is_options(value)]
+    return any(one.get(name) for one in patches for name in TOKEN_PATCHES)
 
 
 def part_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, number: int, parts: int) -> Arguments:

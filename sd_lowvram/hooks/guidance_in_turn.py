@@ -18,7 +18,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import together
-from .arguments import batch_of, part_of, shares
+from .arguments import are_watched, batch_of, part_of, shares
 from .offloaded_tensor import Waiting
 from .strips import needs_graph, room
 
@@ -27,7 +27,7 @@ def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device)
     """Divide every batch in halves, an odd one in single pictures, inside each residual block, transformer and sampler.
 
     Where the host names the conditions of a batch (ComfyUI, Forge), there is one part for each. Modules that look at
-    several rows together (perturbed attention guidance) see the whole batch.
+    several rows together (perturbed attention guidance), or let a host's nodes do so, see the whole batch.
 
     Raises:
         NoSiteError: the target has no UNet.
@@ -52,7 +52,8 @@ def _in_turn(
     **kwargs: Any,
 ) -> Any:
     batch = batch_of(args, kwargs)
-    if batch == 1 or needs_graph(module, args, kwargs) or any(map(mixes, attentions)):
+    mixed = any(map(mixes, attentions)) or are_watched(args, kwargs)
+    if batch == 1 or mixed or needs_graph(module, args, kwargs):
         return original(*args, **kwargs)
     parts = shares(args, kwargs, batch)
     joined = _Together(batch)

@@ -171,7 +171,8 @@ def _shift(block: Any, time: Tensor | None) -> Tensor | None:
     return shift[:, :, None, None]
 
 
-_PATCHES = ("attn1_patch", "attn1_output_patch", "attn2_patch", "attn2_output_patch", "middle_patch")
+TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "attn2_patch", "attn2_output_patch", "middle_patch")
+"""Where ComfyUI and Forge let others see the tokens of a transformer block, or its queries, keys and values."""
 
 
 def transformer(
@@ -210,7 +211,7 @@ def _is_unpatched(options: Mapping[str, Any] | None) -> bool:
     """Whether nobody's function gets a transformer block's tokens or queries to see."""
     options = options or {}
     patches, replaced = (options.get(name) or {} for name in ("patches", "patches_replace"))
-    return not any(patches.get(name) for name in _PATCHES) and not any(map(replaced.get, ("attn1", "attn2")))
+    return not any(patches.get(name) for name in TOKEN_PATCHES) and not any(map(replaced.get, ("attn1", "attn2")))
 
 
 def attend(attention: Any, original: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

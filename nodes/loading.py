@@ -1,0 +1,104 @@
+"""A plan beside ComfyUI's own loading: hooks of ours bound the activations, the host keeps what it likes of the weights.
+
+Where not all of them fit it keeps the largest layers and copies each of the others in for its call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from ..sd_lowvram.errors import BudgetError
+from ..sd_lowvram.models.anatomy import Anatomy
+from ..sd_lowvram.planning.plan import Plan, StagePlan
+from ..sd_lowvram.planning.request import Request
+from ..sd_lowvram.planning.search import make_plan
+from ..sd_lowvram.settings import Settings
+from ..sd_lowvram.weights import all_tensors, weight_bytes
+
+_SHARES = (1.0, 0.5, 0.0)
+"""How much of the weights beyond the least a plan leaves room for: fewer weights make room for faster activations."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How much of a model's weights the host keeps on a device.
+
+    Attributes:
+        whole: all of them, whatever else is needed: on a CPU, and with --highvram.
+        least, most: bytes that it keeps at least and at most.
+        reserve: bytes that it leaves free besides what it is asked for.
+    """
+
+    whole: bool = True
+    least: int = 0
+    most: int = 0
+    reserve: int = 0
+
+    def kept(self, weights: int, vram: int, activations: int) -> int:
+        """Bytes of ``weights`` on a device of which ``vram`` may be used, beside ``activations``."""
+        if self.whole:
+            return weights
+        return min(weights, max(self.least, min(self.most, vram - activations - self.reserve)))
+
+
+def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
+    """The fastest settings for ``anatomy``'s one model that fit while the host moves its weights.
+
+    Raises:
+        BudgetError: nothing fits, with as few weights on the device as the host can do with.
+    """
+    ((name, module),) = anatomy.components.items()
+    weights = weight_bytes(module)
+    least = min(weights, loading.least)
+    found: list[Plan] = []
+    refused: BudgetError | None = None
+    for share in _SHARES:
+        beside = dataclasses.replace(anatomy, kept={name: least + int(share * (weights - least))})
+        try:
+            plan = make_plan(beside, request, settings.filled(offload="none"))
+        except BudgetError as error:
+            refused = error
+            continue
+        found.append(_as_loaded(plan, loading, weights, _largest_layer(module)))
+        if loading.whole or plan.next_faster is None:
+            break
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda plan: plan.predicted.seconds)
+
+
+def _as_loaded(plan: Plan, loading: Loading, weights: int, layer: int) -> Plan:
+    """``plan`` with the weights as the host will have them, ``layer`` bytes of one that is copied in among them."""
+    stages = tuple(_stage(stage, plan.request, loading, weights, layer) for stage in plan.stages)
+    worst = max(stages, key=lambda stage: stage.peak_bytes)
+    same = ("peak_bytes", "weights_bytes", "activation_bytes", "host_bytes", "largest_bytes")
+    predicted = dataclasses.replace(
+        plan.predicted,
+        **{name: getattr(worst, name) for name in same},
+        seconds=sum(stage.seconds for stage in stages),
+        stage=worst.name,
+    )
+    fits = worst.peak_bytes + predicted.overhead_bytes <= plan.request.vram
+    return dataclasses.replace(plan, stages=stages, predicted=predicted, fits=fits)
+
+
+def _stage(stage: StagePlan, request: Request, loading: Loading, weights: int, layer: int) -> StagePlan:
+    if not stage.activation_bytes:  # it runs elsewhere
+        return stage
+    kept = loading.kept(weights, request.vram, stage.activation_bytes)
+    moved = weights - kept
+    here = kept + min(layer, moved)
+    copies = request.steps if stage.name == "denoise" else 1
+    return dataclasses.replace(
+        stage,
+        weights_bytes=here,
+        peak_bytes=here + stage.activation_bytes,
+        host_bytes=moved + stage.parked_bytes,
+        seconds=stage.seconds + copies * moved / request.rates.copy_bandwidth,
+    )
+
+
+def _largest_layer(module: object) -> int:
+    return max((tensor.numel() * tensor.element_size() for tensor in all_tensors(module)), default=0)

@@ -1,0 +1,249 @@
+"""ComfyUI's own classes in one process, without its server: narrow checkpoints of the real architectures, its samplers
+and its stock nodes, with our pack imported as ComfyUI imports it.
+
+Run by ComfyUI's Python; :func:`enter` comes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SIDE = 2, 16
+FP8 = torch.float8_e4m3fn
+STORAGE = {"fp32": (torch.float32, None), "fp16": (torch.float16, torch.float32), "fp8": (FP8, torch.float32)}
+"""Type of the weights, and the type that the host computes in where it is another."""
+
+_SD15 = {
+    "image_size": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "model_channels": 64,
+    "num_res_blocks": [2, 2, 2, 2],
+    "channel_mult": [1, 2, 4, 4],
+    "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+    "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+    "transformer_depth_middle": 1,
+    "context_dim": 64,
+    "use_linear_in_transformer": False,
+    "use_spatial_transformer": True,
+    "legacy": False,
+    "adm_in_channels": None,
+    "use_temporal_attention": False,
+    "use_temporal_resblock": False,
+}
+_SD2 = {**_SD15, "use_linear_in_transformer": True}
+_SDXL = {
+    **_SD2,
+    "num_res_blocks": [2, 2, 2],
+    "channel_mult": [1, 2, 4],
+    "transformer_depth": [0, 0, 2, 2, 3, 3],
+    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 3, 3, 3],
+    "transformer_depth_middle": 3,
+    "num_classes": "sequential",
+    "adm_in_channels": 6 * 256 + 64,
+}
+_REFINER = {
+    **_SDXL,
+    "num_res_blocks": [2, 2, 2, 2],
+    "channel_mult": [1, 2, 4, 4],
+    "transformer_depth": [0, 0, 2, 2, 2, 2, 0, 0],
+    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 2, 2, 2, 0, 0, 0],
+    "transformer_depth_middle": 2,
+    "adm_in_channels": 5 * 256 + 64,
+}
+_SVD = {
+    **_SD2,
+    "in_channels": 8,
+    "num_classes": "sequential",
+    "adm_in_channels": 768,
+    "extra_ff_mix_layer": True,
+    "use_spatial_context": True,
+    "merge_strategy": "learned_with_images",
+    "merge_factor": 0.0,
+    "video_kernel_size": [3, 1, 1],
+    "use_temporal_resblock": True,
+    "use_temporal_attention": True,
+    "disable_temporal_crossattention": False,
+}
+KINDS = {
+    "sd15": ("SD15", _SD15),
+    "inpaint": ("SD15", {**_SD15, "in_channels": 9}),
+    "instruct": ("SD15_instructpix2pix", {**_SD15, "in_channels": 8}),
+    "sd2v": ("SD20", _SD2),
+    "sdxl": ("SDXL", _SDXL),
+    "refiner": ("SDXLRefiner", _REFINER),
+}
+"""Name of the host's configuration and a narrow UNet of it."""
+
+_MMDIT = {
+    "in_channels": 16,
+    "patch_size": 2,
+    "out_channels": 16,
+    "depth": 2,
+    "input_size": None,
+    "adm_in_channels": 128,
+    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": 128}},
+    "num_patches": 64,
+    "pos_embed_max_size": 8,
+    "pos_embed_scaling_factor": None,
+}
+_FLUX = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "vec_in_dim": 64,
+    "context_in_dim": 64,
+    "hidden_size": 128,
+    "mlp_ratio": 4.0,
+    "num_heads": 2,
+    "depth": 1,
+    "depth_single_blocks": 1,
+    "axes_dim": [16, 24, 24],
+    "theta": 10000,
+    "patch_size": 2,
+    "qkv_bias": True,
+    "guidance_embed": True,
+    "image_model": "flux",
+}
+_LUMINA = {
+    "image_model": "lumina2",
+    "patch_size": 2,
+    "in_channels": 16,
+    "dim": 96,
+    "cap_feat_dim": 64,
+    "n_layers": 1,
+    "n_refiner_layers": 1,
+    "n_heads": 1,
+    "n_kv_heads": 1,
+    "axes_dims": [32, 32, 32],
+    "axes_lens": [300, 512, 512],
+    "qk_norm": True,
+}
+REFUSED = {
+    "svd": ("SVD_img2vid", _SVD),
+    "sd3": ("SD3", _MMDIT),
+    "flux": ("Flux", _FLUX),
+    "lumina2": ("Lumina2", _LUMINA),
+}
+"""Models that Optimize Model does not serve."""
+
+
+def enter(host: Path) -> None:
+    """Make this process one of ComfyUI's, on the CPU."""
+    sys.path[:0] = [str(host)]
+    sys.argv = ["main.py"]
+    from comfy.cli_args import args
+
+    args.cpu = args.use_pytorch_cross_attention = True
+    logging.getLogger().setLevel(logging.WARNING)
+    import nodes  # noqa: F401: the host's
+
+
+def our_nodes() -> dict[str, Any]:
+    """Our nodes by their ids."""
+    name = str(ROOT).replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return dict(module.NODE_CLASS_MAPPINGS)
+
+
+def model(kind: str, storage: str = "fp32", seed: int = 0) -> Any:
+    """A MODEL as the host's loader makes it: a ModelPatcher of its own class, with random weights."""
+    import comfy.model_patcher
+    import comfy.supported_models
+
+    name, config = {**KINDS, **REFUSED}[kind]
+    made = getattr(comfy.supported_models, name)(config)
+    made.set_inference_dtype(*STORAGE[storage])
+    keys = {"v_pred": torch.zeros(0)} if kind == "sd2v" else {}
+    if kind == "sd2v":  # the host looks at these statistics to tell which prediction it makes
+        keys["output_blocks.11.1.transformer_blocks.0.norm1.bias"] = torch.randn(64)
+    base = made.get_model(keys, "", device=torch.device("cpu"))
+    fill(base.diffusion_model, seed)
+    cpu = torch.device("cpu")
+    return comfy.model_patcher.ModelPatcher(base, load_device=cpu, offload_device=cpu)
+
+
+def fill(module: torch.nn.Module, seed: int) -> None:
+    """Random weights that keep the size of what passes through them, the same in every storage type that holds them."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in module.named_parameters():
+            if tensor.dim() == 1:
+                value = torch.full(tensor.shape, 0.0 if name.endswith("bias") else 1.0)
+            else:
+                bound = (3 / tensor[0].numel()) ** 0.5
+                value = torch.empty(tensor.shape).uniform_(-bound, bound, generator=noise)
+            tensor.copy_(value.to(tensor.dtype))
+    module.eval().requires_grad_(False)
+
+
+def conditions(model: Any, seed: int = 1) -> tuple[Any, Any]:
+    """Positive and negative CONDITIONING of the width that the model wants."""
+    noise = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(2):
+        extra = {"pooled_output": torch.randn(1, 64, generator=noise)}
+        if model.model.concat_keys:
+            extra["concat_latent_image"] = torch.randn(1, 4, SIDE, SIDE, generator=noise)
+            extra["concat_mask"] = (torch.rand(1, 1, SIDE, SIDE, generator=noise) > 0.5).float()
+        made.append([[torch.randn(1, 77, 64, generator=noise), extra]])
+    return made[0], made[1]
+
+
+def sample(model: Any, *, cfg: float = 5.0, batch: int = 1, side: int = SIDE, steps: int = STEPS) -> torch.Tensor:
+    """Latents as the stock KSampler makes them; the process's random numbers start anew, as ToMe draws from them."""
+    import nodes
+
+    positive, negative = conditions(model)
+    latents = {"samples": torch.zeros(batch, 4, side, side)}
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        (made,) = nodes.KSampler().sample(model, 7, steps, cfg, "euler", "normal", positive, negative, latents)
+    return made["samples"]
+
+
+STOCK: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "HyperTile": ("hypertile", "HyperTile", {"tile_size": 64, "swap_size": 2, "max_depth": 1, "scale_depth": False}),
+    "FreeU_V2": ("freelunch", "FreeU_V2", {"b1": 1.3, "b2": 1.4, "s1": 0.9, "s2": 0.2}),
+    "PAG": ("pag", "PerturbedAttentionGuidance", {"scale": 3.0}),
+    "SAG": ("sag", "SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}),
+    "PatchModelAddDownscale": (
+        "model_downscale",
+        "PatchModelAddDownscale",
+        {
+            "block_number": 3,
+            "downscale_factor": 2.0,
+            "start_percent": 0.0,
+            "end_percent": 0.9,
+            "downscale_after_skip": True,
+            "downscale_method": "bicubic",
+            "upscale_method": "bicubic",
+        },
+    ),
+    "RescaleCFG": ("model_advanced", "RescaleCFG", {"multiplier": 0.7}),
+    "ToMe": ("tomesd", "TomePatchModel", {"ratio": 0.3}),
+}
+"""Module among the host's own extras, class, and inputs of the stock nodes that patch a MODEL."""
+
+
+def patched(model: Any, name: str | None) -> Any:
+    """``model`` through a stock node; None: as it is."""
+    if name is None:
+        return model
+    module, kind, inputs = STOCK[name]
+    node = getattr(importlib.import_module(f"comfy_extras.nodes_{module}"), kind)
+    made = node.execute(model, **inputs) if hasattr(node, "execute") else getattr(node(), node.FUNCTION)(model, **inputs)
+    if inspect.isawaitable(made):
+        made = asyncio.run(made)
+    return getattr(made, "result", made)[0]
