@@ -7,9 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from .autoencoder import optimized_vae
-from .inputs import BUDGET, PLAN, knob_inputs, settings_of
+from .inputs import BUDGET, PLAN, VAE, knob_inputs, settings_of, validated
 from .node_request import Record, Wish
 from .optimising import CATEGORY
+
+_LATENTS = "LATENT", {"tooltip": "what the sampler gives"}
+_PIXELS = "IMAGE", {"tooltip": "the pictures to start from"}
 
 
 class LowVRAMVAEDecode:
@@ -19,13 +22,18 @@ class LowVRAMVAEDecode:
     CATEGORY = CATEGORY
     FUNCTION = "decode"
     RETURN_TYPES = ("IMAGE",)
+    OUTPUT_TOOLTIPS = ("the pictures",)
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
-            "required": {"samples": ("LATENT",), "vae": ("VAE",), "budget": BUDGET},
+            "required": {"samples": _LATENTS, "vae": VAE, "budget": BUDGET},
             "optional": {**knob_inputs("decode"), "plan": PLAN},
         }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, budget: str | None = None) -> bool | str:
+        return validated(budget)
 
     def decode(
         self, samples: dict[str, Tensor], vae: Any, budget: str, plan: Record | None = None, **knobs: Any
@@ -40,13 +48,18 @@ class LowVRAMVAEEncode:
     CATEGORY = CATEGORY
     FUNCTION = "encode"
     RETURN_TYPES = ("LATENT",)
+    OUTPUT_TOOLTIPS = ("the latents, for a sampler",)
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
-            "required": {"pixels": ("IMAGE",), "vae": ("VAE",), "budget": BUDGET},
+            "required": {"pixels": _PIXELS, "vae": VAE, "budget": BUDGET},
             "optional": {**knob_inputs("encode"), "plan": PLAN},
         }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, budget: str | None = None) -> bool | str:
+        return validated(budget)
 
     def encode(
         self, pixels: Tensor, vae: Any, budget: str, plan: Record | None = None, **knobs: Any

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ..sd_lowvram.models.anatomy import Anatomy
+from ..sd_lowvram.models.compvis import TOKEN_PATCHES
 from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.stages import native_size, scale_factor
@@ -72,7 +73,7 @@ class _Denoiser:
         self._scale = scale_factor(anatomy)
         self._wish = wish
         self._device = device
-        self._plans: dict[tuple[int, int, int], Plan] = {}
+        self._plans: dict[tuple[int, int, int, int], Plan] = {}
         self._ready: dict[Settings, tuple[Any, Attachment]] = {}
         self._attended: set[Hashable] = set()
         self._calls = 0
@@ -86,7 +87,7 @@ class _Denoiser:
 
     def foresee(self, width: int, height: int, batch: int, passes: int) -> Plan:
         """The plan for a size in pixels and the UNet's rows, made once."""
-        key = width, height, batch * passes
+        key = width, height, batch, passes
         if key not in self._plans:
             self._plans[key] = self._wish.plan(self._anatomy, self._device, width, height, batch, passes=passes)
         return self._plans[key]
@@ -105,6 +106,7 @@ class _Denoiser:
         stock = base.memory_required([rows, *noise.shape[1:]])
         factor = base.memory_usage_factor * _activation_bytes(plan) / max(stock, 1)
         self._calls, self._attended = 0, set()
+        self.record.notes.clear()
         with host.replaced(base, "memory_usage_factor", factor):
             out = executor(noise, *args, **kwargs)
         self._tell()
@@ -131,10 +133,11 @@ class _Denoiser:
         unet = executor.class_obj.diffusion_model
         unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper has it
         plan = self._foresee_latents(x, len(x))
-        if not self._calls or _key(plan) > _key(self.record.plans["denoise"]):
+        if not self._calls or _pixels(plan) > _pixels(self.record.plans["denoise"]):
             self.show(plan)
         settings = plan.settings
         options = dict(transformer_options or {})
+        self._note(settings, options)
         if host.has_override():
             if is_needed(settings, self._wish.settings, host.attends_fused()):
                 options[DOOR] = override(settings, x.device, self._attended.add, options.get(DOOR))
@@ -152,6 +155,16 @@ class _Denoiser:
         height, width = latents.shape[-2] * self._scale, latents.shape[-1] * self._scale
         batch, passes = (self._batch, rows // self._batch) if rows % self._batch == 0 else (rows, 1)
         return self.foresee(width, height, batch, passes)
+
+    def _note(self, settings: Settings, options: dict[str, Any]) -> None:
+        """Say once a sampling where somebody's node takes from us what was planned."""
+        watched = [name for name in TOKEN_PATCHES if (options.get("patches") or {}).get(name)]
+        if watched and not self.record.notes and (settings.guidance_in_turn or settings.transformer_chunks):
+            self.record.notes.append(
+                f"another node ({', '.join(watched)}) sees whole batches of tokens: transformers run undivided for it, "
+                "and may take more than was planned"
+            )
+            logging.warning(f"sd-lowvram: {self.record.notes[0]}")
 
     def _prepared(self, unet: Any, settings: Settings) -> Attachment:
         ready = self._ready.get(settings)
@@ -182,8 +195,12 @@ class _Denoiser:
         )
 
 
-def _key(plan: Plan) -> tuple[int, int, int]:
-    return plan.request.width, plan.request.height, plan.request.shape.rows
+def _key(plan: Plan) -> tuple[int, int, int, int]:
+    return plan.request.width, plan.request.height, plan.request.batch, plan.request.passes
+
+
+def _pixels(plan: Plan) -> int:
+    return plan.request.width * plan.request.height * plan.request.shape.rows
 
 
 def _activation_bytes(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""A plan beside ComfyUI's own loading: hooks of ours bound the activations, the host keeps what it likes of the weights.
+"""A plan beside ComfyUI's own loading: our hooks bound the activations, the host keeps what it likes of the weights.
 
 Where not all of them fit it keeps the largest layers and copies each of the others in for its call.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+
+from torch import nn
 
 from ..sd_lowvram.errors import BudgetError
 from ..sd_lowvram.models.anatomy import Anatomy
@@ -100,5 +102,5 @@ def _stage(stage: StagePlan, request: Request, loading: Loading, weights: int, l
     )
 
 
-def _largest_layer(module: object) -> int:
+def _largest_layer(module: nn.Module) -> int:
     return max((tensor.numel() * tensor.element_size() for tensor in all_tensors(module)), default=0)

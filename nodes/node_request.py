@@ -74,12 +74,14 @@ class Record:
         plans: the latest for each stage, by its name: "denoise", "decode", "encode".
         measured: the latest run of each stage, as the allocator saw it.
         sites: on how many sites each hook acted in the latest call of the UNet.
+        notes: sentences on the latest sampling.
     """
 
     wish: Wish | None = None
     plans: dict[str, Plan] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     _models: dict[str, Any] = field(default_factory=dict)
 
     def add(self, stage: str, plan: Plan, model: Any) -> None:

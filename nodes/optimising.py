@@ -6,8 +6,9 @@ from typing import Any
 
 from .autoencoder import optimized_vae
 from .denoiser import optimized_model
-from .inputs import BATCH, BUDGET, PLAN, knob_inputs, settings_of, side
+from .inputs import BATCH, BUDGET, MODEL, PLAN, VAE, knob_inputs, settings_of, side, validated
 from .node_request import Record, Wish
+from .told import verdict
 
 CATEGORY = "low-vram"
 
@@ -23,24 +24,36 @@ class LowVRAMOptimizeModel:
     FUNCTION = "optimize"
     RETURN_TYPES = ("MODEL", "LOWVRAM_PLAN")
     RETURN_NAMES = ("model", "plan")
+    OUTPUT_TOOLTIPS = (
+        "the model for the sampler, or for nodes that patch it",
+        "what was planned and, after the run, measured: for Report, and for nodes of the VAE",
+    )
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
-                "model": ("MODEL",),
+                "model": MODEL,
                 "budget": BUDGET,
                 "width": side("width"),
                 "height": side("height"),
                 "batch": BATCH,
             },
-            "optional": knob_inputs("denoise"),
+            "optional": {**knob_inputs("denoise"), "plan": PLAN},
         }
 
+    @classmethod
+    def VALIDATE_INPUTS(
+        cls, budget: str | None = None, width: int | None = None, height: int | None = None
+    ) -> bool | str:
+        return validated(budget, width=width, height=height)
+
     def optimize(
-        self, model: Any, budget: str, width: int, height: int, batch: int, **knobs: Any
-    ) -> tuple[Any, Record]:
-        return optimized_model(model, Wish(budget, settings_of(knobs)), width, height, batch)
+        self, model: Any, budget: str, width: int, height: int, batch: int, plan: Record | None = None, **knobs: Any
+    ) -> dict[str, Any]:
+        wish = Wish(budget, settings_of(knobs))
+        made, record = optimized_model(model, wish, width, height, batch, plan)
+        return {"ui": {"text": [verdict(record)]}, "result": (made, record)}
 
 
 class LowVRAMOptimizeVAE:
@@ -54,13 +67,18 @@ class LowVRAMOptimizeVAE:
     FUNCTION = "optimize"
     RETURN_TYPES = ("VAE",)
     RETURN_NAMES = ("vae",)
+    OUTPUT_TOOLTIPS = ("the VAE for the stock VAE Decode and VAE Encode",)
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
-            "required": {"vae": ("VAE",), "budget": BUDGET},
+            "required": {"vae": VAE, "budget": BUDGET},
             "optional": {**knob_inputs("decode", "encode"), "plan": PLAN},
         }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, budget: str | None = None) -> bool | str:
+        return validated(budget)
 
     def optimize(self, vae: Any, budget: str, plan: Record | None = None, **knobs: Any) -> tuple[Any]:
         return (optimized_vae(vae, Wish(budget, settings_of(knobs)), plan),)

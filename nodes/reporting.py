@@ -13,23 +13,29 @@ from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
 from ..sd_lowvram.planning.memory_profile import Run
-from ..sd_lowvram.planning.plan import Plan, StagePlan
-from ..sd_lowvram.units import format_size
+from ..sd_lowvram.planning.plan import Plan
+from ..sd_lowvram.planning.request import DEFAULT_STEPS
 from .autoencoder import foreseen_vae
 from .bars import memory_bars
 from .denoiser import optimized_model
-from .inputs import BATCH, BUDGET, knob_inputs, settings_of, side
-from .node_request import Record, Wish, attachable
+from .inputs import BATCH, BUDGET, MODEL, VAE, knob_inputs, settings_of, side, validated, with_steps
+from .node_request import Record, Wish
 from .optimising import CATEGORY
+from .told import measured_peaks, stage_of, told
 
 
 class _Shown:
-    """What both nodes give: the record, and the same as text and as a plot."""
+    """What both nodes give: the record, and the same as text, which the node shows too, and as a plot."""
 
     CATEGORY = CATEGORY
     RETURN_TYPES = ("LOWVRAM_PLAN", "STRING", "IMAGE")
     RETURN_NAMES = ("plan", "text", "plot")
     OUTPUT_NODE = True
+    OUTPUT_TOOLTIPS = (
+        "for Optimize Model and the nodes of the VAE: what is shown here is what they run",
+        "what the node shows, as text",
+        "the memory of every stage as a picture, the budget a line across it",
+    )
 
 
 class LowVRAMPlan(_Shown):
@@ -42,22 +48,37 @@ class LowVRAMPlan(_Shown):
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
-                "model": ("MODEL",),
-                "vae": ("VAE",),
+                "model": MODEL,
+                "vae": VAE,
                 "budget": BUDGET,
                 "width": side("width"),
                 "height": side("height"),
                 "batch": BATCH,
             },
-            "optional": knob_inputs("denoise", "decode", "encode"),
+            "optional": with_steps(knob_inputs("denoise", "decode", "encode")),
         }
 
+    @classmethod
+    def VALIDATE_INPUTS(
+        cls, budget: str | None = None, width: int | None = None, height: int | None = None
+    ) -> bool | str:
+        return validated(budget, width=width, height=height)
+
     def plan(
-        self, model: Any, vae: Any, budget: str, width: int, height: int, batch: int, **knobs: Any
+        self,
+        model: Any,
+        vae: Any,
+        budget: str,
+        width: int,
+        height: int,
+        batch: int,
+        steps: int = DEFAULT_STEPS,
+        **knobs: Any,
     ) -> dict[str, Any]:
-        wish = Wish(budget, settings_of(knobs))
+        wish = Wish(budget, settings_of(knobs), steps)
         _, record = optimized_model(model, wish, width, height, batch)
         foreseen_vae(vae, wish, record, record.plans["denoise"].request)
+        record.wish = wish
         return _shown(record)
 
 
@@ -71,8 +92,9 @@ class LowVRAMReport(_Shown):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
+        plan = "LOWVRAM_PLAN", {"tooltip": "of the Optimize Model that the sampler's model went through"}
         after = "IMAGE", {"tooltip": "the pictures of the run, so that the report comes after it"}
-        return {"required": {"plan": ("LOWVRAM_PLAN",), "images": after}}
+        return {"required": {"plan": plan, "images": after}}
 
     def report(self, plan: Record, images: Tensor) -> dict[str, Any]:
         return _shown(plan)
@@ -84,59 +106,9 @@ def _shown(record: Record) -> dict[str, Any]:
     return {"ui": {"text": [text]}, "result": (record, text, _plot(record))}
 
 
-def told(record: Record) -> str:
-    """The record as lines for people."""
-    plan = _joined(record)
-    request, both = plan.request, plan.request.device.type == "cpu"  # its allocator counts host memory too
-    lines = [
-        f"{request.width}x{request.height}, batch {request.batch}, budget {format_size(request.vram)}, "
-        f"seconds for {request.steps} steps",
-        f"{'stage':<9}{'planned':>10}{'weights':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
-    ]
-    peaks = _measured_peaks(record)
-    for stage in plan.stages:
-        sizes = (stage.held_bytes if both else stage.peak_bytes, stage.weights_bytes, stage.host_bytes)
-        figures = "".join(f"{format_size(size):>10}" for size in sizes)
-        measured = format_size(peaks[stage.name]) if stage.name in peaks else "-"
-        lines.append(f"{stage.name:<9}{figures}{stage.seconds:>9.1f}{measured:>10}")
-    lines += [f"{name}: {_choices(plan, name)}" for name, plan in record.plans.items()]
-    if record.sites:
-        lines.append("sites: " + ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())))
-    return "\n".join(lines)
-
-
-def _measured_peaks(record: Record) -> dict[str, int]:
-    return {name: max(one.peak_bytes for one in stages) for name, stages in record.measured.items() if stages}
-
-
-def _choices(plan: Plan, name: str) -> str:
-    attached = {knob: value for knob, _, value in attachable(plan.settings).of_stage(name).decided()}
-    decided = {**attached, **_stage(plan, name).choice}
-    return ", ".join(f"{knob} {value}" for knob, value in decided.items() if value is not None) or "as it is"
-
-
-def _stage(plan: Plan, name: str) -> StagePlan:
-    return next(stage for stage in plan.stages if stage.name == name)
-
-
-def _as_run(plan: Plan, name: str) -> StagePlan:
-    """A stage as the host runs it. On a CPU it streams nothing: there the weights are held once, and whole."""
-    stage = _stage(plan, name)
-    if plan.request.device.type != "cpu" or plan.settings.offload in (None, "none", "component"):
-        return stage
-    weights = stage.host_bytes - stage.parked_bytes
-    return dataclasses.replace(
-        stage,
-        peak_bytes=weights + stage.activation_bytes,
-        weights_bytes=weights,
-        host_bytes=stage.parked_bytes,
-        held_bytes=weights + stage.activation_bytes + stage.parked_bytes,
-    )
-
-
 def _joined(record: Record) -> Plan:
     """The plans of all stages as one; the host moves models in and out between them."""
-    stages = tuple(_as_run(plan, name) for name, plan in record.plans.items())
+    stages = tuple(stage_of(plan, name) for name, plan in record.plans.items())
     widest = max(record.plans.values(), key=lambda plan: plan.predicted.peak_bytes)
     sizes = {name: max(getattr(stage, name) for stage in stages) for name in ("peak_bytes", "host_bytes")}
     return dataclasses.replace(widest, stages=stages, predicted=dataclasses.replace(widest.predicted, **sizes))
@@ -152,5 +124,5 @@ def _plot(record: Record) -> Tensor:
     try:
         picture = Image.open(io.BytesIO(memory_png(_joined(record), run)))
     except BadInputError:  # no matplotlib
-        picture = memory_bars(_joined(record), _measured_peaks(record))
+        picture = memory_bars(_joined(record), measured_peaks(record))
     return torch.from_numpy(numpy.asarray(picture.convert("RGB"), dtype=numpy.float32) / 255)[None]

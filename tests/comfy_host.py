@@ -47,6 +47,12 @@ class Bar:
         self.shown.append((value, total))
 
 
+def attention_pytorch(q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
+    """The host's kernel, by the name by which it is known."""
+    q, k, v = (one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
 def host_modules(cancelled: Callable[[], bool] = lambda: False) -> dict[str, types.ModuleType]:
     """Stand-ins for the modules of the host that our nodes import."""
 
@@ -56,6 +62,10 @@ def host_modules(cancelled: Callable[[], bool] = lambda: False) -> dict[str, typ
 
     management = types.SimpleNamespace(
         current_loaded_models=[],
+        VRAMState=types.SimpleNamespace(DISABLED=0, NO_VRAM=1, LOW_VRAM=2, NORMAL_VRAM=3, HIGH_VRAM=4, SHARED=5),
+        vram_state=0,
+        minimum_inference_memory=lambda: 1 << 30,
+        extra_reserved_memory=lambda: 1 << 28,
         get_free_memory=lambda device: 8 << 30,
         throw_exception_if_processing_interrupted=check,
         OOM_EXCEPTION=OutOfMemory,
@@ -70,7 +80,7 @@ def host_modules(cancelled: Callable[[], bool] = lambda: False) -> dict[str, typ
         "comfy.patcher_extension": {"WrappersMP": doors},
         "comfy.ldm": {},
         "comfy.ldm.modules": {},
-        "comfy.ldm.modules.attention": {"wrap_attn": None},
+        "comfy.ldm.modules.attention": {"wrap_attn": None, "optimized_attention": attention_pytorch},
     }
     modules = {}
     for name, content in contents.items():
@@ -102,6 +112,7 @@ class Model:
     def __init__(self, unet: Any) -> None:
         self.diffusion_model = unet
         self.memory_usage_factor = 2.0
+        self.manual_cast_dtype = None
 
     def memory_required(self, shape: Any, cond_shapes: Any = None) -> float:
         return shape[0] * shape[2] * shape[3] * self.memory_usage_factor * (1 << 20)
@@ -139,10 +150,14 @@ class Patcher:
 
 
 class Guider:
-    """Samples with a MODEL as the host does: load within the sampling, two halves in one call, two steps."""
+    """Samples with a MODEL as the host does: load within the sampling, two halves in one call or, at a scale of 1, only
+    one, two steps."""
 
-    def __init__(self, patcher: Patcher, text: Tensor, seen: Callable[[Patcher], None] = lambda patcher: None) -> None:
-        self.model_patcher, self.text, self.seen = patcher, text, seen
+    def __init__(
+        self, patcher: Patcher, text: Tensor, seen: Callable[[Patcher], None] = lambda patcher: None, cfg: float = 7.0
+    ) -> None:
+        self.model_patcher, self.text, self.seen, self.cfg = patcher, text, seen, cfg
+        self.model_options = patcher.model_options
 
     def sample(self, noise: Tensor) -> Tensor:
         return self.model_patcher.through("outer_sample", self._sample, self)(noise, None)
@@ -156,8 +171,9 @@ class Guider:
             options = dict(patcher.model_options["transformer_options"])
             call = patcher.through("apply_model", patcher.model.apply, patcher.model)
             self.seen(patcher)
-            both = call(torch.cat([x, x]), torch.tensor(step), None, self.text, None, options)
-            x = x - 0.1 * both.chunk(2)[0]
+            halves = 1 if self.cfg == 1.0 else 2
+            both = call(torch.cat([x] * halves), torch.tensor(step), None, self.text, None, options)
+            x = x - 0.1 * both.chunk(halves)[0]
         return x
 
     def load(self, patcher: Patcher, shape: Any, conds: Any, model_options: Any, noise: Tensor) -> None:

@@ -122,12 +122,40 @@ def test_all_surfaces_show_all_but_what_comfyui_does_itself() -> None:
         assert set(SURFACES) - set(knob.surfaces) == ({"node"} if name in COMFYUI_DOES else set()), name
 
 
-def test_knobs_come_last_and_in_their_order(pack) -> None:
-    for node in pack.NODE_CLASS_MAPPINGS.values():
+def test_knobs_come_after_what_a_node_has_and_in_their_order(pack) -> None:
+    """Steps came later, so they come after the knobs that were there."""
+    for name, node in pack.NODE_CLASS_MAPPINGS.items():
         widgets = widgets_of(node)
-        ours = [name for name in widgets if name in knobs()]
-        assert ours == [name for name in knobs() if name in ours]
-        assert widgets == [name for name in widgets if name not in knobs()] + ours
+        ours = [widget for widget in widgets if widget in knobs()]
+        assert ours == [knob for knob in knobs() if knob in ours]
+        own = [widget for widget in widgets if widget not in (*knobs(), "steps")]
+        assert widgets == own + ours + ["steps"] * (name == "LowVRAMPlan")
+
+
+def test_people_see_budget_and_size_first(pack) -> None:
+    for node in pack.NODE_CLASS_MAPPINGS.values():
+        for name, (kind, *options) in inputs_of(node).items():
+            assert options and options[0]["tooltip"], name
+            assert bool(options[0].get("advanced")) == (name in knobs()), (name, kind)
+        assert len(node.OUTPUT_TOOLTIPS) == len(node.RETURN_TYPES) and all(node.OUTPUT_TOOLTIPS)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"budget": ""}, True),
+        ({"budget": "3.5 GiB", "width": 0, "height": 768}, True),
+        ({"budget": None, "width": None}, True),  # what other nodes will give
+        ({"budget": "banana"}, "budget 'banana' is not a size"),
+        ({"budget": "4"}, '"4GB"'),
+        ({"width": 1001}, "width 1001 must be a positive multiple of 8: the nearest is 1000"),
+        ({"height": 16392}, "16384"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_told_when_a_prompt_is_queued(pack, given, told) -> None:
+    answer = pack.NODE_CLASS_MAPPINGS["LowVRAMPlan"].VALIDATE_INPUTS(**given)
+    assert answer is True if told is True else told in answer
 
 
 def test_inputs_become_settings(pack) -> None:

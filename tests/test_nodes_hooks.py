@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from typing import Any
 
@@ -47,7 +46,7 @@ def model(parts) -> Patcher:
 
 def optimize(pack: Any, model: Patcher, budget: str = "") -> tuple[Patcher, Any]:
     """One set of knobs for all tests: their traces are made once and remembered."""
-    return pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(model, budget, 64, 64, 1, **CHUNKED)
+    return pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(model, budget, 64, 64, 1, **CHUNKED)["result"]
 
 
 def traces_of_us(module: torch.nn.Module) -> list[str]:
@@ -76,7 +75,7 @@ def test_the_same_picture_and_nothing_left(pack, model) -> None:
     assert tiny.relative_error(ours, plain) < 1e-5
     assert not traces_of_us(_unet(model))
     del model.model.apply
-    assert vars(model.model).keys() == {"diffusion_model", "memory_usage_factor"}
+    assert vars(model.model).keys() == {"diffusion_model", "memory_usage_factor", "manual_cast_dtype"}
     assert not model.wrappers and Guider(model, TEXT).sample(NOISE).equal(plain)
 
 
@@ -97,7 +96,7 @@ def test_errors_and_cancel_leave_nothing(pack, model, error) -> None:
         Guider(mine, TEXT).sample(NOISE)
     del model.model.apply
     assert not traces_of_us(_unet(model))
-    assert vars(model.model) == {"diffusion_model": _unet(model), "memory_usage_factor": 2.0}
+    assert vars(model.model) == vars(Model(_unet(model)))
 
 
 def test_the_host_is_asked_for_what_is_needed(pack, model) -> None:
@@ -236,25 +235,91 @@ def test_decode_and_encode_nodes(pack, vae) -> None:
     assert tiny.relative_error(latents["samples"], vae.encode(pixels)) < 1e-5
 
 
-def test_a_cpu_holds_the_weights_once(pack, model) -> None:
-    """There the host streams nothing, whatever the plan would."""
-    record = optimize(pack, model)[1]
-    reporting = sys.modules[pack.__name__ + ".nodes.reporting"]
+def test_what_comes_to_the_model_is_what_is_planned(pack, model) -> None:
+    """The host alone knows how many rows it runs at a time: two halves, or at a scale of 1 two pictures."""
+    mine, record = optimize(pack, model)
+    both = record.plans["denoise"].predicted.activation_bytes
+    two = torch.cat([NOISE, NOISE.flip(-1)])
+    plain = Guider(model, TEXT, cfg=1.0).sample(two)
+    assert tiny.relative_error(Guider(mine, TEXT, cfg=1.0).sample(two), plain) < 1e-5
+    request = record.plans["denoise"].request
+    assert (request.batch, request.passes, request.shape.rows) == (2, 1, 2)
+    Guider(mine, TEXT, cfg=1.0).sample(NOISE)
     plan = record.plans["denoise"]
-    stage = next(one for one in plan.stages if one.name == "denoise")
-    whole = reporting._joined(record).stages[0]
-    streamed = dataclasses.replace(
-        stage,
-        peak_bytes=stage.peak_bytes - stage.weights_bytes // 2,
-        weights_bytes=stage.weights_bytes // 2,
-        host_bytes=stage.weights_bytes + stage.parked_bytes,
-        held_bytes=2 * stage.held_bytes,
-    )
-    settings = dataclasses.replace(plan.settings, offload="blocks")
-    record.plans["denoise"] = dataclasses.replace(plan, stages=(streamed,), settings=settings)
-    again = reporting._joined(record).stages[0]
-    assert (again.peak_bytes, again.weights_bytes) == (whole.peak_bytes, whole.weights_bytes)
-    assert again.held_bytes == again.peak_bytes + again.host_bytes
+    assert plan.request.shape.rows == 1 and plan.predicted.activation_bytes < both
+
+
+def test_a_plan_that_changes_nothing_attaches_nothing(pack, model) -> None:
+    node = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]()
+    seen: list[Any] = []
+
+    def watched(x: Any, t: Any, c: Any, text: Any, control: Any, options: Any) -> Any:
+        seen.append(options)
+        return type(model.model).apply(model.model, x, t, c, text, control, options)
+
+    for knobs, overridden in (({}, False), ({"attention": "sliced"}, True)):
+        mine, _ = node.optimize(model, "1024GB", 64, 64, 1, **knobs)["result"]
+        model.model.apply = watched
+        Guider(mine, TEXT).sample(NOISE)
+        del model.model.apply
+        assert ("optimized_attention_override" in seen[-1]) == overridden
+
+
+def test_a_call_that_ours_does_not_know_goes_to_the_hosts_kernel(pack) -> None:
+    module = sys.modules[pack.__name__ + ".nodes.attending"]
+    settings = sys.modules[pack.__name__ + ".sd_lowvram.settings"].Settings(attention="sliced")
+    calls: list[dict[str, Any]] = []
+
+    def kernel(q: Any, k: Any, v: Any, heads: int, **kwargs: Any) -> str:
+        calls.append(kwargs)
+        return "theirs"
+
+    run = module.override(settings, torch.device("cpu"), [].append, None)
+    q = torch.randn(1, 2, 6, 4)
+    apart = {"skip_reshape": True}
+    assert run(kernel, q, q[:, :1], q[:, :1], 2, **apart) == "theirs"  # heads share keys
+    assert run(kernel, q, q, torch.randn(1, 2, 6, 4), 2, mask=torch.ones(1, 1, 3, 6), **apart) == "theirs"
+    assert run(kernel, q, q, q, 2, enable_gqa=True, **apart) == "theirs"
+    assert run(kernel, q, torch.randn(1, 2, 6, 8), q, 2, **apart) == "theirs"
+    assert [one.get("skip_reshape") for one in calls] == [True] * 4 and calls[2]["enable_gqa"]
+
+
+def test_tiled_queries_meet_the_keys_as_in_the_hosts_kernel(pack) -> None:
+    """HyperTile tiles queries into the batch and leaves the keys; the host divides these among the tiles."""
+    module = sys.modules[pack.__name__ + ".nodes.attending"]
+    settings = sys.modules[pack.__name__ + ".sd_lowvram.settings"].Settings(attention="sliced")
+    k, v = torch.randn(1, 16, 8), torch.randn(1, 16, 8)
+    q = torch.randn(4, 4, 8)
+    apart = [one.view(4, -1, 2, 4).transpose(1, 2) for one in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*apart).transpose(1, 2).flatten(2)
+    out = module.override(settings, q.device, [].append, None)(None, q, k, v, 2)
+    torch.testing.assert_close(out, expected)
+
+
+def test_weights_are_planned_as_the_host_keeps_them(pack, parts) -> None:
+    """In part on a GPU, the others copied in for every step; whole on a CPU, also where that breaks the budget."""
+    loading = sys.modules[pack.__name__ + ".nodes.loading"]
+    core = pack.__name__ + ".sd_lowvram"
+    settings = sys.modules[core + ".settings"].Settings(attention="sliced", attention_mib=1)
+    anatomy = sys.modules[core + ".session"].anatomy_of(parts["unet"])
+    request_for = sys.modules[core + ".planning.request"].request_for
+    weights = sum(tensor.numel() * 4 for tensor in parts["unet"].parameters())
+    rooms = {"least": weights // 8, "most": 1 << 40, "reserve": 1 << 20}
+    largest = max(tensor.numel() * 4 for tensor in parts["unet"].parameters())
+
+    def planned(vram: int, whole: bool) -> Any:
+        kind = loading.Loading(whole, **rooms)
+        request = request_for(anatomy, vram=vram, width=64, height=64, device="cpu", ram=1 << 34)
+        return loading.plan_beside(kind, anatomy, request, settings)
+
+    plenty = planned(1 << 40, False)
+    vram = plenty.stages[0].activation_bytes + weights * 3 // 4 + rooms["reserve"]
+    part, whole = planned(vram, False), planned(vram, True)
+    assert plenty.stages[0].weights_bytes == whole.stages[0].weights_bytes == weights
+    kept = vram - part.stages[0].activation_bytes - rooms["reserve"]
+    assert part.stages[0].weights_bytes == kept + largest and part.fits and not whole.fits
+    assert part.predicted.seconds > whole.predicted.seconds
+    assert part.predicted.host_bytes == weights - kept + part.stages[0].parked_bytes
 
 
 def test_the_plot_without_matplotlib(pack, model, vae, monkeypatch) -> None:
@@ -269,6 +334,7 @@ def test_plan_and_report(pack, model, vae) -> None:
     nodes = pack.NODE_CLASS_MAPPINGS
     shown = nodes["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1, **CHUNKED)
     record, text, plot = shown["result"]
+    assert text.startswith("fits: ") and "of 4 GiB, about " in text and " for 30 steps" in text
     assert shown["ui"]["text"] == [text] and {"denoise", "decode"} == record.plans.keys()
     assert "denoise: " in text and "residual_strips 4" in text and "park_skips True" in text
     assert plot.dim() == 4 and plot.shape[-1] == 3 and 0 <= plot.min() < plot.max() <= 1
@@ -281,3 +347,34 @@ def test_plan_and_report(pack, model, vae) -> None:
         seen = max(one.peak_bytes for one in record.measured[stage])
         assert seen == pytest.approx(planned, rel=0.05, abs=2 << 20)
         assert stage in text
+
+
+def test_what_a_plan_shows_is_what_runs(pack, model, vae) -> None:
+    """Its budget and knobs count, and those of the nodes that are given it do not."""
+    nodes = pack.NODE_CLASS_MAPPINGS
+    shown = nodes["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1, steps=20, **CHUNKED)["result"][0]
+    mine, record = nodes["LowVRAMOptimizeModel"]().optimize(model, "1KB", 0, 0, 3, plan=shown)["result"]
+    assert record is not shown and record.plans["denoise"] is shown.plans["denoise"]
+    latents = Guider(mine, TEXT).sample(NOISE)
+    nodes["LowVRAMOptimizeVAE"]().optimize(vae, "1KB", plan=record)[0].decode(latents)
+    assert record.plans == shown.plans and record.sites["residual_strips"] == 22
+    text = nodes["LowVRAMReport"]().report(record, latents)["result"][1]
+    assert " for 20 steps" in text
+    other = Patcher(Model(tiny.components("sd15")["unet"].eval()))
+    _, record = nodes["LowVRAMOptimizeModel"]().optimize(other, "", 64, 64, 1, plan=shown)["result"]
+    assert record.plans["denoise"] is not shown.plans["denoise"]  # it is of another model, under the same wish
+    assert record.plans["denoise"].settings == shown.plans["denoise"].settings
+
+
+def test_a_cpu_that_cannot_keep_the_budget_says_so(pack, model) -> None:
+    weights = sum(tensor.numel() * 4 for tensor in _unet(model).parameters())
+    shown = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(model, f"{weights}B", 64, 64, 1, **CHUNKED)
+    (text,) = shown["ui"]["text"]
+    assert text.startswith("above the budget: ") and "ComfyUI keeps all weights" in text
+
+
+def test_a_node_that_watches_tokens_is_told_of(pack, model) -> None:
+    mine, record = optimize(pack, model)
+    mine.model_options["transformer_options"]["patches"] = {"attn1_patch": [lambda q, k, v, extra: (q, k, v)]}
+    Guider(mine, TEXT).sample(NOISE)
+    assert len(record.notes) == 1 and "attn1_patch" in record.notes[0]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, SIDE = 2, 16
+STEPS, SIDE = 1, 16
 FP8 = torch.float8_e4m3fn
 STORAGE = {"fp32": (torch.float32, None), "fp16": (torch.float16, torch.float32), "fp8": (FP8, torch.float32)}
 """Type of the weights, and the type that the host computes in where it is another."""
@@ -28,7 +28,7 @@ _SD15 = {
     "out_channels": 4,
     "model_channels": 64,
     "num_res_blocks": [2, 2, 2, 2],
-    "channel_mult": [1, 2, 4, 4],
+    "channel_mult": [1, 1, 2, 2],
     "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
     "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
     "transformer_depth_middle": 1,
@@ -44,7 +44,7 @@ _SD2 = {**_SD15, "use_linear_in_transformer": True}
 _SDXL = {
     **_SD2,
     "num_res_blocks": [2, 2, 2],
-    "channel_mult": [1, 2, 4],
+    "channel_mult": [1, 1, 2],
     "transformer_depth": [0, 0, 2, 2, 3, 3],
     "transformer_depth_output": [0, 0, 0, 2, 2, 2, 3, 3, 3],
     "transformer_depth_middle": 3,
@@ -54,7 +54,7 @@ _SDXL = {
 _REFINER = {
     **_SDXL,
     "num_res_blocks": [2, 2, 2, 2],
-    "channel_mult": [1, 2, 4, 4],
+    "channel_mult": [1, 1, 2, 2],
     "transformer_depth": [0, 0, 2, 2, 2, 2, 0, 0],
     "transformer_depth_output": [0, 0, 0, 2, 2, 2, 2, 2, 2, 0, 0, 0],
     "transformer_depth_middle": 2,
@@ -143,8 +143,8 @@ def enter(host: Path) -> None:
     from comfy.cli_args import args
 
     args.cpu = args.use_pytorch_cross_attention = True
+    torch.set_num_threads(1)
     logging.getLogger().setLevel(logging.WARNING)
-    import nodes  # noqa: F401: the host's
 
 
 def our_nodes() -> dict[str, Any]:
@@ -243,7 +243,8 @@ def patched(model: Any, name: str | None) -> Any:
         return model
     module, kind, inputs = STOCK[name]
     node = getattr(importlib.import_module(f"comfy_extras.nodes_{module}"), kind)
-    made = node.execute(model, **inputs) if hasattr(node, "execute") else getattr(node(), node.FUNCTION)(model, **inputs)
+    run = node.execute if hasattr(node, "execute") else getattr(node(), node.FUNCTION)
+    made = run(model, **inputs)
     if inspect.isawaitable(made):
         made = asyncio.run(made)
     return getattr(made, "result", made)[0]
