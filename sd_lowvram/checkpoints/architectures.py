@@ -38,6 +38,30 @@ def architecture(name: str) -> dict[str, Any]:
     return config
 
 
+AUTOENCODERS = ("sd15", "sdxl", "flux", "flux2")
+"""Names for :func:`autoencoder`."""
+
+_WITHOUT_1X1 = {"use_quant_conv": False, "use_post_quant_conv": False}
+
+
+def autoencoder(name: str) -> dict[str, Any]:
+    """The configuration of a model's autoencoder; SD3, Z-Image and Chroma have that of FLUX.1, but for its scale.
+
+    Raises:
+        BadInputError: another name.
+    """
+    if name not in AUTOENCODERS:
+        raise BadInputError(f"unknown autoencoder {name!r}: choose one of {', '.join(AUTOENCODERS)}")
+    config: dict[str, Any] = architecture("sdxl" if name.startswith("flux") else name)["vae"]
+    if name == "flux":  # Black Forest Labs, 2024
+        config |= {**_WITHOUT_1X1, "latent_channels": 16, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+    elif name == "flux2":  # the same, 2025
+        foreign = ("scaling_factor", "force_upcast")
+        config = {key: value for key, value in config.items() if key not in foreign} | {"latent_channels": 32}
+        config["_class_name"] = "AutoencoderKLFlux2"
+    return config
+
+
 def build_components(
     name: str | dict[str, Any],
     dtype: torch.dtype | None = None,
@@ -88,9 +112,12 @@ def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
         else:
             weight.fill_(0.0 if name.endswith("bias") else 1.0)
     for name, buffer in model.named_buffers():
-        if not name.endswith("position_ids"):
+        if name.endswith("position_ids"):
+            buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
+        elif name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            buffer.fill_(float(name.endswith("running_var")))
+        else:
             raise NotImplementedError(f"no rule how to fill the buffer {name}")
-        buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
     return model
 
 
