@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from sd_lowvram.bench.vae import MAPS, run
+from sd_lowvram.errors import BadInputError
 
 
 def test_report_of_the_benchmark(capsys: Any) -> None:
-    report = run(json=True, sizes=(64,), repeats=1, side=520)
+    report = run(json=True, sizes=(64,), repeats=1, side=520, traced=(64,))
     assert json.loads(capsys.readouterr().out) == report
     (times,) = report["times"]
     assert times["size"] == 64
     assert times["plain_seconds"] > 0
     assert all(times[kind] > 0 for kind in MAPS)
+    (peaks,) = report["peaks"]
+    assert all(peaks[kind][0] <= peaks["plain"][0] for kind in MAPS)
     *exact, fast, theirs = report["differences"]
     assert len(exact) == len(MAPS)
     for row in exact:
@@ -24,6 +29,20 @@ def test_report_of_the_benchmark(capsys: Any) -> None:
 
 
 def test_table_of_the_benchmark(capsys: Any) -> None:
-    run(sizes=(), side=64)
+    run(sizes=(), side=64, traced=())
     table = capsys.readouterr().out
     assert all(way in table for way in (*MAPS, "fast tiles", "diffusers tiling"))
+
+
+def test_other_autoencoders(capsys: Any) -> None:
+    report = run(sizes=(), side=64, traced=(64,), model="flux2")
+    table = capsys.readouterr().out
+    assert all(way in table for way in (*MAPS, "diffusers tiling", "random weights", "flux2"))
+    theirs = report["errors"].pop("diffusers tiling")
+    assert len(report["errors"]) == len(MAPS)
+    assert max(report["errors"].values()) < 2e-5 < theirs / 100
+
+
+def test_an_autoencoder_that_nobody_knows() -> None:
+    with pytest.raises(BadInputError, match="'sd3': choose one of sd15, sdxl, flux, flux2"):
+        run(model="sd3")

@@ -1,7 +1,8 @@
-"""Exact tiles beside the plain decode: time in pairs, and how far every way of decoding is from the plain one."""
+"""Exact tiles beside the plain decode: time in pairs, peaks, and how far every way of decoding is from plain."""
 
 from __future__ import annotations
 
+import contextlib
 import json as json_
 import statistics
 import time
@@ -12,44 +13,73 @@ import torch
 from torch import Tensor
 
 from .. import progress
-from ..checkpoints.architectures import build_components
+from ..checkpoints.architectures import autoencoder, build_components
 from ..demo import MODEL_PATH
 from ..session import attached
 from ..settings import Settings
+from ..tracing import trace
+from ..units import MIB
 
 MAPS = ("held", "parked", "recomputed")
 _DEAR = "recomputed"
+_THEIRS = "diffusers tiling"
+_WITH_DEMO = ("sd15", "sdxl")
+"""Models whose latents are of the demo autoencoder's kind; those of others are compared with random weights."""
 
 
-def run(json: bool = False, sizes: Sequence[int] = (256, 384), repeats: int = 2, side: int = 1024) -> dict[str, Any]:
+def run(
+    json: bool = False,
+    sizes: Sequence[int] = (256, 384),
+    repeats: int = 2,
+    side: int | None = None,
+    model: str = "sd15",
+    traced: Sequence[int] = (1024, 2048),
+) -> dict[str, Any]:
     """Measure and print, as tables or as one JSON object; returns what was measured.
 
     Args:
+        model: whose autoencoder: a name of :data:`checkpoints.architectures.AUTOENCODERS`.
+        traced: sides in pixels of the pictures whose peaks are traced.
         sizes: sides in pixels of the square pictures that a full-size decoder with random weights decodes in float32.
         repeats: rounds; in each one every way of decoding runs once, in turn. The map that is recomputed, which takes
             several times as long, has a part in the last one only, between two plain decodes.
-        side: of the square picture that the demo autoencoder decodes for the differences.
+        side: of the square picture that is decoded for the differences: 1024 pixels by the demo autoencoder, where
+            ``model`` is one of Stable Diffusion's, and 256 by a full-size one.
+
+    Raises:
+        BadInputError: another model.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    report = {
+    config = autoencoder(model)
+    report: dict[str, Any] = {
         "device": device,
         "threads": torch.get_num_threads(),
-        "times": list(_times(sizes, repeats, device)),
-        "differences": _differences(side),
+        "model": model,
+        "times": list(_times(config, sizes, repeats, device)),
+        "peaks": [_peaks(config, size) for size in traced],
     }
+    if model in _WITH_DEMO:
+        report["differences"] = _differences(side or 1024)
+    else:
+        report["errors"] = _errors(config, side or 256)
     print(json_.dumps(report) if json else "\n".join(_lines(report)))
     return report
 
 
-def _times(sizes: Sequence[int], repeats: int, device: str) -> Iterator[dict[str, Any]]:
+def _built(config: dict[str, Any], device: str, dtype: torch.dtype = torch.float32) -> Any:
+    return build_components({"vae": config}, dtype, device, only=("vae",))["vae"]
+
+
+def _times(config: dict[str, Any], sizes: Sequence[int], repeats: int, device: str) -> Iterator[dict[str, Any]]:
     if sizes:
-        vae: Any = build_components("sd15", device=device, only=("vae",))["vae"]
+        vae = _built(config, device)
         yield from (_timed(vae, size, repeats) for size in sizes)
 
 
 def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:
     """Seconds of the plain decode, and the others' time over it: ratios of medians."""
-    latents = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0)).to(vae.device)
+    shape = (1, vae.config["latent_channels"], size // 8, size // 8)
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(vae.device)
     ways: dict[str, Settings] = {"plain": Settings()}
     ways |= {kind: Settings(vae_tiles="exact", vae_map=kind) for kind in MAPS}
     rounds = [[way for way in ways if way != _DEAR] for _ in range(repeats)]
@@ -78,6 +108,48 @@ def _seconds(vae: Any, latents: Tensor) -> float:
     return time.perf_counter() - start
 
 
+def _peaks(config: dict[str, Any], size: int) -> dict[str, Any]:
+    """MiB that a decode in half precision holds on the device beside the weights, and in host memory."""
+    vae = _built(config, "meta", torch.float16)
+    latents = torch.empty(1, config["latent_channels"], size // 8, size // 8, dtype=torch.float16, device="meta")
+    ways = {"plain": Settings()} | {kind: Settings(vae_tiles="exact", vae_map=kind) for kind in MAPS}
+    row: dict[str, Any] = {"size": size}
+    with torch.no_grad():
+        for way, settings in ways.items():
+            with attached(vae, settings):
+                row[way] = _mib(trace(vae.decode, latents))
+        with _tiled(vae, size):
+            row[_THEIRS] = _mib(trace(vae.decode, latents))
+    return row
+
+
+def _mib(traced: Any) -> list[float]:
+    return [traced.activation_peak_bytes / MIB, traced.host_peak_bytes / MIB]
+
+
+@contextlib.contextmanager
+def _tiled(vae: Any, side: int) -> Iterator[None]:
+    """Within the block diffusers tiles a picture of ``side`` pixels, in tiles of at most 512."""
+    tile = min(512, side // 16 * 8)
+    before = vae.tile_sample_min_size, vae.tile_latent_min_size
+    vae.enable_tiling()
+    vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // 8
+    yield
+    vae.disable_tiling()
+    vae.tile_sample_min_size, vae.tile_latent_min_size = before
+
+
+def _errors(config: dict[str, Any], side: int) -> dict[str, float]:
+    """The relative error of every way to decode what a full-size autoencoder with random weights made of a picture."""
+    vae = _built(config, "cpu")
+    with torch.no_grad():
+        latents = vae.encode(_discs(side)).latent_dist.mode()
+        plain = vae.decode(latents).sample
+        errors = {way: float((pixels - plain).norm() / plain.norm()) for way, pixels in _decoded(vae, latents)}
+    errors.pop("fast tiles")  # a picture this small is one of them
+    return errors
+
+
 def _differences(side: int) -> list[dict[str, Any]]:
     """Of the demo autoencoder's 8-bit pictures from those of its plain decode."""
     from diffusers import AutoencoderKL
@@ -99,10 +171,8 @@ def _decoded(vae: Any, latents: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"exact tiles, {kind}", vae.decode(latents).sample
     with attached(vae, Settings(vae_tiles="fast")):
         yield "fast tiles", vae.decode(latents).sample
-    vae.enable_tiling()
-    vae.tile_sample_min_size, vae.tile_latent_min_size = 512, 64  # what it takes for Stable Diffusion's own autoencoder
-    yield "diffusers tiling", vae.decode(latents).sample
-    vae.disable_tiling()
+    with _tiled(vae, 8 * latents.shape[-1]):
+        yield _THEIRS, vae.decode(latents).sample
 
 
 def _discs(side: int) -> Tensor:
@@ -133,14 +203,30 @@ def _difference(way: str, pixels: Tensor, plain: Tensor) -> dict[str, Any]:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    yield f"Time of a full-size float32 decode on {report['device']}, {report['threads']} threads; plain = 1"
+    where = f"{report['device']}, {report['threads']} threads"
+    yield f"Time of a full-size float32 decode by the autoencoder of {report['model']} on {where}; plain = 1"
     yield f"{'size':>10} {'plain':>10}" + "".join(f"{kind:>12}" for kind in MAPS)
     for row in report["times"]:
         ratios = "".join(f"{row[kind]:12.2f}" for kind in MAPS)
         yield f"{row['size']:>10} {row['plain_seconds']:8.2f} s{ratios}"
+    if report["peaks"]:
+        yield ""
+        yield "MiB held by a decode in half precision beside the weights (and in host memory), traced"
+        ways = ("plain", *MAPS, _THEIRS)
+        yield f"{'size':>10}" + "".join(f"{way:>18}" for way in ways)
+        for row in report["peaks"]:
+            yield f"{row['size']:>10}" + "".join(f"{_two(*row[way]):>18}" for way in ways)
     yield ""
+    if "errors" in report:
+        yield "Relative error to the plain decode, float32, random weights"
+        yield from (f"{way:24} {error:8.1e}" for way, error in report["errors"].items())
+        return
     yield "Difference from the plain decode, of 255, demo autoencoder"
     yield f"{'':24} {'mean':>8} {'most':>6} {'pixels off':>12} {'by more than 1':>16}"
     for row in report["differences"]:
         percents = f"{row['differing_percent']:10.2f} % {row['over_one_percent']:14.2f} %"
         yield f"{row['way']:24} {row['mean']:8.4f} {row['most']:6} {percents}"
+
+
+def _two(device: float, host: float) -> str:
+    return f"{device:.0f} ({host:.0f})" if host else f"{device:.0f}"

@@ -30,12 +30,18 @@ def _measuring(debug: bool, shown: bool = True) -> Iterator[None]:
 
 
 @bench.command()
-def vae(as_json: Json = False, debug: Debug = False) -> None:
-    """Exact tiles beside the plain decode: time, and how far every way is from it."""
+def vae(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Whose autoencoder: sd15, sdxl, flux or flux2.", metavar="NAME")
+    ] = "sd15",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Exact tiles beside the plain decode: time, peak, and how far every way is from it."""
     with _measuring(debug, not as_json):
         from ..bench.vae import run
 
-        run(json=as_json)
+        run(json=as_json, model=model)
 
 
 @bench.command()
