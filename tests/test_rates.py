@@ -13,6 +13,7 @@ from sd_lowvram.devices.overhead import Overhead
 from sd_lowvram.devices.performance import PROFILES, Rates
 from sd_lowvram.devices.this_machine import overhead_of, rates_of
 from sd_lowvram.planning.stage_costs import Cost
+from sd_lowvram.tracing import trace
 
 CPU = torch.device("cpu")
 NOTHING = Cost(**dict.fromkeys((field.name for field in dataclasses.fields(Cost)), 0))
@@ -73,3 +74,10 @@ def test_a_card_is_asked_for_its_name_once(cache: Any, monkeypatch: Any) -> None
     assert first is not None and "A-card" in first.name
     assert this_machine._place("overhead", card) == first
     this_machine._name_of.cache_clear()
+
+
+def test_operators_are_counted_as_a_trace_counts_them() -> None:
+    layers, inputs = calibration._plain_layers(CPU)
+    with torch.no_grad(), calibration.Operators() as counted:
+        layers(*inputs)
+    assert counted.number == trace(layers, *inputs).operators == 40

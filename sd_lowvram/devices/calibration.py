@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from .overhead import Overhead
 from .performance import THIS, Rates
@@ -144,12 +146,25 @@ def _copy_rate(device: torch.device) -> float:
 
 def _operator_seconds(device: torch.device, flops_a_second: float) -> float:
     """What an operator costs besides its work, in the program at hand."""
-    from ..tracing import trace
-
     model, inputs = _narrow_unet(device) if "diffusers" in sys.modules else _plain_layers(device)
     seconds = _seconds(lambda: model(*inputs), device)
-    traced = trace(model, *inputs)
-    return max(0.0, seconds - traced.flops / flops_a_second) / traced.operators
+    with torch.inference_mode(False), torch.no_grad(), Operators() as counted, FlopCounterMode(display=False) as work:
+        model(*inputs)
+    return max(0.0, seconds - work.get_total_flops() / flops_a_second) / counted.number
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside and are no views, as a trace does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = [result.alias_info for result in func._schema.returns]
+        view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+        self.number += not (view or func is torch.ops.aten._unsafe_view.default)
+        return func(*args, **(kwargs or {}))
 
 
 def _narrow_unet(device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
