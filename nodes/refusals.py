@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..sd_lowvram.errors import BadInputError
+from ..sd_lowvram.errors import BadInputError, UnsupportedModelError
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.session import anatomy_of
 from . import host
 
-_VAES = "the VAEs of SD1.x, SD2.x, SDXL, SD3, FLUX and what shares theirs"
+_MODELS = "SD1.x, SD2.x, SDXL and its refiner, with 4, 8 or 9 channels"
+_VAES = "the VAEs of SD1.x, SD2.x, SDXL, SD3, FLUX and what shares one of theirs"
 _LATENTS = ("SD15", "SDXL", "SD3", "Flux")
 """The host's formats of latents that those VAEs make."""
-
-_FRAMES = ("time_stack", "time_mixer", "time_mix_blocks")
-"""Children of blocks that see several frames of a video together."""
 
 
 def denoiser_of(model: Any) -> Anatomy:
@@ -25,13 +23,10 @@ def denoiser_of(model: Any) -> Anatomy:
         BadInputError: no UNet that we know.
     """
     unet = model.get_model_object("diffusion_model")
-    name = type(model.model).__name__
-    anatomy = _known(unet)
+    anatomy, why = _known(unet)
     if anatomy is None or anatomy.denoiser is None:
-        raise BadInputError(
-            f"{name} ({type(unet).__name__}) cannot go through Optimize Model (low VRAM): it serves SD1.x, SD2.x, SDXL "
-            f"and its refiner, with 4, 8 or 9 channels.{_what_works(model.model)}"
-        )
+        works = _what_works(model.model, why)
+        raise BadInputError(f"{type(model.model).__name__} {why}: Optimize Model (low VRAM) serves {_MODELS}.{works}")
     computes = host.computes(model)
     return anatomy if computes is None else dataclasses.replace(anatomy, computes={anatomy.denoiser: computes})
 
@@ -44,31 +39,28 @@ def autoencoder_of(vae: Any) -> Anatomy:
     """
     vae.throw_exception_if_invalid()
     model = vae.first_stage_model
-    anatomy = _known(model)
-    if anatomy is None or anatomy.vae is None:
+    anatomy, why = _known(model)
+    if anatomy is None or anatomy.autoencoder is None:
         raise BadInputError(
-            f"{type(model).__name__} is no VAE that the low VRAM nodes serve: those are {_VAES}. "
-            "Give it to the stock VAE Decode and VAE Encode"
+            f"{type(model).__name__} {why}: the low VRAM nodes serve {_VAES}. "
+            "Give this one to the stock VAE Decode and VAE Encode"
         )
-    return dataclasses.replace(anatomy, computes={anatomy.autoencoder or "": vae.vae_dtype})
+    return dataclasses.replace(anatomy, computes={anatomy.autoencoder: vae.vae_dtype})
 
 
-def _known(module: Any) -> Anatomy | None:
-    """The anatomy of a picture's model; None for any other."""
+def _known(module: Any) -> tuple[Anatomy | None, str]:
+    """The anatomy of a model that a plan can be made for; else what stands against it."""
     try:
-        return None if _is_of_video(module) else anatomy_of(module)
+        return anatomy_of(module), "is of another kind"
+    except UnsupportedModelError as error:
+        return None, error.why
     except BadInputError:
-        return None
+        return None, "is of another kind"
 
 
-def _is_of_video(module: Any) -> bool:
-    """Whether blocks in it see several frames together."""
-    return any(hasattr(child, name) for child in module.modules() for name in _FRAMES)
-
-
-def _what_works(base: Any) -> str:
+def _what_works(base: Any, why: str) -> str:
     """What of such a checkpoint our nodes serve, told by the latents that it makes."""
     latents = type(getattr(base, "latent_format", None)).__name__
-    if latents not in _LATENTS or _is_of_video(base):
+    if latents not in _LATENTS or "video" in why:
         return ""
     return " Its VAE works: Optimize VAE, or VAE Decode (low VRAM), decodes exactly in bounded memory"

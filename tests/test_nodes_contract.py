@@ -158,6 +158,20 @@ def test_what_is_wrong_is_told_when_a_prompt_is_queued(pack, given, told) -> Non
     assert answer is True if told is True else told in answer
 
 
+@pytest.mark.parametrize("name", sorted(IDS))
+def test_every_node_has_a_help_page_that_names_its_inputs(pack, name) -> None:
+    page = (ROOT / pack.WEB_DIRECTORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# {pack.NODE_DISPLAY_NAME_MAPPINGS[name]}\n")
+    for field, (_, *options) in inputs_of(pack.NODE_CLASS_MAPPINGS[name]).items():
+        assert options[0].get("advanced") or f"**{field}**" in page, field
+
+
+def test_the_page_shows_what_nodes_tell(pack) -> None:
+    script = (ROOT / pack.WEB_DIRECTORY / "lowvram.js").read_text(encoding="utf-8")
+    telling = {"LowVRAMPlan", "LowVRAMReport", "LowVRAMOptimizeModel"}
+    assert {name for name in IDS if f'"{name}"' in script} == telling
+
+
 def test_inputs_become_settings(pack) -> None:
     module = sys.modules[pack.__name__ + ".nodes.inputs"]
     values = {"attention": "sliced", "attention_mib": 8, "deterministic": "on", "park_skips": "off", "vae_map": "auto"}

@@ -174,6 +174,32 @@ def model(kind: str, storage: str = "fp32", seed: int = 0) -> Any:
     return comfy.model_patcher.ModelPatcher(base, load_device=cpu, offload_device=cpu)
 
 
+_PICTURES = {"double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4]}
+_PICTURES |= {"num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
+
+
+def autoencoder(kind: str, seed: int = 0) -> Any:
+    """A VAE as the host's loader makes it of a state dict: of "sd15", of "flux" with 16 channels, or "taesd"."""
+    import comfy.sd
+    from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
+    from comfy.taesd.taesd import TAESD
+
+    parts = "comfy.ldm.modules.diffusionmodules.model"
+    if kind == "taesd":
+        model = TAESD()
+    elif kind == "flux":
+        config = {**_PICTURES, "z_channels": 16}
+        model = AutoencodingEngine(
+            regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+            encoder_config={"target": f"{parts}.Encoder", "params": config},
+            decoder_config={"target": f"{parts}.Decoder", "params": config},
+        )
+    else:
+        model = AutoencoderKL(ddconfig={**_PICTURES, "z_channels": 4}, embed_dim=4)
+    fill(model, seed)
+    return comfy.sd.VAE(sd=model.state_dict())
+
+
 def fill(module: torch.nn.Module, seed: int) -> None:
     """Random weights that keep the size of what passes through them, the same in every storage type that holds them."""
     noise = torch.Generator().manual_seed(seed)

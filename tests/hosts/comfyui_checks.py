@@ -1,0 +1,95 @@
+"""Single facts about our nodes in a ComfyUI process, as one JSON object by their names.
+
+COMFYUI_PYTHON tests/hosts/comfyui_checks.py COMFYUI_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import comfyui_inside as inside
+import torch
+
+PIXELS = 8 * inside.SIDE
+
+
+def main(host: str) -> None:
+    inside.enter(Path(host))
+    nodes = inside.our_nodes()
+    checks = (refusals, autoencoders, rows, peaks)
+    print(json.dumps({check.__name__: check(nodes) for check in checks}))
+
+
+def refusals(nodes: dict[str, Any]) -> dict[str, str]:
+    """What is said of models that are not served."""
+    told = {kind: _error(lambda kind=kind: _ours(nodes, inside.model(kind))) for kind in inside.REFUSED}
+    model, vae = inside.model("sd15"), inside.autoencoder("taesd")
+    told["taesd"] = _error(lambda: nodes["LowVRAMOptimizeVAE"]().optimize(vae, ""))
+    told["taesd in a plan"] = _error(lambda: nodes["LowVRAMPlan"]().plan(model, vae, "", PIXELS, PIXELS, 1))
+    return told
+
+
+def autoencoders(nodes: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """How far exact tiles are from the stock calls, relative, by what the VAE is of."""
+    return {kind: _distances(nodes, inside.autoencoder(kind)) for kind in ("sd15", "flux")}
+
+
+def _distances(nodes: dict[str, Any], vae: Any) -> dict[str, float]:
+    noise = torch.Generator().manual_seed(3)
+    latents = torch.randn(1, vae.latent_channels, 24, 20, generator=noise)
+    (ours,) = nodes["LowVRAMOptimizeVAE"]().optimize(vae, "", vae_tiles="exact", vae_map="parked", vae_strip_mib=1)
+    with torch.inference_mode():
+        pixels = vae.decode(latents)
+        decoded, encoded = ours.decode(latents), ours.encode(pixels)
+        return {"decode": _far(pixels, decoded), "encode": _far(vae.encode(pixels), encoded)}
+
+
+def rows(nodes: dict[str, Any]) -> dict[str, list[int]]:
+    """Rows of the plan that is shown after a run, and pictures in it: without guidance, with it, and with more."""
+    found = {}
+    for name, stock, run in (
+        ("guided", None, {}),
+        ("two at a scale of 1", None, {"cfg": 1.0, "batch": 2}),
+        ("one at a scale of 1", None, {"cfg": 1.0}),
+        ("perturbed", "PAG", {"batch": 3}),
+    ):
+        made, record = _ours(nodes, inside.patched(inside.model("sd15"), stock))
+        inside.sample(made, **run)
+        request = record.plans["denoise"].request
+        found[name] = [request.shape.rows, request.batch]
+    return found
+
+
+def peaks(nodes: dict[str, Any]) -> dict[str, list[int]]:
+    """Bytes that a step was planned to hold, and held as the allocator saw it, by the storage of the weights."""
+    found = {}
+    for storage in inside.STORAGE:
+        made, record = _ours(nodes, inside.model("sd15", storage), side=512)
+        inside.sample(made, side=64)
+        plan = next(stage for stage in record.plans["denoise"].stages if stage.name == "denoise")
+        found[storage] = [plan.held_bytes, max(one.peak_bytes for one in record.measured["denoise"])]
+    return found
+
+
+def _ours(nodes: dict[str, Any], model: Any, side: int = PIXELS) -> tuple[Any, Any]:
+    made: tuple[Any, Any] = nodes["LowVRAMOptimizeModel"]().optimize(model, "1024GB", side, side, 1)["result"]
+    return made
+
+
+def _error(work: Any) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / a.double().norm())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
