@@ -102,7 +102,8 @@ class Settings:
 
     precision: str | None = _knob(
         label="Precision",
-        help="number type of weights and arithmetic; fp16-storage keeps fp16 weights and computes in fp32 (GTX 16xx)",
+        help="how finely numbers are kept: fp16 and bf16 take half the memory of fp32; fp16-storage keeps half "
+        "the memory and computes in fp32 (GTX 16xx)",
         type=str,
         choices=("fp32", "tf32", "fp16", "bf16", "fp16-storage", "autocast-fp16", "autocast-bf16"),
         fidelity={
@@ -119,7 +120,8 @@ class Settings:
     )
     attention: str | None = _knob(
         label="Attention",
-        help="sdpa picks torch's kernel by size, head width and GPU; sliced and fused-softmax bound the score matrix",
+        help="how parts of the picture look at each other: sdpa takes the fastest kernel for the size and the "
+        "card; sliced and fused-softmax bound the memory that this takes",
         type=str,
         choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced"),
         fidelity=_ROUNDING,
@@ -127,8 +129,8 @@ class Settings:
         hook="attention",
     )
     attention_mib: int | None = _knob(
-        label="Attention slice",
-        help="largest block of attention scores held at once by sliced and fused-softmax",
+        label="Memory for attention",
+        help="the most that sliced and fused-softmax take for attention at once",
         type=int,
         minimum=1,
         maximum=65536,
@@ -138,7 +140,7 @@ class Settings:
     )
     deterministic: bool | None = _knob(
         label="Deterministic",
-        help="same seed, same bits, run after run: only attention kernels that proved it on this machine",
+        help="same seed, same picture to the last bit, run after run: only attention that proved it on this machine",
         type=bool,
         fidelity=_ROUNDING,
         stages=_ATTENDING,
@@ -146,7 +148,7 @@ class Settings:
     )
     channels_last: bool | None = _knob(
         label="Channels last",
-        help="memory format of convolutions; faster on recent GPUs and CPUs",
+        help="another layout of the picture in memory; faster on recent cards and processors",
         type=bool,
         fidelity=_ROUNDING,
         surfaces=_NOT_COMFYUI,
@@ -155,23 +157,24 @@ class Settings:
     )
     inference_mode: bool | None = _knob(
         label="Inference mode",
-        help="run the model without autograd's bookkeeping",
+        help="run the model without what only training needs",
         type=bool,
         fidelity=_BITWISE,
         surfaces=_NOT_COMFYUI,
         hook="inference_mode",
     )
     vae_slices: bool | None = _knob(
-        label="VAE slices",
-        help="decode and encode one picture of the batch at a time",
+        label="Decode one by one",
+        help="decode and encode the pictures of a batch one after the other",
         type=bool,
         fidelity=_ROUNDING,
         stages=_VAE,
         hook="vae_slices",
     )
     vae_tiles: str | None = _knob(
-        label="VAE tiles",
-        help="exact: strips with whole-image statistics, no seam and no colour shift; fast: blended overlapping tiles",
+        label="Decode in parts",
+        help="exact: strips that know the whole picture, no seam and no colour shift; fast: overlapping tiles, "
+        "blended, which may show",
         type=str,
         choices=("off", "exact", "fast"),
         fidelity={"off": _BITWISE, "exact": _ROUNDING, "fast": _APPROXIMATE},
@@ -179,16 +182,17 @@ class Settings:
         hook={"exact": "vae_exact", "fast": "vae_fast"},
     )
     vae_map: str | None = _knob(
-        label="VAE map",
-        help="where exact tiles keep the feature map: held on the device, parked in host memory, or recomputed",
+        label="Decoding waits",
+        help="where the unfinished picture waits while exact strips are made: held on the card, parked in RAM, "
+        "or recomputed, which takes no memory and more time",
         type=str,
         choices=("held", "parked", "recomputed"),
         fidelity=_ROUNDING,
         stages=_VAE,
     )
     vae_strip_mib: int | None = _knob(
-        label="VAE strip",
-        help="size of one strip of the exact tiles",
+        label="Memory for a strip",
+        help="how much of the picture is decoded at once by exact strips",
         type=int,
         minimum=1,
         maximum=1024,
@@ -197,8 +201,9 @@ class Settings:
         stages=_VAE,
     )
     decoder_device: str | None = _knob(
-        label="Decoder device",
-        help="where the VAE runs; auto takes the CPU only when the GPU cannot hold it",
+        label="Decode on",
+        help="what makes the finished picture: the card (gpu), the processor (cpu), or the processor only where "
+        "the card cannot hold it (auto)",
         type=str,
         choices=("gpu", "cpu", "auto"),
         fidelity=_ROUNDING,
@@ -206,9 +211,10 @@ class Settings:
         hook={"cpu": "offload"},
     )
     offload: str | None = _knob(
-        label="Offload",
-        help="weights on the device: all (none), one component, half a UNet (halves), as many blocks as weights_mib "
-        "holds, the rest streamed under the compute (blocks), or one layer at a time (layer)",
+        label="Model on the card",
+        help="how much of the model is on the card at once: all of it (none), one of its models (component), "
+        "half a UNet (halves), as much as weights_mib says while the rest comes when needed (blocks), or "
+        "one layer (layer)",
         type=str,
         choices=("none", "component", "layer", "halves", "blocks"),
         fidelity=_BITWISE,
@@ -216,8 +222,8 @@ class Settings:
         hook="offload",
     )
     feed_forward_chunks: int | None = _knob(
-        label="Feed-forward chunks",
-        help="the UNet's feed-forward layers over this many chunks of tokens; their hidden maps are 8 times as wide",
+        label="Feed-forward in parts",
+        help="work through the model's widest layers in this many parts; less memory for large pictures",
         type=int,
         minimum=1,
         maximum=1024,
@@ -226,8 +232,8 @@ class Settings:
         hook="feed_forward",
     )
     residual_strips: int | None = _knob(
-        label="Residual strips",
-        help="the UNet's residual blocks over this many strips of rows, with statistics of the whole picture",
+        label="Convolutions in strips",
+        help="work through the model's convolutions in this many strips of the picture; less memory for large pictures",
         type=int,
         minimum=1,
         maximum=1024,
@@ -236,8 +242,8 @@ class Settings:
         hook="residual_strips",
     )
     transformer_chunks: int | None = _knob(
-        label="Transformer chunks",
-        help="the UNet's transformer blocks over this many chunks of tokens; only keys and values are held whole",
+        label="Transformers in parts",
+        help="work through the model's transformers in this many parts of the picture; less memory for large pictures",
         type=int,
         minimum=1,
         maximum=1024,
@@ -246,8 +252,9 @@ class Settings:
         hook="transformer_chunks",
     )
     park_skips: bool | None = _knob(
-        label="Park skips",
-        help="the UNet's skip connections wait in host memory; with guidance in turn, so does the half not computed",
+        label="Wait in RAM",
+        help="what the model needs of the picture only later waits in RAM; with guidance in turn, so does the "
+        "half not computed",
         type=bool,
         fidelity=_BITWISE,
         stages=_UNET,
@@ -255,15 +262,17 @@ class Settings:
     )
     guidance_in_turn: bool | None = _knob(
         label="Guidance in turn",
-        help="the conditional and unconditional half one after the other inside each module of the UNet",
+        help="prompt and negative prompt one after the other inside the model, so that only one takes memory for "
+        "the picture",
         type=bool,
         fidelity=_ROUNDING,
         stages=_UNET,
         hook="guidance_in_turn",
     )
     weights_mib: int | None = _knob(
-        label="Weights on the device",
-        help="device memory for streamed weights: those that stay and the ring through which the others pass",
+        label="Keep of the model on the card",
+        help="keep this much of the model on the card and fetch the rest from RAM when it is needed; the less, "
+        "the slower",
         type=int,
         minimum=1,
         maximum=1048576,
@@ -273,14 +282,14 @@ class Settings:
     )
     split_layers: bool | None = _knob(
         label="Split layers",
-        help="streamed layers that are larger than the ring come and compute by output rows",
+        help="fetch layers in parts where they are larger than the room for them",
         type=bool,
         fidelity=_ROUNDING,
         surfaces=_NOT_COMFYUI,
     )
     weight_storage: str | None = _knob(
-        label="Weight storage",
-        help="weights kept in 8 bits, with a scale for each output channel, and widened when used",
+        label="Model in 8 bits",
+        help="keep the model in 8 bits, half the memory of fp16, and widen each layer when it is used",
         type=str,
         choices=("fp8", "int8"),
         fidelity=_APPROXIMATE,
@@ -289,8 +298,8 @@ class Settings:
         hook="weight_storage",
     )
     largest_mib: int | None = _knob(
-        label="Largest allocation",
-        help="plan nothing whose largest single allocation is above this, for devices that have such a limit",
+        label="Largest piece",
+        help="take no more memory than this in one piece, for cards that have such a limit",
         type=int,
         minimum=1,
         maximum=1048576,

@@ -75,25 +75,21 @@ class Argument:
 
 
 _OWN = (
-    Argument("enabled", "Enable", "optimise the runs that start here", "switch", False),
-    Argument("vram", "VRAM budget", 'such as "4GB" or "3.5 GiB"; empty: what is free now', "size", ""),
-    Argument("ram", "RAM budget", "for what waits in host memory; empty: what is free now", "size", ""),
+    Argument("enabled", "Enable", "make the pictures that start here within the budget", "switch", False),
+    Argument("vram", "Memory on the card", 'such as "4GB" or "3.5 GiB"; empty: what is free now', "size", ""),
+    Argument("ram", "Memory in RAM", "for what waits outside the card; empty: what is free now", "size", ""),
     Argument(
         "preset",
         "Preset",
-        "exact: as little as fits the budget; exact and fastest: also kernels and formats that are faster; smallest: "
-        "the least memory, however slow. All give the same picture but for rounding",
+        "exact: changes as little as the budget allows; exact and fastest: also what is only faster; smallest: the "
+        "least memory, however slow. All give the same picture",
         "choice",
         PRESETS[0],
         PRESETS,
     ),
 )
 
-ROWS = (
-    ("vram", "preset"),
-    ("attention", "vae_tiles", "decoder_device"),
-    ("deterministic", "weights_mib"),
-)
+IN_SIGHT = ("vram", "preset")
 """The arguments in sight in the panel; all others fold away under "Advanced"."""
 
 

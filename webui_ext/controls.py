@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gradio as gr
 
-from .arguments import ROWS, TITLE, Argument, arguments
+from .arguments import IN_SIGHT, TITLE, Argument, arguments
 
 
 def build(
@@ -38,9 +37,7 @@ def build(
     with accordion(value=values["enabled"], label=TITLE, elem_id=f"{tab}_sd_lowvram_enabled") as enabled:
         made["enabled"] = enabled
         line = gr.HTML(value="", elem_id=f"{tab}_sd_lowvram_prediction")
-        for names in ROWS:
-            row(names, info=False)
-        gr.HTML(value=_explained([known[name] for names in ROWS for name in names]))
+        row(IN_SIGHT, info=False)
         with gr.Accordion("Advanced", open=False):
             rest = [name for name in known if name not in made]
             for start in range(0, len(rest), 3):
@@ -60,9 +57,3 @@ def _component(argument: Argument, elem_id: str, value: Any, info: bool, visible
     if argument.kind == "number":
         return gr.Number(precision=0, **told, **common)
     return gr.Dropdown(choices=list(argument.choices), **told, **common)
-
-
-def _explained(arguments: Sequence[Argument]) -> str:
-    """What the arguments in sight mean, folded away: beside each control it would tear the rows apart."""
-    told = "".join(f"<li><b>{html.escape(one.label)}</b>: {html.escape(one.help)}</li>" for one in arguments)
-    return f"<details><summary>What these do</summary><ul>{told}</ul></details>"

@@ -21,10 +21,10 @@ from sd_lowvram.units import format_size
 _SETTLE_SECONDS = 0.3
 _KEPT = 256
 _WEIGHTS = {
-    "component": "one model's weights on the device at a time",
-    "halves": "half of the UNet's weights on the device at a time",
-    "blocks": "weights streamed by blocks",
-    "layer": "weights streamed by layers",
+    "component": "one part of the model on the card at a time",
+    "halves": "half of the model on the card at a time",
+    "blocks": "part of the model stays on the card, the rest comes when needed",
+    "layer": "one layer of the model on the card at a time, the slowest way",
 }
 
 _known: OrderedDict[Hashable, str] = OrderedDict()
@@ -66,13 +66,13 @@ def sentence(make: Callable[[], Plan], size: str) -> str:
     try:
         plan = make()
     except BudgetError as error:
-        return _line("does not fit", f"{size}: does not fit. {error}")
+        return _line("does not fit", f"{size} does not fit: {error}")
     except LowVRAMError as error:
         return complaint(f"{size}: {error}")
     predicted = plan.predicted
     total = format_size(predicted.peak_bytes + predicted.overhead_bytes)
     steps = plan.request.steps
-    text = f"{size}: fits. Peak {total} of {format_size(plan.request.vram)}, reached in {predicted.stage}; "
+    text = f"{size} fits: {total} of {format_size(plan.request.vram)}, "
     text += f"about {_time(predicted.seconds)} for {steps} step{'s' if steps != 1 else ''}"
     return _line("fits", "; ".join([text, *_chosen(plan)]))
 
@@ -82,9 +82,9 @@ def _chosen(plan: Plan) -> list[str]:
     settings = plan.settings
     told = [] if settings.offload in (None, "none") else [_WEIGHTS.get(settings.offload, settings.offload)]
     if settings.vae_tiles == "exact":
-        told.append("VAE by exact strips")
+        told.append("decoded in exact strips")
     if settings.decoder_device == "cpu":
-        told.append("decoding on the CPU")
+        told.append("decoded on the processor")
     return told
 
 

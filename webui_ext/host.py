@@ -157,15 +157,18 @@ def precision_of_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_the_type_it_computes_in(found: Anatomy) -> Iterator[None]:
-    """Within the block ldm's UNet starts in the type in which it computes, where the host leaves that to autocast, of
-    which a trace has none: what autocast holds in float32 for the moment of a norm is not foretold."""
+    """Within the block, which traces, ldm's UNet starts in the type in which it computes, where the host leaves that to
+    autocast: what that holds in float32 for the moment of a norm is not foretold. Weights of 8 bits are widened as
+    they are for the host, in a type as wide."""
     unet: Any = found.unet
     before = vars(unet).get("dtype") if unet is not None else None
     if not isinstance(before, torch.dtype):
         yield
         return
     unet.dtype = found.computes.get(found.denoiser or "", next(unet.parameters()).dtype)
+    widened = torch.autocast("cpu", torch.bfloat16, enabled=bool(getattr(devices, "fp8", False)))
     try:
-        yield
+        with widened:
+            yield
     finally:
         unet.dtype = before
