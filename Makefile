@@ -11,7 +11,8 @@ BIN := $(VENV)/Scripts
 else
 BIN := $(VENV)/bin
 endif
-PIP := $(BIN)/python -m pip
+# What pip does goes beside what the commands print; its lines show that a first install lives.
+PIP := >&2 $(BIN)/python -m pip --disable-pip-version-check
 
 # Taken as typed: a dollar sign or a quote in a prompt reaches the program unchanged.
 override PROMPT := $(value PROMPT)
@@ -72,8 +73,10 @@ $(VENV)/.python:
 
 # torch comes first and by itself, so that an environment with a build of its own choice keeps it.
 $(VENV)/.standalone: $(VENV)/.python pyproject.toml constraints.txt
-	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt -e '.[standalone]'
+	@echo 'first install, 1 of 2: torch, which takes some minutes' >&2
+	@$(PIP) install -c constraints.txt torch
+	@echo 'first install, 2 of 2: what reads models and draws pictures' >&2
+	@$(PIP) install -c constraints.txt -e '.[standalone]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.standalone

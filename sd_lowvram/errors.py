@@ -80,7 +80,9 @@ class BudgetError(LowVRAMError):
 
 
 class NoSiteError(LowVRAMError):
-    """A hook found nothing in the model to act on."""
+    """A hook found nothing in the model to act on, or cannot act on the device."""
+
+    exit_code = 2
 
 
 class ConflictError(LowVRAMError):

@@ -49,10 +49,13 @@ def _show(found: dict[str, Any]) -> None:
         machine.add_row("GPU", f"{gpu['name']}, {format_size(memory['free'])} of {format_size(memory['total'])} free")
         machine.add_row("driver", gpu["driver"] or "unknown")
     if not found["gpus"]:
-        machine.add_row("GPU", "none that torch can use: pictures are computed on the CPU")
+        none = "none that torch can use: pictures are computed on the CPU"
+        machine.add_row("GPU", none if found["device"] == "cpu" else found["device"])
     ram = found["ram"]
     machine.add_row("RAM", f"{format_size(ram['free'])} of {format_size(ram['total'])} free")
     machine.add_row("torch", found["torch"])
+    for support in found["support"]:
+        machine.add_row(support["level"], f"{support['name']}: {support['sentence']}")
     console.print(machine)
     if found["attention"]:
         table = Table("attention", "runs here", "same bits every time", title="")

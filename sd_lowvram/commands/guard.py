@@ -54,7 +54,8 @@ def as_typed(message: str) -> str:
 
 def _is_out_of_memory(error: Exception) -> bool:
     torch: Any = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)
+    told = isinstance(error, RuntimeError) and "out of memory" in str(error)  # as Apple's GPUs say it
+    return torch is not None and (told or isinstance(error, torch.cuda.OutOfMemoryError))
 
 
 def _end(code: int, message: str, debug: bool) -> NoReturn:

@@ -125,8 +125,11 @@ def _load(job: Job, path: Path) -> tuple[Any, torch.device]:
     import torch
 
     from ..devices.info import default_device
+    from ..devices.support import check_measuring
 
     device = torch.device(check_device(job.device)) if job.device else default_device()
+    if job.memory_plot:
+        check_measuring(device)
     wide = device.type == "cpu" or job.settings.precision in _WIDE
     dtype = torch.float32 if wide else torch.float16
     pipe: Any = load_pipeline(path, job.task, dtype, allow_pickle=job.allow_pickle, prediction=job.prediction)

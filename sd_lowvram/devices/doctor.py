@@ -11,6 +11,7 @@ from typing import Any
 
 from ..checkpoints.inspection import DEMO
 from .info import default_device, gpus, host_memory
+from .support import support_of, support_of_system
 
 _PACKAGES = {
     "psutil": ("host memory is only guessed", "pip install psutil"),
@@ -27,7 +28,7 @@ _SPILLS = (
 
 
 def examine(probe: bool = True) -> dict[str, Any]:
-    """What was found, as plain values: "gpus", "ram", "torch", "python", "attention", "warnings", "missing".
+    """What was found, as plain values: "support", "gpus", "ram", "torch", "python", "attention", "warnings", "missing".
 
     Sizes are bytes. ``probe`` runs every attention backend 20 times and compares the bits (some seconds).
     """
@@ -42,6 +43,7 @@ def examine(probe: bool = True) -> dict[str, Any]:
     ]
     return {
         "device": str(device),
+        "support": [asdict(one) for one in (support_of(device), support_of_system()) if one],
         "gpus": [gpu.as_dict() for gpu in found],
         "ram": asdict(host_memory()),
         "torch": torch.__version__,

@@ -63,12 +63,16 @@ def _warn_missing(package: str, instead: str) -> None:
 
 
 def device_memory(device: torch.device) -> Memory:
-    """Memory of ``device``: of the GPU, or on a CPU the host's, which is the device there.
+    """Memory of ``device``: of the GPU, what an Apple GPU may take of the host's, or on a CPU the host's.
 
     What torch holds in its cache counts as free: the next tensor can have it.
     """
     import torch
 
+    if device.type == "mps":
+        return _apple_memory()
+    if device.type == "xpu":
+        return _intel_memory(device)
     if device.type != "cuda":
         return host_memory()
     free, total = torch.cuda.mem_get_info(device)
@@ -77,6 +81,28 @@ def device_memory(device: torch.device) -> Memory:
         total, free = min(total, seen.total), min(free, seen.free)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return Memory(total, min(total, free + cached))
+
+
+def _apple_memory() -> Memory:
+    """An Apple GPU's share of the memory that it has in common with the host."""
+    import torch
+
+    host = host_memory()
+    share = getattr(torch.mps, "recommended_max_memory", lambda: host.total)()  # torch 2.5 tells
+    total = min(share, host.total)
+    taken = torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory()
+    return Memory(total, min(total, max(0, share - torch.mps.current_allocated_memory()), host.free + taken))
+
+
+def _intel_memory(device: torch.device) -> Memory:
+    import torch
+
+    total = int(torch.xpu.get_device_properties(device).total_memory)
+    taken = torch.xpu.memory_reserved(device)
+    if hasattr(torch.xpu, "mem_get_info"):  # torch 2.8; before, other programs are not seen
+        taken = total - torch.xpu.mem_get_info(device)[0]
+    cached = torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
+    return Memory(total, min(total, max(0, total - taken + cached)))
 
 
 def free_vram(device: torch.device) -> int:

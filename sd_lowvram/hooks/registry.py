@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from ..devices.support import support_of
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch
 from ..settings import Knob, Preset, Settings
 from ..streaming.timing import Timing
+from .offload import STREAMED
 
 Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
 
@@ -63,6 +65,8 @@ def applicable(settings: Settings, anatomy: Anatomy, device: torch.device) -> Se
 
 def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: torch.device) -> bool:
     """Whether a knob that is about some stages has one of them in the target, and its hook a site."""
+    if knob.hook == "offload":
+        return value not in STREAMED or support_of(device).streams
     if not knob.stages:
         return True
     names = anatomy.components

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..devices.support import check_measuring
 from ..memory.measured import allocator_events, allocator_profile
 from ..memory.storage_refs import Deaths
 from ..models.anatomy import Anatomy
@@ -97,10 +98,11 @@ def measured(target: Any) -> Iterator[Run]:
     grows by a few microseconds an operator, and only the calling thread is seen.
 
     Raises:
-        BadInputError: a target of no known family.
+        BadInputError: a target of no known family, or a device whose memory is not recorded.
     """
     anatomy, run = anatomy_of(target), Run()
     device = _device_of(target, anatomy)
+    check_measuring(device)
     watch = _OnGpu(device) if device.type == "cuda" else _OnCpu(anatomy)
     with contextlib.ExitStack() as stack:
         for name, component in anatomy.components.items():

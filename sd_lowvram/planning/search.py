@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ..devices.support import check_streaming, support_of
 from ..errors import BudgetError, LowVRAMError
 from ..hooks.offload import STREAMED
 from ..hooks.precision import precision_fidelity
@@ -116,6 +117,8 @@ class Search:
             self.storages.append("int8")  # nearer to the full weights than fp8, and of the same size
         if settings.weights_mib is not None and anatomy.denoiser is not None:
             settings = settings.filled(offload="blocks")
+        if settings.offload in STREAMED:
+            check_streaming(request.device, settings.offload)
         self.fixed = settings
         self.tiled = anatomy.vae is not None and dissect(anatomy.vae) is not None
         self.decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
@@ -369,6 +372,8 @@ class Search:
         return [base for base in self._placements if base.offload == self._placements[-1].offload]
 
     def _offloads(self) -> tuple[str, ...]:
+        if not support_of(self.request.device).streams:
+            return "none", "component"
         streams = self.pricing.anatomy.denoiser is not None
         return ("none", "component", "blocks", "halves", "layer") if streams else ("none", "component", "layer")
 
