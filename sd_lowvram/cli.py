@@ -16,6 +16,7 @@ from .commands.bench import bench
 from .commands.doctor import doctor
 from .commands.generate import generate
 from .commands.install import install
+from .commands.interrupts import remember_interrupts
 from .commands.one_line import OneLine
 from .commands.plan import plan
 from .commands.streams import open_all
@@ -62,6 +63,7 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     open_all()
+    remember_interrupts()
     try:
         app(prog_name="sd-lowvram")
     finally:

@@ -326,6 +326,39 @@ def test_interrupted_in_the_middle(model, tmp_path, repeat):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+SWALLOWED = """
+import os, signal, sys
+from sd_lowvram.commands import paint
+from sd_lowvram.errors import CheckpointError
+signal.signal(signal.SIGINT, signal.default_int_handler)
+load = paint.load_pipeline
+def interrupted(*given, **options):
+    pipe = load(*given, **options)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            pass
+    except KeyboardInterrupt:
+        if THEN == "raise":
+            raise CheckpointError("half imported") from None
+    return pipe
+paint.load_pipeline = interrupted
+from sd_lowvram.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("then", ["raise", "return"])
+def test_an_interrupt_that_a_library_swallows_is_heeded(model, tmp_path, then):
+    program = SWALLOWED.replace("THEN", repr(then))
+    arguments = [sys.executable, "-c", program, "generate", "apple", "--model", str(model), "-o", "a.png"]
+    done = subprocess.run(
+        arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 130 and done.stderr.endswith("sd-lowvram: interrupted\n"), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_same_seed_same_bits(model, tmp_path, here):
     for name in ("a.png", "b.png"):
         here("generate", "an apple", "--model", model, "--steps", 2, "--seed", 3, "-o", name)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from ..errors import BadInputError, LowVRAMError
 from ..settings import knobs
+from .interrupts import interrupted
 from .streams import give_up_stdout, note, tell
 
 INTERRUPTED, BUDGET, OURS = 130, 3, 1
@@ -63,6 +64,8 @@ def _end(code: int, message: str, debug: bool) -> NoReturn:
         import traceback
 
         traceback.print_exc()
+    if interrupted():  # whatever else went wrong came of it
+        code, message = INTERRUPTED, "interrupted"
     tell(message)
     raise SystemExit(code)
 

@@ -16,6 +16,7 @@ from ..demo.things import unknown_words
 from ..errors import BadInputError, LowVRAMError
 from .early import check_floor, known_budget
 from .inputs import Job
+from .interrupts import heed_interrupts
 from .memory_plot import check_plot, draw, measured_run
 from .noise import drawn_in_float32
 from .pictures import check_writable, output_paths, parameters_text, save_picture
@@ -49,6 +50,7 @@ def paint(job: Job, console: Console) -> dict[str, Any]:
     started = time.perf_counter()
     with console.status("loading"):
         pipe, device = _load(job, path)
+    heed_interrupts()
     loaded = time.perf_counter()
     job = _sized(job, pipe, images)
     check_writable(files[0], job.batch * ((job.width or 0) * (job.height or 0) * 4 + (64 << 10)))
@@ -208,6 +210,7 @@ def _after_step(steps: int, update: Callable[[str, int, int], None]) -> Callable
     update("steps", 0, steps)
 
     def after(_: Any, step: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
+        heed_interrupts()
         update("steps", step + 1, steps)
         if step + 1 >= steps and not values["latents"].isfinite().all():
             raise LowVRAMError("the model computed values beyond its number type: try --precision fp32 or bf16")

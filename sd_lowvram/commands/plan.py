@@ -15,6 +15,7 @@ from ..checkpoints.inspection import configuration
 from ..settings import Settings
 from .early import check_floor
 from .guard import guarded
+from .interrupts import heed_interrupts
 from .knobs import with_knobs
 from .plan_cache import remembered
 from .values import (
@@ -119,6 +120,7 @@ def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     machine = _machine(asked)
     with meanwhile(lambda: _weigh_ahead(asked, machine, settings), awaited=False):
         anatomy, request = _request(asked, machine)
+        heed_interrupts()
         return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | _rates(request)
 
 

@@ -1,0 +1,30 @@
+"""Ctrl-C, which some libraries swallow while they are imported: it is remembered, and heeded afterwards."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, NoReturn
+
+_came: list[int] = []
+
+
+def remember_interrupts() -> None:
+    """Remember each interrupt beside raising KeyboardInterrupt; where they are ignored, they stay so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, _: Any) -> NoReturn:
+    _came.append(number)
+    raise KeyboardInterrupt
+
+
+def interrupted() -> bool:
+    """Whether one came, be it that nobody has seen it."""
+    return bool(_came)
+
+
+def heed_interrupts() -> None:
+    """Raise KeyboardInterrupt if one came that was swallowed."""
+    if _came:
+        raise KeyboardInterrupt
