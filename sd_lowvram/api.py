@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .errors import BadInputError
 from .hooks.precision import force_upcast
+from .memory.threads import one_at_a_time
 from .planning.max_size import largest_plans
 from .planning.plan import Plan
 from .planning.replan import guard
@@ -83,16 +84,17 @@ def optimize(
 def _attach(target: Any, request: Request, settings: Settings, approximate: bool) -> Plan:
     """Plan ``request`` and attach it in place of what is attached to ``target``."""
     chosen = make_plan(anatomy_of(target), request, settings, approximate)
-    restore(target)
-    with host_budget(chosen.request.ram - max(stage.parked_bytes for stage in chosen.stages)):
-        attachment = attach(target, chosen.settings, chosen.request.device, chosen.timing)
-    attachment.plan = chosen
 
     def replan(width: int, height: int, batch: int, passes: int) -> None:
         came = dataclasses.replace(request, width=width, height=height, batch=batch, passes=passes)
         _attach(target, came, settings, approximate)
 
-    attachment.add(guard(attachment.anatomy, request, replan))
+    parked = max(stage.parked_bytes for stage in chosen.stages)
+    with one_at_a_time(), host_budget(chosen.request.ram - parked):
+        restore(target)
+        attachment = attach(target, chosen.settings, chosen.request.device, chosen.timing)
+        attachment.plan = chosen
+        attachment.add(guard(attachment.anatomy, request, replan))
     return chosen
 
 

@@ -8,9 +8,9 @@ somebody else has wrapped around a slot keeps working when ours is gone.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,23 +159,34 @@ def roles_of(owner: Any) -> tuple[tuple[str, str, str], ...]:
     return tuple((slot.attribute, patch.hook, patch.role) for slot in slots for patch in slot.patches)
 
 
-@contextmanager
-def unpatched(owner: Any) -> Iterator[None]:
-    """Within the block ``owner`` has nothing of ours in its ``__dict__``: a copy made there is a plain one."""
-    here = vars(owner)
-    held = dict(here)
-    here.pop(RECORD, None)
-    for name, slot in here.pop(_SLOTS, {}).items():
-        if slot.before is _ABSENT:
-            here.pop(name, None)
-        else:
-            here[name] = slot.before
-    try:
-        yield
-    finally:
-        if len(held) != len(here) or _SLOTS in held:
-            here.clear()
-            here.update(held)
+def copied_without(owners: Iterable[Any], memo: dict[int, Any]) -> Callable[[], None]:
+    """Have ``copy.deepcopy`` leave out what is ours on ``owners``, which stay as they are.
+
+    Args:
+        memo: for ``copy.deepcopy``.
+
+    Returns:
+        what is to be called when all have been copied.
+    """
+    patched = [owner for owner in owners if _SLOTS in vars(owner) or RECORD in vars(owner)]
+    for owner in patched:
+        here = vars(owner)
+        slots = here.get(_SLOTS, {})
+        ours = [here.get(RECORD), here.get(_SLOTS), *(slot.installed for slot in slots.values())]
+        memo.update({id(one): _ABSENT for one in ours if isinstance(one, (list, _Slots, Trampoline))})
+
+    def finish() -> None:
+        for owner in patched:
+            copied = vars(memo[id(owner)])
+            copied.pop(RECORD, None)
+            copied.pop(_SLOTS, None)
+            for name, slot in vars(owner).get(_SLOTS, {}).items():
+                if slot.before is _ABSENT:
+                    copied.pop(name, None)
+                else:
+                    copied[name] = copy.deepcopy(slot.before, memo)
+
+    return finish
 
 
 def is_foreign(owner: Any, attribute: str) -> bool:

@@ -6,17 +6,20 @@ The record of what is attached lives on the target itself, so that both are free
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from .errors import LowVRAMError
 from .hooks.registry import active_hooks, applicable
+from .memory.threads import one_at_a_time
 from .models import dissect
 from .models.anatomy import Anatomy
 from .models.support import refusal
-from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch
+from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch, wrap
 from .settings import Settings
 from .streaming.timing import Timing
 
@@ -48,7 +51,8 @@ class Attachment:
             self._steps = [step for hook in hooks for step in hook(self.anatomy, self.settings, self.device)]
 
     def apply(self) -> None:
-        """Set every patch; when one fails, none stays.
+        """Set every patch; when one fails, none stays. Calls of the components wait for each other from now on, where
+        they come in several threads.
 
         Raises:
             NoSiteError, ConflictError, SettingsError: before anything has been set.
@@ -61,6 +65,7 @@ class Attachment:
             for step in self._steps:
                 self._undo.append(step.apply() if isinstance(step, Change) else set_patch(step))
                 self.sites[step.hook] = self.sites.get(step.hook, 0) + 1
+            self.add(self._in_turn())
         except BaseException:
             self.undo()
             raise
@@ -68,6 +73,18 @@ class Attachment:
     def add(self, patches: Iterable[Patch]) -> None:
         """Set further patches, outside those that are set already."""
         self._undo.extend(set_patch(patch) for patch in patches)
+
+    def _in_turn(self) -> Iterator[Patch]:
+        for name, component in self.anatomy.components.items():
+            for entry in self.anatomy.entries[name]:
+                yield wrap(component, entry, functools.partial(self._alone, component, entry), "threads")
+
+    def _alone(self, component: nn.Module, entry: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``original`` when no other thread is in a call of a model that carries hooks."""
+        with one_at_a_time():
+            if self._undo:
+                return original(*args, **kwargs)
+        return getattr(component, entry)(*args, **kwargs)  # this has been taken off while the thread waited
 
     def undo(self) -> None:
         """Take everything off, last set first off; an error in one undoing does not keep the others from running."""
@@ -99,8 +116,9 @@ def attach(target: Any, settings: Settings, device: torch.device, timing: Timing
         timing: how long a step's modules take, from the plan: what weights stay is chosen by it.
     """
     attachment = Attachment(anatomy_of(target), settings, device, timing)
-    attachment.apply()
-    vars(target).setdefault(RECORD, []).append(attachment)
+    with one_at_a_time():
+        attachment.apply()
+        vars(target).setdefault(RECORD, []).append(attachment)
     return attachment
 
 
@@ -117,23 +135,28 @@ def prepare(target: Any, settings: Settings, device: torch.device) -> Attachment
 
 @contextlib.contextmanager
 def entered(target: Any, attachment: Attachment) -> Iterator[None]:
-    """Within the block ``target`` runs with an attachment from :func:`prepare`; it may be entered again and again."""
-    attachment.apply()
-    vars(target).setdefault(RECORD, []).append(attachment)
-    try:
-        yield
-    finally:
-        detach(target, attachment)
+    """Within the block ``target`` runs with an attachment from :func:`prepare`; it may be entered again and again.
+
+    It is one call's: other threads that call a model with hooks wait until it ends.
+    """
+    with one_at_a_time():
+        attachment.apply()
+        vars(target).setdefault(RECORD, []).append(attachment)
+        try:
+            yield
+        finally:
+            detach(target, attachment)
 
 
 def detach(target: Any, attachment: Attachment) -> None:
     """Take one attachment off, in whatever order they came."""
-    records = vars(target).get(RECORD, [])
-    if attachment in records:
-        records.remove(attachment)
-        if not records:
-            del vars(target)[RECORD]
-    attachment.undo()
+    with one_at_a_time():
+        records = vars(target).get(RECORD, [])
+        if attachment in records:
+            records.remove(attachment)
+            if not records:
+                del vars(target)[RECORD]
+        attachment.undo()
 
 
 def attachments(target: Any) -> list[Attachment]:
@@ -143,7 +166,7 @@ def attachments(target: Any) -> list[Attachment]:
 
 def restore(target: Any) -> None:
     """Take everything of ours off ``target``, bit for bit; nothing happens when there is nothing."""
-    with contextlib.ExitStack() as stack:
+    with one_at_a_time(), contextlib.ExitStack() as stack:
         for attachment in attachments(target):
             stack.callback(detach, target, attachment)
 

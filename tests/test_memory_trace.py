@@ -255,12 +255,14 @@ def test_copies_within_composite_operators_cross_between_the_accounts():
     assert once.copied_bytes == twice.copied_bytes == 3 * 8 * 4 * 4
 
 
-@torch.no_grad()
-def test_gradients_are_followed_when_the_caller_wants_them():
-    model = net().eval()
-    plain = trace(model, torch.empty(1, 4, 32, 32)).activation_peak_bytes
-    with torch.enable_grad():
-        assert trace(model, torch.empty(1, 4, 32, 32)).activation_peak_bytes > plain
+def test_gradients_are_followed_only_when_the_callable_asks():
+    model, image = net().eval(), torch.empty(1, 4, 32, 32)
+    with torch.no_grad():
+        plain = trace(model, image).activation_peak_bytes
+    assert torch.is_grad_enabled() and trace(model, image).activation_peak_bytes == plain
+    assert not trace(model, image).output.requires_grad
+    training = trace(torch.enable_grad()(model.forward), image)
+    assert training.activation_peak_bytes > plain and training.output.requires_grad
 
 
 @torch.no_grad()

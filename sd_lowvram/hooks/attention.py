@@ -25,7 +25,7 @@ from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend
 from ..kernels.attention.problem import problem_of
-from ..kernels.attention.torch_kernels import BUILTIN
+from ..kernels.attention.torch_kernels import BUILTIN, TORCHS_ATTENTION
 from ..models.anatomy import Anatomy, Site, Verbs
 from ..patches import Patch, wrap
 from ..settings import Settings
@@ -152,22 +152,20 @@ class Redirect(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
         self._busy = False
+        self._answering = contextlib.ExitStack()
 
     def __enter__(self) -> Redirect:
-        # Somebody else's function in torch.nn.functional (a trace's, another library's) is out of a mode's sight. Then
-        # there is no mode: it would slow every access of a trace to a shape down.
-        self._theirs = torch.nn.functional.scaled_dot_product_attention
-        if self._theirs is BUILTIN:
-            super().__enter__()
+        # Another function that answers here (a trace's), or somebody else's in torch.nn.functional, is out of a mode's
+        # sight. Then there is no mode: it would slow every access of a trace to a shape down.
+        if TORCHS_ATTENTION.answered() or TORCHS_ATTENTION.function() is not BUILTIN:
+            self._answering.enter_context(TORCHS_ATTENTION.to(self.attend))
         else:
-            torch.nn.functional.scaled_dot_product_attention = self.attend  # type: ignore[assignment]
+            self._answering.push(super().__exit__)
+            super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._theirs is BUILTIN:
-            super().__exit__(*error)
-        else:
-            torch.nn.functional.scaled_dot_product_attention = self._theirs
+        self._answering.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self.attend if func is BUILTIN and not self._busy else func)(*args, **(kwargs or {}))
@@ -188,8 +186,6 @@ class Redirect(TorchFunctionMode):
         self.calls += 1
         scale = self.scale if scale is None else scale
         self._busy = True
-        here = torch.nn.functional.scaled_dot_product_attention
-        torch.nn.functional.scaled_dot_product_attention = self._theirs  # a trace books the kernels that we choose
         try:
             if query.dim() != 4 or dropout_p or _trains(query, key, value, attn_mask):
                 self.ran["torch"] += 1
@@ -203,7 +199,6 @@ class Redirect(TorchFunctionMode):
             with _as_autocast(query, key, value, attn_mask) as (q, k, v, mask):
                 return self._run(q, k, v, mask, scale)
         finally:
-            torch.nn.functional.scaled_dot_product_attention = here
             self._busy = False
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

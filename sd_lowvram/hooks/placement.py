@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import host_account, to_device, to_host
-from ..memory.accounts import mark_host, unmark_host
-from ..streaming.device_io import run_at
+from ..memory.accounts import mark_host, tracing, unmark_host
+from ..streaming.device_io import refuse_unseen, run_at
 from ..weights import all_tensors, first_tensor, map_tensors, set_data
 
 
@@ -68,13 +68,29 @@ def _moved(components: list[nn.Module], move: Callable[[Tensor], Tensor]) -> Cal
 
 class Residency:
     """The one component whose weights are on the device now. They move rather than being copied, so that what is
-    fused into them while they are there comes back with them."""
+    fused into them while they are there comes back with them. Fake weights in a trace move apart from real ones."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.resident: nn.Module | None = None
+        self._real: nn.Module | None = None
+        self._fake: tuple[nn.Module, Any] | None = None
+
+    @property
+    def resident(self) -> nn.Module | None:
+        if not tracing():
+            return self._real
+        component, first = self._fake or (None, None)
+        return component if component is not None and next(component.parameters(), None) is first else None
+
+    @resident.setter
+    def resident(self, component: nn.Module | None) -> None:
+        if not tracing():
+            self._real = component
+        else:  # of an earlier trace, whose tensors are gone, nothing is here
+            self._fake = None if component is None else (component, next(component.parameters(), None))
 
     def run(self, component: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        refuse_unseen(component)
         if self.resident is not component:
             self.evict()
             self.resident = component

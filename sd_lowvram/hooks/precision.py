@@ -7,6 +7,7 @@ fp16 is broken, as in AUTOMATIC1111's upcast sampling. Fidelity: a wider type is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NoSiteError, SettingsError
 from ..memory.fake_mode import fake_empty
+from ..memory.threads import Shared
 from ..models.anatomy import Anatomy
 from ..models.latents import dtype_of
 from ..patches import Change, Patch, value, wrap
@@ -231,16 +233,23 @@ def _tf32(anatomy: Anatomy, device: torch.device) -> Iterator[Patch]:
         raise SettingsError(f"precision='tf32' needs an NVIDIA GPU and the device is {device}: use fp32")
 
     def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        before = matmul.allow_tf32, cudnn.allow_tf32
-        matmul.allow_tf32 = cudnn.allow_tf32 = True
-        try:
+        with _tf32_on():
             return original(*args, **kwargs)
-        finally:
-            matmul.allow_tf32, cudnn.allow_tf32 = before
 
     for name, component in anatomy.components.items():
         yield from (wrap(component, entry, run, "precision") for entry in anatomy.entries[name])
+
+
+@contextlib.contextmanager
+def _allow_tf32() -> Iterator[None]:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = True
+    yield
+    matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+_tf32_on = Shared(_allow_tf32)
 
 
 def _widened_layers(component: nn.Module) -> Iterator[Patch]:

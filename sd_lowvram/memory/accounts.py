@@ -88,6 +88,11 @@ def traced_device(device: torch.device) -> Iterator[None]:
         _state.traced_device = before
 
 
+def tracing() -> bool:
+    """Whether this thread runs a trace."""
+    return _state.traced_device is not None
+
+
 def actual_device(device: torch.device | str) -> torch.device:
     """The device to allocate on when ``device`` is meant: the trace's own while one runs."""
     return _state.traced_device or torch.device(device)

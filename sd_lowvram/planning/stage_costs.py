@@ -22,6 +22,7 @@ from ..hooks.offload import STREAMED, policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
 from ..memory import kernels_of
 from ..memory.accounts import unmark_host
+from ..memory.threads import one_at_a_time
 from ..models.anatomy import Anatomy
 from ..settings import Settings
 from ..streaming.layers import Layer, layers_of
@@ -138,7 +139,8 @@ class Costs:
 
     @functools.cached_property
     def _twin(self) -> Anatomy:
-        return twin(self._anatomy, self._mode)
+        with one_at_a_time():
+            return twin(self._anatomy, self._mode)
 
     @functools.cached_property
     def _fitting(self) -> Fitting:
@@ -164,7 +166,8 @@ class Costs:
     def quantised(self) -> frozenset[str]:
         """Components of which weights can be stored in 8 bits."""
         names = self._anatomy.components
-        return frozenset(name for name in names if quantised_layers(self._anatomy, name, as_loaded=True))
+        with one_at_a_time():
+            return frozenset(name for name in names if quantised_layers(self._anatomy, name, as_loaded=True))
 
     def _weigh(self, name: str, settings: Settings) -> Weights:
         component = self._twin.components[name]
@@ -257,7 +260,8 @@ class Costs:
     def _is_shortened(self, stage: Stage, settings: Settings) -> bool:
         """Whether a short trace leaves calls out; asked without the twin, which what is remembered does not need."""
         if stage.component not in self._shortened:
-            self._shortened[stage.component] = bool(equal_modules(self._anatomy.components[stage.component]))
+            with one_at_a_time():
+                self._shortened[stage.component] = bool(equal_modules(self._anatomy.components[stage.component]))
         return bool(settings.guidance_in_turn) or self._shortened[stage.component]
 
     def _trace(self, stage: Stage, settings: Settings, whole: bool, timing: Timing | None) -> Cost:
@@ -307,7 +311,8 @@ class Costs:
 
     def _kind(self, component: str) -> str:
         if component not in self._fingerprints:
-            self._fingerprints[component] = _fingerprint(self._anatomy.components[component])
+            with one_at_a_time():
+                self._fingerprints[component] = _fingerprint(self._anatomy.components[component])
         return self._fingerprints[component]
 
     def _place(self, component: str, what: str, settings: Settings) -> Path | None:

@@ -6,11 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ..errors import LowVRAMError
 from ..memory import host_account, to_device
-from ..memory.accounts import actual_device
+from ..memory.accounts import actual_device, tracing
 from ..weights import first_tensor, map_tensors
+
+
+def refuse_unseen(component: nn.Module) -> None:
+    """Keep a trace from moving real weights: of a model that it does not know of it would leave nothing.
+
+    Raises:
+        LowVRAMError: a trace calls ``component``, whose weights it has not exchanged for fake ones.
+    """
+    if tracing() and not isinstance(next(component.parameters(), None), FakeTensor):
+        raise LowVRAMError(
+            f"{type(component).__name__} streams its weights and is hidden from trace(): give it among the arguments"
+        )
 
 
 def run_at(device: torch.device, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,10 +28,11 @@ from torch import Tensor, nn
 
 from ..errors import LowVRAMError
 from ..memory.fake_mode import active_fake_mode
+from ..memory.threads import one_at_a_time
 from ..patches import Patch, set_patch, take_off, wrap
 from . import weight_scopes as lending
 from .copier import Copier
-from .device_io import looked_up, run_at
+from .device_io import looked_up, refuse_unseen, run_at
 from .host_residency import Settled
 from .layers import Layer, contents, layers_of, signature, version
 from .layout import STAYING, Layout, Policy, lay_down
@@ -85,7 +87,7 @@ class Stream:
         self._roles: dict[int, tuple[int, ...] | None] = {}
         self._layout: Layout | None = None
         self._copier = Copier(torch.device("cpu"))
-        self._depth = 0
+        self._thread: int | None = None
         self._seen: dict[int, None] = {}
         self._last: int | None = None
         self._room_taken: torch.cuda.Event | None = None
@@ -133,7 +135,7 @@ class Stream:
 
     @property
     def running(self) -> bool:
-        return self._depth > 0
+        return self._thread is not None
 
     @property
     def device_bytes(self) -> int:
@@ -141,23 +143,28 @@ class Stream:
         return self._layout.bytes if self._layout is not None and self._layout.open else 0
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call one of the models through one of its entries."""
-        if self._depth:
+        """Call one of the models through one of its entries; another thread's call waits until this one has ended."""
+        if self._runs_here():
             return original(*args, **kwargs)
-        try:
-            self._begin()
-            self._depth = 1
-            result = run_at(self._device, original, *args, **kwargs)
-            self._end()
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            self._depth = 0
+        refuse_unseen(next(iter(self._components.values())))
+        with one_at_a_time():
+            try:
+                self._begin()
+                self._thread = threading.get_ident()
+                result = run_at(self._device, original, *args, **kwargs)
+                self._end()
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                self._thread = None
         return result
 
+    def _runs_here(self) -> bool:
+        return self._thread == threading.get_ident()
+
     def _run_layer(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._depth:  # a host calls a part of the model by itself
+        if not self._runs_here():  # a host calls a part of the model by itself
             return self.run(functools.partial(self._run_layer, module, original), *args, **kwargs)
         if id(module) not in self._roles:
             return original(*args, **kwargs)

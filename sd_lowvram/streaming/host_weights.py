@@ -30,6 +30,7 @@ from ..memory import host_empty, mark_host
 from ..memory.accounts import unmark_host
 from ..memory.fake_mode import active_fake_mode
 from ..memory.host_offload import dense_order, inverse
+from ..memory.threads import one_at_a_time
 from ..units import MIB
 from ..weights import all_tensors, set_data
 
@@ -293,9 +294,10 @@ def mapped_bytes(*modules: nn.Module) -> int:
     Weights without contents, on the meta device or fake, count too: a checkpoint is mapped when it is loaded.
     """
     mapping, found = _Mapping(), 0
-    for tensor in all_tensors(*modules):
-        empty = tensor.device.type == "meta" or active_fake_mode(tensor) is not None
-        found += _nbytes(tensor) if empty or mapping.kind(tensor) == "mapped" else 0
+    with one_at_a_time():
+        for tensor in all_tensors(*modules):
+            empty = tensor.device.type == "meta" or active_fake_mode(tensor) is not None
+            found += _nbytes(tensor) if empty or mapping.kind(tensor) == "mapped" else 0
     return found
 
 

@@ -1,4 +1,4 @@
-"""Python's cycle collector at rest. torch is not imported here: that goes faster inside, too."""
+"""Python's cycle collector at rest."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from ..memory.threads import Shared
+
 
 @contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Inside, Python's cycle collector rests: what cycles hold would die at a moment that chance chooses, and among
-    many small objects the collector takes its time."""
+def _at_rest() -> Iterator[None]:
     active = gc.isenabled()
     gc.disable()
-    try:
-        yield
-    finally:
-        if active:
-            gc.enable()
+    yield
+    if active:
+        gc.enable()
+
+
+no_collection = Shared(_at_rest)
+"""Inside, in whichever thread, Python's cycle collector rests: what cycles hold would die at a moment that chance
+chooses, and among many small objects the collector takes its time."""

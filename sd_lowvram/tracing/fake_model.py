@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..models import anatomy_of_components
 from ..models.anatomy import Anatomy
-from ..patches import unpatched
+from ..patches import copied_without
 from ..session import Attachment
 from ..settings import Settings
 from ..streaming.timing import Timing
@@ -31,8 +31,9 @@ def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     components = list(anatomy.components.values())
     memo: dict[int, Any] = {id(tensor): fake_of(_as_loaded(tensor), mode) for tensor in all_tensors(*components)}
     memo |= {id(hooks): OrderedDict() for hooks in _without_hooks(components)}
-    with _bare(components):
-        copies = {name: copy.deepcopy(component, memo) for name, component in anatomy.components.items()}
+    finish = copied_without((module for component in components for module in component.modules()), memo)
+    copies = {name: copy.deepcopy(component, memo) for name, component in anatomy.components.items()}
+    finish()
     made = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
         made.components[made.denoiser or ""].get_submodule(path).processor = processor  # type: ignore[assignment]
@@ -104,12 +105,3 @@ def _as_loaded(tensor: Tensor) -> Tensor:
         return tensor
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
     return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta
-
-
-@contextlib.contextmanager
-def _bare(components: list[nn.Module]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for component in components:
-            for module in component.modules():
-                stack.enter_context(unpatched(module))
-        yield

@@ -43,7 +43,7 @@ def modules_of(*values: Any) -> list[nn.Module]:
         elif isinstance(value, dict):
             waiting += value.values()
         elif callable(value):
-            waiting.append(getattr(value, "__self__", None))
+            waiting += [getattr(value, "__self__", None), getattr(value, "__wrapped__", None)]
             waiting += [cell.cell_contents for cell in _cells(value)]
     return list(found.values())
 

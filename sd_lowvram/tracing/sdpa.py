@@ -24,19 +24,21 @@ def foretold_attention(book: Booking) -> Iterator[None]:
     """Inside, ``torch.nn.functional.scaled_dot_product_attention`` of fake tensors only allocates its output.
 
     The attribute is exchanged, because a function mode would slow every access to a tensor's shape down; real tensors,
-    of other threads too, still get the original.
+    and other threads, still get the original.
 
     Args:
         book: called with the kernel's name, the bytes that it holds unseen, query, key and value, and the output.
     """
     from ..kernels.attention.registry import workspace_bytes
-
-    original = torch.nn.functional.scaled_dot_product_attention
+    from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, foretold_kernel
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         mask = kwargs.get("attn_mask", args[0] if args else None)
-        if not isinstance(query, FakeTensor) or (kernel := chosen_kernel(query, value, mask)) == "math":
-            return original(query, key, value, *args, **kwargs)
+        if not isinstance(query, FakeTensor):
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        kernel = foretold_kernel() or chosen_kernel(query, value, mask)
+        if kernel == "math":
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         batch, heads, queries, _ = query.shape
         width = value.shape[-1]
         if kernel == "flash":
@@ -47,11 +49,8 @@ def foretold_attention(book: Booking) -> Iterator[None]:
         book(kernel, hidden, (query, key, value), out)
         return out
 
-    torch.nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
-    try:
+    with TORCHS_ATTENTION.to(attention):
         yield
-    finally:
-        torch.nn.functional.scaled_dot_product_attention = original
 
 
 def chosen_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:

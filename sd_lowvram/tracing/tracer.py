@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..memory.accounts import current_account, is_host, on_cpu, traced_device
 from ..memory.fake_mode import CPU, active_fake_mode
+from ..memory.threads import Redirected, Shared, one_at_a_time
 from .collector import no_collection
 from .equal_calls import EqualCalls
 from .fake_tensors import Registry, fake_of, faked, modules_of
@@ -86,9 +87,10 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
     Nothing is computed and no memory of that size is taken; real, fake and ``meta`` tensors will all do, in the
     arguments and in the modules. Parameters and buffers are exchanged for fake ones for the time of the run; the same
     objects are back afterwards, also after an error. All fake tensors are on the CPU, whatever device the model is on:
-    host memory is what comes through ``park``, ``host_empty`` or ``host_account``. Gradients are followed as the
-    caller's mode asks: trace under ``torch.inference_mode()`` what will run so. The kernels are those of a GPU, unless
-    inside ``kernels_of("cpu")``.
+    host memory is what comes through ``park``, ``host_empty`` or ``host_account``. No gradients are followed, whatever
+    the caller's mode: to trace a training step, let the callable turn them on (``torch.enable_grad``). The kernels are
+    those of a GPU, unless inside ``kernels_of("cpu")``. A module that carries our hooks is traced between two calls of
+    it in other threads; one that carries none must not run meanwhile.
 
     Modules are found when they are the callable, the owner of the bound method, among the arguments, or in the closure.
     torch cannot convert modules of fake parameters in place: what runs here must not call ``Module.to`` or ``half``.
@@ -114,9 +116,11 @@ def trace_equals_once(
     modules = modules_of(module_or_callable, *leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     parameters = (parameter for module in modules for parameter in module.parameters())
-    mode = active_fake_mode(*tensors, *parameters) or FakeTensorMode(allow_non_fake_inputs=True)
+    made = active_fake_mode(*tensors, *parameters)
+    mode = made or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = _Tracer(mode)
-    with mode, traced_device(CPU), no_collection(), faked(modules, tracer.fake_weight):
+    alone = contextlib.nullcontext() if made else one_at_a_time()  # a model of fakes is nobody else's
+    with alone, torch.no_grad(), mode, traced_device(CPU), no_collection(), faked(modules, tracer.fake_weight):
         ledger = tracer.ledger
         inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
         weights_bytes, input_bytes = ledger.live["weights"], ledger.live["device"]
@@ -356,41 +360,67 @@ def _module_paths(ledger: Ledger, modules: list[nn.Module]) -> Iterator[None]:
     for root in modules:
         for name, module in root.named_modules(prefix=type(root).__name__ if len(modules) > 1 else ""):
             names.setdefault(module, name)
-    running: list[tuple[nn.Module, str]] = []
-    thread = threading.get_ident()
-
-    def enter(module: nn.Module, _args: Any) -> None:
-        if threading.get_ident() == thread:
-            running.append((module, ledger.path))
-            ledger.path = names.get(module, type(module).__name__)
-
-    def leave(module: nn.Module, _args: Any, _output: Any) -> None:
-        if threading.get_ident() == thread:
-            while running:  # modules that an exception left are still on top
-                top, ledger.path = running.pop()
-                if top is module:
-                    break
-
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    before, _here.followed = _here.followed, _Followed(ledger, names)
     try:
-        yield
+        with _following():
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
+        _here.followed = before
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """The ledger of a trace, the names of its modules, and those that run, each with the path of what called it."""
+
+    ledger: Ledger
+    names: dict[nn.Module, str]
+    running: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class _Here(threading.local):
+    followed: _Followed | None = None
+
+
+_here = _Here()
+
+
+def _entered(module: nn.Module, _args: Any) -> None:
+    followed = _here.followed
+    if followed is not None:
+        followed.running.append((module, followed.ledger.path))
+        followed.ledger.path = followed.names.get(module, type(module).__name__)
+
+
+def _left(module: nn.Module, _args: Any, _output: Any) -> None:
+    followed = _here.followed
+    while followed is not None and followed.running:  # modules that an exception left are still on top
+        top, followed.ledger.path = followed.running.pop()
+        if top is module:
+            break
+
+
+@contextlib.contextmanager
+def _told_of_modules() -> Iterator[None]:
+    handles = [register_module_forward_pre_hook(_entered), register_module_forward_hook(_left)]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+_following = Shared(_told_of_modules)
+"""torch tells of the modules of all threads alike."""
+
+_resize = Redirected(torch.UntypedStorage, "resize_")
 
 
 @contextlib.contextmanager
 def _resizes(ledger: Ledger) -> Iterator[None]:
     """Inside, ``ledger`` hears of storages that are resized without an operator."""
-    resize = torch.UntypedStorage.resize_
 
     def heard(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
+        result = storage.resize_(size)
         ledger.resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = heard  # type: ignore[assignment,method-assign]
-    try:
+    with _resize.to(heard):
         yield
-    finally:
-        del torch.UntypedStorage.resize_

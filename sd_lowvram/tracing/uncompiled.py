@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
-from collections.abc import Iterator
 
 import torch
+
+from ..memory.threads import Shared
 
 CAN_REST = hasattr(torch.compiler, "set_stance")
 """torch 2.6 and later; before, the compiler keeps away by itself."""
 
-_lock = threading.Lock()
-_inside: list[int] = []
-_stance = contextlib.ExitStack()
+_at_rest = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> contextlib.AbstractContextManager[None]:
     """Inside, in whichever thread, nothing is compiled, nor does what was compiled run."""
-    if not CAN_REST or "torch._dynamo" not in sys.modules:  # without it nothing can have been compiled
-        yield
-        return
-    with _lock:
-        if not _inside:
-            _stance.enter_context(torch.compiler.set_stance("force_eager"))
-        _inside.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside.remove(threading.get_ident())
-            if not _inside:
-                _stance.close()
+    compiles = CAN_REST and "torch._dynamo" in sys.modules  # without it nothing can have been compiled
+    return _at_rest() if compiles else contextlib.nullcontext()

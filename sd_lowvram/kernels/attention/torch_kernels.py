@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,17 @@ import torch
 from torch import Tensor
 
 from ...errors import SettingsError
+from ...memory.threads import Redirected
 from .bounded import SCORE_BYTES, mask_4d, sliced
 from .problem import Problem, capability, empty_output, problem_of
 
 BUILTIN = torch._C._nn.scaled_dot_product_attention
 """torch's own function, also while somebody has put another into torch.nn.functional."""
+
+TORCHS_ATTENTION = Redirected(torch.nn.functional, "scaled_dot_product_attention")
+
+_switches = threading.RLock()
+"""Which kernels torch may choose from it keeps in switches of the whole process."""
 
 
 def sdpa(
@@ -220,17 +227,44 @@ def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
         return _emulated(kernel, q, k, v, mask, scale)
     if mask is not None:
         mask = _torch_mask(mask, problem)
-    with only_kernel(kernel):
+    if kernel == "torch" or kernel == _choice(q, k, v, mask, scale):
+        return BUILTIN(q, k, v, attn_mask=mask, scale=scale)
+    with _switches, only_kernel(kernel):
         return BUILTIN(q, k, v, attn_mask=mask, scale=scale)
 
 
+def _choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> str:
+    """The kernel that torch takes when it is left the choice; "" where it does not tell."""
+    try:
+        return _KERNELS.get(torch._fused_sdp_choice(q, k, v, mask, 0.0, False, scale=scale), "")
+    except (AttributeError, RuntimeError, TypeError):
+        return ""
+
+
+_KERNELS = {1: "flash", 2: "efficient"}
+
+
 def _emulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Fake tensors have no fused kernels: a trace that replaces torch's function books them, else nothing is."""
-    tracing = torch.nn.functional.scaled_dot_product_attention
-    if tracing is BUILTIN:
+    """Fake tensors have no fused kernels: a trace that answers for torch's function books them, else nothing is."""
+    if not TORCHS_ATTENTION.answered():
         return empty_output(q, v)
-    with only_kernel(kernel):
-        return tracing(q, k, v, attn_mask=mask, scale=scale)
+    before, _foretold.kernel = _foretold.kernel, "" if kernel == "torch" else kernel
+    try:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    finally:
+        _foretold.kernel = before
+
+
+class _Foretold(threading.local):
+    kernel: str = ""
+
+
+_foretold = _Foretold()
+
+
+def foretold_kernel() -> str:
+    """The kernel whose memory a trace in this thread is to book now; "" where the choice is torch's."""
+    return _foretold.kernel
 
 
 @contextlib.contextmanager
