@@ -32,7 +32,7 @@ help:
 	@echo '             [VRAM=4GB] [SIZE=512] [SEED=1] [STEPS=30] [MODEL=path] [OUT=file.png]'
 	@echo 'make test                           lint, types and tests'
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
-	@echo 'make lint | make format             ruff and mypy | let ruff rewrite the files'
+	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
 	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into benchmarks/results'
 	@echo '             [GPU_PYTHON=python3]   with an environment that is there already, as docs/gpu.md says'
 	@echo 'make clean                          remove the environment and everything built'
@@ -55,6 +55,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 gpu: $(if $(GPU_PYTHON),,$(VENV)/.test)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu

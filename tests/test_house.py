@@ -1,0 +1,35 @@
+"""What keeps the code easy to find one's way in, where the import contracts of ``make lint`` do not say it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ADAPTERS = sorted([*(ROOT / "nodes").glob("*.py"), *(ROOT / "webui_ext").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
+
+
+def test_few_files_lie_directly_in_the_package() -> None:
+    assert len(list((ROOT / "sd_lowvram").glob("*.py"))) <= 12
+
+
+@pytest.mark.parametrize("file", ADAPTERS, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_adapters_import_nothing_of_torch_that_is_private(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        private = [name for name in names if name.startswith("torch.") and "._" in name]
+        assert not private, f"{file.name}, line {getattr(node, 'lineno', 0)}: {private}"
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    import sd_lowvram
+
+    assert sd_lowvram.__all__ == [
+        "Fidelity", "MemoryTrace", "Plan", "Settings", "attached", "decode", "encode", "errors", "max_size", "measured",
+        "optimize", "plan", "restore", "trace",
+    ]  # fmt: skip
+    assert all(hasattr(sd_lowvram, name) for name in sd_lowvram.__all__)
