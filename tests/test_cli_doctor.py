@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sd_lowvram.devices import doctor
+from sd_lowvram.commands import examination as doctor
 from sd_lowvram.devices.info import Gpu, Memory
 
 

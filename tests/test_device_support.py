@@ -11,7 +11,8 @@ import tiny
 import torch
 
 from sd_lowvram import attached
-from sd_lowvram.devices import doctor, info, support
+from sd_lowvram.commands import examination as doctor
+from sd_lowvram.devices import info, support
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BadInputError, NoSiteError
 from sd_lowvram.hooks.registry import applicable

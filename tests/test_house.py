@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ADAPTERS = sorted([*(ROOT / "nodes").glob("*.py"), *(ROOT / "webui_ext").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
+ADAPTERS = sorted(file for folder in ("nodes", "webui_ext", "scripts") for file in (ROOT / folder).glob("*.py"))
 
 
 def test_few_files_lie_directly_in_the_package() -> None:

@@ -25,7 +25,7 @@ def doctor(
 ) -> None:
     """Tell what this machine has, which attention backends run here and repeat their bits, and what is missing."""
     with guarded(debug):
-        from ..devices.doctor import calibrated, examine
+        from .examination import calibrated, examine
 
         found = examine(probe=not calibrate)
         if calibrate:

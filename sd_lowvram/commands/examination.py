@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ..checkpoints.inspection import DEMO
-from .info import default_device, gpus, host_memory
-from .support import support_of, support_of_system
+from ..devices.info import default_device, gpus, host_memory
+from ..devices.support import support_of, support_of_system
 
 _PACKAGES = {
     "psutil": ("host memory is only guessed", "pip install psutil"),
@@ -59,7 +59,7 @@ def calibrated() -> dict[str, Any]:
     """The machine's rates, and on a GPU its overhead, measured now and remembered for plans. Bytes and seconds."""
     import contextlib
 
-    from .this_machine import overhead_of, rates_of
+    from ..devices.this_machine import overhead_of, rates_of
 
     with contextlib.suppress(ImportError):
         import diffusers  # noqa: F401  # whose own time in each operator counts too
