@@ -20,8 +20,8 @@ from sd_lowvram.settings import SURFACES, knobs
 from webui_ext import estimate, infotext
 from webui_ext.arguments import IN_SIGHT, PRESETS, arguments, read, settings_of
 
-ROOT = Path(__file__).parents[1]
-PAYLOADS = sorted((Path(__file__).parent / "data" / "payloads").glob("*.json"))
+ROOT = Path(__file__).parents[2]
+PAYLOADS = sorted((Path(__file__).parents[1] / "data" / "payloads").glob("*.json"))
 DEFAULTS = {one.name: one.default for one in arguments()}
 
 

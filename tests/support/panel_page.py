@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from webui_ext import controls
 from webui_ext.arguments import arguments

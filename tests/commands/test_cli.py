@@ -19,7 +19,7 @@ from sd_lowvram.checkpoints.schedulers import SCHEDULERS
 from sd_lowvram.commands.pictures import parse_parameters
 from sd_lowvram.settings import knobs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
 
 

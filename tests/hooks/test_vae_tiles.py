@@ -21,7 +21,7 @@ from sd_lowvram.progress import listen
 from sd_lowvram.units import MIB
 
 MAPS = ("held", "parked", "recomputed")
-COLLAGE = Path(__file__).parent / "data" / "collage.png"
+COLLAGE = Path(__file__).parents[1] / "data" / "collage.png"
 
 
 def as_bytes(pixels: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from sd_lowvram import Settings
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.settings import SURFACES, knobs
 
-SAVED = Path(__file__).parent / "data" / "workflows"
+SAVED = Path(__file__).parents[1] / "data" / "workflows"
 WORKFLOWS = sorted((ROOT / "example_workflows").glob("*.json"))
 COMFYUI_DOES = {
     "precision",
@@ -85,7 +85,7 @@ def test_the_pack_leaves_the_hosts_modules_alone(tmp_path) -> None:
         (host / f"{name}.py").write_text("OWNER = 'host'\n")
     code = f"""
 import sys
-sys.path[:0] = [{str(host)!r}, {str(Path(__file__).parent)!r}]
+sys.path[:0] = [{str(host)!r}, {str(Path(__file__).parents[1] / "support")!r}]
 from pathlib import Path
 from comfy_host import import_pack
 before = list(sys.path)

@@ -159,13 +159,13 @@ CASES: dict[str, Callable[[], Call]] = {
 def measure(*names: str) -> dict[str, int]:
     """Bytes by name of the case."""
     command = [sys.executable, __file__, *names]
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     run = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(run.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from sd_lowvram.memory import measured_peak
 
     torch.set_num_threads(THREADS)

@@ -8,7 +8,7 @@ from typing import Any
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from test_planner import request
+from test_search import request
 
 from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import build_components

@@ -13,7 +13,7 @@ from sd_lowvram.demo import MODEL_PATH
 
 diffusers = pytest.importorskip("diffusers")
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="module")

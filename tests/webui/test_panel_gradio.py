@@ -12,7 +12,7 @@ import pytest
 
 from webui_ext.arguments import arguments
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "support"
 _OWN = Path(sys.prefix) / "gradio" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
 
 
