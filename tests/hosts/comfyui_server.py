@@ -35,6 +35,15 @@ class Server:
     output: Path
 
     def call(self, path: str, body: Any = None) -> Any:
+        raw = self.text(path, body)
+        return json.loads(raw) if raw else None
+
+    def text(self, path: str, body: Any = None) -> str:
+        """What the server answers.
+
+        Raises:
+            RunError: it refused; the message is its own.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
@@ -42,10 +51,10 @@ class Server:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=60) as answer:
-                raw = answer.read()
+                raw: bytes = answer.read()
+                return raw.decode()
         except urllib.error.HTTPError as error:
             raise RunError(error.read().decode()) from None
-        return json.loads(raw) if raw else None
 
     def start(self, prompt: Prompt) -> str:
         """Queue a prompt; returns its id."""

@@ -30,6 +30,10 @@ ROOT = Path(__file__).parents[2]
 SIZE = int(os.environ.get("COMFYUI_SIZE", "256"))
 NAME, LORA = "sd-lowvram-test.safetensors", "sd-lowvram-test-lora.safetensors"
 IDS = "OptimizeModel OptimizeVAE VAEDecode VAEEncode Plan Report"
+TITLES = {
+    name: name.replace("VAED", "VAE D").replace("VAEE", "VAE E").replace("Optimize", "Optimize ")
+    for name in IDS.split()
+}
 
 pytestmark = pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs")
 
@@ -159,6 +163,61 @@ def test_imported_and_listed(server) -> None:
     ours = {name for name, one in info.items() if one["python_module"] == f"custom_nodes.{PACK}"}
     assert ours == {f"LowVRAM{name}" for name in IDS.split()}
     assert not server.lines(f"File .*{PACK}") and not server.lines(f"Cannot import .*{PACK}")
+
+
+def test_the_page_gets_its_script_and_help(server) -> None:
+    assert f"/extensions/{PACK}/lowvram.js" in server.call("/extensions")
+    for name in IDS.split():
+        assert f"# {TITLES[name]} (low VRAM)" in server.text(f"/extensions/{PACK}/docs/LowVRAM{name}.md")
+    options = server.call("/object_info/LowVRAMOptimizeModel")["LowVRAMOptimizeModel"]
+    assert all(options["output_tooltips"]) and options["input"]["optional"]["park_skips"][1]["advanced"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [({"budget": "banana"}, "is not a size"), ({"budget": "4"}, "4GB"), ({"width": 1001}, "the nearest is 1000")],
+    ids=str,
+)
+def test_what_is_wrong_is_told_before_anything_is_loaded(server, inputs, told) -> None:
+    made = optimized(prompt())
+    made["10"]["inputs"] |= inputs
+    with pytest.raises(RunError, match=told):
+        server.start(made)
+
+
+def test_what_the_plan_node_shows_is_what_runs(server, stock) -> None:
+    made = prompt()
+    size = {"budget": "8GB", "width": SIZE, "height": SIZE, "batch": 1, "steps": 2}
+    made["12"] = node("LowVRAMPlan", model=["1", 0], vae=["1", 2], **size, **CHUNKED)
+    made["10"] = node("LowVRAMOptimizeModel", model=["1", 0], budget="1MB", width=0, height=0, batch=1, plan=["12", 0])
+    made["5"]["inputs"]["model"] = ["10", 0]
+    made["20"] = node("LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="1MB", plan=["10", 1])
+    made["7"]["inputs"]["images"] = ["20", 0]
+    made["13"] = node("LowVRAMReport", plan=["10", 1], images=["20", 0])
+    entry = server.run(made)
+    shown, report = (entry["outputs"][number]["text"][0] for number in ("12", "13"))
+    assert shown.startswith("fits: ") and " of 8 GiB, about " in shown and " for 2 steps" in shown
+    rows = [[line.split()[:2] for line in text.splitlines() if line.startswith(("denoise ", "decode "))]
+            for text in (shown, report)]  # fmt: skip
+    assert rows[0] == rows[1]  # stage and planned bytes
+    assert "residual_strips 22" in report and entry["outputs"]["10"]["text"][0].startswith("fits: ")
+    assert far(stock, server.pictures(entry)["7"]).max() <= 1
+
+
+@pytest.mark.parametrize("ours", ["before", "after"])
+def test_hypertile_on_either_side(server, ours) -> None:
+    """It tiles queries alone, which no kernel but the host's own takes as they come."""
+    small = 256
+    tiles = {"tile_size": 64, "swap_size": 2, "max_depth": 0, "scale_depth": False}
+    made = prompt(small, seed=3)
+    made["14"] = node("HyperTile", model=["1", 0], **tiles)
+    made["5"]["inputs"]["model"] = ["14", 0]
+    plain = server.pictures(server.run(made))["7"]
+    made = optimized(made, "14", small)
+    if ours == "before":
+        made["10"]["inputs"]["model"], made["14"]["inputs"]["model"] = ["1", 0], ["10", 0]
+        made["5"]["inputs"]["model"] = ["14", 0]
+    assert far(plain, server.pictures(server.run(made))["7"]).max() <= 1
 
 
 @pytest.fixture(scope="module")
