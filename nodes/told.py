@@ -46,14 +46,16 @@ def told(record: Record) -> str:
         f"seconds for {request.steps} steps",
         f"{'stage':<9}{'planned':>10}{'weights':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
     ]
-    both = request.device.type == "cpu"  # its allocator counts host memory too
     peaks = measured_peaks(record)
     for name, plan in record.plans.items():
         stage = stage_of(plan, name)
-        sizes = (stage.held_bytes if both else stage.peak_bytes, stage.weights_bytes, stage.host_bytes)
+        sizes = (stage.peak_bytes, stage.weights_bytes, stage.host_bytes)
         figures = "".join(f"{format_size(size):>10}" for size in sizes)
         measured = format_size(peaks[name]) if name in peaks else "-"
         lines.append(f"{name:<9}{figures}{stage.seconds:>9.1f}{measured:>10}")
+    if peaks and request.device.type == "cpu":
+        both = (f"{name} {format_size(stage_of(plan, name).held_bytes)}" for name, plan in record.plans.items())
+        lines.append(f"on a CPU device and host are measured together: planned {', '.join(both)}")
     lines += [f"{name}: {_choices(plan, name)}" for name, plan in record.plans.items()]
     if record.sites:
         lines.append("sites: " + ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())))

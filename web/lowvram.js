@@ -2,33 +2,39 @@
 import { app } from "../../scripts/app.js";
 import { ComfyWidgets } from "../../scripts/widgets.js";
 
-const SHOWING = ["LowVRAMPlan", "LowVRAMReport", "LowVRAMOptimizeModel"];
+const TELLING = ["LowVRAMPlan", "LowVRAMReport", "LowVRAMOptimizeModel"];
 const NAME = "lowvram_told";
+const LINE = 15;
+const WIDTH = 520;
 
 function told(node) {
   const there = node.widgets?.find((widget) => widget.name === NAME);
   if (there) return there;
   const { widget } = ComfyWidgets.STRING(node, NAME, ["STRING", { multiline: true }], app);
   widget.element.readOnly = true;
-  widget.element.style.fontFamily = "monospace";
-  widget.element.style.whiteSpace = "pre";
+  Object.assign(widget.element.style, { fontFamily: "monospace", whiteSpace: "pre-wrap" });
   widget.serialize = false; // saved workflows hold the values of inputs alone
   widget.options.serialize = false;
   return widget;
 }
 
+function show(node, text) {
+  told(node).value = text;
+  const lines = text.split("\n").length;
+  const [width, height] = node.computeSize();
+  const wide = lines > 1 ? Math.max(width, WIDTH) : width;
+  node.setSize([Math.max(node.size[0], wide), Math.max(node.size[1], height + LINE * (lines - 1))]);
+  node.setDirtyCanvas(true, true);
+}
+
 app.registerExtension({
   name: "sd-lowvram",
   beforeRegisterNodeDef(nodeType, nodeData) {
-    if (!SHOWING.includes(nodeData.name)) return;
+    if (!TELLING.includes(nodeData.name)) return;
     const { onExecuted } = nodeType.prototype;
     nodeType.prototype.onExecuted = function (message) {
       onExecuted?.apply(this, arguments);
-      if (!message?.text) return;
-      told(this).value = [message.text].flat().join("\n");
-      const [width, height] = this.computeSize();
-      this.setSize([Math.max(this.size[0], width), Math.max(this.size[1], height)]);
-      this.setDirtyCanvas(true, true);
+      if (message?.text) show(this, [message.text].flat().join("\n"));
     };
   },
 });

@@ -59,7 +59,7 @@ def _why(part: str, module: Any) -> str:
     kind = type(module).__name__
     has = "has" if part else "is"
     autoencoder = hasattr(module, "encode") and hasattr(module, "decode")
-    denoiser = part == "unet" or all(hasattr(module, name) for name in ("down_blocks", "up_blocks", "conv_in"))
+    denoiser = part == "unet" or any(all(hasattr(module, name) for name in names) for names in _UNETS)
     if "Motion" in kind or ((autoencoder or denoiser) and is_of_video(module)):
         return "makes video"
     if part.startswith("text_encoder"):
@@ -70,6 +70,9 @@ def _why(part: str, module: Any) -> str:
         return "denoises with a transformer"
     return "denoises with a UNet of another kind" if denoiser else f"{has} a part" if part else "is a model"
 
+
+_UNETS = (("down_blocks", "up_blocks", "conv_in"), ("input_blocks", "output_blocks"))
+"""What the UNets of diffusers and of CompVis' descendants call their rows of blocks."""
 
 _BLOCKS = ("transformer_blocks", "double_blocks", "joint_blocks", "blocks", "layers")
 """What the transformers of diffusers and of ComfyUI call their rows of blocks."""

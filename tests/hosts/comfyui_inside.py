@@ -205,7 +205,7 @@ def fill(module: torch.nn.Module, seed: int) -> None:
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in module.named_parameters():
-            if tensor.dim() == 1:
+            if tensor.dim() < 2:
                 value = torch.full(tensor.shape, 0.0 if name.endswith("bias") else 1.0)
             else:
                 bound = (3 / tensor[0].numel()) ** 0.5

@@ -199,6 +199,10 @@ def test_saved_workflows_keep_their_meaning(pack, path) -> None:
             assert value in kind if isinstance(kind, list) else isinstance(value, type(options["default"]))
 
 
+def test_every_workflow_has_a_picture_for_the_list_of_templates() -> None:
+    assert WORKFLOWS and all(path.with_suffix(".jpg").read_bytes()[:2] == b"\xff\xd8" for path in WORKFLOWS)
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_saved_workflows_are_wired(pack, path) -> None:
     workflow = json.loads(path.read_text(encoding="utf-8"))
