@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
-from ..checkpoints.architectures import MODELS
 from ..checkpoints.inspection import configuration
 from ..settings import Settings
 from .early import check_floor
@@ -100,12 +98,11 @@ def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings,
     asked = {**asked, **budgets}
     from rich.console import Console
 
-    from ..planning.ahead import two_processes
     from ..tracing.collector import no_collection
     from .show import Bars
 
     console = Console(stderr=True, quiet=not shown)
-    with no_collection(), two_processes():
+    with no_collection():
         if asked["max_size"]:
             with Bars(console, shown).running():
                 return _largest(asked, settings)
@@ -114,9 +111,9 @@ def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings,
 
 
 def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    from ..planning.ahead import meanwhile
     from ..planning.search import make_plan
 
+<<<<<<< HEAD
     machine = _machine(asked)
     with meanwhile(lambda: _weigh_ahead(asked, machine, settings), awaited=False):
         anatomy, request = _request(asked, machine)
@@ -136,6 +133,10 @@ def _weigh_ahead(asked: dict[str, Any], machine: dict[str, Any], settings: Setti
     search = Search(anatomy, request, settings, asked["approximate"])
     search.weigh_what_comes_first()
     search.weigh_what_comes_late()
+=======
+    anatomy, request = _request(asked)
+    return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | _rates(request)
+>>>>>>> b957b03 (The planner prices options by placements, and confirms the first that fits: no coroutines and no second process)
 
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     from ..planning.max_size import RATIOS, largest_plans
     from ..planning.search import make_plan
 
-    anatomy, request = _request(asked, _machine(asked))
+    anatomy, request = _request(asked)
     found = largest_plans(anatomy, request, settings, asked["approximate"])
     if not any(found.values()):
         smallest = dataclasses.replace(request, width=64, height=64)
@@ -171,14 +172,15 @@ def _machine(asked: dict[str, Any]) -> dict[str, Any]:
     return {"device": device, "rates": rates, "vram": budget, "ram": asked["ram"]}
 
 
-def _request(asked: dict[str, Any], machine: dict[str, Any], only: tuple[str, ...] = MODELS) -> tuple[Any, Any]:
-    """What is planned, the components ``only`` of it, and the request."""
+def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
+    """What is planned, and the request."""
     import torch
 
     from ..checkpoints.meta_model import blueprint
     from ..planning.request import request_for
 
+    machine = _machine(asked)
     on_cpu = machine["device"].type == "cpu"
-    anatomy = blueprint(asked["model"], torch.float32 if on_cpu else torch.float16, only)
+    anatomy = blueprint(asked["model"], torch.float32 if on_cpu else torch.float16)
     size: dict[str, Any] = {name: asked[name] for name in ("width", "height", "batch", "steps")}
     return anatomy, request_for(anatomy, **size, passes=2 if asked["guidance"] else 1, **machine)

@@ -19,7 +19,6 @@ from ..streaming.host_weights import least_host_bytes, mapped_bytes
 from ..streaming.simulator import Copies
 from ..streaming.timing import Timing
 from ..units import MIB
-from .ahead import meanwhile
 from .plan import Candidate, StagePlan
 from .request import Request
 from .stage_costs import Cost, Costs, Step, Weights
@@ -76,9 +75,6 @@ class Pricing:
         def confirmed(planned: StagePlan) -> StagePlan:
             return self._confirmed(stages[planned.name, planned.component], planned, candidate.settings, half)
 
-        *others, longest = sorted(candidate.stages, key=lambda planned: planned.seconds)
-        with meanwhile(lambda: [confirmed(planned) for planned in others], another=True):
-            confirmed(longest)
         return dataclasses.replace(candidate, stages=tuple(map(confirmed, candidate.stages)))
 
     def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings, half: int) -> StagePlan:

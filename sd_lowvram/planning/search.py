@@ -1,7 +1,8 @@
 """The search: from a model, a picture size and a budget to the fastest settings that fit.
 
 A run is a row of stages. For every precision that is allowed and every way to place the weights, each stage takes the
-fastest of its options whose peak, with what else is resident then, stays within the budget; the fastest whole wins.
+fastest of its options whose peak, with what else is resident then, stays within the budget; the fastest whole wins, and
+is traced whole before it is answered. What an option takes is traced when it is first asked for.
 Peaks come from tracing the real modules with the real hooks on fake tensors (:mod:`stage_costs`), times from counted
 work over the device's rates (:mod:`sd_lowvram.devices.performance`).
 """
@@ -12,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..devices.support import check_streaming, support_of
@@ -25,14 +26,11 @@ from ..models.autoencoder import dissect
 from ..settings import Fidelity, Settings
 from ..streaming.timing import Timing
 from ..units import MIB
-from .ahead import meanwhile
 from .cost_model import Pricing
-from .options import GROUPS, Option, Rungs, host_of, largest_of, seconds_of
+from .options import Choice, Group, Option, groups, host_of, largest_of, parks, peak_of, seconds_of
 from .plan import Candidate, Plan, Predicted, StagePlan
 from .reasons import reasons, refusal, too_large, why_not
 from .request import DEFAULT_STEPS, Request
-from .seeking import Seeking, Steps
-from .stages import Stage
 
 __all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "fidelity_of", "make_plan"]
 
@@ -57,9 +55,7 @@ def planned(search: Search) -> Plan:
         BudgetError: as :func:`make_plan`.
     """
     anatomy, request = search.pricing.anatomy, search.request
-    search.weigh_weights()
-    with meanwhile(search.weigh_what_comes_late):
-        best = search.confirmed()
+    best = search.confirmed()
     smallest = search.smallest()
     if smallest is None:
         raise search.too_large()
@@ -120,8 +116,7 @@ class Search:
         if settings.offload in STREAMED:
             check_streaming(request.device, settings.offload)
         self.fixed = settings
-        self.tiled = anatomy.vae is not None and dissect(anatomy.vae) is not None
-        self.decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
+        self._decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":
             settings = dataclasses.replace(settings, decoder_device=None)
         sees = anatomy.attentions and settings.attention is None and not settings.deterministic
@@ -131,120 +126,109 @@ class Search:
             vae_slices=True if request.batch > 1 and anatomy.vae is not None else None,
             channels_last=True if on_gpu and anatomy.denoiser else None,
         )
-        self._known: dict[tuple[Settings, str, tuple[Any, ...]], Option] = {}
+        tiled = anatomy.vae is not None and dissect(anatomy.vae) is not None
+        self._groups = groups(self.pricing.costs.stages, self.base, tiled, self._decoder_on_cpu)
+        self._priced: dict[tuple[Settings, str, tuple[Any, ...]], Option] = {}
         self._traced: set[tuple[Settings, str, tuple[Any, ...]]] = set()
 
-    def _fastest_of(self, base: Settings, limit: int) -> Steps[Candidate | None]:
-        """The fastest candidate within ``limit`` bytes, the driver's share counted, weights placed as in ``base``."""
-        if self._weights_alone(base) + self.pricing.overhead > limit:
-            return None
-        told = 0.0
-        held, fits = (functools.partial(one, limit=limit) for one in (self._held, self._fits))
-        sought = [Seeking(rungs.fastest(held, fits), seconds_of) for rungs in self._rungs(base)]
-        while waiting := [one for one in sought if one.is_open]:
-            least = sum(one.least for one in sought)
-            if least == math.inf:
-                return None
-            if least > told:
-                told = least
-                yield least
-                for one in waiting:  # what was traced for other placements
-                    one.go_on(far=False)
-            else:
-                waiting[0].go_on()
-        return self._whole(base, [one.found for one in sought])
-
-    def _fastest_known(self, limit: int) -> Candidate | None:
-        """The fastest within ``limit`` bytes of what has been weighed so far, the weights placed in any way."""
-
-        def first(rungs: Rungs) -> Option | None:
-            return min((one for one in rungs.known() if self._fits(one, limit)), key=seconds_of, default=None)
-
-        found = [self._whole(base, list(map(first, self._rungs(base)))) for base in self._placements]
-        return min(filter(None, found), key=lambda run: run.seconds, default=None)
+    # The fastest
 
     def confirmed(self) -> Candidate | None:
         """The fastest candidate whose whole trace is within the budget too.
 
-        A whole trace may tell of more bytes, or of more time: then the next ones have their turn, as long as they may
-        be faster by what is worth a trace.
+        A whole trace may tell of more bytes, or of more time: its figures then take the place of those that the
+        candidate was composed of, and the next ones have their turn as long as they may be faster by what is worth a
+        trace.
         """
-        best: Candidate | None = None
-        waiting = [(base, self._seeking(base, self.request.vram)) for base in self._placements]
-        seen: list[tuple[StagePlan, StagePlan]] = []
-        while waiting:
-            turn = base, seeking = min(waiting, key=lambda each: (each[1].least, each[1].is_open))
-            worth = math.inf if best is None else _WORTH_A_TRACE * best.seconds
-            if seeking.least >= worth:
-                break
-            if seeking.is_open:
-                seeking.go_on()
-                continue
-            waiting.remove(turn)
-            run = seeking.found
-            assert run is not None
-            if run.seconds + sum(_seen_beyond(stage, seen) for stage in run.stages) < worth:
-                whole = self.pricing.confirmed(run)
-                seen += zip(run.stages, whole.stages, strict=True)
-                fits = whole.needed_bytes <= self.request.vram
-                if fits and (best is None or whole.seconds < best.seconds):
-                    best = whole
-                if fits and whole.seconds <= run.seconds:
-                    continue
-            waiting.append((base, self._seeking(base, run.needed_bytes - 1)))
+        best, below = None, math.inf
+        while (run := self._fastest(below)) is not None:
+            whole = self.pricing.confirmed(run)
+            self._correct(run, whole)
+            if whole.needed_bytes <= self.request.vram and whole.seconds < below:
+                best, below = whole, _WORTH_A_TRACE * whole.seconds
         return best
 
-    def _seeking(self, base: Settings, limit: int) -> Seeking[Candidate]:
-        return Seeking(self._fastest_of(base, limit), lambda run: run.seconds)
+    def _fastest(self, below: float) -> Candidate | None:
+        """The fastest candidate within the budgets that takes less than ``below`` seconds.
+
+        Where the fewest weights are on the device comes first: what is fast enough there is seldom faster with more of
+        them, and need not be traced for those.
+        """
+        best = None
+        for base in sorted(self._placements, key=lambda base: base.offload not in STREAMED):
+            run = self._fastest_of(base, below)
+            if run is not None:
+                best, below = run, _FASTER * run.seconds
+        return best
+
+    def _fastest_of(self, base: Settings, below: float) -> Candidate | None:
+        """The same of those that place the weights as ``base`` says."""
+        if self._resident_bytes(base) + self.pricing.overhead > self.request.vram:
+            return None
+        firsts = [seconds_of(self._option(base, group, group.ladder[0])) for group in self._groups]
+        seconds, chosen = sum(firsts), []
+        for group, first in zip(self._groups, firsts, strict=True):
+            option = self._fastest_option(base, group, below - (seconds - first))
+            if option is None:
+                return None
+            seconds += seconds_of(option) - first
+            chosen.append(option)
+        return self._run(base, chosen)
+
+    def _fastest_option(self, base: Settings, group: Group, below: float) -> Option | None:
+        """The fastest of the ways to run ``group`` that fits, if it takes less than ``below`` seconds."""
+        ways = []
+        for choice in group.ladder:
+            option = self._option(base, group, choice)
+            if seconds_of(option) >= below:
+                return None
+            if self._fits(option):
+                ways.append(option)
+                break
+        if not ways or parks(ways[0]):
+            ways += filter(self._fits, (self._option(base, group, choice) for choice in group.detours))
+        return min((way for way in ways if seconds_of(way) < below), key=seconds_of, default=None)
+
+    def _correct(self, run: Candidate, whole: Candidate) -> None:
+        """Price the options that ``run`` is composed of as they are in ``whole``."""
+        base = self._placement_of(run)
+        traced = {(stage.name, stage.component): stage for stage in whole.stages}
+        for group in self._groups:
+            option = tuple(traced[stage.name, stage.component] for stage in group.stages)
+            self._priced[base, group.name, tuple(option[0].choice.items())] = option
 
     def next_faster(self, best: Candidate) -> Candidate | None:
-        """Of the faster candidates that were weighed, the one that needs the least more than the budget.
+        """Of the faster candidates that were priced, the one that needs the least more than the budget.
 
         All that is traced counts where the weights are placed as in ``best``, or with the next larger room.
         """
-        bases = self._placements
-        here = bases.index(self._placement_of(best))
-        for base in bases[here : here + 2]:
-            for rungs in self._rungs(base):
-                rungs.traced()
-        known = itertools.chain(*(rungs.known() for base in bases for rungs in self._rungs(base)))
-        for needed in sorted({self._needed(option) for option in known}):
-            if needed > self.request.vram:
-                faster = self._fastest_known(needed)
-                if faster is not None and faster.seconds < best.seconds:
-                    return faster
-        return None
+        here = self._placements.index(self._placement_of(best))
+        found = []
+        for number, base in enumerate(self._placements):
+            known = [self._known(base, group, here <= number <= here + 1) for group in self._groups]
+            for chosen in itertools.product(*(filter(self._allowed, options) for options in known)):
+                needed, seconds = max(map(self._needed, chosen)), sum(map(seconds_of, chosen))
+                if needed > self.request.vram and seconds < best.seconds:
+                    found.append((needed, seconds, base, chosen))
+        least = min(found, key=lambda run: run[:2], default=None)
+        return None if least is None else self._run(*least[2:])
+
+    # The smallest
 
     def smallest(self) -> Candidate | None:
         """The candidate with the least peak, whatever its time and whatever the budgets.
 
         None: ``largest_mib`` forbids all.
         """
-        found = []
-        for base in self._smallest_placements():
-            found.append(self._whole(base, [self._least(rungs) for rungs in self._rungs(base)]))
+        found = [self._run(base, [self._least(base, group) for group in self._groups]) for base in self._smallest()]
         return min(filter(None, found), key=lambda run: run.peak_bytes, default=None)
 
-    def weigh_weights(self) -> None:
-        """Weigh the weights, for which the model's twin is made.
-
-        Raises:
-            LowVRAMError: the model's weights can be placed in none of the ways that the settings leave.
-        """
-        _ = self._placements
-
-    def weigh_what_comes_first(self) -> None:
-        """Weigh the fastest way to run each stage."""
-        for rungs in self._rungs(self._smallest_placements()[0]):
-            _ = rungs[0]
-
-    def weigh_what_comes_late(self) -> None:
-        """Weigh what :meth:`confirmed` comes to last, the ways to decode, and then what only :meth:`smallest` needs."""
-        for rungs in self._rungs(self._smallest_placements()[0]):
-            if rungs.decodes and not self._held(rungs[0], self.request.vram):
-                for number in range(len(rungs)):
-                    _ = rungs[number] if number != rungs.height - 1 else None  # that one only the smallest needs
-        self.smallest()
+    def _least(self, base: Settings, group: Group) -> Option | None:
+        """The way to run a group that holds least on the device."""
+        last = self._option(base, group, group.ladder[-1])
+        return (
+            last if self._small(last) else min(filter(self._small, self._all(base, group)), key=peak_of, default=None)
+        )
 
     def leanest(self) -> Candidate | None:
         """Of the candidates that the device holds, the one with the least in host memory.
@@ -254,14 +238,14 @@ class Search:
         bases: dict[Any, Settings] = {}
         for base in self._placements:
             bases.setdefault((base.weight_storage, base.precision, base.offload), base)  # the least room comes first
-        found = [self._whole(base, list(map(self._leanest, self._rungs(base)))) for base in bases.values()]
+        found = [self._run(base, [self._leanest(base, group) for group in self._groups]) for base in bases.values()]
         return min(filter(None, found), key=lambda run: run.host_bytes, default=None)
 
-    def _leanest(self, rungs: Rungs) -> Option | None:
+    def _leanest(self, base: Settings, group: Group) -> Option | None:
         held = []
-        for option in rungs.all():
-            held += [option] if self._held(option, self.request.vram) else []
-            if held and not any(stage.parked_bytes for stage in held[-1]):  # nothing waits but weights
+        for option in self._all(base, group):
+            held += [option] if self._needed(option) <= self.request.vram else []
+            if held and not parks(held[-1]):  # nothing waits but weights
                 break
         return min(held, key=host_of, default=None)
 
@@ -271,23 +255,22 @@ class Search:
         Infinite where ``largest_mib`` forbids all. About a constant and a part that grows with the area.
         """
         least = math.inf
-        for base in reversed(self._smallest_placements()):  # the narrowest weights come last
-            least = min(least, max(self._least_pressure(rungs) for rungs in self._rungs(base)))
+        for base in reversed(self._smallest()):  # the narrowest weights come last
+            least = min(least, max(self._least_pressure(base, group) for group in self._groups))
             if least <= 1:
                 return least
         for base in self._placements:
             if base.offload in ("none", "component"):  # weights on the device are not in host memory
-                known = [[self._pressure(option) for option in rungs.traced()] for rungs in self._rungs(base)]
+                known = [map(self._pressure, self._known(base, group, traced=True)) for group in self._groups]
                 least = min(least, max(min(each, default=math.inf) for each in known))
         return least
 
-    def _least_pressure(self, rungs: Rungs) -> float:
-        last = rungs[rungs.height - 1]
-        pressure = self._pressure(last)
-        if pressure <= 1:
-            return pressure
-        start = 0 if host_of(last) > self.request.ram else rungs.height
-        return min([pressure, *map(self._pressure, rungs.all(start))])
+    def _least_pressure(self, base: Settings, group: Group) -> float:
+        last = self._option(base, group, group.ladder[-1])
+        if self._pressure(last) <= 1:
+            return self._pressure(last)
+        others = (*group.ladder, *group.detours) if host_of(last) > self.request.ram else group.detours
+        return min(self._pressure(self._option(base, group, choice)) for choice in (group.ladder[-1], *others))
 
     def _pressure(self, option: Option) -> float:
         if not self._small(option):
@@ -295,56 +278,15 @@ class Search:
         host = max(stage.least_host_bytes for stage in option)
         return max(self._needed(option) / max(1, self.request.vram), host / max(1, self.request.ram))
 
-    def _least(self, rungs: Rungs) -> Option | None:
-        """The way to run stages that holds least on the device."""
-        last = rungs[rungs.height - 1]
-        if self._small(last):
-            return last
-        return min(filter(self._small, rungs.all()), key=self._needed, default=None)
+    def too_large(self) -> BudgetError:
+        """That some stage makes an allocation above ``largest_mib`` whatever is chosen."""
+        least = []
+        for base in self._placements:
+            ways = [min(self._all(base, group), key=largest_of) for group in self._groups]
+            least.append(max(itertools.chain(*ways), key=lambda stage: stage.largest_bytes))
+        return too_large(self.largest or 0, min(least, key=lambda stage: stage.largest_bytes))
 
-    def _whole(self, base: Settings, chosen: Sequence[Option | None]) -> Candidate | None:
-        found = [option for option in chosen if option is not None]
-        return self.pricing.whole(base, itertools.chain(*found)) if len(found) == len(chosen) else None
-
-    def _weights_alone(self, base: Settings) -> int:
-        """What the weights take on the device at least, whatever the activations."""
-        anatomy = self.pricing.anatomy
-        away = {anatomy.autoencoder} if self.decoder_on_cpu else set()
-        names = [name for name in anatomy.components if name not in away]
-        weights = {name: self.pricing.costs.weights(name, base).bytes for name in names}
-        sizes = [min(size, anatomy.kept.get(name, size)) for name, size in weights.items()]
-        rooms = {"none": sum(sizes), "component": max(sizes, default=0), "blocks": (base.weights_mib or 0) * MIB}
-        return rooms.get(base.offload or "none", 0)
-
-    def timing(self, best: Candidate) -> Timing | None:
-        """How long the modules of a step take, where weights are streamed under it."""
-        steps = [stage for stage in self.pricing.costs.stages if stage.repeats]
-        streamed = best.settings.offload in STREAMED
-        return self.pricing.timing(steps[0], best.settings) if streamed and steps else None
-
-    def explained(self, best: Candidate) -> tuple[StagePlan, ...]:
-        """The stages of ``best``, each with the reason why it is no faster."""
-        base = self._placement_of(best)
-        weighed = [stage for (placed, _, _), option in self._known.items() if placed == base for stage in option]
-        told = []
-        for stage in best.stages:
-            others = [one for one in weighed if _is_same(one, stage) and one.choice != stage.choice]
-            faster = [one for one in others if one.seconds < stage.seconds]
-            nearest = min(faster, key=lambda one: one.peak_bytes, default=None)
-            why = why_not(nearest, self.request, self.pricing.overhead, self.largest) if nearest else ""
-            told.append(dataclasses.replace(stage, why=why))
-        return tuple(told)
-
-    def _rungs(self, base: Settings) -> list[Rungs]:
-        return [Rungs(self, base, group) for group in self._groups]
-
-    @functools.cached_property
-    def _groups(self) -> list[list[Stage]]:
-        """The stages, those together that share knobs."""
-        shared: dict[str, list[Stage]] = {}
-        for stage in self.pricing.costs.stages:
-            shared.setdefault(GROUPS.get(stage.name, stage.name), []).append(stage)
-        return list(shared.values())
+    # What there is
 
     @functools.cached_property
     def _placements(self) -> list[Settings]:
@@ -356,7 +298,7 @@ class Search:
         for storage, precision, offload in ways:
             base = self.base.filled(weight_storage=storage, precision=precision, offload=offload)
             try:
-                self._weights_alone(base)
+                self._resident_bytes(base)
                 found |= dict.fromkeys(self._with_rooms(base))
             except LowVRAMError as error:
                 refusal = refusal or error
@@ -364,12 +306,12 @@ class Search:
             raise refusal
         return list(found)
 
-    def _placement_of(self, run: Candidate) -> Settings:
-        return self.base.filled(**{name: getattr(run.settings, name) for name in _PLACING})
-
-    def _smallest_placements(self) -> list[Settings]:
+    def _smallest(self) -> list[Settings]:
         """Those with the fewest weights on the device: in the last of the ways to offload that can be."""
         return [base for base in self._placements if base.offload == self._placements[-1].offload]
+
+    def _placement_of(self, run: Candidate) -> Settings:
+        return self.base.filled(**{name: getattr(run.settings, name) for name in _PLACING})
 
     def _offloads(self) -> tuple[str, ...]:
         if not support_of(self.request.device).streams:
@@ -387,42 +329,78 @@ class Search:
         least = -(-weights.room_bytes // MIB)
         return [dataclasses.replace(base, weights_mib=room) for room in sorted({least, *rooms}) if room >= least]
 
-    def option(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option:
-        """What the stages of ``group`` take."""
-        key = base, group[0].name, tuple(choice.items())
-        if key not in self._known:
-            self._known[key] = tuple(self.pricing.stage(base, stage, choice) for stage in group)
+    def _resident_bytes(self, base: Settings) -> int:
+        """What the weights take on the device at least, whatever the activations."""
+        anatomy = self.pricing.anatomy
+        away = {anatomy.autoencoder} if self._decoder_on_cpu else set()
+        names = [name for name in anatomy.components if name not in away]
+        weights = {name: self.pricing.costs.weights(name, base).bytes for name in names}
+        sizes = [min(size, anatomy.kept.get(name, size)) for name, size in weights.items()]
+        rooms = {"none": sum(sizes), "component": max(sizes, default=0), "blocks": (base.weights_mib or 0) * MIB}
+        return rooms.get(base.offload or "none", 0)
+
+    def _option(self, base: Settings, group: Group, choice: Choice) -> Option:
+        """What the stages of ``group`` take, priced once."""
+        key = base, group.name, tuple(choice.items())
+        if key not in self._priced:
+            self._priced[key] = tuple(self.pricing.stage(base, stage, choice) for stage in group.stages)
             self._traced.add((_unplaced(base), *key[1:]))
-        return self._known[key]
+        return self._priced[key]
 
-    def is_traced(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> bool:
-        """Whether the same takes no trace that was not made before, be it with weights in another place."""
-        return (_unplaced(base), group[0].name, tuple(choice.items())) in self._traced
+    def _all(self, base: Settings, group: Group) -> Iterator[Option]:
+        """All ways to run ``group``, each priced when its turn comes."""
+        return (self._option(base, group, choice) for choice in (*group.ladder, *group.detours))
 
-    def known(self, base: Settings, group: list[Stage], choice: dict[str, Any]) -> Option | None:
-        """The same if it was asked for before."""
-        return self._known.get((base, group[0].name, tuple(choice.items())))
+    def _known(self, base: Settings, group: Group, traced: bool) -> list[Option]:
+        """Those that were priced before; with ``traced`` those too that take no trace that was not made before."""
+        found = []
+        for choice in (*group.ladder, *group.detours):
+            key = group.name, tuple(choice.items())
+            if (base, *key) in self._priced or (traced and (_unplaced(base), *key) in self._traced):
+                found.append(self._option(base, group, choice))
+        return found
 
-    def _fits(self, option: Option, limit: int) -> bool:
-        return self._held(option, limit) and host_of(option) <= self.request.ram and self._small(option)
+    def _fits(self, option: Option) -> bool:
+        return self._needed(option) <= self.request.vram and self._allowed(option)
 
-    def _held(self, option: Option, limit: int) -> bool:
-        return self._needed(option) <= limit
+    def _allowed(self, option: Option) -> bool:
+        """Whether all but the device can hold it."""
+        return host_of(option) <= self.request.ram and self._small(option)
 
     def _needed(self, option: Option) -> int:
-        return max(stage.peak_bytes for stage in option) + self.pricing.overhead
+        return peak_of(option) + self.pricing.overhead
 
     def _small(self, option: Option) -> bool:
         return self.largest is None or largest_of(option) <= self.largest
 
-    def too_large(self) -> BudgetError:
-        """That some stage makes an allocation above ``largest_mib`` whatever is chosen."""
-        least = []
-        for base in self._placements:
-            ways = [min(rungs.all(), key=largest_of) for rungs in self._rungs(base)]
-            least.append(max(itertools.chain(*ways), key=lambda stage: stage.largest_bytes))
-        return too_large(self.largest or 0, min(least, key=lambda stage: stage.largest_bytes))
+    def _run(self, base: Settings, chosen: Sequence[Option | None]) -> Candidate | None:
+        found = [option for option in chosen if option is not None]
+        return self.pricing.whole(base, itertools.chain(*found)) if len(found) == len(chosen) else None
 
+    # What the plan tells of it
+
+    def timing(self, best: Candidate) -> Timing | None:
+        """How long the modules of a step take, where weights are streamed under it."""
+        steps = [stage for stage in self.pricing.costs.stages if stage.repeats]
+        streamed = best.settings.offload in STREAMED
+        return self.pricing.timing(steps[0], best.settings) if streamed and steps else None
+
+    def explained(self, best: Candidate) -> tuple[StagePlan, ...]:
+        """The stages of ``best``, each with the reason why it is no faster."""
+        base = self._placement_of(best)
+        priced = [stage for (placed, _, _), option in self._priced.items() if placed == base for stage in option]
+        explained = []
+        for stage in best.stages:
+            others = [one for one in priced if _is_same(one, stage) and one.choice != stage.choice]
+            faster = [one for one in others if one.seconds < stage.seconds]
+            nearest = min(faster, key=lambda one: one.peak_bytes, default=None)
+            why = why_not(nearest, self.request, self.pricing.overhead, self.largest) if nearest else ""
+            explained.append(dataclasses.replace(stage, why=why))
+        return tuple(explained)
+
+
+_FASTER = 1 - 1e-9
+"""Part of a time that another is to stay below: sums of the same times in another order are the same time."""
 
 _WORTH_A_TRACE = 0.995
 """Part of the best time that another candidate must promise."""
@@ -432,20 +410,6 @@ _PLACING = ("weight_storage", "precision", "offload", "weights_mib")
 
 _ROOMS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""
-
-
-def _seen_beyond(stage: StagePlan, seen: Sequence[tuple[StagePlan, StagePlan]]) -> float:
-    """Seconds beyond what ``stage`` is composed of that whole traces told of the same with as much room for weights.
-
-    Args:
-        seen: stages as they were composed, and as they were traced.
-    """
-    same = (
-        whole.seconds - one.seconds
-        for one, whole in seen
-        if _is_same(one, stage) and one.choice == stage.choice and one.weights_bytes >= stage.weights_bytes
-    )
-    return max(same, default=0.0)
 
 
 def _unplaced(base: Settings) -> Settings:

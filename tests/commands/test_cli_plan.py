@@ -23,8 +23,6 @@ from sd_lowvram.commands import early, plan_cache
 from sd_lowvram.errors import CheckpointError
 from sd_lowvram.planning import search
 from sd_lowvram.planning.limit import Limit
-from sd_lowvram.planning.stage_costs import Costs
-from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, MIB
 
 
@@ -180,38 +178,6 @@ def test_a_limit_tells_which_others_are_answered_alike(size: int, asked: list[tu
     least, most = limit.alike
     assert least <= size <= most
     assert all(answers(other) == known for other in range(1, 80) if least <= other <= most)
-
-
-def test_what_is_weighed_ahead_is_what_a_plan_asks_for(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """And it is weighed without the package of the text encoders."""
-    asked = {"model": str(folder), "width": None, "height": 512, "batch": 1, "steps": 30, "guidance": True}
-    asked |= {"gpu": "rtx2070", "vram": "517MB", "ram": "2GB", "approximate": False}
-    code = (
-        "import json, sys; from sd_lowvram.commands import plan; from sd_lowvram.settings import Settings;"
-        "asked = json.loads(sys.argv[1]) | {'vram': 517 << 20, 'ram': 2 << 30};"
-        "plan._weigh_ahead(asked, plan._machine(asked), Settings(precision='fp16'));"
-        "print(sum(name.startswith(('transformers', 'peft')) for name in sys.modules))"
-    )
-    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
-    told = subprocess.run([sys.executable, "-c", code, json.dumps(asked)], capture_output=True, check=True, text=True)
-    assert told.stdout == "2\n"  # that they are not there
-    traced: list[tuple[str, bool, int | None]] = []
-    trace = Costs._trace
-
-    def noted(self: Costs, stage: Any, settings: Settings, whole: bool, timing: Any) -> Any:
-        traced.append((stage.name, whole, settings.feed_forward_chunks))
-        return trace(self, stage, settings, whole, timing)
-
-    monkeypatch.setattr(Costs, "_trace", noted)
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    words = (str(one) for name, value in asked.items() if name in ("model", "height", "gpu", "vram", "ram")
-             for one in (f"--{name}", value))  # fmt: skip
-    result = run(*words, "--precision", "fp16", "--json")
-    assert json.loads(result.output)["settings"]["vae_tiles"] == "exact"
-    whole = {name for name, whole, _ in traced if whole}
-    short = {(name, chunks) for name, whole, chunks in traced if not whole}
-    assert {"denoise", "decode"} <= whole
-    assert ("text", None) in short and not short & {("decode", None), ("denoise", None), ("denoise", 16)}
 
 
 def test_traces_are_known_to_other_processes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from typing import Any
 
@@ -70,7 +69,7 @@ def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
 
 
 def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypatch: Any) -> None:
-    """The search leaves out what cannot be faster; here all is weighed."""
+    """The search leaves out what cannot be faster; here all is priced."""
     monkeypatch.setattr(Pricing, "confirmed", lambda self, run: run)
     most = make_plan(anatomy, request(GIB, 128), Settings()).predicted.peak_bytes
     fewer = 0
@@ -78,13 +77,15 @@ def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypat
         asked = request(least + (most - least) * step // 6, 128)
         search, whole = (Search(anatomy, asked, Settings(), False) for _ in range(2))
         found = search.confirmed()
-        fits = functools.partial(whole._fits, limit=asked.vram)
         fastest = []
         for base in whole._placements:
-            ways = [min(filter(fits, rungs.all()), key=seconds_of, default=None) for rungs in whole._rungs(base)]
-            fastest.append(whole._whole(base, ways))
+            ways = [
+                min(filter(whole._fits, whole._all(base, group)), key=seconds_of, default=None)
+                for group in whole._groups
+            ]
+            fastest.append(whole._run(base, ways))
         best = min((run.seconds for run in fastest if run is not None), default=None)
-        assert (found.seconds if found else None) == best
+        assert (found.seconds if found else None) == (best and pytest.approx(best))
         fewer += len(search._traced) < len(whole._traced)
     assert fewer > 3
 
@@ -295,7 +296,7 @@ def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> 
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
     first = make_plan(anatomy, request(GIB), Settings())
     assert list(tmp_path.rglob("*.json"))
-    monkeypatch.setattr("sd_lowvram.planning.stage_costs.trace", lambda *_: pytest.fail("traced again"))
+    monkeypatch.setattr("sd_lowvram.planning.stage_costs.trace_equals_once", lambda *_: pytest.fail("traced again"))
     monkeypatch.setattr("sd_lowvram.planning.stage_costs.twin", lambda *_: pytest.fail("copied again"))
     assert make_plan(anatomy, request(GIB), Settings()) == first
 

@@ -16,7 +16,7 @@ from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.hooks import vae_exact
 from sd_lowvram.memory.repeats import representatives
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.planning.ladders import DENOISE_LADDER
+from sd_lowvram.planning.options import DENOISE_LADDER
 from sd_lowvram.planning.stage_costs import Costs
 from sd_lowvram.planning.stages import Shape
 from sd_lowvram.tracing import MemoryTrace, trace
