@@ -97,7 +97,7 @@ def table(model: str, width: int, height: int, cards: Sequence[Rates]) -> list[R
     unet = anatomy_of_components("diffusers", build_components(model, torch.float16, "meta", only=("unet",)))
     costs = Costs(unet, Shape(width, height), False, torch.device("cuda"))
     stage = costs.stages[0]
-    spans = costs.spans(stage, Settings(attention="sdpa", inference_mode=True, channels_last=True))
+    spans = costs(stage, Settings(attention="sdpa", inference_mode=True, channels_last=True)).spans
     layers = layers_of(twin(unet, FakeTensorMode()).components)
     rows = []
     for rates in cards:

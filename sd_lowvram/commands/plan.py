@@ -113,30 +113,9 @@ def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings,
 def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
     from ..planning.search import make_plan
 
-<<<<<<< HEAD
-    machine = _machine(asked)
-    with meanwhile(lambda: _weigh_ahead(asked, machine, settings), awaited=False):
-        anatomy, request = _request(asked, machine)
-        heed_interrupts()
-        return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | _rates(request)
-
-
-def _weigh_ahead(asked: dict[str, Any], machine: dict[str, Any], settings: Settings) -> None:
-    """Weigh the UNet and the VAE without the package of the text encoders, which takes seconds to import.
-
-    For a process of its own: diffusers does without what is not there, and it is not there any more.
-    """
-    from ..planning.search import Search
-
-    sys.modules |= dict.fromkeys(("transformers", "peft"))  # type: ignore[arg-type]
-    anatomy, request = _request(asked, machine, ("unet", "vae"))
-    search = Search(anatomy, request, settings, asked["approximate"])
-    search.weigh_what_comes_first()
-    search.weigh_what_comes_late()
-=======
     anatomy, request = _request(asked)
+    heed_interrupts()
     return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | _rates(request)
->>>>>>> b957b03 (The planner prices options by placements, and confirms the first that fits: no coroutines and no second process)
 
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Pricing:
         ]
         resident = sum(weights[name] for name in others) if settings.offload in (None, "none") else 0
         waiting = sum(weights.values()) - resident - (own.bytes if settings.offload in (None, "none") else 0)
-        masters, least, copies = self._masters(settings, max(0, waiting), cost.host_bytes)
+        masters, least, copies = self._masters(settings, max(0, waiting), cost.host_peak_bytes)
         moving = own.largest_bytes if settings.offload == "component" else here if streamed else 0
         plain = self._once(stage, settings, cost)
         return StagePlan(
@@ -131,14 +131,14 @@ class Pricing:
             peak_bytes=cost.activation_bytes + here + resident,
             weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
-            host_bytes=masters + cost.host_bytes,
+            host_bytes=masters + cost.host_peak_bytes,
             held_bytes=sum(weights.values()) + copies + max(cost.allocated_bytes + (here if streamed else 0), moving),
             largest_bytes=max(cost.largest_bytes, here if streamed else own.largest_bytes),
             seconds=self._seconds(stage, settings, step.seconds if step else plain, own),
             choice=choice,
             slowdown=step.seconds / plain if step and plain else 1.0,
-            parked_bytes=cost.host_bytes,
-            least_host_bytes=least + cost.host_bytes,
+            parked_bytes=cost.host_peak_bytes,
+            least_host_bytes=least + cost.host_peak_bytes,
         )
 
     def _masters(self, settings: Settings, waiting: int, parked: int) -> tuple[int, int, int]:
@@ -186,8 +186,8 @@ class Pricing:
             peak_bytes=resident,
             weights_bytes=resident,
             activation_bytes=0,
-            host_bytes=others - resident + cost.peak_bytes + cost.host_bytes,
-            least_host_bytes=others - resident + cost.peak_bytes + cost.host_bytes,
+            host_bytes=others - resident + cost.peak_bytes + cost.host_peak_bytes,
+            least_host_bytes=others - resident + cost.peak_bytes + cost.host_peak_bytes,
             held_bytes=sum(weights.values()) + cost.allocated_bytes,
             largest_bytes=0,
             seconds=cost.flops / _ASSUMED_CPU_FLOPS,
@@ -201,7 +201,7 @@ class Pricing:
         if key not in self._timings:
             size = compute_dtype(self.anatomy, stage.component, settings).itemsize
             rates = self.request.rates
-            spans = self.costs.spans(stage, resident)
+            spans = self.costs(stage, resident).spans
             seconds = tuple((f"{stage.component}.{span.path}", rates.seconds(span, size)) for span in spans)
             self._timings[key] = Timing(seconds, Copies(rates.copy_bandwidth, overlap=self.on_gpu))
         return self._timings[key]

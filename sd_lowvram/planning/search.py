@@ -243,7 +243,7 @@ class Search:
 
     def _leanest(self, base: Settings, group: Group) -> Option | None:
         held = []
-        for option in self._all(base, group):
+        for option in filter(self._small, self._all(base, group)):
             held += [option] if self._needed(option) <= self.request.vram else []
             if held and not parks(held[-1]):  # nothing waits but weights
                 break
@@ -254,29 +254,12 @@ class Search:
 
         Infinite where ``largest_mib`` forbids all. About a constant and a part that grows with the area.
         """
-        least = math.inf
-        for base in reversed(self._smallest()):  # the narrowest weights come last
-            least = min(least, max(self._least_pressure(base, group) for group in self._groups))
-            if least <= 1:
-                return least
-        for base in self._placements:
-            if base.offload in ("none", "component"):  # weights on the device are not in host memory
-                known = [map(self._pressure, self._known(base, group, traced=True)) for group in self._groups]
-                least = min(least, max(min(each, default=math.inf) for each in known))
-        return least
-
-    def _least_pressure(self, base: Settings, group: Group) -> float:
-        last = self._option(base, group, group.ladder[-1])
-        if self._pressure(last) <= 1:
-            return self._pressure(last)
-        others = (*group.ladder, *group.detours) if host_of(last) > self.request.ram else group.detours
-        return min(self._pressure(self._option(base, group, choice)) for choice in (group.ladder[-1], *others))
-
-    def _pressure(self, option: Option) -> float:
-        if not self._small(option):
-            return math.inf
-        host = max(stage.least_host_bytes for stage in option)
-        return max(self._needed(option) / max(1, self.request.vram), host / max(1, self.request.ram))
+        vram, ram = max(1, self.request.vram), max(1, self.request.ram)
+        runs = [self.smallest()]
+        if runs[0] is not None and runs[0].needed_bytes <= vram and runs[0].least_host_bytes > ram:
+            runs.append(self.leanest())
+        full = (max(run.needed_bytes / vram, run.least_host_bytes / ram) for run in runs if run is not None)
+        return min(full, default=math.inf)
 
     def too_large(self) -> BudgetError:
         """That some stage makes an allocation above ``largest_mib`` whatever is chosen."""

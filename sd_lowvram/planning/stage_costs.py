@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,40 +34,36 @@ from ..tracing import MemoryTrace
 from ..tracing.equal_calls import equal_modules
 from ..tracing.fake_model import Fitting, twin
 from ..tracing.flop_counter import Span
-from ..tracing.tracer import trace_equals_once
+from ..tracing.tracer import Figures, trace_equals_once
 from ..weights import all_tensors, loaded_dtype, weight_bytes
 from .stages import Shape, Stage, stages
 
-_Kind = TypeVar("_Kind", "Cost", "Spans", "Step", "Weights")
+_Kind = TypeVar("_Kind", "Cost", "Step", "Weights")
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Bytes and work of one stage.
+class Cost(Figures):
+    """The figures of one stage's trace.
 
     Attributes:
-        peak_bytes: most bytes on the device, of this stage's own component and what it makes.
-        activation_bytes: the same without weights.
-        host_bytes: most bytes that wait in host memory.
-        largest_bytes: the largest single allocation.
-        allocated_bytes: most bytes of inputs and what the stage makes, in both accounts: what a CPU's allocator sees.
-        flops: floating-point operations of matrix products and convolutions.
-        moved_bytes: read and written by all operators.
-        copied_bytes: crossing between device and host memory.
-        operators: how many ran.
-        packed_bytes: weights that a CPU's kernels reorder.
+        spans: of a step of many, what each module does, in the order of the run; of a stage that runs once, nothing.
     """
 
-    peak_bytes: int
-    activation_bytes: int
-    host_bytes: int
-    largest_bytes: int
-    allocated_bytes: int
-    flops: int
-    moved_bytes: int
-    copied_bytes: int
-    operators: int
-    packed_bytes: int
+    spans: tuple[Span, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(span, Span) for span in self.spans):  # read from a file
+            object.__setattr__(self, "spans", tuple(Span(**span) for span in self.spans))  # type: ignore[arg-type]
+
+    @property
+    def activation_bytes(self) -> int:
+        """Most bytes on the device without weights."""
+        return self.activation_peak_bytes + self.input_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Most bytes of inputs and what the stage makes, in both accounts: what a CPU's allocator sees."""
+        return self.allocated_peak_bytes + self.input_bytes
 
 
 @dataclass(frozen=True)
@@ -83,17 +79,6 @@ class Weights:
     bytes: int
     largest_bytes: int
     room_bytes: int
-
-
-@dataclass(frozen=True)
-class Spans:
-    """What each module of one component does in one call, in the order of the run."""
-
-    spans: tuple[Span, ...]
-
-    def __post_init__(self) -> None:
-        if not all(isinstance(span, Span) for span in self.spans):  # read from a file
-            object.__setattr__(self, "spans", tuple(Span(**span) for span in self.spans))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -127,7 +112,6 @@ class Costs:
         self._fingerprints: dict[str, str] = {}
         self._layered: dict[Any, list[Layer]] = {}
         self._equals: dict[str, dict[nn.Module, int]] = {}
-        self._shortened: dict[str, bool] = {}
 
     def resized(self, shape: Shape) -> Costs:
         """The costs of the same model for another shape, with the same twin."""
@@ -188,17 +172,8 @@ class Costs:
             timing: by which streamed weights are scheduled.
         """
         settings = settings.of_stage(stage.name)
-        whole = whole and (settings.offload is not None or self._is_shortened(stage, settings))
         what = stage.name + (", whole" if whole else "") + (f", {_digest(timing)}" if timing else "")
         return self._of(Cost, stage.component, what, settings, lambda: self._trace(stage, settings, whole, timing))
-
-    def spans(self, stage: Stage, settings: Settings) -> tuple[Span, ...]:
-        """What each module does in ``stage``; known without another trace once its cost is."""
-        settings = settings.of_stage(stage.name)
-        return self._spans(stage, settings, lambda: self.trace(stage, settings, whole=False)).spans
-
-    def _spans(self, stage: Stage, settings: Settings, traced: Callable[[], MemoryTrace]) -> Spans:
-        return self._of(Spans, stage.component, f"{stage.name}, spans", settings, lambda: Spans(traced().spans))
 
     def step(self, stage: Stage, settings: Settings, timing: Timing) -> Step:
         """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.
@@ -257,29 +232,10 @@ class Costs:
             self._equals[component] = equal_modules(self._twin.components[component])
         return self._equals[component]
 
-    def _is_shortened(self, stage: Stage, settings: Settings) -> bool:
-        """Whether a short trace leaves calls out; asked without the twin, which what is remembered does not need."""
-        if stage.component not in self._shortened:
-            with one_at_a_time():
-                self._shortened[stage.component] = bool(equal_modules(self._anatomy.components[stage.component]))
-        return bool(settings.guidance_in_turn) or self._shortened[stage.component]
-
     def _trace(self, stage: Stage, settings: Settings, whole: bool, timing: Timing | None) -> Cost:
-        traced = self.trace(stage, settings, whole and settings.offload is None, timing)
-        if stage.repeats and not whole:
-            self._spans(stage, settings, lambda: traced)
-        return Cost(
-            peak_bytes=traced.peak_bytes,
-            activation_bytes=traced.activation_peak_bytes + traced.input_bytes,
-            host_bytes=traced.host_peak_bytes,
-            largest_bytes=traced.largest_bytes,
-            allocated_bytes=traced.allocated_peak_bytes + traced.input_bytes,
-            flops=traced.flops,
-            moved_bytes=traced.moved_bytes,
-            copied_bytes=traced.copied_bytes,
-            operators=traced.operators,
-            packed_bytes=traced.packed_bytes,
-        )
+        traced = self.trace(stage, settings, whole, timing)
+        figures = {one.name: getattr(traced, one.name) for one in dataclasses.fields(Figures)}
+        return Cost(**figures, spans=traced.spans if stage.repeats and not whole else ())
 
     def _of(self, kind: type[_Kind], component: str, what: str, settings: Settings, work: Callable[[], _Kind]) -> _Kind:
         """What ``work`` gives, remembered here and on disk."""

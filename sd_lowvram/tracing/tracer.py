@@ -39,7 +39,7 @@ _MOST_RECIPES = 100_000
 
 
 @dataclass(frozen=True)
-class MemoryTrace:
+class Figures:
     """What a run would hold, in bytes, and what it would have to do.
 
     Attributes:
@@ -59,9 +59,6 @@ class MemoryTrace:
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of kernel launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
-        timeline: the allocations in their order.
-        spans: operations, bytes moved and operators in their order, module by module.
-        output: what the callable returned, as fake tensors.
     """
 
     peak_bytes: int
@@ -76,6 +73,18 @@ class MemoryTrace:
     copied_bytes: int
     operators: int
     packed_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryTrace(Figures):
+    """The figures of a run, and the course of it.
+
+    Attributes:
+        timeline: the allocations in their order.
+        spans: operations, bytes moved and operators in their order, module by module.
+        output: what the callable returned, as fake tensors.
+    """
+
     timeline: Timeline = field(repr=False)
     spans: tuple[Span, ...] = field(repr=False)
     output: Any = field(repr=False)
