@@ -22,7 +22,7 @@ from .collector import no_collection
 from .equal_calls import EqualCalls
 from .fake_tensors import Registry, fake_of, faked, modules_of
 from .flop_counter import Span, Work, attention_flops, moved, packed
-from .layout_rules import told
+from .layout_rules import recipe_of
 from .ledger import Ledger, Timeline
 from .op_cache import PLACED, Recipe, made_of, make, signature
 from .operators import Operator, describe, nbytes
@@ -277,7 +277,7 @@ class _Tracer(TorchDispatchMode):
                 recipe = Recipe((PLACED[func](*args),), None)
             if recipe is not None:
                 return make(recipe, self._mode, args), recipe
-        known = None if key is None else told(func, args, kwargs, operator.view)
+        known = None if key is None else recipe_of(func, args, kwargs, operator.view)
         result = func(*args, **kwargs) if known is None else make(known, self._mode, args)
         recipe = _recipe(func, operator, args, result)
         if key is not None and (recipe.made is not None or result is args[0]):
