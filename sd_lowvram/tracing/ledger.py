@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,30 +23,8 @@ class Event(NamedTuple):
     operator: str
 
 
-class Timeline:
-    """The allocations of a run in their order, four machine words each; yields ``Event``."""
-
-    def __init__(self) -> None:
-        self._device, self._host, self._where = array("q"), array("q"), array("q")
-        self._names: dict[tuple[str, str], int] = {}
-        self._base = 0
-
-    def record(self, device_bytes: int, host_bytes: int, path: str, operator: str) -> None:
-        self._device.append(device_bytes - self._base)
-        self._host.append(host_bytes)
-        self._where.append(self._names.setdefault((path, operator), len(self._names)))
-
-    def raise_by(self, nbytes: int) -> None:
-        """Bytes on the device that were there during all of it."""
-        self._base += nbytes
-
-    def __len__(self) -> int:
-        return len(self._device)
-
-    def __iter__(self) -> Iterator[Event]:
-        names = list(self._names)
-        for device, host, where in zip(self._device, self._host, self._where, strict=True):
-            yield Event(device + self._base, host, *names[where])
+class Timeline(list[Event]):
+    """The allocations of a run in their order."""
 
     def top(self) -> Event:
         """The moment at which the device held most.
@@ -118,7 +95,7 @@ class Ledger:
         born_device, born_weights, born_host = self.born.values()
         self.activation_peak = max(self.activation_peak, born_device + hidden)
         self.born_peak = max(self.born_peak, born_device + born_weights + born_host + hidden)
-        self.timeline.record(device + weights + hidden, host, self.path, self.operator)
+        self.timeline.append(Event(device + weights + hidden - self.met, host, self.path, self.operator))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[list[int]]:
@@ -157,7 +134,6 @@ class Ledger:
         else:
             self.peak += nbytes
             self.met += nbytes
-            self.timeline.raise_by(nbytes)
         self.book(tensor, account, born=False)
 
     def live_now(self) -> dict[str, int]:
@@ -166,7 +142,8 @@ class Ledger:
         return dict(self.live)
 
     def close(self) -> None:
-        """Stop following; the sums stay."""
+        """Stop following; the sums stay. What was met on the way was there before all events."""
+        self.timeline[:] = [event._replace(device_bytes=event.device_bytes + self.met) for event in self.timeline]
         self._deaths.forget()
         self._booked.clear()
 

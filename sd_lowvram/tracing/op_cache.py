@@ -5,7 +5,6 @@ Strips call the same operators thousands of times, and the fake mode takes its t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,21 +125,3 @@ def _view(made: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
         meta = torch.empty(0, dtype=made.dtype, device="meta")
         meta.set_(first.untyped_storage(), first.storage_offset() + offset, made.shape, made.stride)
     return fake_around(meta, mode, made.device)
-
-
-def _sliced(first: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Made:
-    shape, stride = list(first.shape), list(first.stride())
-    begin, stop, _ = slice(start, end).indices(shape[dim])
-    offset = begin * stride[dim]
-    shape[dim] = max(0, -(-(stop - begin) // step))
-    stride[dim] *= step
-    return Made(tuple(shape), tuple(stride), first.dtype, first.fake_device, offset)  # type: ignore[attr-defined]
-
-
-def _strided(first: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Made:
-    offset = 0 if storage_offset is None else storage_offset - first.storage_offset()
-    return Made(tuple(size), tuple(stride), first.dtype, first.fake_device, int(offset))  # type: ignore[attr-defined]
-
-
-PLACED: dict[Any, Callable[..., Made]] = {aten.slice.Tensor: _sliced, aten.as_strided.default: _strided}
-"""Views that may begin anywhere, so that a recipe for each would not pay: what they make, from their arguments."""

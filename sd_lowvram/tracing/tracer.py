@@ -24,7 +24,7 @@ from .fake_tensors import Registry, fake_of, faked, modules_of
 from .flop_counter import Span, Work, attention_flops, moved, packed
 from .layout_rules import recipe_of
 from .ledger import Ledger, Timeline
-from .op_cache import PLACED, Recipe, made_of, make, signature
+from .op_cache import Recipe, made_of, make, signature
 from .operators import Operator, describe, nbytes
 from .sdpa import foretold_attention
 from .uncompiled import CAN_REST, uncompiled
@@ -34,7 +34,6 @@ _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 _DEVICE = torch.ops.prim.device.default
 _operators: dict[Any, Operator] = {}
 _recipes: dict[bool, dict[tuple[Any, ...], Recipe]] = {True: {}, False: {}}
-_composites: dict[bool, dict[tuple[Any, ...], tuple[Operator | None, Recipe]]] = {True: {}, False: {}}
 _MOST_RECIPES = 100_000
 
 
@@ -164,9 +163,6 @@ class _Tracer(TorchDispatchMode):
         self.work = Work()
         self._mode = mode
         self._recipes = _recipes[on_cpu()]
-        self._composites = _composites[on_cpu()]
-        self._watching = 0
-        self._taken_in: list[tuple[Operator, Recipe]] = []
         self._places: dict[int, tuple[Registry, str]] = {}
         self._met: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -222,36 +218,13 @@ class _Tracer(TorchDispatchMode):
             operator = _operators[func] = describe(func)
         kwargs = kwargs or {}
         if operator.composite:
-            return self._composed(func, operator, args, kwargs)
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if func not in _LIFTS:
             args = self._without_reals(args)
         result, recipe = self._run(func, operator, args, kwargs)
         if not operator.view:
             self._take_in(operator, recipe, args, result)
-        return result
-
-    def _composed(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives that is made of others, and of which one at most takes memory where it is known."""
-        key = signature(func, args, kwargs) if operator.repeatable and self._mode.shape_env is None else None
-        known = None if key is None else self._composites.get(key)
-        if known is not None:
-            inner, recipe = known
-            result = make(recipe, self._mode, args)
-            if inner is not None:
-                self._take_in(inner, recipe, args, result)
-            return result
-        first = len(self._taken_in)
-        self._watching += 1
-        try:
-            with self:
-                result = func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        finally:
-            self._watching -= 1
-            taken = self._taken_in[first:]
-            if not self._watching:
-                self._taken_in.clear()
-        if key is not None and (found := _composite(args, result, taken)):
-            _keep(self._composites, key, found)
         return result
 
     def _take_in(self, operator: Operator, recipe: Recipe, args: tuple[Any, ...], result: Any) -> None:
@@ -264,8 +237,6 @@ class _Tracer(TorchDispatchMode):
             self.work.count(self.ledger.path, recipe.flops, recipe.moved, recipe.packed)
         if operator.copies:
             self._count_crossing(args, result)
-        if self._watching:
-            self._taken_in.append((operator, recipe))
 
     def _run(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe]:
         """The fake results, by a recipe where there is one."""
@@ -273,8 +244,6 @@ class _Tracer(TorchDispatchMode):
         recipe = None
         if key is not None:
             recipe = self._recipes.get(key)
-            if recipe is None and func in PLACED:
-                recipe = Recipe((PLACED[func](*args),), None)
             if recipe is not None:
                 return make(recipe, self._mode, args), recipe
         known = None if key is None else recipe_of(func, args, kwargs, operator.view)
@@ -336,30 +305,6 @@ def _keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], recipe: Any) 
     if len(known) >= _MOST_RECIPES:
         known.clear()
     known[key] = recipe
-
-
-def _composite(
-    args: tuple[Any, ...], result: Any, taken: list[tuple[Operator, Recipe]]
-) -> tuple[Operator | None, Recipe] | None:
-    """How to give ``result`` at once: a view, or what the one operator inside made; None where it is neither."""
-    if not args or not isinstance(args[0], FakeTensor) or len(taken) > 1:
-        return None
-    container = type(result) if isinstance(result, (list, tuple)) else None
-    if taken:
-        operator, recipe = taken[0]
-        made = made_of(result, args[0], view=False) if isinstance(result, FakeTensor) else None
-        alone = made is not None and recipe.made is not None and len(recipe.made) == 1
-        fresh = alone and result.untyped_storage()._cdata not in _storages(args)
-        whole = fresh and result.untyped_storage().nbytes() == nbytes(result)
-        return (operator, recipe._replace(made=made, container=None)) if whole else None
-    if result is args[0]:
-        return None, Recipe(None, None)
-    made = made_of(result, args[0], view=True)
-    return None if made is None or not _storages(result) <= _storages(args[0]) else (None, Recipe(made, container))
-
-
-def _storages(tensors: Any) -> set[int]:
-    return {leaf.untyped_storage()._cdata for leaf in tree_flatten(tensors)[0] if isinstance(leaf, Tensor)}
 
 
 @contextlib.contextmanager
