@@ -50,6 +50,6 @@ def draw(path: Path, pipe: Any, plan: Any, run: Run) -> None:
     """Write the plot of ``plan`` and ``run`` to ``path``, whole or not at all."""
     from PIL import Image
 
-    from ..planning.timeline import foretell
+    from ..planning.timeline import courses_of
 
-    save_picture(Image.open(io.BytesIO(memory_png(plan, run, foretell(pipe, plan)))), path, "")
+    save_picture(Image.open(io.BytesIO(memory_png(plan, run, courses_of(pipe, plan)))), path, "")

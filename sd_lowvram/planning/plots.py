@@ -50,7 +50,7 @@ def memory_figure(plan: Any, measured: Any = None, foretold: Sequence[Any] = ())
     Args:
         plan: a Plan.
         measured: a Run (``sd_lowvram.measured``), drawn as a line over the prediction.
-        foretold: the course within each stage (:func:`sd_lowvram.planning.timeline.foretell`); without it, its peak.
+        foretold: the course within each stage (:func:`sd_lowvram.planning.timeline.courses_of`); without it, its peak.
 
     Raises:
         BadInputError: matplotlib is not installed.

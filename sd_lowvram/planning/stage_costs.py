@@ -144,7 +144,7 @@ class Costs:
         chosen = Settings(precision=settings.precision, weight_storage=storage)
         if settings.offload in STREAMED:
             chosen = chosen.filled(offload="layer", split_layers=settings.split_layers)
-        return self._of(Weights, component, "weights", chosen, lambda: self._weigh(component, chosen))
+        return self._of(Weights, component, "weights", chosen, lambda: self._weights_of(component, chosen))
 
     @functools.cached_property
     def quantised(self) -> frozenset[str]:
@@ -153,7 +153,7 @@ class Costs:
         with one_at_a_time():
             return frozenset(name for name in names if quantised_layers(self._anatomy, name, as_loaded=True))
 
-    def _weigh(self, name: str, settings: Settings) -> Weights:
+    def _weights_of(self, name: str, settings: Settings) -> Weights:
         component = self._twin.components[name]
         with self._mode, self._fitting.tried(name, dataclasses.replace(settings, offload=None, split_layers=None)):
             room = 0

@@ -30,7 +30,7 @@ class Course:
     host_bytes: tuple[int, ...]
 
 
-def foretell(target: Any, plan: Plan) -> tuple[Course, ...]:
+def courses_of(target: Any, plan: Plan) -> tuple[Course, ...]:
     """The courses of the stages that ``plan`` has on the device; takes seconds, as each is traced.
 
     Args:

@@ -40,7 +40,7 @@ def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     return dataclasses.replace(made, computes=anatomy.computes, passes=anatomy.passes, encodes=anatomy.encodes)
 
 
-_WORN = ("precision", "weight_storage", "channels_last")
+_CONVERTING = ("precision", "weight_storage", "channels_last")
 """Knobs that convert the weights, and wrap the model below all others."""
 
 
@@ -59,15 +59,16 @@ class Fitting:
         self._anatomy = anatomy
         self._device = device
         self._parts: dict[str, Anatomy] = {}
-        self._worn: dict[str, Attachment] = {}
+        self._converted: dict[str, Attachment] = {}
 
     @contextlib.contextmanager
     def tried(self, name: str, settings: Settings, timing: Timing | None = None) -> Iterator[None]:
         """Within the block the component ``name`` runs with ``settings``, also one that is no target by itself (a
         ControlNet, a safety checker). Call it within the twin's fake mode."""
-        self._wear(name, Settings(**{knob: getattr(settings, knob) for knob in _WORN}))
+        self._convert(name, Settings(**{knob: getattr(settings, knob) for knob in _CONVERTING}))
         part = self._part(name)
-        none = _WORN if part.attentions else (*_WORN, *_OF_ATTENTIONS)  # which another part of the target has
+        beside = () if part.attentions else _OF_ATTENTIONS  # which another part of the target has
+        none = (*_CONVERTING, *beside)
         attachment = Attachment(part, dataclasses.replace(settings, **dict.fromkeys(none)), self._device, timing)
         attachment.apply()
         try:
@@ -75,15 +76,15 @@ class Fitting:
         finally:
             attachment.undo()
 
-    def _wear(self, name: str, settings: Settings) -> None:
-        worn = self._worn.get(name)
-        if worn is not None and worn.settings == settings:
+    def _convert(self, name: str, settings: Settings) -> None:
+        converted = self._converted.get(name)
+        if converted is not None and converted.settings == settings:
             return
-        if worn is not None:
-            self._worn.pop(name).undo()
+        if converted is not None:
+            self._converted.pop(name).undo()
         attachment = Attachment(self._part(name), settings, self._device)
         attachment.apply()
-        self._worn[name] = attachment
+        self._converted[name] = attachment
 
     def _part(self, name: str) -> Anatomy:
         if name not in self._parts:
