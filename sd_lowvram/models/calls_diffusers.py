@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..errors import BadInputError
 from .anatomy import Anatomy, layer
 from .calls import Shape, Stage, StepInputs
 from .latents import dtype_of, latent_channels, latent_size
@@ -249,6 +250,8 @@ def _image_embeds(projection: Any, patches: int, rows: int, empty: _Empty) -> Te
     if hasattr(projection, "image_embeds"):
         return empty(rows, 1, layer(projection.image_embeds).in_features)
     if hasattr(projection, "clip_embeds"):  # FaceID Plus keeps the picture's patches itself
+        if projection.clip_embeds is None:
+            raise BadInputError("an IP-Adapter FaceID Plus has no picture: set clip_embeds of its projection, then plan")
         return empty(rows, 1, layer(projection.proj.net[0].proj).in_features)
     faces = hasattr(projection, "num_tokens")
     width = layer(projection.proj_in if hasattr(projection, "proj_in") else projection.ff.net[0].proj).in_features
@@ -334,7 +337,8 @@ def _features(anatomy: Anatomy, rows: int, shape: Shape, empty: _Empty) -> tuple
 
 def _feature_shapes(adapter: Any, height: int, width: int) -> Iterator[tuple[int, int, int]]:
     height, width = height // adapter.downscale_factor, width // adapter.downscale_factor
-    for channels, block in zip(adapter.config["channels"], adapter.adapter.body, strict=True):
+    channels = adapter.config["channels"]
+    for number, block in enumerate(adapter.adapter.body):
         if block.downsample is not None:
             height, width = -(-height // 2), -(-width // 2)
-        yield int(channels), height, width
+        yield int(channels[min(number, len(channels) - 1)]), height, width  # a light one has a last block more

@@ -38,7 +38,7 @@ def picture(pipe: Any, kind: Kind, size: int = SIZE, **options: Any) -> Tensor:
     sized = {"width": size, "height": size} if kind.sized else {}
     given = {"num_inference_steps": 2, "guidance_scale": 5.0, "output_type": "pt", **sized, **kind.options, **options}
     with torch.no_grad():
-        made = pipe("a red apple", generator=torch.Generator().manual_seed(3), **given).images
+        made = pipe(prompt="a red apple", generator=torch.Generator().manual_seed(3), **given).images
     return made.float() if isinstance(made, Tensor) else torch.from_numpy(made).movedim(-1, 1)
 
 
