@@ -251,7 +251,7 @@ def _image_embeds(projection: Any, patches: int, rows: int, empty: _Empty) -> Te
         return empty(rows, 1, layer(projection.image_embeds).in_features)
     if hasattr(projection, "clip_embeds"):  # FaceID Plus keeps the picture's patches itself
         if projection.clip_embeds is None:
-            raise BadInputError("an IP-Adapter FaceID Plus has no picture: set clip_embeds of its projection, then plan")
+            raise BadInputError("an IP-Adapter FaceID Plus lacks its picture: set its projection's clip_embeds first")
         return empty(rows, 1, layer(projection.proj.net[0].proj).in_features)
     faces = hasattr(projection, "num_tokens")
     width = layer(projection.proj_in if hasattr(projection, "proj_in") else projection.ff.net[0].proj).in_features

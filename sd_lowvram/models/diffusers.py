@@ -19,10 +19,12 @@ def dissect(target: Any) -> Anatomy | None:
 
     Raises:
         UnsupportedModelError: a pipeline with a part that cannot be planned.
+        ConflictError: a part whose weights diffusers casts layer by layer.
     """
     components = _components(target)
     if not components:
         return None
+    support.check_casting(components)
     anatomy = anatomy_of(components)
     unet = anatomy.unet
     if unet is None:

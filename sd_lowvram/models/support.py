@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import UnsupportedModelError
+from ..errors import ConflictError, UnsupportedModelError
 
 Served = Mapping[str, Callable[[Any], bool]]
 """By the name that a part has in its target: whether a module there is of the kind that is planned."""
@@ -30,6 +30,18 @@ def check(owner: Any, parts: Mapping[str, nn.Module], served: Served) -> None:
     order = [name for start in _TOLD_FIRST for name in unknown if name.startswith(start)]
     part = (order or unknown)[0]
     raise refusal(owner, part, parts[part], tuple(name for name in _ALONE if name in parts and name not in unknown))
+
+
+def check_casting(parts: Mapping[str, nn.Module]) -> None:
+    """Raise ConflictError where diffusers changes the type of a part's weights around every call of a layer, which a
+    trace cannot follow."""
+    for name, part in parts.items():
+        registries = (getattr(module, "_diffusers_hook", None) for module in part.modules())
+        if any("layerwise_casting" in getattr(registry, "hooks", {}) for registry in registries):
+            raise ConflictError(
+                f"{name} has diffusers' layerwise casting on (enable_layerwise_casting), which no plan follows: load "
+                "it anew without, and ask for weight_storage='fp8', which does the same"
+            )
 
 
 def refusal(owner: Any, part: str = "", module: Any = None, works: tuple[str, ...] = ()) -> UnsupportedModelError:

@@ -12,6 +12,7 @@ from manual_cast import manual_cast
 
 from sd_lowvram import Fidelity, Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
+from sd_lowvram.errors import ConflictError
 from sd_lowvram.hooks.precision import compute_dtype, narrows, precision_fidelity
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models.anatomy import Anatomy
@@ -67,6 +68,13 @@ def test_fidelity_is_against_what_the_host_computes(stored: torch.dtype) -> None
     assert compute_dtype(anatomy, "unet", Settings()) == torch.float32
     fidelity = {name: precision_fidelity(anatomy, Settings(precision=name)) for name in ("fp32", "fp16", "bf16")}
     assert fidelity == {"fp32": Fidelity.BITWISE, "fp16": Fidelity.APPROXIMATE, "bf16": Fidelity.APPROXIMATE}
+
+
+def test_layers_that_diffusers_casts_are_refused() -> None:
+    model = build_components(tiny.config("sd15"), only=("unet",))["unet"]
+    model.enable_layerwise_casting(storage_dtype=FP8, compute_dtype=torch.float32)
+    with pytest.raises(ConflictError, match=r"enable_layerwise_casting.*weight_storage='fp8'"):
+        anatomy_of(model)
 
 
 def test_types_of_8_bits_narrow_what_is_wider() -> None:

@@ -280,7 +280,6 @@ KINDS: dict[str, Kind] = {
     "sdxl": Kind(lambda: plain("sdxl", XL + "Pipeline")),
     "refiner": Kind(refiner, STARTED, sized=False),
     "img2img": Kind(lambda: plain("sd15", "StableDiffusionImg2ImgPipeline"), STARTED, sized=False),
-    "sdxl img2img": Kind(lambda: plain("sdxl", XL + "Img2ImgPipeline"), STARTED, sized=False),
     "inpaint, 4 channels": Kind(lambda: plain("sd15", "StableDiffusionInpaintPipeline"), MASKED),
     "inpaint, 9 channels": Kind(lambda: plain("sd15", "StableDiffusionInpaintPipeline", in_channels=9), MASKED),
     "instruct, 8 channels": Kind(
@@ -289,7 +288,6 @@ KINDS: dict[str, Kind] = {
     "controlnet": Kind(lambda: controlled(1), IMAGE),
     "controlnet, two": Kind(lambda: controlled(2), {"image": [noise(1, 3, SIZE, SIZE)] * 2}),
     "t2i adapter": Kind(adapted, IMAGE),
-    "ip adapter": Kind(lambda: with_ip_adapters("plain"), {"ip_adapter_image": SEEN}),
     "ip adapters, plain and plus": Kind(lambda: with_ip_adapters("plain", "plus"), {"ip_adapter_image": [SEEN, SEEN]}),
     "ip adapter, sdxl": Kind(lambda: with_ip_adapters("plain", name="sdxl"), {"ip_adapter_image": SEEN}),
     "pag": Kind(
