@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,10 +50,12 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Strips and chunks may be so small here that there are several even of these pictures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SD_LOWVRAM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(residual_strips, "FEWEST_ROWS", 3)
+        patch.setattr(residual_strips, "FEWEST_ROWS", 4)
         for hook in (feed_forward, transformer_chunks):
-            patch.setattr(hook, "FEWEST_TOKENS", 24)
+            patch.setattr(hook, "FEWEST_TOKENS", 32)
+        gc.freeze()  # each measurement collects, which takes long among all that is imported
         yield
+        gc.unfreeze()
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -77,7 +77,8 @@ def parts(name: str, **unet: Any) -> dict[str, Any]:
     made = tiny.components(name)
     unet = {**SHALLOW[name], **unet}
     config = tiny.config(name)
-    made["unet"] = build_components({"unet": {**config["unet"], **unet}}, only=("unet",))["unet"]
+    shallow = {"unet": {**config["unet"], **unet}, "vae": {**config["vae"], "layers_per_block": 1}}
+    made |= build_components(shallow, only=("unet", "vae"))
     return made
 
 
@@ -202,7 +203,7 @@ def upscaler() -> Any:
         "down_block_types": ["DownEncoderBlock2D"] * 3,
         "up_block_types": ["UpDecoderBlock2D"] * 3,
     }
-    components["vae"] = build_components({"vae": {**config, **vae}}, only=("vae",))["vae"]
+    components["vae"] = build_components({"vae": {**config, **vae, "layers_per_block": 1}}, only=("vae",))["vae"]
     del components["safety_checker"], components["feature_extractor"]
     from diffusers import StableDiffusionUpscalePipeline
 
@@ -290,12 +291,7 @@ KINDS: dict[str, Kind] = {
     "t2i adapter": Kind(adapted, IMAGE),
     "ip adapters, plain and plus": Kind(lambda: with_ip_adapters("plain", "plus"), {"ip_adapter_image": [SEEN, SEEN]}),
     "ip adapter, sdxl": Kind(lambda: with_ip_adapters("plain", name="sdxl"), {"ip_adapter_image": SEEN}),
-    "pag": Kind(
-        lambda: plain(
-            "sd15",
-            "StableDiffusionPAGPipeline",
-        )
-    ),
+    "pag": Kind(lambda: plain("sd15", "StableDiffusionPAGPipeline")),
     "pag without guidance": Kind(lambda: plain("sd15", "StableDiffusionPAGPipeline"), {"guidance_scale": 1.0}),
     "x4 upscaler": Kind(upscaler, {"image": noise(1, 3, SIZE // 4, SIZE // 4)}, sized=False),
     "lcm": Kind(lcm),
