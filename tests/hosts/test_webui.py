@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,9 @@ def packages() -> str:
     return subprocess.run([PYTHON, "-m", "pip", "freeze"], check=True, capture_output=True, text=True).stdout
 
 
-def running(data: Path) -> contextlib.AbstractContextManager[Server]:
+def running(data: Path, *flags: str) -> contextlib.AbstractContextManager[Server]:
     first = data / "models" / "Stable-diffusion" / "first.safetensors"
-    return serving(Path(WEBUI or ""), PYTHON, data, "--ckpt", str(first))
+    return serving(Path(WEBUI or ""), PYTHON, data, "--ckpt", str(first), *flags)
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +150,94 @@ def test_infotext_brings_the_arguments_back(server: Server) -> None:
     assert again.infotext == made.infotext and numpy.array_equal(again.picture, made.picture)
 
 
-def test_bad_arguments_and_small_budgets_are_refused(server: Server) -> None:
-    with pytest.raises(RefusedError, match="'vram'") as refused:
-        server.make(ours={"vrom": "4GB"})
-    assert refused.value.status == 422
-    with pytest.raises(RefusedError, match=r"cannot hold .* at least") as refused:
-        server.make(ours={"vram": "100MB"})
-    assert refused.value.status == 422
+REFUSED: list[tuple[Any, str]] = [
+    ({"vrom": "4GB"}, "'vram'"),
+    ([[True]], "one flat list"),
+    ({"precision": "tf32"}, "NVIDIA"),
+    ({"largest_mib": 1}, "largest_mib 1: "),
+    pytest.param({"vram": "20MB"}, r"cannot hold .* at least .*\. Give that much\"", marks=only_a1111),
+    pytest.param({"weights_mib": 1}, "weights_mib 1: ", marks=only_a1111),
+    pytest.param({"precision": "fp16"}, "cannot compute in fp16 on a CPU", marks=only_a1111),
+]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("wrong", "says"), REFUSED)
+def test_what_cannot_be_is_refused_with_the_limit_in_question(server: Server, wrong: Any, says: str) -> None:
+    with pytest.raises(RefusedError, match=says) as refused:
+        server.make(ours=wrong)
+    assert refused.value.status == 422 and "16 GiB" not in refused.value.text
     server.make()
+
+
+@pytest.mark.parametrize("prompt", ["a red cube", "a red cube AND a blue ball"])
+@pytest.mark.parametrize("scale", [1, 5])
+def test_every_guidance_is_planned_once(server: Server, prompt: str, scale: float) -> None:
+    """AUTOMATIC1111 runs both halves at a scale of 1, and more rows for the parts between ANDs."""
+    asked = {"cfg_scale": scale, "prompt": prompt}
+    before = len(server.plans())
+    ours = server.make(ours={"preset": "smallest"}, **asked)
+    assert len(server.plans()) == before + 1
+    assert_same(ours, server.make(**asked))
+
+
+def test_sides_that_are_no_multiple_of_8(server: Server) -> None:
+    sides = {"width": 139, "height": 101}
+    plain = server.make(**sides)
+    assert_same(server.make(ours={"vae_tiles": "exact"}, **sides), plain)
+    start = {"init_images": [as_png(plain)], "denoising_strength": 0.6, **sides}
+    assert_same(server.make("img2img", ours={"vae_tiles": "exact"}, **start), server.make("img2img", **start))
+
+
+def as_png(made: Made) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray(made.picture).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_a_refiner_is_planned_and_attached_at_the_switch(server: Server) -> None:
+    asked: dict[str, Any] = {"refiner_checkpoint": "second", "refiner_switch_at": 0.5, "steps": 4}
+    before = len(server.plans())
+    ours = server.make(ours={"preset": "smallest"}, **asked)
+    base, refiner = (server.sites(line) for line in server.plans()[before:])
+    assert base == refiner and refiner["residual_strips"] == RESIDUAL_BLOCKS and refiner["vae_exact"] == 2
+    assert_same(ours, server.make(**asked))
+    assert difference(ours, server.make(steps=4))[1] > 0.5
+
+
+PREVIEWED = ({"preset": "smallest"}, {"preset": "smallest"} if IS_FORGE else {"weights_mib": 10})
+
+
+@pytest.mark.parametrize("ours", PREVIEWED, ids=lambda one: next(iter(one)))
+@pytest.mark.parametrize("kind", ["Full", "Approx NN"])
+def test_live_previews_decode_beside_the_steps(server: Server, kind: str, ours: dict[str, Any]) -> None:
+    """Ten generations, each looked at all the while from another thread."""
+    server.ask("/sdapi/v1/options", {"show_progress_type": kind, "show_progress_every_n_steps": 1})
+    plain = server.make(steps=4)
+    with looked_at(server) as seen:
+        for _ in range(10):
+            assert_same(server.make(steps=4, ours=ours), plain)
+    assert len(seen) > 5  # different pictures
+
+
+@contextlib.contextmanager
+def looked_at(server: Server) -> Iterator[set[str]]:
+    """Within the block the page's picture of what is being made is asked for again and again."""
+    seen: set[str] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.05):
+            picture = server.ask("/sdapi/v1/progress")["current_image"]
+            if picture:
+                seen.add(picture)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        looker.join()
 
 
 def test_grid_over_attention_backends(server: Server) -> None:
@@ -193,9 +274,7 @@ def test_hires_fix_is_planned_anew(server: Server, upscaler: str) -> None:
 
 
 def test_img2img(server: Server) -> None:
-    buffer = io.BytesIO()
-    Image.fromarray(server.make().picture).save(buffer, "PNG")
-    start = {"init_images": [base64.b64encode(buffer.getvalue()).decode()], "denoising_strength": 0.6}
+    start = {"init_images": [as_png(server.make())], "denoising_strength": 0.6}
     ours = server.make("img2img", ours={"vae_tiles": "exact"}, **start)
     assert server.sites()["vae_exact"] == 2
     assert_same(ours, server.make("img2img", **start))
@@ -267,3 +346,25 @@ def _title(titles: list[str], backend: str) -> str:
 def test_nothing_was_reported_on_the_way(server: Server) -> None:
     """Runs last: all that went on above left no traceback."""
     assert "Traceback" not in server.told()
+
+
+@only_a1111
+def test_weights_that_the_host_moves_by_blocks(server: Server, data: Path) -> None:
+    """The narrow model's UNet has 37 MiB of weights, and 34 MiB hold the whole run."""
+    with running(data, "--lowvram") as s:
+        ours = s.make(ours={"vram": "38MB"})
+        assert_same(ours, s.make())
+        with pytest.raises(RefusedError, match="decode needs at least"):
+            s.make(ours={"vram": "20MB"})
+
+
+@only_a1111
+def test_weights_of_8_bits(server: Server, data: Path) -> None:
+    with running(data, "--disable-nan-check") as s:
+        s.make()
+        s.ask("/sdapi/v1/options", {"fp8_storage": "Enable"})
+        try:
+            for preset in ("exact", "smallest"):
+                s.make(ours={"preset": preset})
+        finally:
+            s.ask("/sdapi/v1/options", {"fp8_storage": "Disable"})

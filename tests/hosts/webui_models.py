@@ -1,7 +1,7 @@
-"""Writes an SD1.5 checkpoint with random weights for a WebUI, its configuration beside it, and a LoRA for it.
+"""Writes a checkpoint with random weights for a WebUI, its configuration beside it, and a LoRA for SD1.5.
 
-Run by the WebUI's Python: webui_models.py WEBUI_DIR FILE SEED. The model has all blocks of SD1.5, a tenth as wide, so
-that a step takes a second on a CPU.
+Run by the WebUI's Python: webui_models.py WEBUI_DIR FILE SEED [sd15|base|refiner]. The model has all blocks of SD1.5,
+or of SDXL's base or refiner, a tenth as wide, so that a step takes a second on a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from safetensors.torch import save_file
 WIDTH, LEVELS, RANK = 32, [1, 2, 4, 4], 4
 
 
-def main(webui: str, file: str, seed: str) -> None:
+def main(webui: str, file: str, seed: str, kind: str = "sd15") -> None:
+    if kind != "sd15":
+        sdxl(webui, file, seed, kind)
+        return
     sys.path.insert(0, f"{webui}/repositories/stable-diffusion-stability-ai")
     from ldm.util import instantiate_from_config
     from omegaconf import OmegaConf
@@ -39,6 +42,45 @@ def main(webui: str, file: str, seed: str) -> None:
     weights["alphas_cumprod"] = torch.cumprod(1 - betas, 0).float()
     save_file(weights, file)
     save_file(_lora(noise), str(Path(file).with_suffix(".lora")), metadata={"ss_network_module": "networks.lora"})
+
+
+_TEXT_WIDTH, _TEXT_ARCH = 512, "ViT-B-32"
+"""Of the second text encoder, in place of ViT-bigG-14's 1280."""
+
+
+def sdxl(webui: str, file: str, seed: str, kind: str) -> None:
+    """SDXL's base or refiner."""
+    folder = f"{webui}/repositories/generative-models"
+    sys.path.insert(0, folder)
+    import open_clip
+    from omegaconf import OmegaConf
+    from sgm.util import instantiate_from_config
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = OmegaConf.load(f"{folder}/configs/inference/sd_xl_{kind}.yaml")
+    parts = config.model.params
+    unet, vae = parts.network_config.params, parts.first_stage_config.params.ddconfig
+    unet.model_channels = vae.ch = WIDTH
+    unet.num_head_channels, unet.transformer_depth = 16, 1
+    unet.spatial_transformer_attn_type, vae.attn_type = "softmax", "vanilla"
+    unet.context_dim = _TEXT_WIDTH + (768 if kind == "base" else 0)
+    unet.adm_in_channels = _TEXT_WIDTH + 256 * (6 if kind == "base" else 5)
+    text = next(one.params for one in parts.conditioner_config.params.emb_models if "arch" in one.get("params", {}))
+    text.arch = _TEXT_ARCH
+    OmegaConf.save(config, Path(file).with_suffix(".yaml"))
+    small = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+    with torch.device("meta"):
+        made = {
+            "model.diffusion_model.": instantiate_from_config(parts.network_config),
+            "first_stage_model.": instantiate_from_config(parts.first_stage_config),
+        }
+        if kind == "base":
+            made["conditioner.embedders.0.transformer."] = CLIPTextModel(small)
+    large = open_clip.create_model(_TEXT_ARCH)
+    del large.visual
+    made[f"conditioner.embedders.{1 if kind == 'base' else 0}.model."] = large
+    noise = torch.Generator().manual_seed(int(seed))
+    save_file({prefix + name: one for prefix, part in made.items() for name, one in _random(part, noise)}, file)
 
 
 def _random(model: Any, noise: torch.Generator) -> Any:
@@ -76,4 +118,4 @@ def _lora(noise: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:5])

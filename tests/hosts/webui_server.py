@@ -82,10 +82,14 @@ class Server:
     def told(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def sites(self) -> dict[str, int]:
-        """The hooks of the latest run and how many sites each hit, as the log has them."""
-        line = [line for line in self.told().splitlines() if line.startswith(f"[{NAME}]")][-1]
-        pairs = (pair.rsplit(" ", 1) for pair in line.partition("sites: ")[2].split(", "))
+    def plans(self) -> list[str]:
+        """Our lines in the log, one for each time that we planned and attached."""
+        return [line for line in self.told().splitlines() if line.startswith(f"[{NAME}]")]
+
+    def sites(self, line: str = "") -> dict[str, int]:
+        """The hooks of a line of ours, by default the latest, and how many sites each hit."""
+        told = line or self.plans()[-1]
+        pairs = (pair.rsplit(" ", 1) for pair in told.partition("sites: ")[2].split(", "))
         return {name: int(count) for name, count in pairs}
 
 
