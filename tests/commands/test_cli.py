@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import families
 import pytest
 import tiny
 from PIL import Image
@@ -112,6 +113,25 @@ def test_start_picture_and_mask(model, tmp_path, here):
         with Image.open(tmp_path / "out.png") as image:
             assert image.size == (72, 88)
         assert parameters(tmp_path / "out.png")[2]["Denoising strength"] == "0.5"
+
+
+def test_an_inpainting_checkpoint_of_nine_channels(tmp_path, here):
+    made = families.KINDS["inpaint, 9 channels"].make()
+    made.save_pretrained(tmp_path / "inpainting")
+    assert made.unet.config.in_channels == 9
+    Image.new("RGB", (75, 90), "green").save(tmp_path / "start.png")
+    Image.new("L", (75, 90), 255).save(tmp_path / "mask.png")
+    options = ["--model", "inpainting", "--steps", 2, "-o", "out.png"]
+    masked = [*options, "--init-image", "start.png", "--mask", "mask.png"]
+    for extra in ([], ["--guidance-in-turn", "--offload", "layer", "--vae-tiles", "exact"]):
+        done = here("generate", "an apple", *masked, *extra)
+        assert done.exit_code == 0, done.stderr
+        assert "2/2" in done.stderr
+        with Image.open(tmp_path / "out.png") as image:
+            assert image.size == (72, 88)
+        (tmp_path / "out.png").unlink()
+    done = here("generate", "an apple", *options)
+    assert done.exit_code == 2 and "give it a picture and a mask (--init-image and --mask)" in done.stderr
 
 
 BAD = [
