@@ -6,8 +6,8 @@ Files come from strangers: a name that is no regular file, which might never end
 from __future__ import annotations
 
 import json
+import math
 import stat
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +160,12 @@ def check_channels(path: Path, channels: int, task: Task) -> None:
 def kind_of(path: Path) -> Kind:
     """The kind of the single ``.safetensors`` file at ``path``."""
     header = read_header(path)
-    return detect(header, path, lambda name: statistics.pstdev(read_values(path, header, name)))
+    return detect(header, path, lambda name: _deviation(read_values(path, header, name)))
+
+
+def _deviation(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
 
 
 def single_file_config(kind: Kind, prediction: str) -> dict[str, Any]:

@@ -10,9 +10,8 @@ import typer
 
 from ..checkpoints.schedulers import SCHEDULERS
 from .guard import guarded
-from .inputs import Job, check_job
+from .inputs import DEMO_GUIDANCE, USUAL_GUIDANCE, Job, check_job
 from .knobs import with_knobs
-from .paint import DEMO_GUIDANCE, USUAL_GUIDANCE, paint
 from .values import MOST_STEPS, checked_settings
 
 _PICTURE, _MEMORY, _RUN = "Picture", "Memory", "Run"
@@ -110,6 +109,8 @@ def generate(
             memory_plot=memory_plot,
         ))  # fmt: skip
         from rich.console import Console
+
+        from .paint import paint
 
         _print_result(paint(job, Console(stderr=True, quiet=quiet or as_json)), as_json, quiet)
 

@@ -23,6 +23,7 @@ from .values import (
 )
 
 LARGEST_SEED = 2**64 - 1
+DEMO_GUIDANCE, USUAL_GUIDANCE = 4.0, 7.5
 
 
 @dataclass(frozen=True)

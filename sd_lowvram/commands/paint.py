@@ -15,7 +15,7 @@ from ..checkpoints.schedulers import label_of, set_scheduler
 from ..demo.things import unknown_words
 from ..errors import BadInputError, LowVRAMError
 from .early import check_floor, known_budget
-from .inputs import Job
+from .inputs import DEMO_GUIDANCE, USUAL_GUIDANCE, Job
 from .interrupts import heed_interrupts
 from .memory_plot import check_plot, draw, measured_run
 from .noise import drawn_in_float32
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-DEMO_GUIDANCE, USUAL_GUIDANCE = 4.0, 7.5
 _NAMED = 8
 """More unknown words than these are not named."""
 

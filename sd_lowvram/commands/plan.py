@@ -9,13 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..checkpoints.inspection import configuration
 from ..settings import Settings
 from .early import check_floor
 from .guard import guarded
 from .interrupts import heed_interrupts
 from .knobs import with_knobs
-from .plan_cache import remembered
 from .values import (
     MOST_PICTURES,
     MOST_STEPS,
@@ -59,6 +57,7 @@ def plan(
     with guarded(debug):
         from rich.console import Console
 
+        from .plan_cache import remembered
         from .plan_table import show, show_sizes
 
         asked: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps}
@@ -92,11 +91,14 @@ def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings,
     Args:
         budgets: in bytes; without "vram" where it is that of a named card.
     """
+    from rich.console import Console
+
+    from ..checkpoints.inspection import configuration
+
     config = configuration(asked["model"])
     if not asked["max_size"] and "vram" in budgets:
         check_floor(config, asked["width"], asked["height"], asked["batch"], budgets["vram"])
     asked = {**asked, **budgets}
-    from rich.console import Console
 
     from ..tracing.collector import no_collection
     from .show import Bars
