@@ -20,6 +20,8 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.errors import NoSiteError, UnsupportedModelError
 from sd_lowvram.hooks import arguments
 from sd_lowvram.models import compvis as family
+from sd_lowvram.models.calls import Shape, denoise_step
+from sd_lowvram.session import anatomy_of
 from sd_lowvram.tracing import trace
 from sd_lowvram.units import MIB
 
@@ -272,3 +274,23 @@ def test_bounds(size: int, batch: int, capsys: pytest.CaptureFixture[str]) -> No
     assert traced.activation_peak_bytes <= BOUNDS[size]
     theirs = test_unet_memory.traced(SMALLEST, size, batch).activation_peak_bytes
     assert traced.activation_peak_bytes == pytest.approx(theirs, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changed", "beside", "labels"),
+    [
+        ({}, None, None),
+        ({"in_channels": 9}, (2, 5, 8, 8), None),
+        ({"in_channels": 8}, (2, 4, 8, 8), None),
+        ({"in_channels": 7, "num_classes": 1000}, (2, 3, 8, 8), (2,)),
+    ],
+    ids=["plain", "inpainting", "instruct", "x4 upscaler"],
+)
+def test_a_step_is_called_with_what_the_unet_takes(changed: Any, beside: Any, labels: Any) -> None:
+    anatomy = anatomy_of(compvis.unet(**changed))
+    inputs = anatomy.verbs.step(anatomy, Shape(64, 64, batch=1, passes=2))
+    shapes = [None if one is None else tuple(one.shape) for one in (inputs.beside, inputs.labels)]
+    assert shapes == [beside, labels]
+    assert inputs.latents.shape == (1, 4, 8, 8) and inputs.text.shape == (2, 77, 32)
+    with torch.no_grad():
+        assert denoise_step(anatomy.unet, inputs, anatomy.verbs.predict).shape == (1, 4, 8, 8)

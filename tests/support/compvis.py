@@ -41,12 +41,12 @@ DECODER: dict[str, Any] = {
 }
 
 
-def unet(kind: str = "sd15") -> Any:
-    """A narrow UNetModel."""
+def unet(kind: str = "sd15", **changed: Any) -> Any:
+    """A narrow UNetModel, its arguments ``changed``."""
     from ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     narrow = {"model_channels": 32, "channel_mult": (1, 2, 2, 2), "context_dim": 32, **KINDS[kind]}
-    return with_random_weights(UNetModel(**_TOPOLOGY, **narrow))
+    return with_random_weights(UNetModel(**{**_TOPOLOGY, **narrow, **changed}))
 
 
 def full_unet() -> Any:

@@ -1,4 +1,4 @@
-"""The rows of test_families at the size of the real models: ``python tests/full_size.py SIDE ROW...``.
+"""The rows of test_families at the size of the real models: ``python tests/support/full_size.py SIDE ROW...``.
 
 For each row prints one JSON object with the relative error of the picture, and the allocator's peak beside the planned
 one in MiB, with plenty of memory and with little. Random weights in float32, two steps, text encoders of one layer.
@@ -69,7 +69,7 @@ def row(name: str, side: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import families
 
     families.parts = parts
