@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+CONTROL = "controlnet"
+"""The name under which pipelines hold their ControlNet."""
+
 
 @dataclass(frozen=True)
 class Shape:

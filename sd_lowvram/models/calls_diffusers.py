@@ -14,10 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import BadInputError
 from .anatomy import Anatomy, layer
-from .calls import Shape, Stage, StepInputs
+from .calls import CONTROL, Shape, Stage, StepInputs
 from .latents import dtype_of, latent_channels, latent_size
 
-CONTROL = "controlnet"
 ADAPTER = "adapter"
 _TOKENS, _PATCHES = 77, 257
 """Of a prompt, and of a picture, as CLIP has them."""
@@ -62,7 +61,7 @@ def run_processors(target: Any, unet: nn.Module) -> dict[str, Any]:
 
 
 def _names(pattern: str, path: str) -> bool:
-    """Whether a pattern of the pipeline's names a module; "blocks.1" does not name "blocks.10"."""
+    """Whether a pattern of the pipeline's names a module, as the pipeline itself looks."""
     last, own = (name.rpartition(".")[2] for name in (pattern, path))
     return re.search(pattern, path) is not None and not (last.isnumeric() and last == own)
 
@@ -91,10 +90,7 @@ def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
         added=_added(anatomy, name, rows, empty),
         residuals=_residuals(unet, rows, size, empty) if CONTROL in anatomy.components else (),
         features=features,
-        held=(
-            *(image for images in _control_images(anatomy, shape) for image in images),
-            *map(torch.empty_like, features),
-        ),
+        held=(*_control_images(anatomy, shape), *map(torch.empty_like, features)),
     )
 
 

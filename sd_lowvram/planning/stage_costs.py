@@ -118,7 +118,8 @@ class Costs:
         _ = self._fitting  # made now, once for both
         other = copy.copy(self)
         other._shape = shape
-        vars(other).pop("stages", None)
+        for hangs_on_shape in ("stages", "_called"):
+            vars(other).pop(hangs_on_shape, None)
         return other
 
     @functools.cached_property
@@ -256,14 +257,19 @@ class Costs:
 
     def _given(self, component: str, what: str) -> tuple[Any, ...]:
         """What the stage is called with, and what the target does to its denoiser for a run."""
-        called = [one for one in self.stages if one.component == component and one.name == what.partition(",")[0]]
-        if not called:
-            return ()
-        with torch.device("meta"):
-            leaves = tree_flatten(called[0].inputs())[0]
-        given = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
         processors = self._anatomy.processors if component == self._anatomy.denoiser else {}
-        return given, tuple((path, type(one).__qualname__) for path, one in processors.items())
+        called = self._called.get((what.partition(",")[0], component), ())
+        return called, tuple((path, type(one).__qualname__) for path, one in processors.items())
+
+    @functools.cached_property
+    def _called(self) -> dict[tuple[str, str], tuple[Any, ...]]:
+        """By stage and component, the shapes and types of what they are called with."""
+        with torch.device("meta"):
+            leaves = {(one.name, one.component): tree_flatten(one.inputs())[0] for one in self.stages}
+        return {
+            key: tuple((tuple(leaf.shape), leaf.dtype) for leaf in found if isinstance(leaf, torch.Tensor))
+            for key, found in leaves.items()
+        }
 
     def _kind(self, component: str) -> str:
         if component not in self._fingerprints:

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..models.anatomy import Anatomy
-from ..models.calls import Shape, Stage, StepInputs, denoise_step
+from ..models.calls import CONTROL, Shape, Stage, StepInputs, denoise_step
 from ..models.latents import dtype_of, latent_channels, latent_size, native_size, pixel_channels, scale_factor
 
 __all__ = ["CONTROL", "Shape", "Stage", "latent_size", "native_size", "scale_factor", "stages"]
-
-CONTROL = "controlnet"
-"""The name under which pipelines hold their ControlNet."""
 
 
 def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
