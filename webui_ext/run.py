@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sd_lowvram.errors import BudgetError
+from sd_lowvram.memory.threads import one_at_a_time
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.plan import Plan
 from sd_lowvram.planning.reasons import remedy
@@ -112,8 +113,8 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
         BudgetError: nothing fits. BadInputError, NoSiteError, ConflictError: see the core's ``optimize``.
     """
     plan = foretell(model, chosen, picture)
-    stop()
-    with contextlib.ExitStack() as stack:
+    with one_at_a_time(), contextlib.ExitStack() as stack:  # a live preview decodes in a thread of its own
+        stop()
         stack.enter_context(host.precision_of_attention())
         attachment = attach(model, _attachable(model, plan.settings), plan.request.device, plan.timing)
         stack.callback(detach, model, attachment)

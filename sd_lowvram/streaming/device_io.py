@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..errors import LowVRAMError
 from ..memory import host_account, to_device
 from ..memory.accounts import actual_device, tracing
-from ..weights import first_tensor, map_tensors
+from ..weights import all_tensors, first_tensor, map_tensors
 
 
 def refuse_unseen(component: nn.Module) -> None:
@@ -21,7 +21,7 @@ def refuse_unseen(component: nn.Module) -> None:
     Raises:
         LowVRAMError: a trace calls ``component``, whose weights it has not exchanged for fake ones.
     """
-    if tracing() and not isinstance(next(component.parameters(), None), FakeTensor):
+    if tracing() and not all(isinstance(tensor, FakeTensor) for tensor in all_tensors(component)):
         raise LowVRAMError(
             f"{type(component).__name__} streams its weights and is hidden from trace(): give it among the arguments"
         )

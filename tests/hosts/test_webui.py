@@ -368,3 +368,41 @@ def test_weights_of_8_bits(server: Server, data: Path) -> None:
                 s.make(ours={"preset": preset})
         finally:
             s.ask("/sdapi/v1/options", {"fp8_storage": "Disable"})
+
+
+@contextlib.contextmanager
+def watched(server: Server) -> Iterator[list[Any]]:
+    """Inside, the live preview is asked for as fast as the server answers; what it gave, and what it raised."""
+    stop, seen = threading.Event(), []
+
+    def watch() -> None:
+        while not stop.is_set():
+            try:
+                seen.append(server.ask("/sdapi/v1/progress?skip_current_image=false")["current_image"])
+            except RefusedError as error:
+                seen.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        thread.join()
+
+
+@only_a1111
+@pytest.mark.parametrize("ours", [{"preset": "smallest"}, {"weights_mib": 1}], ids=["smallest", "streamed"])
+def test_a_live_preview_decodes_while_the_unet_samples(server: Server, ours: dict[str, Any]) -> None:
+    """Its thread decodes with the VAE that carries our hooks."""
+    before = {name: server.ask("/sdapi/v1/options")[name] for name in ("show_progress_type", "live_previews_enable")}
+    expected = server.make(ours=ours, steps=6)
+    server.ask("/sdapi/v1/options", {"live_previews_enable": True, "show_progress_type": "Full"})
+    try:
+        with watched(server) as seen:
+            made = [server.make(ours=ours, steps=6) for _ in range(10)]
+    finally:
+        server.ask("/sdapi/v1/options", before)
+    assert [difference(one, expected) for one in made] == [(0, 0.0)] * 10
+    assert not [one for one in seen if isinstance(one, RefusedError)] and len({one for one in seen if one}) > 10
+    assert "Traceback" not in server.told()

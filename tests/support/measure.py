@@ -156,6 +156,30 @@ CASES: dict[str, Callable[[], Call]] = {
 }
 
 
+def _convolution(dtype: torch.dtype = torch.float32, channels_last: bool = False) -> Call:
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    image, weight = torch.randn(1, 32, 192, 128, dtype=dtype), torch.randn(32, 32, 3, 3, dtype=dtype)
+    arguments = (tensor.to(memory_format=memory_format) for tensor in (image, weight))
+    return Call(functools.partial(torch.nn.functional.conv2d, padding=1), tuple(arguments))
+
+
+CONVOLUTIONS: dict[str, Callable[[], Call]] = {
+    "convolution": _convolution,
+    "convolution, bfloat16": lambda: _convolution(torch.bfloat16),
+    "convolution, channels last": lambda: _convolution(channels_last=True),
+}
+"""One convolution of each kind, which shows how this processor's kernels go about it."""
+
+
+def copies(name: str) -> int:
+    """Bytes that a convolution holds besides its result where the kernels reorder as most processors' do: input and
+    weight before, the result after, in half types twice; in channels last the weight alone."""
+    image, weight = (tensor.numel() * tensor.element_size() for tensor in CONVOLUTIONS[name]().args)
+    if "channels last" in name:
+        return weight
+    return max(image + weight, image * (2 if "bfloat16" in name else 1))
+
+
 def measure(*names: str) -> dict[str, int]:
     """Bytes by name of the case."""
     command = [sys.executable, __file__, *names]
@@ -171,7 +195,7 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     peaks = {}
     for name in sys.argv[1:]:
-        call = CASES[name]()
+        call = (CASES | CONVOLUTIONS)[name]()
         with call.attached():
             peaks[name] = measured_peak(functools.partial(call.function, *call.args))
     print(json.dumps(peaks))
