@@ -9,8 +9,11 @@ from typing import Annotated
 
 import typer
 
+from ..checkpoints.architectures import NAMES
 from .guard import guarded
+from .values import check_count, check_names, check_side
 
+_MOST_BUDGETS = 100
 bench = typer.Typer(help="Measure: both sides in one process in turn, ratio of medians.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -55,6 +58,8 @@ def end_to_end(
 ) -> None:
     """Plans against whole runs on the CPU: peak, time, and the next faster candidate (the demo model in minutes)."""
     with _measuring(debug):
+        check_names("--model", model or (), ("demo", "sd15"))
+        check_count("--budgets", budgets, _MOST_BUDGETS)
         from ..bench.end_to_end import run
 
         print(f"written: {run(tuple(model or ('demo', 'sd15')), out, budgets)}")
@@ -80,6 +85,7 @@ def plans(
 ) -> None:
     """The least memory that lossless settings need, size by size."""
     with _measuring(debug, not as_json):
+        check_names("--model", model or (), NAMES)
         from ..bench.plans import printed, run
 
         rows = run(out, only=tuple(model or ()))
@@ -102,6 +108,9 @@ def schedule(
 ) -> None:
     """How much slower a step is with a part of the weights on the device, by schedule and by simpler policies."""
     with _measuring(debug, not as_json):
+        check_names("--model", model or (), NAMES)
+        check_side("width", width)
+        check_side("height", height)
         from ..bench.schedule import run
 
         run(as_json, tuple(model or ("sd15", "sdxl")), tuple(card or ("rtx2070",)), width, height, out)

@@ -37,14 +37,21 @@ class Bars:
         self._tasks: dict[str, TaskID] = {}
 
     def update(self, stage: str, done: int, total: int) -> None:
+        if not self._tasks:
+            self._progress.start()
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(stage, total=total)
         self._progress.update(self._tasks[stage], completed=done, total=total)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Bars]:
-        with self._progress, listen(self.update):
-            yield self
+        """Inside, bars are shown from the first part on that is done."""
+        try:
+            with listen(self.update):
+                yield self
+        finally:
+            if self._tasks:
+                self._progress.stop()
 
 
 def show_plan(console: Console, plan: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,13 @@ def check_count(option: str, count: int, most: int) -> None:
     """Raise BadInputError unless ``count`` is from 1 to ``most``."""
     if not 1 <= count <= most:
         raise BadInputError(f"{option} {count} must be at least 1 and at most {most}")
+
+
+def check_names(option: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise BadInputError unless each of ``names`` is one of ``known``."""
+    for name in names:
+        if name not in known:
+            raise BadInputError(f"{option} {name!r} is unknown: choose one of {', '.join(known)}")
 
 
 def check_budgets(vram: str | None, ram: str | None) -> None:
