@@ -55,9 +55,7 @@ _XPU = Support(
     streams=False,
     measures=False,
 )
-_WINDOWS = Support(
-    "Windows", UNTESTED, "a first plan takes longer, as it is made in one process; GPUs may spill into host memory"
-)
+_WINDOWS = Support("Windows", UNTESTED, "the driver may lend the GPU host memory, and runs crawl then")
 _MACOS = Support("macOS", UNTESTED, "meant to work as Linux does")
 
 
