@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend
-from ..kernels.attention.problem import problem_of
-from ..kernels.attention.torch_kernels import BUILTIN, TORCHS_ATTENTION
-from ..models.anatomy import Anatomy, Site, Verbs
+from ..kernels.attention.problem import Problem, problem_of
+from ..kernels.attention.torch_kernels import BUILTIN, TORCHS_ATTENTION, refusal
+from ..models.anatomy import Anatomy, Site, Verbs, layer
 from ..patches import Patch, wrap
 from ..settings import Settings
 
@@ -58,6 +58,29 @@ def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         _ran[site.module] = Counter()
         around = functools.partial(_forward, site, anatomy.verbs, backend, score_bytes)
         yield wrap(site.module, "forward", around, hook="attention")
+
+
+def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:
+    """Whether the choice of a kernel by ``attention="sdpa"`` is another than what the model does by itself.
+
+    It is not where every processor calls torch's function and torch has a kernel there that holds no scores: a plan
+    then leaves attention alone, and with it processors that nobody knows.
+    """
+    if anatomy.verbs.attend is not None or device.type not in ("cpu", "cuda"):
+        return True
+    return any(_is_of_old(site.module) or not _has_kernel(site.module, device) for site in anatomy.attentions)
+
+
+def _is_of_old(attention: Any) -> bool:
+    return type(getattr(attention, "processor", None)).__name__ in _SUCCESSORS
+
+
+def _has_kernel(attention: Any, device: torch.device) -> bool:
+    width = int(layer(attention.to_q).out_features) // int(attention.heads)
+    here = device.type == "cpu" or torch.cuda.is_available()
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    problem = Problem(1, int(attention.heads), 1, 1, width, width, dtype, device, real=here)
+    return any(refusal(kernel, problem) is None for kernel in ("flash", "efficient"))
 
 
 def kernels_that_ran(sites: Iterable[Site]) -> Counter[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..devices.support import check_streaming, support_of
 from ..errors import BudgetError, LowVRAMError
+from ..hooks.attention import is_worth_choosing
 from ..hooks.offload import STREAMED
 from ..hooks.precision import precision_fidelity
 from ..hooks.registry import applicable
@@ -119,9 +120,10 @@ class Search:
         self._decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":
             settings = dataclasses.replace(settings, decoder_device=None)
-        sees = anatomy.attentions and settings.attention is None and not settings.deterministic
+        open_ = settings.attention is None and not settings.deterministic
+        chooses = open_ and anatomy.attentions and is_worth_choosing(anatomy, request.device)
         self.base = settings.filled(
-            attention="sdpa" if sees else None,
+            attention="sdpa" if chooses else None,
             inference_mode=True,
             vae_slices=True if request.batch > 1 and anatomy.vae is not None else None,
             channels_last=True if on_gpu and anatomy.denoiser else None,
