@@ -118,7 +118,7 @@ def _is_controlnet(module: Any) -> bool:
 SERVED: support.Served = {
     "text_encoder": _is_of_type("clip_text_model"),
     "text_encoder_2": _is_of_type("clip_text_model"),
-    "image_encoder": _is_of_type("clip_vision_model"),
+    "image_encoder": lambda module: _is_of_type("clip_vision_model")(module) and hasattr(module, "visual_projection"),
     "depth_estimator": _is_of_type("dpt"),
     "adapter": lambda module: hasattr(module, "total_downscale_factor"),
     "controlnet": _is_controlnet,

@@ -67,3 +67,14 @@ def test_processors_of_before_torch_2_are_given_a_kernel() -> None:
     pipe.unet.set_attn_processor(AttnProcessor())
     plan = sd_lowvram.optimize(pipe, vram="8GB", ram="8GB", **SIZE)
     assert plan.settings.attention == "sdpa"
+
+
+def test_gradients_through_the_unet_are_kept() -> None:
+    """Attend-and-excite moves the latents by the gradient of a loss over maps of attention."""
+    pipe = diffusers.StableDiffusionAttendAndExcitePipeline(**parts("sd15"), requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.unet.requires_grad_(False)
+    options = {"token_indices": [2], "max_iter_to_alter": 1, "thresholds": {}, "attn_res": (8, 8)}
+    expected = tiny.run(pipe, **options)
+    sd_lowvram.optimize(pipe, vram="8GB", ram="8GB", **SIZE)
+    assert tiny.relative_error(tiny.run(pipe, **options), expected) < 1e-4
