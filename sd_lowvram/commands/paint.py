@@ -219,12 +219,12 @@ def _after_step(steps: int, update: Callable[[str, int, int], None]) -> Callable
 
 
 def attention_that_ran(pipe: Any) -> str:
-    """The attention kernels that the hook saw running, the most used first; "" where it was not attached."""
+    """The attention kernels that the hook saw running, the most used first; where it was not attached, torch chose."""
     from ..hooks.attention import kernels_that_ran
     from ..session import attachments
 
     sites = {site.module: site for attachment in attachments(pipe) for site in attachment.anatomy.attentions}
-    return " + ".join(kernel for kernel, _ in kernels_that_ran(sites.values()).most_common())
+    return " + ".join(kernel for kernel, _ in kernels_that_ran(sites.values()).most_common()) or "torch"
 
 
 def _parameters(job: Job, pipe: Any, plan: Any) -> dict[str, Any]:
@@ -244,6 +244,6 @@ def _parameters(job: Job, pipe: Any, plan: Any) -> dict[str, Any]:
         "Denoising strength": None if job.strength is None else f"{job.strength:g}",
         "RNG": "CPU",
         "Low VRAM plan": ", ".join(f"{name}={value}" for name, value in decided(plan)) or None,
-        "Low VRAM attention": attention_that_ran(pipe) or plan.settings.attention,
+        "Low VRAM attention": attention_that_ran(pipe),
         "Version": f"sd-lowvram {__version__}",
     }
