@@ -309,7 +309,7 @@ def test_a_picture_in_place_of_a_prompt_is_planned() -> None:
 
 
 KINDS_WITH = {"safety checker": "safety_checker", "depth": "depth_estimator", "t2i adapter": "adapter"}
-KINDS_WITH |= {"controlnet": "controlnet", "ip adapter": "image_encoder", "sdxl": "text_encoder_2"}
+KINDS_WITH |= {"controlnet": "controlnet", "ip adapter, sdxl": "image_encoder", "sdxl": "text_encoder_2"}
 
 
 @pytest.mark.parametrize("kind", KINDS_WITH)
