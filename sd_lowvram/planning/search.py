@@ -131,6 +131,8 @@ class Search:
         tiled = anatomy.vae is not None and dissect(anatomy.vae) is not None
         self._groups = groups(self.pricing.costs.stages, self.base, tiled, self._decoder_on_cpu)
         self._priced: dict[tuple[Settings, str, tuple[Any, ...]], Option] = {}
+        self._confirmed: dict[tuple[Settings, str, tuple[Any, ...]], Option] = {}
+        self._slower: list[tuple[StagePlan, float]] = []
         self._traced: set[tuple[Settings, str, tuple[Any, ...]]] = set()
 
     # The fastest
@@ -192,12 +194,24 @@ class Search:
         return min((way for way in ways if seconds_of(way) < below), key=seconds_of, default=None)
 
     def _correct(self, run: Candidate, whole: Candidate) -> None:
-        """Price the options that ``run`` is composed of as they are in ``whole``."""
+        """Price the options that ``run`` is composed of as they are in ``whole``, and their likes as much slower."""
         base = self._placement_of(run)
+        more = [(one, one.seconds - stage.seconds) for stage, one in zip(run.stages, whole.stages, strict=True)]
+        self._slower += [(one, seconds) for one, seconds in more if seconds > 0]
         traced = {(stage.name, stage.component): stage for stage in whole.stages}
         for group in self._groups:
             option = tuple(traced[stage.name, stage.component] for stage in group.stages)
-            self._priced[base, group.name, tuple(option[0].choice.items())] = option
+            self._confirmed[base, group.name, tuple(option[0].choice.items())] = option
+
+    def _as_slow(self, stage: StagePlan) -> StagePlan:
+        """``stage`` with the seconds that whole traces told of beyond what the same was composed of: strips that need
+        more weights together than there is room fetch them again, with less room no less often."""
+        more = [
+            seconds
+            for one, seconds in self._slower
+            if _is_same(one, stage) and one.choice == stage.choice and one.weights_bytes >= stage.weights_bytes
+        ]
+        return dataclasses.replace(stage, seconds=stage.seconds + max(more)) if more else stage
 
     def next_faster(self, best: Candidate) -> Candidate | None:
         """Of the faster candidates that were priced, the one that needs the least more than the budget.
@@ -330,7 +344,7 @@ class Search:
         if key not in self._priced:
             self._priced[key] = tuple(self.pricing.stage(base, stage, choice) for stage in group.stages)
             self._traced.add((_unplaced(base), *key[1:]))
-        return self._priced[key]
+        return self._confirmed.get(key) or tuple(map(self._as_slow, self._priced[key]))
 
     def _all(self, base: Settings, group: Group) -> Iterator[Option]:
         """All ways to run ``group``, each priced when its turn comes."""
