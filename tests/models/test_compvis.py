@@ -163,6 +163,16 @@ def test_conditions_that_the_host_names_stay_with_their_part() -> None:
     assert arguments.shares((torch.zeros(4, 1, 1, 1),), {}, 4) == 2 and arguments.shares((), {}, 3) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "watched"), [("attn1_patch", True), ("attn2_output_patch", True), ("input_block_patch", False)]
+)
+def test_a_batch_whose_tokens_somebody_watches_is_known(name, watched) -> None:
+    """ToMe draws what it merges once for all rows: guidance in turn leaves them together."""
+    options = {"transformer_index": 0, "cond_or_uncond": [1, 0], "patches": {name: [print]}}
+    assert arguments.are_watched((torch.zeros(2, 4, 8, 8),), {"transformer_options": options}) == watched
+    assert not arguments.are_watched((torch.zeros(2, 4, 8, 8),), {"transformer_options": {**options, "patches": {}}})
+
+
 LATENTS, PIXELS = (2, 4, 19, 13), (2, 3, 8 * 19, 8 * 13)
 
 
