@@ -152,6 +152,8 @@ class Parked:
     def _in_order(self, device: torch.device) -> Iterator[None]:
         """Copies inside wait for the last one of this map, on whichever stream it ran."""
         if device.type != "cuda":
+            if self._event is not None:  # the host reads and writes at once
+                self._event.synchronize()
             yield
             return
         with torch.cuda.device(device):

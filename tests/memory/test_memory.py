@@ -74,3 +74,19 @@ def test_a_strip_of_another_shape_or_type_is_refused():
 def test_host_memory_has_the_shape_and_type_asked_for():
     empty = host_empty((2, 3), torch.float16)
     assert (tuple(empty.shape), empty.dtype, empty.device.type) == ((2, 3), torch.float16, "cpu")
+
+
+def test_the_host_waits_for_copies_under_way():
+    """A copy from a GPU into pinned memory goes on after the call; here a stand-in for its event tells who waited."""
+    waited = []
+
+    class Event:
+        def synchronize(self):
+            waited.append(True)
+
+    parked = park(torch.zeros(1, 2, 8, 4))
+    parked._event = Event()
+    fetch(parked, device="cpu")
+    fetch(parked, slice(0, 2), device="cpu")
+    parked.store(slice(0, 2), torch.ones(1, 2, 2, 4))
+    assert len(waited) == 3
