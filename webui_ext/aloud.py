@@ -31,5 +31,5 @@ def aloud(owner: Any, *ways: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        run.stop()
         fail(owner, Refused(str(error)) if isinstance(error, LowVRAMError) else error, *ways)
+        run.stop()

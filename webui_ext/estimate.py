@@ -27,6 +27,9 @@ _WEIGHTS = {
     "layer": "one layer of the model on the card at a time, the slowest way",
 }
 
+FETCHED = "the WebUI fetches layers of the model as it needs them"
+"""A plan's reason where a host that moves weights itself does not keep them whole."""
+
 _known: OrderedDict[Hashable, str] = OrderedDict()
 _asked: dict[str, int] = {}
 _lock = threading.Lock()
@@ -81,6 +84,7 @@ def _chosen(plan: Plan) -> list[str]:
     """What is out of the ordinary in a plan. Its own reasons name budgets without the text encoders' share."""
     settings = plan.settings
     told = [] if settings.offload in (None, "none") else [_WEIGHTS.get(settings.offload, settings.offload)]
+    told = [reason for reason in plan.reasons if reason == FETCHED] or told
     if settings.vae_tiles == "exact":
         told.append("decoded in exact strips")
     if settings.decoder_device == "cpu":

@@ -25,8 +25,10 @@ from sd_lowvram.units import format_size
 
 from . import host, loading, switching
 from .arguments import NAME, settings_of
+from .estimate import FETCHED
 from .memory_estimate import lowered
 from .picture import Picture, side
+from .refusal import as_answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,38 +65,39 @@ def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
     settings = _planned(model, settings_of(chosen))
     ways = [{}] if not host.moves_weights(model) else list(loading.ways(model, anatomy))
     try:
-        plan = _first(ways, lambda kept: _plan(dataclasses.replace(anatomy, kept=kept), request, settings))
+        plan = _first(ways, anatomy, request, settings)
     except BudgetError as error:
         raise _in_the_users_words(error, chosen, vram, others) from None
     peak = dataclasses.replace(plan.predicted, peak_bytes=plan.predicted.peak_bytes + others)
     return dataclasses.replace(plan, request=dataclasses.replace(request, vram=vram), predicted=peak)
 
 
-def _plan(anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
-    with host.precision_of_attention(), host.in_the_type_it_computes_in(anatomy):
-        return make_plan(anatomy, request, settings)
-
-
-def _first(ways: Sequence[Mapping[str, int]], plan: Callable[[Mapping[str, int]], Plan]) -> Plan:
-    """The plan for the first of the ways to load weights with which there is one."""
+def _first(ways: Sequence[Mapping[str, int]], anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
+    """The plan for the first of the host's ways to load weights with which there is one."""
     for kept in ways[:-1]:
         with contextlib.suppress(BudgetError):
-            return plan(kept)
-    return plan(ways[-1])
+            return _plan(kept, anatomy, request, settings)
+    return _plan(ways[-1], anatomy, request, settings)
+
+
+def _plan(kept: Mapping[str, int], anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
+    with host.precision_of_attention(), host.in_the_type_it_computes_in(anatomy):
+        plan = make_plan(dataclasses.replace(anatomy, kept=kept), request, settings)
+    return dataclasses.replace(plan, reasons=(*plan.reasons, FETCHED)) if kept else plan
 
 
 def _in_the_users_words(error: BudgetError, chosen: Mapping[str, Any], vram: int, others: int) -> BudgetError:
     """The refusal with the limit that it is about: a budget that other modules share, or one of the knobs."""
+    needed = error.needed_bytes
     if error.limit == "ring":
         message = f"weights_mib {chosen['weights_mib']}: {error}"
     elif error.limit == "vram" and others:
-        needed = error.needed_bytes + others
+        needed += others
         message = f"{format_size(vram)} cannot hold it: {error.stage} needs at least {format_size(needed)}, "
         message += f"{format_size(others)} of it for the text encoders. {remedy(error.by_size)}"
-        return BudgetError(message, needed_bytes=needed, stage=error.stage, by_size=error.by_size)
     else:
         return error
-    return BudgetError(message, needed_bytes=error.needed_bytes, stage=error.stage, limit=error.limit)
+    return BudgetError(message, needed_bytes=needed, stage=error.stage, limit=error.limit, by_size=error.by_size)
 
 
 def _planned(model: Any, settings: Settings) -> Settings:
@@ -132,14 +135,16 @@ def _told(plan: Plan, attachment: Attachment) -> str:
     peak = format_size(predicted.peak_bytes + predicted.overhead_bytes)
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
     told = f"{request.width}x{request.height}, batch {request.batch}: peak {peak} of {format_size(request.vram)}, "
-    return f"{told}about {predicted.seconds:.0f} s; sites: {sites or 'none'}"
+    fetched = f"{FETCHED}; " if FETCHED in plan.reasons else ""
+    return f"{told}about {predicted.seconds:.0f} s; {fetched}sites: {sites or 'none'}"
 
 
 def _again(
     model: Any, chosen: Mapping[str, Any], picture: Picture, width: int, height: int, batch: int, passes: int
 ) -> None:
     width, height = side(width, encodes=True), side(height, encodes=True)
-    start(model, chosen, dataclasses.replace(picture, width=width, height=height, batch=batch, passes=passes))
+    with as_answer():
+        start(model, chosen, dataclasses.replace(picture, width=width, height=height, batch=batch, passes=passes))
 
 
 def _with_another(

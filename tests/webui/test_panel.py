@@ -192,6 +192,7 @@ def test_the_line_names_what_was_chosen() -> None:
         predicted=SimpleNamespace(peak_bytes=3 << 30, overhead_bytes=0, stage="decode", seconds=125.0),
         request=SimpleNamespace(vram=4 << 30, steps=20),
         settings=Settings(offload="blocks", vae_tiles="exact"),
+        reasons=(),
     )
     told = estimate.sentence(lambda: plan, "512x512")  # type: ignore[arg-type, return-value]
     assert "512x512 fits: 3 GiB of 4 GiB, about 2 min for 20 steps" in told

@@ -16,6 +16,7 @@ from sd_lowvram import Settings
 from sd_lowvram.devices.performance import PROFILES
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.planning.plan import Predicted, Request
+from sd_lowvram.weights import weight_bytes
 from webui_ext.arguments import arguments
 
 compvis = pytest.importorskip("compvis")
@@ -84,7 +85,9 @@ def foretold(model: Any, chosen: Any, picture: Any) -> Any:
     )
     stages = (SimpleNamespace(name="denoise", activation_bytes=5), SimpleNamespace(name="decode", activation_bytes=7))
     predicted = Predicted(1 << 30, 0, 1 << 29, 1 << 29, 0, 1 << 20, 3.0, "denoise")
-    return SimpleNamespace(settings=SETTINGS, request=request, stages=stages, predicted=predicted, timing=None)
+    return SimpleNamespace(
+        settings=SETTINGS, request=request, stages=stages, predicted=predicted, timing=None, reasons=()
+    )
 
 
 def generation(**more: Any) -> Any:
@@ -324,3 +327,30 @@ def test_a_refusal_names_the_limit_in_question(host: Any, knobs: dict[str, Any],
     with pytest.raises(BudgetError, match=says) as refused:
         foretell(host.sd_model, chosen, picture)
     assert "16 GiB" not in str(refused.value)
+
+
+def moved(flags: dict[str, bool]) -> Any:
+    """A host that moves weights itself: AUTOMATIC1111 with ``flags``, or Forge where there are none."""
+    shell = compvis.LatentDiffusion()
+    shell.lowvram = True
+    base = SimpleNamespace(diffusion_model=shell.model.diffusion_model)
+    held = SimpleNamespace(unet=SimpleNamespace(model=base), vae=shell)
+    return shell if flags else SimpleNamespace(forge_objects=held)
+
+
+@pytest.mark.parametrize("flags", [{"lowvram": True}, {}], ids=["lowvram", "forge"])
+def test_weights_are_planned_as_the_host_leaves_them(host: Any, flags: dict[str, bool]) -> None:
+    model, run = moved(flags), importlib.import_module("webui_ext.run")
+    picture = importlib.import_module("webui_ext.picture").Picture(64, 64, 1, 2)
+    host.cmd_opts = SimpleNamespace(**flags)
+    chosen = {one.name: one.default for one in arguments()}
+    weights = {name: weight_bytes(part) for name, part in run.host.anatomy(model).components.items()}
+    budget = f"{max(weights['vae'] + (4 << 20), weights['unet'] // 2) >> 20}MB"
+    plan = run.foretell(model, chosen | {"vram": budget}, picture)
+    assert plan.predicted.peak_bytes < weights["unet"] and run.FETCHED in plan.reasons
+    whole = run.foretell(model, chosen | {"vram": "16GB"}, picture)
+    assert (run.FETCHED in whole.reasons) == bool(flags)  # Forge keeps all while there is room
+    host.cmd_opts = SimpleNamespace(medvram=True)
+    if flags:
+        with pytest.raises(BudgetError):
+            run.foretell(model, chosen | {"vram": budget}, picture)
