@@ -74,7 +74,6 @@ def main() -> None:
 
     families.parts = parts
     side = int(sys.argv[1])
-    families.SHALLOW.clear()
     for name in sys.argv[2:]:
         print(json.dumps(row(name, side)), flush=True)
 
