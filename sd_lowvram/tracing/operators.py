@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..memory.accounts import on_cpu
 from .flop_counter import COPIES, FLOPS, IDLE
-from .layout_rules import wanted_format
+from .memory_formats import wanted_format
 from .op_cache import is_repeatable
 
 aten = torch.ops.aten

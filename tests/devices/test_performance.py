@@ -16,7 +16,7 @@ from sd_lowvram.planning.stage_costs import Cost
 from sd_lowvram.tracing import trace
 
 CPU = torch.device("cpu")
-NOTHING = Cost(**dict.fromkeys((field.name for field in dataclasses.fields(Cost)), 0))
+NOTHING = Cost(**dict.fromkeys((field.name for field in dataclasses.fields(Cost)), 0) | {"spans": ()})
 
 
 @pytest.fixture
