@@ -256,7 +256,7 @@ BARE: list[tuple[Callable[[], Any], str]] = [
     (_consistency_decoder, "is an autoencoder of another kind"),
     (_asymmetric, "is an autoencoder of another kind"),
     (_movq, "is an autoencoder of another kind"),
-    (lambda: torch.nn.Linear(2, 2), "is a model"),
+    (lambda: torch.nn.Linear(2, 2), "is a model of another kind"),
 ]
 
 

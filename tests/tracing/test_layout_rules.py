@@ -201,7 +201,6 @@ def test_the_fake_mode_is_not_asked_of_what_rules_tell(monkeypatch) -> None:
 
     monkeypatch.setattr(tracer, "recipe_of", noted)
     monkeypatch.setattr(tracer, "_recipes", {True: {}, False: {}})
-    monkeypatch.setattr(tracer, "_composites", {True: {}, False: {}})
     block = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.SiLU())
     with torch.inference_mode():
         trace(lambda x, other: block(x + x).flatten(2) @ other, torch.randn(2, 8, 6, 6), torch.randn(16, 3))
