@@ -55,6 +55,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy nodes
+	$(BIN)/mypy --explicit-package-bases webui_ext scripts install.py
+	MYPYPATH=tools/demo $(BIN)/mypy --explicit-package-bases tools/demo/*.py tools/tiles_crop.py
 	$(BIN)/lint-imports --no-logo
 
 gpu: $(if $(GPU_PYTHON),,$(VENV)/.test)

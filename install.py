@@ -6,6 +6,7 @@ do without it tells once.
 
 import contextlib
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 
 TOLD = Path(__file__).with_name(".install-told")
@@ -18,12 +19,12 @@ USED = {
 }
 
 
-def missing(modules):
+def missing(modules: Iterable[str]) -> list[str]:
     """The names among ``modules`` that cannot be imported; none is imported."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
-def main():
+def main() -> None:
     for name in missing(NEEDED):
         print(f"sd-lowvram: {NEEDED[name]} is missing, and nothing works without it (pip install {NEEDED[name]})")
     optional = missing(USED)
@@ -33,7 +34,7 @@ def main():
             print(f"sd-lowvram: {package} is not installed: {instead} (optional: pip install {package})")
 
 
-def news(names):
+def news(names: list[str]) -> bool:
     """Whether this is not what was told at the last start; remembers it."""
     text = " ".join(names)
     if TOLD.is_file() and TOLD.read_text() == text:

@@ -19,7 +19,8 @@ NAME = "sd-lowvram"
 TITLE = "Low VRAM"
 AUTO = "auto"
 PRESETS = ("exact", "exact and fastest", "smallest")
-_SWITCH = {"on": True, "off": False, True: True, False: False}
+_SWITCH: dict[Any, bool] = {"on": True, "off": False, True: True, False: False}
+_WORDS: dict[Any, str] = {True: "on", False: "off"}
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ class Argument:
         if self.kind == "switch" and value in _SWITCH:
             return _SWITCH[value]
         if self.kind == "choice":
-            word = {True: "on", False: "off"}.get(value, value) if "on" in self.choices else value
+            word = _WORDS.get(value, value) if "on" in self.choices else value
             if word in self.choices:
                 return word
-        whole = isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
-        if self.kind == "number" and whole and 0 <= value <= self.maximum:
-            return int(value)
+        number = None if isinstance(value, str | bool) else value
+        if self.kind == "number" and number is not None and number == int(number) and 0 <= number <= self.maximum:
+            return int(number)
         takes = {"choice": f"one of {', '.join(self.choices)}", "number": f"a whole number from 0 to {self.maximum}"}
         raise BadInputError(f"{self.name}={value!r} is not {takes.get(self.kind, 'true or false')}")
 

@@ -47,8 +47,8 @@ def add_optimizers(found: list[Any]) -> None:
             found.append(_optimization(base, backend, sdp, block))
 
 
-def _optimization(base: type, backend: str, sdp: Callable[..., Any], block: Callable[..., Any]) -> Any:
-    class Optimization(base):  # type: ignore[misc, valid-type]
+def _optimization(base: type, backend: str, sdp: Callable[..., Tensor], block: Callable[..., Tensor]) -> Any:
+    class Optimization(base):
         name = f"low-vram {backend}"
         label = _LABELS[backend]
         priority = -1
@@ -67,7 +67,7 @@ def _optimization(base: type, backend: str, sdp: Callable[..., Any], block: Call
     return Optimization()
 
 
-def _redirected(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def _redirected(forward: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
     settings = Settings(attention=backend)
 
     def run(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

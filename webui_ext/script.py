@@ -102,7 +102,7 @@ def _foresee_refiner(p: Any, chosen: Mapping[str, Any], picture: Picture) -> Non
     """
     checkpoint = getattr(p, "refiner_checkpoint_info", None)
     drawn = checkpoint_preview.of(checkpoint)
-    if drawn is None:
+    if checkpoint is None or drawn is None:
         return
     try:
         run.foretell(drawn, chosen, picture)

@@ -219,7 +219,8 @@ def _paint(pipe: Any, task: dict[str, Any] | None) -> None:
 def device_bytes(planned: Mapping[str, Any], measured: Mapping[str, Any]) -> int:
     """What a run held on the device, told from what it held in all by what was planned to wait in host memory."""
     hosts = {(s["name"], s["component"]): s["held_bytes"] - s["peak_bytes"] for s in planned["stages"]}
-    return max(s["peak_bytes"] - hosts.get((s["name"], s["component"]), 0) for s in measured["stages"])
+    most: int = max(s["peak_bytes"] - hosts.get((s["name"], s["component"]), 0) for s in measured["stages"])
+    return most
 
 
 def verdict(row: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ def with_knobs(command: Callable[..., Any]) -> Callable[..., Any]:
 
     run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *added]}
-    del run.__wrapped__  # type: ignore[attr-defined]
+    del run.__wrapped__
     return run
 
 

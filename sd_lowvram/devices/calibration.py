@@ -150,14 +150,15 @@ def _operator_seconds(device: torch.device, flops_a_second: float) -> float:
     seconds = _seconds(lambda: model(*inputs), device)
     with torch.inference_mode(False), torch.no_grad(), Operators() as counted, FlopCounterMode(display=False) as work:
         model(*inputs)
-    return max(0.0, seconds - work.get_total_flops() / flops_a_second) / counted.number
+    flops: int = work.get_total_flops()
+    return float(max(0.0, seconds - flops / flops_a_second) / counted.number)
 
 
 class Operators(TorchDispatchMode):
     """Counts the operators that run inside and are no views, as a trace does."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

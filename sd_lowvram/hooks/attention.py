@@ -184,7 +184,7 @@ class Redirect(TorchFunctionMode):
             self._answering.enter_context(TORCHS_ATTENTION.to(self.attend))
         else:
             self._answering.push(super().__exit__)
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:

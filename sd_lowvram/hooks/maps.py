@@ -71,7 +71,7 @@ class Strip:
     def convolve(self, conv: nn.Module, data: Tensor) -> Tensor:
         """``conv`` of ``data``, which has this strip's rows, without the rows that lack their neighbours."""
         top, bottom = self._cut(data.shape[2])
-        result = conv(data)
+        result: Tensor = conv(data)
         return result[:, :, top : result.shape[2] - bottom] if top or bottom else result
 
     def shrunk(self, x: Tensor, hidden: Tensor | None = None) -> Strip:

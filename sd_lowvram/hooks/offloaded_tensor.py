@@ -104,7 +104,8 @@ class Waiting:
         return self
 
     def __mul__(self, other: Any) -> Tensor:
-        return self.fetched() * fetched(other)
+        product: Tensor = self.fetched() * fetched(other)
+        return product
 
     __rmul__ = __mul__
 

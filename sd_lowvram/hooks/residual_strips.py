@@ -102,8 +102,8 @@ def _convolved(
     """Rows ``start`` to ``stop`` of conv(act(norm(map)))."""
     strip, above = rows.with_halo(start, stop)
     strip = normalised(norm, strip, moments)
-    strip = conv(block.act(strip))
-    return strip.narrow(2, above, stop - start)
+    convolved: Tensor = conv(block.act(strip))
+    return convolved.narrow(2, above, stop - start)
 
 
 class _Rows:

@@ -62,7 +62,8 @@ def _in_chunks(
 
     def fed(start: int, stop: int) -> Tensor:
         part = out[:, start:stop]
-        return parts.feed_forward(parts.norm(part)) + part
+        fed_forward: Tensor = parts.feed_forward(parts.norm(part))
+        return fed_forward + part
 
     with kept():
         return assembled(fed, pieces, 1, tokens, out)

@@ -26,8 +26,8 @@ from .. import progress
 from ..errors import NoSiteError
 from ..kernels.attention.bounded import fused_softmax
 from ..memory.repeats import representatives, standing_for
-from ..models.anatomy import Anatomy
-from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBlock, Step, Upsample, dissect, layer
+from ..models.anatomy import Anatomy, layer
+from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBlock, Step, Upsample, dissect
 from ..patches import Patch, replace, value
 from ..settings import Settings
 from ..streaming.weight_scopes import kept
@@ -366,4 +366,5 @@ def _tokens(x: Tensor) -> Tensor:
 
 def _heads(tokens: Tensor, heads: int) -> Tensor:
     """(N, pixels, C) as (N, heads, pixels, C / heads)."""
-    return tokens.unflatten(2, (heads, -1)).transpose(1, 2)
+    split: Tensor = tokens.unflatten(2, (heads, -1))
+    return split.transpose(1, 2)

@@ -39,7 +39,7 @@ def fake_around(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
         first = FakeTensor(mode, meta, device)
         alike[device] = dict(vars(first))
         return first
-    fake: Tensor = Tensor._make_subclass(  # type: ignore[attr-defined]
+    fake: Tensor = Tensor._make_subclass(
         FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
     )
     vars(fake).update(alike[device])

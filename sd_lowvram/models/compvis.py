@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -214,7 +214,7 @@ def _is_unpatched(options: Mapping[str, Any] | None) -> bool:
     return not any(patches.get(name) for name in TOKEN_PATCHES) and not any(map(replaced.get, ("attn1", "attn2")))
 
 
-def attend(attention: Any, original: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def attend(attention: Any, original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """What the attention's forward does, by torch's own scaled_dot_product_attention.
 
     Calls with arguments that only one host has, and others than its own layers, go to ``original``.
@@ -272,7 +272,8 @@ def _attend_map(block: Any, x: Tensor) -> Tensor:
     del normed
     mixed = F.scaled_dot_product_attention(query, key, value)
     del query, key, value
-    return x + block.proj_out(mixed[:, 0].transpose(1, 2).unflatten(2, x.shape[2:]))
+    out: Tensor = x + block.proj_out(mixed[:, 0].transpose(1, 2).unflatten(2, x.shape[2:]))
+    return out
 
 
 def _tokens(x: Tensor) -> Tensor:

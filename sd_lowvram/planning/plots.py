@@ -32,7 +32,8 @@ class _Piece:
 
     @property
     def seconds(self) -> float:
-        return self.measured.seconds if self.measured else self.plan.seconds
+        seconds: float = self.measured.seconds if self.measured else self.plan.seconds
+        return seconds
 
 
 def check_plots() -> None:

@@ -36,7 +36,7 @@ def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     finish()
     made = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
-        made.components[made.denoiser or ""].get_submodule(path).processor = processor  # type: ignore[assignment]
+        made.components[made.denoiser or ""].get_submodule(path).processor = processor
     return dataclasses.replace(made, computes=anatomy.computes, passes=anatomy.passes, encodes=anatomy.encodes)
 
 

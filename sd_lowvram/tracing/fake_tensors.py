@@ -21,7 +21,7 @@ def fake_of(real: Tensor, mode: FakeTensorMode) -> Tensor:
     with torch.no_grad(), torch.inference_mode(False):
         fake = fake_empty(mode, real.shape, real.stride(), real.dtype, CPU)
         if isinstance(real, nn.Parameter):
-            fake._is_param = True  # type: ignore[attr-defined]
+            fake._is_param = True
         return fake.requires_grad_(real.requires_grad) if real.is_leaf and real.requires_grad else fake
 
 

@@ -90,21 +90,24 @@ def moved(args: Any, result: Any) -> int:
 
 
 def attention_flops(args: Any, result: Any) -> int:
+    query: Tensor
     query, key, value = args[:3]
-    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    flops: int = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    return flops
 
 
 def _product_flops(args: Any, result: Tensor) -> int:
-    return 2 * result.numel() * args[-1].shape[-2]
+    return 2 * result.numel() * int(args[-1].shape[-2])
 
 
 def _sum_of_product_flops(args: Any, result: Tensor) -> int:
-    return 2 * result.numel() * args[2].shape[-2]
+    return 2 * result.numel() * int(args[2].shape[-2])
 
 
 def _convolution_flops(args: Any, result: Tensor) -> int:
     weight, transposed = args[1], args[6]
-    return 2 * (args[0] if transposed else result).numel() * weight[0].numel()
+    counted: Tensor = args[0] if transposed else result
+    return 2 * counted.numel() * int(weight[0].numel())
 
 
 FLOPS: dict[Any, Callable[[Any, Any], int]] = {

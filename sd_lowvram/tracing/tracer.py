@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +158,7 @@ class _Tracer(TorchDispatchMode):
     """Sees every operator on its way to the fake mode, and books what comes back."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.work = Work()
         self._mode = mode
@@ -192,7 +192,7 @@ class _Tracer(TorchDispatchMode):
         """The fake of a tensor, the same one each time; of a weight, what stands in its place now."""
         if id(real) in self._places:
             registry, name = self._places[id(real)]
-            return registry[name]
+            return cast(Tensor, registry[name])
         if id(real) not in self._met:
             self._met[id(real)] = real, real if isinstance(real, FakeTensor) else fake_of(real, self._mode)
         return self._met[id(real)][1]
@@ -277,7 +277,7 @@ class _Tracer(TorchDispatchMode):
                 break
         else:
             return args
-        return tree_map(self._brought_along, args)
+        return cast("tuple[Any, ...]", tree_map(self._brought_along, args))
 
     def _brought_along(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):

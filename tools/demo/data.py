@@ -44,10 +44,22 @@ def read_list(file: Path = HERE.parents[1] / "sd_lowvram" / "demo" / "things.txt
     return chosen
 
 
+def content(tar: tarfile.TarFile, name: str) -> bytes:
+    """What the archive's file ``name`` holds.
+
+    Raises:
+        SystemExit: it is a folder or a link.
+    """
+    file = tar.extractfile(name)
+    if file is None:
+        raise SystemExit(f"{name} is no file in the archive {tar.name!r}")
+    return file.read()
+
+
 def read_pictures(pictures: Path, names: Path, chosen: dict[str, list[str]]) -> list[Image.Image]:
     """The chosen pictures, 256x256 with an alpha channel."""
     with tarfile.open(names) as tar:
-        table = json.load(tar.extractfile("package/emoji.json"))
+        table = json.loads(content(tar, "package/emoji.json"))
     entries = {short: entry for entry in table for short in entry["short_names"]}
     found = []
     with tarfile.open(pictures) as tar:
@@ -59,7 +71,7 @@ def read_pictures(pictures: Path, names: Path, chosen: dict[str, list[str]]) -> 
             code = next((c.lower() for c in codes if c.lower() in members), None)
             if code is None:
                 raise SystemExit(f"no picture for {short} ({codes[0]}) in {pictures}")
-            picture = Image.open(io.BytesIO(tar.extractfile(members[code]).read()))
+            picture = Image.open(io.BytesIO(content(tar, members[code])))
             found.append(picture.convert("RGBA"))
     return found
 

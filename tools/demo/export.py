@@ -128,8 +128,8 @@ def generate(pipe: StableDiffusionPipeline, texts: list[str], guidance: float) -
 
 
 def nearest(pictures: torch.Tensor, known: torch.Tensor, size: int = 16) -> torch.Tensor:
-    small = [F.adaptive_avg_pool2d(p, size).flatten(1) for p in (pictures, known)]
-    return torch.cdist(*small).argmin(dim=1)
+    drawn, all_known = (F.adaptive_avg_pool2d(p, size).flatten(1) for p in (pictures, known))
+    return torch.cdist(drawn, all_known).argmin(dim=1)
 
 
 def sheet(pictures: torch.Tensor, texts: list[str], file: Path, columns: int = 8) -> None:

@@ -39,8 +39,8 @@ def build() -> AutoencoderKL:
 
 def to_tensors(work: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Pictures in -1..1 (count, 3, H, W) and coverage in 0..1 (count, 1, H, W)."""
-    pictures, alpha, _ = load(work)
-    pictures = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+    loaded, alpha, _ = load(work)
+    pictures = torch.from_numpy(loaded).permute(0, 3, 1, 2).float() / 127.5 - 1
     return pictures, torch.from_numpy(alpha)[:, None].float() / 255
 
 
@@ -118,7 +118,8 @@ def joint_loss(vae: AutoencoderKL, target: torch.Tensor) -> torch.Tensor:
         mean, logvar = posterior.mean.float(), posterior.logvar.float()
         out = vae.decode(mean + (0.5 * logvar).exp() * torch.randn_like(mean)).sample
     kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
-    return distance(out.float(), target) + 3e-4 * kl
+    loss: torch.Tensor = distance(out.float(), target) + 3e-4 * kl
+    return loss
 
 
 def decoder_loss(vae: AutoencoderKL, latents: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -130,10 +131,12 @@ def decoder_loss(vae: AutoencoderKL, latents: torch.Tensor, target: torch.Tensor
 
 
 @torch.no_grad()
-def evaluate_average(vae: AutoencoderKL, average: Average, *data: torch.Tensor | None) -> float:
+def evaluate_average(
+    vae: AutoencoderKL, average: Average, pictures: torch.Tensor, latents: torch.Tensor | None
+) -> float:
     current = {k: v.clone() for k, v in vae.state_dict().items()}
     vae.load_state_dict(average.shadow)
-    result = evaluate(vae, *data)
+    result = evaluate(vae, pictures, latents)
     vae.load_state_dict(current)
     return result
 

@@ -21,6 +21,7 @@ import torch
 from data import load
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
+from torch.multiprocessing.spawn import spawn
 from train_autoencoder import SCALING, Average, rate, save
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -98,12 +99,13 @@ def velocity_loss(model: Model, clean: torch.Tensor, tokens: torch.Tensor, sched
         out = model.unet(noisy, levels, model.text_encoder(tokens)[0]).sample
     alphas = scheduler.alphas_cumprod[levels]  # 1 - alpha is 1 / (snr + 1)
     weight = (6 * (1 - alphas)).clamp(max=1)  # nearly clean latents would otherwise rule the loss
-    return ((out.float() - target).square().mean(dim=(1, 2, 3)) * weight).mean()
+    loss: torch.Tensor = ((out.float() - target).square().mean(dim=(1, 2, 3)) * weight).mean()
+    return loss
 
 
 def share_gradients(model: torch.nn.Module, processes: int) -> None:
     """Averages the gradients over the processes."""
-    gradients = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([g.reshape(-1) for g in gradients]) / processes
     torch.distributed.all_reduce(flat)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
@@ -180,7 +182,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         args.meeting = f"file://{folder}/meeting"
-        torch.multiprocessing.spawn(train, (args,), nprocs=args.processes)
+        spawn(train, (args,), nprocs=args.processes)
 
 
 if __name__ == "__main__":

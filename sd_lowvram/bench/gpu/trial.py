@@ -48,7 +48,8 @@ def measure(kind: str, *, seconds: float = 240.0, **arguments: Any) -> dict[str,
     except subprocess.TimeoutExpired:
         return _failed(f"took longer than {seconds:.0f} s") | {"timed_out": True}
     try:
-        return json.loads(run.stdout.splitlines()[-1])
+        result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+        return result
     except (IndexError, ValueError):
         last = [line for line in run.stderr.splitlines() if line.strip()][-1:] or [f"exit code {run.returncode}"]
         return _failed(last[0])

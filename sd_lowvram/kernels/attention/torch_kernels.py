@@ -109,7 +109,7 @@ def xformers(
 
     bias = None if mask is None else _aligned_bias(mask, problem)
     try:
-        out = xformers.ops.memory_efficient_attention(
+        out: Tensor = xformers.ops.memory_efficient_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_bias=bias, p=0.0, scale=scale
         )
     except (NotImplementedError, ValueError) as error:
