@@ -25,11 +25,12 @@ from ..sd_lowvram.session import Attachment, entered, prepare
 from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_size
 from . import host
+from .interfaces import HostVAE
 from .node_request import Record, Wish, attachable
 from .refusals import autoencoder_of
 
 
-def optimized_vae(vae: Any, wish: Wish, record: Record | None = None) -> Any:
+def optimized_vae(vae: HostVAE, wish: Wish, record: Record | None = None) -> HostVAE:
     """A copy of the host's VAE object that decodes and encodes exactly, within the wish's budget.
 
     Args:
@@ -46,7 +47,7 @@ def optimized_vae(vae: Any, wish: Wish, record: Record | None = None) -> Any:
     return made
 
 
-def foreseen_vae(vae: Any, wish: Wish, record: Record, request: Request) -> None:
+def foreseen_vae(vae: HostVAE, wish: Wish, record: Record, request: Request) -> None:
     """Write the plan for decoding the pictures of ``request`` into ``record``; nothing is attached.
 
     Raises:
@@ -64,7 +65,7 @@ class _Short(Exception):
 class _Autoencoder:
     """Stock calls on a plain copy of the VAE, under the hooks of the plan for each size."""
 
-    def __init__(self, vae: Any, wish: Wish, record: Record) -> None:
+    def __init__(self, vae: HostVAE, wish: Wish, record: Record) -> None:
         self._anatomy = autoencoder_of(vae)
         self._vae = vae
         self._wish = record.wish or wish

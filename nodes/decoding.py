@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .autoencoder import optimized_vae
 from .inputs import BUDGET, PLAN, VAE, knob_inputs, settings_of, validated
+from .interfaces import HostVAE
 from .node_request import Record, Wish
 from .optimising import CATEGORY
 
@@ -36,7 +37,7 @@ class LowVRAMVAEDecode:
         return validated(budget)
 
     def decode(
-        self, samples: dict[str, Tensor], vae: Any, budget: str, plan: Record | None = None, **knobs: Any
+        self, samples: dict[str, Tensor], vae: HostVAE, budget: str, plan: Record | None = None, **knobs: Any
     ) -> tuple[Tensor]:
         return (optimized_vae(vae, Wish(budget, settings_of(knobs)), plan).decode(samples["samples"]),)
 
@@ -62,7 +63,7 @@ class LowVRAMVAEEncode:
         return validated(budget)
 
     def encode(
-        self, pixels: Tensor, vae: Any, budget: str, plan: Record | None = None, **knobs: Any
+        self, pixels: Tensor, vae: HostVAE, budget: str, plan: Record | None = None, **knobs: Any
     ) -> tuple[dict[str, Tensor]]:
         wish = Wish(budget, settings_of(knobs))
         return ({"samples": optimized_vae(vae, wish, plan).encode(pixels[..., :3])},)

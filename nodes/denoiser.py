@@ -25,6 +25,7 @@ from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_size
 from . import host
 from .attending import DOOR, is_needed, override
+from .interfaces import ModelPatcher
 from .node_request import Record, Wish, attachable
 from .refusals import denoiser_of
 
@@ -35,8 +36,8 @@ _ATTENTION = ("attention", "attention_mib", "deterministic")
 
 
 def optimized_model(
-    model: Any, wish: Wish, width: int, height: int, batch: int, made: Record | None = None
-) -> tuple[Any, Record]:
+    model: ModelPatcher, wish: Wish, width: int, height: int, batch: int, made: Record | None = None
+) -> tuple[ModelPatcher, Record]:
     """A clone of the ModelPatcher ``model`` that samples within the wish's budget, and its plan.
 
     Args:
@@ -112,7 +113,7 @@ class _Denoiser:
         self._tell()
         return out
 
-    def prepare_sampling(self, executor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_sampling(self, executor: Any, model: ModelPatcher, *args: Any, **kwargs: Any) -> Any:
         plan = self.record.plans["denoise"]
         spare = host.room(self._device) - plan.request.vram
         needed = _activation_bytes(plan) + max(0, spare)

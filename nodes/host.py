@@ -15,6 +15,7 @@ import torch
 from ..sd_lowvram.devices.info import free_vram
 from ..sd_lowvram.progress import listen
 from ..sd_lowvram.units import parse_size
+from .interfaces import ModelPatcher
 from .loading import Loading
 
 
@@ -71,7 +72,7 @@ def attends_fused() -> bool:
     return getattr(attention.optimized_attention, "__name__", "") in _FUSED
 
 
-def computes(model: Any) -> torch.dtype | None:
+def computes(model: ModelPatcher) -> torch.dtype | None:
     """The type that the host casts a UNet's weights to while it computes; None: it computes in their own."""
     return getattr(model.model, "manual_cast_dtype", None)
 

@@ -7,6 +7,7 @@ from typing import Any
 from .autoencoder import optimized_vae
 from .denoiser import optimized_model
 from .inputs import BATCH, BUDGET, MODEL, PLAN, VAE, knob_inputs, settings_of, side, validated
+from .interfaces import HostVAE, ModelPatcher
 from .node_request import Record, Wish
 from .told import verdict
 
@@ -49,7 +50,14 @@ class LowVRAMOptimizeModel:
         return validated(budget, width=width, height=height)
 
     def optimize(
-        self, model: Any, budget: str, width: int, height: int, batch: int, plan: Record | None = None, **knobs: Any
+        self,
+        model: ModelPatcher,
+        budget: str,
+        width: int,
+        height: int,
+        batch: int,
+        plan: Record | None = None,
+        **knobs: Any,
     ) -> dict[str, Any]:
         wish = Wish(budget, settings_of(knobs))
         made, record = optimized_model(model, wish, width, height, batch, plan)
@@ -80,5 +88,5 @@ class LowVRAMOptimizeVAE:
     def VALIDATE_INPUTS(cls, budget: str | None = None) -> bool | str:
         return validated(budget)
 
-    def optimize(self, vae: Any, budget: str, plan: Record | None = None, **knobs: Any) -> tuple[Any]:
+    def optimize(self, vae: HostVAE, budget: str, plan: Record | None = None, **knobs: Any) -> tuple[HostVAE]:
         return (optimized_vae(vae, Wish(budget, settings_of(knobs)), plan),)

@@ -9,6 +9,7 @@ from ..sd_lowvram.errors import BadInputError, UnsupportedModelError
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.session import anatomy_of
 from . import host
+from .interfaces import HostVAE, ModelPatcher
 
 _MODELS = "SD1.x, SD2.x, SDXL and its refiner, with 4, 8 or 9 channels"
 _VAES = "the VAEs of SD1.x, SD2.x, SDXL, SD3, FLUX and what shares one of theirs"
@@ -16,7 +17,7 @@ _LATENTS = ("SD15", "SDXL", "SD3", "Flux")
 """The host's formats of latents that those VAEs make."""
 
 
-def denoiser_of(model: Any) -> Anatomy:
+def denoiser_of(model: ModelPatcher) -> Anatomy:
     """The anatomy of a MODEL's UNet, which computes as the host lets it.
 
     Raises:
@@ -31,7 +32,7 @@ def denoiser_of(model: Any) -> Anatomy:
     return anatomy if computes is None else dataclasses.replace(anatomy, computes={anatomy.denoiser: computes})
 
 
-def autoencoder_of(vae: Any) -> Anatomy:
+def autoencoder_of(vae: HostVAE) -> Anatomy:
     """The anatomy of a VAE.
 
     Raises:

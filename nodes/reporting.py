@@ -19,6 +19,7 @@ from .autoencoder import foreseen_vae
 from .bars import memory_bars
 from .denoiser import optimized_model
 from .inputs import BATCH, BUDGET, MODEL, VAE, knob_inputs, settings_of, side, validated, with_steps
+from .interfaces import HostVAE, ModelPatcher
 from .node_request import Record, Wish
 from .optimising import CATEGORY
 from .told import measured_peaks, stage_of, told
@@ -66,8 +67,8 @@ class LowVRAMPlan(_Shown):
 
     def plan(
         self,
-        model: Any,
-        vae: Any,
+        model: ModelPatcher,
+        vae: HostVAE,
         budget: str,
         width: int,
         height: int,

@@ -28,6 +28,7 @@ from ..kernels.attention.bounded import fused_softmax
 from ..memory.repeats import representatives, standing_for
 from ..models.anatomy import Anatomy, layer
 from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBlock, Step, Upsample, dissect
+from ..models.interfaces import KLAutoencoder
 from ..patches import Patch, replace, value
 from ..settings import Settings
 from ..streaming.weight_scopes import kept
@@ -60,7 +61,7 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         yield replace(vae, "enable_tiling", _no_other_tiling, "vae_exact")
 
 
-def _steps(vae: Any) -> Autoencoder:
+def _steps(vae: KLAutoencoder) -> Autoencoder:
     steps = dissect(vae)
     if steps is None:
         raise NoSiteError(f"exact tiles: {type(vae).__name__} is not built like Stable Diffusion's autoencoder")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .anatomy import Anatomy, layer
 from .calls import Shape, Stage, StepInputs
+from .interfaces import CompVisUNet
 from .latents import dtype_of, latent_channels, latent_size
 
 _TOKENS = 77
@@ -32,7 +33,7 @@ def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
     )
 
 
-def predict(unet: Any, x: Tensor, inputs: StepInputs) -> Tensor:
+def predict(unet: CompVisUNet, x: Tensor, inputs: StepInputs) -> Tensor:
     """The UNet's prediction (rows, C, h, w)."""
     given: dict[str, Any] = {} if inputs.labels is None else {"y": inputs.labels}
     if "transformer_options" in arguments(type(unet)):

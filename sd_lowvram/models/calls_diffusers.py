@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import BadInputError
 from .anatomy import Anatomy, layer
 from .calls import CONTROL, Shape, Stage, StepInputs
+from .interfaces import DiffusersUNet
 from .latents import dtype_of, latent_channels, latent_size
 
 ADAPTER = "adapter"
@@ -94,7 +95,7 @@ def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
     )
 
 
-def predict(unet: Any, x: Tensor, inputs: StepInputs) -> Tensor:
+def predict(unet: DiffusersUNet, x: Tensor, inputs: StepInputs) -> Tensor:
     """The UNet's prediction (rows, C, h, w)."""
     given: dict[str, Any] = {}
     if inputs.labels is not None:
@@ -254,7 +255,7 @@ def _image_embeds(projection: Any, patches: int, rows: int, empty: _Empty) -> Te
     return empty(rows, 1, width) if faces else empty(rows, 1, patches, width)
 
 
-def _residuals(unet: Any, rows: int, size: tuple[int, int], empty: _Empty) -> tuple[Tensor, ...]:
+def _residuals(unet: DiffusersUNet, rows: int, size: tuple[int, int], empty: _Empty) -> tuple[Tensor, ...]:
     """Maps of the sizes of the skip connections, and of the middle."""
     height, width = size
     shapes = [(layer(unet.conv_in).out_channels, height, width)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from .anatomy import (
     layer,
     sites,
 )
+from .interfaces import CompVisUNet, KLAutoencoder
 
 _ATTENTIONS = ("CrossAttention", "MemoryEfficientCrossAttention")
 _MAP_ATTENTIONS = ("AttnBlock", "MemoryEfficientAttnBlock")
@@ -51,11 +52,12 @@ def dissect(target: Any) -> Anatomy | None:
 def anatomy_of(components: Mapping[str, nn.Module]) -> Anatomy:
     """The anatomy of models by the names "unet" and "vae"."""
     unet, vae = (components.get(name) for name in ("unet", "vae"))
+    denoiser, autoencoder = cast("CompVisUNet | None", unet), cast("KLAutoencoder | None", vae)
     configs: dict[str, Mapping[str, Any]] = {}
-    if unet is not None:
-        configs["unet"] = _unet_config(unet)
-    if vae is not None:
-        configs["vae"] = _vae_config(vae)
+    if denoiser is not None:
+        configs["unet"] = _unet_config(denoiser)
+    if autoencoder is not None:
+        configs["vae"] = _vae_config(autoencoder)
     found = unet if unet is not None else nn.Module()
     return Anatomy(
         family="compvis",
@@ -68,7 +70,7 @@ def anatomy_of(components: Mapping[str, nn.Module]) -> Anatomy:
         residual_blocks=sites("unet", found, is_residual_block),
         transformer_blocks=sites("unet", found, is_transformer_block),
         verbs=VERBS,
-        course=None if unet is None else course(unet),
+        course=None if denoiser is None else course(denoiser),
         configs=configs,
     )
 
@@ -137,7 +139,7 @@ def is_transformer_block(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("norm1", "attn1", "attn2", "norm3", "ff"))
 
 
-def course(unet: Any) -> Course:
+def course(unet: CompVisUNet) -> Course:
     """The way of a UNet's maps."""
     blocks = [*unet.input_blocks, *([] if unet.middle_block is None else [unet.middle_block]), *unet.output_blocks]
     return Course(
@@ -289,12 +291,12 @@ def _upcasts(attention: Any) -> bool:
     return ours and getattr(sys.modules.get(type(attention).__module__), "_ATTN_PRECISION", None) == "fp32"
 
 
-def _decode(vae: Any, latents: Tensor) -> Tensor:
+def _decode(vae: KLAutoencoder, latents: Tensor) -> Tensor:
     pixels: Tensor = vae.decode(latents)
     return pixels
 
 
-def _encode(vae: Any, pixels: Tensor) -> Tensor:
+def _encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
     """The moments, whatever the host's encode makes of them."""
     source = getattr(vae, "quant_conv", None)
     seen: list[Tensor] = []
@@ -326,7 +328,7 @@ VERBS = Verbs(
 )
 
 
-def _unet_config(unet: Any) -> dict[str, Any]:
+def _unet_config(unet: CompVisUNet) -> dict[str, Any]:
     config: dict[str, Any] = {"out_channels": _channels_out(unet.out)}
     if next(calls_compvis.linears(getattr(unet, "label_emb", None)), None) is not None:
         config["sample_size"] = 128
@@ -339,6 +341,6 @@ def _channels_out(module: nn.Module) -> int:
     return int(convolutions[-1].out_channels)
 
 
-def _vae_config(vae: Any) -> dict[str, Any]:
+def _vae_config(vae: KLAutoencoder) -> dict[str, Any]:
     widths = [int(level.block[-1].norm2.num_channels) for level in vae.decoder.up]
     return {"block_out_channels": widths, "latent_channels": int(layer(vae.decoder.conv_in).in_channels)}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from . import calls_diffusers, support
 from .anatomy import Anatomy, Course, Residual, TokenAttention, Transformer, Verbs, is_3x3, is_pointwise, sites
+from .interfaces import DiffusersUNet, KLAutoencoder
 from .latents import latent_channels
 
 
@@ -53,7 +54,7 @@ def anatomy_of(components: dict[str, nn.Module]) -> Anatomy:
         residual_blocks=sites(denoiser or "", unet, is_residual_block),
         transformer_blocks=sites(denoiser or "", unet, is_transformer_block),
         verbs=VERBS,
-        course=course(unet) if denoiser else None,
+        course=course(cast(DiffusersUNet, unet)) if denoiser else None,
     )
 
 
@@ -151,7 +152,7 @@ def is_transformer_block(module: nn.Module) -> bool:
 _KINDS = ("resnets", "attentions", "downsamplers", "upsamplers")
 
 
-def course(unet: Any) -> Course:
+def course(unet: DiffusersUNet) -> Course:
     """The way of a UNet's maps."""
     blocks = [*unet.down_blocks, *([] if unet.mid_block is None else [unet.mid_block]), *unet.up_blocks]
     makers = [unet.conv_in]
@@ -264,12 +265,12 @@ def _upcasts(attention: Any) -> bool:
     return bool(getattr(attention, "upcast_attention", False))
 
 
-def _decode(vae: Any, latents: Tensor) -> Tensor:
+def _decode(vae: KLAutoencoder, latents: Tensor) -> Tensor:
     pixels: Tensor = vae.decode(latents, return_dict=False)[0]
     return pixels
 
 
-def _encode(vae: Any, pixels: Tensor) -> Tensor:
+def _encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
     encoded = vae.encode(pixels)
     moments: Tensor = encoded.latents if hasattr(encoded, "latents") else encoded.latent_dist.parameters
     return moments
