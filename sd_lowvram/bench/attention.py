@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..kernels.attention.registry import BACKENDS, available_backends, kernel_na
 from ..memory import kernels_of, measured_peak
 from ..tracing import trace
 from ..units import MIB, format_size
+from .report import now, show, table
 
 Shape = tuple[int, int, int, int, int]
 """(batch, heads, queries, keys, width)."""
@@ -59,12 +59,7 @@ def run(
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.float16, torch.float32)
     with torch.inference_mode():
         rows = [row for shape in chosen for dtype in dtypes for row in _rows(shape, dtype, device, repeats)]
-    if json:
-        import json as writer
-
-        print(writer.dumps(rows, indent=2))
-    else:
-        _show(rows, available_backends(device))
+    show(rows, _lines(rows, available_backends(device)), json)
     return rows
 
 
@@ -84,7 +79,8 @@ def _rows(shape: Shape, dtype: torch.dtype, device: torch.device, repeats: int) 
                 continue
             with kernels_of("cpu" if device.type == "cpu" else "gpu"):
                 traced = trace(function, q, k, v).activation_peak_bytes
-            ours, theirs = in_turn(functools.partial(function, q, k, v), functools.partial(plain, q, k, v), repeats)
+            attend, attend_plainly = (functools.partial(one, q, k, v) for one in (function, plain))
+            ours, theirs = in_turn(attend, attend_plainly, repeats, device)
             yield {
                 "shape": list(shape),
                 "dtype": str(dtype).removeprefix("torch."),
@@ -93,7 +89,7 @@ def _rows(shape: Shape, dtype: torch.dtype, device: torch.device, repeats: int) 
                 "score_bytes": score_bytes if backend in ("sliced", "fused-softmax") else None,
                 "error": float((function(q, k, v).double() - exact).norm() / exact.norm()),
                 "traced_bytes": traced,
-                "measured_bytes": measured_peak(functools.partial(function, q, k, v)),
+                "measured_bytes": measured_peak(attend),
                 "plain_bytes": plain_bytes,
                 "time_ratio": ours / theirs,
                 "seconds": ours,
@@ -108,44 +104,32 @@ def _runs(function: Callable[[], Any]) -> bool:
     return True
 
 
-def in_turn(ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int) -> tuple[float, float]:
+def in_turn(
+    ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int, device: torch.device
+) -> tuple[float, float]:
     """Median seconds of both, run alternately after one warm-up each."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(repeats + 1):
         for function, seconds in zip((ours, theirs), times):  # noqa: B905
-            start = time.perf_counter()
+            start = now(device)
             function()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
             if turn:
-                seconds.append(time.perf_counter() - start)
+                seconds.append(now(device) - start)
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def _show(rows: list[dict[str, Any]], reasons: dict[str, str | None]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+_HEADS = ("shape", "type", "backend", "kernel", "error", "traced", "measured", "plain", "time / plain")
 
-    console = Console()
-    table = Table("shape", "type", "backend", "kernel", "error", "traced", "measured", "plain", "time / plain")
-    before = None
-    for row in rows:
-        batch, heads, queries, keys, width = row["shape"]
-        if before not in (None, (row["shape"], row["dtype"])):
-            table.add_section()
-        before = row["shape"], row["dtype"]
-        bound = f" {format_size(row['score_bytes'])}" if row["score_bytes"] else ""
-        table.add_row(
-            f"{batch}x{heads}x{width}, {queries} x {keys}",
-            row["dtype"],
-            row["backend"] + bound,
-            row["kernel"],
-            f"{row['error']:.1e}",
-            *(format_size(row[name]) for name in ("traced_bytes", "measured_bytes", "plain_bytes")),
-            f"{row['time_ratio']:.2f}",
-        )
-    console.print(table)
-    console.print("shape: batch x heads x head width, queries x keys; peaks above the arguments, with the output")
-    for backend, why in reasons.items():
-        if why:
-            console.print(f"not here: {backend}: {why}", markup=False)
+
+def _lines(rows: list[dict[str, Any]], reasons: dict[str, str | None]) -> Iterator[str]:
+    yield from table(_HEADS, map(_cells, rows))
+    yield "shape: batch x heads x head width, queries x keys; peaks above the arguments, with the output"
+    yield from (f"not here: {backend}: {why}" for backend, why in reasons.items() if why)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    batch, heads, queries, keys, width = row["shape"]
+    bound = f" {format_size(row['score_bytes'])}" if row["score_bytes"] else ""
+    sizes = [format_size(row[name]) for name in ("traced_bytes", "measured_bytes", "plain_bytes")]
+    what = [f"{batch}x{heads}x{width}, {queries} x {keys}", row["dtype"], row["backend"] + bound, row["kernel"]]
+    return [*what, f"{row['error']:.1e}", *sizes, f"{row['time_ratio']:.2f}"]

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import progress
+from ..planning.plan import Candidate
 from ..units import MIB
+from .report import table
+from .trial import measure
 
 BUDGETS = 6
 CASES: dict[str, dict[str, Any]] = {
@@ -41,13 +41,13 @@ def run(models: Sequence[str], out: Path, budgets: int = BUDGETS) -> Path:
     report = json.loads(data.read_text(encoding="utf-8")) if data.is_file() else {}
     out.mkdir(parents=True, exist_ok=True)
     for model in models:
-        report[model] = measure(model, budgets)
+        report[model] = measured_rows(model, budgets)
         data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         data.with_suffix(".md").write_text("\n".join(_lines(report)) + "\n", encoding="utf-8")
     return data.with_suffix(".md")
 
 
-def measure(model: str, budgets: int = BUDGETS) -> dict[str, Any]:
+def measured_rows(model: str, budgets: int = BUDGETS) -> dict[str, Any]:
     """The runs of one model: a row for each budget."""
     case = {**CASES[model], "model": model}
     rows: list[dict[str, Any]] = []
@@ -65,123 +65,59 @@ def measure(model: str, budgets: int = BUDGETS) -> dict[str, Any]:
 
 
 def _apart(task: Mapping[str, Any], cache: str) -> dict[str, Any]:
-    """``task`` in a new process; its last line is the answer."""
-    quiet = {"SD_LOWVRAM_CACHE": cache, "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", __name__, json.dumps(dict(task))]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        command, cwd=root, env={**os.environ, **quiet}, stdout=subprocess.PIPE, text=True, check=True
-    )  # fmt: skip
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    """What :func:`trial_run` gives for ``task`` in a new process."""
+    answer = measure("run", seconds=None, environment={"SD_LOWVRAM_CACHE": cache}, task=dict(task))
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
     return answer
 
 
-def _work(task: dict[str, Any]) -> dict[str, Any]:
+def trial_run(task: dict[str, Any]) -> dict[str, Any]:
     """Plan, unless the task brings settings, and run."""
     import torch
 
-    from ..session import attached
-    from ..settings import Settings
+    from .. import Settings, attached, plan
+    from ..devices.this_machine import rates_of
 
     pipe = _pipeline(task["model"])
     if "settings" in task:
         with attached(pipe, Settings(**task["settings"]), device="cpu"):
             return {"measured": _measured(pipe, task)}
-    plan = _plan(pipe, task)
+    rates_of(torch.device("cpu"), recalibrate=True)  # what else the machine does changes from run to run
+    sizes: dict[str, Any] = {"width": task["size"], "height": task["size"], "steps": task["steps"]}
+    chosen = plan(pipe, vram=f"{task['budget']} b", ram=f"{_PLENTY} b", device="cpu", **sizes)
+    planned = {"planned": _described(Candidate(chosen.settings, chosen.stages, 0))}
     if task.get("survey"):
         facts = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-        return {"minimum_peak_bytes": plan.minimum_peak_bytes, "planned": _planned(plan), **facts}
-    with attached(pipe, plan.settings, device="cpu"):
+        return {"minimum_peak_bytes": chosen.minimum_peak_bytes, **planned, **facts}
+    with attached(pipe, chosen.settings, device="cpu"):
         measured = _measured(pipe, task)
-    return {"planned": _planned(plan), "measured": measured, "rival": _rival(plan.next_faster)}
+    return {**planned, "measured": measured, "rival": chosen.next_faster and _described(chosen.next_faster)}
 
 
-def _plan(pipe: Any, task: dict[str, Any]) -> Any:
-    import torch
-
-    from ..devices.this_machine import rates_of
-    from ..planning.request import request_for
-    from ..planning.search import make_plan
-    from ..session import anatomy_of
-    from ..settings import Settings
-
-    device, side = torch.device("cpu"), task["size"]
-    rates = rates_of(device, recalibrate=True)  # what else the machine does changes from run to run
-    anatomy = anatomy_of(pipe)
-    request = request_for(
-        anatomy,
-        vram=task["budget"],
-        ram=_PLENTY,
-        width=side,
-        height=side,
-        steps=task["steps"],
-        device=device,
-        rates=rates,
-    )
-    return make_plan(anatomy, request, Settings())
-
-
-def _planned(plan: Any) -> dict[str, Any]:
+def _described(candidate: Candidate) -> dict[str, Any]:
+    kept = ("name", "component", "peak_bytes", "held_bytes", "seconds")
     return {
-        "settings": _changed(plan.settings),
-        "peak_bytes": plan.predicted.peak_bytes,
-        "held_bytes": max(stage.held_bytes for stage in plan.stages),
-        "seconds": plan.predicted.seconds,
-        "stages": [_stage(stage) for stage in plan.stages],
-    }
-
-
-def _rival(candidate: Any) -> dict[str, Any] | None:
-    if candidate is None:
-        return None
-    return {
-        "settings": _changed(candidate.settings),
+        "settings": {name: value for name, _, value in candidate.settings.decided()},
         "peak_bytes": candidate.peak_bytes,
         "held_bytes": max(stage.held_bytes for stage in candidate.stages),
         "seconds": candidate.seconds,
-        "stages": [_stage(stage) for stage in candidate.stages],
+        "stages": [{name: getattr(stage, name) for name in kept} for stage in candidate.stages],
     }
-
-
-def _stage(stage: Any) -> dict[str, Any]:
-    kept = ("name", "component", "peak_bytes", "held_bytes", "seconds")
-    return {name: getattr(stage, name) for name in kept}
-
-
-def _changed(settings: Any) -> dict[str, Any]:
-    return {name: value for name, _, value in settings.decided()}
 
 
 def _pipeline(model: str) -> Any:
     """The demo model, or a whole Stable Diffusion 1.5 with random weights, in float32."""
     import torch
 
-    from ..checkpoints.inspection import model_path
     from ..checkpoints.load import load_pipeline
+    from .models import random_pipeline
 
-    if model == "demo":
-        pipe: Any = load_pipeline(model_path(None), "txt2img", torch.float32)
-    else:
-        pipe = _random(model)
+    if model != "demo":
+        return random_pipeline(model, torch.device("cpu"))
+    pipe: Any = load_pipeline(None, "txt2img", torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def _random(model: str) -> Any:
-    from diffusers import DDIMScheduler, StableDiffusionPipeline
-    from transformers import CLIPTokenizer
-
-    from ..checkpoints.architectures import architecture, build_components, write_folder
-
-    config = architecture(model)
-    with tempfile.TemporaryDirectory() as folder:
-        write_folder(config, "StableDiffusionPipeline", Path(folder))
-        tokenizer = CLIPTokenizer.from_pretrained(Path(folder) / "tokenizer")
-    scheduler = DDIMScheduler(clip_sample=False, steps_offset=1)
-    return StableDiffusionPipeline(
-        **build_components(config), tokenizer=tokenizer, scheduler=scheduler, safety_checker=None,
-        feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
 
 
 def _measured(pipe: Any, task: dict[str, Any]) -> dict[str, Any]:
@@ -248,40 +184,36 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield from ("", f"## {model}, {case['size']}x{case['size']}, {case['steps']} steps", "")
         yield f"torch {case['torch']}, {case['threads']} threads, float32, guidance."
         yield ""
-        yield "| budget | chosen | planned held | measured | off | planned s | measured s | off |"
-        yield "|---|---|---|---|---|---|---|---|"
-        yield from (_row(f"{row['budget'] / MIB:.1f}", row) for row in case["rows"])
+        yield from table(("budget", "chosen", *_HEADS), (_cells(row["budget"], row) for row in case["rows"]))
         yield ""
-        yield "| budget | rival | planned held | measured | off | planned s | measured s | off | on device | verdict |"
-        yield "|---|---|---|---|---|---|---|---|---|---|"
-        for row in case["rows"]:
-            rival = row["rival"]
-            if rival:
-                held = device_bytes(rival, rival["measured"]) / MIB
-                line = _row(f"{row['budget'] / MIB:.1f}", {"planned": rival, "measured": rival["measured"]})
-                yield f"{line} {held:.1f} | {verdict(row)} |"
+        turned_down = (_rival_cells(row) for row in case["rows"] if row["rival"])
+        yield from table(("budget", "rival", *_HEADS, "on device", "verdict"), turned_down)
     yield ""
     yield "Sizes in MiB."
 
 
-def _row(name: str, row: Mapping[str, Any]) -> str:
+_HEADS = ("planned held", "measured", "off", "planned s", "measured s", "off")
+
+
+def _cells(budget: int, row: Mapping[str, Any]) -> list[str]:
     planned, measured = row["planned"], row["measured"]
     off = measured["held_bytes"] / planned["held_bytes"] - 1
     times = measured["seconds"] / planned["seconds"]
     miss = "" if abs(off) <= PEAK_TOLERANCE else " MISS"
     late = "" if 1 / TIME_TOLERANCE <= times <= TIME_TOLERANCE else " MISS"
-    return (
-        f"| {name} | {_words(planned['settings'])} | {planned['held_bytes'] / MIB:.1f} | "
-        f"{measured['held_bytes'] / MIB:.1f} | {off:+.1%}{miss} | {planned['seconds']:.2f} | "
-        f"{measured['seconds']:.2f} | x {times:.2f}{late} |"
-    )
+    held = [f"{one['held_bytes'] / MIB:.1f}" for one in (planned, measured)]
+    seconds = [f"{one['seconds']:.2f}" for one in (planned, measured)]
+    words = _words(planned["settings"])
+    return [f"{budget / MIB:.1f}", words, *held, f"{off:+.1%}{miss}", *seconds, f"x {times:.2f}{late}"]
+
+
+def _rival_cells(row: Mapping[str, Any]) -> list[str]:
+    rival = row["rival"]
+    held = device_bytes(rival, rival["measured"]) / MIB
+    return [*_cells(row["budget"], {"planned": rival, "measured": rival["measured"]}), f"{held:.1f}", verdict(row)]
 
 
 def _words(settings: Mapping[str, Any]) -> str:
     plain = {"attention": "sdpa", "inference_mode": True, "vae_tiles": "off", "offload": "none"}
-    told = [f"{name}={value}" for name, value in settings.items() if plain.get(name) != value]
-    return ", ".join(told) or "nothing changed"
-
-
-if __name__ == "__main__":
-    print(json.dumps(_work(json.loads(sys.argv[1]))))
+    changed = [f"{name}={value}" for name, value in settings.items() if plain.get(name) != value]
+    return ", ".join(changed) or "nothing changed"

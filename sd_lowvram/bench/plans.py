@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..planning.request import request_for
 from ..planning.search import Search
 from ..settings import Settings
 from ..units import GIB, MIB, format_size, format_time
+from .report import table
 
 BOUNDS = {
     ("sd15", 512): 320 * MIB,
@@ -29,15 +30,12 @@ BOUNDS = {
 }
 """What the least peak may be at most, in fp16, batch 1, with guidance. None: nothing was promised."""
 
-_HEAD = """# The least memory that lossless settings need
+_NOTE = """# The least memory that lossless settings need
 
 Written by `sd-lowvram bench plans`. Nothing ran on a GPU: peaks are traced, times those of the {card} profile for 30
 steps with these smallest settings, which nobody would choose with more memory. fp16, batch 1, with guidance. *Least
 budget* counts the driver's share, a stated default. *In host memory* with weights in ordinary memory, and with weights
 left in a mapped file. *Searching* is processor time, on a machine that was busy with much else.
-
-| model | size | least peak | bound | least budget | in host memory | weights mapped | time | searching |
-|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -54,7 +52,7 @@ def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = 
         rows.append(_row(model, size, card))
     progress.report("plans", len(chosen), len(chosen))
     if out is not None:
-        out.write_text(_HEAD.format(card=profile(card).title) + "".join(map(_line, rows)), encoding="utf-8")
+        out.write_text(_NOTE.format(card=profile(card).title) + "\n" + "\n".join(lines(rows)) + "\n", encoding="utf-8")
     return rows
 
 
@@ -79,23 +77,20 @@ def _row(model: str, size: int, card: str) -> dict[str, Any]:
     }
 
 
-def _line(row: dict[str, Any]) -> str:
+_HEADS = (
+    *("model", "size", "least peak", "bound", "least budget", "in host memory", "weights mapped"),
+    *("time", "searching"),
+)
+
+
+def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """``rows`` as a Markdown table."""
+    return table(_HEADS, map(_cells, rows))
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     least, bound = row["minimum_peak_bytes"], row["bound_bytes"]
     promise = "" if bound is None else format_size(bound) + ("" if least <= bound else " (missed)")
-    cells = (
-        row["model"],
-        f"{row['size']}x{row['size']}",
-        format_size(least),
-        promise,
-        format_size(row["minimum_vram_bytes"]),
-        format_size(row["host_bytes"]),
-        format_size(row["minimum_ram_bytes"]),
-        format_time(row["seconds"]),
-        f"{row['searching_seconds']:.1f} s",
-    )
-    return f"| {' | '.join(cells)} |\n"
-
-
-def printed(rows: list[dict[str, Any]], as_json: bool) -> str:
-    """``rows`` for machines or for people."""
-    return json.dumps(rows, indent=2) if as_json else "".join(map(_line, rows)).rstrip()
+    sizes = [format_size(row[name]) for name in ("minimum_vram_bytes", "host_bytes", "minimum_ram_bytes")]
+    times = [format_time(row["seconds"]), f"{row['searching_seconds']:.1f} s"]
+    return [row["model"], f"{row['size']}x{row['size']}", format_size(least), promise, *sizes, *times]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json as json_
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,8 @@ from ..streaming.simulator import Copies, simulate
 from ..streaming.timing import Timing, in_run_order, timed
 from ..tracing.fake_model import twin
 from ..units import MIB
+from .report import show
+from .report import table as table_lines
 
 SIZES = {"sd15": (512, 1024), "sd21": (768,), "sdxl": (1024,)}
 SHARES = (50, 25, 10)
@@ -83,12 +84,10 @@ def run(
         progress.report("schedule", number, len(wanted))
         rows += table(model, *size, cards)
     progress.report("schedule", len(wanted), len(wanted))
-    if json:
-        print(json_.dumps([dataclasses.asdict(row) for row in rows], indent=2))
-    else:
-        _show(rows)
+    lines = list(_lines(rows))
+    show([dataclasses.asdict(row) for row in rows], lines, json)
     if out is not None:
-        out.write_text("\n".join(_markdown(rows)), encoding="utf-8")
+        out.write_text("\n".join(["# Streaming weights by schedule", "", *lines, ""]), encoding="utf-8")
     return rows
 
 
@@ -147,43 +146,20 @@ def _sizes(model: str, width: int | None, height: int | None) -> list[tuple[int,
 _NOTE = (
     "Simulated: time of a guided step in fp16 over the same with all weights on the device. Device bytes are those of "
     "the weights that stay and of the ring together. Largest first keeps the largest units, first resident the first "
-    "of a step, all streamed nothing; each uses the rest as its ring. No schedule passes the bound."
+    "of a step, all streamed nothing; each uses the rest as its ring. No schedule passes the bound. Written by "
+    "`sd-lowvram bench schedule`."
 )
 
 
-_HEADS = ("on the device", *_COLUMNS)
-
-
-def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Rows of one model, size and device, with what they are."""
+def _lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The note, and a Markdown table for each model, size and device."""
+    yield _NOTE
     for (model, size, gpu), group in itertools.groupby(rows, lambda row: (row.model, row.size, row.device)):
         same = list(group)
-        yield f"{model} {size}, {gpu}: {1000 * same[0].resident_seconds:.0f} ms a step", same
+        yield from ("", f"## {model} {size}, {gpu}: {1000 * same[0].resident_seconds:.0f} ms a step", "")
+        yield from table_lines(("on the device", *_COLUMNS), map(_cells, same))
 
 
-def _cells(row: Row) -> Iterator[str]:
-    yield f"{row.share_percent} %, {row.device_mib:.0f} MiB"
-    yield from (f"{row.slowdown[name]:.3f}" for name in _COLUMNS)
-
-
-def _show(rows: Sequence[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    for title, group in _groups(rows):
-        table = Table(*_HEADS, title=title, title_justify="left")
-        for row in group:
-            table.add_row(*_cells(row))
-        console.print(table)
-    console.print(_NOTE, highlight=False)
-
-
-def _markdown(rows: Sequence[Row]) -> Iterator[str]:
-    yield "# Streaming weights by schedule"
-    yield ""
-    yield _NOTE + " Written by `sd-lowvram bench schedule`."
-    for title, group in _groups(rows):
-        yield from ("", f"## {title}", "", "| " + " | ".join(_HEADS) + " |", "|" + " --- |" * len(_HEADS))
-        yield from ("| " + " | ".join(_cells(row)) + " |" for row in group)
-    yield ""
+def _cells(row: Row) -> list[str]:
+    place = f"{row.share_percent} %, {row.device_mib:.0f} MiB"
+    return [place, *(f"{row.slowdown[name]:.3f}" for name in _COLUMNS)]

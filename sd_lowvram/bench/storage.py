@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from ..kernels.quantised import quantise, widen
 from ..session import anatomy_of, attached
 from ..settings import Settings
 from ..weights import weight_bytes
+from .report import eight_bits, show, table
 
 KINDS = ("fp8", "int8")
 PROMPTS = ("a red apple", "a teapot", "a rocket", "a castle", "a snowman", "a guitar", "a sunflower", "a bicycle")
@@ -39,7 +39,7 @@ def run(json: bool = False, prompts: Sequence[str] = PROMPTS, steps: int = 25) -
             row |= _differences(_pictures(pipe, prompts, steps, number), plain)
         rows.append(row)
     report = {"prompts": list(prompts), "steps": steps, "rows": rows}
-    print(json_.dumps(report) if json else "\n".join(_lines(report)))
+    show(report, _lines(report), json)
     return report
 
 
@@ -62,7 +62,7 @@ def _picture(pipe: Any, prompt: str, steps: int, noise: torch.Generator) -> Tens
 
 def _differences(pictures: Tensor, plain: Tensor) -> dict[str, Any]:
     """Of pictures rounded to 8 bits: mean and largest difference of 255, and the mean over pictures of the PSNR."""
-    apart = (_eight_bits(pictures) - _eight_bits(plain)).abs()
+    apart = (eight_bits(pictures) - eight_bits(plain)).abs()
     squares = (pictures - plain).double().square().mean(dim=(1, 2, 3))
     return {
         "mean": float(apart.mean()),
@@ -70,10 +70,6 @@ def _differences(pictures: Tensor, plain: Tensor) -> dict[str, Any]:
         "psnr": float((-10 * squares.clamp_min(1e-20).log10()).mean()),
         "worst_psnr": float(-10 * math.log10(float(squares.max()) or 1e-20)),
     }
-
-
-def _eight_bits(pictures: Tensor) -> Tensor:
-    return pictures.clamp(0, 1).mul(255).round()
 
 
 def _layer_errors(pipe: Any, kind: str) -> dict[str, Any]:
@@ -88,10 +84,16 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"{len(report['prompts'])} pictures of the demo model, {report['steps']} steps, beside float32 weights."
     yield "Difference: of 8-bit pictures, of 255. PSNR in dB. Layers: relative error of their weights, mean and worst."
     yield ""
-    yield "| storage | bytes of float32's | mean difference | largest | PSNR | worst PSNR | layers | worst layer |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for row in report["rows"]:
-        yield (
-            f"| {row['storage']} | {100 * row['bytes']:.0f} % | {row['mean']:.2f} | {row['most']} | {row['psnr']:.1f} "
-            f"| {row['worst_psnr']:.1f} | {100 * row['layer_error']:.2f} % | {100 * row['worst_layer_error']:.2f} % |"
-        )
+    yield from table(_HEADS, map(_cells, report["rows"]))
+
+
+_HEADS = (
+    *("storage", "bytes of float32's", "mean difference", "largest", "PSNR", "worst PSNR"),
+    *("layers", "worst layer"),
+)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    pictures = [f"{row['mean']:.2f}", f"{row['most']}", f"{row['psnr']:.1f}", f"{row['worst_psnr']:.1f}"]
+    layers = [f"{100 * row[name]:.2f} %" for name in ("layer_error", "worst_layer_error")]
+    return [row["storage"], f"{100 * row['bytes']:.0f} %", *pictures, *layers]

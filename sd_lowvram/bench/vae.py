@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from ..session import attached
 from ..settings import Settings
 from ..tracing import trace
 from ..units import MIB
+from .report import eight_bits, now, show, table
 
 MAPS = ("held", "parked", "recomputed")
 _DEAR = "recomputed"
@@ -62,7 +61,7 @@ def run(
         report["differences"] = _differences(side or 1024)
     else:
         report["errors"] = _errors(config, side or 256)
-    print(json_.dumps(report) if json else "\n".join(_lines(report)))
+    show(report, _lines(report), json)
     return report
 
 
@@ -99,13 +98,10 @@ def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:
 
 
 def _seconds(vae: Any, latents: Tensor) -> float:
-    wait: Callable[[], Any] = torch.cuda.synchronize if latents.is_cuda else lambda: None
-    wait()
-    start = time.perf_counter()
+    start = now(latents.device)
     with torch.no_grad():
         vae.decode(latents)
-    wait()
-    return time.perf_counter() - start
+    return now(latents.device) - start
 
 
 def _peaks(config: dict[str, Any], size: int) -> dict[str, Any]:
@@ -158,7 +154,7 @@ def _differences(side: int) -> list[dict[str, Any]]:
     rows = []
     with torch.no_grad():
         latents = vae.encode(_discs(side)).latent_dist.mode()
-        plain = _eight_bits(vae.decode(latents).sample)
+        plain = eight_bits(vae.decode(latents).sample / 2 + 0.5)
         for way, decoded in _decoded(vae, latents):
             rows.append(_difference(way, decoded, plain))
             progress.report("differences", len(rows), len(MAPS) + 2)
@@ -187,12 +183,8 @@ def _discs(side: int) -> Tensor:
     return picture[None] * 2 - 1
 
 
-def _eight_bits(pixels: Tensor) -> Tensor:
-    return (pixels / 2 + 0.5).clamp(0, 1).mul(255).round()
-
-
 def _difference(way: str, pixels: Tensor, plain: Tensor) -> dict[str, Any]:
-    apart = (_eight_bits(pixels) - plain).abs()
+    apart = (eight_bits(pixels / 2 + 0.5) - plain).abs()
     return {
         "way": way,
         "mean": float(apart.mean()),
@@ -205,27 +197,29 @@ def _difference(way: str, pixels: Tensor, plain: Tensor) -> dict[str, Any]:
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     where = f"{report['device']}, {report['threads']} threads"
     yield f"Time of a full-size float32 decode by the autoencoder of {report['model']} on {where}; plain = 1"
-    yield f"{'size':>10} {'plain':>10}" + "".join(f"{kind:>12}" for kind in MAPS)
-    for row in report["times"]:
-        ratios = "".join(f"{row[kind]:12.2f}" for kind in MAPS)
-        yield f"{row['size']:>10} {row['plain_seconds']:8.2f} s{ratios}"
+    times = ([f"{row['plain_seconds']:.2f} s", *(f"{row[kind]:.2f}" for kind in MAPS)] for row in report["times"])
+    yield from _by_size(report["times"], ("plain", *MAPS), times)
     if report["peaks"]:
-        yield ""
-        yield "MiB held by a decode in half precision beside the weights (and in host memory), traced"
+        yield from ("", "MiB held by a decode in half precision beside the weights (and in host memory), traced")
         ways = ("plain", *MAPS, _THEIRS)
-        yield f"{'size':>10}" + "".join(f"{way:>18}" for way in ways)
-        for row in report["peaks"]:
-            yield f"{row['size']:>10}" + "".join(f"{_two(*row[way]):>18}" for way in ways)
+        yield from _by_size(report["peaks"], ways, ([_two(*row[way]) for way in ways] for row in report["peaks"]))
     yield ""
     if "errors" in report:
         yield "Relative error to the plain decode, float32, random weights"
-        yield from (f"{way:24} {error:8.1e}" for way, error in report["errors"].items())
+        yield from table(("way", "error"), ([way, f"{error:.1e}"] for way, error in report["errors"].items()))
         return
     yield "Difference from the plain decode, of 255, demo autoencoder"
-    yield f"{'':24} {'mean':>8} {'most':>6} {'pixels off':>12} {'by more than 1':>16}"
-    for row in report["differences"]:
-        percents = f"{row['differing_percent']:10.2f} % {row['over_one_percent']:14.2f} %"
-        yield f"{row['way']:24} {row['mean']:8.4f} {row['most']:6} {percents}"
+    heads = ("way", "mean", "most", "pixels off", "by more than 1")
+    yield from table(heads, map(_difference_cells, report["differences"]))
+
+
+def _by_size(rows: Sequence[dict[str, Any]], heads: Sequence[str], cells: Iterable[list[str]]) -> Iterator[str]:
+    return table(("size", *heads), ([f"{row['size']}", *more] for row, more in zip(rows, cells, strict=True)))
+
+
+def _difference_cells(row: dict[str, Any]) -> list[str]:
+    percents = [f"{row[name]:.2f} %" for name in ("differing_percent", "over_one_percent")]
+    return [row["way"], f"{row['mean']:.4f}", f"{row['most']}", *percents]
 
 
 def _two(device: float, host: float) -> str:

@@ -86,10 +86,11 @@ def plans(
     """The least memory that lossless settings need, size by size."""
     with _measuring(debug, not as_json):
         check_names("--model", model or (), NAMES)
-        from ..bench.plans import printed, run
+        from ..bench.plans import lines, run
+        from ..bench.report import show
 
         rows = run(out, only=tuple(model or ()))
-        print(printed(rows, as_json))
+        show(rows, lines(rows), as_json)
 
 
 @bench.command()

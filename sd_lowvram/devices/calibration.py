@@ -39,7 +39,7 @@ def calibrate(device: torch.device) -> Rates:
             half_flops=_matrix_rate(device, torch.bfloat16 if on_cpu else torch.float16, small=on_cpu),
             float_flops=single,
             bandwidth=_addition_rate(device),
-            copy_bandwidth=_copy_rate(device),
+            copy_bandwidth=copy_rate(device),
             launch_seconds=_operator_seconds(device, single),
             packing=_packing_rate(device, single) if on_cpu else 0.0,
             vram_bytes=device_memory(device).total,
@@ -138,7 +138,8 @@ def _addition_rate(device: torch.device) -> float:
     return 2 * _bytes(data) / _seconds(lambda: data.add_(1.0), device)
 
 
-def _copy_rate(device: torch.device) -> float:
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second from pinned host memory."""
     host = torch.zeros(1 << 24, pin_memory=device.type == "cuda")
     target = torch.empty(1 << 24, device=device)
     return _bytes(host) / _seconds(lambda: target.copy_(host, non_blocking=True), device)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sd_lowvram.bench import gpu
-from sd_lowvram.bench.gpu import attention, peaks, sizes, streaming, trial
+from sd_lowvram.bench import gpu, trial
+from sd_lowvram.bench.gpu import attention, peaks, sizes, streaming
 from sd_lowvram.errors import BadInputError, OutputError
 from sd_lowvram.units import GIB, MIB
 
@@ -162,10 +162,13 @@ def test_claims_are_judged() -> None:
     assert next(streaming._claims(table))["holds"] is False
 
 
-def test_a_process_of_its_own_fails_alone() -> None:
+def test_a_process_of_its_own_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     row = trial.measure("attention", device="cpu", backend="nonsense", latents=[8])
     assert "nonsense" in row["error"]
-    assert trial.measure("attention", seconds=1, device="cpu", backend="sdpa", latents=[8])["timed_out"] is True
+    asked: dict[str, Any] = {"seconds": 1, "device": "cpu", "backend": "sdpa", "latents": [8]}
+    assert trial.measure("attention", **asked)["error"] == "no time was left"
+    monkeypatch.setattr(trial, "_LEAST", 1)
+    assert trial.measure("attention", **asked)["timed_out"] is True
 
 
 def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

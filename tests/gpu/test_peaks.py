@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sd_lowvram.bench.gpu.peaks import SHAPES, within
-from sd_lowvram.bench.gpu.trial import measure
+from sd_lowvram.bench.trial import measure
 from sd_lowvram.units import MIB
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ... import progress
 from ...devices.info import driver_version
 from ...errors import BadInputError, OutputError
 from . import attention, peaks, sizes, streaming
@@ -53,7 +52,7 @@ def run(
     _write(place, results)
     for part in parts:
         deadline = time.monotonic() + seconds
-        measured = PARTS[part].run(device, model, lambda end=deadline: end - time.monotonic(), progress.report)
+        measured = PARTS[part].run(device, model, lambda end=deadline: end - time.monotonic())
         spent = seconds - (deadline - time.monotonic())
         results[part] = {"machine": _machine(device, title), "spent_seconds": spent} | measured
         _write(place, results)

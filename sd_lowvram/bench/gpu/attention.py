@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import progress
 from ...units import MIB
-from .models import TINY
-from .trial import measure
+from ..attention import plain
+from ..models import TINY, dtype_on
+from ..report import now, table
+from ..trial import measure
 
 LATENTS = (64, 128, 256)
 _SAMPLED = 256
@@ -21,7 +23,7 @@ _SAMPLED = 256
 _RUNS = 20
 
 
-def run(device: torch.device, model: str | None, seconds: Callable[[], float], report: Callable[..., None]) -> Any:
+def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -> Any:
     """One row for each backend and size; a backend that is not here has one with ``error``."""
     from ...kernels.attention.registry import available_backends
 
@@ -31,12 +33,10 @@ def run(device: torch.device, model: str | None, seconds: Callable[[], float], r
     for number, (backend, missing) in enumerate(backends.items()):
         if missing is not None:
             rows.append({"backend": backend, "error": missing})
-        elif seconds() < 5:
-            rows.append({"backend": backend, "error": "no time was left"})
         else:
             found = measure("attention", seconds=seconds(), device=str(device), backend=backend, latents=latents)
             rows += found.get("rows") or [{"backend": backend, **found}]
-        report("attention", number + 1, len(backends))
+        progress.report("attention", number + 1, len(backends))
     return {"rows": rows}
 
 
@@ -53,7 +53,7 @@ def _row(device: torch.device, backend: str, side: int) -> dict[str, Any]:
     from ...memory import measured_peak
 
     noise = torch.Generator().manual_seed(side)
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    dtype = dtype_on(device)
     q, k, v = (torch.randn(2, side * side, 8, 40, generator=noise).to(device, dtype).transpose(1, 2) for _ in "qkv")
     attend = functools.partial(BACKENDS[backend], q, k, v)
     row: dict[str, Any] = {"backend": backend, "latents": side}
@@ -62,9 +62,9 @@ def _row(device: torch.device, backend: str, side: int) -> dict[str, Any]:
         peak = measured_peak(attend)
         seconds, same = [], True
         for _ in range(_RUNS):
-            start = _now(device)
+            start = now(device)
             again = attend()
-            seconds.append(_now(device) - start)
+            seconds.append(now(device) - start)
             same = same and torch.equal(first, again)
     except Exception as error:  # one size too many for a backend is a row of the table
         return row | {"error": " ".join(str(error).split())[:200]}
@@ -81,18 +81,8 @@ def _row(device: torch.device, backend: str, side: int) -> dict[str, Any]:
 
 def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Plain attention in float64, head by head."""
-    return torch.stack([_one_head(*heads) for heads in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True)], dim=1)
-
-
-def _one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = q.double(), k.double(), v.double()
-    return torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1) @ v
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    heads = zip(*(one.double().unbind(1) for one in (q, k, v)), strict=True)
+    return torch.stack([plain(*head) for head in heads], dim=1)
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:
@@ -102,19 +92,22 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "Self-attention of SD1.5's first level, a guided batch, 8 heads of width 40, fp16. *Error*: relative, to"
     yield f"float64, on {_SAMPLED} rows. *Same bits*: in all of {_RUNS} runs. *Peak*: above the arguments."
     yield ""
-    yield "| latents | backend | kernel | error | same bits | ms | time / sdpa | peak MiB |"
-    yield "|---|---|---|---|---|---|---|---|"
     measured = [row for row in part["rows"] if "seconds" in row]
     sdpa = {row["latents"]: row["seconds"] for row in measured if row["backend"] == "sdpa"}
-    for row in sorted(measured, key=lambda row: row["latents"]):
-        ratio = f"{row['seconds'] / sdpa[row['latents']]:.2f}" if row["latents"] in sdpa else ""
-        yield (
-            f"| {row['latents']}x{row['latents']} | {row['backend']} | {row['kernel']} | {row['error_relative']:.1e} | "
-            f"{'yes' if row['deterministic'] else 'no'} | {1000 * row['seconds']:.2f} | {ratio} | "
-            f"{row['peak_bytes'] / MIB:.0f} |"
-        )
+    by_size = sorted(measured, key=lambda row: row["latents"])
+    yield from table(_HEADS, (_cells(row, sdpa.get(row["latents"])) for row in by_size))
     for row in part["rows"]:
         if "error" in row:
             where = f" at {row['latents']}x{row['latents']}" if "latents" in row else ""
             yield ""
             yield f"Not measured: {row['backend']}{where}: {row['error']}"
+
+
+_HEADS = ("latents", "backend", "kernel", "error", "same bits", "ms", "time / sdpa", "peak MiB")
+
+
+def _cells(row: dict[str, Any], sdpa: float | None) -> list[str]:
+    ratio = f"{row['seconds'] / sdpa:.2f}" if sdpa else ""
+    what = [f"{row['latents']}x{row['latents']}", row["backend"], row["kernel"], f"{row['error_relative']:.1e}"]
+    same = "yes" if row["deterministic"] else "no"
+    return [*what, same, f"{1000 * row['seconds']:.2f}", ratio, f"{row['peak_bytes'] / MIB:.0f}"]

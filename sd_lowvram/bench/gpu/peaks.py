@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from ... import progress
 from ...units import MIB
-from .models import TINY, random_pipeline
-from .trial import measure
+from ..models import TINY, random_pipeline
+from ..report import table
+from ..trial import measure
 
 SHAPES = (("sd15", 512), ("sd15", 1024), ("sd15", 2048), ("sdxl", 1024))
 SHARES = (0.0, 0.1, 0.5, 1.0)
@@ -17,19 +19,15 @@ SHARES = (0.0, 0.1, 0.5, 1.0)
 _PLENTY = "1000 TB"
 
 
-def run(device: torch.device, model: str | None, seconds: Callable[[], float], report: Callable[..., None]) -> Any:
+def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -> Any:
     """One row for each plan, 16 in all; each has ``within``: whether the prediction is as near as it has to be."""
     shapes = [(model or "", 64)] if model == TINY else SHAPES
     rows: list[dict[str, Any]] = []
     plans = [(name, side, share) for name, side in shapes for share in SHARES]
     for number, (name, side, share) in enumerate(plans):
         row = {"model": name, "side": side, "share": share}
-        if seconds() < 5:
-            row |= {"error": "no time was left"}
-        else:
-            row |= measure("peak", seconds=seconds(), device=str(device), **row)
-        rows.append(row)
-        report("peaks", number + 1, len(plans))
+        rows.append(row | measure("peak", seconds=seconds(), device=str(device), **row))
+        progress.report("peaks", number + 1, len(plans))
     return {"rows": rows}
 
 
@@ -39,7 +37,7 @@ def trial_peak(device: str, model: str, side: int, share: float, steps: int = 2)
     from ...planning.memory_profile import measured
 
     where = torch.device(device)
-    pipe = random_pipeline(model, where, _dtype(where))
+    pipe = random_pipeline(model, where)
     sizes: dict[str, Any] = {"width": side, "height": side, "device": where}
     plain = plan(pipe, vram=_PLENTY, **sizes)
     least, most = plain.minimum_vram_bytes, plain.predicted.peak_bytes + plain.predicted.overhead_bytes
@@ -80,10 +78,6 @@ def _library_bytes(device: torch.device) -> int:
     return before - torch.cuda.memory_allocated(device)
 
 
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.float16
-
-
 def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Peaks"
@@ -92,17 +86,18 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "the largest `torch.cuda.max_memory_allocated` of any stage; cuBLAS' workspace, a part of the overhead, is"
     yield "taken off. *Within*: at most 5 % or 24 MiB above the measurement, 1 % or 8 MiB below it."
     yield ""
-    yield "| model | picture | budget MiB | offload | stage | predicted MiB | measured MiB | difference | within |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for row in part["rows"]:
-        head = f"| {row['model']} | {row['side']}x{row['side']} |"
-        if "error" in row:
-            yield f"{head} {row['error']} | | | | | | |"
-            continue
-        measured = row["measured_bytes"] - row["library_bytes"]
-        apart = 100 * (row["predicted_bytes"] - measured) / max(measured, 1)
-        yield (
-            f"{head} {row['vram'] // MIB} | {row['settings'].get('offload', 'none')} | {row['stage']} | "
-            f"{row['predicted_bytes'] / MIB:.0f} | {measured / MIB:.0f} | {apart:+.1f} % | "
-            f"{'yes' if row['within'] else '**no**'} |"
-        )
+    yield from table(_HEADS, map(_cells, part["rows"]))
+
+
+_HEADS = "model", "picture", "budget MiB", "offload", "stage", "predicted MiB", "measured MiB", "difference", "within"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    what = [row["model"], f"{row['side']}x{row['side']}"]
+    if "error" in row:
+        return [*what, row["error"], *[""] * 6]
+    predicted, measured = row["predicted_bytes"], row["measured_bytes"] - row["library_bytes"]
+    plan = [f"{row['vram'] // MIB}", row["settings"].get("offload", "none"), row["stage"]]
+    apart = f"{100 * (predicted - measured) / max(measured, 1):+.1f} %"
+    within = "yes" if row["within"] else "**no**"
+    return [*what, *plan, f"{predicted / MIB:.0f}", f"{measured / MIB:.0f}", apart, within]

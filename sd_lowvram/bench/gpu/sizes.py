@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ... import progress
 from ...units import GIB, MIB
-from .models import TINY, random_pipeline
-from .trial import measure
+from ..models import TINY, random_pipeline
+from ..report import table
+from ..trial import measure
 
 CAPS_GIB = (2, 4, 6, 8)
 WAYS = ("ours", "diffusers")
@@ -22,7 +24,7 @@ _BESIDE = 3 * GIB
 """What a trial needs outside of its cap: the context, and for a moment the weights while they are drawn."""
 
 
-def run(device: torch.device, model: str | None, seconds: Callable[[], float], report: Callable[..., None]) -> Any:
+def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -> Any:
     """One row for each cap and way: ``largest`` side that ran, ``too_large`` the smallest that did not."""
     name, step, limit = (model or "sd15"), _STEP, _LARGEST
     caps = [int(cap * GIB) for cap in CAPS_GIB]
@@ -36,15 +38,13 @@ def run(device: torch.device, model: str | None, seconds: Callable[[], float], r
         tried: list[dict[str, Any]] = []
 
         def fits(side: int) -> bool | None:
-            if seconds() < 10:
-                return None
             row = measure("size", seconds=seconds(), device=str(device), model=name, side=side, cap=cap, way=way)
             tried.append({"side": side} | row)
             return None if row.get("timed_out") else bool(row.get("fits"))
 
         largest, too_large = bracket(fits, step, limit)
         done += 1
-        report("max-size", done, len(chains))
+        progress.report("max-size", done, len(chains))
         return {"way": way, "cap": cap, "largest": largest, "too_large": too_large, "step": step, "tried": tried}
 
     with ThreadPoolExecutor(_at_once(device, caps)) as pool:
@@ -87,7 +87,7 @@ def trial_size(device: str, model: str, side: int, cap: int, way: str, steps: in
 
     where = torch.device(device)
     on_cpu = where.type == "cpu"
-    pipe = random_pipeline(model, where, torch.float32 if on_cpu else torch.float16)
+    pipe = random_pipeline(model, where)
     if not on_cpu:
         total = torch.cuda.get_device_properties(where).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), where)
@@ -133,18 +133,22 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "trial in a process of its own. diffusers: sequential offload, VAE tiling and slicing. Its tiles change the"
     yield "picture; ours do not."
     yield ""
-    yield "| cap GiB | ours | diffusers | pixels, ours / diffusers |"
-    yield "|---|---|---|---|"
     rows = {(row["cap"], row["way"]): row for row in part["rows"]}
-    for cap in sorted({cap for cap, _ in rows}):
-        ours, theirs = (rows[cap, way] for way in WAYS)
-        ratio = f"{(ours['largest'] / theirs['largest']) ** 2:.1f}" if theirs["largest"] else ""
-        yield f"| {cap / GIB:g} | {_side(ours)} | {_side(theirs)} | {ratio} |"
+    caps = sorted({cap for cap, _ in rows})
+    yield from table(_HEADS, (_cells(cap, *(rows[cap, way] for way in WAYS)) for cap in caps))
     for row in part["rows"]:
         for trial in row["tried"]:
             if "error" in trial and not trial["out_of_memory"]:
                 yield ""
                 yield f"{row['way']}, {row['cap'] / GIB:g} GiB, {trial['side']}: {trial['error']}"
+
+
+_HEADS = ("cap GiB", "ours", "diffusers", "pixels, ours / diffusers")
+
+
+def _cells(cap: int, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    ratio = f"{(ours['largest'] / theirs['largest']) ** 2:.1f}" if theirs["largest"] else ""
+    return [f"{cap / GIB:g}", _side(ours), _side(theirs), ratio]
 
 
 def _side(row: dict[str, Any]) -> str:

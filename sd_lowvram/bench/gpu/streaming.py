@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from ... import progress
+from ...devices.calibration import copy_rate
 from ...units import MIB
-from .models import TINY, embeddings, random_denoiser
-from .trial import measure
+from ..models import TINY, embeddings, random_denoiser
+from ..report import table
+from ..trial import measure
 
 SHARES = (100, 50, 25, 10)
 """Per cent of the UNet's weight bytes that are on the device, ring included."""
@@ -23,24 +26,21 @@ _SIMULATED = 0.15
 _PLENTY = "1000 TB"
 
 
-def run(device: torch.device, model: str | None, seconds: Callable[[], float], report: Callable[..., None]) -> Any:
+def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -> Any:
     """For each model: a row for every way, the simulated steps, and what is claimed of them."""
     tasks = [(TINY, 64)] if model == TINY else _TASKS
     tables = []
     for number, (name, side) in enumerate(tasks):
         task = {"device": str(device), "model": name, "side": side}
         tables.append(_table(task, seconds))
-        report("streaming", number + 1, len(tasks))
+        progress.report("streaming", number + 1, len(tasks))
     return {"tables": tables}
 
 
 def _table(task: dict[str, Any], seconds: Callable[[], float]) -> dict[str, Any]:
     def timed(way: str, **settings: Any) -> dict[str, Any]:
-        if seconds() < 10:
-            return {"way": way, "settings": settings, "error": "no time was left"}
-        return {"way": way, "settings": settings} | measure(
-            "step", seconds=seconds(), way=way, settings=settings, **task
-        )
+        asked = {"way": way, "settings": settings}
+        return asked | measure("step", seconds=seconds(), **asked, **task)
 
     rows = [timed("ours", offload="none") | {"share": 100}]
     weights = rows[0].get("weights_bytes", 0)
@@ -53,16 +53,16 @@ def _table(task: dict[str, Any], seconds: Callable[[], float]) -> dict[str, Any]
         for row in [row for row in rows if row["way"].startswith(("group", "sequential")) and "peak_bytes" in row]:
             room = (row["peak_bytes"] - activations) // MIB
             rows.append(timed("ours", offload="blocks", weights_mib=max(1, room)) | {"instead_of": row["way"]})
-    table = {"model": task["model"], "side": task["side"], "rows": rows}
-    if weights and seconds() > 10:
+    found = {"model": task["model"], "side": task["side"], "rows": rows}
+    if weights:
         rooms = {str(share): weights * share // 100 for share in SHARES[1:]}
-        table["simulated"] = measure("units", seconds=seconds(), rooms=rooms, **task)
-    return table | {"claims": list(_claims(table))}
+        found["simulated"] = measure("units", seconds=seconds(), rooms=rooms, **task)
+    return found | {"claims": list(_claims(found))}
 
 
-def _claims(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _claims(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What is promised, with the figures that hold or break it."""
-    rows = [row for row in table["rows"] if "step_seconds" in row]
+    rows = [row for row in found["rows"] if "step_seconds" in row]
     by_way = {row["way"]: row for row in rows if row["way"] != "ours"}
     for row in rows:
         if row.get("instead_of") in by_way:
@@ -72,11 +72,10 @@ def _claims(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
             fair = row["peak_bytes"] <= theirs["peak_bytes"]
             claim = f"at the device bytes of {row['instead_of']}, {least:g} times as fast or more"
             yield {"claim": claim, "figure": ratio, "holds": fair and ratio >= least, "same_bytes": fair}
-    simulated = table.get("simulated", {}).get("step_seconds", {})
+    simulated = found.get("simulated", {}).get("step_seconds", {})
     for row in rows:
-        foretold = simulated.get(str(row.get("share")))
-        if foretold is not None:
-            ratio = row["step_seconds"] / foretold
+        if str(row.get("share")) in simulated:
+            ratio = row["step_seconds"] / simulated[str(row["share"])]
             claim = f"{row['share']} % on the device: a step as long as simulated, to {_SIMULATED:.0%}"
             yield {"claim": claim, "figure": ratio, "holds": abs(ratio - 1) <= _SIMULATED}
 
@@ -87,11 +86,10 @@ def trial_step(device: str, model: str, side: int, way: str, settings: dict[str,
     from ...weights import weight_bytes
 
     where = torch.device(device)
-    dtype = _dtype(where)
-    pipe = random_denoiser(model, where, dtype)
+    pipe = random_denoiser(model, where)
     weights = weight_bytes(pipe.unet)
     _place(pipe, where, side, way, settings)
-    given = embeddings(pipe, where, dtype)
+    given = embeddings(pipe, where)
     _denoise(pipe, given, side, 2)
     start = time.perf_counter()
     times = _denoise(pipe, given, side, _WARM + _STEPS)
@@ -132,34 +130,45 @@ def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[
         )
 
 
+class _Marks:
+    """Moments of a run, each with a name; nothing waits for the device until all is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def mark(self, name: str = "") -> None:
+        moment: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter()
+        if self._on_gpu:
+            moment.record()
+        self._marks.append((name, moment))
+
+    def since(self, first: int, stop: int | None = None) -> Iterator[tuple[str, float]]:
+        """Names of the marks from number ``first`` on, and their seconds after it."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        origin = self._marks[first][1]
+        for name, moment in self._marks[first:stop]:
+            yield name, origin.elapsed_time(moment) / 1000 if self._on_gpu else moment - origin
+
+
 def _denoise(pipe: Any, given: dict[str, Any], side: int, steps: int) -> list[float]:
-    """Seconds of every step; nothing waits for the device until all are done, so that copies run ahead as they do."""
-    on_gpu = next(iter(given.values())).is_cuda
-    marks: list[Any] = []
+    """Seconds of every step; copies run ahead as they do in any run."""
+    marks = _Marks(next(iter(given.values())).device)
 
     def mark(*_: Any) -> dict[str, Any]:
-        if on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            marks.append(event)
-        else:
-            marks.append(time.perf_counter())
+        marks.mark()
         return {}
 
     mark()
     pipe(
-        **given,
-        width=side,
-        height=side,
-        num_inference_steps=steps,
-        guidance_scale=5.0,
-        output_type="latent",
+        **given, width=side, height=side, num_inference_steps=steps, guidance_scale=5.0, output_type="latent",
         callback_on_step_end=mark,
-    )
-    if on_gpu:
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1000 for start, end in itertools.pairwise(marks)]
-    return [end - start for start, end in itertools.pairwise(marks)]
+    )  # fmt: skip
+    return [end - start for (_, start), (_, end) in itertools.pairwise(marks.since(0))]
 
 
 def trial_units(device: str, model: str, side: int, rooms: dict[str, int]) -> dict[str, Any]:
@@ -176,22 +185,14 @@ def trial_units(device: str, model: str, side: int, rooms: dict[str, int]) -> di
     from ...streaming.simulator import Copies, simulate
 
     where = torch.device(device)
-    pipe = random_denoiser(model, where, _dtype(where))
-    chosen = {
-        name: plan(
-            pipe,
-            vram=_PLENTY,
-            width=side,
-            height=side,
-            device=where,
-            settings=Settings(offload="blocks", weights_mib=max(1, room // MIB)),
-        )
-        for name, room in rooms.items()
-    }
-    copies = Copies(_copy_rate(where), overlap=where.type == "cuda")
+    pipe = random_denoiser(model, where)
+    sizes: dict[str, Any] = {"width": side, "height": side, "device": where}
+    streamed = {name: Settings(offload="blocks", weights_mib=max(1, room // MIB)) for name, room in rooms.items()}
+    chosen = {name: plan(pipe, vram=_PLENTY, settings=settings, **sizes) for name, settings in streamed.items()}
+    copies = Copies(copy_rate(where), overlap=where.type == "cuda")
     layers = layers_of({"unet": pipe.unet})
     pipe.to(where)
-    given = embeddings(pipe, where, _dtype(where))
+    given = embeddings(pipe, where)
     step = statistics.median(_denoise(pipe, given, side, _WARM + _STEPS)[_WARM:])
     found: dict[str, float] = {}
     for name, one in chosen.items():
@@ -210,20 +211,11 @@ def trial_units(device: str, model: str, side: int, rooms: dict[str, int]) -> di
 
 def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.device) -> dict[str, float]:
     """When every block begins in a step, in seconds since the first one did; medians of a few steps."""
-    marks: list[tuple[str, Any]] = []
-
-    def marking(name: str) -> Callable[..., None]:
-        def mark(*_: Any) -> None:
-            if device.type == "cuda":
-                event = torch.cuda.Event(enable_timing=True)
-                event.record()
-                marks.append((name, event))
-            else:
-                marks.append((name, time.perf_counter()))
-
-        return mark
-
-    handles = [block.layers[0].module.register_forward_pre_hook(marking(block.name)) for block in blocks]
+    marks = _Marks(device)
+    handles = [
+        block.layers[0].module.register_forward_pre_hook(lambda *_, name=block.name: marks.mark(name))
+        for block in blocks
+    ]
     try:
         _denoise(pipe, given, side, _WARM + _STEPS)
     finally:
@@ -232,63 +224,39 @@ def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.d
     per_step = len(marks) // (_WARM + _STEPS)
     times: dict[str, list[float]] = {block.name: [] for block in blocks}
     for first in range(_WARM * per_step, len(marks), per_step):
-        origin = marks[first][1]
-        for name, at in marks[first : first + per_step]:
-            times[name].append(origin.elapsed_time(at) / 1000 if device.type == "cuda" else at - origin)
+        for name, seconds in marks.since(first, first + per_step):
+            times[name].append(seconds)
     return {name: statistics.median(moments) for name, moments in times.items()}
-
-
-def _copy_rate(device: torch.device) -> float:
-    """Bytes a second from pinned memory, of a copy as large as a layer."""
-    on_gpu = device.type == "cuda"
-    host = torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=on_gpu)
-    target = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        target.copy_(host, non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        best = max(best, len(host) / (time.perf_counter() - start))
-    return best
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.float16
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Streamed weights"
-    for table in part["tables"]:
+    for found in part["tables"]:
         yield ""
-        size = f"{table['side']}x{table['side']}"
-        yield f"{table['model']} at {size} with guidance, the UNet alone; medians of {_STEPS} steps. *Peak*: of torch's"
+        size = f"{found['side']}x{found['side']}"
+        yield f"{found['model']} at {size} with guidance, the UNet alone; medians of {_STEPS} steps. *Peak*: of torch's"
         yield "allocator, all that is on the device. *Simulated*: from measured block times and copy rate."
         yield ""
-        yield "| way | weights on the device | step ms | / resident | simulated ms | peak MiB |"
-        yield "|---|---|---|---|---|---|"
-        resident = next((row.get("step_seconds") for row in table["rows"] if row["way"] == "resident"), None)
-        simulated = table.get("simulated", {}).get("step_seconds", {})
-        for row in table["rows"]:
-            yield _row(row, resident, simulated)
-        for claim in table["claims"]:
+        resident = next((row.get("step_seconds") for row in found["rows"] if row["way"] == "resident"), None)
+        simulated = found.get("simulated", {}).get("step_seconds", {})
+        yield from table(_HEADS, (_cells(row, resident, simulated) for row in found["rows"]))
+        for claim in found["claims"]:
             verdict = "holds" if claim["holds"] else "**does not hold**"
             yield ""
             yield f"- {claim['claim']}: {verdict} ({claim['figure']:.2f})"
 
 
-def _row(row: dict[str, Any], resident: float | None, simulated: dict[str, float]) -> str:
+_HEADS = ("way", "weights on the device", "step ms", "/ resident", "simulated ms", "peak MiB")
+
+
+def _cells(row: dict[str, Any], resident: float | None, simulated: dict[str, float]) -> list[str]:
     way = row["way"] + (f", at the bytes of {row['instead_of']}" if "instead_of" in row else "")
-    if "share" in row:
-        held = f"{row['share']} %"
-    else:
-        held = f"{row['settings']['weights_mib']} MiB" if "weights_mib" in row["settings"] else ""
+    room = row["settings"].get("weights_mib")
+    held = f"{row['share']} %" if "share" in row else f"{room} MiB" if room else ""
     if "error" in row:
-        return f"| {way} | {held} | {row['error'].replace('|', '/')} | | | |"
+        return [way, held, row["error"].replace("|", "/"), "", "", ""]
     ratio = f"{row['step_seconds'] / resident:.2f}" if resident else ""
-    foretold = simulated.get(str(row.get("share")))
-    return (
-        f"| {way} | {held} | {1000 * row['step_seconds']:.1f} | {ratio} | "
-        f"{'' if foretold is None else f'{1000 * foretold:.1f}'} | {row['peak_bytes'] / MIB:.0f} |"
-    )
+    expected = simulated.get(str(row.get("share")))
+    expected_ms = "" if expected is None else f"{1000 * expected:.1f}"
+    return [way, held, f"{1000 * row['step_seconds']:.1f}", ratio, expected_ms, f"{row['peak_bytes'] / MIB:.0f}"]

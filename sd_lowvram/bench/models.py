@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.architectures import architecture, build_components, write_folder
+from ..checkpoints.architectures import architecture, build_components, write_folder
 
 TINY = "tiny"
 """SD1.5 with narrow layers: to run a part of the suite where there is no GPU."""
 _STEADY = ("beta_start", "beta_end", "beta_schedule", "prediction_type", "num_train_timesteps")
 
 
-def random_pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any:
+def dtype_on(device: torch.device) -> torch.dtype:
+    """The type in which measurements compute there."""
+    return torch.float32 if device.type == "cpu" else torch.float16
+
+
+def random_pipeline(model: str, device: torch.device) -> Any:
     """A pipeline of "sd15", "sd21", "sdxl" or "tiny", its weights in host memory.
 
     They are drawn on ``device``, where that takes a moment: set a cap on its memory afterwards.
@@ -24,7 +29,7 @@ def random_pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any
 
     config = _configuration(model)
     parts: dict[str, Any] = {}
-    for name, component in build_components(config, dtype=dtype, device=str(device)).items():
+    for name, component in build_components(config, dtype_on(device), str(device)).items():
         parts[name] = torch.nn.Module.to(component, "cpu")
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -38,9 +43,9 @@ def random_pipeline(model: str, device: torch.device, dtype: torch.dtype) -> Any
     return pipe
 
 
-def random_denoiser(model: str, device: torch.device, dtype: torch.dtype) -> Any:
+def random_denoiser(model: str, device: torch.device) -> Any:
     """A pipeline of which only the UNet is there: run it with :func:`embeddings` and ``output_type="latent"``."""
-    pipe = random_pipeline(model, device, dtype)
+    pipe = random_pipeline(model, device)
     others = [name for name, part in pipe.components.items() if name not in ("unet", "scheduler") and part is not None]
     pipe.register_modules(**dict.fromkeys(others))
     return pipe
@@ -67,12 +72,12 @@ def _tokenizers(config: dict[str, Any]) -> dict[str, Any]:
         return {name: CLIPTokenizer.from_pretrained(Path(folder) / name) for name in names}
 
 
-def embeddings(pipe: Any, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def embeddings(pipe: Any, device: torch.device) -> dict[str, torch.Tensor]:
     """Stand-ins for an encoded prompt and its negative: a run with them needs no text encoder."""
     noise = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=noise).to(device, dtype)
+        return torch.randn(shape, generator=noise).to(device, dtype_on(device))
 
     width = pipe.unet.config.cross_attention_dim
     found = {"prompt_embeds": random(1, 77, width), "negative_prompt_embeds": random(1, 77, width)}

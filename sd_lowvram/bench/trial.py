@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: what an earlier one left behind on the GPU would be measured with it."""
+"""One measurement in a process of its own: what an earlier one left behind would be measured with it."""
 
 from __future__ import annotations
 
@@ -7,42 +7,50 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 _TRIALS = {
-    "peak": "peaks",
-    "step": "streaming",
-    "units": "streaming",
-    "size": "sizes",
-    "attention": "attention",
+    "peak": "gpu.peaks",
+    "step": "gpu.streaming",
+    "units": "gpu.streaming",
+    "size": "gpu.sizes",
+    "attention": "gpu.attention",
+    "run": "end_to_end",
 }
+_QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_LEAST = 5
+"""Seconds below which nothing is begun."""
 
 
-def measure(kind: str, *, seconds: float = 240.0, **arguments: Any) -> dict[str, Any]:
+def measure(
+    kind: str, *, seconds: float | None = 240.0, environment: Mapping[str, str] | None = None, **arguments: Any
+) -> dict[str, Any]:
     """What the function ``trial_<kind>(**arguments)`` returns in a new process.
 
     Where it fails: a dictionary with ``error``, a sentence; ``out_of_memory`` tells whether the device was too small,
     ``timed_out`` whether the time was too short.
 
     Args:
-        seconds: after which the process is ended.
+        seconds: after which the process is ended; None: never.
+        environment: variables for the process, besides those that are there.
         arguments: plain values.
     """
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", __name__]
+    if seconds is not None and seconds < _LEAST:
+        return _failed("no time was left") | {"timed_out": True}
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         run = subprocess.run(
-            command,
+            [sys.executable, "-m", __name__],
             input=json.dumps({"kind": kind, "arguments": arguments}),
-            env=environment,
+            env={**os.environ, **_QUIET, "PYTHONPATH": path, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=max(1.0, seconds),
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -62,7 +70,7 @@ def _failed(error: str, out_of_memory: bool = False) -> dict[str, Any]:
 def _main() -> None:
     asked = json.loads(sys.stdin.read())
     kind = asked["kind"]
-    module = importlib.import_module(f"{__package__ or 'sd_lowvram.bench.gpu'}.{_TRIALS[kind]}")
+    module = importlib.import_module(f"sd_lowvram.bench.{_TRIALS[kind]}")
     try:
         result = getattr(module, f"trial_{kind}")(**asked["arguments"])
     except torch.cuda.OutOfMemoryError as error:
