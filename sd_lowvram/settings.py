@@ -46,6 +46,7 @@ class Knob:
 
     Attributes:
         fidelity: one for all values, or one for each choice.
+        choices: of a word. Of a number there is a ``maximum`` instead, and of a switch neither.
         stages: names of those in which it makes a difference; None: all. Empty: it is about the plan alone.
         hook: the module of :mod:`sd_lowvram.hooks` that acts on it, and the function of that name in it; one for all
             values, or one for some choices. "": a hook of another knob looks at it too.
@@ -53,16 +54,20 @@ class Knob:
 
     label: str
     help: str
-    type: type
     fidelity: Fidelity | Mapping[str, Fidelity]
     choices: tuple[str, ...] = ()
-    minimum: int = 0
+    minimum: int = 1
     maximum: int = 0
     unit: str = ""
     since: str = "0.1"
     surfaces: tuple[str, ...] = SURFACES
     stages: tuple[str, ...] | None = None
     hook: str | Mapping[str, str] = ""
+
+    @property
+    def type(self) -> type[str] | type[int] | type[bool]:
+        """What a value of it is."""
+        return str if self.choices else int if self.maximum else bool
 
     def check(self, name: str, value: Any) -> None:
         """Raise SettingsError unless ``value`` is one that this knob takes."""
@@ -104,7 +109,6 @@ class Settings:
         label="Precision",
         help="how finely numbers are kept: fp16 and bf16 take half the memory of fp32; fp16-storage keeps half "
         "the memory and computes in fp32 (GTX 16xx)",
-        type=str,
         choices=("fp32", "tf32", "fp16", "bf16", "fp16-storage", "autocast-fp16", "autocast-bf16"),
         fidelity={
             "fp32": _ROUNDING,
@@ -122,7 +126,6 @@ class Settings:
         label="Attention",
         help="how parts of the picture look at each other: sdpa takes the fastest kernel for the size and the "
         "card; sliced and fused-softmax bound the memory that this takes",
-        type=str,
         choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced"),
         fidelity=_ROUNDING,
         stages=_ATTENDING,
@@ -131,8 +134,6 @@ class Settings:
     attention_mib: int | None = _knob(
         label="Memory for attention",
         help="the most that sliced and fused-softmax take for attention at once",
-        type=int,
-        minimum=1,
         maximum=65536,
         unit="MiB",
         fidelity=_ROUNDING,
@@ -141,7 +142,6 @@ class Settings:
     deterministic: bool | None = _knob(
         label="Deterministic",
         help="same seed, same picture to the last bit, run after run: only attention that proved it on this machine",
-        type=bool,
         fidelity=_ROUNDING,
         stages=_ATTENDING,
         hook="attention",
@@ -149,7 +149,6 @@ class Settings:
     channels_last: bool | None = _knob(
         label="Channels last",
         help="another layout of the picture in memory; faster on recent cards and processors",
-        type=bool,
         fidelity=_ROUNDING,
         surfaces=_NOT_COMFYUI,
         stages=_ATTENDING,
@@ -158,7 +157,6 @@ class Settings:
     inference_mode: bool | None = _knob(
         label="Inference mode",
         help="run the model without what only training needs",
-        type=bool,
         fidelity=_BITWISE,
         surfaces=_NOT_COMFYUI,
         hook="inference_mode",
@@ -166,7 +164,6 @@ class Settings:
     vae_slices: bool | None = _knob(
         label="Decode one by one",
         help="decode and encode the pictures of a batch one after the other",
-        type=bool,
         fidelity=_ROUNDING,
         stages=_VAE,
         hook="vae_slices",
@@ -175,7 +172,6 @@ class Settings:
         label="Decode in parts",
         help="exact: strips that know the whole picture, no seam and no colour shift; fast: overlapping tiles, "
         "blended, which may show",
-        type=str,
         choices=("off", "exact", "fast"),
         fidelity={"off": _BITWISE, "exact": _ROUNDING, "fast": _APPROXIMATE},
         stages=_VAE,
@@ -185,7 +181,6 @@ class Settings:
         label="Decoding waits",
         help="where the unfinished picture waits while exact strips are made: held on the card, parked in RAM, "
         "or recomputed, which takes no memory and more time",
-        type=str,
         choices=("held", "parked", "recomputed"),
         fidelity=_ROUNDING,
         stages=_VAE,
@@ -193,8 +188,6 @@ class Settings:
     vae_strip_mib: int | None = _knob(
         label="Memory for a strip",
         help="how much of the picture is decoded at once by exact strips",
-        type=int,
-        minimum=1,
         maximum=1024,
         unit="MiB",
         fidelity=_ROUNDING,
@@ -204,7 +197,6 @@ class Settings:
         label="Decode on",
         help="what makes the finished picture: the card (gpu), the processor (cpu), or the processor only where "
         "the card cannot hold it (auto)",
-        type=str,
         choices=("gpu", "cpu", "auto"),
         fidelity=_ROUNDING,
         stages=_VAE,
@@ -215,7 +207,6 @@ class Settings:
         help="how much of the model is on the card at once: all of it (none), one of its models (component), "
         "half a UNet (halves), as much as weights_mib says while the rest comes when needed (blocks), or "
         "one layer (layer)",
-        type=str,
         choices=("none", "component", "layer", "halves", "blocks"),
         fidelity=_BITWISE,
         surfaces=_NOT_COMFYUI,
@@ -224,8 +215,6 @@ class Settings:
     feed_forward_chunks: int | None = _knob(
         label="Feed-forward in parts",
         help="work through the model's widest layers in this many parts; less memory for large pictures",
-        type=int,
-        minimum=1,
         maximum=1024,
         fidelity=_ROUNDING,
         stages=_UNET,
@@ -234,8 +223,6 @@ class Settings:
     residual_strips: int | None = _knob(
         label="Convolutions in strips",
         help="work through the model's convolutions in this many strips of the picture; less memory for large pictures",
-        type=int,
-        minimum=1,
         maximum=1024,
         fidelity=_ROUNDING,
         stages=_UNET,
@@ -244,8 +231,6 @@ class Settings:
     transformer_chunks: int | None = _knob(
         label="Transformers in parts",
         help="work through the model's transformers in this many parts of the picture; less memory for large pictures",
-        type=int,
-        minimum=1,
         maximum=1024,
         fidelity=_ROUNDING,
         stages=_UNET,
@@ -255,7 +240,6 @@ class Settings:
         label="Wait in RAM",
         help="what the model needs of the picture only later waits in RAM; with guidance in turn, so does the "
         "half not computed",
-        type=bool,
         fidelity=_BITWISE,
         stages=_UNET,
         hook="skip_parking",
@@ -264,7 +248,6 @@ class Settings:
         label="Guidance in turn",
         help="prompt and negative prompt one after the other inside the model, so that only one takes memory for "
         "the picture",
-        type=bool,
         fidelity=_ROUNDING,
         stages=_UNET,
         hook="guidance_in_turn",
@@ -273,8 +256,6 @@ class Settings:
         label="Keep of the model on the card",
         help="keep this much of the model on the card and fetch the rest from RAM when it is needed; the less, "
         "the slower",
-        type=int,
-        minimum=1,
         maximum=1048576,
         unit="MiB",
         fidelity=_BITWISE,
@@ -283,14 +264,12 @@ class Settings:
     split_layers: bool | None = _knob(
         label="Split layers",
         help="fetch layers in parts where they are larger than the room for them",
-        type=bool,
         fidelity=_ROUNDING,
         surfaces=_NOT_COMFYUI,
     )
     weight_storage: str | None = _knob(
         label="Model in 8 bits",
         help="keep the model in 8 bits, half the memory of fp16, and widen each layer when it is used",
-        type=str,
         choices=("fp8", "int8"),
         fidelity=_APPROXIMATE,
         surfaces=_NOT_COMFYUI,
@@ -300,8 +279,6 @@ class Settings:
     largest_mib: int | None = _knob(
         label="Largest piece",
         help="take no more memory than this in one piece, for cards that have such a limit",
-        type=int,
-        minimum=1,
         maximum=1048576,
         unit="MiB",
         fidelity=_BITWISE,

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FOLDER = Path("outputs")
-_PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
-_NEGATIVE = "Negative prompt:"
 
 
 def parameters_text(prompt: str, negative: str, values: Mapping[str, Any]) -> str:
@@ -35,31 +33,12 @@ def parameters_text(prompt: str, negative: str, values: Mapping[str, Any]) -> st
     Values that hold a comma, a colon or a line break are written as JSON strings; None is left out.
     """
     pairs = ", ".join(f"{key}: {_quoted(value)}" for key, value in values.items() if value is not None)
-    return "\n".join([prompt, *([f"{_NEGATIVE} {negative}"] if negative else []), pairs])
+    return "\n".join([prompt, *([f"Negative prompt: {negative}"] if negative else []), pairs])
 
 
 def _quoted(value: Any) -> str:
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if any(mark in text for mark in ",:\n") else text
-
-
-def parse_parameters(text: str) -> tuple[str, str, dict[str, str]]:
-    """Prompt, negative prompt and values out of a "parameters" chunk, as the WebUI's "PNG Info" reads it."""
-    *lines, last = text.strip().split("\n")
-    pairs = _PAIR.findall(last)
-    if len(pairs) < 3:
-        lines, pairs = [*lines, last], []
-    start = next((n for n, line in enumerate(lines) if line.strip().startswith(_NEGATIVE)), len(lines))
-    prompt = "\n".join(line.strip() for line in lines[:start])
-    negative = "\n".join(line.strip() for line in lines[start:]).removeprefix(_NEGATIVE).strip()
-    return prompt, negative, {key: _unquoted(value) for key, value in pairs}
-
-
-def _unquoted(value: str) -> str:
-    if len(value) > 1 and value[0] == value[-1] == '"':
-        with contextlib.suppress(ValueError):
-            return str(json.loads(value))
-    return value
 
 
 def output_paths(output: Path | None, count: int, seed: int, folder: Path = FOLDER) -> list[Path]:

@@ -5,17 +5,13 @@ A budget holds peak and overhead together. The figures are stated defaults; a ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..units import KIB, MIB
 
-# torch's caching allocator (CUDACachingAllocator.cpp): blocks are multiples of 512 bytes; blocks of up to 1 MiB are
-# cut from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones are segments of their own.
-_BLOCK = 512
-_SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
-_MEDIUM, _MEDIUM_SEGMENT = 10 * MIB, 20 * MIB
-_LARGE_STEP = 2 * MIB
+ROUNDING_BYTES = 22 * MIB
+"""The most that torch's caching allocator (CUDACachingAllocator.cpp) leaves unused: blocks of up to 1 MiB are cut from
+segments of 2 MiB, those below 10 MiB from segments of 20 MiB, and the last one of each kind may be all but empty."""
 
 
 @dataclass(frozen=True)
@@ -35,41 +31,6 @@ class Overhead:
     matrix_bytes: int = 8 * MIB + 128 * KIB
     convolution_bytes: int = 32 * MIB
 
-    def total(self, live_bytes: Iterable[int] = ()) -> int:
-        """All of it, with the allocator's rounding for tensors of these sizes alive at once."""
-        return self.context_bytes + self.matrix_bytes + self.convolution_bytes + rounding_bytes(live_bytes)
-
-
-def block_bytes(nbytes: int) -> int:
-    """What an allocation of ``nbytes`` counts in ``torch.cuda.memory_allocated``."""
-    return _up(nbytes, _BLOCK)
-
-
-def reserved_bytes(live_bytes: Iterable[int]) -> int:
-    """What torch's allocator takes from the driver for tensors of these sizes, if it packs each pool without gaps.
-
-    Fragmentation comes on top; segments that expand (``expandable_segments:True``) avoid most of it.
-    """
-    small = medium = large = 0
-    for nbytes in live_bytes:
-        block = block_bytes(nbytes)
-        if block <= _SMALL:
-            small += block
-        elif block < _MEDIUM:
-            medium += block
-        else:
-            large += _up(block, _LARGE_STEP)
-    return _up(small, _SMALL_SEGMENT) + _up(medium, _MEDIUM_SEGMENT) + large
-
-
-def rounding_bytes(live_bytes: Iterable[int]) -> int:
-    """How much more the allocator reserves than tensors of these sizes hold.
-
-    Without sizes: the most that the last segments of the two pools leave unused.
-    """
-    sizes = list(live_bytes)
-    return reserved_bytes(sizes) - sum(sizes) if sizes else _SMALL_SEGMENT + _MEDIUM_SEGMENT
-
-
-def _up(nbytes: int, step: int) -> int:
-    return -(-nbytes // step) * step
+    def total(self) -> int:
+        """All of it, with the allocator's rounding."""
+        return self.context_bytes + self.matrix_bytes + self.convolution_bytes + ROUNDING_BYTES

@@ -26,30 +26,23 @@ class Copier:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: torch.cuda.Event | None = None
 
-    def copy(
-        self, copies: Iterable[Copy], after: Iterable[torch.cuda.Event | None], timed: bool = False
-    ) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
-        """Copy as soon as all that is in ``after`` has happened.
-
-        Returns:
-            events of the beginning (None unless ``timed``) and the end; None on a CPU.
-        """
+    def copy(self, copies: Iterable[Copy], after: Iterable[torch.cuda.Event | None]) -> torch.cuda.Event | None:
+        """Copy as soon as all that is in ``after`` has happened; returns the event of the end, None on a CPU."""
         if self._stream is None:
             for masters, source, target in copies:
                 masters.copy_to(source, target)
-            return None, None
+            return None
         for event in after:
             if event is not None:
                 self._stream.wait_event(event)
-        begun = self._event(self._stream, timed) if timed else None
         for masters, source, target in copies:
             masters.copy_to(source, target, self._stream)
-        self._last = self._event(self._stream, timed)
-        return begun, self._last
+        self._last = self._stream.record_event()
+        return self._last
 
-    def mark(self, timed: bool = False) -> torch.cuda.Event | None:
+    def mark(self) -> torch.cuda.Event | None:
         """The moment at which what was asked of the compute stream up to now is done."""
-        return None if self._stream is None else self._event(torch.cuda.current_stream(self._device), timed)
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """What is asked of the compute stream from now on happens after ``event``."""
@@ -59,9 +52,3 @@ class Copier:
     def rest(self) -> None:
         """What is asked of the compute stream from now on happens after all copies."""
         self.wait(self._last)
-
-    @staticmethod
-    def _event(stream: torch.cuda.Stream, timed: bool) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=timed)
-        event.record(stream)
-        return event

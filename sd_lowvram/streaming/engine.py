@@ -294,7 +294,7 @@ class Stream:
                 self._take_back(other)
                 self._there.discard(other)
             after.append(self._used.get(other))
-        _, self._copied[number] = self._copier.copy(self._layout.copies(number), after)
+        self._copied[number] = self._copier.copy(self._layout.copies(number), after)
         self._there.add(number)
 
     def _prefetch(self, position: int) -> None:

@@ -30,13 +30,13 @@ def foretold_attention(book: Booking) -> Iterator[None]:
         book: called with the kernel's name, the bytes that it holds unseen, query, key and value, and the output.
     """
     from ..kernels.attention.registry import workspace_bytes
-    from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, foretold_kernel
+    from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, kernel_to_book
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         mask = kwargs.get("attn_mask", args[0] if args else None)
         if not isinstance(query, FakeTensor):
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-        kernel = foretold_kernel() or chosen_kernel(query, value, mask)
+        kernel = kernel_to_book() or chosen_kernel(query, value, mask)
         if kernel == "math":
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         batch, heads, queries, _ = query.shape

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import families
+import infotext
 import pytest
 import tiny
 from PIL import Image
 
 from sd_lowvram.checkpoints.schedulers import SCHEDULERS
-from sd_lowvram.commands.pictures import parse_parameters
 from sd_lowvram.settings import knobs
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def model(tmp_path_factory) -> Path:
 
 def parameters(path: Path) -> tuple[str, str, dict[str, str]]:
     with Image.open(path) as image:
-        return parse_parameters(image.text["parameters"])
+        return infotext.parse_parameters(image.text["parameters"])
 
 
 def test_a_picture(model, tmp_path):
@@ -422,8 +422,8 @@ def test_a_new_knob_becomes_an_option(monkeypatch):
     from sd_lowvram.commands import knobs as generated
     from sd_lowvram.settings import Fidelity, Knob
 
-    added = Knob("New", "a new one", int, Fidelity.ROUNDING, minimum=1, maximum=9, unit="rows")
-    hidden = Knob("Hidden", "not here", bool, Fidelity.BITWISE, surfaces=("node",))
+    added = Knob("New", "a new one", Fidelity.ROUNDING, maximum=9, unit="rows")
+    hidden = Knob("Hidden", "not here", Fidelity.BITWISE, surfaces=("node",))
     monkeypatch.setattr(generated, "knobs", lambda: {**knobs(), "new_one": added, "hidden_one": hidden})
 
     def base(a: int, settings: dict) -> None:

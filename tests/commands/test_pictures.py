@@ -9,10 +9,11 @@ import stat
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from infotext import parse_parameters
 from PIL import Image
 
 from sd_lowvram.commands import pictures
-from sd_lowvram.commands.pictures import check_writable, output_paths, parameters_text, parse_parameters, save_picture
+from sd_lowvram.commands.pictures import check_writable, output_paths, parameters_text, save_picture
 from sd_lowvram.errors import OutputError
 
 VALUES = {"Steps": 20, "Sampler": "Euler a", "CFG scale": 7, "Seed": 1, "Size": "512x512", "Model": "sd"}

@@ -25,7 +25,7 @@ def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -
     rows: list[dict[str, Any]] = []
     plans = [(name, side, share) for name, side in shapes for share in SHARES]
     for number, (name, side, share) in enumerate(plans):
-        row = {"model": name, "side": side, "share": share}
+        row: dict[str, Any] = {"model": name, "side": side, "share": share}
         rows.append(row | measure("peak", seconds=seconds(), device=str(device), **row))
         progress.report("peaks", number + 1, len(plans))
     return {"rows": rows}

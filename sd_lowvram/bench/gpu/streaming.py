@@ -39,7 +39,7 @@ def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -
 
 def _table(task: dict[str, Any], seconds: Callable[[], float]) -> dict[str, Any]:
     def timed(way: str, **settings: Any) -> dict[str, Any]:
-        asked = {"way": way, "settings": settings}
+        asked: dict[str, Any] = {"way": way, "settings": settings}
         return asked | measure("step", seconds=seconds(), **asked, **task)
 
     rows = [timed("ours", offload="none") | {"share": 100}]

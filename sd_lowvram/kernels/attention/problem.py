@@ -66,10 +66,10 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, upca
     batch, heads, queries, width = q.shape
     shape = batch, heads, queries, k.shape[2], width, v.shape[3]
     real = not is_fake(q)
-    return Problem(*shape, q.dtype, q.device if real else foretold(q.device), kind, elements, upcast, real)
+    return Problem(*shape, q.dtype, q.device if real else device_of_run(q.device), kind, elements, upcast, real)
 
 
-def foretold(device: torch.device) -> torch.device:
+def device_of_run(device: torch.device) -> torch.device:
     """The device of the run that shapes stand for: traces keep fake tensors on the CPU also when they mean a GPU."""
     return torch.device("cuda") if device.type in ("cpu", "meta") and not on_cpu() else device
 

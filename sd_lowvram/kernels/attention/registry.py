@@ -7,6 +7,7 @@ not given. The result is (batch, heads, queries, value width). All backends agre
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,14 +16,14 @@ from torch import Tensor
 from ...settings import Settings
 from . import torch_kernels as fused
 from .bounded import SCORE_BYTES, fused_blocks, fused_softmax, sliced, sliced_blocks
-from .problem import Problem, foretold
+from .problem import Problem, device_of_run
 
 AttentionFunction = Callable[..., Tensor]
 
 BACKENDS: dict[str, AttentionFunction] = {
     "sdpa": fused.sdpa,
-    "flash": fused.flash,
-    "efficient": fused.efficient,
+    "flash": functools.partial(fused.forced, "flash"),
+    "efficient": functools.partial(fused.forced, "efficient"),
     "xformers": fused.xformers,
     "fused-softmax": fused_softmax,
     "sliced": sliced,
@@ -69,11 +70,11 @@ def workspace_bytes(
 ) -> int:
     """Bytes that a backend, or one of the kernels of "sdpa", holds beside its arguments and its output.
 
-    For shapes alone the device is the one that traces foretell: a GPU, unless inside ``memory.kernels_of("cpu")``.
+    For shapes alone the device is that of the run that is traced: a GPU, unless inside ``memory.kernels_of("cpu")``.
     """
     batch, heads, queries, width = q_shape
     shape = batch, heads, queries, k_shape[2], width, width if value_width is None else value_width
-    return held_bytes(backend, Problem(*shape, dtype, foretold(device), upcast=upcast, real=False), score_bytes)
+    return held_bytes(backend, Problem(*shape, dtype, device_of_run(device), upcast=upcast, real=False), score_bytes)
 
 
 def held_bytes(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -> int:

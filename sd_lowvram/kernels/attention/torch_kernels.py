@@ -52,7 +52,8 @@ def sdpa(
     return _run(kernel, q, k, v, mask, scale)
 
 
-def flash(
+def forced(
+    kernel: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -62,26 +63,16 @@ def flash(
     upcast: bool = False,
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
-    """FlashAttention and nothing else.
+    """One of torch's fused kernels, "flash" or "efficient", and nothing else.
 
     Raises:
         SettingsError: it cannot run this shape, type, mask or device; the message says why and what would.
     """
-    return _forced("flash", q, k, v, mask, scale, upcast)
-
-
-def efficient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    *,
-    upcast: bool = False,
-    score_bytes: int = SCORE_BYTES,
-) -> Tensor:
-    """torch's memory-efficient kernel and nothing else; raises like `flash`."""
-    return _forced("efficient", q, k, v, mask, scale, upcast)
+    problem = problem_of(q, k, v, mask, upcast)
+    why = refusal(kernel, problem)
+    if why:
+        raise SettingsError(f"attention={kernel!r} cannot run {problem}: {why}. {_REMEDY}")
+    return _run(kernel, q, k, v, mask, scale)
 
 
 def xformers(
@@ -211,16 +202,6 @@ def xformers_refusal(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"xformers runs on CUDA, not on {device.type}"
 
 
-def _forced(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, upcast: bool
-) -> Tensor:
-    problem = problem_of(q, k, v, mask, upcast)
-    why = refusal(kernel, problem)
-    if why:
-        raise SettingsError(f"attention={kernel!r} cannot run {problem}: {why}. {_REMEDY}")
-    return _run(kernel, q, k, v, mask, scale)
-
-
 def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     problem = problem_of(q, k, v, mask)
     if not problem.real:
@@ -248,23 +229,23 @@ def _emulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     """Fake tensors have no fused kernels: a trace that answers for torch's function books them, else nothing is."""
     if not TORCHS_ATTENTION.answered():
         return empty_output(q, v)
-    before, _foretold.kernel = _foretold.kernel, "" if kernel == "torch" else kernel
+    before, _to_book.kernel = _to_book.kernel, "" if kernel == "torch" else kernel
     try:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     finally:
-        _foretold.kernel = before
+        _to_book.kernel = before
 
 
-class _Foretold(threading.local):
+class _ToBook(threading.local):
     kernel: str = ""
 
 
-_foretold = _Foretold()
+_to_book = _ToBook()
 
 
-def foretold_kernel() -> str:
+def kernel_to_book() -> str:
     """The kernel whose memory a trace in this thread is to book now; "" where the choice is torch's."""
-    return _foretold.kernel
+    return _to_book.kernel
 
 
 @contextlib.contextmanager
