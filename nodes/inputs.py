@@ -89,9 +89,13 @@ def with_steps(inputs: dict[str, Any]) -> dict[str, Any]:
 _STEPS_CAME_AFTER = "0.1"
 
 
+_DIVIDE_TOKENS = ("transformer_chunks", "guidance_in_turn")
+_UNDIVIDED = "; transformers that ToMe, HyperTile or the like watch stay undivided, and see both halves of guidance"
+
+
 def _input(knob: Knob) -> tuple[Any, dict[str, Any]]:
     unit = f" in {knob.unit}" if knob.unit else ""
-    help = f"{knob.label}{unit}: {knob.help} ({_fidelity(knob)})"
+    help = f"{knob.label}{unit}: {knob.help} ({_fidelity(knob)}){_UNDIVIDED if knob.hook in _DIVIDE_TOKENS else ''}"
     if knob.type is int:
         shown = {"default": 0, "min": 0, "max": knob.maximum, "tooltip": f"{help}; 0: left to the plan"}
         return "INT", {**shown, "advanced": True}

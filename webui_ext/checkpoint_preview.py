@@ -6,8 +6,10 @@ A checkpoint's header alone is read; its modules are made on the meta device, wh
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ _SD2 = "cond_stage_model.model.transformer.resblocks.0.attn.in_proj_weight"
 _TEXT = ("cond_stage_model.", "conditioner.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Blueprint:
     """A checkpoint that is not loaded yet.
 
@@ -66,9 +68,13 @@ def of(checkpoint: Any) -> Blueprint | None:
         return None
 
 
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next = itertools.count()
+
+
 def identity(target: Any) -> Hashable:
-    """Differs for every model that is loaded, and for every blueprint."""
-    return id(target)
+    """Differs for every model that is loaded, and for every blueprint; no later one has it, as it may have an id."""
+    return _numbers.setdefault(target, next(_next))
 
 
 @functools.lru_cache(maxsize=2)

@@ -63,22 +63,35 @@ def output_paths(output: Path | None, count: int, seed: int, folder: Path = FOLD
 
 
 def check_writable(path: Path, size: int) -> None:
-    """Make sure that a file of ``size`` bytes can be written to ``path`` now; its folder is made if need be.
+    """Make sure that a file of ``size`` bytes can be written to ``path`` now; nothing is left behind, no folder either.
 
     Raises:
         OutputError: the folder cannot be made or written to, the disk is full, or ``path`` is no regular file.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            raise OutputError(f"the output {path} is no regular file: give the name of a .png file")
-        free = shutil.disk_usage(path.parent).free
-        if free < size:
-            raise OutputError(_full(path, size, free))
-        with _temporary(path) as (file, _):
-            _reserve(file, size)
+        with _folder_for_now(path.parent):
+            if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+                raise OutputError(f"the output {path} is no regular file: give the name of a .png file")
+            free = shutil.disk_usage(path.parent).free
+            if free < size:
+                raise OutputError(_full(path, size, free))
+            with _temporary(path) as (file, _):
+                _reserve(file, size)
     except OSError as error:
         raise _as_output_error(path, size, error) from error
+
+
+@contextlib.contextmanager
+def _folder_for_now(folder: Path) -> Iterator[None]:
+    """``folder`` is there within the block; what was made of it goes again, unless something lies in it by then."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for made in missing:
+                made.rmdir()
 
 
 def _reserve(file: Any, size: int) -> None:
@@ -125,6 +138,7 @@ def _temporary(path: Path) -> Iterator[tuple[Any, Path]]:
 
 def save_picture(image: Image, path: Path, parameters: str) -> Path:
     """Write ``image`` as PNG with ``parameters`` inside; ``path`` then holds the whole picture, or what it held before.
+    Its folder is made if need be.
 
     When ``path`` fails at this point the picture is not lost: it goes to the folder for temporary files, and the
     error says where.
@@ -138,6 +152,7 @@ def save_picture(image: Image, path: Path, parameters: str) -> Path:
     info.add_text("parameters", parameters.encode("utf-8", "replace").decode())  # a model's name may be any bytes
     target = path.resolve()
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         _write(image, target, info)
     except OSError as error:
         failure = _as_output_error(path, image.width * image.height * 3, error)

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 CONTROL = "controlnet"
 """The name under which pipelines hold their ControlNet."""
 
+CONTROL_STAGE = "control"
+"""The name of its stage, in plans and in recordings."""
+
 
 @dataclass(frozen=True)
 class Shape:

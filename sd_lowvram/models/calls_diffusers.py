@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import BadInputError
 from .anatomy import Anatomy, layer
-from .calls import CONTROL, Shape, Stage, StepInputs
+from .calls import CONTROL, CONTROL_STAGE, Shape, Stage, StepInputs
 from .interfaces import DiffusersUNet
 from .latents import dtype_of, latent_channels, latent_size
 
@@ -130,7 +130,7 @@ def helpers(anatomy: Anatomy, shape: Shape) -> list[Stage]:
         found.append(Stage("adapter", ADAPTER, _adapted, functools.partial(_adapter_inputs, anatomy, shape)))
     if CONTROL in anatomy.components and anatomy.denoiser is not None:
         inputs = functools.partial(_control_inputs, anatomy, shape)
-        found.append(Stage("control", CONTROL, _controlled, inputs, repeats=True))
+        found.append(Stage(CONTROL_STAGE, CONTROL, _controlled, inputs, repeats=True))
     return found
 
 

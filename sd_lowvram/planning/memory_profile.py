@@ -15,6 +15,7 @@ from ..devices.support import check_measuring
 from ..memory.measured import allocator_events, allocator_profile
 from ..memory.storage_refs import Deaths
 from ..models.anatomy import Anatomy
+from ..models.calls import CONTROL, CONTROL_STAGE
 from ..patches import set_patch, wrap
 from ..session import anatomy_of, attachments
 from ..units import MIB, format_size
@@ -125,6 +126,8 @@ def _stage_name(anatomy: Anatomy, component: str, entry: str) -> str:
         return "denoise"
     if component == anatomy.autoencoder:
         return entry
+    if component == CONTROL:
+        return CONTROL_STAGE
     return "text" if component.startswith("text_encoder") else component
 
 

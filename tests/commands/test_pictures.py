@@ -104,9 +104,13 @@ def test_symbolic_links_are_written_through(tmp_path):
     assert (tmp_path / "link.png").is_symlink() and (tmp_path / "real.png").stat().st_size > 0
 
 
-def test_check_makes_the_folder_and_leaves_nothing_in_it(tmp_path):
-    check_writable(tmp_path / "a" / "b" / "c.png", 1000)
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+def test_check_leaves_nothing_behind(tmp_path):
+    (tmp_path / "there").mkdir()
+    for folder in ("a/b", "there", "there/c"):
+        check_writable(tmp_path / folder / "c.png", 1000)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+    saved = save_picture(Image.new("RGB", (8, 8)), tmp_path / "a" / "b" / "c.png", "x")
+    assert saved.is_file()
 
 
 def test_check_finds_what_cannot_work(tmp_path, monkeypatch):

@@ -38,11 +38,15 @@ def inside(script: str, *arguments: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_pictures_beside_every_stock_node_in_every_storage(kind) -> None:
+def test_equal_pictures_beside_every_stock_node_in_every_storage(kind, capsys) -> None:
     """Each side of ours, with a plan that changes nothing and with every knob on."""
     cases = inside("comfyui_matrix.py", kind)
+    unequal = [case for case in cases if case.get("relative", 1) > 1e-4 or not case["finite"]]
+    with capsys.disabled():
+        farthest = max(case.get("relative", float("inf")) for case in cases)
+        print(f" {len(cases) - len(unequal)} of {len(cases)} cases of {kind} equal, relative error {farthest:.0e} at most")
     assert len(cases) == 3 * (2 + 7 * 4)
-    assert [case for case in cases if case.get("relative", 1) > 1e-4 or not case["finite"]] == []
+    assert unequal == []
 
 
 @pytest.fixture(scope="module")

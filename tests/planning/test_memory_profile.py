@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -35,6 +36,18 @@ def test_stages_of_a_run(pipe: Any) -> None:
         assert max(heights) == stage.peak_bytes
         assert sorted(seconds) == list(seconds)
         assert 0 <= seconds[-1] <= stage.seconds
+
+
+@pytest.mark.parametrize("name", ["controlnet", "t2i adapter", "ip adapter, sdxl"])
+def test_stages_have_the_names_that_plans_give_them(name: str) -> None:
+    kind = families.KINDS[name]
+    pipe = kind.make()
+    plan = sd_lowvram.plan(pipe, vram="1GB", ram="1GB", width=families.SIZE, height=families.SIZE, device="cpu")
+    with sd_lowvram.measured(pipe) as run:
+        families.picture(pipe, kind)
+    assert {(stage.name, stage.component) for stage in run.stages} == {
+        (stage.name, stage.component) for stage in plan.stages
+    }
 
 
 def test_nothing_stays_on_the_pipeline(pipe: Any) -> None:

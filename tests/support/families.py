@@ -138,7 +138,8 @@ def adapted() -> Any:
 
     components = parts("sd15")
     torch.manual_seed(1)
-    adapter = T2IAdapter(channels=[32, 64], num_res_blocks=1, adapter_type="full_adapter")
+    channels = list(components["unet"].config.block_out_channels)
+    adapter = T2IAdapter(channels=channels, num_res_blocks=1, adapter_type="full_adapter")
     return made("StableDiffusionAdapterPipeline", {**components, "adapter": adapter.eval().requires_grad_(False)})
 
 
@@ -258,10 +259,8 @@ def united() -> Any:
 
     components = parts("sdxl")
     like = set(inspect.signature(ControlNetUnionModel).parameters) & set(components["unet"].config)
-    config = {name: components["unet"].config[name] for name in like} | {
-        "num_trans_channel": 32,
-        "num_proj_channel": 32,
-    }
+    config = {name: components["unet"].config[name] for name in like}
+    config |= dict.fromkeys(("num_trans_channel", "num_proj_channel"), config["block_out_channels"][0])
     torch.manual_seed(1)
     net = ControlNetUnionModel(**config, conditioning_embedding_out_channels=(8,) * 4)
     components["controlnet"] = net.eval().requires_grad_(False)

@@ -1,12 +1,13 @@
-"""The rows of test_families at the size of the real models: ``python tests/support/full_size.py SIDE ROW...``.
+"""The rows of test_families at the size of the real models: ``python tests/support/full_size.py SIDE [ROW...]``.
 
-For each row prints one JSON object with the relative error of the picture, and the allocator's peak beside the planned
-one in MiB, with plenty of memory and with little. Random weights in float32, two steps, text encoders of one layer.
-Takes minutes a row, and 5 GB of memory for SD1.5 or 12 GB for SDXL.
+For each row, or for all, prints one JSON object with the relative error of the picture, and the allocator's peak beside
+the planned one in MiB, with plenty of memory and with little. Random weights in float32, two steps, text encoders of one
+layer. Takes minutes a row, and 5 GB of memory for SD1.5 or 12 GB for SDXL.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -14,6 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
+
+
+_REAL = {
+    "only_cross_attention": [True, True, True, False],
+    "cross_attention_dim": 1280,
+    "projection_class_embeddings_input_dim": 5 * 256 + 1280,
+    "time_cond_proj_dim": 256,
+}
+"""What the rows change of their narrow UNets, as the models that they stand for have it."""
 
 
 def parts(name: str, **unet: Any) -> dict[str, Any]:
@@ -23,12 +34,23 @@ def parts(name: str, **unet: Any) -> dict[str, Any]:
     from sd_lowvram.checkpoints.architectures import architecture, build_components
 
     config = architecture(name)
-    config["unet"] |= unet
+    config["unet"] |= {knob: _REAL.get(knob, value) for knob, value in unet.items()}
     for encoder in ("text_encoder", "text_encoder_2"):
         if encoder in config:
             config[encoder]["num_hidden_layers"] = 1
     small = tiny.components(name)
     return {**small, **build_components(config)}
+
+
+def enlarged(kind: Any, side: int) -> Any:
+    """``kind`` with pictures of ``side`` pixels where the row has small ones; the image encoder's stay its own."""
+    import families
+
+    def one(value: Any) -> Any:
+        small = isinstance(value, torch.Tensor) and value is not families.SEEN
+        return torch.nn.functional.interpolate(value, scale_factor=side // families.SIZE) if small else value
+
+    return dataclasses.replace(kind, options=tree_map(one, kind.options))
 
 
 def row(name: str, side: int) -> dict[str, Any]:
@@ -41,7 +63,7 @@ def row(name: str, side: int) -> dict[str, Any]:
     from sd_lowvram.units import MIB
     from sd_lowvram.weights import weight_bytes
 
-    kind = families.KINDS[name]
+    kind = enlarged(families.KINDS[name], side)
     pipe = kind.make()
     once = {"num_inference_steps": 2}
     expected = families.picture(pipe, kind, side, **once)
@@ -74,7 +96,7 @@ def main() -> None:
 
     families.parts = parts
     side = int(sys.argv[1])
-    for name in sys.argv[2:]:
+    for name in sys.argv[2:] or families.KINDS:
         print(json.dumps(row(name, side)), flush=True)
 
 

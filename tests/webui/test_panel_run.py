@@ -309,6 +309,13 @@ def test_a_refiner_is_refused_by_name_before_the_first_step(host: Any, script: A
         p.init()
 
 
+def test_no_model_is_taken_for_one_that_is_gone(host: Any) -> None:
+    preview = importlib.import_module("webui_ext.checkpoint_preview")
+    gone = [preview.identity(torch.nn.Identity()) for _ in range(5)]  # each where the last one was
+    assert len(set(gone)) == 5
+    assert preview.identity(host.sd_model) == preview.identity(host.sd_model)
+
+
 @pytest.mark.parametrize(
     ("knobs", "says"),
     [
