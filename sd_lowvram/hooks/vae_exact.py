@@ -65,8 +65,8 @@ def _steps(vae: KLAutoencoder) -> Autoencoder:
     steps = dissect(vae)
     if steps is None:
         raise NoSiteError(
-            f"exact tiles: {type(vae).__name__} is not built like Stable Diffusion's autoencoder and has no layers that "
-            "they could divide; leave vae_tiles to the plan, which runs it whole"
+            f"exact tiles: {type(vae).__name__} is not built like Stable Diffusion's autoencoder and has no layers "
+            "that they could divide; leave vae_tiles to the plan, which runs it whole"
         )
     return steps
 

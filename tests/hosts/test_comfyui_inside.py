@@ -44,7 +44,8 @@ def test_equal_pictures_beside_every_stock_node_in_every_storage(kind, capsys) -
     unequal = [case for case in cases if case.get("relative", 1) > 1e-4 or not case["finite"]]
     with capsys.disabled():
         farthest = max(case.get("relative", float("inf")) for case in cases)
-        print(f" {len(cases) - len(unequal)} of {len(cases)} cases of {kind} equal, relative error {farthest:.0e} at most")
+        equal = f"{len(cases) - len(unequal)} of {len(cases)} cases of {kind}"
+        print(f" {equal} are equal, their relative error {farthest:.0e} at most")
     assert len(cases) == 3 * (2 + 7 * 4)
     assert unequal == []
 

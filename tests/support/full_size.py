@@ -1,8 +1,8 @@
 """The rows of test_families at the size of the real models: ``python tests/support/full_size.py SIDE [ROW...]``.
 
-For each row, or for all, prints one JSON object with the relative error of the picture, and the allocator's peak beside
-the planned one in MiB, with plenty of memory and with little. Random weights in float32, two steps, text encoders of one
-layer. Takes minutes a row, and 5 GB of memory for SD1.5 or 12 GB for SDXL.
+For each row, or for all, prints one JSON object with the relative error of the picture, and the allocator's peak
+beside the planned one in MiB, with plenty of memory and with little. Random weights in float32, two steps, text
+encoders of one layer. Takes minutes a row, and 5 GB of memory for SD1.5 or 12 GB for SDXL.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
-
 
 _REAL = {
     "only_cross_attention": [True, True, True, False],
