@@ -45,7 +45,7 @@ install: $(VENV)/.standalone
 
 # In two processes, which is what most of the tests, Python's own work, can use.
 test: lint $(VENV)/.gradio
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # In real hosts: COMFYUI_DIR=... and WEBUI_DIR=..., with COMFYUI_PYTHON=... and WEBUI_PYTHON=... for theirs.
 test-hosts: $(VENV)/.test

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("plain")
 
 
+def longest_first(items: list[pytest.Item]) -> None:
+    """Files that take long begin first, so that processes that share the files end together."""
+    seconds: Counter[Path] = Counter()
+    for item in items:
+        seconds[item.path] += sum(marker.args[0] for marker in item.iter_markers("slow"))
+    items.sort(key=lambda item: -seconds[item.path])
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
+
+    longest_first(items)
 
     if not torch.cuda.is_available():
         for item in items:

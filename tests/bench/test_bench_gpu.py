@@ -39,6 +39,7 @@ def run(part: str, out: Path) -> tuple[dict[str, Any], str]:
     return json.loads((out / "cpu.json").read_text())[part], written.read_text()
 
 
+@pytest.mark.slow(6)
 def test_peaks(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peaks, "SHARES", (0.0, 1.0))
     part, text = run("peaks", tmp_path)
@@ -51,7 +52,10 @@ def test_peaks(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {stage["name"] for stage in most["stages"]} == {"text", "denoise", "decode"}
 
 
-def test_streaming(at_once: None, tmp_path: Path) -> None:
+@pytest.mark.slow(18)
+def test_streaming(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_WARM", 1)
+    monkeypatch.setattr(streaming, "_STEPS", 2)
     part, text = run("streaming", tmp_path)
     (table,) = part["tables"]
     ours = [row for row in table["rows"] if row["way"] == "ours"]
@@ -94,6 +98,7 @@ def test_attention(at_once: None, tmp_path: Path) -> None:
     assert "CUDA" in found["efficient"]["error"]
 
 
+@pytest.mark.slow(5)
 def test_parts_are_added_to_what_is_there(at_once: None, tmp_path: Path) -> None:
     run("attention", tmp_path)
     results = json.loads((tmp_path / "cpu.json").read_text())

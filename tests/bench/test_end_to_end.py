@@ -13,6 +13,7 @@ from sd_lowvram.units import MIB
 TASK = {"model": "demo", "size": 128, "steps": 2, "apart": False}
 
 
+@pytest.mark.slow(11)
 @pytest.mark.parametrize("budget", [30 * MIB, 1 << 40], ids=["tight", "plenty"])
 def test_the_allocator_sees_what_was_planned(budget: int, tmp_path: Any) -> None:
     answer = end_to_end._apart({**TASK, "budget": budget}, str(tmp_path))

@@ -11,6 +11,7 @@ from sd_lowvram.bench.vae import MAPS, run
 from sd_lowvram.errors import BadInputError
 
 
+@pytest.mark.slow(32)
 def test_report_of_the_benchmark(capsys: Any) -> None:
     report = run(json=True, sizes=(64,), repeats=1, side=520, traced=(64,))
     assert json.loads(capsys.readouterr().out) == report
@@ -34,6 +35,7 @@ def test_table_of_the_benchmark(capsys: Any) -> None:
     assert all(way in table for way in (*MAPS, "fast tiles", "diffusers tiling"))
 
 
+@pytest.mark.slow(9)
 def test_other_autoencoders(capsys: Any) -> None:
     report = run(sizes=(), side=64, traced=(64,), model="flux2")
     table = capsys.readouterr().out

@@ -68,6 +68,7 @@ def parameters(path: Path) -> tuple[str, str, dict[str, str]]:
         return infotext.parse_parameters(image.text["parameters"])
 
 
+@pytest.mark.slow(9)
 def test_a_picture(model, tmp_path):
     done = call("generate", "a red apple", "--model", model, "--steps", 2, "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -81,6 +82,7 @@ def test_a_picture(model, tmp_path):
     assert result["attention"] in ("flash", "torch", "sliced") and values["Low VRAM attention"] == result["attention"]
 
 
+@pytest.mark.slow(5)
 def test_a_batch_with_everything_stated(model, tmp_path, here):
     options = ["--model", model, "--steps", 3, "--seed", 11, "--guidance", 5, "--negative", "blur: yes, more"]
     options += ["--scheduler", "Euler a", "--width", 72, "--height", 64, "--batch", 2, "-o", "a.png"]
@@ -99,6 +101,7 @@ def test_a_batch_with_everything_stated(model, tmp_path, here):
     assert difference <= 1
 
 
+@pytest.mark.slow(5)
 def test_start_picture_and_mask(model, tmp_path, here):
     Image.new("RGB", (75, 90), "green").save(tmp_path / "start.png")
     Image.new("L", (75, 90), 255).save(tmp_path / "mask.png")
@@ -261,6 +264,7 @@ def test_streams_that_nobody_reads(tmp_path, end, code):
     assert ("cannot be written: No space" in done.stderr) == (code == 2)
 
 
+@pytest.mark.slow(6)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("end", [">&-", ">/dev/full"])
 def test_a_picture_is_saved_though_its_name_cannot_be_told(model, tmp_path, end):
@@ -274,6 +278,7 @@ def test_a_picture_is_saved_though_its_name_cannot_be_told(model, tmp_path, end)
     parameters(tmp_path / "a.png")
 
 
+@pytest.mark.slow(7)
 def test_a_name_of_any_bytes_as_long_as_the_file_system_takes(model, tmp_path):
     name = "\udcff" + "n" * 250 + ".png"
     options = ["--model", model, "--steps", 1, "-o", name, "-q"]
@@ -314,6 +319,7 @@ def test_debug_shows_where(tmp_path):
     assert done.returncode == 2 and "Traceback" in done.stderr
 
 
+@pytest.mark.slow(7)
 def test_a_full_disk_is_seen_before_the_first_step(model, tmp_path):
     """A limit on the size of files stands in for the disk."""
 
@@ -331,6 +337,7 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow(7)
 @pytest.mark.parametrize("repeat", [1, 2])
 def test_interrupted_in_the_middle(model, tmp_path, repeat):
     arguments = command("generate", "an apple", "--model", model, "--steps", 900, "-o", "out/a.png")
@@ -372,6 +379,7 @@ main()
 """
 
 
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("then", ["raise", "return"])
 def test_an_interrupt_that_a_library_swallows_is_heeded(model, tmp_path, then):
     program = SWALLOWED.replace("THEN", repr(then))
@@ -389,6 +397,7 @@ def test_same_seed_same_bits(model, tmp_path, here):
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
+@pytest.mark.slow(6)
 @pytest.mark.parametrize("scheduler", ["ddim", "euler-a"])
 def test_same_seed_same_picture_in_another_number_type(model, tmp_path, here, scheduler):
     """Of a size at which torch draws other numbers in 16 bits than in 32."""

@@ -130,6 +130,7 @@ def test_a_plan_is_told_again_while_as_much_is_free_as_it_needs(folder: Path, fr
         planned(folder, "--width", "128")
 
 
+@pytest.mark.slow(8)
 def test_what_is_told_again_is_what_would_be_planned(folder: Path, free: Any, monkeypatch: Any) -> None:
     """Budgets from the least to plenty, each with and without what is remembered of those before."""
     monkeypatch.setattr(plan_cache, "_STEP", 1)
@@ -180,6 +181,7 @@ def test_a_limit_tells_which_others_are_answered_alike(size: int, asked: list[tu
     assert all(answers(other) == known for other in range(1, 80) if least <= other <= most)
 
 
+@pytest.mark.slow(14)
 def test_traces_are_known_to_other_processes() -> None:
     """What is remembered must not hang on an order that chance gives to a process."""
     code = (

@@ -55,13 +55,14 @@ def small() -> Any:
 def full_size_plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Latents and pixels of no round size, with their plain decode and moments."""
     generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(1, 4, 19, 23, generator=generator)
+    latents = torch.randn(1, 4, 13, 15, generator=generator)
     vae: Any = full_size()
     with torch.no_grad():
         pixels = vae.decode(latents).sample
         return latents, pixels, pixels.clamp(-1, 1), vae.encode(pixels.clamp(-1, 1)).latent_dist.parameters
 
 
+@pytest.mark.slow(12)
 @pytest.mark.parametrize("kind", MAPS)
 def test_exact_on_a_full_size_autoencoder(kind: str) -> None:
     latents, plain, pixels, moments = full_size_plain()
@@ -73,28 +74,30 @@ def test_exact_on_a_full_size_autoencoder(kind: str) -> None:
 
 @functools.lru_cache
 def collage() -> tuple[Any, Tensor, Tensor, Tensor]:
-    """The demo autoencoder, its moments of a real collage, and its plain decode of them."""
+    """The demo autoencoder, the middle of a real collage (larger than others' tiles), its moments and their decode."""
     import numpy
     from diffusers import AutoencoderKL
     from PIL import Image
 
     vae = AutoencoderKL.from_pretrained(MODEL_PATH / "vae", torch_dtype=torch.float32).eval()
-    rows = torch.from_numpy(numpy.asarray(Image.open(COLLAGE).convert("RGB")).copy())
+    middle = Image.open(COLLAGE).convert("RGB").crop((200, 320, 800, 1080))
+    rows = torch.from_numpy(numpy.asarray(middle).copy())
     pixels = rows.permute(2, 0, 1)[None].float() / 127.5 - 1
     with torch.no_grad():
         moments = vae.encode(pixels).latent_dist.parameters
         return vae, pixels, moments, vae.decode(moments[:, :4]).sample
 
 
+@pytest.mark.slow(18)
 @pytest.mark.parametrize("kind", MAPS)
 def test_exact_on_real_pictures(kind: str) -> None:
     vae, pixels, moments, plain = collage()
-    assert sorted(pixels.shape[2:]) == [1000, 1400]
-    chosen = Settings(vae_tiles="exact", vae_map=kind, vae_strip_mib=3)
+    chosen = Settings(vae_tiles="exact", vae_map=kind, vae_strip_mib=1)
     compare(decode(vae, moments[:, :4], settings=chosen), plain)
     assert (encode(vae, pixels, settings=chosen) - moments).abs().max() <= 1e-4
 
 
+@pytest.mark.slow(25)
 def test_what_others_differ_by(capsys: Any) -> None:
     """The table of the README. Exact tiles must be nearer than both others."""
     vae, _, moments, plain = collage()
@@ -108,7 +111,7 @@ def test_what_others_differ_by(capsys: Any) -> None:
     finally:
         vae.disable_tiling()
     with capsys.disabled():
-        print(f"\n{'of 255, 1000x1400 pixels':26} {'mean':>8} {'most':>5} {'over 1':>10}")
+        print(f"\n{'of 255, 600x760 pixels':26} {'mean':>8} {'most':>5} {'over 1':>10}")
         for name, result in (("exact tiles", exact), ("fast tiles", fast), ("diffusers tiling", theirs)):
             print(differences(name, result, plain))
     errors = [(result - plain).abs().mean() for result in (exact, fast, theirs)]
@@ -182,7 +185,7 @@ def test_peak_of_held_and_recomputed_maps(size: int) -> None:
             assert recomputed.activation_peak_bytes <= share * held.activation_peak_bytes
 
 
-@given(size=st.integers(1, 300), tile=st.integers(2, 80), shared=st.integers(1, 79))
+@given(size=st.integers(1, 120), tile=st.integers(2, 40), shared=st.integers(1, 39))
 def test_shares_of_fast_tiles_sum_to_one(size: int, tile: int, shared: int) -> None:
     places = starts(size, tile, min(shared, tile - 1))
     long = min(tile, size)

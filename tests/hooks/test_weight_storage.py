@@ -169,6 +169,7 @@ def test_the_trace_counts_eight_bits_and_one_wide_layer(unet: Any, kind: str) ->
     assert traced.peak_bytes < whole.peak_bytes / 2
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("settings", [{"weight_storage": "int8"}, {"precision": "bf16"}])
 def test_a_plan_starts_from_the_model_as_it_was_loaded(unet: Any, settings: dict[str, Any]) -> None:
     request = {"width": 64, "height": 64, "device": "cpu", "vram": "1GB"}

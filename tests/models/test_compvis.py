@@ -270,6 +270,7 @@ def full_unet() -> Any:
     return compvis.full_unet()
 
 
+@pytest.mark.slow(9)
 @pytest.mark.parametrize(("size", "batch"), [(512, 2), (4096, 2)])
 def test_bounds(size: int, batch: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Traced on the full-size UNet of SD1.5 in fp16, and as much as on that of diffusers; its GroupNorm works in

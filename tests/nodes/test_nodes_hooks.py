@@ -59,6 +59,7 @@ def traces_of_us(module: torch.nn.Module) -> list[str]:
     ]
 
 
+@pytest.mark.slow(8)
 def test_the_same_picture_and_nothing_left(pack, model) -> None:
     plain = Guider(model, TEXT).sample(NOISE)
     mine, record = optimize(pack, model)
@@ -125,6 +126,7 @@ def test_an_impossible_budget_is_refused_with_one_that_works(pack, model) -> Non
     assert type(raised.value).__name__ == "BudgetError"
 
 
+@pytest.mark.slow(5)
 def test_another_size_is_planned_when_it_comes(pack, model) -> None:
     mine, record = optimize(pack, model)
     larger = torch.randn(1, 4, 16, 24, generator=torch.Generator().manual_seed(2))
@@ -193,6 +195,7 @@ def optimize_vae(pack: Any, vae: Any, **knobs: Any) -> Any:
 LATENTS = torch.randn(2, 4, 9, 13, generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.slow(6)
 def test_the_stock_decode_and_encode_become_exact(pack, vae) -> None:
     before = dict(vars(vae))
     mine = optimize_vae(pack, vae, vae_tiles="exact", vae_map="parked")

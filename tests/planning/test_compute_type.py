@@ -38,6 +38,7 @@ def planned(anatomy: Anatomy, settings: Settings, vram: int = 1 << 30) -> Plan:
     return make_plan(anatomy, request, settings)
 
 
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_activations_are_planned_in_the_type_that_is_computed(stored: torch.dtype) -> None:
     model, anatomy = unet(stored)

@@ -65,6 +65,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(pipe, kind, picture(pipe, kind), weight_bytes(*anatomy_of(pipe).components.values()))
 
 
+@pytest.mark.slow(5)
 def test_a_run_keeps_its_picture_and_its_plan(case: Case) -> None:
     plenty = case.optimized(1 << 30)
     case.check(plenty)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ def test_where_nothing_tells_how_much() -> None:
     assert largest(lambda number: 0 if number < 23 else float("inf"), 1, 5, 256) == 22
 
 
+@pytest.mark.slow(10)
 def test_the_next_larger_size_does_not_fit() -> None:
     anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), device="meta", only=("unet",)))
     asked = request(3 * MIB)

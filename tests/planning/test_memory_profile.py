@@ -71,6 +71,7 @@ def test_what_was_there_before_is_counted_and_its_end_too(pipe: Any, offload: st
             assert run.peak_bytes < weights + 8_000_000
 
 
+@pytest.mark.slow(6)
 def test_addresses_of_earlier_recordings_are_no_matter() -> None:
     """What was allocated in one recording and freed outside of any leaves its size with torch's profiler."""
     for _ in range(6):

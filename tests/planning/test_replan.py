@@ -47,6 +47,7 @@ def test_one_that_cannot_fit_is_refused_at_the_first_step(pipe: Any) -> None:
     assert tiny.run(pipe, size=64).shape == (1, 3, 64, 64)
 
 
+@pytest.mark.slow(10)
 def test_twenty_cycles_leave_no_memory_behind(pipe: Any) -> None:
     psutil = pytest.importorskip("psutil")
     process, levels = psutil.Process(), []

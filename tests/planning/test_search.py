@@ -55,6 +55,7 @@ def test_plenty_leaves_the_model_resident(anatomy: Any) -> None:
     assert plan.fidelity.lossless
 
 
+@pytest.mark.slow(5)
 def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
     most = make_plan(anatomy, request(GIB), Settings()).predicted.peak_bytes
     budgets = [least + (most - least) * step // 6 for step in range(7)]
@@ -68,6 +69,7 @@ def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
         assert plan.minimum_peak_bytes == least
 
 
+@pytest.mark.slow(8)
 def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypatch: Any) -> None:
     """The search leaves out what cannot be faster; here all is priced."""
     monkeypatch.setattr(Pricing, "confirmed", lambda self, run: run)
@@ -116,6 +118,7 @@ def test_what_the_next_larger_budget_buys(anatomy: Any, least: int) -> None:
     assert plenty.next_faster is None and not any(stage.why for stage in plenty.stages)
 
 
+@pytest.mark.slow(21)
 def test_the_largest_allocation_is_bounded(anatomy: Any) -> None:
     free = make_plan(anatomy, request(GIB, 256), Settings())
     limit = free.predicted.largest_bytes // MIB - 1
@@ -176,6 +179,7 @@ def test_fixed_knobs_stay(anatomy: Any) -> None:
     assert plan.fidelity is Fidelity.APPROXIMATE
 
 
+@pytest.mark.slow(10)
 def test_larger_pictures_never_need_less(anatomy: Any) -> None:
     """Between neighbouring sizes the least peak may waver by a row of a strip; from step to step of a doubling not."""
     for fixed in (Settings(), Settings.smallest(), Settings(offload="none", vae_tiles="off")):
@@ -184,6 +188,7 @@ def test_larger_pictures_never_need_less(anatomy: Any) -> None:
         assert len(peaks) == 3 and peaks == sorted(peaks)
 
 
+@pytest.mark.slow(16)
 def test_larger_pictures_of_a_full_size_model_never_need_less() -> None:
     """Sizes between which pieces of tokens and rows change in number."""
     unet = anatomy_of_components("diffusers", build_components("sd15", torch.float16, "meta", only=("unet",)))
@@ -209,6 +214,7 @@ def test_weights_that_a_host_moves_in_parts_are_counted_as_it_keeps_them(anatomy
         make_plan(anatomy, between, moved)
 
 
+@pytest.mark.slow(13)
 def test_guidance_and_batch_count(anatomy: Any) -> None:
     without = make_plan(anatomy, request(GIB, passes=1), Settings())
     three = make_plan(anatomy, request(GIB, batch=3), Settings())
@@ -218,12 +224,14 @@ def test_guidance_and_batch_count(anatomy: Any) -> None:
     assert three.settings.vae_slices and not one.settings.vae_slices
 
 
+@pytest.mark.slow(15)
 def test_a_narrower_type_only_when_asked(anatomy: Any) -> None:
     assert make_plan(anatomy, request(GIB), Settings()).settings.precision is None
     least = make_plan(anatomy, request(GIB), Settings()).minimum_peak_bytes
     assert make_plan(anatomy, request(least * 9 // 10), Settings(), approximate=True).settings.precision == "bf16"
 
 
+@pytest.mark.slow(11)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_plan_that_fits_runs_within_it(family: str) -> None:
     pipe = tiny.pipeline(family)

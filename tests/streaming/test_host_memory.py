@@ -11,6 +11,7 @@ import pytest
 ALLOWED = 300_000_000
 
 
+@pytest.mark.slow(25)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells anonymous memory from mapped files")
 def test_a_streamed_run_of_a_mapped_file(tmp_path: Path) -> None:
     """On a CPU the device's bytes are anonymous memory too: the engine's own are taken off."""

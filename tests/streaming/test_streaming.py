@@ -72,6 +72,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield fetched
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_same_bits(name: str, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ HERE = Path(__file__).parents[1] / "support"
 _OWN = Path(sys.prefix) / "gradio" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
 
 
+@pytest.mark.slow(8)
 def test_the_panel_is_built_with_a_control_for_every_argument() -> None:
     python = os.environ.get("GRADIO_PYTHON") or str(_OWN)
     if not os.access(python, os.X_OK):
