@@ -190,7 +190,20 @@ def _decoder_settings(
     return make_plan(anatomy, request, fixed).settings
 
 
-def _request(target: Any, vram: Size | None, ram: Size | None, **stated: Any) -> Request:
-    """The request of a call of ours; what is not ``stated`` is as the target itself runs."""
-    stated |= {name: parse_size(size, name) for name, size in (("vram", vram), ("ram", ram)) if size is not None}
-    return request_for(anatomy_of(target), **stated)
+def _request(
+    target: Any,
+    vram: Size | None,
+    ram: Size | None,
+    *,
+    width: int | None = None,
+    height: int | None = None,
+    batch: int = 1,
+    steps: int = DEFAULT_STEPS,
+    device: torch.device | str | None = None,
+) -> Request:
+    """The request of a call of ours; what is not stated is as the target itself runs."""
+    vram = None if vram is None else parse_size(vram, "vram")
+    ram = None if ram is None else parse_size(ram, "ram")
+    return request_for(
+        anatomy_of(target), vram=vram, ram=ram, width=width, height=height, batch=batch, steps=steps, device=device
+    )
