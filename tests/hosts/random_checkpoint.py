@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from small import single_file_state
@@ -16,8 +17,11 @@ from small import single_file_state
 from sd_lowvram.checkpoints.architectures import build_components
 
 
-def write(name: str, file: str | Path, seed: int = 0) -> None:
-    """Weights that keep the size of what passes through them. One tensor at a time is in memory."""
+def write(name: str | dict[str, Any], file: str | Path, seed: int = 0) -> None:
+    """Weights that keep the size of what passes through them, of a built-in architecture or a configuration like one.
+
+    One tensor at a time is in memory.
+    """
     state = single_file_state(build_components(name, torch.float16, "meta"))
     header, end = {}, 0
     for key, tensor in state.items():

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import test_unet_memory
 from unet_bounds import BOUNDS, SMALLEST
+from webui_server import kind_of
 
 ROOT = Path(__file__).parents[2]
 HIT = {
@@ -35,13 +36,8 @@ HIT_SDXL = {
     "park_skips": 34,
     "guidance_in_turn": 34,
 }
-WEBUIS = {
-    "backend/nn/unet.py": "forge",
-    "ldm_patched": "reforge",
-    "repositories/stable-diffusion-stability-ai": "a1111",
-}
 COMFYUI, WEBUI = os.environ.get("COMFYUI_DIR"), os.environ.get("WEBUI_DIR")
-KIND = next((kind for part, kind in WEBUIS.items() if WEBUI and (Path(WEBUI) / part).exists()), None)
+KIND = kind_of(WEBUI)
 PYTHON = os.environ.get("WEBUI_PYTHON") or f"{WEBUI}/venv/bin/python"
 
 needs_comfyui = pytest.mark.skipif(not COMFYUI, reason="COMFYUI_DIR names no ComfyUI")
@@ -87,7 +83,7 @@ def test_comfyui() -> None:
 
 @needs_webui
 def test_webui() -> None:
-    assert KIND is not None, f"{WEBUI} is neither AUTOMATIC1111 nor Forge nor reForge"
+    assert KIND, f"{WEBUI} is neither AUTOMATIC1111 nor Forge nor reForge"
     report = report_of(KIND, WEBUI)
     check_hooks(report["hooks"], HIT)
     check_peaks(report["peaks"])

@@ -3,7 +3,7 @@
     WEBUI_DIR=... [WEBUI_PYTHON=...] [WEBUI_CHECKPOINT=...] make test-hosts
 
 The environment of WEBUI_PYTHON has what the WebUI needs (by default WEBUI_DIR/venv); offline, HF_HOME names a cache
-that holds CLIP's tokenizer. Forge and reForge know a model by its widths, so theirs is of full size.
+that holds CLIP's tokenizer. reForge knows a model by its widths, so its model is of full size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import io
 import os
 import re
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -22,43 +21,29 @@ from typing import Any
 
 import numpy
 import pytest
-import random_checkpoint
+import webui_data
 from PIL import Image
+from webui_data import KIND, PYTHON, WEBUI
 from webui_server import NAME, Made, RefusedError, Server, serving
 
 from webui_ext.arguments import arguments
 
-WEBUI = os.environ.get("WEBUI_DIR")
-ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
-PYTHON = os.environ.get("WEBUI_PYTHON") or f"{WEBUI}/venv/bin/python"
-
 pytestmark = pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs")
 
-IS_FORGE = bool(WEBUI) and (Path(WEBUI or "") / "modules_forge").exists()
-only_a1111 = pytest.mark.skipif(IS_FORGE, reason="Forge moves weights itself and has attention of its own")
+only_a1111 = pytest.mark.skipif(KIND != "a1111", reason="Forge moves weights itself and has attention of its own")
 
 UNET_ATTENTIONS, VAE_ATTENTIONS, RESIDUAL_BLOCKS = 32, 2, 22
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with two checkpoints, a LoRA for the first where it is narrow, and no extension."""
-    folder = tmp_path_factory.mktemp("webui")
-    for name in ("Stable-diffusion", "Lora", "VAE-approx"):
-        (folder / "models" / name).mkdir(parents=True)
-    for file in (Path(WEBUI or "") / "models" / "VAE-approx").glob("*.pt"):
-        shutil.copy(file, folder / "models" / "VAE-approx")
-    (folder / "extensions").mkdir()  # without one the installers of what Forge brings along do not run
-    models, given = folder / "models" / "Stable-diffusion", os.environ.get("WEBUI_CHECKPOINT")
-    for seed, name in enumerate(("first", "second")):
-        if given and name == "first":
-            (models / "first.safetensors").symlink_to(Path(given).resolve())
-        elif IS_FORGE:
-            random_checkpoint.write("sd15", models / f"{name}.safetensors", seed)
-        else:
-            file = str(models / f"{name}.safetensors")
-            subprocess.run([PYTHON, str(HERE / "webui_models.py"), str(WEBUI), file, str(seed)], check=True)
-            (models / f"{name}.lora").rename(folder / "models" / "Lora" / f"{name}.safetensors")
+    """A data folder with two checkpoints and without our extension."""
+    folder, given = webui_data.empty(tmp_path_factory.mktemp("webui")), os.environ.get("WEBUI_CHECKPOINT")
+    if given:
+        (folder / webui_data.MODELS / "first.safetensors").symlink_to(Path(given).resolve())
+    else:
+        webui_data.add_checkpoint(folder, "first")
+    webui_data.add_checkpoint(folder, "second", seed=1)
     return folder
 
 
@@ -68,7 +53,7 @@ def packages() -> str:
 
 def running(data: Path, *flags: str) -> contextlib.AbstractContextManager[Server]:
     first = data / "models" / "Stable-diffusion" / "first.safetensors"
-    return serving(Path(WEBUI or ""), PYTHON, data, "--ckpt", str(first), *flags)
+    return serving(Path(WEBUI), PYTHON, data, "--ckpt", str(first), *flags)
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +65,9 @@ def bare(data: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(data: Path, bare: dict[str, Any]) -> Iterator[Server]:
-    _clone(data / "extensions" / NAME)
+    webui_data.add_extension(data)
     with running(data) as s:
         yield s
-
-
-def _clone(place: Path) -> None:
-    """The extension as users get it, with what is changed here and not committed yet."""
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(place)], check=True)
-    changed = ["git", "ls-files", "--modified", "--others", "--exclude-standard"]
-    listed = subprocess.run(changed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in filter(lambda one: (ROOT / one).is_file(), listed.splitlines()):
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, place / name)
 
 
 def difference(one: Made, other: Made) -> tuple[int, float]:
@@ -204,7 +179,7 @@ def test_a_refiner_is_planned_and_attached_at_the_switch(server: Server) -> None
     assert difference(ours, server.make(steps=4))[1] > 0.5
 
 
-PREVIEWED = ({"preset": "smallest"}, {"preset": "smallest"} if IS_FORGE else {"weights_mib": 10})
+PREVIEWED = ({"preset": "smallest"}, {"preset": "smallest"} if KIND != "a1111" else {"weights_mib": 10})
 
 
 @pytest.mark.parametrize("ours", PREVIEWED, ids=lambda one: next(iter(one)))
@@ -266,7 +241,7 @@ def _grid_axes(server: Server) -> list[str]:
 @pytest.mark.parametrize("upscaler", ["Latent", "Lanczos"])
 def test_hires_fix_is_planned_anew(server: Server, upscaler: str) -> None:
     hires: dict[str, Any] = {"enable_hr": True, "hr_scale": 2, "hr_upscaler": upscaler, "denoising_strength": 0.7}
-    if IS_FORGE:  # its page sends these along, and its API has no default that works
+    if KIND != "a1111":  # its page sends these along, and its API has no default that works
         hires |= {"hr_additional_modules": ["Use same choices"], "hr_cfg": 5}
     ours = server.make(ours={"preset": "smallest"}, **hires)
     assert_same(ours, server.make(**hires))

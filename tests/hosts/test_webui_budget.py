@@ -1,96 +1,90 @@
-"""Budgets in a real AUTOMATIC1111, beside an independent counter: SDXL's base and refiner, and what a step takes.
+"""Budgets in a real WebUI, beside an independent counter: the allocator's events of every step and every decode.
 
-WEBUI_DIR=... [WEBUI_PYTHON=...] [WEBUI_CHECKPOINT=an SD1.5 of full size] make test-hosts
+WEBUI_DIR=... [WEBUI_PYTHON=...] make test-hosts
 """
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import statistics
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_webui import HERE, IS_FORGE, PYTHON, WEBUI, _clone, assert_same
-from webui_server import NAME, Server, serving
+import webui_data
+from test_webui import assert_same, only_a1111
+from webui_data import KIND, MODELS, PYTHON, WEBUI
+from webui_server import Server, serving
 
-pytestmark = pytest.mark.skipif(not WEBUI or IS_FORGE, reason="set WEBUI_DIR to an AUTOMATIC1111 that runs")
+pytestmark = pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs")
 
 MIB = 1 << 20
-REFINED: dict[str, Any] = {"refiner_checkpoint": "refiner", "refiner_switch_at": 0.5, "steps": 4}
-
-
-def folder(place: Path) -> Path:
-    """A data folder with our extension and the watching script."""
-    (place / "models" / "Stable-diffusion").mkdir(parents=True)
-    _clone(place / "extensions" / NAME)
-    watch = place / "extensions" / "watch-peaks" / "scripts"
-    watch.mkdir(parents=True)
-    shutil.copy(HERE / "webui_peaks.py", watch)
-    return place
-
-
-def watched(server: Server, since: int = 0) -> list[tuple[str, float, int]]:
-    """What the watching script told: stage, bytes or seconds, and bytes that the model holds."""
-    told = re.findall(r"^\[peaks\] (\w+) ([\d.]+) beside (\d+)$", server.told(), re.MULTILINE)
-    return [(stage, float(figure), int(held)) for stage, figure, held in told][since:]
+SIZE = {"width": 256, "height": 256}
 
 
 @pytest.fixture(scope="module")
-def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with our extension, and the script that watches."""
+    place = webui_data.empty(tmp_path_factory.mktemp("budget"))
+    webui_data.add_extension(place)
+    webui_data.add_script(place, "webui_watch.py")
+    return place
+
+
+def running(data: Path, name: str, *flags: str) -> Any:
+    return serving(Path(WEBUI), PYTHON, data, "--ckpt", str(data / MODELS / f"{name}.safetensors"), *flags)
+
+
+@pytest.fixture(scope="module")
+def sdxl(data: Path) -> Iterator[Server]:
     """A narrow SDXL base, with a refiner of another configuration at hand."""
-    data = folder(tmp_path_factory.mktemp("sdxl"))
     for kind in ("base", "refiner"):
-        file = data / "models" / "Stable-diffusion" / f"{kind}.safetensors"
-        subprocess.run([PYTHON, str(HERE / "webui_models.py"), str(WEBUI), str(file), "3", kind], check=True)
-    with serving(
-        Path(WEBUI or ""), PYTHON, data, "--ckpt", str(data / "models/Stable-diffusion/base.safetensors")
-    ) as s:
+        webui_data.add_checkpoint(data, kind, seed=3, kind=kind)
+    with running(data, "base") as s:
         s.ask("/sdapi/v1/options", {"live_previews_enable": False})  # else it downloads a small VAE for them
         yield s
 
 
+@only_a1111
 def test_base_and_refiner_keep_the_budget(sdxl: Server) -> None:
-    size = {"width": 256, "height": 256}
-    plain = sdxl.make(**REFINED, **size)
-    bare = watched(sdxl)
-    steps = [one for one in bare if one[0] == "denoise"]
-    held = max(one[2] for one in bare)
-    budget = held + int(0.6 * min(figure for _, figure, _ in steps[:1] + steps[-1:]))
+    asked: dict[str, Any] = {"refiner_checkpoint": "refiner", "refiner_switch_at": 0.5, "steps": 4, **SIZE}
+    plain = sdxl.make(**asked)
+    bare = sdxl.watched()
+    steps = [one["peak"] for one in bare if one["stage"] == "denoise"]
+    held = max(one["held"] for one in bare)
+    budget = held + int(0.6 * min(steps[0], steps[-1]))
     before = len(sdxl.plans())
-    ours = sdxl.make(ours={"offload": "none", "vram": f"{budget // MIB}MB"}, **REFINED, **size)
+    ours = sdxl.make(ours={"offload": "none", "vram": f"{budget // MIB}MB"}, **asked)
     assert_same(ours, plain)
     base, refiner = (sdxl.sites(line) for line in sdxl.plans()[before:])
     assert len(base) > 1 and len(refiner) > 1, (base, refiner)
-    now = watched(sdxl, len(bare))
-    assert [one[0] for one in now] == [one[0] for one in bare]
-    assert all(figure + held <= budget for _, figure, held in now), (budget, now)
-    assert any(figure + held > budget for _, figure, held in bare)
+    now = sdxl.watched()[len(bare) :]
+    assert [one["stage"] for one in now] == [one["stage"] for one in bare]
+    assert all(one["peak"] + held <= budget for one in now), (budget, now)
+    assert any(one["peak"] + held > budget for one in bare)
 
 
-@pytest.mark.skipif("WEBUI_CHECKPOINT" not in os.environ, reason="WEBUI_CHECKPOINT: an SD1.5 of full size")
-def test_a_step_at_scale_1_takes_hardly_longer(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In processor seconds, which what else the machine does changes less: 512x512, in pairs."""
-    monkeypatch.setenv("WATCH", "time")
-    data = folder(tmp_path_factory.mktemp("speed"))
-    checkpoint = data / "models" / "Stable-diffusion" / "full.safetensors"
-    checkpoint.symlink_to(Path(os.environ["WEBUI_CHECKPOINT"]).resolve())
-    asked = {"cfg_scale": 1, "width": 512, "height": 512, "steps": 2}
-    with serving(Path(WEBUI or ""), PYTHON, data, "--ckpt", str(checkpoint)) as s:
-        pairs = []
-        for _ in range(2):
-            plain, bare = s.make(**asked), watched(s)[-3:]
-            budget = bare[-1][2] // MIB + 190
-            ours = s.make(ours={"offload": "none", "vram": f"{budget}MB"}, **asked)
-            assert_same(ours, plain)
-            sites, taken = s.sites(), watched(s)[-3:]
-            assert sites["vae_exact"] == 2 and len(sites) >= 3, sites
-            pairs += [one[1] / other[1] for one, other in zip(taken[:2], bare[:2], strict=True)]
-        print(f"{budget} MiB: {sites}; a step takes {pairs} times as long")
-        assert statistics.median(pairs) <= 1.15
+NARROWER = {"a1111": [("fp8",)], "forge": [("--unet-in-fp16",), ("--unet-in-fp8-e4m3fn",)]}
+"""Ways to store the UNet's weights in a narrower type than it computes in: a setting, or flags of the host."""
+
+
+@pytest.fixture(scope="module", params=NARROWER.get(KIND, []), ids=" ".join)
+def narrower(data: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    if not (data / MODELS / "first.safetensors").exists():
+        webui_data.add_checkpoint(data, "first")
+    flags = request.param if KIND != "a1111" else ("--disable-nan-check",)
+    with running(data, "first", *flags) as s:
+        s.ask("/sdapi/v1/options", {"live_previews_enable": False})
+        if KIND == "a1111":
+            s.ask("/sdapi/v1/options", {"fp8_storage": "Enable"})
+        yield s
+
+
+@pytest.mark.parametrize("preset", ["exact", "smallest"])
+def test_what_is_planned_is_of_the_type_that_computes(narrower: Server, preset: str) -> None:
+    before = len(narrower.watched())
+    narrower.make(ours={"preset": preset}, **SIZE)
+    now = narrower.watched()[before:]
+    assert [one["stage"] for one in now] == ["denoise", "denoise", "decode"]
+    for one in now:
+        assert one["peak"] <= 1.02 * one["planned"] + 2 * MIB, now
+        assert one["planned"] <= 1.3 * one["peak"] + 2 * MIB, now

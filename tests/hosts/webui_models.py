@@ -1,11 +1,13 @@
 """Writes a checkpoint with random weights for a WebUI, its configuration beside it, and a LoRA for SD1.5.
 
-Run by the WebUI's Python: webui_models.py WEBUI_DIR FILE SEED [sd15|base|refiner]. The model has all blocks of SD1.5,
-or of SDXL's base or refiner, a tenth as wide, so that a step takes a second on a CPU.
+Run by the WebUI's Python: webui_models.py WEBUI_DIR FILE SEED [sd15|base|refiner] [WIDTH]. The model has all blocks of
+SD1.5, or of SDXL's base or refiner. WIDTH are its channels at the highest resolution: by default a tenth of the real
+model's, so that a step takes a second on a CPU.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,20 @@ from safetensors.torch import save_file
 WIDTH, LEVELS, RANK = 32, [1, 2, 4, 4], 4
 
 
-def main(webui: str, file: str, seed: str, kind: str = "sd15") -> None:
-    if kind != "sd15":
-        sdxl(webui, file, seed, kind)
-        return
+def main(webui: str, file: str, seed: str, kind: str = "sd15", width: str = str(WIDTH)) -> None:
+    write = sd15 if kind == "sd15" else functools.partial(sdxl, kind=kind)
+    write(webui, file, torch.Generator().manual_seed(int(seed)), width=int(width))
+
+
+def sd15(webui: str, file: str, noise: torch.Generator, width: int) -> None:
     sys.path.insert(0, f"{webui}/repositories/stable-diffusion-stability-ai")
     from ldm.util import instantiate_from_config
     from omegaconf import OmegaConf
     from transformers import CLIPTextConfig, CLIPTextModel
 
     config = OmegaConf.load(f"{webui}/configs/v1-inference.yaml")
-    config.model.params.unet_config.params.model_channels = WIDTH
-    config.model.params.first_stage_config.params.ddconfig.ch = WIDTH
+    config.model.params.unet_config.params.model_channels = width
+    config.model.params.first_stage_config.params.ddconfig.ch = width
     OmegaConf.save(config, Path(file).with_suffix(".yaml"))
     text = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
     with torch.device("meta"):
@@ -36,19 +40,20 @@ def main(webui: str, file: str, seed: str, kind: str = "sd15") -> None:
             "first_stage_model.": instantiate_from_config(config.model.params.first_stage_config),
             "cond_stage_model.transformer.": CLIPTextModel(text),
         }
-    noise = torch.Generator().manual_seed(int(seed))
     weights = {prefix + name: one for prefix, part in parts.items() for name, one in _random(part, noise)}
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
     weights["alphas_cumprod"] = torch.cumprod(1 - betas, 0).float()
     save_file(weights, file)
-    save_file(_lora(noise), str(Path(file).with_suffix(".lora")), metadata={"ss_network_module": "networks.lora"})
+    save_file(
+        _lora(noise, width), str(Path(file).with_suffix(".lora")), metadata={"ss_network_module": "networks.lora"}
+    )
 
 
 _TEXT_WIDTH, _TEXT_ARCH = 512, "ViT-B-32"
 """Of the second text encoder, in place of ViT-bigG-14's 1280."""
 
 
-def sdxl(webui: str, file: str, seed: str, kind: str) -> None:
+def sdxl(webui: str, file: str, noise: torch.Generator, kind: str, width: int) -> None:
     """SDXL's base or refiner."""
     folder = f"{webui}/repositories/generative-models"
     sys.path.insert(0, folder)
@@ -60,7 +65,7 @@ def sdxl(webui: str, file: str, seed: str, kind: str) -> None:
     config = OmegaConf.load(f"{folder}/configs/inference/sd_xl_{kind}.yaml")
     parts = config.model.params
     unet, vae = parts.network_config.params, parts.first_stage_config.params.ddconfig
-    unet.model_channels = vae.ch = WIDTH
+    unet.model_channels = vae.ch = width
     unet.num_head_channels, unet.transformer_depth = 16, 1
     unet.spatial_transformer_attn_type, vae.attn_type = "softmax", "vanilla"
     unet.context_dim = _TEXT_WIDTH + (768 if kind == "base" else 0)
@@ -79,7 +84,6 @@ def sdxl(webui: str, file: str, seed: str, kind: str) -> None:
     large = open_clip.create_model(_TEXT_ARCH)
     del large.visual
     made[f"conditioner.embedders.{1 if kind == 'base' else 0}.model."] = large
-    noise = torch.Generator().manual_seed(int(seed))
     save_file({prefix + name: one for prefix, part in made.items() for name, one in _random(part, noise)}, file)
 
 
@@ -95,14 +99,14 @@ def _random(model: Any, noise: torch.Generator) -> Any:
             yield name, torch.full(tensor.shape, 0.0 if name.endswith("bias") else 1.0).half()
 
 
-def _lora(noise: torch.Generator) -> dict[str, torch.Tensor]:
+def _lora(noise: torch.Generator, channels: int) -> dict[str, torch.Tensor]:
     """For the attentions of the way down, and of the text encoder."""
     shapes = {}
     for level, factor in enumerate(LEVELS[:3]):
         for layer in range(2):
             for kind in ("attn1", "attn2"):
                 place = f"lora_unet_down_blocks_{level}_attentions_{layer}_transformer_blocks_0_{kind}"
-                width = factor * WIDTH
+                width = factor * channels
                 for name in ("to_q", "to_k", "to_v", "to_out_0"):
                     reads = 768 if kind == "attn2" and name in ("to_k", "to_v") else width
                     shapes[f"{place}_{name}"] = (width, reads)
@@ -118,4 +122,4 @@ def _lora(noise: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5])
+    main(*sys.argv[1:])

@@ -24,6 +24,12 @@ from PIL import Image
 NAME = "sd-lowvram"
 FLAGS = "--skip-torch-cuda-test --no-hashing --no-download-sd-model --do-not-download-clip --skip-version-check"
 A1111, FORGE = "--use-cpu all --no-half --precision full", "--always-cpu"
+KINDS = {"backend/nn/unet.py": "forge", "ldm_patched": "reforge", "repositories/stable-diffusion-stability-ai": "a1111"}
+
+
+def kind_of(webui: str | None) -> str:
+    """ "a1111", "forge" or "reforge", told from the folder; "" where it is none of them."""
+    return next((kind for part, kind in KINDS.items() if webui and (Path(webui) / part).exists()), "")
 
 
 class RefusedError(Exception):
@@ -82,6 +88,10 @@ class Server:
     def told(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
+    def watched(self) -> list[dict[str, Any]]:
+        """What webui_watch told of every step and decode so far."""
+        return [json.loads(line[8:]) for line in self.told().splitlines() if line.startswith("[watch] ")]
+
     def plans(self) -> list[str]:
         """Our lines in the log, one for each time that we planned and attached."""
         return [line for line in self.told().splitlines() if line.startswith(f"[{NAME}]")]
@@ -96,7 +106,7 @@ class Server:
 @contextlib.contextmanager
 def serving(webui: Path, python: str, data: Path, *flags: str) -> Iterator[Server]:
     """A server that is ready, its data in ``data``; ended afterwards by its process id."""
-    kind = FORGE if (webui / "modules_forge").exists() else A1111
+    kind = A1111 if kind_of(str(webui)) == "a1111" else FORGE
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
