@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -64,7 +65,17 @@ def anatomy(model: Any) -> Anatomy:
     if is_blueprint(model):
         return cast(Anatomy, model.anatomy)
     found = anatomy_of(model)
+    if kind(model) == "a1111" and getattr(devices, "fp8", False):
+        predict = functools.partial(_widened, found.verbs.predict)
+        found = dataclasses.replace(found, verbs=dataclasses.replace(found.verbs, predict=predict))
     return dataclasses.replace(found, computes=_computes(model, found))
+
+
+def _widened(predict: Callable[..., Tensor], *args: Any) -> Tensor:
+    """A prediction with weights of 8 bits: they are widened as for the host, in a type as wide, and in the denoiser
+    alone."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return predict(*args)
 
 
 def _computes(model: Any, found: Anatomy) -> dict[str, torch.dtype]:
@@ -158,17 +169,14 @@ def precision_of_attention() -> Iterator[None]:
 @contextlib.contextmanager
 def in_the_type_it_computes_in(found: Anatomy) -> Iterator[None]:
     """Within the block, which traces, ldm's UNet starts in the type in which it computes, where the host leaves that to
-    autocast: what that holds in float32 for the moment of a norm is not foretold. Weights of 8 bits are widened as
-    they are for the host, in a type as wide."""
+    autocast: what that holds in float32 for the moment of a norm is not foretold."""
     unet: Any = found.unet
     before = vars(unet).get("dtype") if unet is not None else None
     if not isinstance(before, torch.dtype):
         yield
         return
     unet.dtype = found.computes.get(found.denoiser or "", next(unet.parameters()).dtype)
-    widened = torch.autocast("cpu", torch.bfloat16, enabled=bool(getattr(devices, "fp8", False)))
     try:
-        with widened:
-            yield
+        yield
     finally:
         unet.dtype = before

@@ -37,7 +37,8 @@ def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     made = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
         made.components[made.denoiser or ""].get_submodule(path).processor = processor
-    return dataclasses.replace(made, computes=anatomy.computes, passes=anatomy.passes, encodes=anatomy.encodes)
+    called = {name: getattr(anatomy, name) for name in ("verbs", "computes", "passes", "encodes")}
+    return dataclasses.replace(made, **called)
 
 
 _CONVERTING = ("precision", "weight_storage", "channels_last")

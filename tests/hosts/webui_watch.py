@@ -16,6 +16,7 @@ from typing import Any
 from modules import script_callbacks, scripts, shared
 
 from sd_lowvram.memory.measured import allocator_events, allocator_profile
+from sd_lowvram.weights import weight_bytes
 
 TIMED = os.environ.get("WATCH") == "time"
 _watched: list[Any] = []
@@ -31,22 +32,34 @@ def _begin(*given: Any) -> None:
 def _end(stage: str) -> None:
     if _watched:
         begun = _watched.pop()
-        took = _times(*begun) if TIMED else {"peak": _peak(begun)}
-        told = {"stage": stage, **took, "held": _held(), "planned": _planned(stage)}
-        print(f"[watch] {json.dumps(told)}", flush=True)
+        took = _times(*begun) if TIMED else _allocated(begun)
+        print(f"[watch] {json.dumps({'stage': stage, **took, 'held': _held(), **_planned(stage)})}", flush=True)
 
 
 def _times(clock: float, processor: float) -> dict[str, float]:
     return {"seconds": time.perf_counter() - clock, "processor": time.process_time() - processor}
 
 
-def _peak(profile: Any) -> int:
+def _allocated(profile: Any) -> dict[str, int]:
     profile.__exit__(None, None, None)
     live = peak = 0
     for _, change in allocator_events(profile):
         live += change
         peak = max(peak, live)
-    return peak
+    return {"peak": peak, "unfolded": _unfolded(profile.profiler.kineto_results.experimental_event_tree())}
+
+
+def _unfolded(events: Any) -> int:
+    """The largest unfolded input of a convolution for which this processor has no kernel in its type."""
+    largest = 0
+    waiting = [(event, ()) for event in events]
+    while waiting:
+        event, inside = waiting.pop()
+        size = getattr(event.extra_fields, "alloc_size", 0)
+        if inside == ("aten::_slow_conv2d_forward", "aten::empty"):
+            largest = max(largest, size)
+        waiting += [(child, (*inside[-1:], event.name)) for child in event.children]
+    return largest
 
 
 def _held() -> int:
@@ -57,10 +70,13 @@ def _held() -> int:
     return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.parameters())
 
 
-def _planned(stage: str) -> int | None:
-    """The activations that the plan in force counts for the stage; None without one."""
+def _planned(stage: str) -> dict[str, int]:
+    """What the plan in force counts for a stage beside the weights: on the device, and what this machine's allocator
+    sees, to which maps that wait in host memory are the same."""
     current = sys.modules["webui_ext.run"].current()
-    return next((one.activation_bytes for one in current.plan.stages if one.name == stage), None) if current else None
+    found = [one for one in current.plan.stages if one.name == stage] if current else []
+    weights = sum(map(weight_bytes, current.anatomy.components.values())) if current else 0
+    return {"planned": found[0].activation_bytes, "seen": found[0].held_bytes - weights} if found else {}
 
 
 class Watch(scripts.Script):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -361,3 +362,24 @@ def test_weights_are_planned_as_the_host_leaves_them(host: Any, flags: dict[str,
     if flags:
         with pytest.raises(BudgetError):
             run.foretell(model, chosen | {"vram": budget}, picture)
+
+
+def test_weights_of_8_bits_are_widened_in_the_denoiser_alone(
+    host: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, picture = importlib.import_module("webui_ext.run"), importlib.import_module("webui_ext.picture")
+    chosen = {one.name: one.default for one in arguments()} | {"vram": "4GB"}
+
+    def activations(fp8: bool) -> dict[str, int]:
+        sys.modules["modules.devices"].fp8 = fp8  # type: ignore[attr-defined]
+        monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / str(fp8)))  # nothing known of the other
+        plan = run.foretell(host.sd_model, chosen, picture.Picture(128, 128, 1, 2))
+        return {stage.name: stage.activation_bytes for stage in plan.stages}
+
+    for module in host.sd_model.model.diffusion_model.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
+            module.to(torch.float8_e4m3fn)
+    narrow = activations(fp8=True)
+    host.sd_model.float()
+    wide = activations(fp8=False)
+    assert narrow["denoise"] < 0.8 * wide["denoise"] and narrow["decode"] == wide["decode"]
