@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,19 @@ def cache_folder() -> Path | None:
         return Path(named) if named else None
     base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "sd-lowvram"
+
+
+def place_of(kind: str, facts: Callable[[], Any]) -> Path | None:
+    """The file for what hangs on some facts and on our code, in the folder of its kind; None: nothing is remembered.
+
+    Args:
+        facts: tells them, where they are asked for; their representations are the same in every process.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return None
+    digest = hashlib.sha256(repr((facts(), code_digest())).encode()).hexdigest()
+    return folder / kind / f"{digest[:32]}.json"
 
 
 def remembered(place: Path | None) -> Any:

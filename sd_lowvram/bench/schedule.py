@@ -30,7 +30,7 @@ from ..streaming.policies import POLICIES
 from ..streaming.search import best_schedule, bound
 from ..streaming.simulator import Copies, simulate
 from ..streaming.timing import Timing, in_run_order, timed
-from ..tracing.fake_model import twin
+from ..tracing.fake_model import fake_copy
 from ..units import MIB
 from .report import show
 from .report import table as table_lines
@@ -97,7 +97,7 @@ def table(model: str, width: int, height: int, cards: Sequence[Rates]) -> list[R
     costs = Costs(unet, Shape(width, height), False, torch.device("cuda"))
     stage = costs.stages[0]
     spans = costs(stage, Settings(attention="sdpa", inference_mode=True, channels_last=True)).spans
-    layers = layers_of(twin(unet, FakeTensorMode()).components)
+    layers = layers_of(fake_copy(unet, FakeTensorMode()).components)
     rows = []
     for rates in cards:
         copies = Copies(rates.copy_bandwidth)

@@ -14,6 +14,7 @@ from .early import check_floor
 from .guard import guarded
 from .interrupts import heed_interrupts
 from .knobs import with_knobs
+from .plan_cache import Answer, remembered
 from .values import (
     MOST_PICTURES,
     MOST_STEPS,
@@ -57,7 +58,6 @@ def plan(
     with guarded(debug):
         from rich.console import Console
 
-        from .plan_cache import remembered
         from .plan_table import show, show_sizes
 
         asked: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps}
@@ -85,8 +85,8 @@ def _check(asked: dict[str, Any]) -> None:
     check_budgets(asked["vram"], asked["ram"])
 
 
-def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings, shown: bool) -> dict[str, Any]:
-    """The plan, or one for each ratio, as plain values; takes seconds.
+def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings, shown: bool) -> Answer:
+    """The plan, or one for each ratio, as plain values, and for which other budgets it is the same; takes seconds.
 
     Args:
         budgets: in bytes; without "vram" where it is that of a named card.
@@ -94,30 +94,31 @@ def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings,
     from rich.console import Console
 
     from ..checkpoints.inspection import configuration
+    from ..tracing.collector import no_collection
 
     config = configuration(asked["model"])
     if not asked["max_size"] and "vram" in budgets:
         check_floor(config, asked["width"], asked["height"], asked["batch"], budgets["vram"])
     asked = {**asked, **budgets}
 
-    from ..tracing.collector import no_collection
     from .show import Bars
 
     console = Console(stderr=True, quiet=not shown)
-    with no_collection():
+    with no_collection():  # from before torch is imported
         if asked["max_size"]:
             with Bars(console, shown).running():
-                return _largest(asked, settings)
+                return _largest(asked, settings), {}
         with console.status("planning"):
             return _plan(asked, settings)
 
 
-def _plan(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
+def _plan(asked: dict[str, Any], settings: Settings) -> Answer:
     from ..planning.search import make_plan
 
     anatomy, request = _request(asked)
     heed_interrupts()
-    return make_plan(anatomy, request, settings, asked["approximate"]).as_dict() | _rates(request)
+    made = make_plan(anatomy, request, settings, asked["approximate"])
+    return made.as_dict() | _rates(request), made.alike
 
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:

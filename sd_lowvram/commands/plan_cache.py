@@ -1,17 +1,14 @@
-"""Plans that were made before are told at once: neither torch nor a model's library is imported for them."""
+"""Plans that were made before are shown at once: neither torch nor a model's library is imported for them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .. import cache
-from ..cache import cache_folder, code_digest
-from ..planning.limit import Limit
+from ..cache import cache_folder, place_of
 from ..units import GIB, format_size, parse_size
 from .early import gpu_files, has_no_gpu
 
@@ -20,7 +17,11 @@ _KEPT = 8
 """Plans of one request that are remembered, each for a range of free memory."""
 
 
-def remembered(asked: dict[str, Any], make: Callable[[dict[str, Limit]], dict[str, Any]]) -> dict[str, Any]:
+Answer = tuple[dict[str, Any], dict[str, tuple[float, float]]]
+"""What was asked for, and by the name of a budget the least and the most bytes for which it would be the same."""
+
+
+def remembered(asked: dict[str, Any], make: Callable[[dict[str, int]], Answer]) -> dict[str, Any]:
     """What ``make`` gives for budgets "vram" and "ram", or gave when the same was asked for on the same machine.
 
     A budget that is what is free may be another one now, as long as the same plan would be made for it.
@@ -28,22 +29,23 @@ def remembered(asked: dict[str, Any], make: Callable[[dict[str, Limit]], dict[st
     budgets = _budgets(asked)
     known = cache.remembered(_place(asked)) or []
     for one in known:
-        if all(one["alike"][name][0] <= int(size) <= one["alike"][name][1] for name, size in budgets.items()):
-            return _told_now(one["answer"], budgets)
-    answer = make(budgets)
-    one = {"alike": {name: size.alike for name, size in budgets.items()}, "answer": answer}
+        if all(one["alike"][name][0] <= size <= one["alike"][name][1] for name, size in budgets.items()):
+            return _with_budgets(one["answer"], budgets)
+    answer, alike = make(budgets)
+    exactly = {name: (size, size) for name, size in budgets.items()}
+    one = {"alike": exactly | alike, "answer": answer}
     cache.remember(_place(asked), [one, *known][:_KEPT])  # what was measured for it is part of the place
     return answer
 
 
-def _budgets(asked: dict[str, Any]) -> dict[str, Limit]:
+def _budgets(asked: dict[str, Any]) -> dict[str, int]:
     """Bytes as stated, else what is free now; without "vram" where it is that of a named card."""
     found = {"ram": parse_size(asked["ram"], "--ram") if asked["ram"] is not None else _free_ram()}
     if asked["vram"] is not None:
         found["vram"] = parse_size(asked["vram"], "--vram")
     elif asked["gpu"] is None:
         found["vram"] = _free_vram()
-    return {name: Limit(size) for name, size in found.items()}
+    return found
 
 
 def _free_vram() -> int:
@@ -62,22 +64,17 @@ def _free_ram() -> int:
     return available_ram() // _STEP * _STEP
 
 
-def _told_now(answer: dict[str, Any], budgets: dict[str, Limit]) -> dict[str, Any]:
-    """``answer`` with the budgets of today where it tells them."""
+def _with_budgets(answer: dict[str, Any], budgets: dict[str, int]) -> dict[str, Any]:
+    """``answer`` with the budgets of today where it says them."""
     if "request" in answer and "vram" in budgets:
-        then, now = (format_size(int(size)) for size in (answer["request"]["vram"], budgets["vram"]))
+        then, now = (format_size(size) for size in (answer["request"]["vram"], budgets["vram"]))
         answer["request"] |= budgets
         answer["reasons"][0] = answer["reasons"][0].replace(f" of {then},", f" of {now},")
     return answer
 
 
 def _place(asked: dict[str, Any]) -> Path | None:
-    folder = cache_folder()
-    if folder is None:
-        return None
-    facts = (asked, _model(asked["model"]), _machine(folder), code_digest())
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return folder / "plans" / f"{name}.json"
+    return place_of("plans", lambda: (sorted(asked.items()), _model(asked["model"]), _machine()))
 
 
 def _model(model: str | None) -> list[Any]:
@@ -89,8 +86,9 @@ def _model(model: str | None) -> list[Any]:
     return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _machine(folder: Path) -> list[Any]:
+def _machine() -> list[Any]:
     """What changes when the machine does, or what was measured on it."""
     threads = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")]
-    measured = [(file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("*-*.json"))]
+    folder = cache_folder()
+    measured = [(file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("*-*.json"))] if folder else []
     return [gpu_files(), threads, os.cpu_count(), measured]

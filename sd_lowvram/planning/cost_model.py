@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ..devices.overhead import Overhead
-from ..devices.performance import THIS
-from ..devices.this_machine import overhead_of
 from ..hooks.offload import STREAMED
 from ..hooks.precision import compute_dtype, converted, force_upcast
 from ..models.anatomy import Anatomy
@@ -19,21 +17,18 @@ from ..streaming.host_weights import least_host_bytes, mapped_bytes
 from ..streaming.simulator import Copies
 from ..streaming.timing import Timing
 from ..units import MIB
+from .options import Choice
 from .plan import Candidate, StagePlan
-from .request import Request
-from .stage_costs import Cost, Costs, Step, Weights
+from .request import Budget, Request
+from .stage_costs import Costs, Step, Weights
 from .stages import CONTROL, Stage
 
 _ASSUMED_CPU_FLOPS = 1e11
 """Operations a second of a CPU that decodes beside a GPU: an assumption, as no profile tells it."""
 
 
-def _overhead(request: Request) -> int:
-    """Bytes that the device needs besides tensors: the machine's own, unless the plan is for another one."""
-    if request.device.type != "cuda":
-        return 0
-    here = request.rates.name == THIS and torch.cuda.is_available()
-    return (overhead_of(request.device) if here else Overhead()).total()
+def _key(base: Settings, stage: Stage, choice: Choice) -> tuple[Any, ...]:
+    return base, stage.name, stage.component, tuple(choice.items())
 
 
 class Pricing:
@@ -42,53 +37,48 @@ class Pricing:
     def __init__(self, anatomy: Anatomy, request: Request, like: Pricing | None = None) -> None:
         """
         Args:
-            like: of the same model and another size, whose twin will do.
+            like: of the same model and another size, whose fake copy will do.
         """
         self.anatomy = anatomy
         self.request = request
-        if like is not None:
-            self.costs: Costs = like.costs.resized(request.shape)
-        else:
-            self.costs = Costs(anatomy, request.shape, request.encodes, request.device)
+        self.vram, self.ram = Budget(request.vram), Budget(request.ram)
+        self.costs: Costs = Costs(anatomy, request.shape, request.encodes, request.device, like.costs if like else None)
         self.on_gpu = request.device.type != "cpu"
-        self._files: dict[str, int] = {}
+        self.overhead = request.overhead_bytes
+        self._known: dict[tuple[Any, ...], StagePlan] = {}
         self._timings: dict[Any, Timing] = {}
-        self.overhead = _overhead(request)
 
-    def whole(self, base: Settings, chosen: Iterable[StagePlan]) -> Candidate:
-        """The run in which every stage goes as ``chosen``, in the order of the run."""
-        merged: dict[str, Any] = {}
-        order = [(stage.name, stage.component) for stage in self.costs.stages]
-        stages = sorted(chosen, key=lambda stage: order.index((stage.name, stage.component)))
-        for stage in stages:
-            merged |= stage.choice
-        return Candidate(base.filled(**merged), tuple(stages), self.overhead)
+    def whole(self, base: Settings, options: Iterable[Candidate]) -> Candidate:
+        """The run that ``options`` make up, its stages in their order."""
+        chosen = {(one.name, one.component): one for option in options for one in option.stages}
+        ordered = tuple(chosen[stage.name, stage.component] for stage in self.costs.stages)
+        knobs = {name: value for stage in ordered for name, value in stage.choice.items()}
+        return Candidate(base.filled(**knobs), ordered, self.overhead)
 
-    def confirmed(self, candidate: Candidate) -> Candidate:
-        """``candidate`` with its stages traced whole, weights streamed as they will be.
+    def confirmed(self, base: Settings, run: Candidate) -> Candidate:
+        """``run`` with its stages traced whole, weights streamed as they will be; they are priced so from now on.
 
-        A stage that runs once and has not half the peak decides nothing, and stays as it was composed.
+        Weights that stay, or move whole, are added up without a trace. A stage that runs once and has not half the peak
+        decides nothing.
         """
-        half = candidate.peak_bytes // 2
-        stages = {(stage.name, stage.component): stage for stage in self.costs.stages}
+        if run.settings.offload not in STREAMED:
+            return run
+        confirmed = list(run.stages)
+        for number, (stage, planned) in enumerate(zip(self.costs.stages, run.stages, strict=True)):
+            decides = stage.repeats or planned.peak_bytes >= run.peak_bytes // 2
+            if decides and planned.activation_bytes:  # else it runs elsewhere
+                confirmed[number] = self._confirmed(stage, planned, run.settings)
+                self._known[_key(base, stage, planned.choice)] = confirmed[number]
+        return dataclasses.replace(run, stages=tuple(confirmed))
 
-        def confirmed(planned: StagePlan) -> StagePlan:
-            return self._confirmed(stages[planned.name, planned.component], planned, candidate.settings, half)
-
-        return dataclasses.replace(candidate, stages=tuple(map(confirmed, candidate.stages)))
-
-    def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings, half: int) -> StagePlan:
-        elsewhere = not planned.activation_bytes
-        if elsewhere or (planned.peak_bytes < half and not stage.repeats):
-            return planned
+    def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings) -> StagePlan:
         traced = self.as_traced(stage, settings)
-        short = self.costs(stage, self._unstreamed(traced))
-        streamed = traced.offload in STREAMED and stage.repeats
-        whole = self.costs(stage, traced, whole=True, timing=self.timing(stage, settings) if streamed else None)
-        more = max(0, whole.activation_bytes - short.activation_bytes)
-        if traced.offload is not None:
-            more = max(0, whole.peak_bytes - planned.peak_bytes)
-        again = self._fetched_again(stage, settings, whole.copied_bytes - short.copied_bytes) if streamed else 0.0
+        whole = self.costs(stage, traced, self.timing(stage, settings) if stage.repeats else None)
+        more, again = max(0, whole.peak_bytes - planned.peak_bytes), 0.0
+        if stage.repeats:  # strips that need more weights together than there is room fetch them more than once
+            step, short = self.step(stage, settings), self.costs(stage, self._unstreamed(traced))
+            copied = whole.copied_bytes - short.copied_bytes  # of a first step: all weights, and what is read ahead
+            again = max(0, copied - step.streamed_bytes - step.device_bytes) / self.request.rates.copy_bandwidth
         return dataclasses.replace(
             planned,
             peak_bytes=planned.peak_bytes + more,
@@ -96,17 +86,18 @@ class Pricing:
             seconds=planned.seconds + self.request.steps * again,
         )
 
-    def _fetched_again(self, stage: Stage, settings: Settings, copied: int) -> float:
-        """Seconds for what a step fetches more than once, where strips need more weights together than there is room.
+    def stage(self, base: Settings, stage: Stage, choice: Choice) -> StagePlan:
+        """One stage with ``base`` and the knobs of ``choice``, priced once."""
+        key = _key(base, stage, choice)
+        if key not in self._known:
+            self._known[key] = self._priced(base.filled(**choice), stage, choice)
+        return self._known[key]
 
-        ``copied`` bytes are of a first step: all weights, what is read ahead into the ring, and these.
-        """
-        step = self.step(stage, settings)
-        return max(0, copied - step.streamed_bytes - step.device_bytes) / self.request.rates.copy_bandwidth
+    def priced(self, base: Settings) -> list[StagePlan]:
+        """All that was priced with ``base``."""
+        return [stage for (placed, *_), stage in self._known.items() if placed == base]
 
-    def stage(self, base: Settings, stage: Stage, choice: dict[str, Any]) -> StagePlan:
-        """One stage with ``base`` and the knobs of ``choice``."""
-        settings = base.filled(**choice)
+    def _priced(self, settings: Settings, stage: Stage, choice: Choice) -> StagePlan:
         weights = {name: self.costs.weights(name, settings).bytes for name in self.anatomy.components}
         away = self.on_gpu and settings.decoder_device == "cpu"
         if away and stage.component == self.anatomy.autoencoder:
@@ -117,14 +108,13 @@ class Pricing:
         streamed = settings.offload in STREAMED
         step = self.step(stage, settings) if streamed and stage.repeats else None
         here = step.device_bytes if step else self._room(settings, stage.component, own)
-        others = [
-            name for name in weights if name != stage.component and not (away and name == self.anatomy.autoencoder)
-        ]
-        resident = sum(weights[name] for name in others) if settings.offload in (None, "none") else 0
-        waiting = sum(weights.values()) - resident - (own.bytes if settings.offload in (None, "none") else 0)
+        elsewhere = {stage.component, self.anatomy.autoencoder if away else None}
+        stays = settings.offload in (None, "none")
+        resident = sum(size for name, size in weights.items() if name not in elsewhere) if stays else 0
+        waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
         masters, least, copies = self._masters(settings, max(0, waiting), cost.host_peak_bytes)
         moving = own.largest_bytes if settings.offload == "component" else here if streamed else 0
-        plain = self._once(stage, settings, cost)
+        plain = self.request.rates.seconds(cost, compute_dtype(self.anatomy, stage.component, settings).itemsize)
         return StagePlan(
             name=stage.name,
             component=stage.component,
@@ -148,33 +138,32 @@ class Pricing:
         """
         if settings.offload in (None, "none", "component"):
             return waiting, waiting, 0
-        mapped = sum(self._mapped(name, settings) for name in self.anatomy.components)
+        kept = {name: size for name, size in self._in_files.items() if not converted(self.anatomy, name, settings)}
+        mapped = sum(kept.values()) if settings.weight_storage is None else 0
         least = min(waiting, least_host_bytes(waiting, min(mapped, waiting)))
         taken = min(waiting, max(least, self.request.ram - parked))
+        for more in (0, 1):  # what is taken hangs on the budget itself, or not
+            self.ram.holds(taken + parked + more)
         return taken, least, taken - max(0, waiting - mapped)
 
-    def _mapped(self, name: str, settings: Settings) -> int:
-        """Bytes of a component's weights that are used as they lie in a file."""
-        if converted(self.anatomy, name, settings) or settings.weight_storage is not None:
-            return 0
-        if name not in self._files:
-            self._files[name] = mapped_bytes(self.anatomy.components[name])
-        return self._files[name]
+    @functools.cached_property
+    def _in_files(self) -> dict[str, int]:
+        """Bytes of each component's weights that are used as they lie in a file, if they are not converted."""
+        return {name: mapped_bytes(component) for name, component in self.anatomy.components.items()}
 
     def as_traced(self, stage: Stage, settings: Settings) -> Settings:
         """``settings`` as they act on one stage; weights that stay or move whole are added up without a trace."""
         upcast = force_upcast(self.anatomy, stage.component)
         half = compute_dtype(self.anatomy, stage.component, settings) == torch.float16
         precision = "fp32" if upcast and half else settings.precision
-        streamed = settings.offload not in (None, "none", "component")
         traced = dataclasses.replace(settings, precision=precision, decoder_device=None)
-        return traced if streamed else self._unstreamed(traced)
+        return traced if settings.offload in STREAMED else self._unstreamed(traced)
 
     @staticmethod
     def _unstreamed(settings: Settings) -> Settings:
         return dataclasses.replace(settings, offload=None, weights_mib=None, split_layers=None)
 
-    def _on_cpu(self, settings: Settings, stage: Stage, choice: dict[str, Any], weights: dict[str, int]) -> StagePlan:
+    def _on_cpu(self, settings: Settings, stage: Stage, choice: Choice, weights: dict[str, int]) -> StagePlan:
         """The decoder in host memory, in fp32."""
         wide = self._unstreamed(dataclasses.replace(settings, precision="fp32", decoder_device=None))
         cost = self.costs(stage, wide)
@@ -217,10 +206,6 @@ class Pricing:
         if settings.offload == "blocks" and settings.weights_mib is not None:
             return min(weights.bytes, settings.weights_mib * MIB)
         return min(weights.bytes, self.anatomy.kept.get(component, weights.bytes))
-
-    def _once(self, stage: Stage, settings: Settings, cost: Cost) -> float:
-        """Seconds of one call with its weights there: counted work over the device's rates."""
-        return self.request.rates.seconds(cost, compute_dtype(self.anatomy, stage.component, settings).itemsize)
 
     def _seconds(self, stage: Stage, settings: Settings, once: float, weights: Weights) -> float:
         """All calls of a stage that takes ``once``, and what is copied besides."""

@@ -72,13 +72,26 @@ def _largest(searched: Callable[[int, int], Search], width: int, height: int, ar
 
     def pressure(steps: int) -> float:
         known[steps] = searched(steps * width, steps * height)
-        return known[steps].pressure()
+        return _pressure(known[steps])
 
     steps = largest(pressure, 1, round(math.sqrt(area / (width * height))), MOST // max(width, height))
     for number in range(steps, 0, -1):
         with contextlib.suppress(BudgetError):  # a whole trace may see more than its parts tell
             return planned(known.get(number) or searched(number * width, number * height))
     return None
+
+
+def _pressure(search: Search) -> float:
+    """How full the fuller of the two budgets is at the least; above 1 nothing fits.
+
+    Infinite where ``largest_mib`` forbids all. About a constant and a part that grows with the area.
+    """
+    vram, ram = max(1, search.request.vram), max(1, search.request.ram)
+    runs = [search.smallest()]
+    if runs[0] is not None and runs[0].needed_bytes <= vram and runs[0].least_host_bytes > ram:
+        runs.append(search.leanest())
+    full = (max(run.needed_bytes / vram, run.least_host_bytes / ram) for run in runs if run is not None)
+    return min(full, default=math.inf)
 
 
 def largest(pressure: Callable[[int], float], limit: float, guess: int, most: int) -> int:

@@ -1,4 +1,4 @@
-"""The ways to run each stage: ladders on which each rung does more work than the one before, and holds less."""
+"""The ways to run each stage, in tiers: each does more work than the one before, and holds less."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..settings import Settings
-from .plan import StagePlan
 from .stages import Stage
 
 Choice = dict[str, Any]
 """Knobs of one stage, by name."""
-
-Option = tuple[StagePlan, ...]
-"""One way to run the stages that share knobs (decode and encode do), with what each takes."""
 
 DENOISE_LADDER: list[Choice] = [
     {},
@@ -29,14 +25,10 @@ DENOISE_LADDER: list[Choice] = [
         "guidance_in_turn": True,
     },
 ]
-DECODE_LADDER: list[Choice] = [
-    {"vae_tiles": "off"},
-    {"vae_tiles": "exact", "vae_map": "held"},
-    {"vae_tiles": "exact", "vae_map": "parked"},
-    {"vae_tiles": "exact", "vae_map": "parked", "vae_strip_mib": 4},
-]
-_WITHOUT_HOST = {"vae_tiles": "exact", "vae_map": "recomputed"}
-_ON_CPU = {"vae_tiles": "off", "decoder_device": "cpu"}
+_PLAIN: Choice = {"vae_tiles": "off"}
+_ON_CPU: Choice = {"vae_tiles": "off", "decoder_device": "cpu"}
+_HELD, _PARKED, _RECOMPUTED = ({"vae_tiles": "exact", "vae_map": where} for where in ("held", "parked", "recomputed"))
+_FINEST: Choice = _PARKED | {"vae_strip_mib": 4}
 
 
 @dataclass(frozen=True)
@@ -44,17 +36,18 @@ class Group:
     """Stages that share knobs.
 
     Attributes:
-        ladder: what they may be run with; each rung is slower than the one before and smaller on the device.
-        detours: ways beside it, slower than its first rung: for want of host memory, or where copies are slow.
+        tiers: the ways to run them. Those of one tier are slower than those of the tier before; which of them is the
+            fastest hangs on the device.
+        smallest: the one of them that holds least on the device.
     """
 
     stages: tuple[Stage, ...]
-    ladder: list[Choice]
-    detours: list[Choice]
+    tiers: list[list[Choice]]
+    smallest: Choice
 
     @property
-    def name(self) -> str:
-        return self.stages[0].name
+    def choices(self) -> list[Choice]:
+        return [choice for tier in self.tiers for choice in tier]
 
 
 def groups(stages: Iterable[Stage], fixed: Settings, tiled: bool, decoder_on_cpu: bool) -> list[Group]:
@@ -67,38 +60,29 @@ def groups(stages: Iterable[Stage], fixed: Settings, tiled: bool, decoder_on_cpu
     shared: dict[str, list[Stage]] = {}
     for stage in stages:
         shared.setdefault("vae" if stage.name in ("encode", "decode") else stage.name, []).append(stage)
-    ladders = {"denoise": DENOISE_LADDER, "vae": DECODE_LADDER if tiled else DECODE_LADDER[:1]}
-    beside = {"vae": [_WITHOUT_HOST] * tiled + [_ON_CPU] * decoder_on_cpu}
-    found = []
-    for name, members in shared.items():
-        ladder = _open(ladders.get(name, [{}]), fixed)
-        detours = [choice for choice in _open(beside.get(name, []), fixed) if choice not in ladder]
-        found.append(Group(tuple(members), ladder, detours))
-    return found
+    away = [_ON_CPU] * decoder_on_cpu
+    exact = [[_HELD], [_PARKED, _FINEST, _RECOMPUTED, *away]]
+    tiers = {
+        "denoise": [[choice] for choice in DENOISE_LADDER],
+        "vae": [[_PLAIN], *exact] if tiled else [[_PLAIN], away],
+    }
+    smallest = {"denoise": DENOISE_LADDER[-1], "vae": _FINEST if tiled else _PLAIN}
+    return [
+        Group(tuple(members), _open(tiers.get(name, [[{}]]), fixed), _left(smallest.get(name, {}), fixed))
+        for name, members in shared.items()
+    ]
 
 
-def _open(choices: list[Choice], fixed: Settings) -> list[Choice]:
-    """What ``fixed`` leaves open of ``choices``, each once."""
-    taken = [{name: value for name, value in one.items() if getattr(fixed, name) is None} for one in choices]
-    return [one for number, one in enumerate(taken) if one not in taken[:number]]
+def _left(choice: Choice, fixed: Settings) -> Choice:
+    """What ``fixed`` leaves open of ``choice``."""
+    return {name: value for name, value in choice.items() if getattr(fixed, name) is None}
 
 
-def seconds_of(option: Option) -> float:
-    return sum(stage.seconds for stage in option)
-
-
-def peak_of(option: Option) -> int:
-    return max(stage.peak_bytes for stage in option)
-
-
-def host_of(option: Option) -> int:
-    return max(stage.host_bytes for stage in option)
-
-
-def largest_of(option: Option) -> int:
-    return max(stage.largest_bytes for stage in option)
-
-
-def parks(option: Option) -> bool:
-    """Whether maps wait in host memory."""
-    return any(stage.parked_bytes for stage in option)
+def _open(tiers: list[list[Choice]], fixed: Settings) -> list[list[Choice]]:
+    """What ``fixed`` leaves open of the ways, each once."""
+    found: list[list[Choice]] = []
+    for tier in tiers:
+        known = [choice for one in found for choice in one]
+        left = [_left(choice, fixed) for choice in tier]
+        found.append([one for number, one in enumerate(left) if one not in [*known, *left[:number]]])
+    return [tier for tier in found if tier]

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..hooks.precision import precision_fidelity
+from ..models.anatomy import Anatomy
 from ..settings import Fidelity, Settings
 from ..streaming.timing import Timing
 from .request import Request
@@ -63,7 +65,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings with what each stage takes, and what the device needs besides tensors."""
+    """Settings with what each stage takes, of a run or of a part of it, and what the device needs besides tensors."""
 
     settings: Settings
     stages: tuple[StagePlan, ...]
@@ -84,6 +86,11 @@ class Candidate:
         return self.peak_bytes + self.overhead_bytes
 
     @property
+    def weights_bytes(self) -> int:
+        """Most weights on the device at a time."""
+        return max(stage.weights_bytes for stage in self.stages)
+
+    @property
     def seconds(self) -> float:
         return sum(stage.seconds for stage in self.stages)
 
@@ -99,6 +106,19 @@ class Candidate:
     def largest_bytes(self) -> int:
         return max(stage.largest_bytes for stage in self.stages)
 
+    @property
+    def predicted(self) -> Predicted:
+        return Predicted(
+            peak_bytes=self.peak_bytes,
+            overhead_bytes=self.overhead_bytes,
+            weights_bytes=self.worst.weights_bytes,
+            activation_bytes=self.worst.activation_bytes,
+            host_bytes=self.host_bytes,
+            largest_bytes=self.largest_bytes,
+            seconds=self.seconds,
+            stage=self.worst.name,
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -113,7 +133,8 @@ class Plan:
         fidelity: the farthest from the baseline that any chosen setting goes.
         reasons: sentences for people.
         next_faster: of the faster candidates the one that needs the least more than the budget; None: none is faster.
-        timing: how long the modules of a step take, where weights are streamed under it: ``attach`` is told.
+        timing: how long the modules of a step take, where weights are streamed under it: ``attach`` takes it.
+        alike: by "vram" and "ram" the least and the most bytes of a budget for which the plan would be the same.
     """
 
     settings: Settings
@@ -128,10 +149,12 @@ class Plan:
     reasons: tuple[str, ...]
     next_faster: Candidate | None = None
     timing: Timing | None = field(default=None, repr=False)
+    alike: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
-        plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "timing"}
+        plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        del plain["timing"], plain["alike"]
         request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
         request["guidance"] = self.request.passes > 1
         return plain | {
@@ -156,3 +179,9 @@ class Plan:
             "seconds": faster.seconds,
             "saved_seconds": self.predicted.seconds - faster.seconds,
         }
+
+
+def fidelity_of(anatomy: Anatomy, settings: Settings) -> Fidelity:
+    """The farthest from the model as loaded that any of the settings goes."""
+    others = [knob.fidelity_of(value) for name, knob, value in settings.decided() if name != "precision" and value]
+    return max([precision_fidelity(anatomy, settings), *others])

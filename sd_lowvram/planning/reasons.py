@@ -57,15 +57,23 @@ def too_large(limit: int, stage: StagePlan) -> BudgetError:
     )
 
 
-def why_not(faster: StagePlan, request: Request, overhead: int, largest: int | None) -> str:
-    """Why a faster way to run a stage was not taken."""
-    name = described(faster)
-    if largest is not None and faster.largest_bytes > largest:
-        return f"{name} makes a single allocation of {format_size(faster.largest_bytes)}"
-    if faster.peak_bytes + overhead > request.vram:
-        return f"{name} needs {format_size(faster.peak_bytes + overhead)}"
-    if faster.host_bytes > request.ram:
-        return f"{name} needs {format_size(faster.host_bytes)} of host memory"
+def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest: float) -> str:
+    """Why the smallest of the faster among ``others``, ways to run the same stage, was not taken; "": none is faster.
+
+    Args:
+        largest: bytes of a single allocation at most.
+    """
+    faster = [one for one in others if one.choice != stage.choice and one.seconds < stage.seconds]
+    if not faster:
+        return ""
+    nearest = min(faster, key=lambda one: one.peak_bytes)
+    name, needed = described(nearest), nearest.peak_bytes + request.overhead_bytes
+    if nearest.largest_bytes > largest:
+        return f"{name} makes a single allocation of {format_size(nearest.largest_bytes)}"
+    if needed > request.vram:
+        return f"{name} needs {format_size(needed)}"
+    if nearest.host_bytes > request.ram:
+        return f"{name} needs {format_size(nearest.host_bytes)} of host memory"
     return f"{name} is faster here and slower in the stages that share its settings"
 
 
@@ -78,30 +86,32 @@ def described(stage: StagePlan) -> str:
 def reasons(request: Request, best: Candidate, following: Candidate | None) -> tuple[str, ...]:
     """Sentences on what was chosen, what it costs, and what the next larger budget would buy."""
     worst, chosen = best.worst, best.settings
-    budget = format_size(int(request.vram))
-    told = [f"peak {format_size(best.needed_bytes)} of {budget}, reached in {worst.name}"]
+    budget = format_size(request.vram)
+    sentences = [f"peak {format_size(best.needed_bytes)} of {budget}, reached in {worst.name}"]
     if chosen.offload == "component":
-        told.append("one component's weights on the device at a time")
+        sentences.append("one component's weights on the device at a time")
     streamed = next((stage for stage in best.stages if stage.slowdown != 1.0), None)
     if chosen.offload in ("blocks", "halves") and streamed is not None:
-        told.append(
+        sentences.append(
             f"{format_size(streamed.weights_bytes)} of weights on the device at a time, the rest streamed under the "
             f"compute: a step takes {streamed.slowdown:.2f} times as long"
         )
     if chosen.offload == "layer":
         slower = f": a step takes {streamed.slowdown:.2f} times as long" if streamed is not None else ""
-        told.append(f"the weights of one layer and the next on the device at a time, the least memory{slower}")
+        sentences.append(f"the weights of one layer and the next on the device at a time, the least memory{slower}")
     if chosen.vae_tiles == "exact":
-        told.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
+        sentences.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
     if chosen.decoder_device == "cpu":
-        told.append("decoding on the CPU: the device cannot hold the decoder")
+        sentences.append("decoding on the CPU: the device cannot hold the decoder")
     if best.seconds >= LONG:
         longest = max(best.stages, key=lambda stage: stage.seconds)
         share = round(100 * longest.seconds / best.seconds)
-        told.append(f"slow: {format_time(best.seconds)} on {request.rates.title}, {share} % of it in {longest.name}")
+        sentences.append(
+            f"slow: {format_time(best.seconds)} on {request.rates.title}, {share} % of it in {longest.name}"
+        )
     if following is not None and following.seconds <= _WORTH_TELLING * best.seconds:
-        told.append(
+        sentences.append(
             f"with {format_size(following.needed_bytes)} it would take {format_time(following.seconds)} "
             f"instead of {format_time(best.seconds)}"
         )
-    return tuple(told)
+    return tuple(sentences)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from ..devices.info import available_ram, default_device, free_vram
-from ..devices.performance import Rates
-from ..devices.this_machine import rates_of
+from ..devices.overhead import Overhead
+from ..devices.performance import THIS, Rates
+from ..devices.this_machine import overhead_of, rates_of
 from ..errors import BadInputError
 from ..models.anatomy import Anatomy
 from ..streaming.host_weights import mapped_bytes
@@ -42,6 +44,33 @@ class Request:
     @property
     def shape(self) -> Shape:
         return Shape(self.width, self.height, self.batch, self.passes)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What the device needs besides tensors: the machine's own, unless the plan is for another one."""
+        if self.device.type != "cuda":
+            return 0
+        here = self.rates.name == THIS and torch.cuda.is_available()
+        return (overhead_of(self.device) if here else Overhead()).total()
+
+
+@dataclass
+class Budget:
+    """Bytes that a plan must keep to.
+
+    Attributes:
+        alike: the least and the most bytes, both included, with which all that was asked would be answered the same.
+    """
+
+    bytes: int
+    alike: tuple[float, float] = (0, math.inf)
+
+    def holds(self, needed: int) -> bool:
+        """Whether ``needed`` bytes are within it."""
+        least, most = self.alike
+        answer = needed <= self.bytes
+        self.alike = (max(least, needed), most) if answer else (least, min(most, needed - 1))
+        return answer
 
 
 def request_for(

@@ -42,7 +42,7 @@ def courses_of(target: Any, plan: Plan) -> tuple[Course, ...]:
     for stage in pricing.costs.stages:
         known = planned.get((stage.name, stage.component))
         if known is not None and known.activation_bytes:
-            traced = pricing.costs.trace(stage, pricing.as_traced(stage, plan.settings))
+            traced = pricing.costs.trace(stage, pricing.as_traced(stage, plan.settings), whole=True)
             courses.append(_course(known, traced))
     return tuple(courses)
 

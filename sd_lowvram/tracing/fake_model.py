@@ -1,6 +1,6 @@
-"""A model's twin: the same modules with fake weights, on which settings can be tried and traced at no cost.
+"""A model's fake copy: the same modules with fake weights, on which settings can be tried and traced at no cost.
 
-The target itself is not touched, whatever is attached to it; the twin is a copy without our hooks.
+The target itself is not touched, whatever is attached to it; the copy is one without our hooks.
 """
 
 from __future__ import annotations
@@ -8,25 +8,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
+import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..memory.accounts import unmark_host
+from ..memory.threads import one_at_a_time
 from ..models import anatomy_of_components
 from ..models.anatomy import Anatomy
 from ..patches import copied_without
 from ..session import Attachment
 from ..settings import Settings
+from ..streaming.layers import Layer, layers_of
 from ..streaming.timing import Timing
 from ..weights import all_tensors, loaded_dtype
+from .equal_calls import equal_modules
 from .fake_tensors import fake_of
 
 
-def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
+def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     """Copies of the components in which every tensor is a fake one of ``mode``; shared tensors stay shared."""
     components = list(anatomy.components.values())
     memo: dict[int, Any] = {id(tensor): fake_of(_as_loaded(tensor), mode) for tensor in all_tensors(*components)}
@@ -41,41 +47,67 @@ def twin(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     return dataclasses.replace(made, **called)
 
 
+def fingerprint(component: nn.Module) -> str:
+    """What a component's fake copy hangs on: classes, shapes and types, not the weights' values."""
+    parts: list[Any] = [type(module).__qualname__ for module in component.modules()]
+    parts += [(tuple(tensor.shape), str(loaded_dtype(tensor)), tensor.stride()) for tensor in all_tensors(component)]
+    config = getattr(component, "config", None)
+    if isinstance(config, Mapping):  # diffusers also notes there what was left out, in an order that chance gives
+        config = sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))
+    parts.append(repr(config))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 _CONVERTING = ("precision", "weight_storage", "channels_last")
 """Knobs that convert the weights, and wrap the model below all others."""
-
 
 _OF_ATTENTIONS = ("attention", "attention_mib", "deterministic")
 
 
-class Fitting:
-    """Settings tried on a twin one after the other; what converts its weights stays on for the next trial."""
+class FakeModel:
+    """A model's fake copy, on which settings are tried one after the other; what converts its weights stays on for the
+    next trial."""
 
     def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
         """
         Args:
-            anatomy: of the twin.
+            anatomy: of the model, which is copied when it is first needed.
             device: where the model would compute.
         """
-        self._anatomy = anatomy
+        self._model = anatomy
         self._device = device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode.cache_enabled = False  # op_cache takes its place, and asks less
         self._parts: dict[str, Anatomy] = {}
         self._converted: dict[str, Attachment] = {}
+        self._layers: dict[Any, list[Layer]] = {}
+        self._equals: dict[str, dict[nn.Module, int]] = {}
+
+    @functools.cached_property
+    def anatomy(self) -> Anatomy:
+        with one_at_a_time():
+            return fake_copy(self._model, self._mode)
 
     @contextlib.contextmanager
-    def tried(self, name: str, settings: Settings, timing: Timing | None = None) -> Iterator[None]:
-        """Within the block the component ``name`` runs with ``settings``, also one that is no target by itself (a
-        ControlNet, a safety checker). Call it within the twin's fake mode."""
-        self._convert(name, Settings(**{knob: getattr(settings, knob) for knob in _CONVERTING}))
+    def running(self, name: str, settings: Settings, timing: Timing | None = None) -> Iterator[None]:
+        """Within the block, which is in the fake mode, the component ``name`` runs with ``settings``.
+
+        It may be one that is no target by itself (a ControlNet, a safety checker).
+        """
         part = self._part(name)
         beside = () if part.attentions else _OF_ATTENTIONS  # which another part of the target has
-        none = (*_CONVERTING, *beside)
-        attachment = Attachment(part, dataclasses.replace(settings, **dict.fromkeys(none)), self._device, timing)
-        attachment.apply()
-        try:
-            yield
-        finally:
-            attachment.undo()
+        others = dataclasses.replace(settings, **dict.fromkeys((*_CONVERTING, *beside)))
+        attachment = Attachment(part, others, self._device, timing)
+        with self._mode:
+            self._convert(name, Settings(**{knob: getattr(settings, knob) for knob in _CONVERTING}))
+            attachment.apply()
+            try:
+                yield
+            finally:
+                if settings.offload is not None:
+                    for tensor in all_tensors(part.components[name]):
+                        unmark_host(tensor)
+                attachment.undo()
 
     def _convert(self, name: str, settings: Settings) -> None:
         converted = self._converted.get(name)
@@ -89,8 +121,21 @@ class Fitting:
 
     def _part(self, name: str) -> Anatomy:
         if name not in self._parts:
-            self._parts[name] = anatomy_of_components(self._anatomy.family, {name: self._anatomy.components[name]})
+            self._parts[name] = anatomy_of_components(self.anatomy.family, {name: self.anatomy.components[name]})
         return self._parts[name]
+
+    def layers(self, components: Mapping[str, nn.Module], settings: Settings) -> list[Layer]:
+        """The layers of components that run with ``settings``."""
+        key = *components, settings.precision, settings.weight_storage
+        if key not in self._layers:
+            self._layers[key] = layers_of(components)
+        return self._layers[key]
+
+    def equals(self, name: str) -> dict[nn.Module, int]:
+        """The modules of a component that equal others of it, each with a number for its kind."""
+        if name not in self._equals:
+            self._equals[name] = equal_modules(self.anatomy.components[name])
+        return self._equals[name]
 
 
 def _without_hooks(components: list[nn.Module]) -> Iterator[Any]:

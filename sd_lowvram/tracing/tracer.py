@@ -58,6 +58,7 @@ class Figures:
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of kernel launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
+        spans: operations, bytes moved and operators in their order, module by module.
     """
 
     peak_bytes: int
@@ -72,6 +73,17 @@ class Figures:
     copied_bytes: int
     operators: int
     packed_bytes: int
+    spans: tuple[Span, ...] = field(repr=False)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Most bytes on the device without weights."""
+        return self.activation_peak_bytes + self.input_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Most bytes of inputs and what is made, in both accounts: what a CPU's allocator sees."""
+        return self.allocated_peak_bytes + self.input_bytes
 
 
 @dataclass(frozen=True)
@@ -80,12 +92,10 @@ class MemoryTrace(Figures):
 
     Attributes:
         timeline: the allocations in their order.
-        spans: operations, bytes moved and operators in their order, module by module.
         output: what the callable returned, as fake tensors.
     """
 
     timeline: Timeline = field(repr=False)
-    spans: tuple[Span, ...] = field(repr=False)
     output: Any = field(repr=False)
 
 

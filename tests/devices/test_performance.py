@@ -12,11 +12,11 @@ from sd_lowvram.devices import calibration, this_machine
 from sd_lowvram.devices.overhead import Overhead
 from sd_lowvram.devices.performance import PROFILES, Rates
 from sd_lowvram.devices.this_machine import overhead_of, rates_of
-from sd_lowvram.planning.stage_costs import Cost
 from sd_lowvram.tracing import trace
+from sd_lowvram.tracing.tracer import Figures
 
 CPU = torch.device("cpu")
-NOTHING = Cost(**dict.fromkeys((field.name for field in dataclasses.fields(Cost)), 0) | {"spans": ()})
+NOTHING = Figures(**dict.fromkeys((field.name for field in dataclasses.fields(Figures)), 0) | {"spans": ()})
 
 
 @pytest.fixture

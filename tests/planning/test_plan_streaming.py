@@ -97,7 +97,7 @@ def test_the_engine_holds_what_the_plan_says(anatomy: Any, offload: str, fixed: 
     for stage in pricing.costs.stages:
         one = pricing.stage(settings, stage, {})
         timing = pricing.timing(stage, settings) if stage.repeats else None
-        traced = pricing.costs(stage, pricing.as_traced(stage, settings), whole=True, timing=timing)
+        traced = pricing.costs(stage, pricing.as_traced(stage, settings), timing)
         assert traced.peak_bytes <= one.peak_bytes
         if stage.repeats:
             assert traced.peak_bytes == one.peak_bytes

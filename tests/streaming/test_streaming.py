@@ -150,12 +150,12 @@ def test_smallest_working_set_of_sd15(split: bool | None, limit: float, pools: l
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from sd_lowvram.models import dissect
-    from sd_lowvram.tracing.fake_model import twin
+    from sd_lowvram.tracing.fake_model import fake_copy
 
     anatomy = dissect(full_size())
     assert anatomy is not None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    unet: Any = twin(anatomy, mode).unet
+    unet: Any = fake_copy(anatomy, mode).unet
     with mode, torch.no_grad(), attached(unet, Settings(offload="layer", split_layers=split), device="cpu"):
         latents, text = torch.empty(2, 4, 8, 8).half(), torch.empty(2, 77, 768).half()
         traced = trace(unet, latents, torch.tensor(1), text)
@@ -173,12 +173,12 @@ def attach_to_twin(unet: Any, settings: Settings) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from sd_lowvram.models import dissect
-    from sd_lowvram.tracing.fake_model import twin
+    from sd_lowvram.tracing.fake_model import fake_copy
 
     anatomy = dissect(unet)
     assert anatomy is not None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copy: Any = twin(anatomy, mode).unet
+    copy: Any = fake_copy(anatomy, mode).unet
     with mode:
         attach(copy, settings, torch.device("cpu"))
 
