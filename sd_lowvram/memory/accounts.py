@@ -1,7 +1,7 @@
 """Accounts of bytes: the device's activations, the weights on it, and the host's.
 
-On a CPU-only machine both are RAM, and under a trace both are fake CPU tensors, so the device of a tensor does not tell
-them apart. What tells them apart is where it was made: new storages belong to the device unless they are made inside
+On a CPU-only machine both are RAM, and under a trace both are fake CPU tensors, so the device of a tensor does not set
+them apart. What does is where it was made: new storages belong to the device unless they are made inside
 ``host_account()``.
 """
 
@@ -64,7 +64,7 @@ _deaths = Deaths(_host_storages.discard)
 
 def mark_host(tensor: torch.Tensor) -> None:
     """Remember for as long as it lives that the memory of ``tensor`` is the host's, for traces to come."""
-    _deaths.settle()
+    _deaths.look()
     _host_storages.add(_deaths.watch(tensor.untyped_storage()))
 
 
@@ -100,7 +100,7 @@ def actual_device(device: torch.device | str) -> torch.device:
 
 @contextlib.contextmanager
 def kernels_of(device_type: Kernels) -> Iterator[None]:
-    """Traces inside foretell a run on this type of device: "gpu", as everywhere else, or "cpu"."""
+    """Traces inside are of a run on this type of device: "gpu", as everywhere else, or "cpu"."""
     before, _state.kernels = _state.kernels, device_type
     try:
         yield
@@ -109,5 +109,5 @@ def kernels_of(device_type: Kernels) -> Iterator[None]:
 
 
 def on_cpu() -> bool:
-    """Whether traces foretell a run on the CPU."""
+    """Whether traces are of a run on the CPU."""
     return _state.kernels == "cpu"

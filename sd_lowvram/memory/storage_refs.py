@@ -20,10 +20,10 @@ class _Reference(weakref.ref):  # type: ignore[type-arg]
 
 
 class Deaths:
-    """Tells ``told`` the key (``storage._cdata``) of each watched storage that has died: at once, or at ``settle``."""
+    """Calls ``died`` with the key (``storage._cdata``) of each watched storage that died, at once or at ``look``."""
 
-    def __init__(self, told: Callable[[int], Any]) -> None:
-        self._told = told
+    def __init__(self, died: Callable[[int], Any]) -> None:
+        self._report = died
         self._references: dict[int, Any] = {}
 
     def watch(self, storage: torch.UntypedStorage) -> int:
@@ -36,8 +36,8 @@ class Deaths:
             self._references[key] = StorageWeakRef(storage)
         return key
 
-    def settle(self) -> None:
-        """Where nobody tells of a death, look for the dead."""
+    def look(self) -> None:
+        """Where torch reports no death, look for the dead."""
         if not _OBJECTS_LAST:
             for key in [key for key, reference in self._references.items() if reference.expired()]:
                 self._gone(key)
@@ -52,4 +52,4 @@ class Deaths:
 
     def _gone(self, key: int) -> None:
         del self._references[key]
-        self._told(key)
+        self._report(key)

@@ -24,7 +24,7 @@ from .stage_costs import Costs, Step, Weights
 from .stages import CONTROL, Stage
 
 _ASSUMED_CPU_FLOPS = 1e11
-"""Operations a second of a CPU that decodes beside a GPU: an assumption, as no profile tells it."""
+"""Operations a second of a CPU that decodes beside a GPU: an assumption, as no profile has it."""
 
 
 def _key(base: Settings, stage: Stage, choice: Choice) -> tuple[Any, ...]:
@@ -53,9 +53,9 @@ class Pricing:
         chosen = {(one.name, one.component): one for option in options for one in option.stages}
         ordered = tuple(chosen[stage.name, stage.component] for stage in self.costs.stages)
         knobs = {name: value for stage in ordered for name, value in stage.choice.items()}
-        return Candidate(base.filled(**knobs), ordered, self.overhead)
+        return Candidate(base.filled(**knobs), ordered, self.overhead, base)
 
-    def confirmed(self, base: Settings, run: Candidate) -> Candidate:
+    def confirmed(self, run: Candidate) -> Candidate:
         """``run`` with its stages traced whole, weights streamed as they will be; they are priced so from now on.
 
         Weights that stay, or move whole, are added up without a trace. A stage that runs once and has not half the peak
@@ -68,7 +68,7 @@ class Pricing:
             decides = stage.repeats or planned.peak_bytes >= run.peak_bytes // 2
             if decides and planned.activation_bytes:  # else it runs elsewhere
                 confirmed[number] = self._confirmed(stage, planned, run.settings)
-                self._known[_key(base, stage, planned.choice)] = confirmed[number]
+                self._known[_key(run.base, stage, planned.choice)] = confirmed[number]
         return dataclasses.replace(run, stages=tuple(confirmed))
 
     def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings) -> StagePlan:

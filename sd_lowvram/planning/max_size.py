@@ -40,10 +40,10 @@ def largest_plans(
     None where not even the smallest size fits.
     """
     first = Search(anatomy, request, settings, approximate)
-    tell = functools.partial(_tell, itertools.count())
+    report = functools.partial(_report, itertools.count())
 
     def searched(width: int, height: int) -> Search:
-        tell()
+        report()
         sized = dataclasses.replace(request, width=width, height=height)
         return Search(anatomy, sized, settings, approximate, like=first)
 
@@ -53,11 +53,11 @@ def largest_plans(
         unit = scale_factor(anatomy)
         plan = plans[name] = _largest(searched, width * unit, height * unit, area)
         area = plan.request.width * plan.request.height if plan else area
-    _tell(itertools.repeat(_TRIALS))
+    _report(itertools.repeat(_TRIALS))
     return plans
 
 
-def _tell(tried: Iterator[int]) -> None:
+def _report(tried: Iterator[int]) -> None:
     progress.report("sizes", min(next(tried), _TRIALS), _TRIALS)
 
 

@@ -1,4 +1,4 @@
-"""A run recorded stage by stage: seconds and peak bytes as the allocator saw them, never as a trace foretold them."""
+"""A run recorded stage by stage: seconds and peak bytes as the allocator saw them, not as a trace found them."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def overrun(plan: Any, run: Run) -> str | None:
     if not known:
         return None
     worst = max(known, key=lambda stage: stage.peak_bytes - planned[stage.name, stage.component])
-    foretold = planned[worst.name, worst.component]
-    beyond = worst.peak_bytes - foretold
-    if beyond <= max(foretold // 100, 8 * MIB):
+    expected = planned[worst.name, worst.component]
+    beyond = worst.peak_bytes - expected
+    if beyond <= max(expected // 100, 8 * MIB):
         return None
     return (
         f"{worst.name} took {format_size(worst.peak_bytes)}, {format_size(beyond)} more than the "
-        f"{format_size(foretold)} that were planned"
+        f"{format_size(expected)} that were planned"
     )
 
 
@@ -193,7 +193,7 @@ class _OnGpu:
 
 
 class _OnCpu:
-    """Events of the CPU's allocator. Of what was there before it does not tell the end: those storages are watched."""
+    """Events of the CPU's allocator. When storages that were there before die is no such event: they are watched."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self._components = list(anatomy.components.values())
@@ -228,7 +228,7 @@ class _OnCpu:
         except BaseException:
             deaths.forget()
             raise
-        deaths.settle()
+        deaths.look()
         deaths.forget()
         self._span = start, end
         self._changes += allocator_events(profile)

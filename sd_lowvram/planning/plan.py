@@ -65,11 +65,16 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings with what each stage takes, of a run or of a part of it, and what the device needs besides tensors."""
+    """Settings with what each stage takes, of a run or of a part of it, and what the device needs besides tensors.
+
+    Attributes:
+        base: what of the settings all stages share, the way to place the weights among them.
+    """
 
     settings: Settings
     stages: tuple[StagePlan, ...]
     overhead_bytes: int
+    base: Settings
 
     @property
     def worst(self) -> StagePlan:

@@ -1,4 +1,4 @@
-"""Pictures of memory: what a plan foretells for each stage, beside what a run took, under the budget.
+"""Pictures of memory: what is planned for each stage, beside what a run took, under the budget.
 
 Duck-typed on plans and measurements, and drawn without a window, so that programs with a display of their own can use
 it. Needs matplotlib, which is imported when something is drawn.
@@ -27,7 +27,7 @@ class _Piece:
     """One run of one stage: what was planned, its traced course if there is one, what was measured if it was."""
 
     plan: Any
-    foretold: Any
+    course: Any
     measured: Any
 
     @property
@@ -42,16 +42,16 @@ def check_plots() -> None:
         raise BadInputError('a plot needs matplotlib: pip install "sd-lowvram[plots]"')
 
 
-def memory_figure(plan: Any, measured: Any = None, foretold: Sequence[Any] = ()) -> Any:
+def memory_figure(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) -> Any:
     """A matplotlib Figure of the memory that each stage takes: weights, activations, and what waits in host memory.
 
     Stages lie side by side, as wide as they are long (the shortest are widened). On a CPU host memory is drawn on top,
-    as its allocator counts both; on a GPU it is only told.
+    as its allocator counts both; on a GPU it is only named.
 
     Args:
         plan: a Plan.
         measured: a Run (``sd_lowvram.measured``), drawn as a line over the prediction.
-        foretold: the course within each stage (:func:`sd_lowvram.planning.timeline.courses_of`); without it, its peak.
+        courses: the course within each stage (:func:`sd_lowvram.planning.timeline.courses_of`); without it, its peak.
 
     Raises:
         BadInputError: matplotlib is not installed.
@@ -62,7 +62,7 @@ def memory_figure(plan: Any, measured: Any = None, foretold: Sequence[Any] = ())
     both = plan.request.device.type == "cpu"
     figure = Figure(figsize=(10, 5.4), dpi=110, facecolor="white", layout=_layout())
     axes = figure.add_subplot()
-    bands = _bands(plan, measured, foretold)
+    bands = _bands(plan, measured, courses)
     left, top = 0.0, 0
     for band, width in zip(bands, _widths(bands), strict=True):
         highest = _draw_band(axes, band, left, width, both)
@@ -73,22 +73,22 @@ def memory_figure(plan: Any, measured: Any = None, foretold: Sequence[Any] = ())
     return figure
 
 
-def memory_png(plan: Any, measured: Any = None, foretold: Sequence[Any] = ()) -> bytes:
+def memory_png(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) -> bytes:
     """:func:`memory_figure` as the bytes of a PNG file."""
     file = io.BytesIO()
-    memory_figure(plan, measured, foretold).savefig(file, format="png")
+    memory_figure(plan, measured, courses).savefig(file, format="png")
     return file.getvalue()
 
 
-def _bands(plan: Any, measured: Any, foretold: Sequence[Any]) -> list[list[_Piece]]:
+def _bands(plan: Any, measured: Any, courses: Sequence[Any]) -> list[list[_Piece]]:
     """Runs of stages in their order, neighbours of one name together."""
-    courses = {(course.name, course.component): course for course in foretold}
+    known = {(course.name, course.component): course for course in courses}
     planned = {(stage.name, stage.component): stage for stage in plan.stages}
     if measured is None:
-        pieces = [_Piece(stage, courses.get(key), None) for key, stage in planned.items()]
+        pieces = [_Piece(stage, known.get(key), None) for key, stage in planned.items()]
     else:
         seen = [((stage.name, stage.component), stage) for stage in measured.stages]
-        pieces = [_Piece(planned[key], courses.get(key), stage) for key, stage in seen if key in planned]
+        pieces = [_Piece(planned[key], known.get(key), stage) for key, stage in seen if key in planned]
     return [list(group) for _, group in itertools.groupby(pieces, key=lambda piece: piece.plan.name)]
 
 
@@ -122,8 +122,8 @@ def _draw_band(axes: Any, band: list[_Piece], left: float, width: float, both: b
 
 
 def _course(piece: _Piece) -> tuple[list[int], list[int]]:
-    if piece.foretold is not None:
-        return list(piece.foretold.device_bytes), list(piece.foretold.host_bytes)
+    if piece.course is not None:
+        return list(piece.course.device_bytes), list(piece.course.host_bytes)
     return [piece.plan.peak_bytes], [piece.plan.host_bytes]
 
 

@@ -44,7 +44,7 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
         approximate: whether a narrower precision may be chosen.
 
     Raises:
-        BudgetError: none fits; it tells the smallest budget that works and the stage that needs it.
+        BudgetError: none fits; it names the smallest budget that works and the stage that needs it.
     """
     return planned(Search(anatomy, request, settings, approximate))
 
@@ -61,8 +61,7 @@ def planned(search: Search) -> Plan:
     if smallest is None:
         raise search.too_large()
     if best is None:
-        held = smallest.needed_bytes <= request.vram
-        raise refusal(request, smallest, search.leanest() if held else None)
+        raise refusal(request, smallest, search.leanest() if smallest.needed_bytes <= request.vram else None)
     smallest = min(smallest, best, key=lambda run: run.peak_bytes)
     following = search.next_faster(best)
     return Plan(
@@ -125,17 +124,18 @@ class Search:
     def fastest(self) -> Candidate | None:
         """The fastest run that its whole trace finds within the budgets too.
 
-        A whole trace may tell of more bytes, or of more time: its figures then take the place of those that the run
+        A whole trace may find more bytes, or of more time: its figures then take the place of those that the run
         was composed of, and the next ones have their turn as long as they may be faster by what is worth a trace.
         """
         best = None
-        for run in heapq.merge(*map(self._runs, self._placements), key=_by_time):
+        runs = map(self._runs, self._placements)  # in digits that sums of the same times in another order share
+        for run in heapq.merge(*runs, key=lambda run: float(f"{run.seconds:.9g}")):
             if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:
                 break
             if not self._fits(run):
                 self._rejected.append(run)
                 continue
-            whole = self.pricing.confirmed(self._placement_of(run), run)
+            whole = self.pricing.confirmed(run)
             if self._fits(whole) and (best is None or whole.seconds < best.seconds):
                 best = whole
         return best
@@ -231,9 +231,6 @@ class Search:
             raise refused
         return list(found)
 
-    def _placement_of(self, run: Candidate) -> Settings:
-        return self.base.filled(**{name: getattr(run.settings, name) for name in _PLACING})
-
     def _offloads(self) -> tuple[str, ...]:
         if not support_of(self.request.device).streams:
             return "none", "component"
@@ -252,7 +249,7 @@ class Search:
 
     def _option(self, base: Settings, group: Group, choice: Choice) -> Candidate:
         priced = tuple(self.pricing.stage(base, stage, choice) for stage in group.stages)
-        return Candidate(base.filled(**choice), priced, self.pricing.overhead)
+        return Candidate(base.filled(**choice), priced, self.pricing.overhead, base)
 
     def _options(self, base: Settings, chosen: Iterable[Choice]) -> list[Candidate]:
         return [self._option(base, *each) for each in zip(self._groups, chosen, strict=True)]
@@ -267,11 +264,11 @@ class Search:
     def _small(self, run: Candidate) -> bool:
         return run.largest_bytes <= self.largest
 
-    # What the plan tells of it
+    # What the plan says of it
 
     def explained(self, best: Candidate) -> Iterator[StagePlan]:
         """The stages of ``best``, each with the reason why it is no faster."""
-        priced = self.pricing.priced(self._placement_of(best))
+        priced = self.pricing.priced(best.base)
         for stage in best.stages:
             others = [one for one in priced if (one.name, one.component) == (stage.name, stage.component)]
             yield dataclasses.replace(stage, why=why_not(stage, others, self.request, self.largest))
@@ -286,13 +283,5 @@ class Search:
 _WORTH_A_TRACE = 0.995
 """Part of the best time that another run must promise."""
 
-_PLACING = ("weight_storage", "precision", "offload", "weights_mib")
-"""Knobs by which placements differ."""
-
 _ROOMS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""
-
-
-def _by_time(run: Candidate) -> float:
-    """Sums of the same times in another order are the same time."""
-    return float(f"{run.seconds:.9g}")

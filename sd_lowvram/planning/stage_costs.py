@@ -24,7 +24,7 @@ from ..streaming.search import near_schedule
 from ..streaming.simulator import simulate
 from ..streaming.timing import Timing, timed
 from ..tracing import MemoryTrace
-from ..tracing.fake_model import FakeModel, fingerprint
+from ..tracing.fake_model import FakeModel
 from ..tracing.flop_counter import Span
 from ..tracing.tracer import Figures, trace_equals_once
 from ..weights import all_tensors, weight_bytes
@@ -80,7 +80,6 @@ class Costs:
         self._stages_of = functools.partial(stages, shape=shape, encodes=encodes)
         self._fake: FakeModel = like._fake if like else FakeModel(anatomy, device)
         self._known: dict[Any, Any] = like._known if like else {}
-        self._fingerprints: dict[str, str] = like._fingerprints if like else {}
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
@@ -110,9 +109,9 @@ class Costs:
     @functools.cached_property
     def quantised(self) -> frozenset[str]:
         """Components of which weights can be stored in 8 bits."""
-        names = self._anatomy.components
         with one_at_a_time():
-            return frozenset(name for name in names if quantised_layers(self._anatomy, name, as_loaded=True))
+            parts = self._anatomy.components
+            return frozenset(name for name in parts if quantised_layers(self._anatomy, name, as_loaded=True))
 
     def __call__(self, stage: Stage, settings: Settings, timing: Timing | None = None) -> Figures:
         """The cost of ``stage``; settings that do not touch it make no difference.
@@ -194,7 +193,7 @@ class Costs:
         """
         key: tuple[Any, ...] = kind.__name__, component, facts
         if key not in self._known:
-            place = place_of("traces", lambda: (*key, self._fingerprint(component), self._device.type))
+            place = place_of("traces", lambda: (*key, self._fake.fingerprint(component), self._device.type))
             try:
                 self._known[key] = kind(**remembered(place))
             except TypeError:  # nothing, or something else
@@ -202,12 +201,6 @@ class Costs:
                 remember(place, self._known[key])
         result: _Kind = self._known[key]
         return result
-
-    def _fingerprint(self, component: str) -> str:
-        if component not in self._fingerprints:
-            with one_at_a_time():
-                self._fingerprints[component] = fingerprint(self._anatomy.components[component])
-        return self._fingerprints[component]
 
 
 def _figures(spans: list[Any], **others: int) -> Figures:

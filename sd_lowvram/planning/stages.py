@@ -1,4 +1,4 @@
-"""The stages of a run (text, control, denoise, decode, encode), each as a call that can be traced on a twin."""
+"""The stages of a run (text, control, denoise, decode, encode), each as a call that can be traced on a fake copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CONTROL", "Shape", "Stage", "latent_size", "native_size", "scale_fac
 
 
 def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
-    """The stages of a run of ``anatomy``'s components, in order. Call them within the twin's fake mode.
+    """The stages of a run of ``anatomy``'s components, in order. Call them within the fake copy's mode.
 
     Args:
         encodes: whether the run starts from a picture (img2img, inpainting).

@@ -1,4 +1,4 @@
-"""The course of memory within each stage of a plan, as a trace of the whole stage foretells it; for plots."""
+"""The course of memory within each stage of a plan, as a trace of the whole stage finds it; for plots."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def courses_of(target: Any, plan: Plan) -> tuple[Course, ...]:
 
 
 def _course(stage: StagePlan, traced: MemoryTrace) -> Course:
-    """The trace's timeline, raised by what the rest of the run holds meanwhile."""
+    """The trace's timeline, raised by what the rest of the run holds beside it."""
     others, waiting = stage.peak_bytes - traced.peak_bytes, stage.host_bytes - traced.host_peak_bytes
     events = [event for event in traced.timeline if event.operator]  # not the booking of what was there before
     size = -(-len(events) // _POINTS)

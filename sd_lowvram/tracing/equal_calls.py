@@ -90,7 +90,7 @@ class EqualCalls:
         return forward(*args, **kwargs) if known is None else self._again(known)
 
     def _facts(self, arguments: Any) -> Hashable | None:
-        """What a call hangs on besides the module; None where that cannot be told."""
+        """What a call hangs on besides the module; None where that is not known."""
         leaves, structure = tree_flatten(arguments)
         facts: list[Any] = [str(structure), torch.is_inference_mode_enabled(), current_account(), times()]
         for leaf in leaves:

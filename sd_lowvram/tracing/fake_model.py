@@ -82,11 +82,19 @@ class FakeModel:
         self._converted: dict[str, Attachment] = {}
         self._layers: dict[Any, list[Layer]] = {}
         self._equals: dict[str, dict[nn.Module, int]] = {}
+        self._fingerprints: dict[str, str] = {}
 
     @functools.cached_property
     def anatomy(self) -> Anatomy:
         with one_at_a_time():
             return fake_copy(self._model, self._mode)
+
+    def fingerprint(self, name: str) -> str:
+        """What a component's copy hangs on; nothing is copied for it."""
+        if name not in self._fingerprints:
+            with one_at_a_time():
+                self._fingerprints[name] = fingerprint(self._model.components[name])
+        return self._fingerprints[name]
 
     @contextlib.contextmanager
     def running(self, name: str, settings: Settings, timing: Timing | None = None) -> Iterator[None]:

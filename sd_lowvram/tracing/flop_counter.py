@@ -63,7 +63,7 @@ class Work:
             sums.packed_bytes += packed_bytes * times()
 
     def add(self, span: Span) -> None:
-        """Add what a module did, told as a span."""
+        """Add what a module did."""
         self.spans.append(span)
         self.flops += span.flops
         self.moved_bytes += span.moved_bytes

@@ -1,7 +1,7 @@
-"""What common operators make of their arguments, told without the fake mode, which takes milliseconds over some.
+"""What common operators make of their arguments, without the fake mode, which takes milliseconds over some.
 
 A rule, where there is one; else torch's own kernels for meta tensors, where they are quick and right. What is wrong
-about the arguments, the fake mode tells.
+about the arguments, the fake mode says.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Ledger:
         storage = tensor.untyped_storage()
         booked = self._booked.get(storage._cdata)
         if booked is None:
-            self._deaths.settle()
+            self._deaths.look()
             booked = self._booked[self._deaths.watch(storage)] = _Booked(account, born)
         nbytes = storage.nbytes()
         if nbytes != booked.nbytes:
@@ -99,7 +99,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[list[int]]:
-        """Inside, peaks are noted by themselves; the list then tells them, above what was there at the beginning."""
+        """Inside, peaks are noted by themselves; the list then has them, above what was there at the beginning."""
         before, start = self._peaks(), self._now()
         self.peak, self.host_peak, self.activation_peak, self.born_peak = start
         self.largest = 0
@@ -111,7 +111,7 @@ class Ledger:
             self._raise(before)
 
     def again(self, above: Sequence[int]) -> None:
-        """Note the peaks of something that goes as :meth:`apart` told."""
+        """Note the peaks of something that goes as :meth:`apart` noted."""
         self._raise([at + more for at, more in zip((*self._now(), 0), above, strict=True)])
 
     def _now(self) -> tuple[int, int, int, int]:
@@ -137,8 +137,8 @@ class Ledger:
         self.book(tensor, account, born=False)
 
     def live_now(self) -> dict[str, int]:
-        """Bytes alive in each account, the dead struck off also where nobody tells of a death."""
-        self._deaths.settle()
+        """Bytes alive in each account, the dead struck off also where nothing reports a death."""
+        self._deaths.look()
         return dict(self.live)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How torch's kernels lay out what they make, told from shapes and strides; fakes are wrong here and there."""
+"""How torch's kernels lay out what they make, derived from shapes and strides; fakes are wrong here and there."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def made_of(result: Any, first: Any, *, view: bool) -> tuple[Made, ...] | None:
 
 
 def make(recipe: Recipe, mode: FakeTensorMode, args: tuple[Any, ...]) -> Any:
-    """The results that ``recipe`` tells."""
+    """The results that ``recipe`` describes."""
     if recipe.made is None:
         return args[0]
     results = [_fake(made, mode, args[0]) for made in recipe.made]

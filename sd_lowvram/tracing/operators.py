@@ -48,8 +48,8 @@ def describe(func: Any) -> Operator:
     if schema is None or func.namespace == "prim":
         return Operator(str(func))
     returns = [result.alias_info for result in schema.returns]
-    told = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
-    view = told or schema.name in _UNTOLD_VIEWS
+    declared = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+    view = declared or schema.name in _UNDECLARED_VIEWS
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return Operator(
         name=str(func.overloadpacket),
@@ -64,7 +64,7 @@ def describe(func: Any) -> Operator:
 
 
 # They share the memory of their argument, and their schemas keep it from autograd.
-_UNTOLD_VIEWS = frozenset(f"aten::{name}" for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
+_UNDECLARED_VIEWS = frozenset(f"aten::{name}" for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ Booking = Callable[[str, int, tuple[Tensor, Tensor, Tensor], Tensor], None]
 
 
 @contextlib.contextmanager
-def foretold_attention(book: Booking) -> Iterator[None]:
+def traced_attention(book: Booking) -> Iterator[None]:
     """Inside, ``torch.nn.functional.scaled_dot_product_attention`` of fake tensors only allocates its output.
 
     The attribute is exchanged, because a function mode would slow every access to a tensor's shape down; real tensors,

@@ -26,7 +26,7 @@ from .layout_rules import recipe_of
 from .ledger import Ledger, Timeline
 from .op_cache import Recipe, made_of, make, signature
 from .operators import Operator, describe, nbytes
-from .sdpa import foretold_attention
+from .sdpa import traced_attention
 from .uncompiled import CAN_REST, uncompiled
 
 aten = torch.ops.aten
@@ -108,7 +108,7 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
     host memory is what comes through ``park``, ``host_empty`` or ``host_account``. No gradients are followed, whatever
     the caller's mode: to trace a training step, let the callable turn them on (``torch.enable_grad``). The kernels are
     those of a GPU, unless inside ``kernels_of("cpu")``. A module that carries our hooks is traced between two calls of
-    it in other threads; one that carries none must not run meanwhile.
+    it in other threads; one that carries none must not run in another thread.
 
     Modules are found when they are the callable, the owner of the bound method, among the arguments, or in the closure.
     torch cannot convert modules of fake parameters in place: what runs here must not call ``Module.to`` or ``half``.
@@ -125,7 +125,7 @@ def trace_equals_once(
     kwargs: dict[str, Any],
     equals: Mapping[nn.Module, int],
 ) -> MemoryTrace:
-    """:func:`trace`, in which equal calls of the modules ``equals`` run once; the timeline tells nothing of the others.
+    """:func:`trace`, in which equal calls of the modules ``equals`` run once; the timeline has nothing of the others.
 
     Args:
         equals: modules, each with a number for its kind (:func:`equal_calls.equal_modules`).
@@ -211,7 +211,7 @@ class _Tracer(TorchDispatchMode):
     def following(self, modules: list[nn.Module], equals: Mapping[nn.Module, int]) -> Iterator[None]:
         """Inside, operators are followed and the ledger knows which module runs."""
         once = EqualCalls(self.ledger, self.work, self._mode).run_once(equals)
-        paths, attention = _module_paths(self.ledger, modules), foretold_attention(self._attended)
+        paths, attention = _module_paths(self.ledger, modules), traced_attention(self._attended)
         with paths, _resizes(self.ledger), attention, once, self:
             yield
 
@@ -364,15 +364,15 @@ def _left(module: nn.Module, _args: Any, _output: Any) -> None:
 
 
 @contextlib.contextmanager
-def _told_of_modules() -> Iterator[None]:
+def _with_global_hooks() -> Iterator[None]:
     handles = [register_module_forward_pre_hook(_entered), register_module_forward_hook(_left)]
     yield
     for handle in handles:
         handle.remove()
 
 
-_following = Shared(_told_of_modules)
-"""torch tells of the modules of all threads alike."""
+_following = Shared(_with_global_hooks)
+"""torch's global hooks are called for the modules of all threads."""
 
 _resize = Redirected(torch.UntypedStorage, "resize_")
 

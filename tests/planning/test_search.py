@@ -71,7 +71,7 @@ def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
 @pytest.mark.slow(8)
 def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypatch: Any) -> None:
     """The search leaves out what cannot be faster; here all is priced."""
-    monkeypatch.setattr(Pricing, "confirmed", lambda self, base, run: run)
+    monkeypatch.setattr(Pricing, "confirmed", lambda self, run: run)
     most = make_plan(anatomy, request(GIB, 128), Settings()).predicted.peak_bytes
     fewer = 0
     for step in range(7):
@@ -353,5 +353,5 @@ def test_what_is_remembered_of_a_unet_hangs_on_the_latents_of_its_vae() -> None:
         parts = build_components(one, torch.float16, "meta", ("unet", "vae"))
         costs = Costs(anatomy_of_components("diffusers", parts), Shape(512, 512), False, torch.device("cuda"))
         called.add(costs._called_with["denoise", "unet"])
-        weights.add(costs._fingerprint("unet"))
+        weights.add(costs._fake.fingerprint("unet"))
     assert len(called) == 2 and len(weights) == 1
