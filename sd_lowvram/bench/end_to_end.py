@@ -86,7 +86,7 @@ def trial_run(task: dict[str, Any]) -> dict[str, Any]:
     rates_of(torch.device("cpu"), recalibrate=True)  # what else the machine does changes from run to run
     sizes: dict[str, Any] = {"width": task["size"], "height": task["size"], "steps": task["steps"]}
     chosen = plan(pipe, vram=f"{task['budget']} b", ram=f"{_PLENTY} b", device="cpu", **sizes)
-    planned = {"planned": _described(Candidate(chosen.settings, chosen.stages, 0))}
+    planned = {"planned": _described(Candidate(chosen.settings, chosen.stages, 0, chosen.settings))}
     if task.get("survey"):
         facts = {"threads": torch.get_num_threads(), "torch": torch.__version__}
         return {"minimum_peak_bytes": chosen.minimum_peak_bytes, **planned, **facts}
