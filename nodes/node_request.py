@@ -65,13 +65,17 @@ def attachable(settings: Settings) -> Settings:
     return dataclasses.replace(settings, **dict.fromkeys([*theirs, "decoder_device", "largest_mib"]))
 
 
+_ORDER = ("encode", "denoise", "decode")
+"""Of the stages in a run, and in what is told of it."""
+
+
 @dataclass(eq=False)
 class Record:
     """What plans foretold and what their runs took; travels from node to node as LOWVRAM_PLAN.
 
     Attributes:
         wish: what a Plan node was asked for: nodes that are given its plan go by it.
-        plans: the latest for each stage, by its name: "denoise", "decode", "encode".
+        plans: the latest for each stage, by its name, in the order of a run.
         measured: the latest run of each stage, as the allocator saw it.
         sites: on how many sites each hook acted in the latest call of the UNet.
         notes: sentences on the latest sampling.
@@ -86,7 +90,9 @@ class Record:
 
     def add(self, stage: str, plan: Plan, model: Any) -> None:
         """Put in the ``plan`` of a stage of ``model``."""
-        self.plans[stage], self._models[stage] = plan, weakref.ref(model)
+        plans = {**self.plans, stage: plan}
+        self.plans = {name: plans[name] for name in _ORDER if name in plans}
+        self._models[stage] = weakref.ref(model)
 
     def plan_of(self, stage: str, model: Any) -> Plan | None:
         """The plan of a stage where it was made for this very model."""

@@ -363,6 +363,7 @@ def test_what_a_plan_shows_is_what_runs(pack, model, vae) -> None:
     latents = Guider(mine, TEXT).sample(NOISE)
     nodes["LowVRAMOptimizeVAE"]().optimize(vae, "1KB", plan=record)[0].decode(latents)
     assert record.plans == shown.plans and record.sites["residual_strips"] == 22
+    assert list(record.plans) == ["denoise", "decode"]  # as in a run, in whatever order they came
     text = nodes["LowVRAMReport"]().report(record, latents)["result"][1]
     assert " for 20 steps" in text
     other = Patcher(Model(tiny.components("sd15")["unet"].eval()))
