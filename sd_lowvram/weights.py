@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,23 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
     """Give ``tensor`` other contents and keep the object itself, so that whoever holds it sees them too."""
     with torch.no_grad():
         tensor.data = data
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors on one device are alike to the last bit: NaN equals itself, and 0 is not -0."""
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (a, b)))
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether a map (N, C, H, W) lies channels last in memory, and not in both ways."""
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def room(shape: Sequence[int], like: Tensor) -> Tensor:
+    """An empty tensor of ``shape`` with the type, device and memory format of ``like``, a part of what will fill it."""
+    wanted = torch.channels_last if is_channels_last(like) else torch.contiguous_format
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=wanted)
 
 
 _LOADED = "_sd_lowvram_loaded"

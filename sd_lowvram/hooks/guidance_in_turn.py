@@ -18,9 +18,10 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import together
+from ..weights import room
 from .arguments import are_watched, batch_of, part_of, shares
 from .offloaded_tensor import Waiting
-from .strips import needs_graph, room
+from .strips import needs_graph
 
 
 def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import Parked
-from .strips import Moments, normalised, room
+from ..weights import room
+from .strips import Moments, normalised
 
 
 class Map:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..memory import Parked, fetch, park
-from .strips import room
+from ..weights import room
 
 
 class Waiting:

@@ -25,7 +25,7 @@ from ..models.latents import dtype_of
 from ..patches import Change, Patch, value, wrap
 from ..settings import Fidelity, Settings
 from ..streaming.weight_scopes import lent_to_call
-from ..weights import all_tensors, cast_activations, loaded_dtype, own_tensors, remember_loaded, set_data
+from ..weights import all_tensors, cast_activations, loaded_dtype, own_tensors, remember_loaded, same_bits, set_data
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -52,19 +52,30 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
             "fp16-storage"
         )
     for name, component in anatomy.components.items():
-        if kind.endswith("fp16") and force_upcast(anatomy, name):
+        stored, compute = _types(anatomy, name, settings)
+        if compute is None:
             yield from _cast_entries(anatomy, name, anatomy.computes.get(name))
-        elif kind.startswith("autocast-"):
-            yield from _autocast(anatomy, name, _TYPES[kind.removeprefix("autocast-")], device)
-        elif kind == "fp16-storage":
-            yield Change(functools.partial(convert, component, torch.float16), hook="precision")
-            yield from _widened_layers(component)
-            yield from _cast_entries(anatomy, name, torch.float32)
-            yield from _cast_inside(component, torch.float32)
+        elif stored is None:
+            yield from _autocast(anatomy, name, compute, device)
         else:
-            yield Change(functools.partial(convert, component, _TYPES[kind]), hook="precision")
-            yield from _cast_entries(anatomy, name, None)
-            yield from _cast_inside(component, _TYPES[kind])
+            yield Change(functools.partial(convert, component, stored), hook="precision")
+            if stored != compute:
+                yield from _widened_layers(component)
+            yield from _cast_entries(anatomy, name, compute if stored != compute else None)
+            yield from _cast_inside(component, compute)
+
+
+def _types(
+    anatomy: Anatomy, name: str, settings: Settings
+) -> tuple[torch.dtype, torch.dtype] | tuple[None, torch.dtype | None]:
+    """The types in which ``settings`` have a component stored and computed; None for what stays as it is."""
+    kind = settings.precision or ""
+    if kind in ("", "tf32") or (kind.endswith("fp16") and force_upcast(anatomy, name)):
+        return None, None
+    if kind == "fp16-storage":
+        return torch.float16, torch.float32
+    compute = _TYPES[kind.removeprefix("autocast-")]
+    return (None, compute) if kind.startswith("autocast-") else (compute, compute)
 
 
 @functools.lru_cache
@@ -81,20 +92,14 @@ def _computes_on_cpu(dtype: torch.dtype) -> bool:
 
 def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
     """How far ``settings.precision`` goes from this model's own types: nothing, wider, or narrower."""
-    kind = settings.precision
-    if kind is None:
-        return Fidelity.BITWISE
-    if kind == "tf32":
-        return Fidelity.APPROXIMATE
-    compute = _TYPES["fp32" if kind == "fp16-storage" else kind.removeprefix("autocast-")]
-    stored = _TYPES["fp16"] if kind == "fp16-storage" else compute
-    fidelity = Fidelity.BITWISE
+    fidelity = Fidelity.APPROXIMATE if settings.precision == "tf32" else Fidelity.BITWISE
     for name, component in anatomy.components.items():
-        if kind.endswith("fp16") and force_upcast(anatomy, name):
+        stored, compute = _types(anatomy, name, settings)
+        if compute is None:
             continue
         for dtype in {dtype for dtype in map(loaded_dtype, all_tensors(component)) if dtype.is_floating_point}:
             before = anatomy.computes.get(name, dtype)
-            if narrows(dtype, stored) or narrows(before, compute):
+            if narrows(dtype, stored or compute) or narrows(before, compute):
                 return Fidelity.APPROXIMATE
             if before != compute:
                 fidelity = Fidelity.ROUNDING
@@ -103,20 +108,14 @@ def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
 
 def compute_dtype(anatomy: Anatomy, name: str, settings: Settings) -> torch.dtype:
     """The type in which the component ``name``, as it was loaded, does its arithmetic with ``settings``."""
-    kind = settings.precision or ""
-    if kind in ("", "tf32") or (kind.endswith("fp16") and force_upcast(anatomy, name)):
-        return dtype_of(anatomy, name, as_loaded=True)
-    return _TYPES["fp32" if kind == "fp16-storage" else kind.removeprefix("autocast-")]
+    return _types(anatomy, name, settings)[1] or dtype_of(anatomy, name, as_loaded=True)
 
 
 def converted(anatomy: Anatomy, name: str, settings: Settings) -> bool:
     """Whether the component ``name`` has its weights in another type with ``settings`` than it was loaded in."""
-    kind = settings.precision or ""
-    if kind in ("", "tf32") or kind.startswith("autocast-") or (kind.endswith("fp16") and force_upcast(anatomy, name)):
-        return False
-    stored = _TYPES["fp16" if kind == "fp16-storage" else kind]
+    stored, _ = _types(anatomy, name, settings)
     dtypes = map(loaded_dtype, anatomy.components[name].parameters())
-    return any(dtype.is_floating_point and dtype != stored for dtype in dtypes)
+    return stored is not None and any(dtype.is_floating_point and dtype != stored for dtype in dtypes)
 
 
 def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
@@ -135,7 +134,7 @@ def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
             if isinstance(tensor, FakeTensor):
                 set_data(tensor, _cast(tensor, before))
                 continue
-            intact = original is not None and _same_bits(original.to(dtype), tensor.data.cpu())
+            intact = original is not None and same_bits(original.to(dtype), tensor.data.cpu())
             set_data(tensor, original.to(tensor.device) if intact and original is not None else tensor.data.to(before))
 
     try:
@@ -164,14 +163,6 @@ def narrows(source: torch.dtype, target: torch.dtype) -> bool:
     if 1 in (source.itemsize, target.itemsize):
         return source != target and target.itemsize == 1
     return torch.promote_types(source, target) != target
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    bits = integers.get(a.element_size(), torch.int8)
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def force_upcast(anatomy: Anatomy, name: str) -> bool:
@@ -262,9 +253,5 @@ def _widened_layers(component: nn.Module) -> Iterator[Patch]:
 def _run_widened(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     args, kwargs = cast_activations((args, kwargs), torch.float32)
     floating = (tensor for tensor in own_tensors(module) if tensor.is_floating_point())
-    with lent_to_call(floating, _widen):
+    with lent_to_call(floating, Tensor.float):
         return original(*args, **kwargs)
-
-
-def _widen(data: Tensor) -> Tensor:
-    return data.to(torch.float32)

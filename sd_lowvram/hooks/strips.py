@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from ..memory.repeats import standing_for
-from ..weights import first_tensor
+from ..weights import first_tensor, room
 
 Span = tuple[int, int]
 
@@ -148,10 +148,3 @@ def normalised(norm: nn.Module, strip: Tensor, moments: Moments) -> Tensor:
     with _GivenStatistics(moments):
         result: Tensor = norm(strip)
     return result
-
-
-def room(shape: Sequence[int], like: Tensor) -> Tensor:
-    """An empty tensor of ``shape`` with the type, device and memory format of ``like``, a part of what will fill it."""
-    last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
-    wanted = torch.channels_last if last else torch.contiguous_format
-    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=wanted)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..weights import is_channels_last
 from .accounts import actual_device, device_account, host_account, mark_host, weights_account
 
 
@@ -109,7 +110,7 @@ class Parked:
         if len(shape) != 4:
             raise ValueError(f"a map to park by rows has the shape (N, C, H, W), not {tuple(shape)}")
         wanted = torch.device(device) if device is not None else like.device if like is not None else "cpu"
-        channels_last = like is not None and _is_channels_last(like)
+        channels_last = like is not None and is_channels_last(like)
         order = (2, 0, 3, 1) if channels_last else (2, 0, 1, 3)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         place = actual_device(wanted)
@@ -163,10 +164,6 @@ class Parked:
             yield
             self._event = torch.cuda.Event()
             self._event.record(stream)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def dense_order(tensor: Tensor) -> list[int]:

@@ -173,45 +173,31 @@ class Stream:
             return looked_up(self._device, original, *args, **kwargs)
         if len(numbers) > 1:
             return self._run_in_parts(module, numbers, original, *args, **kwargs)
-        self._come(module)
+        for number in numbers:
+            self._enter(number)
         try:
             return original(*args, **kwargs)
         finally:
-            self._leave(module)
-
-    def _come(self, module: nn.Module) -> None:
-        for number in self._roles[id(module)] or ():
-            self._enter(number)
-
-    def _leave(self, module: nn.Module) -> None:
-        for number in self._roles[id(module)] or ():
-            self._busy[number] -= 1
+            for number in numbers:
+                self._busy[number] -= 1
 
     def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, input: Tensor) -> Tensor:
         assert self._layout is not None
-        rows = [self._layout.blocks[number].rows or (0, 0) for number in numbers]
-        parts = [(span, self._part(module, place, span)) for place, span in enumerate(rows)]
+        rows = [(number, self._layout.blocks[number].rows or (0, 0)) for number in numbers]
+        parts = [(span, self._part(number, span)) for number, span in rows]
         return in_parts(module, parts, original, input)
 
     @contextlib.contextmanager
-    def _part(self, module: nn.Module, place: int, rows: tuple[int, int]) -> Iterator[None]:
+    def _part(self, number: int, rows: tuple[int, int]) -> Iterator[None]:
         """Inside, a layer holds one of its parts; what widens weights does so anew for every part."""
-        self._come_in_part(place, module)
+        self._enter(number)
+        self._lend(number)
         try:
             with lending.apart(rows):
                 yield
         finally:
-            self._leave_part(place, module)
-
-    def _come_in_part(self, place: int, module: nn.Module) -> None:
-        number = (self._roles[id(module)] or ())[place]
-        self._enter(number)
-        self._lend(number)
-
-    def _leave_part(self, place: int, module: nn.Module) -> None:
-        number = (self._roles[id(module)] or ())[place]
-        self._busy[number] -= 1
-        self._take_back(number)
+            self._busy[number] -= 1
+            self._take_back(number)
 
     def _begin(self) -> None:
         self._turns.take(self)
@@ -366,19 +352,15 @@ class Stream:
         layers = layers_of(self._components)
         self._tensors = list({id(tensor): tensor for layer in layers for tensor in layer.tensors}.values())
         self._settled.add(self._tensors)
-        self._lay_down(layers)
+        self._layout = lay_down(layers, self._policy, self._orders)
+        self._roles = self._layout.roles()
         self._follow(layers)
         self._known, self._contents = known, contents(self._tensors)
 
-    def _lay_down(self, layers: list[Layer]) -> None:
-        self._layout = lay_down(layers, self._policy, self._orders)
-        self._roles = self._layout.roles()
-
     def _follow(self, layers: list[Layer]) -> None:
         """Patch layers that are new, and free those that are not called by themselves any more."""
-        wanted = {(id(layer.module), layer.entry): layer for layer in layers}
-        if self._layout is not None:
-            wanted |= {(id(layer.module), layer.entry): layer for layer in self._layout.layers()}
+        assert self._layout is not None
+        wanted = {(id(layer.module), layer.entry): layer for layer in (*layers, *self._layout.layers())}
         for key in [key for key in self._later if key not in wanted]:
             take_off(self._later.pop(key))
         for key, patch in self._patches.items():

@@ -32,7 +32,7 @@ from ..memory.fake_mode import active_fake_mode
 from ..memory.host_offload import dense_order, inverse
 from ..memory.threads import one_at_a_time
 from ..units import MIB
-from ..weights import all_tensors, set_data
+from ..weights import all_tensors, same_bits, set_data
 
 PINNED_SHARE = 0.5
 """Of the host memory that this process may use: locked pages can be neither swapped nor dropped, and the system, the
@@ -180,7 +180,7 @@ class _Settled:
     def undo(self) -> None:
         data = self.tensor.data
         unmark_host(data)
-        if self.original is not None and _same_bits(data, self.original):
+        if self.original is not None and same_bits(data, self.original.to(data.device)):
             set_data(self.tensor, self.original)
         elif data.device != self.device:
             set_data(self.tensor, data.to(self.device))
@@ -355,13 +355,6 @@ def _in_bytes(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
     if source.dtype != target.dtype or not (source.is_contiguous() and target.is_contiguous()):
         return None
     return source.reshape(-1).view(torch.uint8), target.reshape(-1).view(torch.uint8)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    pair = _in_bytes(a, b.to(a.device))
-    return pair is not None and torch.equal(*pair)
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:

@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from ..weights import room
 
 Part = tuple[tuple[int, int], contextlib.AbstractContextManager[Any]]
 """First and last output, and a context in which the layer holds the rows that make them."""
@@ -19,23 +20,18 @@ Part = tuple[tuple[int, int], contextlib.AbstractContextManager[Any]]
 
 def in_parts(module: nn.Module, parts: Iterable[Part], original: Callable[..., Tensor], x: Tensor) -> Tensor:
     """``original(x)`` of a Linear (..., outputs) or Conv2d (N, outputs, H, W), a part of the outputs at a time."""
-    dim = 1 if isinstance(module, nn.Conv2d) else -1
-    outputs = getattr(module, "out_channels" if dim == 1 else "out_features")
+    convolves = isinstance(module, nn.Conv2d)
+    dim = -3 if convolves else -1  # torch convolves a map (C, H, W) too
+    outputs = getattr(module, "out_channels" if convolves else "out_features")
     out: Tensor | None = None
     for (start, stop), held in parts:
         with held:
             part = original(x)
         if out is None:
-            out = _room(part, dim if x.dim() == 4 or dim == -1 else 0, outputs)
-        out.narrow(dim if out.dim() == 4 or dim == -1 else 0, start, stop - start).copy_(part)
+            shape = list(part.shape)
+            shape[dim] = outputs
+            out = room(shape, part)
+        out.narrow(dim, start, stop - start).copy_(part)
         del part
     assert out is not None
     return out
-
-
-def _room(part: Tensor, dim: int, outputs: int) -> Tensor:
-    shape = list(part.shape)
-    shape[dim] = outputs
-    last = part.dim() == 4 and part.is_contiguous(memory_format=torch.channels_last) and not part.is_contiguous()
-    wanted = torch.channels_last if last else torch.contiguous_format
-    return torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=wanted)

@@ -29,7 +29,8 @@ def traced_attention(book: Booking) -> Iterator[None]:
     Args:
         book: called with the kernel's name, the bytes that it holds unseen, query, key and value, and the output.
     """
-    from ..kernels.attention.registry import workspace_bytes
+    from ..kernels.attention.problem import problem_of
+    from ..kernels.attention.registry import held_bytes
     from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, kernel_to_book
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -45,8 +46,7 @@ def traced_attention(book: Booking) -> Iterator[None]:
             out = torch.empty_like(query)
         else:  # it lays its output out as (batch, queries, heads, width)
             out = query.new_empty((batch, queries, heads, width)).transpose(1, 2)
-        hidden = workspace_bytes(kernel, query.shape, key.shape, query.dtype, query.fake_device, value_width=width)
-        book(kernel, hidden, (query, key, value), out)
+        book(kernel, held_bytes(kernel, problem_of(query, key, value)), (query, key, value), out)
         return out
 
     with TORCHS_ATTENTION.to(attention):

@@ -17,7 +17,7 @@ from sd_lowvram.errors import SettingsError
 from sd_lowvram.kernels.attention.bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
 from sd_lowvram.kernels.attention.choice import attention, choose_backend
 from sd_lowvram.kernels.attention.problem import Problem, problem_of
-from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends, held_bytes, kernel_name, workspace_bytes
+from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends, held_bytes, kernel_name
 from sd_lowvram.kernels.attention.torch_kernels import choose_kernel, refusal
 from sd_lowvram.memory import kernels_of, measured_peak
 from sd_lowvram.tracing import trace
@@ -268,16 +268,20 @@ def test_fake_tensors_are_not_worked_through():
                 assert BACKENDS[backend](q, k, v, score_bytes=8 * MIB).shape == q.shape
 
 
-def test_workspace_of_shapes_is_that_of_a_gpu_unless_the_cpu_is_meant():
-    shape, half, cuda = (2, 8, 4096, 40), torch.float16, torch.device("cuda")
-    assert workspace_bytes("efficient", shape, shape, half, CPU) == 0
-    assert workspace_bytes("efficient", (1, 1, 4096, 512), (1, 1, 4096, 512), half, cuda) == 4 * 4096 * 512
-    assert workspace_bytes("efficient", (1, 1, 4096, 512), (1, 1, 4096, 512), torch.float32, cuda) == 0
-    on_gpu = workspace_bytes("flash", shape, shape, half, CPU)
+def test_what_fake_tensors_hold_is_as_on_a_gpu_unless_the_cpu_is_meant():
+    def held(kernel: str, heads: int, tokens: int, width: int, dtype: torch.dtype, **more: int) -> int:
+        q = torch.empty(heads // 8 + 1, min(heads, 8), tokens, width, dtype=dtype, device="meta")
+        return held_bytes(kernel, problem_of(q, q, q), **more)
+
+    shape, half = (8, 4096, 40), torch.float16
+    assert held("efficient", *shape, half) == 0
+    assert held("efficient", 1, 4096, 512, half) == 4 * 4096 * 512
+    assert held("efficient", 1, 4096, 512, torch.float32) == 0
+    on_gpu = held("flash", *shape, half)
     assert on_gpu >= 4 * 2 * 8 * 4096
     with kernels_of("cpu"):
-        assert workspace_bytes("flash", shape, shape, half, CPU) > on_gpu
-    assert 7 * MIB < workspace_bytes("sliced", shape, shape, half, cuda, score_bytes=8 * MIB) <= 8 * MIB
+        assert held("flash", *shape, half) > on_gpu
+    assert 7 * MIB < held("sliced", *shape, half, score_bytes=8 * MIB) <= 8 * MIB
 
 
 # The choice

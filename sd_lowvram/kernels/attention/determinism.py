@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SettingsError
+from ...weights import same_bits
 from .registry import BACKENDS, AttentionFunction, available_backends
 from .torch_kernels import in_clean_thread
 
@@ -106,11 +107,6 @@ def _differing_run(
     # Small blocks, so that a backend which works in blocks shows how it puts them together.
     first = function(q, k, v, score_bytes=1 << 20)
     for run in range(2, runs + 1):
-        if not torch.equal(_bits(function(q, k, v, score_bytes=1 << 20)), _bits(first)):
+        if not same_bits(function(q, k, v, score_bytes=1 << 20), first):
             return run
     return None
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As integers, so that NaN equals itself and 0 is not -0."""
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

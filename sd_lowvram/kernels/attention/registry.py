@@ -8,7 +8,7 @@ not given. The result is (batch, heads, queries, value width). All backends agre
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...settings import Settings
 from . import torch_kernels as fused
 from .bounded import SCORE_BYTES, fused_blocks, fused_softmax, sliced, sliced_blocks
-from .problem import Problem, device_of_run
+from .problem import Problem
 
 AttentionFunction = Callable[..., Tensor]
 
@@ -57,28 +57,8 @@ def kernel_name(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) 
     return fused.choose_kernel(problem, score_bytes) if backend == "sdpa" else backend
 
 
-def workspace_bytes(
-    backend: str,
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    value_width: int | None = None,
-    upcast: bool = False,
-    score_bytes: int = SCORE_BYTES,
-) -> int:
-    """Bytes that a backend, or one of the kernels of "sdpa", holds beside its arguments and its output.
-
-    For shapes alone the device is that of the run that is traced: a GPU, unless inside ``memory.kernels_of("cpu")``.
-    """
-    batch, heads, queries, width = q_shape
-    shape = batch, heads, queries, k_shape[2], width, width if value_width is None else value_width
-    return held_bytes(backend, Problem(*shape, dtype, device_of_run(device), upcast=upcast, real=False), score_bytes)
-
-
 def held_bytes(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -> int:
-    """`workspace_bytes` of a problem, on the device that it names."""
+    """Bytes that a backend, or one of the kernels of "sdpa", holds beside its arguments and its output."""
     kernel = kernel_name(backend, problem, score_bytes)
     if kernel == "sliced":
         return sliced_blocks(problem, score_bytes).bytes
