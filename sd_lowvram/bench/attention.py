@@ -1,10 +1,10 @@
-"""``sd-lowvram bench attention``: error, memory and time of every backend, beside plain attention."""
+"""``sd-lowvram bench attention``: error, same bits, memory and time of every backend, beside plain attention."""
 
 from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ from torch import Tensor
 
 from ..devices.info import default_device
 from ..errors import SettingsError
+from ..kernels.attention.bounded import SCORE_BYTES
 from ..kernels.attention.problem import problem_of
 from ..kernels.attention.registry import BACKENDS, available_backends, kernel_name
 from ..memory import kernels_of, measured_peak
 from ..tracing import trace
 from ..units import MIB, format_size
+from .models import dtype_on
 from .report import now, show, table
 
 Shape = tuple[int, int, int, int, int]
@@ -37,7 +39,10 @@ _ON_CPU: tuple[Shape, ...] = (
     (1, 8, 2025, 2025, 40),
     (1, 1, 2048, 2048, 512),
 )
-_SCORE_BYTES = (2 * MIB, 32 * MIB)  # for backends in blocks: a small and the default bound
+_SCORE_BYTES = (2 * MIB, SCORE_BYTES)
+"""For backends in blocks."""
+_SAMPLED = 256
+"""Rows of queries on which the error is taken: in float64 the whole score matrix of 256x256 latents is 512 GiB."""
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -48,60 +53,79 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def run(
     json: bool = False, *, shapes: Sequence[Shape] | None = None, repeats: int = 5, device: torch.device | None = None
 ) -> list[dict[str, Any]]:
-    """Measure every backend that runs on ``device`` and print a table, or one JSON list.
-
-    Each row has: ``shape``, ``dtype``, ``backend``, ``kernel`` (what ran), ``score_bytes``, ``error`` (relative, to
-    attention in float64), ``traced_bytes`` and ``measured_bytes`` (peak above the arguments, output included),
-    ``plain_bytes`` (measured), ``time_ratio`` (median time over plain attention's, run in turn) and ``seconds``.
-    """
+    """Measure every backend that runs on ``device`` and print a table, or one JSON list of what :func:`measured` gives,
+    beside plain attention."""
     device = device or default_device()
     chosen = shapes or (_ON_CPU if device.type == "cpu" else _ON_GPU)
-    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float16, torch.float32)
+    reasons = available_backends(device)
+    able = [backend for backend, why in reasons.items() if why is None]
     with torch.inference_mode():
-        rows = [row for shape in chosen for dtype in dtypes for row in _rows(shape, dtype, device, repeats)]
-    show(rows, _lines(rows, available_backends(device)), json)
+        rows = [
+            row
+            for shape in chosen
+            for dtype in dict.fromkeys((dtype_on(device), torch.float32))
+            for backend in able
+            for score_bytes in (_SCORE_BYTES if backend in ("sliced", "fused-softmax") else _SCORE_BYTES[-1:])
+            if (row := measured(backend, shape, dtype, device, plain, repeats, score_bytes)) is not None
+        ]
+    show(rows, _lines(rows, reasons), json)
     return rows
 
 
-def _rows(shape: Shape, dtype: torch.dtype, device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+def measured(
+    backend: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    beside: Callable[..., Tensor],
+    repeats: int,
+    score_bytes: int = SCORE_BYTES,
+) -> dict[str, Any] | None:
+    """What a backend takes for one shape, which may not suit it: None.
+
+    Returns:
+        ``shape``, ``dtype``, ``backend``, ``kernel`` (what ran), ``score_bytes``, ``error`` (relative, to attention in
+        float64), ``deterministic`` (the same bits in all runs), ``traced_bytes`` and ``measured_bytes`` (peak above the
+        arguments, output included), ``beside_bytes`` (measured), ``seconds`` (median), and ``time_ratio``, to the
+        median of ``beside``, run in turn.
+    """
     batch, heads, queries, keys, width = shape
     noise = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(batch, tokens, heads, width, generator=noise).to(device, dtype).transpose(1, 2)
         for tokens in (queries, keys, keys)
     )
-    exact = plain(q.double(), k.double(), v.double())
-    plain_bytes = measured_peak(functools.partial(plain, q, k, v))
-    for backend, why in available_backends(device).items():
-        for score_bytes in _SCORE_BYTES if backend in ("sliced", "fused-softmax") else _SCORE_BYTES[-1:]:
-            function = functools.partial(BACKENDS[backend], score_bytes=score_bytes)
-            if why is not None or not _runs(functools.partial(function, q, k, v)):
-                continue
-            with kernels_of("cpu" if device.type == "cpu" else "gpu"):
-                traced = trace(function, q, k, v).activation_peak_bytes
-            attend, attend_plainly = (functools.partial(one, q, k, v) for one in (function, plain))
-            ours, theirs = in_turn(attend, attend_plainly, repeats, device)
-            yield {
-                "shape": list(shape),
-                "dtype": str(dtype).removeprefix("torch."),
-                "backend": backend,
-                "kernel": kernel_name(backend, problem_of(q, k, v), score_bytes),
-                "score_bytes": score_bytes if backend in ("sliced", "fused-softmax") else None,
-                "error": float((function(q, k, v).double() - exact).norm() / exact.norm()),
-                "traced_bytes": traced,
-                "measured_bytes": measured_peak(attend),
-                "plain_bytes": plain_bytes,
-                "time_ratio": ours / theirs,
-                "seconds": ours,
-            }
-
-
-def _runs(function: Callable[[], Any]) -> bool:
+    function = functools.partial(BACKENDS[backend], score_bytes=score_bytes)
+    attend, attend_beside = functools.partial(function, q, k, v), functools.partial(beside, q, k, v)
     try:
-        function()
+        first = attend()
     except SettingsError:
-        return False
-    return True
+        return None
+    with kernels_of("cpu" if device.type == "cpu" else "gpu"):
+        traced = trace(function, q, k, v).activation_peak_bytes
+    ours, theirs = in_turn(attend, attend_beside, repeats, device)
+    sampled = torch.linspace(0, queries - 1, min(_SAMPLED, queries), device=device).long()
+    exact = _exact(q[:, :, sampled], k, v)
+    return {
+        "shape": list(shape),
+        "dtype": str(dtype).removeprefix("torch."),
+        "backend": backend,
+        "kernel": kernel_name(backend, problem_of(q, k, v), score_bytes),
+        "score_bytes": score_bytes if backend in ("sliced", "fused-softmax") else None,
+        "error": float((first[:, :, sampled].double() - exact).norm() / exact.norm()),
+        "deterministic": all(torch.equal(attend(), first) for _ in range(repeats)),
+        "traced_bytes": traced,
+        "measured_bytes": measured_peak(attend),
+        "beside_bytes": measured_peak(attend_beside),
+        "time_ratio": ours / theirs,
+        "seconds": ours,
+    }
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plain attention in float64, head by head."""
+    heads = zip(*(one.double().unbind(1) for one in (q, k, v)), strict=True)
+    return torch.stack([plain(*head) for head in heads], dim=1)
 
 
 def in_turn(
@@ -118,18 +142,22 @@ def in_turn(
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-_HEADS = ("shape", "type", "backend", "kernel", "error", "traced", "measured", "plain", "time / plain")
-
-
 def _lines(rows: list[dict[str, Any]], reasons: dict[str, str | None]) -> Iterator[str]:
-    yield from table(_HEADS, map(_cells, rows))
+    yield from rows_table(rows, "plain")
     yield "shape: batch x heads x head width, queries x keys; peaks above the arguments, with the output"
     yield from (f"not here: {backend}: {why}" for backend, why in reasons.items() if why)
+
+
+def rows_table(rows: Iterable[dict[str, Any]], beside: str) -> Iterator[str]:
+    """What :func:`measured` gave, as a Markdown table; ``beside`` names the other side."""
+    heads = ("shape", "type", "backend", "kernel", "error", "same bits", "traced", "measured", beside, "ms")
+    return table((*heads, f"time / {beside}"), map(_cells, rows))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     batch, heads, queries, keys, width = row["shape"]
     bound = f" {format_size(row['score_bytes'])}" if row["score_bytes"] else ""
-    sizes = [format_size(row[name]) for name in ("traced_bytes", "measured_bytes", "plain_bytes")]
     what = [f"{batch}x{heads}x{width}, {queries} x {keys}", row["dtype"], row["backend"] + bound, row["kernel"]]
-    return [*what, f"{row['error']:.1e}", *sizes, f"{row['time_ratio']:.2f}"]
+    exact = [f"{row['error']:.1e}", "yes" if row["deterministic"] else "no"]
+    sizes = [format_size(row[name]) for name in ("traced_bytes", "measured_bytes", "beside_bytes")]
+    return [*what, *exact, *sizes, f"{1000 * row['seconds']:.2f}", f"{row['time_ratio']:.2f}"]
