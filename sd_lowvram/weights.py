@@ -27,7 +27,7 @@ def all_tensors(*modules: nn.Module) -> list[Tensor]:
 
 def weight_bytes(*modules: nn.Module) -> int:
     """Bytes of all parameters and buffers; tied ones counted once."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in all_tensors(*modules))
+    return sum(tensor.nbytes for tensor in all_tensors(*modules))
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:

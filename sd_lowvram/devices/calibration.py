@@ -51,15 +51,11 @@ def _title(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type.upper()}"
 
 
-def _clock(device: torch.device) -> Callable[[], float]:
-    """What a computation of one thread took does not depend on who else computes; of several, only the wall knows."""
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return time.process_time if alone else time.perf_counter
-
-
 def _seconds(run: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
     """The fastest of several runs of ``run``, warmed up."""
-    clock, best = _clock(device), float("inf")
+    # What a computation of one thread took does not depend on who else computes; of several, only the wall knows.
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock, best = time.process_time if alone else time.perf_counter, float("inf")
     for turn in range(rounds + 1):
         _wait(device)
         start = clock()
@@ -103,23 +99,19 @@ def _convolution(
     image = torch.randn(pictures, channels, side, side, device=device).to(dtype)
     kernel = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
     flops = 2 * image.numel() * channels * 9
-    return lambda: functional.conv2d(image, kernel, padding=1), flops, _bytes(kernel)
+    return lambda: functional.conv2d(image, kernel, padding=1), flops, kernel.nbytes
 
 
 def _linear(tokens: int, inside: int, outside: int, device: torch.device, dtype: torch.dtype) -> _Layer:
     rows = torch.randn(tokens, inside, device=device).to(dtype)
     weight = torch.randn(outside, inside, device=device).to(dtype)
-    return lambda: functional.linear(rows, weight), 2 * rows.numel() * outside, _bytes(weight)
+    return lambda: functional.linear(rows, weight), 2 * rows.numel() * outside, weight.nbytes
 
 
 def _attention(tokens: int, device: torch.device, dtype: torch.dtype) -> _Layer:
     query = torch.randn(_DOUBLED, 8, tokens, 40, device=device).to(dtype)
     attend = functional.scaled_dot_product_attention
     return lambda: attend(query, query, query), 4 * query.numel() * tokens, 0
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _packing_rate(device: torch.device, flops_a_second: float) -> float:
@@ -135,14 +127,14 @@ def _packing_rate(device: torch.device, flops_a_second: float) -> float:
 
 def _addition_rate(device: torch.device) -> float:
     data = torch.zeros(1 << 24, device=device)
-    return 2 * _bytes(data) / _seconds(lambda: data.add_(1.0), device)
+    return 2 * data.nbytes / _seconds(lambda: data.add_(1.0), device)
 
 
 def copy_rate(device: torch.device) -> float:
     """Bytes a second from pinned host memory."""
     host = torch.zeros(1 << 24, pin_memory=device.type == "cuda")
     target = torch.empty(1 << 24, device=device)
-    return _bytes(host) / _seconds(lambda: target.copy_(host, non_blocking=True), device)
+    return host.nbytes / _seconds(lambda: target.copy_(host, non_blocking=True), device)
 
 
 def _operator_seconds(device: torch.device, flops_a_second: float) -> float:
@@ -217,7 +209,7 @@ def _workspace(channels: int, side: int, device: torch.device) -> int:
     before = torch.cuda.memory_allocated(device)
     output = run()
     torch.cuda.synchronize(device)
-    own = _bytes(output) if isinstance(output, Tensor) else 0
+    own = output.nbytes if isinstance(output, Tensor) else 0
     return max(0, torch.cuda.max_memory_allocated(device) - before - own)
 
 

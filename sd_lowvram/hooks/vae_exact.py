@@ -351,7 +351,7 @@ def _keeps_shape(group: Sequence[Step]) -> bool:
 
 def _map_bytes(steps: Sequence[Step], x: Tensor) -> Iterator[int]:
     """The sizes of the maps between the steps."""
-    yield x.numel() * x.element_size()
+    yield x.nbytes
     pixels = x.shape[0] * x.shape[2] * x.shape[3]
     for step in steps:
         if isinstance(step, Upsample):

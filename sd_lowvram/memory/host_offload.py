@@ -86,7 +86,7 @@ class Parked:
         self.device = device
         self.dtype = host.dtype
         self.shape = host.permute(inverse(order)).shape
-        self.nbytes = host.numel() * host.element_size()
+        self.nbytes = host.nbytes
 
     @classmethod
     def empty(

@@ -147,22 +147,14 @@ _SIDES = {"image_encoder": 224, "depth_estimator": 384, "safety_checker": 224}
 """Pixels of the squares that they look at, where their configurations do not say."""
 
 
-def _encode_picture(encoder: Any, pixels: Tensor, pictures: Tensor) -> Any:
-    return encoder(pixels, output_hidden_states=True)
-
-
-def _estimate_depth(estimator: Any, pixels: Tensor, pictures: Tensor) -> Any:
-    return estimator(pixels)
-
-
 def _check_safety(checker: Any, pixels: Tensor, pictures: Tensor) -> Any:
     with _Unread():
         return checker(pixels, list(pictures))
 
 
-_SEEING = {
-    "image_encoder": _encode_picture,
-    "depth_estimator": _estimate_depth,
+_SEEING: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "image_encoder": lambda encoder, pixels, pictures: encoder(pixels, output_hidden_states=True),
+    "depth_estimator": lambda estimator, pixels, pictures: estimator(pixels),
     "safety_checker": _check_safety,
 }
 

@@ -142,11 +142,11 @@ def _settle(masters: Masters, tensors: Sequence[Tensor], ram_bytes: int) -> None
     for tensor in tensors:
         places.setdefault(_place(tensor), []).append(tensor)
     kinds = {place: mapping.kind(sharing[0]) for place, sharing in places.items()}
-    ordinary = sum(_nbytes(places[place][0]) for place, kind in kinds.items() if kind == "ordinary")
+    ordinary = sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "ordinary")
     ring = RING_BYTES if on_gpu or "mapped" in kinds.values() else 0
-    slabs = _Slabs(pinnable_bytes() - ring, sum(_nbytes(sharing[0]) for sharing in places.values()), on_gpu)
+    slabs = _Slabs(pinnable_bytes() - ring, sum(sharing[0].nbytes for sharing in places.values()), on_gpu)
     for place, sharing in places.items():
-        data, kind, size = sharing[0].data, kinds[place], _nbytes(sharing[0])
+        data, kind, size = sharing[0].data, kinds[place], sharing[0].nbytes
         copy = None
         if kind in ("mapped", "device") or (kind == "ordinary" and on_gpu):
             given_up = size if kind == "ordinary" else 0
@@ -162,7 +162,7 @@ def _settle(masters: Masters, tensors: Sequence[Tensor], ram_bytes: int) -> None
             if copy is not None:
                 set_data(tensor, copy)
             mark_host(tensor.data)
-    pinned = sum(_nbytes(places[place][0]) for place, kind in kinds.items() if kind == "pinned")
+    pinned = sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "pinned")
     masters.pinned_bytes, masters.held_bytes = pinned + slabs.total, ordinary
     _pinned[masters] = slabs.total
     if masters.mapped_bytes or on_gpu:
@@ -199,7 +199,7 @@ class _Slabs:
     def copy_of(self, data: Tensor, growth: int) -> Tensor | None:
         """A copy of ``data`` with its strides; None where no room is left and ``growth`` bytes more are not enough."""
         order = dense_order(data)
-        room = self._room(_nbytes(data), min(growth, self._most - self.total))
+        room = self._room(data.nbytes, min(growth, self._most - self.total))
         if room is None:
             return None
         copy = room.view(data.dtype).view([data.shape[dim] for dim in order]).permute(inverse(order))
@@ -297,7 +297,7 @@ def mapped_bytes(*modules: nn.Module) -> int:
     with one_at_a_time():
         for tensor in all_tensors(*modules):
             empty = tensor.device.type == "meta" or active_fake_mode(tensor) is not None
-            found += _nbytes(tensor) if empty or mapping.kind(tensor) == "mapped" else 0
+            found += tensor.nbytes if empty or mapping.kind(tensor) == "mapped" else 0
     return found
 
 
@@ -342,10 +342,6 @@ def _place(tensor: Tensor) -> _Place:
     """Equal for tensors that are the same memory seen alike: tied weights."""
     data = tensor.data
     return data.untyped_storage()._cdata, data.storage_offset(), data.shape, data.stride(), data.dtype
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _in_bytes(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -133,7 +133,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def place_bytes(tensor: Tensor) -> int:
     """What a tensor takes on the device."""
-    return aligned(tensor.numel() * tensor.element_size())
+    return aligned(tensor.nbytes)
 
 
 def _refuse_foreign(layer: Layer, tensor: Tensor) -> None:
