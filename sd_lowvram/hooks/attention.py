@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..compat import autocast_dtype
 from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend
@@ -239,22 +240,10 @@ def _trains(*tensors: Tensor | None) -> bool:
 def _as_autocast(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """The tensors in the type that autocast gives torch's own attention; inside, autocast is off."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    dtype = _autocast_dtype(device)
+    dtype = autocast_dtype(device)
     if dtype is None:
         yield tensors
         return
     cast = (torch.float16, torch.bfloat16, torch.float32)
     with torch.autocast(device, enabled=False):
         yield tuple(one.to(dtype) if one is not None and one.dtype in cast else one for one in tensors)
-
-
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    """The type that autocast narrows to on this kind of device now, None when it is off."""
-    if hasattr(torch, "get_autocast_dtype"):
-        try:
-            return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        except RuntimeError:  # a device without autocast
-            return None
-    if device == "cpu":
-        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
-    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..compat import computes_on_cpu
 from ..errors import NoSiteError, SettingsError
 from ..memory.fake_mode import fake_empty
 from ..memory.threads import Shared
@@ -46,7 +46,7 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         yield from _tf32(anatomy, device)
         return
     wanted = kind.removeprefix("autocast-")
-    if wanted in _TYPES and device.type == "cpu" and not _computes_on_cpu(_TYPES[wanted]):
+    if wanted in _TYPES and device.type == "cpu" and not computes_on_cpu(_TYPES[wanted]):
         raise SettingsError(
             f"precision={kind!r}: torch {torch.__version__} cannot compute in {wanted} on a CPU; choose fp32, bf16 or "
             "fp16-storage"
@@ -76,18 +76,6 @@ def _types(
         return torch.float16, torch.float32
     compute = _TYPES[kind.removeprefix("autocast-")]
     return (None, compute) if kind.startswith("autocast-") else (compute, compute)
-
-
-@functools.lru_cache
-def _computes_on_cpu(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of this type there; versions before 2.2 do not in fp16."""
-    with _disable_current_modes():
-        one = torch.ones(1, 1, dtype=dtype)
-        try:
-            torch.addmm(one[0], one, one)
-        except RuntimeError:
-            return False
-    return True
 
 
 def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Before torch 2.2 a storage's Python object is made anew at each look, and a weak reference to it crashes.
-_probe = torch.empty(1)
-_OBJECTS_LAST = _probe.untyped_storage() is _probe.untyped_storage()
+from ..compat import STORAGES_ARE_OBJECTS
 
 
 class _Reference(weakref.ref):  # type: ignore[type-arg]
@@ -29,7 +27,7 @@ class Deaths:
     def watch(self, storage: torch.UntypedStorage) -> int:
         """Watch ``storage``; returns its key."""
         key: int = storage._cdata
-        if _OBJECTS_LAST:
+        if STORAGES_ARE_OBJECTS:
             reference = self._references[key] = _Reference(storage, self._died)
             reference.key = key
         else:
@@ -38,7 +36,7 @@ class Deaths:
 
     def look(self) -> None:
         """Where torch reports no death, look for the dead."""
-        if not _OBJECTS_LAST:
+        if not STORAGES_ARE_OBJECTS:
             for key in [key for key, reference in self._references.items() if reference.expired()]:
                 self._gone(key)
 

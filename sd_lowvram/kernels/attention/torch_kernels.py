@@ -6,17 +6,16 @@ nothing more from them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...compat import only_kernel
 from ...errors import SettingsError
 from ...memory.threads import Redirected
 from .bounded import SCORE_BYTES, mask_4d, sliced
@@ -246,23 +245,6 @@ _to_book = _ToBook()
 def kernel_to_book() -> str:
     """The kernel whose memory a trace in this thread is to book now; "" where the choice is torch's."""
     return _to_book.kernel
-
-
-@contextlib.contextmanager
-def only_kernel(kernel: str) -> Iterator[None]:
-    """Inside, torch runs "flash" or "efficient" or raises RuntimeError; "torch" leaves the choice to it."""
-    if kernel == "torch":
-        yield
-        return
-    try:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        only = sdpa_kernel(SDPBackend.FLASH_ATTENTION if kernel == "flash" else SDPBackend.EFFICIENT_ATTENTION)
-    except ImportError:  # torch 2.1 and 2.2
-        flags = {"enable_flash": kernel == "flash", "enable_math": False, "enable_mem_efficient": kernel == "efficient"}
-        only = torch.backends.cuda.sdp_kernel(**flags)
-    with only:
-        yield
 
 
 def _torch_mask(mask: Tensor, problem: Problem) -> Tensor:

@@ -1,0 +1,50 @@
+"""What torch before 2.4 does in another way: AUTOMATIC1111 brings 2.1.2. It goes when that does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_probe = torch.empty(1)
+STORAGES_ARE_OBJECTS = _probe.untyped_storage() is _probe.untyped_storage()
+"""Before 2.2 a storage's Python object is made anew at each look, and a weak reference to it crashes."""
+
+
+def only_kernel(kernel: str) -> contextlib.AbstractContextManager[Any]:
+    """Inside, torch runs "flash" or "efficient" or raises RuntimeError; "torch" leaves the choice to it."""
+    if kernel == "torch":
+        return contextlib.nullcontext()
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:  # before 2.3
+        flags = {"enable_flash": kernel == "flash", "enable_math": False, "enable_mem_efficient": kernel == "efficient"}
+        return torch.backends.cuda.sdp_kernel(**flags)
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION if kernel == "flash" else SDPBackend.EFFICIENT_ATTENTION)
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The type that autocast narrows to on this kind of device now, None when it is off."""
+    if hasattr(torch, "get_autocast_dtype"):  # 2.4
+        try:
+            return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        except RuntimeError:  # a device without autocast
+            return None
+    if device == "cpu":
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+@functools.lru_cache
+def computes_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of this type there; versions before 2.2 do not in fp16."""
+    with _disable_current_modes():
+        one = torch.ones(1, 1, dtype=dtype)
+        try:
+            torch.addmm(one[0], one, one)
+        except RuntimeError:
+            return False
+    return True
