@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sd_lowvram.commands.knobs import described, fidelity_words
+from sd_lowvram.commands.knobs import fidelity_words
 from sd_lowvram.devices import support
-from sd_lowvram.settings import knobs
+from sd_lowvram.settings import Knob, knobs
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -15,9 +15,14 @@ LEVELS = (support.TESTED, support.SIMULATED, support.UNTESTED)
 
 def test_the_table_of_knobs_is_made_of_their_declarations() -> None:
     """To write it anew, take the rows that this test expects."""
-    rows = [f"| `{name}` | {described(knob)} | {fidelity_words(knob)} |" for name, knob in knobs().items()]
-    _, _, table = README.partition("| knob | what it does | fidelity |\n|---|---|---|\n")
-    assert table.partition("\n\n")[0].splitlines() == rows
+    _, _, table = README.partition("| knob | values | what it does | fidelity |\n|---|---|---|---|\n")
+    assert table.partition("\n\n")[0].splitlines() == [row(name, knob) for name, knob in knobs().items()]
+
+
+def row(name: str, knob: Knob) -> str:
+    number = f"up to {knob.maximum} {knob.unit}".strip()
+    values = ", ".join(knob.choices) or {int: number, bool: "on, off"}[knob.type]
+    return f"| `{name}` | {values} | {knob.help} | {fidelity_words(knob)} |"
 
 
 def test_what_may_be_expected_of_devices_is_what_doctor_tells() -> None:

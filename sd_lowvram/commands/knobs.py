@@ -41,17 +41,14 @@ def with_knobs(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _annotation(name: str, knob: Knob) -> Any:
     flag = "--" + name.replace("_", "-")
-    text = f"{described(knob)} ({fidelity_words(knob)})"
+    text = f"{knob.help} ({fidelity_words(knob)})"
     if knob.type is bool:
         negative = "--no-" + name.replace("_", "-")
         return Annotated[bool | None, typer.Option(f"{flag}/{negative}", help=text, rich_help_panel=_PANEL)]
+    if knob.choices:
+        text = f"{', '.join(knob.choices)}: {text}"
     metavar = "NAME" if knob.choices else knob.unit or "N"
     return Annotated[knob.type | None, typer.Option(flag, help=text, metavar=metavar, rich_help_panel=_PANEL)]
-
-
-def described(knob: Knob) -> str:
-    """What a knob does, behind the values that it takes if these are words."""
-    return f"{', '.join(knob.choices)}: {knob.help}" if knob.choices else knob.help
 
 
 def fidelity_words(knob: Knob) -> str:
