@@ -118,7 +118,7 @@ def _text_bytes(header: Header) -> int:
 
 def _with_diffusers(file: str) -> Blueprint:
     """Forge's own modules have the same layers as diffusers', which it brings along."""
-    from sd_lowvram.checkpoints.meta_model import blueprint
+    from sd_lowvram.checkpoints.meta_model import meta_anatomy
 
     dtype = torch.float32 if host.device().type == "cpu" else torch.float16
-    return Blueprint(blueprint(file, dtype), 0, kind="forge")
+    return Blueprint(meta_anatomy(file, dtype), 0, kind="forge")

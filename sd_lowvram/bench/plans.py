@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import progress
-from ..checkpoints.meta_model import blueprint
+from ..checkpoints.meta_model import meta_anatomy
 from ..devices.performance import profile
 from ..planning.request import request_for
 from ..planning.search import Search
@@ -58,7 +58,7 @@ def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = 
 
 def _row(model: str, size: int, card: str) -> dict[str, Any]:
     start = time.process_time()
-    anatomy = blueprint(model, torch.float16)
+    anatomy = meta_anatomy(model, torch.float16)
     request = request_for(
         anatomy, vram=4 * GIB, ram=64 * GIB, width=size, height=size, device="cuda", rates=profile(card)
     )

@@ -10,7 +10,7 @@ from .architectures import MODELS, build_components
 from .inspection import configuration
 
 
-def blueprint(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = MODELS) -> Anatomy:
+def meta_anatomy(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = MODELS) -> Anatomy:
     """The anatomy of a model on the meta device: shapes and types, and not a byte of weights.
 
     Args:

@@ -158,11 +158,11 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     """What is planned, and the request."""
     import torch
 
-    from ..checkpoints.meta_model import blueprint
+    from ..checkpoints.meta_model import meta_anatomy
     from ..planning.request import request_for
 
     machine = _machine(asked)
     on_cpu = machine["device"].type == "cpu"
-    anatomy = blueprint(asked["model"], torch.float32 if on_cpu else torch.float16)
+    anatomy = meta_anatomy(asked["model"], torch.float32 if on_cpu else torch.float16)
     size: dict[str, Any] = {name: asked[name] for name in ("width", "height", "batch", "steps")}
     return anatomy, request_for(anatomy, **size, passes=2 if asked["guidance"] else 1, **machine)

@@ -28,7 +28,7 @@ from ..streaming.layout import Policy
 from ..streaming.timing import Timing
 from ..units import MIB
 from ..weights import all_tensors
-from .placement import Residency, place, run_on_cpu, settle_on_host
+from .placement import Residency, place, run_on_cpu, move_to_host
 
 STREAMED = ("blocks", "halves", "layer")
 """Values of the offload knob with which weights pass through a ring."""
@@ -54,7 +54,7 @@ def offload(
         if anatomy.autoencoder is None:
             raise NoSiteError("decoder device: the target has no autoencoder")
         vae = components.pop(anatomy.autoencoder)
-        yield Change(functools.partial(settle_on_host, [vae], True), hook="decoder_device")
+        yield Change(functools.partial(move_to_host, [vae], True), hook="decoder_device")
         yield from _entries(anatomy, anatomy.autoencoder, run_on_cpu, "decoder_device")
     if settings.offload in (None, "none"):
         yield Change(functools.partial(place, list(components.values()), device), hook="offload")
@@ -89,7 +89,7 @@ def _refuse_accelerate(components: Mapping[str, nn.Module]) -> None:
 def _in_turns(anatomy: Anatomy, components: dict[str, nn.Module], device: torch.device) -> Iterator[Patch | Change]:
     if not components:
         return
-    yield Change(functools.partial(settle_on_host, list(components.values()), False), hook="offload")
+    yield Change(functools.partial(move_to_host, list(components.values()), False), hook="offload")
     residency = Residency(device)
     yield Change(lambda: residency.evict, hook="offload")
     for name, component in components.items():
@@ -111,7 +111,7 @@ def _streamed(
     for group in step_groups(anatomy, components):
         denoises = anatomy.denoiser in group
         stream = Stream(group, device, policy_of(settings, denoises, timing), turns, repeats=denoises)
-        yield Change(stream.settle, hook="offload")
+        yield Change(stream.offload, hook="offload")
         yield from stream.patches()
         for name in group:
             yield from _entries(anatomy, name, stream.run, "offload")

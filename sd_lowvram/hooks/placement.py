@@ -35,17 +35,17 @@ def place(components: list[nn.Module], device: torch.device) -> Callable[[], Non
     return _moved(components, lambda data: data if data.device == device else data.to(device))
 
 
-def settle_on_host(components: list[nn.Module], widen: bool) -> Callable[[], None]:
+def move_to_host(components: list[nn.Module], widen: bool) -> Callable[[], None]:
     """Move everything to host memory, 16-bit floats widened on request; returns the undoing."""
 
-    def settle(data: Tensor) -> Tensor:
+    def moved(data: Tensor) -> Tensor:
         data = data if data.device.type == "cpu" else to_host(data)
         with host_account():
             data = data.float() if widen and data.is_floating_point() else data
         mark_host(data)
         return data
 
-    return _moved(components, settle)
+    return _moved(components, moved)
 
 
 def _moved(components: list[nn.Module], move: Callable[[Tensor], Tensor]) -> Callable[[], None]:

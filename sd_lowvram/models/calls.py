@@ -38,7 +38,7 @@ class Stage:
     Attributes:
         name: for people: "text", "adapter", "control", "denoise", "decode" or "encode".
         component: whose weights it needs.
-        run: the call, on modules and inputs of the twin.
+        run: the call, on modules and inputs of the fake model.
         inputs: empty tensors for it, made when they are needed.
         repeats: whether it runs once a step rather than once a picture.
     """

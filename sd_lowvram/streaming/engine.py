@@ -33,7 +33,7 @@ from ..patches import Patch, set_patch, take_off, wrap
 from . import weight_scopes as lending
 from .copier import Copier
 from .device_io import looked_up, refuse_unseen, run_at
-from .host_residency import Settled
+from .host_residency import HostMasters
 from .layers import Layer, contents, layers_of, signature, version
 from .layout import STAYING, Layout, Policy, lay_down
 from .split_rows import in_parts
@@ -77,7 +77,7 @@ class Stream:
         self._policy = policy
         self._turns = turns
         self._repeats = repeats
-        self._settled = Settled(device)
+        self._masters = HostMasters(device)
         self._patches = {(id(layer.module), layer.entry): self._patch(layer) for layer in layers_of(self._components)}
         self._later: dict[tuple[int, str], Patch] = {}
         self._orders: dict[str, list[str]] = {}
@@ -106,7 +106,7 @@ class Stream:
         """A patch for every layer that there is now; for later ones the stream sets patches itself."""
         yield from self._patches.values()
 
-    def settle(self) -> Callable[[], None]:
+    def offload(self) -> Callable[[], None]:
         """Move all weights to host memory and make the schedule; returns the undoing.
 
         Raises:
@@ -126,7 +126,7 @@ class Stream:
             take_off(patch)
         self._later.clear()
         self._known = None
-        self._settled.undo()
+        self._masters.undo()
 
     def _patch(self, layer: Layer) -> Patch:
         return wrap(layer.module, layer.entry, functools.partial(self._run_layer, layer.module), "offload")
@@ -204,7 +204,7 @@ class Stream:
         self._survey()
         assert self._layout is not None
         if not self._layout.open:
-            self._layout.take_room(self._device, self._settled)
+            self._layout.take_room(self._device, self._masters)
             self._copier = Copier(torch.device("cpu") if self._is_fake() else self._device)
             self._room_taken = self._copier.mark()
         if STAYING not in self._there:
@@ -351,7 +351,7 @@ class Stream:
         self.evict()
         layers = layers_of(self._components)
         self._tensors = list({id(tensor): tensor for layer in layers for tensor in layer.tensors}.values())
-        self._settled.add(self._tensors)
+        self._masters.add(self._tensors)
         self._layout = lay_down(layers, self._policy, self._orders)
         self._roles = self._layout.roles()
         self._follow(layers)

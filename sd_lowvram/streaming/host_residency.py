@@ -13,7 +13,7 @@ from ..memory.fake_mode import active_fake_mode
 from .host_weights import Masters, masters_of
 
 
-class Settled:
+class HostMasters:
     """The masters of a model's tensors."""
 
     def __init__(self, device: torch.device) -> None:

@@ -62,7 +62,7 @@ class Masters:
         self.pinned_bytes = self.ring_bytes = self.held_bytes = self.mapped_bytes = 0
         self._ring: _Ring | None = None
         self._mapped: set[int] = set()
-        self._settled: list[_Settled] = []
+        self._each: list[_Master] = []
 
     @property
     def host_bytes(self) -> int:
@@ -89,8 +89,8 @@ class Masters:
     def undo(self) -> None:
         """Give the tensors back what they held, where it was; what was changed meanwhile keeps its new contents."""
         with torch.inference_mode(False):
-            while self._settled:
-                self._settled.pop().undo()
+            while self._each:
+                self._each.pop().undo()
         self._ring = None
         self._mapped.clear()
         _pinned.pop(self, None)
@@ -118,7 +118,7 @@ def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.d
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     if active_fake_mode(*unique) is not None:
         for tensor in unique:
-            masters._settled.append(_Settled(tensor, None, tensor.device))
+            masters._each.append(_Master(tensor, None, tensor.device))
             mark_host(tensor)
         return masters
     try:
@@ -126,7 +126,7 @@ def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.d
             shared = _budget.get() if ram_bytes is None else None
             if shared is not None:
                 ram_bytes = shared.left + RING_BYTES
-            _settle(masters, unique, pinnable_bytes() if ram_bytes is None else ram_bytes)
+            _place_masters(masters, unique, pinnable_bytes() if ram_bytes is None else ram_bytes)
             if shared is not None:
                 shared.left -= masters.host_bytes - masters.ring_bytes
     except BaseException:
@@ -135,7 +135,7 @@ def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.d
     return masters
 
 
-def _settle(masters: Masters, tensors: Sequence[Tensor], ram_bytes: int) -> None:
+def _place_masters(masters: Masters, tensors: Sequence[Tensor], ram_bytes: int) -> None:
     on_gpu = masters.device.type == "cuda"
     mapping = _Mapping()
     places: dict[_Place, list[Tensor]] = {}
@@ -158,7 +158,7 @@ def _settle(masters: Masters, tensors: Sequence[Tensor], ram_bytes: int) -> None
             masters._mapped.add(data.untyped_storage()._cdata)
             masters.mapped_bytes += size
         for tensor in sharing:
-            masters._settled.append(_Settled(tensor, data if kind == "mapped" else None, data.device))
+            masters._each.append(_Master(tensor, data if kind == "mapped" else None, data.device))
             if copy is not None:
                 set_data(tensor, copy)
             mark_host(tensor.data)
@@ -170,7 +170,7 @@ def _settle(masters: Masters, tensors: Sequence[Tensor], ram_bytes: int) -> None
 
 
 @dataclass
-class _Settled:
+class _Master:
     """One tensor, the mapped file that it held before (None: memory), and the device on which it was."""
 
     tensor: Tensor

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from sd_lowvram.checkpoints.architectures import build_components, write_folder
-from sd_lowvram.checkpoints.meta_model import blueprint
+from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.cli import app
 from sd_lowvram.commands import early, plan_cache
 from sd_lowvram.errors import CheckpointError
@@ -75,7 +75,7 @@ def test_bad_input(words: tuple[str, ...], says: str) -> None:
 
 
 def test_built_in_names_need_no_weights() -> None:
-    anatomy = blueprint("sdxl", torch.float16)
+    anatomy = meta_anatomy("sdxl", torch.float16)
     assert len([site for site in anatomy.attentions if site.name.startswith("unet")]) == tiny.ATTENTIONS["sdxl"]
     assert all(tensor.is_meta for tensor in anatomy.components["unet"].parameters())
 
@@ -90,14 +90,14 @@ def test_a_checkpoint_is_planned_from_its_header(tmp_path: Path) -> None:
         "cond_stage_model.transformer.text_model.embeddings.position_ids": torch.zeros(1),
     }
     save_file(narrow, tmp_path / "model.safetensors")
-    unet = blueprint(str(tmp_path / "model.safetensors"), torch.float16).components["unet"]
+    unet = meta_anatomy(str(tmp_path / "model.safetensors"), torch.float16).components["unet"]
     full = build_components("sd15", dtype=torch.float16, device="meta", only=("unet",))["unet"]
     assert sum(p.numel() for p in unet.parameters()) == sum(p.numel() for p in full.parameters()) > 800 * MIB
     (tmp_path / "model.ckpt").touch()
     with pytest.raises(CheckpointError, match="pickle"):
-        blueprint(str(tmp_path / "model.ckpt"), torch.float16)
+        meta_anatomy(str(tmp_path / "model.ckpt"), torch.float16)
     with pytest.raises(CheckpointError, match="no diffusers folder"):
-        blueprint(str(tmp_path), torch.float16)
+        meta_anatomy(str(tmp_path), torch.float16)
 
 
 @pytest.fixture
