@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from .errors import BadInputError
 from .hooks.precision import force_upcast
 from .memory.threads import one_at_a_time
+from .models.anatomy import Anatomy
 from .planning.max_size import largest_plans
 from .planning.plan import Plan
 from .planning.replan import guard
@@ -130,14 +133,13 @@ def decode(
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or latents of another shape.
     """
-    vae = _autoencoder(vae)
+    shape = tuple(latents.shape)
     if latents.dim() != 4:
-        raise BadInputError(f"latents of shape {tuple(latents.shape)} are not (N, C, h, w)")
-    factor = scale_factor(anatomy_of(vae))
-    height, width = latents.shape[-2] * factor, latents.shape[-1] * factor
-    settings = _decoder_settings(vae, vram, ram, width, height, len(latents), device or latents.device, settings)
-    with attached(vae, settings, device=device or latents.device), torch.no_grad():
-        return anatomy_of(vae).verbs.decode(vae, latents)
+        raise BadInputError(f"latents of shape {shape} are not (N, C, h, w)")
+    anatomy = _autoencoder(vae)
+    size = {"width": shape[3] * scale_factor(anatomy), "height": shape[2] * scale_factor(anatomy), "batch": shape[0]}
+    with _within(anatomy, vram, ram, device or latents.device, settings, size) as own:
+        return anatomy.verbs.decode(own, latents)
 
 
 def encode(
@@ -154,40 +156,41 @@ def encode(
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or sides that are no multiple of 8.
     """
-    vae = _autoencoder(vae)
+    shape = tuple(pixels.shape)
     if pixels.dim() != 4:
-        raise BadInputError(f"pixels of shape {tuple(pixels.shape)} are not (N, C, H, W)")
-    height, width = pixels.shape[-2:]
-    settings = _decoder_settings(vae, vram, ram, width, height, len(pixels), device or pixels.device, settings)
-    with attached(vae, settings, device=device or pixels.device), torch.no_grad():
-        return anatomy_of(vae).verbs.encode(vae, pixels)
+        raise BadInputError(f"pixels of shape {shape} are not (N, C, H, W)")
+    anatomy = _autoencoder(vae)
+    size = {"width": shape[3], "height": shape[2], "batch": shape[0]}
+    with _within(anatomy, vram, ram, device or pixels.device, settings, size) as own:
+        return anatomy.verbs.encode(own, pixels)
 
 
-def _autoencoder(target: Any) -> nn.Module:
-    """The autoencoder that ``target`` is, or that it holds."""
+def _autoencoder(target: Any) -> Anatomy:
+    """The anatomy of the autoencoder that ``target`` is, or that it holds."""
     vae = anatomy_of(target).vae
     if vae is None:
         raise BadInputError(f"{type(target).__name__} is no autoencoder")
-    return vae
+    return anatomy_of(vae)
 
 
-def _decoder_settings(
-    vae: nn.Module,
+@contextlib.contextmanager
+def _within(
+    anatomy: Anatomy,
     vram: Size | None,
     ram: Size | None,
-    width: int,
-    height: int,
-    batch: int,
     device: torch.device | str,
     settings: Settings | None,
-) -> Settings:
-    anatomy = anatomy_of(vae)
-    fixed = settings or Settings()
+    size: dict[str, int],
+) -> Iterator[nn.Module]:
+    """Inside, the autoencoder of ``anatomy`` runs a picture of ``size`` within a budget."""
+    vae, fixed = anatomy.vae, settings or Settings()
+    assert vae is not None
     half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
     if half and force_upcast(anatomy, anatomy.autoencoder or ""):
         fixed = fixed.filled(precision="fp32")
-    request = _request(vae, vram, ram, width=width, height=height, batch=batch, device=device)
-    return make_plan(anatomy, request, fixed).settings
+    chosen = make_plan(anatomy, _request(vae, vram, ram, device=device, **size), fixed).settings
+    with attached(vae, chosen, device=device), torch.no_grad():
+        yield vae
 
 
 def _request(

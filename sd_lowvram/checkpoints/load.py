@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
     # A safety checker that the index names is skipped; SDXL's pipelines know no such argument.
     extra = {"safety_checker": None, "requires_safety_checker": False} if prefix == "StableDiffusion" else {}
 
-    def load() -> DiffusionPipeline:
+    with _explained(folder):
         return _pipeline_class(prefix, task).from_pretrained(
             folder,
             variant=variant,
@@ -84,8 +84,6 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
             **extra,
             **_typed(dtype),
         )
-
-    return _explained(folder, load)
 
 
 def _load_file(
@@ -99,11 +97,8 @@ def _load_file(
     pipeline = _pipeline_class(config["pipeline"], task)
     with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
         write_folder(config, pipeline.__name__, Path(folder))
-
-        def load() -> DiffusionPipeline:
+        with _explained(path):
             return pipeline.from_single_file(str(path), config=folder, local_files_only=True, **_typed(dtype))
-
-        return _explained(path, load)
 
 
 def _typed(dtype: torch.dtype | None) -> dict[str, Any]:
@@ -114,11 +109,12 @@ def _typed(dtype: torch.dtype | None) -> dict[str, Any]:
     return {"dtype" if (major, minor) >= (0, 42) else "torch_dtype": dtype}
 
 
-def _explained(path: Path, load: Callable[[], DiffusionPipeline]) -> DiffusionPipeline:
-    """Run ``load`` without the libraries' own bars and notes; what it raises becomes a CheckpointError."""
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Inside, the libraries show no bars and notes of their own; what they raise becomes a CheckpointError."""
     try:
         with _silent("diffusers.utils.logging"), _silent("transformers.utils.logging"):
-            return load()
+            yield
     except MemoryError:
         raise
     except Exception as error:

@@ -44,7 +44,7 @@ def examine(probe: bool = True) -> dict[str, Any]:
     return {
         "device": str(device),
         "support": [asdict(one) for one in (support_of(device), support_of_system()) if one],
-        "gpus": [gpu.as_dict() for gpu in found],
+        "gpus": [asdict(gpu) for gpu in found],
         "ram": asdict(host_memory()),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -11,9 +11,10 @@ import os
 import platform
 import sys
 import warnings
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +40,6 @@ class Gpu:
     driver: str
     capability: tuple[int, int]
     spills: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def default_device() -> torch.device:
@@ -115,15 +113,20 @@ def available_ram() -> int:
     return host_memory().free
 
 
-def _nvml() -> Any | None:
+_Answer = TypeVar("_Answer")
+
+
+def _ask_nvml(question: Callable[[Any], _Answer]) -> _Answer | None:
+    """What NVML answers; None where it is not at hand or does not tell: GPUs of other makers, MIG slices, containers
+    and virtual machines."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml
+        return question(pynvml)
     except ImportError:
         _warn_missing("nvidia-ml-py", "free graphics memory is read from torch, which may not see other programs")
-    except Exception:  # a GPU of another maker, or a driver without NVML
+    except Exception:
         pass
     return None
 
@@ -142,36 +145,20 @@ def _nvml_handle(nvml: Any, device: torch.device) -> Any:
 
 
 def _nvml_memory(device: torch.device) -> Memory | None:
-    nvml = _nvml()
-    if nvml is None:
-        return None
-    try:
-        info = nvml.nvmlDeviceGetMemoryInfo(_nvml_handle(nvml, device))
-        return Memory(int(info.total), int(info.free))
-    except Exception:  # MIG slices and some virtual machines answer nothing
-        return None
+    info = _ask_nvml(lambda nvml: nvml.nvmlDeviceGetMemoryInfo(_nvml_handle(nvml, device)))
+    return None if info is None else Memory(int(info.total), int(info.free))
 
 
 def process_memory(device: torch.device) -> int | None:
     """Bytes that this process has taken on a GPU, its context included; None where the driver does not tell."""
-    nvml = _nvml()
-    if nvml is None:
-        return None
-    try:
-        running = nvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(nvml, device))
-        return next((process.usedGpuMemory for process in running if process.pid == os.getpid()), None)
-    except Exception:  # containers and virtual machines hide processes
-        return None
+    running = _ask_nvml(lambda nvml: nvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(nvml, device)))
+    return next((process.usedGpuMemory for process in running or () if process.pid == os.getpid()), None)
 
 
 def driver_version() -> str:
     """NVIDIA's driver, or "" where NVML does not say."""
-    nvml = _nvml()
-    try:
-        version = nvml.nvmlSystemGetDriverVersion() if nvml else ""
-    except Exception:
-        return ""
-    return version.decode() if isinstance(version, bytes) else version
+    version: str | bytes | None = _ask_nvml(lambda nvml: nvml.nvmlSystemGetDriverVersion())
+    return version.decode() if isinstance(version, bytes) else version or ""
 
 
 def gpus() -> list[Gpu]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
 import os
 import platform
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from ..cache import cache_folder
+from ..cache import cache_folder, remember, remembered
 from .calibration import calibrate, measured_overhead
 from .overhead import Overhead
 from .performance import Rates
@@ -24,22 +22,21 @@ _Kind = TypeVar("_Kind", Rates, Overhead)
 def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
     """The rates of the machine at hand: measured in some seconds, once, and remembered."""
     where = _place("rates", device)
-    known = None if recalibrate else _read(where, Rates)
-    if known is not None:
-        return known
-    rates = calibrate(device)
-    _write(where, dataclasses.asdict(rates))
+    rates = None if recalibrate else _read(where, Rates)
+    if rates is None:
+        rates = calibrate(device)
+        remember(where, rates)
     return rates
 
 
 def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
     """What ``device``, a GPU, holds besides tensors: as ``doctor --calibrate`` measured it here, else the default."""
     where = _place("overhead", device)
-    if recalibrate:
-        measured = measured_overhead(device)
-        _write(where, dataclasses.asdict(measured))
-        return measured
-    return _read(where, Overhead) or Overhead()
+    if not recalibrate:
+        return _read(where, Overhead) or Overhead()
+    measured = measured_overhead(device)
+    remember(where, measured)
+    return measured
 
 
 def _place(what: str, device: torch.device) -> Path | None:
@@ -50,18 +47,9 @@ def _place(what: str, device: torch.device) -> Path | None:
 
 def _read(where: Path | None, kind: type[_Kind]) -> _Kind | None:
     """What was remembered, if it has all that is measured today."""
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(where.read_text(encoding="utf-8")) if where else {}
-        if set(known) == {field.name for field in dataclasses.fields(kind)}:
-            return kind(**known)
-    return None
-
-
-def _write(where: Path | None, values: dict[str, Any]) -> None:
-    if where is not None:
-        with contextlib.suppress(OSError):
-            where.parent.mkdir(parents=True, exist_ok=True)
-            where.write_text(json.dumps(values), encoding="utf-8")
+    known = remembered(where)
+    whole = isinstance(known, dict) and known.keys() == {field.name for field in dataclasses.fields(kind)}
+    return kind(**known) if whole else None
 
 
 def _machine(device: torch.device) -> str:

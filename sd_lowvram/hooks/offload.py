@@ -28,7 +28,7 @@ from ..streaming.layout import Policy
 from ..streaming.timing import Timing
 from ..units import MIB
 from ..weights import all_tensors
-from .placement import Residency, place, run_on_cpu, move_to_host
+from .placement import Residency, move_to_host, place, run_on_cpu
 
 STREAMED = ("blocks", "halves", "layer")
 """Values of the offload knob with which weights pass through a ring."""

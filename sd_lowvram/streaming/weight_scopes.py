@@ -79,25 +79,15 @@ def kept() -> Iterator[None]:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Within the block, modules are called again and again: what is streamed in stays as long as there is room."""
-    _begin()
+    block = _state.together = _state.together or _Together()
+    block.depth += 1
     try:
         yield
     finally:
-        _end()
-
-
-def _begin() -> None:
-    _state.together = _state.together or _Together()
-    _state.together.depth += 1
-
-
-def _end() -> None:
-    block = _state.together
-    assert block is not None
-    block.depth -= 1
-    if block.depth == 0:
-        _state.together = None
-        block.close()
+        block.depth -= 1
+        if block.depth == 0:
+            _state.together = None
+            block.close()
 
 
 def until_together_ends(owner: object, number: int, release: Callable[[int], None]) -> bool:
