@@ -16,7 +16,6 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from ..streaming.weight_scopes import kept
 from .strips import assembled, needs_graph, spans
 
 FEWEST_TOKENS = 256
@@ -42,5 +41,4 @@ def _in_chunks(
     pieces = spans(tokens.shape[-2], chunks, FEWEST_TOKENS)
     if len(pieces) == 1 or needs_graph(module, tokens):
         return original(tokens, *args, **kwargs)
-    with kept():
-        return assembled(lambda start, stop: original(tokens[..., start:stop, :], *args, **kwargs), pieces, -2, tokens)
+    return assembled(lambda start, stop: original(tokens[..., start:stop, :], *args, **kwargs), pieces, -2, tokens)

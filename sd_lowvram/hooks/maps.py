@@ -13,47 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import Parked
-from ..weights import room
-from .strips import Moments, normalised
 
 
 class Map:
-    """A map (N, C, H, W) on the device."""
+    """A map (N, C, H, W) on the device, read and written by rows as a :class:`Parked` one is."""
 
-    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
-        self.data = room(shape, like)
-        self.shape = shape
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self.shape = data.shape
 
-    def load(self, start: int, stop: int) -> Tensor:
-        return self.data[:, :, start:stop]
+    def load(self, rows: slice) -> Tensor:
+        return self.data[:, :, rows]
 
-    def store(self, start: int, strip: Tensor) -> None:
-        self.data[:, :, start : start + strip.shape[2]].copy_(strip)
-
-
-class ParkedMap:
-    """A map whose rows wait in host memory and come to the device a strip at a time."""
-
-    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
-        self._parked = Parked.empty(shape, like.dtype, like=like)
-        self.shape = shape
-
-    def load(self, start: int, stop: int) -> Tensor:
-        return self._parked.load(slice(start, stop))
-
-    def store(self, start: int, strip: Tensor) -> None:
-        self._parked.store(slice(start, start + strip.shape[2]), strip)
+    def store(self, rows: slice, strip: Tensor) -> None:
+        self.data[:, :, rows].copy_(strip)
 
 
 class Given(Map):
     """A map that is there already: the input."""
 
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
-        self.shape = tuple(data.shape)
 
-
-AnyMap = Map | ParkedMap
+AnyMap = Map | Parked
+"""``Parked``: its rows wait in host memory and come to the device a strip at a time."""
 
 
 @dataclass
@@ -88,24 +69,6 @@ class Strip:
         return int(self.wraps or self.start > 0), int(self.wraps or self.start + rows < self.height)
 
 
-class Statistics:
-    """What a normalisation has to know of the whole map before it can work on a strip of it."""
-
-    def __init__(self, norm: nn.GroupNorm) -> None:
-        self.norm = norm
-        self._moments = Moments(norm.num_groups)
-
-    def add(self, strip: Tensor) -> None:
-        self._moments.add(strip)
-
-    def activated(self, x: Tensor) -> Tensor:
-        """SiLU of the normalised rows ``x``; a new tensor."""
-        return nn.functional.silu(self.normalised(x), inplace=True)
-
-    def normalised(self, x: Tensor) -> Tensor:
-        return normalised(self.norm, x, self._moments)
-
-
 def spans(height: int, rows: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of strips of about ``rows`` rows, all of nearly the same height."""
     count = -(-height // max(1, min(rows, height)))
@@ -117,11 +80,11 @@ def load(source: AnyMap, start: int, stop: int, wraps: bool) -> Tensor:
     """Rows of ``source``; with ``wraps`` those beyond an edge are those at the other."""
     height = source.shape[2]
     if not wraps or (start >= 0 and stop <= height):
-        return source.load(max(start, 0), min(stop, height))
+        return source.load(slice(max(start, 0), min(stop, height)))
     pieces, row = [], start
     while row < stop:
         first = row % height
         taken = min(height - first, stop - row)
-        pieces.append(source.load(first, first + taken))
+        pieces.append(source.load(slice(first, first + taken)))
         row += taken
     return torch.cat(pieces, dim=2)

@@ -20,8 +20,7 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy, Residual, layer
 from ..patches import Patch, wrap
 from ..settings import Settings
-from ..streaming.weight_scopes import kept
-from .strips import Moments, Span, assembled, needs_graph, normalised, over, spans
+from .strips import Span, Statistics, assembled, needs_graph, over, spans
 
 FEWEST_ROWS = 8
 """Of these, two more are computed for the halo."""
@@ -58,7 +57,7 @@ def _in_strips(
     parts = None if len(pieces) == 1 or needs_graph(block, x, time) else look(block, *args, *kw.values())
     if parts is None:
         return original(x, time, *args, **kw)
-    before = Moments(parts.norm1.num_groups)
+    before = Statistics(parts.norm1)
     over(pieces, x, lambda start, stop: before.add(x.narrow(2, start, stop - start)))
     shift = parts.shift(time)
     hidden, after = _first_half(parts, x, shift, pieces, before)
@@ -66,42 +65,38 @@ def _in_strips(
 
 
 def _first_half(
-    block: Residual, x: Tensor, shift: Tensor | None, pieces: list[Span], before: Moments
-) -> tuple[Tensor, Moments]:
+    block: Residual, x: Tensor, shift: Tensor | None, pieces: list[Span], before: Statistics
+) -> tuple[Tensor, Statistics]:
     """conv1(act(norm1(x))) + shift as a new map (N, C, H, W), and its moments."""
-    after = Moments(block.norm2.num_groups)
+    after = Statistics(block.norm2)
     rows = _Rows(x, block.conv1)
 
     def strip(start: int, stop: int) -> Tensor:
-        part = _convolved(block, block.norm1, block.conv1, rows, before, start, stop)
+        part = _convolved(block, block.conv1, rows, before, start, stop)
         part = part if shift is None else part + shift.to(part.dtype)
         after.add(part)
         return part
 
-    with kept():
-        return assembled(strip, pieces, 2, x), after
+    return assembled(strip, pieces, 2, x), after
 
 
-def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span], after: Moments) -> Tensor:
+def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span], after: Statistics) -> Tensor:
     """(shortcut(x) + conv2(act(norm2(hidden)))) / scale, written over ``hidden`` where it has the same type."""
     rows = _Rows(hidden, block.conv2)
 
     def strip(start: int, stop: int) -> Tensor:
-        part = _convolved(block, block.norm2, block.conv2, rows, after, start, stop)
+        part = _convolved(block, block.conv2, rows, after, start, stop)
         straight = x.narrow(2, start, stop - start)
         part = (straight if block.shortcut is None else block.shortcut(straight)) + part
         return part if block.scale == 1 else part / block.scale
 
-    with kept():
-        return assembled(strip, pieces, 2, x, out=hidden)
+    return assembled(strip, pieces, 2, x, out=hidden)
 
 
-def _convolved(
-    block: Residual, norm: nn.Module, conv: nn.Module, rows: _Rows, moments: Moments, start: int, stop: int
-) -> Tensor:
+def _convolved(block: Residual, conv: nn.Module, rows: _Rows, statistics: Statistics, start: int, stop: int) -> Tensor:
     """Rows ``start`` to ``stop`` of conv(act(norm(map)))."""
     strip, above = rows.with_halo(start, stop)
-    strip = normalised(norm, strip, moments)
+    strip = statistics.normalised(strip)
     convolved: Tensor = conv(block.act(strip))
     return convolved.narrow(2, above, stop - start)
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from ..memory.repeats import standing_for
+from ..streaming.weight_scopes import kept
 from ..weights import first_tensor, room
 
 Span = tuple[int, int]
@@ -42,7 +43,8 @@ def over(pieces: Sequence[Span], like: Tensor, run: Callable[[int, int], None]) 
 def assembled(
     make: Callable[[int, int], Tensor], pieces: Sequence[Span], dim: int, like: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """What ``make(start, stop)`` gives for the pieces, one after the other along ``dim``.
+    """What ``make(start, stop)`` gives for the pieces, one after the other along ``dim``; weights that a layer is lent
+    for one of them stay for all.
 
     Args:
         like: a tensor that is fake if the parts will be.
@@ -58,7 +60,8 @@ def assembled(
             out = room(shape, part)
         out.narrow(dim, start, stop - start).copy_(part)
 
-    over(pieces, like, add)
+    with kept():
+        over(pieces, like, add)
     assert out is not None
     return out
 
@@ -71,11 +74,13 @@ def needs_graph(module: nn.Module, *tensors: Any) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in held)
 
 
-class Moments:
-    """Mean and variance of each group of channels over all strips that were added, in float32 or wider."""
+class Statistics:
+    """What a normalisation has to know of the whole map before it can work on a strip of it: mean and variance of each
+    group of channels over all strips that were added, in float32 or wider."""
 
-    def __init__(self, groups: int) -> None:
-        self._groups = groups
+    def __init__(self, norm: nn.GroupNorm) -> None:
+        self.norm = norm
+        self._groups = norm.num_groups
         self._count = 0
         self._mean: Tensor | None = None
         self._squares: Tensor | None = None
@@ -114,14 +119,27 @@ class Moments:
             self._affine = scale.view(-1, channels, 1, 1), shift.view(-1, channels, 1, 1)
         return self._affine
 
+    def normalised(self, strip: Tensor) -> Tensor:
+        """The normalised rows ``strip`` (N, C, rows, W), with the statistics of the whole map. A new tensor.
+
+        The arithmetic is done in float32 or wider and rounded once, as torch's own kernels do.
+        """
+        with _GivenStatistics(self):
+            result: Tensor = self.norm(strip)
+        return result
+
+    def activated(self, strip: Tensor) -> Tensor:
+        """SiLU of the normalised rows; a new tensor."""
+        return F.silu(self.normalised(strip), inplace=True)
+
 
 class _GivenStatistics(TorchFunctionMode):
     """Answers ``group_norm`` with statistics that were gathered before. The layer itself is called, so that whatever
     its host does to weights on the way (streaming, casting, a LoRA) is done."""
 
-    def __init__(self, moments: Moments) -> None:
+    def __init__(self, statistics: Statistics) -> None:
         super().__init__()
-        self._moments = moments
+        self._statistics = statistics
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.group_norm:
@@ -136,15 +154,5 @@ class _GivenStatistics(TorchFunctionMode):
         bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:
-        scale, shift = self._moments.affine(input.shape[1], weight, bias, eps)
+        scale, shift = self._statistics.affine(input.shape[1], weight, bias, eps)
         return torch.mul(input, scale).add_(shift).to(input.dtype)
-
-
-def normalised(norm: nn.Module, strip: Tensor, moments: Moments) -> Tensor:
-    """``norm`` of a strip (N, C, rows, W), a GroupNorm, with the statistics of the whole map. A new tensor.
-
-    The arithmetic is done in float32 or wider and rounded once, as torch's own kernels do.
-    """
-    with _GivenStatistics(moments):
-        result: Tensor = norm(strip)
-    return result

@@ -21,7 +21,6 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy, TokenAttention, Transformer
 from ..patches import Patch, set_patch, wrap
 from ..settings import Settings
-from ..streaming.weight_scopes import kept
 from .feed_forward import FEWEST_TOKENS
 from .strips import Span, assembled, needs_graph, spans
 
@@ -65,8 +64,7 @@ def _in_chunks(
         fed_forward: Tensor = parts.feed_forward(parts.norm(part))
         return fed_forward + part
 
-    with kept():
-        return assembled(fed, pieces, 1, tokens, out)
+    return assembled(fed, pieces, 1, tokens, out)
 
 
 def _attended(parts: TokenAttention, tokens: Tensor, out: Tensor | None, pieces: list[Span]) -> Tensor:
@@ -81,14 +79,13 @@ def _attended(parts: TokenAttention, tokens: Tensor, out: Tensor | None, pieces:
         part = tokens[:, start:stop]
         return parts.attend(parts.norm(part), keys) + part
 
-    with kept(), _answering(parts.to_k, keys), _answering(parts.to_v, values):
+    with _answering(parts.to_k, keys), _answering(parts.to_v, values):
         return assembled(attended, pieces, 1, tokens, out)
 
 
 def _projected(norm: nn.Module, projection: nn.Module, tokens: Tensor, pieces: list[Span]) -> Tensor:
     """projection(norm(tokens)) of all tokens."""
-    with kept():
-        return assembled(lambda start, stop: projection(norm(tokens[:, start:stop])), pieces, 1, tokens)
+    return assembled(lambda start, stop: projection(norm(tokens[:, start:stop])), pieces, 1, tokens)
 
 
 @contextlib.contextmanager

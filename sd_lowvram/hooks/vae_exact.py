@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import progress
 from ..errors import NoSiteError
 from ..kernels.attention.bounded import fused_softmax
+from ..memory import Parked
 from ..memory.repeats import representatives, standing_for
 from ..models.anatomy import Anatomy, layer
 from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBlock, Step, Upsample, dissect
@@ -33,7 +34,9 @@ from ..patches import Patch, replace, value
 from ..settings import Settings
 from ..streaming.weight_scopes import kept
 from ..units import MIB
-from .maps import AnyMap, Given, Map, ParkedMap, Statistics, Strip, load, spans
+from ..weights import room
+from .maps import AnyMap, Given, Map, Strip, load, spans
+from .strips import Statistics
 from .vae_operations import Operation, first_half, needed_rows, operations_of, second_half
 
 _MOST_STRIP_BYTES = 16 * MIB
@@ -115,17 +118,17 @@ class _Overwritten:
         """What is above ``row`` has been written, by strips that a trace left out too."""
         self._written = row
 
-    def load(self, start: int, stop: int) -> Tensor:
-        if start >= self._written or self._kept is None:
-            return self._map.load(start, stop)
-        old = self._kept[:, :, self._kept.shape[2] - (self._written - start) :]
-        return torch.cat([old, self._map.load(self._written, stop)], dim=2) if stop > self._written else old
+    def load(self, rows: slice) -> Tensor:
+        if rows.start >= self._written or self._kept is None:
+            return self._map.load(rows)
+        old = self._kept[:, :, self._kept.shape[2] - (self._written - rows.start) :]
+        later = slice(self._written, rows.stop)
+        return torch.cat([old, self._map.load(later)], dim=2) if rows.stop > self._written else old
 
-    def store(self, start: int, strip: Tensor) -> None:
-        stop = start + strip.shape[2]
-        self._kept = self.load(max(0, stop - self._halo), stop).clone()
-        self._written = stop
-        self._map.store(start, strip)
+    def store(self, rows: slice, strip: Tensor) -> None:
+        self._kept = self.load(slice(max(0, rows.stop - self._halo), rows.stop)).clone()
+        self._written = rows.stop
+        self._map.store(rows, strip)
 
 
 class _Run:
@@ -234,7 +237,7 @@ class _Run:
             if gathered is not None:
                 gathered.add(kept)
             if sink is not None:
-                sink.store(start, kept)
+                sink.store(slice(start, stop), kept)
             del kept
             self._report((number + 1) / len(cuts))
         return sink._map if isinstance(sink, _Overwritten) else sink
@@ -270,7 +273,7 @@ class _Run:
         keys = values = None
         cuts = list(spans(height, rows))
         for _, (start, stop) in self._each(cuts):
-            tokens = _tokens(known.normalised(x.load(start, stop)))
+            tokens = _tokens(known.normalised(x.load(slice(start, stop))))
             key, value_ = step.to_k(tokens), step.to_v(tokens)
             if keys is None or values is None:
                 keys, values = (one.new_empty(count, height * width, one.shape[2]) for one in (key, value_))
@@ -281,7 +284,7 @@ class _Run:
         keys, values = _heads(keys, step.heads), _heads(values, step.heads)
         gathered = Statistics(after) if after is not None else None
         for number, (start, stop) in self._each(cuts):
-            strip = x.load(start, stop)
+            strip = x.load(slice(start, stop))
             queries = _heads(step.to_q(_tokens(known.normalised(strip))), step.heads)
             mixed = fused_softmax(queries, keys, values, score_bytes=self.strip_bytes)
             del queries
@@ -291,7 +294,7 @@ class _Run:
             if gathered is not None:
                 gathered.add(mixed)
             x = self._own(x, mixed)
-            x.store(start, mixed)
+            x.store(slice(start, stop), mixed)
             del mixed, strip
             self._report((number + 1) / len(cuts))
         return gathered, x
@@ -314,7 +317,9 @@ class _Run:
         return self._new(x.shape, like, "new") if isinstance(x, Given) else x
 
     def _new(self, shape: tuple[int, ...], like: Tensor, kind: str) -> AnyMap:
-        return ParkedMap(shape, like) if self.parks and kind == "new" else Map(shape, like)
+        if self.parks and kind == "new":
+            return Parked.empty(shape, like.dtype, like=like)
+        return Map(room(shape, like))
 
     def _report(self, share: float) -> None:
         self.shown = max(self.shown, int(1000 * (self.done + share) / len(self.groups)))

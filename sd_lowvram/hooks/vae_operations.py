@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..models.autoencoder import Conv, Downsample, ResBlock, Step, Upsample
-from .maps import Statistics, Strip
+from .maps import Strip
+from .strips import Statistics
 
 
 def _neighbours(start: int, stop: int) -> tuple[int, int]:

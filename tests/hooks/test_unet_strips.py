@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram.hooks import residual_strips as hook
 from sd_lowvram.hooks.offloaded_tensor import Waiting
-from sd_lowvram.hooks.strips import Moments, assembled, normalised, over, spans
+from sd_lowvram.hooks.strips import Statistics, assembled, over, spans
 from sd_lowvram.memory import current_account
 from sd_lowvram.memory.repeats import standing_for, times
 from sd_lowvram.models.diffusers import residual
@@ -38,12 +38,12 @@ def test_moments_do_not_depend_on_the_strips(cuts: list[int], batch: int, mean: 
     norm = nn.GroupNorm(4, 8)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
-    moments = Moments(4)
+    statistics = Statistics(norm)
     edges = [0, *sorted(cuts), 20]
     for start, stop in itertools.pairwise(edges):
-        moments.add(x[:, :, start:stop])
-        normalised(norm, x[:, :, :1], moments)  # what was worked out for some strips must not stay for more
-    strips = [normalised(norm, x[:, :, start:stop], moments) for start, stop in itertools.pairwise(edges)]
+        statistics.add(x[:, :, start:stop])
+        statistics.normalised(x[:, :, :1])  # what was worked out for some strips must not stay for more
+    strips = [statistics.normalised(x[:, :, start:stop]) for start, stop in itertools.pairwise(edges)]
     expected = norm.double()(x.double())
     assert (torch.cat(strips, 2) - expected).abs().max() < 2e-3 * max(1e-2, abs(mean) / 50)
 
