@@ -18,6 +18,11 @@ bench = typer.Typer(help="Measure: both sides in one process in turn, ratio of m
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Models = Annotated[
+    list[str] | None, typer.Option("--model", "-m", help="sd15, sd21 or sdxl; may be repeated.", metavar="NAME")
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too.")]
+Side = Annotated[int | None, typer.Option(help="Left out: sizes that are usual for the model.")]
 
 
 @contextlib.contextmanager
@@ -76,10 +81,8 @@ def attention(as_json: Json = False, debug: Debug = False) -> None:
 
 @bench.command()
 def plans(
-    model: Annotated[
-        list[str] | None, typer.Option("--model", "-m", help="sd15, sd21 or sdxl; may be repeated.", metavar="NAME")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too.")] = None,
+    model: Models = None,
+    out: Out = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -95,15 +98,13 @@ def plans(
 
 @bench.command()
 def schedule(
-    model: Annotated[
-        list[str] | None, typer.Option("--model", "-m", help="sd15, sd21 or sdxl; may be repeated.", metavar="NAME")
-    ] = None,
+    model: Models = None,
     card: Annotated[
         list[str] | None, typer.Option("--gpu", help="A card, such as rtx2070; may be repeated.", metavar="NAME")
     ] = None,
-    width: Annotated[int | None, typer.Option(help="Left out: sizes that are usual for the model.")] = None,
-    height: Annotated[int | None, typer.Option(help="Left out: sizes that are usual for the model.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too.")] = None,
+    width: Side = None,
+    height: Side = None,
+    out: Out = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

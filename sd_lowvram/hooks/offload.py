@@ -20,6 +20,7 @@ from torch import nn
 from ..devices.support import check_streaming
 from ..errors import ConflictError, NoSiteError
 from ..models.anatomy import Anatomy
+from ..models.support import diffusers_hooks
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
 from ..streaming.device_io import run_at
@@ -78,8 +79,7 @@ def _refuse_accelerate(components: Mapping[str, nn.Module]) -> None:
                 f"{name} is already offloaded by accelerate or diffusers: call pipe.remove_all_hooks() before "
                 "optimize(), or pass Settings without offload"
             )
-        registries = (getattr(module, "_diffusers_hook", None) for module in component.modules())
-        if any("group_offloading" in getattr(registry, "hooks", {}) for registry in registries):
+        if "group_offloading" in diffusers_hooks(component):
             raise ConflictError(
                 f"{name} is already offloaded by diffusers in groups, which it cannot undo: load it without "
                 "enable_group_offload(), or pass Settings without offload"

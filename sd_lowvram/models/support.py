@@ -36,12 +36,17 @@ def check_casting(parts: Mapping[str, nn.Module]) -> None:
     """Raise ConflictError where diffusers changes the type of a part's weights around every call of a layer, which a
     trace cannot follow."""
     for name, part in parts.items():
-        registries = (getattr(module, "_diffusers_hook", None) for module in part.modules())
-        if any("layerwise_casting" in getattr(registry, "hooks", {}) for registry in registries):
+        if "layerwise_casting" in diffusers_hooks(part):
             raise ConflictError(
                 f"{name} has diffusers' layerwise casting on (enable_layerwise_casting), which no plan follows: load "
                 "it anew without, and ask for weight_storage='fp8', which does the same"
             )
+
+
+def diffusers_hooks(part: nn.Module) -> set[str]:
+    """The names of diffusers' own hooks on a model or on what is in it."""
+    registries = (getattr(module, "_diffusers_hook", None) for module in part.modules())
+    return {name for registry in registries for name in getattr(registry, "hooks", {})}
 
 
 def refusal(owner: Any, part: str = "", module: Any = None, works: tuple[str, ...] = ()) -> UnsupportedModelError:
