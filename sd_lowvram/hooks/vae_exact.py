@@ -27,8 +27,8 @@ from ..errors import NoSiteError
 from ..kernels.attention.bounded import fused_softmax
 from ..memory import Parked
 from ..memory.repeats import representatives, standing_for
-from ..models.anatomy import Anatomy, layer
-from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, ResBlock, Step, Upsample, dissect
+from ..models.anatomy import Anatomy, Residual, layer
+from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, Step, Upsample, dissect
 from ..models.interfaces import KLAutoencoder
 from ..patches import Patch, replace, value
 from ..settings import Settings
@@ -165,7 +165,7 @@ class _Run:
         """The map after the steps of ``group``, with the statistics that the next group starts from."""
         if len(group) == 1 and isinstance(group[0], Attention):
             return self._attention(x, known, group[0], after)
-        if len(group) == 1 and isinstance(group[0], ResBlock):
+        if len(group) == 1 and isinstance(group[0], Residual):
             block = group[0]
             both = math.prod(x.shape) * self.itemsize * (1 + block.norm2.num_channels / block.norm1.num_channels)
             if self.parks or both <= _PLAIN_MAPS / 2 * self.largest:
@@ -185,7 +185,7 @@ class _Run:
         return gathered, sink
 
     def _two_maps(
-        self, x: AnyMap, known: Statistics | None, block: ResBlock, after: nn.GroupNorm | None
+        self, x: AnyMap, known: Statistics | None, block: Residual, after: nn.GroupNorm | None
     ) -> tuple[Statistics | None, AnyMap]:
         """A residual block with its inner map stored: every convolution runs once."""
         first, second = first_half(block), second_half(block)
@@ -344,14 +344,14 @@ def _grouped(steps: Sequence[Step], recomputed: bool) -> Iterator[list[Step]]:
 def _first_norm(group: Sequence[Step]) -> nn.GroupNorm | None:
     """The normalisation that a group starts with."""
     step = group[0]
-    if isinstance(step, ResBlock):
+    if isinstance(step, Residual):
         return step.norm1
     return step.norm if isinstance(step, Attention | Conv) else None
 
 
 def _keeps_shape(group: Sequence[Step]) -> bool:
     """Whether the output can lie where the input lay."""
-    return all(isinstance(step, ResBlock) and step.norm1.num_channels == step.norm2.num_channels for step in group)
+    return all(isinstance(step, Residual) and step.norm1.num_channels == step.norm2.num_channels for step in group)
 
 
 def _map_bytes(steps: Sequence[Step], x: Tensor) -> Iterator[int]:

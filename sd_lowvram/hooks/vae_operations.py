@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..models.autoencoder import Conv, Downsample, ResBlock, Step, Upsample
+from ..models.anatomy import Residual
+from ..models.autoencoder import Conv, Downsample, Step, Upsample
 from .maps import Strip
 from .strips import Statistics
 
@@ -53,7 +54,7 @@ def _convolution(step: Conv) -> Operation:
     return Operation(run, step.norm)
 
 
-def first_half(block: ResBlock) -> Operation:
+def first_half(block: Residual) -> Operation:
     def run(strip: Strip, statistics: Statistics | None) -> Strip:
         assert statistics is not None
         hidden = strip.convolve(block.conv1, statistics.activated(strip.x))
@@ -62,7 +63,7 @@ def first_half(block: ResBlock) -> Operation:
     return Operation(run, block.norm1)
 
 
-def second_half(block: ResBlock) -> Operation:
+def second_half(block: Residual) -> Operation:
     def run(strip: Strip, statistics: Statistics | None) -> Strip:
         assert statistics is not None and strip.hidden is not None
         hidden, strip.hidden = strip.hidden, None
@@ -73,7 +74,7 @@ def second_half(block: ResBlock) -> Operation:
     return Operation(run, block.norm2, of_hidden=True)
 
 
-def _joined(block: ResBlock, x: Tensor, result: Tensor) -> Tensor:
+def _joined(block: Residual, x: Tensor, result: Tensor) -> Tensor:
     shortcut = x if block.shortcut is None else block.shortcut(x)
     result = result.add_(shortcut)
     return result if block.scale == 1.0 else result.div_(block.scale)
@@ -101,7 +102,7 @@ def _downsampling(step: Downsample) -> Operation:
 
 
 def operations_of(step: Step) -> list[Operation]:
-    if isinstance(step, ResBlock):
+    if isinstance(step, Residual):
         return [first_half(step), second_half(step)]
     if isinstance(step, Upsample):
         return [_upsampling(step)]

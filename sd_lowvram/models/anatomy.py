@@ -29,6 +29,7 @@ class Residual:
     """``(shortcut(x) + conv2(act(norm2(conv1(act(norm1(x))) + shift)))) / scale`` of maps (N, C, H, W).
 
     Attributes:
+        act: the activation; an autoencoder's is SiLU.
         shift: from the embedding of time to what it adds (N, C, 1, 1), None where it adds nothing.
     """
 
@@ -36,8 +37,8 @@ class Residual:
     conv1: nn.Module
     norm2: nn.GroupNorm
     conv2: nn.Module
-    act: Callable[[Tensor], Tensor]
-    shift: Callable[[Tensor | None], Tensor | None]
+    act: Callable[[Tensor], Tensor] = nn.functional.silu
+    shift: Callable[[Tensor | None], Tensor | None] = lambda time: None
     shortcut: nn.Module | None = None
     scale: float = 1.0
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .anatomy import is_3x3, is_pointwise, layer
+from .anatomy import Residual, is_3x3, is_pointwise, layer
+from .diffusers import residual
 
 
 @dataclass(frozen=True)
@@ -24,18 +25,6 @@ class Conv:
 
     conv: nn.Module
     norm: nn.GroupNorm | None = None
-
-
-@dataclass(frozen=True)
-class ResBlock:
-    """``(shortcut(x) + conv2(silu(norm2(conv1(silu(norm1(x))))))) / scale``."""
-
-    norm1: nn.GroupNorm
-    conv1: nn.Module
-    norm2: nn.GroupNorm
-    conv2: nn.Module
-    shortcut: nn.Module | None = None
-    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +54,7 @@ class Downsample:
     conv: nn.Module
 
 
-Step = Conv | ResBlock | Attention | Upsample | Downsample
+Step = Conv | Residual | Attention | Upsample | Downsample
 
 
 @dataclass(frozen=True)
@@ -130,13 +119,12 @@ def _middle(block: Any) -> Iterator[Step]:
         yield _resnet(resnet)
 
 
-def _resnet(block: Any) -> ResBlock:
-    if getattr(block, "upsample", None) or getattr(block, "downsample", None):
-        raise ValueError("a residual block that changes the size inside")
+def _resnet(block: Any) -> Residual:
     _must_be_silu(block.nonlinearity)
-    return ResBlock(
-        block.norm1, block.conv1, block.norm2, block.conv2, block.conv_shortcut, float(block.output_scale_factor)
-    )
+    parts = residual(block)
+    if parts is None:
+        raise ValueError("a residual block of another kind")
+    return parts
 
 
 def _attention(block: Any) -> Attention:
@@ -188,13 +176,13 @@ def _ldm_middle(middle: Any) -> Iterator[Step]:
     yield _ldm_resnet(middle.block_2)
 
 
-def _ldm_resnet(block: Any) -> ResBlock:
+def _ldm_resnet(block: Any) -> Residual:
     shortcut = None
     if block.in_channels != block.out_channels:
         shortcut = block.conv_shortcut if block.use_conv_shortcut else block.nin_shortcut
         if not is_pointwise(shortcut):
             raise ValueError("a shortcut that looks at neighbours")
-    return ResBlock(block.norm1, _3x3(block.conv1), block.norm2, _3x3(block.conv2), shortcut)
+    return Residual(block.norm1, _3x3(block.conv1), block.norm2, _3x3(block.conv2), shortcut=shortcut)
 
 
 def _ldm_attention(block: Any) -> Attention:
