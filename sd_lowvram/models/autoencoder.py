@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from .anatomy import Residual, is_3x3, is_pointwise, layer
-from .diffusers import residual
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,11 @@ def _middle(block: Any) -> Iterator[Step]:
 
 
 def _resnet(block: Any) -> Residual:
+    if getattr(block, "upsample", None) or getattr(block, "downsample", None):
+        raise ValueError("a residual block that changes the size inside")
     _must_be_silu(block.nonlinearity)
-    parts = residual(block)
-    if parts is None:
-        raise ValueError("a residual block of another kind")
-    return parts
+    scale = float(block.output_scale_factor)
+    return Residual(block.norm1, block.conv1, block.norm2, block.conv2, shortcut=block.conv_shortcut, scale=scale)
 
 
 def _attention(block: Any) -> Attention:
