@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,6 @@ from .early import check_floor
 from .guard import guarded
 from .interrupts import heed_interrupts
 from .knobs import with_knobs
-from .plan_cache import Answer, remembered
 from .values import (
     MOST_PICTURES,
     MOST_STEPS,
@@ -24,6 +23,9 @@ from .values import (
     check_side,
     checked_settings,
 )
+
+if TYPE_CHECKING:
+    from .plan_cache import Answer
 
 
 @with_knobs
@@ -58,6 +60,7 @@ def plan(
     with guarded(debug):
         from rich.console import Console
 
+        from .plan_cache import remembered
         from .plan_table import show, show_sizes
 
         asked: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps}
