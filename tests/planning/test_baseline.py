@@ -1,0 +1,34 @@
+"""Plans for full-size models are no worse than they were: a handful of those in ``baseline.json``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plan_baseline
+import pytest
+
+SIMPLE = [row for row in plan_baseline.ROWS if row["asked"]["model"] == "sd15" and not row["asked"].get("knobs")]
+CHOSEN = {
+    "streamed": (512, 2048),
+    "resident": (512, 4096),
+    "refused": (1024, 600),
+}
+
+
+def row(size: int, vram_mib: int) -> dict[str, Any]:
+    return next(one for one in SIMPLE if (one["asked"]["size"], one["asked"].get("vram_mib")) == (size, vram_mib))
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_a_plan_is_no_worse_than_it_was(kind: str) -> None:
+    known = row(*CHOSEN[kind])
+    found = plan_baseline.planned(known["asked"])
+    assert ("needed" in found) == (kind == "refused")
+    assert not plan_baseline.worse(known["planned"], found)
+
+
+def test_what_is_worse_is_seen() -> None:
+    known = row(*CHOSEN["resident"])["planned"]
+    assert plan_baseline.worse(known, {**known, "peak": known["peak"] * 1.02}).keys() == {"peak"}
+    assert plan_baseline.worse(known, {**known, "peak": known["peak"] // 2}) == {}
+    assert plan_baseline.worse(known, {"needed": 1, "stage": "denoise"})
