@@ -8,7 +8,6 @@ that is not so, as they come and go: such traces are to be whole.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -109,7 +108,7 @@ class EqualCalls:
         self._work.spans.append(Span(path))  # what comes is not added to the span before
         with ledger.apart() as above:
             result = forward(*args, **kwargs)
-        spans = tuple(map(dataclasses.replace, self._work.spans[first:]))
+        spans = tuple(Span(**vars(span)) for span in self._work.spans[first:])
         self._work.spans.append(Span(path))
         results = self._new_tensors(result)
         if results is None or ledger.met != met:
@@ -133,7 +132,8 @@ class EqualCalls:
         here, there = self._ledger.path, call.path
         for span in call.spans:
             inside = not there or span.path == there or span.path.startswith(f"{there}.")
-            self._work.add(dataclasses.replace(span, path=here + span.path[len(there) :] if inside else span.path))
+            path = here + span.path[len(there) :] if inside else span.path
+            self._work.spans.append(Span(**vars(span) | {"path": path}))
         result = make(call.results, self._mode, (None,))
         for tensor in [result] if isinstance(result, Tensor) else result:
             self._ledger.book(tensor, "device")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +23,11 @@ class Span:
 
     Attributes:
         path: dotted name of the module, "" for what runs outside of all.
-        flops, moved_bytes, copied_bytes, operators, packed_bytes: as in ``Work``.
+        flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
+        moved_bytes: what all operators read and write, each for itself.
+        copied_bytes: what crosses between the device's account and the host's.
+        operators: how many ran, views not counted: on a GPU, about the number of launches.
+        packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
     """
 
     path: str
@@ -32,50 +38,38 @@ class Span:
     packed_bytes: int = 0
 
 
-@dataclass
 class Work:
-    """Sums over the operators of a run.
+    """What a run does, module by module in its order.
 
     Attributes:
-        flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
-        moved_bytes: what all operators read and write, each for itself.
-        copied_bytes: what crosses between the device's account and the host's.
-        operators: how many ran, views not counted: on a GPU, about the number of launches.
-        packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
-        spans: the same in the order of the run, module by module.
+        spans: each of what one module does before another one's turn.
     """
 
-    flops: int = 0
-    moved_bytes: int = 0
-    copied_bytes: int = 0
-    operators: int = 0
-    packed_bytes: int = 0
-    spans: list[Span] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
 
     def count(self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0) -> None:
         """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others."""
+        span, passes = self._span(path), times()
+        span.operators += passes
+        span.flops += flops * passes
+        span.moved_bytes += moved_bytes * passes
+        span.packed_bytes += packed_bytes * passes
+
+    def count_copy(self, path: str, copied_bytes: int) -> None:
+        """Add bytes that cross between the accounts in the module ``path``."""
+        self._span(path).copied_bytes += copied_bytes * times()
+
+    def _span(self, path: str) -> Span:
         if not self.spans or self.spans[-1].path != path:
             self.spans.append(Span(path))
-        for sums in (self, self.spans[-1]):
-            sums.operators += times()
-            sums.flops += flops * times()
-            sums.moved_bytes += moved_bytes * times()
-            sums.packed_bytes += packed_bytes * times()
+        return self.spans[-1]
 
-    def add(self, span: Span) -> None:
-        """Add what a module did."""
-        self.spans.append(span)
-        self.flops += span.flops
-        self.moved_bytes += span.moved_bytes
-        self.copied_bytes += span.copied_bytes
-        self.operators += span.operators
-        self.packed_bytes += span.packed_bytes
-
-    def count_copy(self, copied_bytes: int) -> None:
-        """Add bytes that cross between the accounts."""
-        self.copied_bytes += copied_bytes * times()
-        if self.spans:
-            self.spans[-1].copied_bytes += copied_bytes * times()
+    def totals(self) -> dict[str, int]:
+        """The sums over all spans, by the names of their attributes."""
+        _, *names = (one.name for one in dataclasses.fields(Span))
+        columns = zip(*map(operator.attrgetter(*names), self.spans), strict=True)
+        return dict.fromkeys(names, 0) | dict(zip(names, map(sum, columns), strict=False))
 
 
 def moved(args: Any, result: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -134,7 +135,8 @@ def trace_equals_once(
     modules = modules_of(module_or_callable, *leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     parameters = (parameter for module in modules for parameter in module.parameters())
-    made = active_fake_mode(*tensors, *parameters)
+    fakes = (parameter for parameter in parameters if isinstance(parameter, FakeTensor))
+    made = active_fake_mode(*tensors, *itertools.islice(fakes, 1))
     mode = made or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = _Tracer(mode)
     alone = contextlib.nullcontext() if made else one_at_a_time()  # a model of fakes is nobody else's
@@ -153,11 +155,7 @@ def trace_equals_once(
         input_bytes=input_bytes,
         largest_bytes=ledger.largest,
         allocated_peak_bytes=ledger.born_peak,
-        flops=tracer.work.flops,
-        moved_bytes=tracer.work.moved_bytes,
-        copied_bytes=tracer.work.copied_bytes,
-        operators=tracer.work.operators,
-        packed_bytes=tracer.work.packed_bytes,
+        **tracer.work.totals(),
         timeline=ledger.timeline,
         spans=tuple(span for span in tracer.work.spans if span.operators),
         output=output,
@@ -230,9 +228,11 @@ class _Tracer(TorchDispatchMode):
         if operator.composite:
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        if func not in _LIFTS:
+        key = self._signature(func, operator, args, kwargs)
+        if key is None and func not in _LIFTS:
             args = self._without_reals(args)
-        result, recipe = self._run(func, operator, args, kwargs)
+            key = self._signature(func, operator, args, kwargs)
+        result, recipe = self._run(func, operator, key, args, kwargs)
         if not operator.view:
             self._take_in(operator, recipe, args, result)
         return result
@@ -248,9 +248,14 @@ class _Tracer(TorchDispatchMode):
         if operator.copies:
             self._count_crossing(args, result)
 
-    def _run(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe]:
+    def _signature(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a recipe is kept under; None where there can be none."""
+        return signature(func, args, kwargs) if operator.repeatable and self._mode.shape_env is None else None
+
+    def _run(
+        self, func: Any, operator: Operator, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Recipe]:
         """The fake results, by a recipe where there is one."""
-        key = signature(func, args, kwargs) if operator.repeatable and self._mode.shape_env is None else None
         recipe = None
         if key is not None:
             recipe = self._recipes.get(key)
@@ -266,7 +271,7 @@ class _Tracer(TorchDispatchMode):
     def _count_crossing(self, args: tuple[Any, ...], result: Tensor) -> None:
         source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
         if (self.ledger.account_of(source) == "host") != (self.ledger.account_of(result) == "host"):
-            self.work.count_copy(nbytes(result))
+            self.work.count_copy(self.ledger.path, nbytes(result))
 
     def _book(self, result: Any) -> None:
         if isinstance(result, Tensor):
