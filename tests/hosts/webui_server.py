@@ -23,7 +23,11 @@ from PIL import Image
 
 NAME = "sd-lowvram"
 FLAGS = "--skip-torch-cuda-test --no-hashing --no-download-sd-model --do-not-download-clip --skip-version-check"
-A1111, FORGE = "--use-cpu all --no-half --precision full", "--always-cpu"
+ON_CPU = {
+    "a1111": "--use-cpu all --no-half --precision full",
+    "forge": "--always-cpu",
+    "reforge": "--always-cpu --all-in-fp32",
+}
 KINDS = {"backend/nn/unet.py": "forge", "ldm_patched": "reforge", "repositories/stable-diffusion-stability-ai": "a1111"}
 
 
@@ -106,13 +110,12 @@ class Server:
 @contextlib.contextmanager
 def serving(webui: Path, python: str, data: Path, *flags: str) -> Iterator[Server]:
     """A server that is ready, its data in ``data``; ended afterwards by its process id."""
-    kind = A1111 if kind_of(str(webui)) == "a1111" else FORGE
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = data / f"server-{port}.log"
-    command = [python, "launch.py", *FLAGS.split(), *kind.split(), "--api", "--server-name", "127.0.0.1"]
-    command += ["--port", str(port), "--data-dir", str(data), *flags]
+    command = [python, "launch.py", *FLAGS.split(), *ON_CPU[kind_of(str(webui))].split(), "--api"]
+    command += ["--server-name", "127.0.0.1", "--port", str(port), "--data-dir", str(data), *flags]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "GRADIO_ANALYTICS_ENABLED": "False"}
     environment |= {"SD_LOWVRAM_CACHE": str(data / "traces"), "MPLBACKEND": "Agg", "PYTHONUNBUFFERED": "1"}
