@@ -36,9 +36,9 @@ def running(data: Path, name: str, *flags: str) -> Any:
 
 @pytest.fixture(scope="module")
 def sdxl(data: Path) -> Iterator[Server]:
-    """A narrow SDXL base, with a refiner of another configuration at hand."""
+    """A narrow SDXL base, with a refiner of another configuration at hand, whose steps take more than the decode may."""
     for kind in ("base", "refiner"):
-        webui_data.add_checkpoint(data, kind, seed=3, kind=kind)
+        webui_data.add_checkpoint(data, kind, seed=3, kind=kind, width=64)
     with running(data, "base") as s:
         s.ask("/sdapi/v1/options", {"live_previews_enable": False})  # else it downloads a small VAE for them
         yield s

@@ -1,8 +1,8 @@
 """Writes a checkpoint with random weights for a WebUI, its configuration beside it, and a LoRA for SD1.5.
 
 Run by the WebUI's Python: webui_models.py WEBUI_DIR FILE SEED [sd15|base|refiner] [WIDTH]. The model has all blocks of
-SD1.5, or of SDXL's base or refiner. WIDTH are its channels at the highest resolution: by default a tenth of the real
-model's, so that a step takes a second on a CPU.
+SD1.5, or of SDXL's base or refiner. WIDTH are the UNet's channels at the highest resolution: by default a tenth of the
+real one's, so that a step takes a second on a CPU; the autoencoder is as narrow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sd15(webui: str, file: str, noise: torch.Generator, width: int) -> None:
 
     config = OmegaConf.load(f"{webui}/configs/v1-inference.yaml")
     config.model.params.unet_config.params.model_channels = width
-    config.model.params.first_stage_config.params.ddconfig.ch = width
+    config.model.params.first_stage_config.params.ddconfig.ch = WIDTH
     OmegaConf.save(config, Path(file).with_suffix(".yaml"))
     text = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
     with torch.device("meta"):
@@ -65,7 +65,7 @@ def sdxl(webui: str, file: str, noise: torch.Generator, kind: str, width: int) -
     config = OmegaConf.load(f"{folder}/configs/inference/sd_xl_{kind}.yaml")
     parts = config.model.params
     unet, vae = parts.network_config.params, parts.first_stage_config.params.ddconfig
-    unet.model_channels = vae.ch = width
+    unet.model_channels, vae.ch = width, WIDTH
     unet.num_head_channels, unet.transformer_depth = 16, 1
     unet.spatial_transformer_attn_type, vae.attn_type = "softmax", "vanilla"
     unet.context_dim = _TEXT_WIDTH + (768 if kind == "base" else 0)

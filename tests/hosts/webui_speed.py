@@ -1,11 +1,11 @@
 """What our hooks cost a step in a real AUTOMATIC1111 at a CFG scale of 1, in a budget that a plain step would break.
 
     WEBUI_DIR=... [WEBUI_PYTHON=...] [WEBUI_CHECKPOINT=an SD1.5] \\
-    PYTHONPATH=.:tests/support python tests/hosts/webui_speed.py OUT.json [--width 96] [--pairs 4] [--size 512]
+    PYTHONPATH=.:tests/support python tests/hosts/webui_speed.py OUT.json [--width 64] [--pairs 4] [--size 512]
 
 Pictures without us and with us are made in turn by one server; the ratio is of the medians of all their steps, once by
 the clock and once in processor seconds, which what else the machine does changes less. Without WEBUI_CHECKPOINT the
-model has all blocks of SD1.5 and random weights, and is narrower: --width channels in place of 320.
+model has all blocks of SD1.5 and random weights, and is narrower: --width channels of the UNet in place of 320.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BELOW = 0.97
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--size", type=int, default=512)
     given = parser.parse_args(arguments)
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def compared(server: Server, pairs: int, asked: dict[str, Any]) -> dict[str, Any]:
     """The steps of ``pairs`` pictures without us and as many with us."""
-    server.make(steps=1, **asked)
-    server.make(steps=1, ours={"offload": "none"}, **asked)
+    server.make(steps=2, **asked)
+    server.make(steps=2, ours={"offload": "none"}, **asked)
     plain = next(one for one in server.watched()[-2:] if one["stage"] == "denoise")
     budget = (plain["held"] + int(BELOW * plain["planned"])) // MIB
     bare: list[dict[str, Any]] = []
