@@ -37,8 +37,8 @@ def write(name: str | dict[str, Any], file: str | Path, seed: int = 0) -> None:
 
 
 def _drawn(name: str, shape: torch.Size, noise: torch.Generator) -> torch.Tensor:
-    if len(shape) == 1:
-        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+    if len(shape) == 1:  # text without a mean would be NaN in the WebUIs, which divide by it where they weigh words
+        return torch.full(shape, 0.01 if name.endswith("bias") else 1.0)
     bound = (3 / shape[1:].numel()) ** 0.5
     return torch.empty(shape).uniform_(-bound, bound, generator=noise)
 

@@ -36,7 +36,7 @@ def running(data: Path, name: str, *flags: str) -> Any:
 
 @pytest.fixture(scope="module")
 def sdxl(data: Path) -> Iterator[Server]:
-    """A narrow SDXL base, with a refiner of another configuration at hand, whose steps take more than the decode may."""
+    """A narrow SDXL base, with a refiner of another configuration at hand; steps take more than an exact decode."""
     for kind in ("base", "refiner"):
         webui_data.add_checkpoint(data, kind, seed=3, kind=kind, width=64)
     with running(data, "base") as s:

@@ -96,7 +96,8 @@ def _random(model: Any, noise: torch.Generator) -> Any:
             bound = (3 / tensor[0].numel()) ** 0.5
             yield name, torch.empty(tensor.shape).uniform_(-bound, bound, generator=noise).half()
         else:
-            yield name, torch.full(tensor.shape, 0.0 if name.endswith("bias") else 1.0).half()
+            # text without a mean would be NaN in the WebUIs, which divide by it where they weigh words
+            yield name, torch.full(tensor.shape, 0.01 if name.endswith("bias") else 1.0).half()
 
 
 def _lora(noise: torch.Generator, channels: int) -> dict[str, torch.Tensor]:
