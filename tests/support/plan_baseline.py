@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sd_lowvram.checkpoints.meta_model import blueprint
+from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.planning.request import request_for
@@ -26,7 +26,7 @@ ROWS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "planning" / "baseline.json").read_text(encoding="utf-8")
 )
 
-anatomy = functools.cache(functools.partial(blueprint, dtype=torch.float16))
+anatomy = functools.cache(functools.partial(meta_anatomy, dtype=torch.float16))
 
 
 def planned(asked: dict[str, Any]) -> dict[str, Any]:
