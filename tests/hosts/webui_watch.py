@@ -33,7 +33,8 @@ def _end(stage: str) -> None:
     if _watched:
         begun = _watched.pop()
         took = _times(*begun) if TIMED else _allocated(begun)
-        print(f"[watch] {json.dumps({'stage': stage, **took, 'held': _held(), **_planned(stage)})}", flush=True)
+        # after a line's end, as the host's bar of progress may stand in it
+        print(f"\n[watch] {json.dumps({'stage': stage, **took, 'held': _held(), **_planned(stage)})}", flush=True)
 
 
 def _times(clock: float, processor: float) -> dict[str, float]:
