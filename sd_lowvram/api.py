@@ -133,10 +133,9 @@ def decode(
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or latents of another shape.
     """
-    shape = tuple(latents.shape)
-    if latents.dim() != 4:
+    anatomy, shape = _autoencoder(vae), tuple(latents.shape)
+    if len(shape) != 4:
         raise BadInputError(f"latents of shape {shape} are not (N, C, h, w)")
-    anatomy = _autoencoder(vae)
     size = {"width": shape[3] * scale_factor(anatomy), "height": shape[2] * scale_factor(anatomy), "batch": shape[0]}
     with _within(anatomy, vram, ram, device or latents.device, settings, size) as own:
         return anatomy.verbs.decode(own, latents)
@@ -156,10 +155,9 @@ def encode(
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or sides that are no multiple of 8.
     """
-    shape = tuple(pixels.shape)
-    if pixels.dim() != 4:
+    anatomy, shape = _autoencoder(vae), tuple(pixels.shape)
+    if len(shape) != 4:
         raise BadInputError(f"pixels of shape {shape} are not (N, C, H, W)")
-    anatomy = _autoencoder(vae)
     size = {"width": shape[3], "height": shape[2], "batch": shape[0]}
     with _within(anatomy, vram, ram, device or pixels.device, settings, size) as own:
         return anatomy.verbs.encode(own, pixels)

@@ -86,7 +86,8 @@ def test_disk_full_while_writing(tmp_path, monkeypatch):
 
 
 def test_a_finished_picture_is_not_lost(tmp_path, monkeypatch):
-    """The folder vanished while the picture was made."""
+    """A file took the folder's place while the picture was made."""
+    (tmp_path / "gone").touch()
     rescue = tmp_path / "rescue"
     rescue.mkdir()
     monkeypatch.setattr(pictures.tempfile, "gettempdir", lambda: str(rescue))
