@@ -47,7 +47,11 @@ needs_a1111 = pytest.mark.skipif(KIND != "a1111", reason="WEBUI_DIR names no AUT
 
 def report_of(host: str, folder: str | None, python: str = sys.executable) -> dict[str, Any]:
     program = [python, str(Path(__file__).with_name("host_modules.py")), host, str(folder)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
