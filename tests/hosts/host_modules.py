@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from unet_bounds import BOUNDS, SMALLEST
 
 from sd_lowvram import Settings, attached
+from sd_lowvram.compat import computes_on_cpu
 from sd_lowvram.models import dissect
 from sd_lowvram.models.calls import StepInputs
 from sd_lowvram.tracing import trace
@@ -176,11 +177,15 @@ def report(unet: Any, vae: Any, extra: dict[str, Tensor]) -> dict[str, Any]:
     return found
 
 
+PRECISION, HALF = ("fp16", torch.float16) if computes_on_cpu(torch.float16) else ("bf16", torch.bfloat16)
+"""The type of the full-size UNet: an older torch computes in no fp16 on a CPU, and the bytes are the same."""
+
+
 def peak(unet: nn.Module, size: int) -> int:
     """Bytes of activations of one guided pass of a picture of that side with the smallest settings, traced."""
-    latents = torch.empty(2, 4, size // 8, size // 8, dtype=torch.float16, device="meta")
-    text = torch.empty(2, 77, 768, dtype=torch.float16, device="meta")
-    settings = dataclasses.replace(SMALLEST, precision="fp16")
+    latents = torch.empty(2, 4, size // 8, size // 8, dtype=HALF, device="meta")
+    text = torch.empty(2, 77, 768, dtype=HALF, device="meta")
+    settings = dataclasses.replace(SMALLEST, precision=PRECISION)
     with torch.inference_mode(), attached(unet, settings, device="cpu"):
         return trace(unet, latents, torch.empty(2, device="meta"), context=text).activation_peak_bytes
 
@@ -198,7 +203,7 @@ def main() -> None:
         else:
             unet, extra = unet_of(**UNET), {}
             with torch.device("meta"):
-                full = unet_of(**FULL).half().eval().requires_grad_(False)
+                full = unet_of(**FULL).to(HALF).eval().requires_grad_(False)
             answer["peaks"] = {size: peak(full, size) for size in BOUNDS}
         answer["hooks"] = report(with_random_weights(unet), with_random_weights(vae), extra)
     print(json.dumps(answer), file=out, flush=True)
