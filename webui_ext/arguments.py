@@ -63,7 +63,7 @@ class Argument:
             if word in self.choices:
                 return word
         number = None if isinstance(value, str | bool) else value
-        if self.kind == "number" and number is not None and number == int(number) and 0 <= number <= self.maximum:
+        if self.kind == "number" and number is not None and 0 <= number <= self.maximum and number == int(number):
             return int(number)
         takes = {"choice": f"one of {', '.join(self.choices)}", "number": f"a whole number from 0 to {self.maximum}"}
         raise BadInputError(f"{self.name}={value!r} is not {takes.get(self.kind, 'true or false')}")

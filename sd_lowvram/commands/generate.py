@@ -31,7 +31,7 @@ def generate(
                 "model.", panel=_PICTURE, metavar="PATH"),
     ] = None,
     output: Annotated[
-        Path | None,
+        str | None,
         _option("--output", "-o", text="PNG file, overwritten if there; or a folder. Left out: a new name in outputs/.",
                 panel=_PICTURE, metavar="PATH"),
     ] = None,

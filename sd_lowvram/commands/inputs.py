@@ -33,7 +33,7 @@ class Job:
     prompt: str
     negative: str
     model: str | None
-    output: Path | None
+    output: str | None
     width: int | None
     height: int | None
     steps: int

@@ -41,16 +41,17 @@ def _quoted(value: Any) -> str:
     return json.dumps(text, ensure_ascii=False) if any(mark in text for mark in ",:\n") else text
 
 
-def output_paths(output: Path | None, count: int, seed: int, folder: Path = FOLDER) -> list[Path]:
+def output_paths(written: str | None, count: int, seed: int, folder: Path = FOLDER) -> list[Path]:
     """Where ``count`` pictures go.
 
-    A file name is taken as given (and overwritten; several pictures get "-1", "-2", ... before the ending). A folder,
+    A file name is taken as ``written`` (and overwritten; several pictures get "-1", "-2", ... before the ending). A folder,
     or none (then ``outputs/``), gets numbered names that are free: "00012-SEED.png".
 
     Raises:
         OutputError: a file name that does not end in .png.
     """
-    if output is not None and not (output.is_dir() or str(output).endswith(("/", os.sep))):
+    output = None if written is None else Path(written)
+    if written is not None and output is not None and not (output.is_dir() or written.endswith(("/", os.sep))):
         if output.suffix.lower() != ".png":
             raise OutputError(f"the output {output} must end in .png, or be a folder (that is there, or ends in /)")
         if count == 1:

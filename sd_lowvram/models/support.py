@@ -85,13 +85,9 @@ def _why(part: str, module: Any) -> str:
         return f"{has} an autoencoder of another kind"
     if "Transformer" in kind or any(isinstance(getattr(module, name, None), nn.ModuleList) for name in _BLOCKS):
         return "denoises with a transformer"
-    return (
-        "denoises with a UNet of another kind"
-        if denoiser
-        else f"{has} a part"
-        if part
-        else "is a model of another kind"
-    )
+    if denoiser:
+        return "denoises with a UNet of another kind"
+    return f"{has} a part" if part else "is a model of another kind"
 
 
 _UNETS = (("down_blocks", "up_blocks", "conv_in"), ("input_blocks", "output_blocks"))

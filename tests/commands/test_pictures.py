@@ -133,10 +133,11 @@ def test_check_finds_what_cannot_work(tmp_path, monkeypatch):
 
 
 def test_names(tmp_path):
-    assert output_paths(tmp_path / "x.png", 1, 7) == [tmp_path / "x.png"]
-    assert output_paths(tmp_path / "x.png", 2, 7) == [tmp_path / "x-1.png", tmp_path / "x-2.png"]
+    assert output_paths(str(tmp_path / "x.png"), 1, 7) == [tmp_path / "x.png"]
+    assert output_paths(str(tmp_path / "x.png"), 2, 7) == [tmp_path / "x-1.png", tmp_path / "x-2.png"]
     (tmp_path / "00009-1.png").touch()
-    assert [path.name for path in output_paths(tmp_path, 2, 7)] == ["00010-7.png", "00011-8.png"]
+    assert [path.name for path in output_paths(str(tmp_path), 2, 7)] == ["00010-7.png", "00011-8.png"]
     assert [path.name for path in output_paths(None, 1, 7, tmp_path / "new")] == ["00000-7.png"]
+    assert output_paths(f"{tmp_path}/new/", 1, 7) == [tmp_path / "new" / "00000-7.png"]
     with pytest.raises(OutputError, match=r"\.png"):
-        output_paths(tmp_path / "x.jpg", 1, 7)
+        output_paths(str(tmp_path / "x.jpg"), 1, 7)

@@ -49,6 +49,8 @@ def test_every_knob_is_shown_somewhere_and_the_panel_shows_its_own() -> None:
         ({"attention": "magic"}, "sliced"),
         ({"vae_strip_mib": 1.5}, "whole number"),
         ({"weights_mib": -1}, "whole number"),
+        ({"weights_mib": float("inf")}, "whole number"),
+        ({"weights_mib": float("nan")}, "whole number"),
         ({"enabled": "yes"}, "true or false"),
         ([True], "one flat list"),
     ],
