@@ -44,8 +44,8 @@ def _quoted(value: Any) -> str:
 def output_paths(written: str | None, count: int, seed: int, folder: Path = FOLDER) -> list[Path]:
     """Where ``count`` pictures go.
 
-    A file name is taken as ``written`` (and overwritten; several pictures get "-1", "-2", ... before the ending). A folder,
-    or none (then ``outputs/``), gets numbered names that are free: "00012-SEED.png".
+    A file name is taken as ``written`` (and overwritten; several pictures get "-1", "-2", ... before the ending). A
+    folder, or none (then ``outputs/``), gets numbered names that are free: "00012-SEED.png".
 
     Raises:
         OutputError: a file name that does not end in .png.
