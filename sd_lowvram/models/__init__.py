@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import nn
 
 from . import compvis, diffusers
-from .anatomy import Anatomy
+from .anatomy import Anatomy, sites
+
+_FAMILIES = {"diffusers": diffusers, "compvis": compvis}
 
 
 def dissect(target: Any) -> Anatomy | None:
-    """The anatomy of ``target``, whichever family it belongs to; None when it is of none that we know."""
-    return diffusers.dissect(target) or compvis.dissect(target)
+    """The anatomy of ``target``, whichever family it belongs to; None when it is of none that we know.
+
+    Raises:
+        UnsupportedModelError: a pipeline, or a host's shell, with a part that cannot be planned.
+        ConflictError: a part whose weights diffusers casts layer by layer.
+    """
+    for name, family in _FAMILIES.items():
+        components = family.components_of(target)
+        if components:
+            anatomy = anatomy_of_components(name, components)
+            return dataclasses.replace(anatomy, **family.VERBS.run(target, anatomy))
+    return None
 
 
 def anatomy_of_components(family: str, components: dict[str, nn.Module]) -> Anatomy:
-    """The anatomy of models of a known family, by name."""
-    return {"diffusers": diffusers.anatomy_of, "compvis": compvis.anatomy_of}[family](components)
+    """The anatomy of models of a known family, by name: "unet" is the denoiser, "vae" the autoencoder."""
+    of = _FAMILIES[family]
+    unet = components.get("unet", nn.Module())
+    return Anatomy(
+        family=family,
+        components=components,
+        entries={name: ("encode", "decode") if name == "vae" else ("forward",) for name in components},
+        denoiser="unet" if "unet" in components else None,
+        autoencoder="vae" if "vae" in components else None,
+        attentions=sum((sites(name, module, of.is_attention) for name, module in components.items()), ()),
+        feed_forwards=sites("unet", unet, of.is_feed_forward),
+        residual_blocks=sites("unet", unet, of.is_residual_block),
+        transformer_blocks=sites("unet", unet, of.is_transformer_block),
+        verbs=of.VERBS,
+        course=of.course(unet) if "unet" in components else None,
+        configs=of.VERBS.configs(components),
+    )

@@ -91,29 +91,34 @@ class Verbs:
     Attributes:
         residual: ``(block, *more)`` to its parts; ``more`` is what it was called with besides map and time.
         transformer: ``(block, *args, **kwargs)`` to its parts; the arguments are those after the tokens.
-        attend: ``(attention, original, *args, **kwargs)``: what the attention's own forward does, by torch's
-            scaled_dot_product_attention; None where that forward calls it by itself.
         upcasts: whether an attention's scores are asked for in float32.
-        mixes: whether an attention looks at several rows of a batch together.
         step: ``(anatomy, shape)`` to what a denoising step starts from, as the target's own state asks for it.
         predict: ``(unet, x, inputs)`` to the prediction.
-        conditions: of a denoiser's own state, what its calls hang on: another object, other conditions.
-        helpers: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder.
         decode: ``(vae, latents)``, unscaled, to pixels.
         encode: ``(vae, pixels)`` to moments: mean and log-variance.
+        attend: ``(attention, original, *args, **kwargs)``: what the attention's own forward does, by torch's
+            scaled_dot_product_attention; None where that forward calls it by itself.
+        mixes: whether an attention looks at several rows of a batch together; what a host that is no diffusers puts
+            into one is told the conditions of its rows.
+        conditions: of a denoiser's own state, what its calls hang on: another object, other conditions.
+        helpers: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder, where there are any.
+        configs: of components that bring no configuration of their own, what it would say in diffusers' words.
+        run: ``(target, anatomy)`` to what of the anatomy hangs on the target that the models are from.
     """
 
     residual: Callable[..., Residual | None]
     transformer: Callable[..., Transformer | None]
-    attend: Callable[..., Tensor] | None
     upcasts: Callable[[Any], bool]
-    mixes: Callable[[Any], bool]
     step: Callable[[Anatomy, Shape], StepInputs]
     predict: Predict
-    conditions: Callable[[Any], object]
-    helpers: Callable[[Anatomy, Shape], list[Stage]]
     decode: Callable[[Any, Tensor], Tensor]
     encode: Callable[[Any, Tensor], Tensor]
+    attend: Callable[..., Tensor] | None = None
+    mixes: Callable[[Any], bool] = lambda attention: False
+    conditions: Callable[[Any], object] = lambda unet: None
+    helpers: Callable[[Anatomy, Shape], list[Stage]] = lambda anatomy, shape: []
+    configs: Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]] = lambda components: {}
+    run: Callable[[Any, Anatomy], dict[str, Any]] = lambda target, anatomy: {}
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,11 @@ class Anatomy:
 def sites(prefix: str, root: nn.Module, is_site: Callable[[nn.Module], bool]) -> tuple[Site, ...]:
     """Every module below ``root`` for which ``is_site`` holds, named by its path."""
     return tuple(Site(f"{prefix}.{name}", module) for name, module in root.named_modules() if is_site(module))
+
+
+def has(module: Any, *names: str) -> bool:
+    """Whether ``module`` has all these attributes: what tells a family's modules, whose classes are not imported."""
+    return all(hasattr(module, name) for name in names)
 
 
 def layer(module: nn.Module) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .anatomy import Anatomy, layer
-from .calls import Shape, Stage, StepInputs
+from .calls import Shape, StepInputs
 from .interfaces import CompVisUNet
 from .latents import dtype_of, latent_channels, latent_size
 
@@ -40,16 +40,6 @@ def predict(unet: CompVisUNet, x: Tensor, inputs: StepInputs) -> Tensor:
         given["transformer_options"] = {}
     prediction: Tensor = unet(x, inputs.timestep.expand(len(x)), context=inputs.text, **given)
     return prediction
-
-
-def conditions(unet: Any) -> object:
-    """Nothing of a UNet's state changes what it is called with."""
-    return None
-
-
-def helpers(anatomy: Anatomy, shape: Shape) -> list[Stage]:
-    """Hosts of this family hand over UNet and autoencoder alone."""
-    return []
 
 
 def arguments(kind: Any) -> frozenset[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,26 +18,15 @@ from torch import Tensor, nn
 
 from ..patches import is_foreign
 from . import calls_compvis, support
-from .anatomy import (
-    Anatomy,
-    Course,
-    Residual,
-    TokenAttention,
-    Transformer,
-    Verbs,
-    is_3x3,
-    is_pointwise,
-    layer,
-    sites,
-)
+from .anatomy import Course, Residual, TokenAttention, Transformer, Verbs, has, is_3x3, is_pointwise, layer
 from .interfaces import CompVisUNet, KLAutoencoder
 
 _ATTENTIONS = ("CrossAttention", "MemoryEfficientCrossAttention")
 _MAP_ATTENTIONS = ("AttnBlock", "MemoryEfficientAttnBlock")
 
 
-def dissect(target: Any) -> Anatomy | None:
-    """The anatomy of a UNetModel, an AutoencoderKL, or whatever a host keeps these in; None when there is neither.
+def components_of(target: Any) -> dict[str, nn.Module]:
+    """The "unet" and "vae" of a UNetModel, an AutoencoderKL, or whatever a host keeps these in; empty for all else.
 
     Hosts' shells are: CompVis' LatentDiffusion, sgm's DiffusionEngine, ComfyUI's ModelPatcher, BaseModel and VAE, and
     Forge's and reForge's engines with their ``forge_objects``.
@@ -45,37 +34,6 @@ def dissect(target: Any) -> Anatomy | None:
     Raises:
         UnsupportedModelError: a shell whose denoiser or autoencoder is of another kind.
     """
-    components = _components(target)
-    return anatomy_of(components) if components else None
-
-
-def anatomy_of(components: Mapping[str, nn.Module]) -> Anatomy:
-    """The anatomy of models by the names "unet" and "vae"."""
-    unet, vae = (components.get(name) for name in ("unet", "vae"))
-    denoiser, autoencoder = cast("CompVisUNet | None", unet), cast("KLAutoencoder | None", vae)
-    configs: dict[str, Mapping[str, Any]] = {}
-    if denoiser is not None:
-        configs["unet"] = _unet_config(denoiser)
-    if autoencoder is not None:
-        configs["vae"] = _vae_config(autoencoder)
-    found = unet if unet is not None else nn.Module()
-    return Anatomy(
-        family="compvis",
-        components=dict(components),
-        entries={name: ("encode", "decode") if name == "vae" else ("forward",) for name in components},
-        denoiser=None if unet is None else "unet",
-        autoencoder=None if vae is None else "vae",
-        attentions=sum((sites(name, module, is_attention) for name, module in components.items()), ()),
-        feed_forwards=sites("unet", found, is_feed_forward),
-        residual_blocks=sites("unet", found, is_residual_block),
-        transformer_blocks=sites("unet", found, is_transformer_block),
-        verbs=VERBS,
-        course=None if denoiser is None else course(denoiser),
-        configs=configs,
-    )
-
-
-def _components(target: Any) -> dict[str, nn.Module]:
     if is_unet(target):
         return {"unet": target}
     if is_autoencoder(target):
@@ -101,18 +59,14 @@ def _reached(start: Any, *path: str) -> Any:
 
 
 def is_unet(module: Any) -> bool:
-    names = ("time_embed", "input_blocks", "middle_block", "output_blocks", "out")
-    if not (isinstance(module, nn.Module) and all(hasattr(module, name) for name in names)):
-        return False
-    return not support.is_of_video(module)
+    told = has(module, "time_embed", "input_blocks", "middle_block", "output_blocks", "out")
+    return told and isinstance(module, nn.Module) and not support.is_of_video(module)
 
 
 def is_autoencoder(module: Any) -> bool:
-    names = ("encoder", "decoder", "encode", "decode")
-    if not (isinstance(module, nn.Module) and all(hasattr(module, name) for name in names)):
+    if not (isinstance(module, nn.Module) and has(module, "encoder", "decoder", "encode", "decode")):
         return False
-    parts = ("conv_in", "mid", "up", "norm_out", "conv_out")
-    return all(hasattr(module.decoder, name) for name in parts) and not support.is_of_video(module)
+    return has(module.decoder, "conv_in", "mid", "up", "norm_out", "conv_out") and not support.is_of_video(module)
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -121,9 +75,9 @@ def is_attention(module: nn.Module) -> bool:
 
 def attend_kind(module: Any) -> str | None:
     """Whether an attention is of "tokens" (N, tokens, C) or of a "map" (N, C, H, W); None: of neither that we know."""
-    if all(hasattr(module, name) for name in ("to_q", "to_k", "to_v", "to_out", "heads")):
+    if has(module, "to_q", "to_k", "to_v", "to_out", "heads"):
         return "tokens"
-    return "map" if all(hasattr(module, name) for name in ("norm", "q", "k", "v", "proj_out")) else None
+    return "map" if has(module, "norm", "q", "k", "v", "proj_out") else None
 
 
 def is_feed_forward(module: nn.Module) -> bool:
@@ -132,11 +86,11 @@ def is_feed_forward(module: nn.Module) -> bool:
 
 
 def is_residual_block(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("in_layers", "emb_layers", "out_layers", "skip_connection"))
+    return has(module, "in_layers", "emb_layers", "out_layers", "skip_connection")
 
 
 def is_transformer_block(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("norm1", "attn1", "attn2", "norm3", "ff"))
+    return has(module, "norm1", "attn1", "attn2", "norm3", "ff")
 
 
 def course(unet: CompVisUNet) -> Course:
@@ -308,39 +262,30 @@ def _encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
     return torch.cat(seen) if len(seen) > 1 else seen[0]
 
 
-def _mixes(attention: Any) -> bool:
-    """What a host puts into an attention is told the conditions of its rows."""
-    return False
+def _configs(components: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The configurations that these models lack, told by their layers, in diffusers' words."""
+    configs: dict[str, dict[str, Any]] = {}
+    if "unet" in components:
+        unet: CompVisUNet = components["unet"]
+        last: Any = [one for one in unet.out.modules() if hasattr(one, "out_channels")][-1]
+        configs["unet"] = {"out_channels": int(last.out_channels)}
+        if next(calls_compvis.linears(getattr(unet, "label_emb", None)), None) is not None:
+            configs["unet"]["sample_size"] = 128
+    if "vae" in components:
+        decoder = components["vae"].decoder
+        widths = [int(level.block[-1].norm2.num_channels) for level in decoder.up]
+        configs["vae"] = {"block_out_channels": widths, "latent_channels": int(layer(decoder.conv_in).in_channels)}
+    return configs
 
 
 VERBS = Verbs(
     residual,
     transformer,
-    attend,
     _upcasts,
-    _mixes,
     calls_compvis.step,
     calls_compvis.predict,
-    calls_compvis.conditions,
-    calls_compvis.helpers,
     _decode,
     _encode,
+    attend=attend,
+    configs=_configs,
 )
-
-
-def _unet_config(unet: CompVisUNet) -> dict[str, Any]:
-    config: dict[str, Any] = {"out_channels": _channels_out(unet.out)}
-    if next(calls_compvis.linears(getattr(unet, "label_emb", None)), None) is not None:
-        config["sample_size"] = 128
-    return config
-
-
-def _channels_out(module: nn.Module) -> int:
-    """Channels that the last convolution in ``module`` makes."""
-    convolutions: list[Any] = [one for one in module.modules() if hasattr(one, "out_channels")]
-    return int(convolutions[-1].out_channels)
-
-
-def _vae_config(vae: KLAutoencoder) -> dict[str, Any]:
-    widths = [int(level.block[-1].norm2.num_channels) for level in vae.decoder.up]
-    return {"block_out_channels": widths, "latent_channels": int(layer(vae.decoder.conv_in).in_channels)}

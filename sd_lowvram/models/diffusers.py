@@ -2,78 +2,52 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from . import calls_diffusers, support
-from .anatomy import Anatomy, Course, Residual, TokenAttention, Transformer, Verbs, is_3x3, is_pointwise, sites
+from .anatomy import Anatomy, Course, Residual, TokenAttention, Transformer, Verbs, has, is_3x3, is_pointwise
 from .interfaces import DiffusersUNet, KLAutoencoder
 from .latents import latent_channels
 
 
-def dissect(target: Any) -> Anatomy | None:
-    """The anatomy of a pipeline, UNet, autoencoder or text encoder; None when ``target`` is none of these.
+def components_of(target: Any) -> dict[str, nn.Module]:
+    """The models of a pipeline, or a UNet, autoencoder or text encoder by itself; empty for all else.
 
     Raises:
         UnsupportedModelError: a pipeline with a part that cannot be planned.
         ConflictError: a part whose weights diffusers casts layer by layer.
     """
-    components = _components(target)
-    if not components:
-        return None
-    support.check_casting(components)
-    anatomy = anatomy_of(components)
+    if isinstance(target, nn.Module):
+        found = next(({name: target} for name in _ALONE if SERVED[name](target)), {})
+    else:
+        parts = getattr(target, "components", None)
+        named = parts if isinstance(parts, dict) else {}
+        modules = {name: part for name, part in named.items() if isinstance(part, nn.Module)}
+        support.check(target, modules, SERVED)
+        found = {name: modules[name] for name in SERVED if name in modules}
+    support.check_casting(found)
+    return found
+
+
+def _run(target: Any, anatomy: Anatomy) -> dict[str, Any]:
+    """What the anatomy says of the runs of ``target``, a pipeline or a model."""
     unet = anatomy.unet
     if unet is None:
-        return anatomy
-    return dataclasses.replace(
-        anatomy,
-        passes=calls_diffusers.passes(target, unet),
-        encodes=calls_diffusers.encodes(target, unet, latent_channels(anatomy)),
-        processors=calls_diffusers.run_processors(target, unet),
-    )
-
-
-def anatomy_of(components: dict[str, nn.Module]) -> Anatomy:
-    """The anatomy of a pipeline's models by name."""
-    denoiser = "unet" if "unet" in components else None
-    autoencoder = "vae" if "vae" in components else None
-    unet = components[denoiser] if denoiser else nn.Module()
-    return Anatomy(
-        family="diffusers",
-        components=components,
-        entries={name: ("encode", "decode") if name == autoencoder else ("forward",) for name in components},
-        denoiser=denoiser,
-        autoencoder=autoencoder,
-        attentions=sum((sites(name, module, is_attention) for name, module in components.items()), ()),
-        feed_forwards=sites(denoiser or "", unet, is_feed_forward),
-        residual_blocks=sites(denoiser or "", unet, is_residual_block),
-        transformer_blocks=sites(denoiser or "", unet, is_transformer_block),
-        verbs=VERBS,
-        course=course(cast(DiffusersUNet, unet)) if denoiser else None,
-    )
-
-
-def _components(target: Any) -> dict[str, nn.Module]:
-    if isinstance(target, nn.Module):
-        return next(({name: target} for name in _ALONE if SERVED[name](target)), {})
-    parts = getattr(target, "components", None)
-    if not isinstance(parts, dict):
         return {}
-    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    support.check(target, modules, SERVED)
-    return {name: modules[name] for name in SERVED if name in modules}
+    return {
+        "passes": calls_diffusers.passes(target, unet),
+        "encodes": calls_diffusers.encodes(target, unet, latent_channels(anatomy)),
+        "processors": calls_diffusers.run_processors(target, unet),
+    }
 
 
 def is_unet(module: Any) -> bool:
     """Whether it is a UNet2DConditionModel that is conditioned as those of Stable Diffusion are."""
-    if not all(
-        hasattr(module, name) for name in ("down_blocks", "mid_block", "up_blocks", "conv_in", "time_embedding")
-    ):
+    if not has(module, "down_blocks", "mid_block", "up_blocks", "conv_in", "time_embedding"):
         return False
     kinds = {type(block).__name__ for block in (*module.down_blocks, module.mid_block, *module.up_blocks)}
     asked = module.config.get
@@ -94,7 +68,7 @@ _CONDITIONS: dict[str, tuple[str | None, ...]] = {
 
 def is_autoencoder(module: Any) -> bool:
     """Whether it is an AutoencoderKL, that of FLUX.2, or an AutoencoderTiny."""
-    if not all(hasattr(module, name) for name in ("encoder", "decoder", "encode", "decode")):
+    if not has(module, "encoder", "decoder", "encode", "decode"):
         return False
     if hasattr(module, "latent_magnitude"):
         return True
@@ -125,7 +99,7 @@ SERVED: support.Served = {
     "controlnet": _is_controlnet,
     "unet": is_unet,
     "vae": is_autoencoder,
-    "safety_checker": lambda module: hasattr(module, "vision_model") and hasattr(module, "concept_embeds"),
+    "safety_checker": lambda module: has(module, "vision_model", "concept_embeds"),
 }
 """The parts of a pipeline that are planned, in the order in which a run uses them."""
 
@@ -133,7 +107,7 @@ _ALONE = ("unet", "vae", "text_encoder")
 
 
 def is_attention(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("to_q", "to_k", "to_v", "to_out", "processor"))
+    return has(module, "to_q", "to_k", "to_v", "to_out", "processor")
 
 
 def is_feed_forward(module: nn.Module) -> bool:
@@ -142,11 +116,11 @@ def is_feed_forward(module: nn.Module) -> bool:
 
 
 def is_residual_block(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("norm1", "conv1", "norm2", "conv2", "time_emb_proj"))
+    return has(module, "norm1", "conv1", "norm2", "conv2", "time_emb_proj")
 
 
 def is_transformer_block(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in ("norm1", "attn1", "norm2", "attn2", "norm3", "ff"))
+    return has(module, "norm1", "attn1", "norm2", "attn2", "norm3", "ff")
 
 
 _KINDS = ("resnets", "attentions", "downsamplers", "upsamplers")
@@ -279,13 +253,13 @@ def _encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
 VERBS = Verbs(
     residual,
     transformer,
-    None,
     _upcasts,
-    _mixes,
     calls_diffusers.step,
     calls_diffusers.predict,
-    calls_diffusers.conditions,
-    calls_diffusers.helpers,
     _decode,
     _encode,
+    mixes=_mixes,
+    conditions=calls_diffusers.conditions,
+    helpers=calls_diffusers.helpers,
+    run=_run,
 )

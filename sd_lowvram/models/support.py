@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConflictError, UnsupportedModelError
+from .anatomy import has
 
 Served = Mapping[str, Callable[[Any], bool]]
 """By the name that a part has in its target: whether a module there is of the kind that is planned."""
@@ -74,20 +75,19 @@ def refusal(owner: Any, part: str = "", module: Any = None, works: tuple[str, ..
 
 def _why(part: str, module: Any) -> str:
     kind = type(module).__name__
-    has = "has" if part else "is"
-    autoencoder = hasattr(module, "encode") and hasattr(module, "decode")
-    denoiser = part == "unet" or any(all(hasattr(module, name) for name in names) for names in _UNETS)
+    autoencoder = has(module, "encode", "decode")
+    denoiser = part == "unet" or any(has(module, *names) for names in _UNETS)
     if "Motion" in kind or ((autoencoder or denoiser) and is_of_video(module)):
         return "makes video"
     if part.startswith("text_encoder"):
         return "reads prompts with a text encoder other than CLIP"
     if autoencoder:
-        return f"{has} an autoencoder of another kind"
+        return f"{'has' if part else 'is'} an autoencoder of another kind"
     if "Transformer" in kind or any(isinstance(getattr(module, name, None), nn.ModuleList) for name in _BLOCKS):
         return "denoises with a transformer"
     if denoiser:
         return "denoises with a UNet of another kind"
-    return f"{has} a part" if part else "is a model of another kind"
+    return "has a part" if part else "is a model of another kind"
 
 
 _UNETS = (("down_blocks", "up_blocks", "conv_in"), ("input_blocks", "output_blocks"))
