@@ -73,6 +73,14 @@ def loaded_dtype(tensor: Tensor) -> torch.dtype:
     return dtype
 
 
+def narrows(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``target`` cannot hold every value of ``source``. torch promotes no types of 8 bits; all others hold
+    their values, and none of them those of another."""
+    if 1 in (source.itemsize, target.itemsize):
+        return source != target and target.itemsize == 1
+    return torch.promote_types(source, target) != target
+
+
 @contextmanager
 def lent(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
     """Within the block every tensor holds ``convert`` of its contents; afterwards its own again, whatever happens."""

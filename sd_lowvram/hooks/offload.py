@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..devices.support import check_streaming
 from ..errors import ConflictError, NoSiteError
 from ..models.anatomy import Anatomy
 from ..models.support import diffusers_hooks
@@ -45,8 +44,7 @@ def offload(
 
     Raises:
         ConflictError: accelerate's own offloading is on, or weights that cannot be streamed.
-        NoSiteError: the target has no component whose weights could wait, or no decoder for the CPU; weights cannot be
-            streamed to the device.
+        NoSiteError: the target has no component whose weights could wait, or no decoder for the CPU.
     """
     components = dict(anatomy.components)
     _refuse_accelerate(components)
@@ -103,7 +101,6 @@ def _streamed(
     device: torch.device,
     timing: Timing | None,
 ) -> Iterator[Patch | Change]:
-    check_streaming(device, settings.offload)
     for name, component in components.items():
         if not all_tensors(component):
             raise NoSiteError(f"offload: {name} holds no weights")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,16 @@ from ..models.latents import dtype_of
 from ..patches import Change, Patch, value, wrap
 from ..settings import Fidelity, Settings
 from ..streaming.weight_scopes import lent_to_call
-from ..weights import all_tensors, cast_activations, loaded_dtype, own_tensors, remember_loaded, same_bits, set_data
+from ..weights import (
+    all_tensors,
+    cast_activations,
+    loaded_dtype,
+    narrows,
+    own_tensors,
+    remember_loaded,
+    same_bits,
+    set_data,
+)
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -78,32 +87,44 @@ def _types(
     return (None, compute) if kind.startswith("autocast-") else (compute, compute)
 
 
-def precision_fidelity(anatomy: Anatomy, settings: Settings) -> Fidelity:
-    """How far ``settings.precision`` goes from this model's own types: nothing, wider, or narrower."""
-    fidelity = Fidelity.APPROXIMATE if settings.precision == "tf32" else Fidelity.BITWISE
-    for name, component in anatomy.components.items():
-        stored, compute = _types(anatomy, name, settings)
-        if compute is None:
-            continue
-        for dtype in {dtype for dtype in map(loaded_dtype, all_tensors(component)) if dtype.is_floating_point}:
-            before = anatomy.computes.get(name, dtype)
-            if narrows(dtype, stored or compute) or narrows(before, compute):
-                return Fidelity.APPROXIMATE
-            if before != compute:
-                fidelity = Fidelity.ROUNDING
-    return fidelity
+class Arithmetic(NamedTuple):
+    """How a component computes, and what becomes of its weights for it.
+
+    Attributes:
+        dtype: in which it does its arithmetic.
+        converted: whether its weights lie in another type than the one they were loaded in.
+        overflows: whether ``dtype`` is fp16 and too narrow for it, so that its pipeline runs it in fp32.
+        fidelity: how far that is from its own types: nothing, wider, or narrower.
+    """
+
+    dtype: torch.dtype
+    converted: bool
+    overflows: bool
+    fidelity: Fidelity
 
 
-def compute_dtype(anatomy: Anatomy, name: str, settings: Settings) -> torch.dtype:
-    """The type in which the component ``name``, as it was loaded, does its arithmetic with ``settings``."""
-    return _types(anatomy, name, settings)[1] or dtype_of(anatomy, name, as_loaded=True)
+def arithmetic(anatomy: Anatomy, name: str, settings: Settings) -> Arithmetic:
+    """How the component ``name``, as it was loaded, computes with ``settings``."""
+    stored, compute = _types(anatomy, name, settings)
+    dtype = compute or dtype_of(anatomy, name, as_loaded=True)
+    loaded = {one for one in map(loaded_dtype, anatomy.components[name].parameters()) if one.is_floating_point}
+    return Arithmetic(
+        dtype,
+        converted=stored is not None and bool(loaded - {stored}),
+        overflows=dtype == torch.float16 and force_upcast(anatomy, name),
+        fidelity=_fidelity(anatomy, name, settings),
+    )
 
 
-def converted(anatomy: Anatomy, name: str, settings: Settings) -> bool:
-    """Whether the component ``name`` has its weights in another type with ``settings`` than it was loaded in."""
-    stored, _ = _types(anatomy, name, settings)
-    dtypes = map(loaded_dtype, anatomy.components[name].parameters())
-    return stored is not None and any(dtype.is_floating_point and dtype != stored for dtype in dtypes)
+def _fidelity(anatomy: Anatomy, name: str, settings: Settings) -> Fidelity:
+    stored, compute = _types(anatomy, name, settings)
+    if compute is None:
+        return Fidelity.APPROXIMATE if settings.precision == "tf32" else Fidelity.BITWISE
+    loaded = {one for one in map(loaded_dtype, all_tensors(anatomy.components[name])) if one.is_floating_point}
+    computed = {anatomy.computes.get(name, one) for one in loaded}
+    if any(narrows(one, stored or compute) for one in loaded) or any(narrows(one, compute) for one in computed):
+        return Fidelity.APPROXIMATE
+    return Fidelity.ROUNDING if computed - {compute} else Fidelity.BITWISE
 
 
 def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
@@ -143,14 +164,6 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(tensor, FakeTensor):
         return fake_empty(tensor.fake_mode, tensor.shape, tensor.stride(), dtype, tensor.fake_device)
     return tensor.data.to(dtype)
-
-
-def narrows(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether ``target`` cannot hold every value of ``source``. torch promotes no types of 8 bits; all others hold
-    their values, and none of them those of another."""
-    if 1 in (source.itemsize, target.itemsize):
-        return source != target and target.itemsize == 1
-    return torch.promote_types(source, target) != target
 
 
 def force_upcast(anatomy: Anatomy, name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..devices.support import support_of
+from ..devices.support import check_streaming, support_of
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch
@@ -56,11 +56,17 @@ def active_hooks(settings: Settings, timing: Timing | None = None) -> list[Hook]
 
 
 def applicable(settings: Settings, anatomy: Anatomy, device: torch.device) -> Settings:
-    """``settings`` as they are, but of a preset only the knobs that find something to act on."""
-    if not isinstance(settings, Preset):
-        return settings
-    chosen = {name: value for name, knob, value in settings.decided() if _acts(knob, value, anatomy, settings, device)}
-    return Settings(**chosen)
+    """``settings`` as they are, but of a preset only the knobs that find something to act on.
+
+    Raises:
+        NoSiteError: weights cannot be streamed to ``device``, and shall be.
+    """
+    if isinstance(settings, Preset):
+        acting = (one for one in settings.decided() if _acts(*one[1:], anatomy, settings, device))
+        return Settings(**{name: value for name, _, value in acting})
+    if settings.offload in STREAMED:
+        check_streaming(device, settings.offload)
+    return settings
 
 
 def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: torch.device) -> bool:

@@ -7,12 +7,10 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from ..hooks.offload import STREAMED
-from ..hooks.precision import compute_dtype, converted, force_upcast
+from ..hooks.precision import Arithmetic, arithmetic
 from ..models.anatomy import Anatomy
-from ..settings import Settings
+from ..settings import Fidelity, Settings
 from ..streaming.host_weights import least_host_bytes, mapped_bytes
 from ..streaming.simulator import Copies
 from ..streaming.timing import Timing
@@ -47,6 +45,7 @@ class Pricing:
         self.overhead = request.overhead_bytes
         self._known: dict[tuple[Any, ...], StagePlan] = {}
         self._timings: dict[Any, Timing] = {}
+        self._arithmetics: dict[tuple[str, str | None], Arithmetic] = {}
 
     def whole(self, base: Settings, options: Iterable[Candidate]) -> Candidate:
         """The run that ``options`` make up, its stages in their order."""
@@ -86,16 +85,21 @@ class Pricing:
             seconds=planned.seconds + self.request.steps * again,
         )
 
-    def stage(self, base: Settings, stage: Stage, choice: Choice) -> StagePlan:
-        """One stage with ``base`` and the knobs of ``choice``, priced once."""
+    def stage(self, settings: Settings, stage: Stage, choice: Choice, base: Settings) -> StagePlan:
+        """One stage with ``settings``, which are ``base`` and the knobs of ``choice``, priced once."""
         key = _key(base, stage, choice)
         if key not in self._known:
-            self._known[key] = self._priced(base.filled(**choice), stage, choice)
+            self._known[key] = self._priced(settings, stage, choice)
         return self._known[key]
 
     def priced(self, base: Settings) -> list[StagePlan]:
         """All that was priced with ``base``."""
         return [stage for (placed, *_), stage in self._known.items() if placed == base]
+
+    def fidelity(self, settings: Settings) -> Fidelity:
+        """The farthest from the model as loaded that any of the settings goes."""
+        others = [knob.fidelity_of(value) for name, knob, value in settings.decided() if name != "precision" and value]
+        return max(*(self._arithmetic(name, settings).fidelity for name in self.anatomy.components), *others)
 
     def _priced(self, settings: Settings, stage: Stage, choice: Choice) -> StagePlan:
         weights = {name: self.costs.weights(name, settings).bytes for name in self.anatomy.components}
@@ -114,7 +118,7 @@ class Pricing:
         waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
         masters, least, copies = self._masters(settings, max(0, waiting), cost.host_peak_bytes)
         moving = own.largest_bytes if settings.offload == "component" else here if streamed else 0
-        plain = self.request.rates.seconds(cost, compute_dtype(self.anatomy, stage.component, settings).itemsize)
+        plain = self.request.rates.seconds(cost, self._arithmetic(stage.component, settings).dtype.itemsize)
         return StagePlan(
             name=stage.name,
             component=stage.component,
@@ -138,7 +142,7 @@ class Pricing:
         """
         if settings.offload in (None, "none", "component"):
             return waiting, waiting, 0
-        kept = {name: size for name, size in self._in_files.items() if not converted(self.anatomy, name, settings)}
+        kept = {name: size for name, size in self._in_files.items() if not self._arithmetic(name, settings).converted}
         mapped = sum(kept.values()) if settings.weight_storage is None else 0
         least = min(waiting, least_host_bytes(waiting, min(mapped, waiting)))
         taken = min(waiting, max(least, self.request.ram - parked))
@@ -153,11 +157,16 @@ class Pricing:
 
     def as_traced(self, stage: Stage, settings: Settings) -> Settings:
         """``settings`` as they act on one stage; weights that stay or move whole are added up without a trace."""
-        upcast = force_upcast(self.anatomy, stage.component)
-        half = compute_dtype(self.anatomy, stage.component, settings) == torch.float16
-        precision = "fp32" if upcast and half else settings.precision
+        overflows = self._arithmetic(stage.component, settings).overflows
+        precision = "fp32" if overflows else settings.precision
         traced = dataclasses.replace(settings, precision=precision, decoder_device=None)
         return traced if settings.offload in STREAMED else self._unstreamed(traced)
+
+    def _arithmetic(self, component: str, settings: Settings) -> Arithmetic:
+        key = component, settings.precision
+        if key not in self._arithmetics:
+            self._arithmetics[key] = arithmetic(self.anatomy, component, settings)
+        return self._arithmetics[key]
 
     @staticmethod
     def _unstreamed(settings: Settings) -> Settings:
@@ -188,7 +197,7 @@ class Pricing:
         resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
         key = stage.name, stage.component, resident
         if key not in self._timings:
-            size = compute_dtype(self.anatomy, stage.component, settings).itemsize
+            size = self._arithmetic(stage.component, settings).dtype.itemsize
             rates = self.request.rates
             spans = self.costs(stage, resident).spans
             seconds = tuple((f"{stage.component}.{span.path}", rates.seconds(span, size)) for span in spans)

@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..hooks.precision import precision_fidelity
-from ..models.anatomy import Anatomy
 from ..settings import Fidelity, Settings
 from ..streaming.timing import Timing
 from .request import Request
@@ -184,9 +182,3 @@ class Plan:
             "seconds": faster.seconds,
             "saved_seconds": self.predicted.seconds - faster.seconds,
         }
-
-
-def fidelity_of(anatomy: Anatomy, settings: Settings) -> Fidelity:
-    """The farthest from the model as loaded that any of the settings goes."""
-    others = [knob.fidelity_of(value) for name, knob, value in settings.decided() if name != "precision" and value]
-    return max([precision_fidelity(anatomy, settings), *others])

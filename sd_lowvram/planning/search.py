@@ -17,7 +17,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 
-from ..devices.support import check_streaming, support_of
+from ..devices.support import support_of
 from ..errors import BudgetError, LowVRAMError
 from ..hooks.attention import is_worth_choosing
 from ..hooks.offload import STREAMED
@@ -29,7 +29,7 @@ from ..streaming.timing import Timing
 from ..units import MIB
 from .cost_model import Pricing
 from .options import Choice, Group, groups
-from .plan import Candidate, Plan, StagePlan, fidelity_of
+from .plan import Candidate, Plan, StagePlan
 from .reasons import reasons, refusal, too_large, why_not
 from .request import DEFAULT_STEPS, Request
 
@@ -55,7 +55,7 @@ def planned(search: Search) -> Plan:
     Raises:
         BudgetError: as :func:`make_plan`.
     """
-    anatomy, request = search.pricing.anatomy, search.request
+    request = search.request
     best = search.fastest()
     smallest = search.smallest()
     if smallest is None:
@@ -73,8 +73,8 @@ def planned(search: Search) -> Plan:
         minimum_peak_bytes=smallest.peak_bytes,
         minimum_vram_bytes=smallest.needed_bytes,
         minimum_ram_bytes=smallest.least_host_bytes,
-        fidelity=fidelity_of(anatomy, best.settings),
         reasons=reasons(request, best, following),
+        fidelity=search.pricing.fidelity(best.settings),
         next_faster=following,
         timing=search.timing(best),
         alike={"vram": search.pricing.vram.alike, "ram": search.pricing.ram.alike},
@@ -92,6 +92,8 @@ class Search:
             like: of the same model and another size, which makes this one faster.
         """
         self.request = request
+        if settings.weights_mib is not None and anatomy.denoiser is not None:
+            settings = settings.filled(offload="blocks")
         settings = applicable(settings, anatomy, request.device)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_mib * MIB if settings.largest_mib else math.inf
@@ -100,10 +102,6 @@ class Search:
         self.precisions = (None, "fp16" if on_gpu else "bf16") if narrower else (None,)
         in_bytes = approximate and self.pricing.costs.quantised
         self.storages = (None, "int8") if in_bytes else (None,)  # nearer to full weights than fp8, and of the same size
-        if settings.weights_mib is not None and anatomy.denoiser is not None:
-            settings = settings.filled(offload="blocks")
-        if settings.offload in STREAMED:
-            check_streaming(request.device, settings.offload)
         decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":
             settings = dataclasses.replace(settings, decoder_device=None)
@@ -248,8 +246,9 @@ class Search:
         return [dataclasses.replace(base, weights_mib=room) for room in sorted({least, *rooms}) if room >= least]
 
     def _option(self, base: Settings, group: Group, choice: Choice) -> Candidate:
-        priced = tuple(self.pricing.stage(base, stage, choice) for stage in group.stages)
-        return Candidate(base.filled(**choice), priced, self.pricing.overhead, base)
+        settings = base.filled(**choice)
+        priced = tuple(self.pricing.stage(settings, stage, choice, base) for stage in group.stages)
+        return Candidate(settings, priced, self.pricing.overhead, base)
 
     def _options(self, base: Settings, chosen: Iterable[Choice]) -> list[Candidate]:
         return [self._option(base, *each) for each in zip(self._groups, chosen, strict=True)]

@@ -13,7 +13,7 @@ from manual_cast import manual_cast
 from sd_lowvram import Fidelity, Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import ConflictError
-from sd_lowvram.hooks.precision import compute_dtype, narrows, precision_fidelity
+from sd_lowvram.hooks.precision import arithmetic
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.plan import Plan
@@ -21,6 +21,7 @@ from sd_lowvram.planning.request import request_for
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.units import MIB
+from sd_lowvram.weights import narrows
 
 FP8 = torch.float8_e4m3fn
 STORED = [torch.float16, FP8, torch.float8_e5m2]
@@ -66,8 +67,10 @@ def test_activations_are_planned_in_the_type_that_is_computed(stored: torch.dtyp
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_fidelity_is_against_what_the_host_computes(stored: torch.dtype) -> None:
     _, anatomy = unet(stored)
-    assert compute_dtype(anatomy, "unet", Settings()) == torch.float32
-    fidelity = {name: precision_fidelity(anatomy, Settings(precision=name)) for name in ("fp32", "fp16", "bf16")}
+    assert arithmetic(anatomy, "unet", Settings()).dtype == torch.float32
+    fidelity = {
+        name: arithmetic(anatomy, "unet", Settings(precision=name)).fidelity for name in ("fp32", "fp16", "bf16")
+    }
     assert fidelity == {"fp32": Fidelity.BITWISE, "fp16": Fidelity.APPROXIMATE, "bf16": Fidelity.APPROXIMATE}
 
 

@@ -95,7 +95,7 @@ def test_the_engine_holds_what_the_plan_says(anatomy: Any, offload: str, fixed: 
     settings = Settings(offload=offload, weights_mib=room, inference_mode=True, **fixed)
     pricing = Pricing(anatomy, request(8 * GIB))
     for stage in pricing.costs.stages:
-        one = pricing.stage(settings, stage, {})
+        one = pricing.stage(settings, stage, {}, settings)
         timing = pricing.timing(stage, settings) if stage.repeats else None
         traced = pricing.costs(stage, pricing.as_traced(stage, settings), timing)
         assert traced.peak_bytes <= one.peak_bytes
