@@ -26,12 +26,12 @@ from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_size
 from . import host
 from .interfaces import HostVAE
-from .node_request import Record, Wish, attachable
+from .node_request import NodeRequest, Record, attachable
 from .refusals import autoencoder_of
 
 
-def optimized_vae(vae: HostVAE, wish: Wish, record: Record | None = None) -> HostVAE:
-    """A copy of the host's VAE object that decodes and encodes exactly, within the wish's budget.
+def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: Record | None = None) -> HostVAE:
+    """A copy of the host's VAE object that decodes and encodes exactly, within the budget of ``node_request``.
 
     Args:
         record: where plans and measurements go.
@@ -39,7 +39,7 @@ def optimized_vae(vae: HostVAE, wish: Wish, record: Record | None = None) -> Hos
     Raises:
         BadInputError: an autoencoder of another kind than Stable Diffusion's.
     """
-    hooks = _Autoencoder(vae, wish, Record() if record is None else record)
+    hooks = _Autoencoder(vae, node_request, Record() if record is None else record)
     made = copy.copy(vae)
     made.decode, made.encode = hooks.decode, hooks.encode
     made.memory_used_decode = functools.partial(hooks.memory_used, "decode", vae.memory_used_decode)
@@ -47,7 +47,7 @@ def optimized_vae(vae: HostVAE, wish: Wish, record: Record | None = None) -> Hos
     return made
 
 
-def foreseen_vae(vae: HostVAE, wish: Wish, record: Record, request: Request) -> None:
+def plan_autoencoder(vae: HostVAE, node_request: NodeRequest, record: Record, request: Request) -> None:
     """Write the plan for decoding the pictures of ``request`` into ``record``; nothing is attached.
 
     Raises:
@@ -55,7 +55,7 @@ def foreseen_vae(vae: HostVAE, wish: Wish, record: Record, request: Request) -> 
     """
     scale = scale_factor(autoencoder_of(vae))
     latents = request.batch, 4, request.height // scale, request.width // scale
-    _Autoencoder(vae, wish, record).foresee("decode", latents)
+    _Autoencoder(vae, node_request, record).foresee("decode", latents)
 
 
 class _Short(Exception):
@@ -65,10 +65,10 @@ class _Short(Exception):
 class _Autoencoder:
     """Stock calls on a plain copy of the VAE, under the hooks of the plan for each size."""
 
-    def __init__(self, vae: HostVAE, wish: Wish, record: Record) -> None:
+    def __init__(self, vae: HostVAE, node_request: NodeRequest, record: Record) -> None:
         self._anatomy = autoencoder_of(vae)
         self._vae = vae
-        self._wish = record.wish or wish
+        self._node_request = record.node_request or node_request
         self._record = record
         self._plans: dict[tuple[str, int, int, int], Plan] = {}
         for stage in ("decode", "encode"):
@@ -97,8 +97,8 @@ class _Autoencoder:
         height, width = pixels
         key = stage, width, height, shape[0]
         if key not in self._plans:
-            device = self._device(self._wish.settings)
-            self._plans[key] = self._wish.plan(
+            device = self._device(self._node_request.settings)
+            self._plans[key] = self._node_request.plan(
                 self._anatomy, device, width, height, shape[0], passes=1, encodes=stage == "encode"
             )
         self._record.add(stage, self._plans[key], self._vae.first_stage_model)

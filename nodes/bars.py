@@ -33,12 +33,12 @@ def memory_bars(plan: Any, measured: Mapping[str, int]) -> Any:
         for size, colour in row:
             draw.rectangle((x, top, x + size * scale, top + _BAR), fill=colour)
             x += size * scale
-        told = f"{format_size(planned[name])} planned"
+        caption = f"{format_size(planned[name])} planned"
         if name in measured:
             mark = _LEFT + measured[name] * scale
             draw.line((mark, top - 4, mark, top + _BAR + 4), fill=MEASURED, width=3)
-            told += f", {format_size(measured[name])} measured"
-        draw.text((_LEFT, top + _BAR + 5), told, fill=TEXT)
+            caption += f", {format_size(measured[name])} measured"
+        draw.text((_LEFT, top + _BAR + 5), caption, fill=TEXT)
     budget = _LEFT + request.vram * scale
     draw.line((budget, _ROW - 10, budget, _ROW * (len(parts) + 1) - 4), fill=BUDGET, width=2)
     draw.text((12, 12), f"{request.width}x{request.height}, batch {request.batch}", fill=TEXT)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .autoencoder import optimized_vae
 from .inputs import BUDGET, PLAN, VAE, knob_inputs, settings_of, validated
 from .interfaces import HostVAE
-from .node_request import Record, Wish
+from .node_request import NodeRequest, Record
 from .optimising import CATEGORY
 
 _LATENTS = "LATENT", {"tooltip": "what the sampler gives"}
@@ -39,7 +39,7 @@ class LowVRAMVAEDecode:
     def decode(
         self, samples: dict[str, Tensor], vae: HostVAE, budget: str, plan: Record | None = None, **knobs: Any
     ) -> tuple[Tensor]:
-        return (optimized_vae(vae, Wish(budget, settings_of(knobs)), plan).decode(samples["samples"]),)
+        return (optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), plan).decode(samples["samples"]),)
 
 
 class LowVRAMVAEEncode:
@@ -65,5 +65,5 @@ class LowVRAMVAEEncode:
     def encode(
         self, pixels: Tensor, vae: HostVAE, budget: str, plan: Record | None = None, **knobs: Any
     ) -> tuple[dict[str, Tensor]]:
-        wish = Wish(budget, settings_of(knobs))
-        return ({"samples": optimized_vae(vae, wish, plan).encode(pixels[..., :3])},)
+        node_request = NodeRequest(budget, settings_of(knobs))
+        return ({"samples": optimized_vae(vae, node_request, plan).encode(pixels[..., :3])},)

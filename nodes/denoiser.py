@@ -26,7 +26,7 @@ from ..sd_lowvram.units import format_size
 from . import host
 from .attending import DOOR, is_needed, override
 from .interfaces import ModelPatcher
-from .node_request import Record, Wish, attachable
+from .node_request import NodeRequest, Record, attachable
 from .refusals import denoiser_of
 
 _KEY = "sd-lowvram"
@@ -36,9 +36,9 @@ _ATTENTION = ("attention", "attention_mib", "deterministic")
 
 
 def optimized_model(
-    model: ModelPatcher, wish: Wish, width: int, height: int, batch: int, made: Record | None = None
+    model: ModelPatcher, node_request: NodeRequest, width: int, height: int, batch: int, made: Record | None = None
 ) -> tuple[ModelPatcher, Record]:
-    """A clone of the ModelPatcher ``model`` that samples within the wish's budget, and its plan.
+    """A clone of the ModelPatcher ``model`` that samples within the budget of ``node_request``, and its plan.
 
     Args:
         width, height: in pixels, 0 for the model's own size. Other sizes are planned when they come to the sampler.
@@ -50,7 +50,7 @@ def optimized_model(
     anatomy = denoiser_of(model)
     native = native_size(anatomy)
     record = Record() if made is None else made.copy()
-    hooks = _Denoiser(anatomy, record.wish or wish, model.load_device, record)
+    hooks = _Denoiser(anatomy, record.node_request or node_request, model.load_device, record)
     if "denoise" not in hooks.record.plans:
         hooks.show(hooks.foresee(width or native, height or native, batch, _GUIDED))
     clone = model.clone()
@@ -69,10 +69,10 @@ def optimized_model(
 class _Denoiser:
     """The wrappers of one clone, with the plans that it has made and the hooks that are ready for them."""
 
-    def __init__(self, anatomy: Anatomy, wish: Wish, device: Any, record: Record) -> None:
+    def __init__(self, anatomy: Anatomy, node_request: NodeRequest, device: Any, record: Record) -> None:
         self._anatomy = anatomy
         self._scale = scale_factor(anatomy)
-        self._wish = wish
+        self._node_request = node_request
         self._device = device
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
         self._ready: dict[Settings, tuple[Any, Attachment]] = {}
@@ -90,7 +90,7 @@ class _Denoiser:
         """The plan for a size in pixels and the UNet's rows, made once."""
         key = width, height, batch, passes
         if key not in self._plans:
-            self._plans[key] = self._wish.plan(self._anatomy, self._device, width, height, batch, passes=passes)
+            self._plans[key] = self._node_request.plan(self._anatomy, self._device, width, height, batch, passes=passes)
         return self._plans[key]
 
     def show(self, plan: Plan) -> None:
@@ -140,7 +140,7 @@ class _Denoiser:
         options = dict(transformer_options or {})
         self._note(settings, options)
         if host.has_override():
-            if is_needed(settings, self._wish.settings, host.attends_fused()):
+            if is_needed(settings, self._node_request.settings, host.attends_fused()):
                 options[DOOR] = override(settings, x.device, self._attended.add, options.get(DOOR))
             settings = dataclasses.replace(settings, **dict.fromkeys(_ATTENTION))
         attachment = self._prepared(unet, attachable(settings))

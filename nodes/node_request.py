@@ -19,7 +19,7 @@ from .loading import plan_beside
 
 
 @dataclass(frozen=True)
-class Wish:
+class NodeRequest:
     """A budget as it was written, the knobs that are fixed, and the steps that times are told for."""
 
     budget: str
@@ -74,14 +74,14 @@ class Record:
     """What plans foretold and what their runs took; travels from node to node as LOWVRAM_PLAN.
 
     Attributes:
-        wish: what a Plan node was asked for: nodes that are given its plan go by it.
+        node_request: what a Plan node was asked for: nodes that are given its plan go by it.
         plans: the latest for each stage, by its name, in the order of a run.
         measured: the latest run of each stage, as the allocator saw it.
         sites: on how many sites each hook acted in the latest call of the UNet.
         notes: sentences on the latest sampling.
     """
 
-    wish: Wish | None = None
+    node_request: NodeRequest | None = None
     plans: dict[str, Plan] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
@@ -101,4 +101,4 @@ class Record:
 
     def copy(self) -> Record:
         """The same plans, for a run of their own."""
-        return Record(self.wish, dict(self.plans), _models=dict(self._models))
+        return Record(self.node_request, dict(self.plans), _models=dict(self._models))

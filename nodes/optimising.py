@@ -8,8 +8,8 @@ from .autoencoder import optimized_vae
 from .denoiser import optimized_model
 from .inputs import BATCH, BUDGET, MODEL, PLAN, VAE, knob_inputs, settings_of, side, validated
 from .interfaces import HostVAE, ModelPatcher
-from .node_request import Record, Wish
-from .told import verdict
+from .node_request import NodeRequest, Record
+from .report_text import verdict
 
 CATEGORY = "low-vram"
 
@@ -59,8 +59,8 @@ class LowVRAMOptimizeModel:
         plan: Record | None = None,
         **knobs: Any,
     ) -> dict[str, Any]:
-        wish = Wish(budget, settings_of(knobs))
-        made, record = optimized_model(model, wish, width, height, batch, plan)
+        node_request = NodeRequest(budget, settings_of(knobs))
+        made, record = optimized_model(model, node_request, width, height, batch, plan)
         return {"ui": {"text": [verdict(record)]}, "result": (made, record)}
 
 
@@ -89,4 +89,4 @@ class LowVRAMOptimizeVAE:
         return validated(budget)
 
     def optimize(self, vae: HostVAE, budget: str, plan: Record | None = None, **knobs: Any) -> tuple[HostVAE]:
-        return (optimized_vae(vae, Wish(budget, settings_of(knobs)), plan),)
+        return (optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), plan),)

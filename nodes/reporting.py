@@ -15,14 +15,14 @@ from ..sd_lowvram.errors import BadInputError
 from ..sd_lowvram.planning.memory_profile import Run
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import DEFAULT_STEPS
-from .autoencoder import foreseen_vae
+from .autoencoder import plan_autoencoder
 from .bars import memory_bars
 from .denoiser import optimized_model
 from .inputs import BATCH, BUDGET, MODEL, VAE, knob_inputs, settings_of, side, validated, with_steps
 from .interfaces import HostVAE, ModelPatcher
-from .node_request import Record, Wish
+from .node_request import NodeRequest, Record
 from .optimising import CATEGORY
-from .told import measured_peaks, stage_of, told
+from .report_text import measured_peaks, report_text, stage_of
 
 
 class _Shown:
@@ -76,10 +76,10 @@ class LowVRAMPlan(_Shown):
         steps: int = DEFAULT_STEPS,
         **knobs: Any,
     ) -> dict[str, Any]:
-        wish = Wish(budget, settings_of(knobs), steps)
-        _, record = optimized_model(model, wish, width, height, batch)
-        foreseen_vae(vae, wish, record, record.plans["denoise"].request)
-        record.wish = wish
+        node_request = NodeRequest(budget, settings_of(knobs), steps)
+        _, record = optimized_model(model, node_request, width, height, batch)
+        plan_autoencoder(vae, node_request, record, record.plans["denoise"].request)
+        record.node_request = node_request
         return _shown(record)
 
 
@@ -102,7 +102,7 @@ class LowVRAMReport(_Shown):
 
 
 def _shown(record: Record) -> dict[str, Any]:
-    text = told(record)
+    text = report_text(record)
     logging.info("sd-lowvram:\n" + text)
     return {"ui": {"text": [text]}, "result": (record, text, _plot(record))}
 

@@ -31,7 +31,7 @@ _TEXT = ("cond_stage_model.", "conditioner.")
 
 
 @dataclass(frozen=True, eq=False)
-class Blueprint:
+class PreviewedModel:
     """A checkpoint that is not loaded yet.
 
     Attributes:
@@ -47,8 +47,8 @@ class Blueprint:
 
 
 def model() -> Any:
-    """The loaded model, or a :class:`Blueprint`; None when no checkpoint is chosen, or it is none that we can read, or
-    the host has not told yet in which type it will load it."""
+    """The loaded model, or a :class:`PreviewedModel`; None when no checkpoint is chosen, or it is none that we can
+    read, or the host has not told yet in which type it will load it."""
     loaded = getattr(sd_models.model_data, "sd_model", None)
     if host.is_loaded(loaded):
         return loaded
@@ -60,7 +60,7 @@ def model() -> Any:
         return None
 
 
-def of(checkpoint: Any) -> Blueprint | None:
+def of(checkpoint: Any) -> PreviewedModel | None:
     """The blueprint of a checkpoint as the host lists it; None where it is none that we can read."""
     try:
         return _drawn(checkpoint.filename, os.path.getmtime(checkpoint.filename)) if checkpoint else None
@@ -78,7 +78,7 @@ def identity(target: Any) -> Hashable:
 
 
 @functools.lru_cache(maxsize=2)
-def _drawn(file: str, changed: float) -> Blueprint:
+def _drawn(file: str, changed: float) -> PreviewedModel:
     try:
         from modules import sd_models_config
     except ImportError:  # Forge
@@ -97,7 +97,7 @@ def _drawn(file: str, changed: float) -> Blueprint:
     lowvram = flags.get("lowvram") or flags.get("medvram") or (flags.get("medvram_sdxl") and "network_config" in parts)
     kind = "reforge" if "modules_forge" in sys.modules else "a1111"
     others = 0 if lowvram or kind == "reforge" else _text_bytes(header)
-    return Blueprint(anatomy_of(_empty(parts)), others, kind, bool(lowvram))
+    return PreviewedModel(anatomy_of(_empty(parts)), others, kind, bool(lowvram))
 
 
 def _empty(parts: Any) -> Any:
@@ -116,9 +116,9 @@ def _text_bytes(header: Header) -> int:
     return sum(elements) * torch.empty(0, dtype=devices.dtype).element_size()
 
 
-def _with_diffusers(file: str) -> Blueprint:
+def _with_diffusers(file: str) -> PreviewedModel:
     """Forge's own modules have the same layers as diffusers', which it brings along."""
     from sd_lowvram.checkpoints.meta_model import meta_anatomy
 
     dtype = torch.float32 if host.device().type == "cpu" else torch.float16
-    return Blueprint(meta_anatomy(file, dtype), 0, kind="forge")
+    return PreviewedModel(meta_anatomy(file, dtype), 0, kind="forge")

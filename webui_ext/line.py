@@ -88,7 +88,7 @@ def _teller(model: Any, chosen: dict[str, Any], pictures: list[Picture]) -> Call
     def tell() -> str:
         lines = []
         for one in pictures:
-            lines.append(estimate.sentence(functools.partial(run.foretell, model, chosen, one), _size(one)))
+            lines.append(estimate.sentence(functools.partial(run.plan_for, model, chosen, one), _size(one)))
         return "".join(lines)
 
     return tell

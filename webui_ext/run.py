@@ -43,7 +43,7 @@ class _Running:
 _running: list[_Running] = []
 
 
-def foretell(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
+def plan_for(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
     """The fastest settings that fit, attaching nothing. Budget and peak count what the host's other modules hold.
 
     Args:
@@ -115,7 +115,7 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
     Raises:
         BudgetError: nothing fits. BadInputError, NoSiteError, ConflictError: see the core's ``optimize``.
     """
-    plan = foretell(model, chosen, picture)
+    plan = plan_for(model, chosen, picture)
     with one_at_a_time(), contextlib.ExitStack() as stack:  # a live preview decodes in a thread of its own
         stop()
         stack.enter_context(host.precision_of_attention())

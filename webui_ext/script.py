@@ -105,6 +105,6 @@ def _foresee_refiner(p: Any, chosen: Mapping[str, Any], picture: Picture) -> Non
     if checkpoint is None or drawn is None:
         return
     try:
-        run.foretell(drawn, chosen, picture)
+        run.plan_for(drawn, chosen, picture)
     except BudgetError as error:
         raise BudgetError(f"the refiner {checkpoint.title}: {error}") from None

@@ -55,8 +55,8 @@ def as_typed(message: str) -> str:
 
 def _is_out_of_memory(error: Exception) -> bool:
     torch: Any = sys.modules.get("torch")
-    told = isinstance(error, RuntimeError) and "out of memory" in str(error)  # as Apple's GPUs say it
-    return torch is not None and (told or isinstance(error, torch.cuda.OutOfMemoryError))
+    by_words = isinstance(error, RuntimeError) and "out of memory" in str(error)  # as Apple's GPUs say it
+    return torch is not None and (by_words or isinstance(error, torch.cuda.OutOfMemoryError))
 
 
 def _end(code: int, message: str, debug: bool) -> NoReturn:

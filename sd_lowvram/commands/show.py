@@ -23,8 +23,8 @@ class _Done(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         total = int(task.total or 0)
-        told = f"{task.percentage:.0f}%" if total > _COUNTED else f"{int(task.completed)}/{total}"
-        return Text(told, style="progress.download")
+        done = f"{task.percentage:.0f}%" if total > _COUNTED else f"{int(task.completed)}/{total}"
+        return Text(done, style="progress.download")
 
 
 class Bars:

@@ -72,7 +72,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture
 def script(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Our script; its plans are always ``SETTINGS``."""
-    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "foretell", foretold)
+    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "plan_for", foretold)
     made = importlib.import_module("webui_ext.script").LowVRAMScript()
     made.is_img2img = False
     return made
@@ -154,7 +154,7 @@ def test_refused_before_the_first_step(host: Any, script: Any, wrong: Any, says:
 
 def test_a_fault_of_ours_ends_the_generation(host: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host only logs what a callback raises, and would make the picture without us."""
-    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "foretell", lambda *given: 1 / 0)
+    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "plan_for", lambda *given: 1 / 0)
     before, p = state(host.sd_model), generation()
     script.process(p, {"enabled": True})
     with pytest.raises(ZeroDivisionError):
@@ -290,7 +290,7 @@ def test_a_refiner_that_does_not_fit_ends_the_generation(host: Any, script: Any,
     p = generation()
     script.process(p, {"enabled": True})
     run = importlib.import_module("webui_ext.run")
-    run.foretell = lambda model, chosen, picture: foretold(model, {"vram": "1MB"}, picture)
+    run.plan_for = lambda model, chosen, picture: foretold(model, {"vram": "1MB"}, picture)
     with pytest.raises(HTTPException, match="cannot hold"):
         switched.models.reload_model_weights(info=checkpoint("refiner"))
     assert run.current() is None
@@ -300,10 +300,10 @@ def test_a_refiner_is_refused_by_name_before_the_first_step(host: Any, script: A
     preview = importlib.import_module("webui_ext.checkpoint_preview")
     monkeypatch.setattr(preview, "of", lambda checkpoint: checkpoint and SimpleNamespace(other_bytes=0))
 
-    def foretell(model: Any, chosen: Any, picture: Any) -> Any:
+    def plan_for(model: Any, chosen: Any, picture: Any) -> Any:
         return foretold(model, {"vram": "1MB"} if hasattr(model, "other_bytes") else chosen, picture)
 
-    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "foretell", foretell)
+    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "plan_for", plan_for)
     p = generation(refiner_checkpoint_info=checkpoint("refiner"))
     script.process(p, {"enabled": True, "vram": "4GB"})
     with pytest.raises(HTTPException, match="the refiner refiner: 1 MiB cannot hold it"):
@@ -329,11 +329,11 @@ def test_a_refusal_names_the_limit_in_question(host: Any, knobs: dict[str, Any],
     host.sd_model.cond_stage_model = torch.nn.Linear(2000, 2000)
     if "weights_mib" in knobs:  # a narrow model has no layer that is larger than this
         host.sd_model.model.diffusion_model = compvis.full_unet()
-    foretell = importlib.import_module("webui_ext.run").foretell
+    plan_for = importlib.import_module("webui_ext.run").plan_for
     picture = importlib.import_module("webui_ext.picture").Picture(256, 256, 1, 2)
     chosen = {one.name: one.default for one in arguments()} | {"vram": "16GB", **knobs}
     with pytest.raises(BudgetError, match=says) as refused:
-        foretell(host.sd_model, chosen, picture)
+        plan_for(host.sd_model, chosen, picture)
     assert "16 GiB" not in str(refused.value)
 
 
@@ -354,14 +354,14 @@ def test_weights_are_planned_as_the_host_leaves_them(host: Any, flags: dict[str,
     chosen = {one.name: one.default for one in arguments()}
     weights = {name: weight_bytes(part) for name, part in run.host.anatomy(model).components.items()}
     budget = f"{max(weights['vae'] + (4 << 20), weights['unet'] // 2) >> 20}MB"
-    plan = run.foretell(model, chosen | {"vram": budget}, picture)
+    plan = run.plan_for(model, chosen | {"vram": budget}, picture)
     assert plan.predicted.peak_bytes < weights["unet"] and run.FETCHED in plan.reasons
-    whole = run.foretell(model, chosen | {"vram": "16GB"}, picture)
+    whole = run.plan_for(model, chosen | {"vram": "16GB"}, picture)
     assert (run.FETCHED in whole.reasons) == bool(flags)  # Forge keeps all while there is room
     host.cmd_opts = SimpleNamespace(medvram=True)
     if flags:
         with pytest.raises(BudgetError):
-            run.foretell(model, chosen | {"vram": budget}, picture)
+            run.plan_for(model, chosen | {"vram": budget}, picture)
 
 
 def test_weights_of_8_bits_are_widened_in_the_denoiser_alone(
@@ -373,7 +373,7 @@ def test_weights_of_8_bits_are_widened_in_the_denoiser_alone(
     def activations(fp8: bool) -> dict[str, int]:
         sys.modules["modules.devices"].fp8 = fp8  # type: ignore[attr-defined]
         monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / str(fp8)))  # nothing known of the other
-        plan = run.foretell(host.sd_model, chosen, picture.Picture(128, 128, 1, 2))
+        plan = run.plan_for(host.sd_model, chosen, picture.Picture(128, 128, 1, 2))
         return {stage.name: stage.activation_bytes for stage in plan.stages}
 
     for module in host.sd_model.model.diffusion_model.modules():

@@ -37,7 +37,7 @@ def _duration(record: Record) -> str:
     return f"about {format_time(seconds)} for {steps} steps"
 
 
-def told(record: Record) -> str:
+def report_text(record: Record) -> str:
     """The record as lines: the verdict, a table of the stages, and what was chosen for each."""
     request = record.plans["denoise"].request
     lines = [
