@@ -14,14 +14,15 @@ from torch import Tensor
 
 from .host_weights import Masters
 
-Copy = tuple[Masters, Tensor, Tensor]
-"""Who knows the master, its contents, and where they go on the device."""
+Copy = tuple[Tensor, Tensor]
+"""What a master holds, and where it goes on the device."""
 
 
 class Copier:
-    """Copies to one device."""
+    """Copies what ``masters`` hold to one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, masters: Masters, device: torch.device) -> None:
+        self._masters = masters
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: torch.cuda.Event | None = None
@@ -29,14 +30,14 @@ class Copier:
     def copy(self, copies: Iterable[Copy], after: Iterable[torch.cuda.Event | None]) -> torch.cuda.Event | None:
         """Copy as soon as all that is in ``after`` has happened; returns the event of the end, None on a CPU."""
         if self._stream is None:
-            for masters, source, target in copies:
-                masters.copy_to(source, target)
+            for source, target in copies:
+                self._masters.copy_to(source, target)
             return None
         for event in after:
             if event is not None:
                 self._stream.wait_event(event)
-        for masters, source, target in copies:
-            masters.copy_to(source, target, self._stream)
+        for source, target in copies:
+            self._masters.copy_to(source, target, self._stream)
         self._last = self._stream.record_event()
         return self._last
 

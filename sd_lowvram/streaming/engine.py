@@ -33,7 +33,7 @@ from ..patches import Patch, set_patch, take_off, wrap
 from . import weight_scopes as lending
 from .copier import Copier
 from .device_io import looked_up, refuse_unseen, run_at
-from .host_residency import HostMasters
+from .host_weights import Masters
 from .layers import Layer, contents, layers_of, signature, version
 from .layout import STAYING, Layout, Policy, lay_down
 from .split_rows import in_parts
@@ -77,7 +77,7 @@ class Stream:
         self._policy = policy
         self._turns = turns
         self._repeats = repeats
-        self._masters = HostMasters(device)
+        self._masters = Masters(device)
         self._patches = {(id(layer.module), layer.entry): self._patch(layer) for layer in layers_of(self._components)}
         self._later: dict[tuple[int, str], Patch] = {}
         self._orders: dict[str, list[str]] = {}
@@ -86,7 +86,7 @@ class Stream:
         self._contents: list[Any] = []
         self._roles: dict[int, tuple[int, ...] | None] = {}
         self._layout: Layout | None = None
-        self._copier = Copier(torch.device("cpu"))
+        self._copier = Copier(self._masters, torch.device("cpu"))
         self._thread: int | None = None
         self._seen: dict[int, None] = {}
         self._last: int | None = None
@@ -204,8 +204,8 @@ class Stream:
         self._survey()
         assert self._layout is not None
         if not self._layout.open:
-            self._layout.take_room(self._device, self._masters)
-            self._copier = Copier(torch.device("cpu") if self._is_fake() else self._device)
+            self._layout.take_room(self._device)
+            self._copier = Copier(self._masters, torch.device("cpu") if self._is_fake() else self._device)
             self._room_taken = self._copier.mark()
         if STAYING not in self._there:
             self._fetch(STAYING)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -48,7 +49,7 @@ _ALIGNMENT = 512
 
 
 class Masters:
-    """Masters of some tensors; made by :func:`masters_of`.
+    """What the tensors of a model hold while they are not on the device.
 
     Attributes:
         pinned_bytes: memory taken for pinned masters.
@@ -63,11 +64,46 @@ class Masters:
         self._ring: _Ring | None = None
         self._mapped: set[int] = set()
         self._each: list[_Master] = []
+        self._known: dict[int, tuple[Tensor, _Place]] = {}
 
     @property
     def host_bytes(self) -> int:
         """Memory that cannot be dropped: all but the mapped files."""
         return self.pinned_bytes + self.ring_bytes + self.held_bytes
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Settle in host memory those of ``tensors`` that are new, or hold other memory than before; forget those that
+        are gone.
+
+        They take what is left of the run's budget (:func:`host_budget`), or where there is none all that may be pinned.
+        Ordinary memory that tensors hold already is counted, and kept even when it is more than this.
+
+        Args:
+            tensors: parameters and buffers, which stay the same objects; those first that should be pinned first.
+        """
+        present = {id(tensor): tensor for tensor in tensors}
+        known = {key: self._known[key] for key in present if key in self._known}
+        news = [t for key, t in present.items() if key not in known or known[key][1] != _place(t)]
+        moved = {str(t.device) for t in news if id(t) in known and t.device.type != "cpu"}
+        if moved:
+            warnings.warn(
+                f"weights that sd-lowvram streams were moved to {', '.join(sorted(moved))}: they go back to host "
+                "memory; call restore() first to have them elsewhere",
+                stacklevel=2,
+            )
+        self._known = known
+        if active_fake_mode(*news) is not None:
+            for tensor in news:
+                mark_host(tensor)
+        elif news:
+            settled = len(self._each)
+            try:
+                with torch.no_grad(), torch.inference_mode(False):
+                    self._settle(news)
+            except BaseException:
+                self._put_back(settled)
+                raise
+        self._known |= {id(tensor): (tensor, _place(tensor)) for tensor in news}
 
     def copy_to(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None = None) -> None:
         """Copy what a tensor holds on the host into ``target`` on the device.
@@ -88,12 +124,16 @@ class Masters:
 
     def undo(self) -> None:
         """Give the tensors back what they held, where it was; what was changed meanwhile keeps its new contents."""
-        with torch.inference_mode(False):
-            while self._each:
-                self._each.pop().undo()
+        self._put_back(0)
         self._ring = None
         self._mapped.clear()
+        self._known.clear()
         _pinned.pop(self, None)
+
+    def _put_back(self, first: int) -> None:
+        with torch.inference_mode(False):
+            while len(self._each) > first:
+                self._each.pop().undo()
 
     def _is_slow(self, source: Tensor) -> bool:
         """Whether ``source`` has to pass the ring."""
@@ -103,70 +143,42 @@ class Masters:
             return source.device.type == "cpu" and not source.is_pinned()
         return source.untyped_storage()._cdata in self._mapped
 
-
-def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.device | str) -> Masters:
-    """Settle ``tensors`` in host memory, so that :meth:`Masters.copy_to` can bring them to ``device`` again and again.
-
-    Args:
-        tensors: parameters and buffers, those first whose copies should be pinned first. They stay the same objects.
-        ram_bytes: of host memory that masters may take. None: what is left of the run's budget (:func:`host_budget`),
-            or where there is none all that may be pinned. Ordinary memory that tensors hold already is counted, and
-            kept even when it is more than this.
-        device: to which they will be copied.
-    """
-    masters = Masters(torch.device(device))
-    unique = list({id(tensor): tensor for tensor in tensors}.values())
-    if active_fake_mode(*unique) is not None:
-        for tensor in unique:
-            masters._each.append(_Master(tensor, None, tensor.device))
-            mark_host(tensor)
-        return masters
-    try:
-        with torch.no_grad(), torch.inference_mode(False):
-            shared = _budget.get() if ram_bytes is None else None
-            if shared is not None:
-                ram_bytes = shared.left + RING_BYTES
-            _place_masters(masters, unique, pinnable_bytes() if ram_bytes is None else ram_bytes)
-            if shared is not None:
-                shared.left -= masters.host_bytes - masters.ring_bytes
-    except BaseException:
-        masters.undo()
-        raise
-    return masters
-
-
-def _place_masters(masters: Masters, tensors: Sequence[Tensor], ram_bytes: int) -> None:
-    on_gpu = masters.device.type == "cuda"
-    mapping = _Mapping()
-    places: dict[_Place, list[Tensor]] = {}
-    for tensor in tensors:
-        places.setdefault(_place(tensor), []).append(tensor)
-    kinds = {place: mapping.kind(sharing[0]) for place, sharing in places.items()}
-    ordinary = sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "ordinary")
-    ring = RING_BYTES if on_gpu or "mapped" in kinds.values() else 0
-    slabs = _Slabs(pinnable_bytes() - ring, sum(sharing[0].nbytes for sharing in places.values()), on_gpu)
-    for place, sharing in places.items():
-        data, kind, size = sharing[0].data, kinds[place], sharing[0].nbytes
-        copy = None
-        if kind in ("mapped", "device") or (kind == "ordinary" and on_gpu):
-            given_up = size if kind == "ordinary" else 0
-            copy = slabs.copy_of(data, ram_bytes - ring - slabs.total - ordinary + given_up)
-            ordinary -= given_up if copy is not None else 0
-        if copy is None and kind == "device":
-            copy, ordinary = data.to("cpu"), ordinary + size
-        if copy is None and kind == "mapped":
-            masters._mapped.add(data.untyped_storage()._cdata)
-            masters.mapped_bytes += size
-        for tensor in sharing:
-            masters._each.append(_Master(tensor, data if kind == "mapped" else None, data.device))
-            if copy is not None:
-                set_data(tensor, copy)
-            mark_host(tensor.data)
-    pinned = sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "pinned")
-    masters.pinned_bytes, masters.held_bytes = pinned + slabs.total, ordinary
-    _pinned[masters] = slabs.total
-    if masters.mapped_bytes or on_gpu:
-        masters._ring, masters.ring_bytes = _ring_of(masters.device), RING_BYTES
+    def _settle(self, tensors: Sequence[Tensor]) -> None:
+        on_gpu = self.device.type == "cuda"
+        mapping = _Mapping()
+        places: dict[_Place, list[Tensor]] = {}
+        for tensor in tensors:
+            places.setdefault(_place(tensor), []).append(tensor)
+        kinds = {place: mapping.kind(sharing[0]) for place, sharing in places.items()}
+        ordinary = sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "ordinary")
+        ring = RING_BYTES if on_gpu or "mapped" in kinds.values() else 0
+        slabs = _Slabs(pinnable_bytes() - ring, sum(sharing[0].nbytes for sharing in places.values()), on_gpu)
+        budget = _budget.get()
+        most = (pinnable_bytes() if budget is None else budget.left + RING_BYTES) - ring
+        for place, sharing in places.items():
+            data, kind, size = sharing[0].data, kinds[place], sharing[0].nbytes
+            copy = None
+            if kind in ("mapped", "device") or (kind == "ordinary" and on_gpu):
+                given_up = size if kind == "ordinary" else 0
+                copy = slabs.copy_of(data, most - slabs.total - ordinary + given_up)
+                ordinary -= given_up if copy is not None else 0
+            if copy is None and kind == "device":
+                copy, ordinary = data.to("cpu"), ordinary + size
+            if copy is None and kind == "mapped":
+                self._mapped.add(data.untyped_storage()._cdata)
+                self.mapped_bytes += size
+            for tensor in sharing:
+                self._each.append(_Master(tensor, data if kind == "mapped" else None, data.device))
+                if copy is not None:
+                    set_data(tensor, copy)
+                mark_host(tensor.data)
+        pinned = slabs.total + sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "pinned")
+        self.pinned_bytes, self.held_bytes = self.pinned_bytes + pinned, self.held_bytes + ordinary
+        _pinned[self] = _pinned.get(self, 0) + slabs.total
+        if budget is not None:
+            budget.left -= pinned + ordinary
+        if self.mapped_bytes or on_gpu:
+            self._ring, self.ring_bytes = _ring_of(self.device), RING_BYTES
 
 
 @dataclass

@@ -13,8 +13,6 @@ from torch import Tensor
 from ..weights import set_data
 from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
-from .host_residency import HostMasters
-from .host_weights import Masters
 from .layers import Layer, place_bytes
 from .pool import Pool
 from .schedule import Schedule, Unit, aligned, lay_out
@@ -69,7 +67,6 @@ class Place:
     master: Tensor
     source: Tensor
     view: Tensor
-    masters: Masters
 
 
 class Layout:
@@ -135,14 +132,14 @@ class Layout:
         """Whether the room is taken."""
         return self._pool is not None
 
-    def take_room(self, device: torch.device, host: HostMasters) -> None:
+    def take_room(self, device: torch.device) -> None:
         """Allocate the buffer and make all views."""
         pool = Pool(self.bytes, device)
         staying = list({id(t): t for layer in self._parts.staying for t in layer.tensors}.values())
-        self.places = {STAYING: _places(pool, host, staying, None, 0)}
+        self.places = {STAYING: _places(pool, staying, None, 0)}
         for number, (start, _) in self._spans.items():
             block = self.blocks[number]
-            self.places[number] = _places(pool, host, block.tensors, block, start)
+            self.places[number] = _places(pool, block.tensors, block, start)
         self._pool = pool
 
     def give_room_back(self) -> None:
@@ -158,18 +155,14 @@ class Layout:
 
     def copies(self, number: int) -> list[Copy]:
         """What has to be copied to bring a block to the device."""
-        return [(place.masters, place.source, place.view) for place in self.places[number]]
+        return [(place.source, place.view) for place in self.places[number]]
 
 
-def _places(pool: Pool, host: HostMasters, tensors: Sequence[Tensor], block: Block | None, offset: int) -> list[Place]:
+def _places(pool: Pool, tensors: Sequence[Tensor], block: Block | None, offset: int) -> list[Place]:
     with torch.inference_mode(False), torch.no_grad():
         masters = [tensor.data for tensor in tensors]
         sources = [master if block is None else block.part(master) for master in masters]
-    views = pool.views(sources, offset)
-    return [
-        Place(tensor, master, source, view, host.masters(tensor))
-        for tensor, master, source, view in zip(tensors, masters, sources, views, strict=True)
-    ]
+    return list(map(Place, tensors, masters, sources, pool.views(sources, offset)))
 
 
 def lay_down(

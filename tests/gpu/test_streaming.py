@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from settled import masters_of
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
-from sd_lowvram.streaming.host_weights import RING_BYTES, masters_of
+from sd_lowvram.streaming.host_weights import RING_BYTES
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import weight_bytes
 

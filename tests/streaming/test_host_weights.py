@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from settled import masters_of
 from torch import Tensor, nn
 
 from sd_lowvram.memory import is_host
 from sd_lowvram.streaming import host_weights as module
-from sd_lowvram.streaming.host_weights import CHUNK_BYTES, RING_BYTES, host_budget, mapped_bytes, masters_of
+from sd_lowvram.streaming.host_weights import CHUNK_BYTES, RING_BYTES, host_budget, mapped_bytes
 from sd_lowvram.units import MIB
 
 CPU = torch.device("cpu")

@@ -65,7 +65,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def noted(self: Copier, copies: Any, *rest: Any, **more: Any) -> Any:
         copies = list(copies)
-        fetched.append(sum(source.numel() * source.element_size() for _, source, _ in copies))
+        fetched.append(sum(source.numel() * source.element_size() for source, _ in copies))
         return before(self, copies, *rest, **more)
 
     monkeypatch.setattr(Copier, "copy", noted)

@@ -1,0 +1,19 @@
+"""Masters that take so much host memory, for tests of what waits there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from sd_lowvram.streaming.host_weights import Masters, host_budget
+
+
+def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.device) -> Masters:
+    """Masters of ``tensors``; ``ram_bytes`` None: in the budget that is there."""
+    masters = Masters(device)
+    with contextlib.nullcontext() if ram_bytes is None else host_budget(ram_bytes):
+        masters.add(tensors)
+    return masters
