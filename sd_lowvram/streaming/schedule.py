@@ -8,8 +8,8 @@ Places are fixed, so that views are made once, nothing fragments, and what is on
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,28 +109,25 @@ def lay_out(units: Sequence[Unit], resident: Collection[int], ring_bytes: int) -
     return Schedule(frozenset(kept), kept_bytes, ring_bytes if places else 0, tuple(_fetches(places)))
 
 
-def _fetches(places: Sequence[tuple[int, int, int]]) -> list[Fetch]:
+def _fetches(places: Sequence[tuple[int, int, int]]) -> Iterator[Fetch]:
     """From (unit, first byte, end) in the order of use: round twice, so that each sees what the step before left."""
-    found = []
     below: list[_Used] = []
-    above: list[_Used] = []
-    here = 0
-    for turn, (number, start, stop) in enumerate(itertools.chain(places, places)):
+    above: deque[_Used] = deque()
+    for turn, (number, start, stop) in enumerate((*places, *places)):
         if start == 0:
             top = below[-1].stop if below else 0
-            above, below, here = [*below, *(used for used in above[here:] if used.stop > top)], [], 0
-        while here < len(above) and above[here].stop <= start:
-            here += 1
-        latest, after = turn - len(places), number
-        for used in itertools.islice(above, here, None):
+            above, below = deque([*below, *(used for used in above if used.stop > top)]), []
+        while above and above[0].stop <= start:
+            above.popleft()
+        latest, after = -1, number
+        for used in above:
             if used.start >= stop:
                 break
             if used.turn > latest:
                 latest, after = used.turn, used.number
         below.append(_Used(turn, number, start, stop))
         if turn >= len(places):
-            found.append(Fetch(number, start, after))
-    return found
+            yield Fetch(number, start, after)
 
 
 class _Used(NamedTuple):
