@@ -20,7 +20,6 @@ from ..memory.threads import one_at_a_time
 from ..models.anatomy import Anatomy
 from ..settings import Settings
 from ..streaming.layout import Policy, lay_down
-from ..streaming.search import near_schedule
 from ..streaming.simulator import simulate
 from ..streaming.timing import Timing, timed
 from ..tracing import MemoryTrace
@@ -149,7 +148,7 @@ class Costs:
                 for name in group:
                     stack.enter_context(self._fake.running(name, resident))
                 layers, policy = self._fake.layers(group, resident), policy_of(chosen, True, timing)
-                layout = lay_down(layers, policy, {}, search=near_schedule)
+                layout = lay_down(layers, policy, {}, near=True)
             streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
             seconds = simulate(timed(layout.blocks, timing), layout.schedule, timing.copies)
             return Step(seconds, layout.bytes, layout.bytes - layout.schedule.ring_bytes, streamed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +15,10 @@ from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
 from .layers import Layer, place_bytes
 from .pool import Pool
-from .schedule import Schedule, Unit, aligned, lay_out
+from .schedule import Schedule, aligned, lay_out
 from .search import best_schedule
 from .simulator import Copies
 from .timing import Timing, in_run_order, timed
-
-Search = Callable[[Sequence[Unit], int, Copies], Schedule]
 
 STAYING = -1
 """The number of what stays whatever the schedule says."""
@@ -165,14 +163,12 @@ def _places(pool: Pool, tensors: Sequence[Tensor], block: Block | None, offset: 
     return list(map(Place, tensors, masters, sources, pool.views(sources, offset)))
 
 
-def lay_down(
-    layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str]], search: Search = best_schedule
-) -> Layout:
+def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str]], near: bool = False) -> Layout:
     """Blocks and places for ``layers``.
 
     Args:
         orders: for each model that has run, the names of its blocks as it used them.
-        search: from units, bytes and copies to a schedule.
+        near: as for :func:`best_schedule`.
 
     Raises:
         BudgetError: a block is larger than the room.
@@ -190,7 +186,7 @@ def lay_down(
     parts = Blocks(parts.staying, tuple(_ordered(parts.streamed, orders)), parts.lookups)
     if room is not None and policy.device_bytes is None:
         room = max(room, _least(parts))
-    return Layout(parts, _schedule(parts, policy, room, search))
+    return Layout(parts, _schedule(parts, policy, room, near))
 
 
 def _room(policy: Policy, parts: Blocks) -> int | None:
@@ -210,15 +206,15 @@ def _least(parts: Blocks) -> int:
     return parts.staying_bytes + max((block.bytes for block in parts.streamed), default=0)
 
 
-def _schedule(parts: Blocks, policy: Policy, room: int | None, search: Search) -> Schedule:
+def _schedule(parts: Blocks, policy: Policy, room: int | None, near: bool) -> Schedule:
     units = parts.units()
     if room is None or (parts.bytes <= room and policy.kind != "layer"):
         return lay_out(units, range(len(units)), 0)
     room = max(0, room - parts.staying_bytes)
     if policy.kind == "blocks" and policy.timing is not None:
-        return search(timed(parts.streamed, policy.timing), room, policy.timing.copies)
+        return best_schedule(timed(parts.streamed, policy.timing), room, policy.timing.copies, near)
     if policy.kind == "blocks":
-        return search(units, room, Copies(1.0, overlap=False))
+        return best_schedule(units, room, Copies(1.0, overlap=False), near)
     return lay_out(units, (), min(room, sum(aligned(unit.bytes) for unit in units)))
 
 

@@ -28,28 +28,21 @@ _NEAR = 1.001
 """A step this close to the bound is not searched further."""
 
 
-def best_schedule(units: Sequence[Unit], device_bytes: int, copies: Copies) -> Schedule:
+def best_schedule(units: Sequence[Unit], device_bytes: int, copies: Copies, near: bool = False) -> Schedule:
     """The fastest schedule found whose residents and ring together stay within ``device_bytes``.
 
     It is never slower than any of :data:`POLICIES`, and the same for the same arguments.
 
-    Raises:
-        BudgetError: the largest unit does not fit.
-    """
-    search = _Search(units, device_bytes, copies)
-    search.grid()
-    search.improve()
-    return search.best
-
-
-def near_schedule(units: Sequence[Unit], device_bytes: int, copies: Copies) -> Schedule:
-    """A schedule that :func:`best_schedule` is at least as fast as, in a tenth of its time.
+    Args:
+        near: end in a tenth of the time, with a schedule that may be a little slower.
 
     Raises:
         BudgetError: the largest unit does not fit.
     """
     search = _Search(units, device_bytes, copies)
     search.grid()
+    if not near:
+        search.improve()
     return search.best
 
 
@@ -84,25 +77,10 @@ class _Search:
         self.units, self.device_bytes, self.copies = units, device_bytes, copies
         self.sizes = [aligned(unit.bytes) for unit in units]
         self.streamable = [number for number, size in enumerate(self.sizes) if size]
-        self.best = self._simple()
+        simple = [policy(units, device_bytes) for policy in POLICIES.values()]
+        self.best = min(simple, key=lambda schedule: simulate(units, schedule, copies))
         self.seconds = simulate(units, self.best, copies)
         self.enough = _NEAR * bound(units, device_bytes, copies)
-
-    def _simple(self) -> Schedule:
-        """The fastest of the simple policies.
-
-        Raises:
-            BudgetError: none works.
-        """
-        found, refusal = [], None
-        for policy in POLICIES.values():
-            try:
-                found.append(policy(self.units, self.device_bytes))
-            except BudgetError as error:
-                refusal = error
-        if refusal is not None and not found:
-            raise refusal
-        return min(found, key=lambda schedule: simulate(self.units, schedule, self.copies))
 
     def grid(self) -> None:
         """Residents by size, and by size over the time in which they could be copied, beside rings of many sizes."""
