@@ -14,7 +14,7 @@ from sd_lowvram.kernels.attention import determinism
 from sd_lowvram.kernels.attention import registry as attention
 from sd_lowvram.kernels.attention.bounded import sliced
 from sd_lowvram.kernels.attention.choice import choose_backend
-from sd_lowvram.kernels.attention.determinism import probe, repeats
+from sd_lowvram.kernels.attention.determinism import examine, probe, repeats
 
 CPU = torch.device("cpu")
 
@@ -51,10 +51,10 @@ def test_our_backends_repeat_their_bits_on_this_machine():
 
 @pytest.mark.parametrize("when", [2, 20, 33, 80])
 def test_one_bit_in_one_run_of_any_shape_is_seen(when):
-    proof = probe(CPU, {"planted": planted(when)})["planted"]
+    proof = examine("planted", planted(when), CPU)
     assert proof.deterministic is False
     assert f"run {(when - 1) % 20 + 1} of" in proof.reason
-    assert probe(CPU, {"planted": planted(999)})["planted"].deterministic is True
+    assert examine("planted", planted(999), CPU).deterministic is True
 
 
 def test_nan_equals_itself_and_minus_zero_does_not():
@@ -66,8 +66,8 @@ def test_nan_equals_itself_and_minus_zero_does_not():
     def zeros(q, k, v, **options):
         return torch.full_like(q, next(signs))
 
-    proofs = probe(CPU, {"nan": nan, "zeros": zeros}, runs=2)
-    assert proofs["nan"].deterministic is True and proofs["zeros"].deterministic is False
+    assert examine("nan", nan, CPU, runs=2).deterministic is True
+    assert examine("zeros", zeros, CPU, runs=2).deterministic is False
 
 
 def test_only_what_is_proved_is_promised(monkeypatch, forgetful):
@@ -95,7 +95,7 @@ def test_the_machine_is_asked_once(monkeypatch, forgetful):
 def test_the_probe_sees_numbers_whatever_mode_the_caller_is_in(forgetful):
     with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert repeats("sliced", CPU)
-        proof = probe(CPU, {"planted": planted(5)})["planted"]
+        proof = examine("planted", planted(5), CPU)
     assert proof.deterministic is False
 
 

@@ -6,7 +6,7 @@ Parallel kernels that add in the order in which blocks happen to finish differ f
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -42,32 +42,24 @@ class Proof:
     reason: str = ""
 
 
-def probe(
-    device: torch.device, backends: Mapping[str, AttentionFunction] | None = None, runs: int = RUNS
-) -> dict[str, Proof]:
-    """Run each backend ``runs`` times on SD1.5's shapes on ``device`` and compare the bits.
-
-    Args:
-        backends: others than our own; the answers for our own are kept for the life of the process.
-    """
-    device = torch.device(device)
-    if backends is None:
-        return {name: _proof(name, device, runs) for name in BACKENDS}
-    return {name: _examine(name, function, device, runs) for name, function in backends.items()}
+def probe(device: torch.device) -> dict[str, Proof]:
+    """Run each backend ``RUNS`` times on SD1.5's shapes on ``device`` and compare the bits; the answers are kept."""
+    return {name: _proof(name, torch.device(device)) for name in BACKENDS}
 
 
 def repeats(backend: str, device: torch.device) -> bool:
     """Whether ``backend`` proved deterministic on ``device``; probed when first asked."""
-    return bool(_proof(backend, torch.device(device), RUNS).deterministic)
+    return bool(_proof(backend, torch.device(device)).deterministic)
 
 
 @functools.cache
-def _proof(name: str, device: torch.device, runs: int) -> Proof:
+def _proof(name: str, device: torch.device) -> Proof:
     why = available_backends(device)[name]
-    return Proof(name, None, 0, why) if why else _examine(name, BACKENDS[name], device, runs)
+    return Proof(name, None, 0, why) if why else examine(name, BACKENDS[name], device)
 
 
-def _examine(name: str, function: AttentionFunction, device: torch.device, runs: int) -> Proof:
+def examine(name: str, function: AttentionFunction, device: torch.device, runs: int = RUNS) -> Proof:
+    """What ``runs`` runs of each shape show of ``function``."""
     ran = 0
     for shape, dtype in _problems(device):
         try:
