@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from ...settings import Settings
-from . import torch_kernels as fused
+from . import torch_kernels
 from .bounded import SCORE_BYTES, fused_blocks, fused_softmax, sliced, sliced_blocks
 from .problem import Problem
 
 AttentionFunction = Callable[..., Tensor]
 
 BACKENDS: dict[str, AttentionFunction] = {
-    "sdpa": fused.sdpa,
-    "flash": functools.partial(fused.forced, "flash"),
-    "efficient": functools.partial(fused.forced, "efficient"),
-    "xformers": fused.xformers,
+    "sdpa": functools.partial(torch_kernels.fused, None),
+    "flash": functools.partial(torch_kernels.fused, "flash"),
+    "efficient": functools.partial(torch_kernels.fused, "efficient"),
+    "xformers": torch_kernels.xformers,
     "fused-softmax": fused_softmax,
     "sliced": sliced,
 }
@@ -37,8 +37,8 @@ def available_backends(device: torch.device) -> dict[str, str | None]:
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     problem = Problem(1, 1, 16, 16, 64, 64, dtype, device, real=real)
     reasons: dict[str, str | None] = dict.fromkeys(BACKENDS)
-    reasons |= {kernel: fused.refusal(kernel, problem) for kernel in ("flash", "efficient")}
-    reasons["xformers"] = fused.xformers_refusal(device)
+    reasons |= {kernel: torch_kernels.refusal(kernel, problem) for kernel in ("flash", "efficient")}
+    reasons["xformers"] = torch_kernels.xformers_refusal(device)
     return reasons
 
 
@@ -54,7 +54,7 @@ def is_present(device: torch.device) -> bool:
 
 def kernel_name(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -> str:
     """The kernel that runs ``problem``: the backend's own name, or what "sdpa" chooses."""
-    return fused.choose_kernel(problem, score_bytes) if backend == "sdpa" else backend
+    return torch_kernels.choose_kernel(problem, score_bytes) if backend == "sdpa" else backend
 
 
 def held_bytes(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -> int:
@@ -65,7 +65,7 @@ def held_bytes(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -
     if kernel == "fused-softmax":
         return fused_blocks(problem, score_bytes).bytes
     if kernel == "flash":
-        return fused.flash_bytes(problem)
+        return torch_kernels.flash_bytes(problem)
     if kernel == "torch":
         return 2 * problem.scores * problem.score_dtype.itemsize
-    return fused.efficient_bytes(problem)
+    return torch_kernels.efficient_bytes(problem)

@@ -30,7 +30,8 @@ _switches = threading.RLock()
 """Which kernels torch may choose from it keeps in switches of the whole process."""
 
 
-def sdpa(
+def fused(
+    forced: str | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -40,37 +41,22 @@ def sdpa(
     upcast: bool = False,
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
-    """The fastest of torch's kernels that can run: see `choose_kernel`. Arguments and result as in attention_bounded.
+    """One of torch's kernels: the fastest that can run (see `choose_kernel`), or the ``forced`` one and nothing else,
+    "flash" or "efficient". Other arguments and result as in `sliced`.
 
     Fidelity: rounding. Source: torch's scaled_dot_product_attention; FlashAttention, Dao 2022; memory-efficient
     attention, Rabe and Staats 2021; the choice by matrix size is consciencia's.
-    """
-    kernel = choose_kernel(problem_of(q, k, v, mask, upcast), score_bytes)
-    if kernel == "sliced":
-        return sliced(q, k, v, mask, scale, upcast=upcast, score_bytes=score_bytes)
-    return _run(kernel, q, k, v, mask, scale)
-
-
-def forced(
-    kernel: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    *,
-    upcast: bool = False,
-    score_bytes: int = SCORE_BYTES,
-) -> Tensor:
-    """One of torch's fused kernels, "flash" or "efficient", and nothing else.
 
     Raises:
-        SettingsError: it cannot run this shape, type, mask or device; the message says why and what would.
+        SettingsError: the forced one cannot run this shape, type, mask or device; the message says why and what would.
     """
     problem = problem_of(q, k, v, mask, upcast)
-    why = refusal(kernel, problem)
+    why = refusal(forced, problem) if forced else None
     if why:
-        raise SettingsError(f"attention={kernel!r} cannot run {problem}: {why}. {_REMEDY}")
+        raise SettingsError(f"attention={forced!r} cannot run {problem}: {why}. {_REMEDY}")
+    kernel = forced or choose_kernel(problem, score_bytes)
+    if kernel == "sliced":
+        return sliced(q, k, v, mask, scale, upcast=upcast, score_bytes=score_bytes)
     return _run(kernel, q, k, v, mask, scale)
 
 
