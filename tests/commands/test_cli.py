@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import families
 import infotext
 import pytest
 import tiny
+from forked import forks_of
 from PIL import Image
 
 from sd_lowvram.checkpoints.schedulers import SCHEDULERS
@@ -54,6 +54,31 @@ def here(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     yield lambda *arguments: CliRunner().invoke(app, list(map(str, arguments)))
     torch.set_num_threads(threads)
+
+
+LIGHTLY = """
+from typer.testing import CliRunner
+from sd_lowvram.cli import app
+assert CliRunner().invoke(app, ["generate", "an apple", "--steps", "0"]).exit_code == 2
+"""
+HEAVILY = f"""{LIGHTLY}
+import diffusers.pipelines.stable_diffusion, transformers.models.clip.modeling_clip
+import sd_lowvram.commands.paint
+"""
+
+
+@pytest.fixture(scope="module")
+def light():
+    """In processes of their own that begin where the command line has imported what it needs to refuse something."""
+    with forks_of(LIGHTLY, ENVIRONMENT) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def heavy():
+    """In processes of their own that begin where what a picture needs is imported too."""
+    with forks_of(HEAVILY, ENVIRONMENT) as run:
+        yield run
 
 
 @pytest.fixture(scope="session")
@@ -193,6 +218,7 @@ BAD = [
     (["--init-image", "/dev/zero"], 2, "no regular file"),
     (["--output", "pipe.png"], 2, "no regular file"),
 ]
+MAIN = "from sd_lowvram.__main__ import main; main()"
 LIGHT = """
 import sys
 try:
@@ -208,14 +234,11 @@ finally:
     BAD,
     ids=lambda value: "".join(map(str, value))[:20] if isinstance(value, list) else "",
 )
-def test_bad_input_before_anything_is_loaded(tmp_path, options, code, message):
+def test_bad_input_before_anything_is_loaded(light, tmp_path, options, code, message):
     pipes = [tmp_path / name for name in ("pipe", "pipe.ckpt", "pipe.png", "pipe.safetensors")]
     for pipe in pipes:
         os.mkfifo(pipe)
-    arguments = [sys.executable, "-c", LIGHT, "generate", "an apple", *map(str, options)]
-    done = subprocess.run(
-        arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = light(LIGHT, "generate", "an apple", *options, folder=tmp_path)
     assert done.returncode == code, done.stderr
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert done.stdout == "[]\n"  # nothing heavy was imported
@@ -244,8 +267,8 @@ def test_bad_input_before_anything_is_loaded(tmp_path, options, code, message):
     ],
     ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
 )
-def test_bad_words_in_one_line(tmp_path, words, message):
-    done = call(*words, folder=tmp_path)
+def test_bad_words_in_one_line(light, tmp_path, words, message):
+    done = light(MAIN, *words, folder=tmp_path)
     assert done.returncode in (2, 3) and done.stderr.startswith("sd-lowvram: ") and message in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
 
@@ -278,11 +301,10 @@ def test_a_picture_is_saved_though_its_name_cannot_be_told(model, tmp_path, end)
     parameters(tmp_path / "a.png")
 
 
-@pytest.mark.slow(7)
-def test_a_name_of_any_bytes_as_long_as_the_file_system_takes(model, tmp_path):
+def test_a_name_of_any_bytes_as_long_as_the_file_system_takes(heavy, model, tmp_path):
     name = "\udcff" + "n" * 250 + ".png"
     options = ["--model", model, "--steps", 1, "-o", name, "-q"]
-    done = call("generate", "apple", *options, folder=tmp_path, encoding="utf-8", errors="surrogateescape")
+    done = heavy(MAIN, "generate", "apple", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == name + "\n" and parameters(tmp_path / name)[2]["Steps"] == "1"
 
@@ -319,15 +341,10 @@ def test_debug_shows_where(tmp_path):
     assert done.returncode == 2 and "Traceback" in done.stderr
 
 
-@pytest.mark.slow(7)
-def test_a_full_disk_is_seen_before_the_first_step(model, tmp_path):
+def test_a_full_disk_is_seen_before_the_first_step(heavy, model, tmp_path):
     """A limit on the size of files stands in for the disk."""
-
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
-
     options = ["--model", model, "-o", "a.png", "--steps", 2]
-    done = call("generate", "an apple", *options, folder=tmp_path, preexec_fn=small_files)
+    done = heavy(MAIN, "generate", "an apple", *options, folder=tmp_path, largest_file=40_000)
     assert done.returncode == 2 and "cannot hold" in done.stderr, done.stderr
     assert "2/2" not in done.stderr and list(tmp_path.iterdir()) == []
 
@@ -337,9 +354,8 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.slow(7)
-@pytest.mark.parametrize("repeat", [1, 2])
-def test_interrupted_in_the_middle(model, tmp_path, repeat):
+@pytest.mark.slow(10)
+def test_interrupted_in_the_middle(model, tmp_path):
     arguments = command("generate", "an apple", "--model", model, "--steps", 900, "-o", "out/a.png")
     options: dict = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": _heed_interrupts}
     process = subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, **options)
@@ -347,7 +363,7 @@ def test_interrupted_in_the_middle(model, tmp_path, repeat):
         seen = ""
         while "seed:" not in seen and process.poll() is None:
             seen += process.stderr.readline()
-        time.sleep(0.5 * repeat)
+        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         _, rest = process.communicate(timeout=60)
     finally:
@@ -379,14 +395,11 @@ main()
 """
 
 
-@pytest.mark.slow(6)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("then", ["raise", "return"])
-def test_an_interrupt_that_a_library_swallows_is_heeded(model, tmp_path, then):
+def test_an_interrupt_that_a_library_swallows_is_heeded(heavy, model, tmp_path, then):
     program = SWALLOWED.replace("THEN", repr(then))
-    arguments = [sys.executable, "-c", program, "generate", "apple", "--model", str(model), "-o", "a.png"]
-    done = subprocess.run(
-        arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = heavy(program, "generate", "apple", "--model", model, "-o", "a.png", folder=tmp_path)
     assert done.returncode == 130 and done.stderr.endswith("sd-lowvram: interrupted\n"), done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -398,10 +411,9 @@ def test_same_seed_same_bits(model, tmp_path, here):
 
 
 @pytest.mark.slow(6)
-@pytest.mark.parametrize("scheduler", ["ddim", "euler-a"])
-def test_same_seed_same_picture_in_another_number_type(model, tmp_path, here, scheduler):
-    """Of a size at which torch draws other numbers in 16 bits than in 32."""
-    options = ["--model", model, "--steps", 2, "--seed", 3, "--width", 72, "--height", 56, "--scheduler", scheduler]
+def test_same_seed_same_picture_in_another_number_type(model, tmp_path, here):
+    """Of a size at which torch draws other numbers in 16 bits than in 32, by a scheduler that draws at every step."""
+    options = ["--model", model, "--steps", 2, "--seed", 3, "--width", 72, "--height", 56, "--scheduler", "euler-a"]
     for name, precision in (("a.png", "fp32"), ("b.png", "bf16")):
         done = here("generate", "an apple", *options, "--precision", precision, "-o", name)
         assert done.exit_code == 0, done.stderr
