@@ -62,7 +62,7 @@ def full_size_plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return latents, pixels, pixels.clamp(-1, 1), vae.encode(pixels.clamp(-1, 1)).latent_dist.parameters
 
 
-@pytest.mark.slow(12)
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("kind", MAPS)
 def test_exact_on_a_full_size_autoencoder(kind: str) -> None:
     latents, plain, pixels, moments = full_size_plain()
@@ -74,13 +74,13 @@ def test_exact_on_a_full_size_autoencoder(kind: str) -> None:
 
 @functools.lru_cache
 def collage() -> tuple[Any, Tensor, Tensor, Tensor]:
-    """The demo autoencoder, the middle of a real collage (larger than others' tiles), its moments and their decode."""
+    """The demo autoencoder, a band of a real collage (higher than others' tiles), its moments and their decode."""
     import numpy
     from diffusers import AutoencoderKL
     from PIL import Image
 
     vae = AutoencoderKL.from_pretrained(MODEL_PATH / "vae", torch_dtype=torch.float32).eval()
-    middle = Image.open(COLLAGE).convert("RGB").crop((200, 320, 800, 1080))
+    middle = Image.open(COLLAGE).convert("RGB").crop((420, 320, 580, 1080))
     rows = torch.from_numpy(numpy.asarray(middle).copy())
     pixels = rows.permute(2, 0, 1)[None].float() / 127.5 - 1
     with torch.no_grad():
@@ -88,7 +88,7 @@ def collage() -> tuple[Any, Tensor, Tensor, Tensor]:
         return vae, pixels, moments, vae.decode(moments[:, :4]).sample
 
 
-@pytest.mark.slow(18)
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("kind", MAPS)
 def test_exact_on_real_pictures(kind: str) -> None:
     vae, pixels, moments, plain = collage()
@@ -97,7 +97,7 @@ def test_exact_on_real_pictures(kind: str) -> None:
     assert (encode(vae, pixels, settings=chosen) - moments).abs().max() <= 1e-4
 
 
-@pytest.mark.slow(25)
+@pytest.mark.slow(7)
 def test_what_others_differ_by(capsys: Any) -> None:
     """The table of the README. Exact tiles must be nearer than both others."""
     vae, _, moments, plain = collage()
@@ -111,7 +111,7 @@ def test_what_others_differ_by(capsys: Any) -> None:
     finally:
         vae.disable_tiling()
     with capsys.disabled():
-        print(f"\n{'of 255, 600x760 pixels':26} {'mean':>8} {'most':>5} {'over 1':>10}")
+        print(f"\n{'of 255, 160x760 pixels':26} {'mean':>8} {'most':>5} {'over 1':>10}")
         for name, result in (("exact tiles", exact), ("fast tiles", fast), ("diffusers tiling", theirs)):
             print(differences(name, result, plain))
     errors = [(result - plain).abs().mean() for result in (exact, fast, theirs)]
