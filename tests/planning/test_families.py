@@ -26,6 +26,7 @@ from sd_lowvram.weights import all_tensors, weight_bytes
 class Case:
     """A pipeline with its plain picture and the bytes of its weights."""
 
+    name: str
     pipe: Any
     kind: Kind
     expected: torch.Tensor
@@ -62,14 +63,30 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def case(request: pytest.FixtureRequest) -> Case:
     kind = KINDS[request.param]
     pipe = kind.make()
-    return Case(pipe, kind, picture(pipe, kind), weight_bytes(*anatomy_of(pipe).components.values()))
+    return Case(request.param, pipe, kind, picture(pipe, kind), weight_bytes(*anatomy_of(pipe).components.values()))
+
+
+ALIKE = {
+    "sd21 v",
+    "img2img",
+    "inpaint, 4 channels",
+    "inpaint, 9 channels",
+    "instruct, 8 channels",
+    "controlnet",
+    "pag without guidance",
+    "lcm",
+    "safety checker",
+    "depth",
+}
+"""Kinds whose modules are those of another one here, save for small parts: the other shows that the least holds."""
 
 
 @pytest.mark.slow(5)
 def test_a_run_keeps_its_picture_and_its_plan(case: Case) -> None:
     plenty = case.optimized(1 << 30)
     case.check(plenty)
-    case.check(case.optimized(plenty.minimum_vram_bytes))
+    if case.name not in ALIKE:
+        case.check(case.optimized(plenty.minimum_vram_bytes))
     case.check(case.optimized(1 << 30, Settings.smallest()))
     assert {"residual_strips", "transformer_chunks", "guidance_in_turn"} <= attachments(case.pipe)[0].sites.keys()
     before = [tensor.clone() for tensor in all_tensors(case.pipe.unet)]

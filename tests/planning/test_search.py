@@ -228,25 +228,21 @@ def test_a_narrower_type_only_when_asked(anatomy: Any) -> None:
     assert make_plan(anatomy, request(least * 9 // 10), Settings(), approximate=True).settings.precision == "bf16"
 
 
-@pytest.mark.slow(11)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_plan_that_fits_runs_within_it(family: str) -> None:
+@pytest.mark.slow(6)
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_a_plan_between_least_and_plenty_runs_within_it(family: str) -> None:
+    """The least and plenty, of every kind of pipeline: test_families.py."""
     pipe = tiny.pipeline(family)
     expected = tiny.run(pipe)
     plenty = sd_lowvram.plan(pipe, vram="1GB")
-    for share in (0.0, 0.4, 1.0):
-        budget = (
-            int(plenty.minimum_vram_bytes + share * (plenty.predicted.peak_bytes - plenty.minimum_vram_bytes)) + 1024
-        )
-        plan = sd_lowvram.optimize(pipe, vram=f"{budget} B", ram="1GB")
-        try:
-            measured = measured_peak(lambda: tiny.run(pipe))
-            assert tiny.relative_error(tiny.run(pipe), expected) < 1e-4
-        finally:
-            sd_lowvram.restore(pipe)
-        # what is allocated during the run is on the device or parked; resident weights were there before
-        resident = weight_bytes(*plan_components(pipe)) if plan.settings.offload == "none" else 0
-        assert measured <= plan.predicted.peak_bytes + plan.predicted.host_bytes - resident + 2 * MIB
+    least, most = plenty.minimum_vram_bytes, plenty.predicted.peak_bytes
+    plan = sd_lowvram.optimize(pipe, vram=f"{least + (most - least) * 2 // 5} B", ram="1GB")
+    pictures: list[torch.Tensor] = []
+    measured = measured_peak(lambda: pictures.append(tiny.run(pipe)))
+    assert tiny.relative_error(pictures[0], expected) < 1e-4
+    # what is allocated during the run is on the device or parked; resident weights were there before
+    resident = weight_bytes(*plan_components(pipe)) if plan.settings.offload == "none" else 0
+    assert measured <= plan.predicted.peak_bytes + plan.predicted.host_bytes - resident + 2 * MIB
 
 
 def plan_components(pipe: Any) -> list[torch.nn.Module]:

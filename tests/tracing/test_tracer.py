@@ -49,7 +49,7 @@ def _convolves_as_known(name: str, measured: dict[str, int]) -> bool:
     return abs(held - copies(kind)) <= 0.02 * measured[kind]
 
 
-@pytest.mark.slow(2)
+@pytest.mark.slow(1.5)
 @pytest.mark.parametrize("name", CASES)
 def test_the_trace_agrees_with_the_allocator(name, measured, threads):
     convolves = name.startswith(("vae", "unet", "sd15 unet"))
