@@ -5,10 +5,12 @@ Core loops call ``report``; it does nothing unless somebody listens. Listeners n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
+Item = TypeVar("Item")
 Callback = Callable[[str, int, int], None]
 
 _listeners: ContextVar[tuple[Callback, ...]] = ContextVar("sd_lowvram_progress", default=())
@@ -21,6 +23,14 @@ def report(stage: str, done: int, total: int) -> None:
     """
     for callback in _listeners.get():
         callback(stage, done, total)
+
+
+def counted(stage: str, items: Collection[Item]) -> Iterator[Item]:
+    """``items`` one after the other, with a report before the first and after each."""
+    report(stage, 0, len(items))
+    for done, item in enumerate(items, 1):
+        yield item
+        report(stage, done, len(items))
 
 
 @contextmanager

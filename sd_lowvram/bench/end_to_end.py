@@ -78,8 +78,9 @@ def trial_run(task: dict[str, Any]) -> dict[str, Any]:
 
     from .. import Settings, attached, plan
     from ..devices.this_machine import rates_of
+    from .models import demo_pipeline, random_pipeline
 
-    pipe = _pipeline(task["model"])
+    pipe = demo_pipeline() if task["model"] == "demo" else random_pipeline(task["model"], torch.device("cpu"))
     if "settings" in task:
         with attached(pipe, Settings(**task["settings"]), device="cpu"):
             return {"measured": _measured(pipe, task)}
@@ -106,29 +107,16 @@ def _described(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _pipeline(model: str) -> Any:
-    """The demo model, or a whole Stable Diffusion 1.5 with random weights, in float32."""
-    import torch
-
-    from ..checkpoints.load import load_pipeline
-    from .models import random_pipeline
-
-    if model != "demo":
-        return random_pipeline(model, torch.device("cpu"))
-    pipe: Any = load_pipeline(None, "txt2img", torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def _measured(pipe: Any, task: dict[str, Any]) -> dict[str, Any]:
     """The allocator's peaks stage by stage, and the seconds of the processor and of the wall."""
     from ..planning.memory_profile import measured
 
-    _paint(pipe, {**task, "steps": 1} if task["apart"] else None)  # kernels are made at their first call
-    times = min(_timed(pipe, task) for _ in range(3)) if task["apart"] else None
+    if task["apart"]:
+        _paint(pipe, {**task, "steps": 1})  # kernels are made at their first call
+    times = [_timed(pipe, task) for _ in range(3 if task["apart"] else 0)]
     with measured(pipe) as run:
         watched = _timed(pipe, task)
-    processor, wall = times or watched
+    processor, wall = min(times, default=watched)
     stages = [dataclasses.asdict(stage) | {"curve": None} for stage in run.stages]
     return {"held_bytes": run.peak_bytes, "seconds": processor, "wall_seconds": wall, "stages": stages}
 
@@ -142,14 +130,13 @@ def _timed(pipe: Any, task: dict[str, Any]) -> tuple[float, float]:
     return (time.process_time() - processor) / torch.get_num_threads(), time.perf_counter() - wall
 
 
-def _paint(pipe: Any, task: dict[str, Any] | None) -> None:
+def _paint(pipe: Any, task: dict[str, Any]) -> None:
     import torch
 
-    if task is not None:
-        pipe(
-            "a red apple", width=task["size"], height=task["size"], num_inference_steps=task["steps"],
-            generator=torch.Generator().manual_seed(0), output_type="pt",
-        )  # fmt: skip
+    pipe(
+        "a red apple", width=task["size"], height=task["size"], num_inference_steps=task["steps"],
+        generator=torch.Generator().manual_seed(0), output_type="pt",
+    )  # fmt: skip
 
 
 def device_bytes(planned: Mapping[str, Any], measured: Mapping[str, Any]) -> int:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..checkpoints.architectures import architecture, build_components, write_folder
+from ..checkpoints.load import load_pipeline
 
-TINY = "tiny"
-"""SD1.5 with narrow layers: to run a part of the suite where there is no GPU."""
 _STEADY = ("beta_start", "beta_end", "beta_schedule", "prediction_type", "num_train_timesteps")
 
 
@@ -20,14 +19,21 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.float16
 
 
+def demo_pipeline() -> Any:
+    """The demo model in float32, without a bar of its own."""
+    pipe: Any = load_pipeline(None, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def random_pipeline(model: str, device: torch.device) -> Any:
-    """A pipeline of "sd15", "sd21", "sdxl" or "tiny", its weights in host memory.
+    """A pipeline of "sd15", "sd21" or "sdxl", its weights in host memory.
 
     They are drawn on ``device``, where that takes a moment: set a cap on its memory afterwards.
     """
     import diffusers
 
-    config = _configuration(model)
+    config = architecture(model)
     parts: dict[str, Any] = {}
     for name, component in build_components(config, dtype_on(device), str(device)).items():
         parts[name] = torch.nn.Module.to(component, "cpu")
@@ -49,18 +55,6 @@ def random_denoiser(model: str, device: torch.device) -> Any:
     others = [name for name, part in pipe.components.items() if name not in ("unet", "scheduler") and part is not None]
     pipe.register_modules(**dict.fromkeys(others))
     return pipe
-
-
-def _configuration(model: str) -> dict[str, Any]:
-    if model != TINY:
-        return architecture(model)
-    config = architecture("sd15")
-    config["unet"] |= {"block_out_channels": [32, 64, 64, 64], "attention_head_dim": 4, "cross_attention_dim": 32}
-    config["unet"] |= {"norm_num_groups": 8, "sample_size": 8}
-    config["vae"] |= {"block_out_channels": [16, 32, 32, 32], "norm_num_groups": 8, "sample_size": 64}
-    config["text_encoder"] |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config["text_encoder"] |= {"num_attention_heads": 4, "projection_dim": 32}
-    return config
 
 
 def _tokenizers(config: dict[str, Any]) -> dict[str, Any]:

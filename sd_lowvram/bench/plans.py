@@ -46,11 +46,7 @@ def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = 
         only: models; empty: all.
     """
     chosen = [(model, size) for model, size in BOUNDS if model in only or not only]
-    rows = []
-    for number, (model, size) in enumerate(chosen):
-        progress.report("plans", number, len(chosen))
-        rows.append(_row(model, size, card))
-    progress.report("plans", len(chosen), len(chosen))
+    rows = [_row(model, size, card) for model, size in progress.counted("plans", chosen)]
     if out is not None:
         out.write_text(_NOTE.format(card=profile(card).title) + "\n" + "\n".join(lines(rows)) + "\n", encoding="utf-8")
     return rows

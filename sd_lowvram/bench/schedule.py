@@ -78,12 +78,8 @@ def run(
     unknown = [model for model in models if model not in NAMES]
     if unknown:
         raise BadInputError(f"--model {unknown[0]!r} is none of {', '.join(NAMES)}")
-    rows = []
     wanted = [(model, size) for model in models for size in _sizes(model, width, height)]
-    for number, (model, size) in enumerate(wanted):
-        progress.report("schedule", number, len(wanted))
-        rows += table(model, *size, cards)
-    progress.report("schedule", len(wanted), len(wanted))
+    rows = [row for model, size in progress.counted("schedule", wanted) for row in table(model, *size, cards)]
     lines = list(_lines(rows))
     show([dataclasses.asdict(row) for row in rows], lines, json)
     if out is not None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from .. import progress
-from ..checkpoints.load import load_pipeline
 from ..hooks.weight_storage import quantised_layers
 from ..kernels.quantised import quantise, widen
 from ..session import anatomy_of, attached
 from ..settings import Settings
 from ..weights import weight_bytes
+from .models import demo_pipeline
 from .report import eight_bits, show, table
 
 KINDS = ("fp8", "int8")
@@ -27,8 +27,7 @@ def run(json: bool = False, prompts: Sequence[str] = PROMPTS, steps: int = 25) -
 
     Every prompt is drawn in float32 with its own seed, then anew with the weights stored in each of the two ways.
     """
-    pipe: Any = load_pipeline(None, dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = demo_pipeline()
     plain = _pictures(pipe, prompts, steps, 0)
     whole = weight_bytes(pipe.unet, pipe.text_encoder)
     rows = []
@@ -47,17 +46,11 @@ def _pictures(pipe: Any, prompts: Sequence[str], steps: int, turn: int) -> Tenso
     """(prompts, 3, H, W) in [0, 1]."""
     drawn = []
     for number, prompt in enumerate(prompts):
-        noise = torch.Generator().manual_seed(number)
+        given = {"num_inference_steps": steps, "guidance_scale": 4.0, "output_type": "pt"}
         with torch.inference_mode():
-            drawn.append(_picture(pipe, prompt, steps, noise))
+            drawn.append(pipe(prompt, generator=torch.Generator().manual_seed(number), **given).images.float())
         progress.report("pictures", turn * len(prompts) + number + 1, (len(KINDS) + 1) * len(prompts))
     return torch.cat(drawn)
-
-
-def _picture(pipe: Any, prompt: str, steps: int, noise: torch.Generator) -> Tensor:
-    given = {"num_inference_steps": steps, "guidance_scale": 4.0, "generator": noise, "output_type": "pt"}
-    pictures: Tensor = pipe(prompt, **given).images
-    return pictures.float()
 
 
 def _differences(pictures: Tensor, plain: Tensor) -> dict[str, Any]:

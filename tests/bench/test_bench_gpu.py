@@ -7,15 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from typer.testing import CliRunner
 
-from sd_lowvram.bench import gpu, trial
+from sd_lowvram.bench import gpu, models, trial
 from sd_lowvram.bench.gpu import attention, peaks, sizes, streaming
 from sd_lowvram.errors import BadInputError, OutputError
 from sd_lowvram.units import GIB, MIB
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is measured is a narrow SD1.5, in small pictures."""
+    monkeypatch.setattr(models, "architecture", lambda name: tiny.config("sd15"))
+    monkeypatch.setattr(peaks, "SHAPES", [("tiny", 64)])
+    monkeypatch.setattr(streaming, "TASKS", [("tiny", 64)])
+    monkeypatch.setattr(attention, "LATENTS", [8])
+    for name, value in {"_MODEL": "tiny", "_STEP": 64, "_LARGEST": 192, "CAPS": (24 * MIB,)}.items():
+        monkeypatch.setattr(sizes, name, value)
 
 
 @pytest.fixture
@@ -35,7 +47,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(part: str, out: Path) -> tuple[dict[str, Any], str]:
-    written = gpu.run([part], out, device=CPU, model="tiny")
+    written = gpu.run([part], out, device=CPU)
     return json.loads((out / "cpu.json").read_text())[part], written.read_text()
 
 
@@ -109,7 +121,7 @@ def test_parts_are_added_to_what_is_there(at_once: None, tmp_path: Path) -> None
 
 def test_no_time_is_left(tmp_path: Path) -> None:
     for part, module in gpu.PARTS.items():
-        gpu.run([part], tmp_path, device=CPU, model="tiny", seconds=0)
+        gpu.run([part], tmp_path, device=CPU, seconds=0)
         found = json.loads((tmp_path / "cpu.json").read_text())[part]
         assert "\n".join(module.lines(found))
     assert "no time" in (tmp_path / "cpu.md").read_text()
@@ -191,4 +203,4 @@ def test_bad_arguments(tmp_path: Path) -> None:
         gpu.run(["sizes"], tmp_path, device=CPU)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError):
-        gpu.run(["attention"], tmp_path / "file", device=CPU, model="tiny")
+        gpu.run(["attention"], tmp_path / "file", device=CPU)

@@ -30,13 +30,12 @@ def run(
     out: Path = Path("benchmarks/results"),
     *,
     device: torch.device | None = None,
-    model: str | None = None,
     seconds: float = PART_SECONDS,
 ) -> Path:
     """Measure ``parts`` and write the results; returns the path of the Markdown.
 
     Args:
-        device, model: for tests: a CPU, and "tiny". None: the GPU, and the models that each part is about.
+        device: None: the GPU; tests take a CPU.
 
     Raises:
         BadInputError: an unknown part, or no GPU.
@@ -52,7 +51,7 @@ def run(
     _write(place, results)
     for part in parts:
         deadline = time.monotonic() + seconds
-        measured = PARTS[part].run(device, model, lambda end=deadline: end - time.monotonic())
+        measured = PARTS[part].run(device, lambda end=deadline: end - time.monotonic())
         spent = seconds - (deadline - time.monotonic())
         results[part] = {"machine": _machine(device, title), "spent_seconds": spent} | measured
         _write(place, results)

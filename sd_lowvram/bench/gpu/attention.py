@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,29 +10,26 @@ import torch
 from ... import progress
 from ...kernels.attention.registry import BACKENDS, available_backends
 from ..attention import measured, rows_table
-from ..models import TINY, dtype_on
+from ..models import dtype_on
 from ..trial import measure
 
 LATENTS = (64, 128, 256)
 _RUNS = 20
 
 
-def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -> Any:
+def run(device: torch.device, seconds: Callable[[], float]) -> Any:
     """One row for each backend and size; a backend that is not here has one with ``failed``."""
-    latents = [8] if model == TINY else list(LATENTS)
     rows: list[dict[str, Any]] = []
-    backends = available_backends(device)
-    for number, (backend, missing) in enumerate(backends.items()):
+    for backend, missing in progress.counted("attention", available_backends(device).items()):
         if missing is not None:
             rows.append({"backend": backend, "failed": missing})
         else:
-            found = measure("attention", seconds=seconds(), device=str(device), backend=backend, latents=latents)
+            found = measure("attention", seconds=seconds(), device=str(device), backend=backend, latents=LATENTS)
             rows += found.get("rows") or [{"backend": backend, "failed": found["error"]}]
-        progress.report("attention", number + 1, len(backends))
     return {"rows": rows}
 
 
-def trial_attention(device: str, backend: str, latents: list[int]) -> dict[str, Any]:
+def trial_attention(device: str, backend: str, latents: Sequence[int]) -> dict[str, Any]:
     """The backend beside torch's choice at each size: self-attention of a guided batch, 8 heads of width 40."""
     with torch.inference_mode():
         return {"rows": [_row(torch.device(device), backend, side) for side in latents]}

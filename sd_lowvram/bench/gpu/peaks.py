@@ -9,7 +9,7 @@ import torch
 
 from ... import progress
 from ...units import MIB
-from ..models import TINY, random_pipeline
+from ..models import random_pipeline
 from ..report import table
 from ..trial import measure
 
@@ -19,15 +19,14 @@ SHARES = (0.0, 0.1, 0.5, 1.0)
 _PLENTY = "1000 TB"
 
 
-def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -> Any:
+def run(device: torch.device, seconds: Callable[[], float]) -> Any:
     """One row for each plan, 16 in all; each has ``within``: whether the prediction is as near as it has to be."""
-    shapes = [(model or "", 64)] if model == TINY else SHAPES
-    rows: list[dict[str, Any]] = []
-    plans = [(name, side, share) for name, side in shapes for share in SHARES]
-    for number, (name, side, share) in enumerate(plans):
-        row: dict[str, Any] = {"model": name, "side": side, "share": share}
-        rows.append(row | measure("peak", seconds=seconds(), device=str(device), **row))
-        progress.report("peaks", number + 1, len(plans))
+    plans: list[dict[str, Any]]
+    plans = [{"model": model, "side": side, "share": share} for model, side in SHAPES for share in SHARES]
+    rows = [
+        plan | measure("peak", seconds=seconds(), device=str(device), **plan)
+        for plan in progress.counted("peaks", plans)
+    ]
     return {"rows": rows}
 
 

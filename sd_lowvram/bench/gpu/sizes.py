@@ -12,25 +12,21 @@ from typing import Any
 import torch
 
 from ... import progress
-from ...units import GIB, MIB
-from ..models import TINY, random_pipeline
+from ...units import GIB
+from ..models import random_pipeline
 from ..report import table
 from ..trial import measure
 
-CAPS_GIB = (2, 4, 6, 8)
+CAPS = tuple(cap * GIB for cap in (2, 4, 6, 8))
 WAYS = ("ours", "diffusers")
-_STEP, _LARGEST = 128, 4096
+_MODEL, _STEP, _LARGEST = "sd15", 128, 4096
 _BESIDE = 3 * GIB
 """What a trial needs outside of its cap: the context, and for a moment the weights while they are drawn."""
 
 
-def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -> Any:
+def run(device: torch.device, seconds: Callable[[], float]) -> Any:
     """One row for each cap and way: ``largest`` side that ran, ``too_large`` the smallest that did not."""
-    name, step, limit = (model or "sd15"), _STEP, _LARGEST
-    caps = [int(cap * GIB) for cap in CAPS_GIB]
-    if model == TINY:
-        step, limit, caps = 64, 192, [24 * MIB]
-    chains = [(way, cap) for cap in caps for way in WAYS]
+    chains = [(way, cap) for cap in CAPS for way in WAYS]
     done = 0
 
     def chain(way: str, cap: int) -> dict[str, Any]:
@@ -38,20 +34,20 @@ def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -
         tried: list[dict[str, Any]] = []
 
         def fits(side: int) -> bool | None:
-            row = measure("size", seconds=seconds(), device=str(device), model=name, side=side, cap=cap, way=way)
+            row = measure("size", seconds=seconds(), device=str(device), model=_MODEL, side=side, cap=cap, way=way)
             tried.append({"side": side} | row)
             return None if row.get("timed_out") else bool(row.get("fits"))
 
-        largest, too_large = bracket(fits, step, limit)
+        largest, too_large = bracket(fits, _STEP, _LARGEST)
         done += 1
         progress.report("max-size", done, len(chains))
-        return {"way": way, "cap": cap, "largest": largest, "too_large": too_large, "step": step, "tried": tried}
+        return {"way": way, "cap": cap, "largest": largest, "too_large": too_large, "step": _STEP, "tried": tried}
 
-    with ThreadPoolExecutor(_at_once(device, caps)) as pool:
+    with ThreadPoolExecutor(_at_once(device)) as pool:
         # each in a copy of this context, which knows who listens for progress
         waiting = [pool.submit(contextvars.copy_context().run, chain, way, cap) for way, cap in chains]
         rows = [one.result() for one in waiting]
-    return {"model": name, "rows": rows}
+    return {"model": _MODEL, "rows": rows}
 
 
 def bracket(fits: Callable[[int], bool | None], step: int, limit: int) -> tuple[int, int | None]:
@@ -70,12 +66,12 @@ def bracket(fits: Callable[[int], bool | None], step: int, limit: int) -> tuple[
     return low * step, high * step if high * step <= limit else None
 
 
-def _at_once(device: torch.device, caps: list[int]) -> int:
+def _at_once(device: torch.device) -> int:
     """Trials that the device can hold side by side: their times are not compared, so they may disturb each other."""
     if device.type != "cuda":
         return 1
     free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(8, math.floor(free / (max(caps) + _BESIDE))))
+    return max(1, min(8, math.floor(free / (max(CAPS) + _BESIDE))))
 
 
 def trial_size(device: str, model: str, side: int, cap: int, way: str, steps: int = 2) -> dict[str, Any]:

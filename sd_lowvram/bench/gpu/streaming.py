@@ -13,28 +13,23 @@ import torch
 from ... import progress
 from ...devices.calibration import copy_rate
 from ...units import MIB
-from ..models import TINY, embeddings, random_denoiser
+from ..models import embeddings, random_denoiser
 from ..report import table
 from ..trial import measure
 
 SHARES = (100, 50, 25, 10)
 """Per cent of the UNet's weight bytes that are on the device, ring included."""
 BASELINES = ("resident", "model offload", "group offload, leaves", "group offload, blocks", "sequential offload")
-_TASKS = (("sd15", 512), ("sdxl", 1024))
+TASKS = (("sd15", 512), ("sdxl", 1024))
 _WARM, _STEPS = 3, 10
 _SIMULATED = 0.15
 _PLENTY = "1000 TB"
 
 
-def run(device: torch.device, model: str | None, seconds: Callable[[], float]) -> Any:
+def run(device: torch.device, seconds: Callable[[], float]) -> Any:
     """For each model: a row for every way, the simulated steps, and what is claimed of them."""
-    tasks = [(TINY, 64)] if model == TINY else _TASKS
-    tables = []
-    for number, (name, side) in enumerate(tasks):
-        task = {"device": str(device), "model": name, "side": side}
-        tables.append(_table(task, seconds))
-        progress.report("streaming", number + 1, len(tasks))
-    return {"tables": tables}
+    tasks = [{"device": str(device), "model": model, "side": side} for model, side in TASKS]
+    return {"tables": [_table(task, seconds) for task in progress.counted("streaming", tasks)]}
 
 
 def _table(task: dict[str, Any], seconds: Callable[[], float]) -> dict[str, Any]:
