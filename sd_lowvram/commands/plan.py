@@ -128,16 +128,14 @@ def _plan(asked: dict[str, Any], settings: Settings) -> Answer:
 
 
 def _largest(asked: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    from ..errors import BudgetError
-    from ..planning.max_size import RATIOS, largest_plans
+    from ..planning.max_size import largest_plans
     from ..planning.search import make_plan
 
     anatomy, request = _request(asked)
     found = largest_plans(anatomy, request, settings, asked["approximate"])
     if not any(found.values()):
         smallest = dataclasses.replace(request, width=64, height=64)
-        make_plan(anatomy, smallest, settings, asked["approximate"])
-        raise BudgetError(f"none of the ratios {', '.join(RATIOS)} fits")
+        make_plan(anatomy, smallest, settings, asked["approximate"])  # refuses it, and says what would do
     return {name: one.as_dict() | _rates(request) if one else None for name, one in found.items()}
 
 
@@ -145,30 +143,19 @@ def _rates(request: Any) -> dict[str, str]:
     return {"rates": f"{request.rates.title}, {request.rates.source}"}
 
 
-def _machine(asked: dict[str, Any]) -> dict[str, Any]:
-    """Device, rates and budgets of a request. What has to be measured is measured here."""
-    import torch
-
-    from ..devices.info import default_device
-    from ..devices.performance import profile
-    from ..devices.this_machine import rates_of
-
-    gpu = asked["gpu"]
-    device = torch.device("cuda") if gpu else default_device()
-    rates = profile(gpu) if gpu else rates_of(device)
-    budget = rates.vram_bytes if asked["vram"] is None else asked["vram"]
-    return {"device": device, "rates": rates, "vram": budget, "ram": asked["ram"]}
-
-
 def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
-    """What is planned, and the request."""
+    """What is planned, and the request. What has to be measured of the machine is measured here."""
     import torch
 
     from ..checkpoints.meta_model import meta_anatomy
+    from ..devices.info import default_device
+    from ..devices.performance import profile
     from ..planning.request import request_for
 
-    machine = _machine(asked)
-    on_cpu = machine["device"].type == "cpu"
-    anatomy = meta_anatomy(asked["model"], torch.float32 if on_cpu else torch.float16)
+    rates = profile(asked["gpu"]) if asked["gpu"] else None
+    device = torch.device("cuda") if rates else default_device()
+    vram = rates.vram_bytes if rates and asked["vram"] is None else asked["vram"]
+    anatomy = meta_anatomy(asked["model"], torch.float32 if device.type == "cpu" else torch.float16)
     size: dict[str, Any] = {name: asked[name] for name in ("width", "height", "batch", "steps")}
-    return anatomy, request_for(anatomy, **size, passes=2 if asked["guidance"] else 1, **machine)
+    passes = 2 if asked["guidance"] else 1
+    return anatomy, request_for(anatomy, **size, passes=passes, device=device, rates=rates, vram=vram, ram=asked["ram"])
