@@ -6,9 +6,12 @@ import dataclasses
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from ..checkpoints.inspection import PREDICTIONS, Task
-from ..checkpoints.schedulers import find_scheduler
+from ..checkpoints.schedulers import SCHEDULERS, find_scheduler
 from ..errors import BadInputError
 from ..settings import Settings
 from .values import (
@@ -24,34 +27,92 @@ from .values import (
 
 LARGEST_SEED = 2**64 - 1
 DEMO_GUIDANCE, USUAL_GUIDANCE = 4.0, 7.5
+PICTURE, MEMORY, RUN = "Picture", "Memory", "Run"
+_NAMES = ", ".join(SCHEDULERS)
+
+
+def option(*names: str, text: str, panel: str, metavar: str | None = None) -> Any:
+    """An option of the command line under one of its headings."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
 
 
 @dataclass(frozen=True)
 class Job:
     """What was asked for on the command line; None where the model, the plan or chance decides. Sides in pixels."""
 
-    prompt: str
-    negative: str
-    model: str | None
-    output: str | None
-    width: int | None
-    height: int | None
-    steps: int
-    seed: int | None
-    guidance: float | None
-    scheduler: str | None
-    batch: int
-    init_image: Path | None
-    strength: float | None
-    mask: Path | None
-    prediction: str | None
-    vram: str | None
-    ram: str | None
-    approximate: bool
-    device: str | None
-    allow_pickle: bool
-    settings: Settings
-    memory_plot: Path | None = None
+    # fmt: off
+    prompt: Annotated[str, typer.Argument(help="What the picture shows.")]
+    model: Annotated[
+        str | None,
+        option("--model", "-m", text="Diffusers folder or .safetensors file (SD1.x, SD2.x, SDXL); left out: the demo "
+               "model.", panel=PICTURE, metavar="PATH"),
+    ] = None
+    output: Annotated[
+        str | None,
+        option("--output", "-o", text="PNG file, overwritten if there; or a folder. Left out: a new name in outputs/.",
+                panel=PICTURE, metavar="PATH"),
+    ] = None
+    negative: Annotated[str, option("--negative", text="What it does not show.", panel=PICTURE)] = ""
+    width: Annotated[int | None, option("--width", text="Left out: the model's own.", panel=PICTURE)] = None
+    height: Annotated[int | None, option("--height", text="Left out: the model's own.", panel=PICTURE)] = None
+    steps: Annotated[int, option("--steps", text=f"Denoising steps, up to {MOST_STEPS}.", panel=PICTURE)] = 30
+    seed: Annotated[
+        int | None,
+        option("--seed", text="Same seed, same picture, on every device; pictures of a batch count on from it. "
+               "Left out: random.", panel=PICTURE),
+    ] = None
+    guidance: Annotated[
+        float | None,
+        option("--guidance", text=f"How strictly to follow the prompt; left out: {USUAL_GUIDANCE} (demo model: "
+                f"{DEMO_GUIDANCE}).", panel=PICTURE),
+    ] = None
+    scheduler: Annotated[
+        str | None,
+        option("--scheduler", text=f"Left out: the model's own. One of {_NAMES}.", panel=PICTURE, metavar="NAME"),
+    ] = None
+    batch: Annotated[int, option("--batch", text="Pictures at a time.", panel=PICTURE)] = 1
+    init_image: Annotated[
+        Path | None,
+        option("--init-image", text="Picture to start from; its size is kept unless --width or --height is given.",
+                panel=PICTURE, metavar="FILE"),
+    ] = None
+    strength: Annotated[
+        float | None,
+        option("--strength", text="How much of it changes, up to 1; left out: 0.75, with a mask 1.", panel=PICTURE),
+    ] = None
+    mask: Annotated[
+        Path | None,
+        option("--mask", text="Paint only where this picture is white.", panel=PICTURE, metavar="FILE"),
+    ] = None
+    prediction: Annotated[
+        str | None,
+        option("--prediction", text="What a single file of SD2.x predicts, epsilon or v_prediction; left out: "
+               "guessed from its weights.", panel=PICTURE),
+    ] = None
+    vram: Annotated[
+        str | None,
+        option("--vram", text='Budget on the device, "4GB"; left out: what is free.', panel=MEMORY, metavar="SIZE"),
+    ] = None
+    ram: Annotated[
+        str | None,
+        option("--ram", text="Budget in host memory; left out: what is free.", panel=MEMORY, metavar="SIZE"),
+    ] = None
+    approximate: Annotated[
+        bool, option("--approximate", text="Allow settings that change the picture.", panel=MEMORY)
+    ] = False
+    memory_plot: Annotated[
+        Path | None,
+        option("--memory-plot", text="Draw the memory of each stage, planned and measured, into this PNG file; on a "
+               "CPU this slows small models a little.", panel=MEMORY, metavar="FILE"),
+    ] = None
+    device: Annotated[
+        str | None, option("--device", text="cuda, cuda:1, cpu, ...; left out: a GPU if there is one.", panel=RUN)
+    ] = None
+    allow_pickle: Annotated[
+        bool, option("--allow-pickle", text="Load a .ckpt whose source you trust.", panel=RUN)
+    ] = False
+    # fmt: on
+    settings: Settings = dataclasses.field(default_factory=Settings)
 
     @property
     def task(self) -> Task:

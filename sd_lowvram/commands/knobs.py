@@ -1,16 +1,17 @@
-"""Options generated from the knobs: one that is added to settings.py appears on the command line by itself."""
+"""Options generated from declarations: a knob that is added to settings.py appears on the command line by itself."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from ..settings import Fidelity, Knob, knobs
 
+Command = Callable[..., Any]
 _PANEL = "Optimisations (left out: chosen by the plan)"
 
 
@@ -19,22 +20,37 @@ def command_line_knobs() -> dict[str, Knob]:
     return {name: knob for name, knob in knobs().items() if "cli" in knob.surfaces}
 
 
-def with_knobs(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_knobs(command: Command) -> Command:
     """Replace the ``settings`` parameter of ``command``, a dictionary, by one option for each knob."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    shown = command_line_knobs().items()
+    options = [inspect.Parameter(name, kind, default=None, annotation=_annotation(name, knob)) for name, knob in shown]
+    return _unfolded(command, name="settings", options=options, make=dict)
+
+
+def with_fields(kind: type) -> Callable[[Command], Command]:
+    """Replace the ``job`` parameter of a command, which is of this dataclass, by its fields that say how they are typed
+    (``Annotated``)."""
+    fields = inspect.signature(kind, eval_str=True).parameters.values()
+    options = [field for field in fields if hasattr(field.annotation, "__metadata__")]
+    return functools.partial(_unfolded, name="job", options=options, make=kind)
+
+
+def _unfolded(
+    command: Command, *, name: str, options: Sequence[inspect.Parameter], make: Callable[..., Any]
+) -> Command:
+    """``command`` with ``options`` in place of its parameter ``name``, which ``make`` makes of them."""
     signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "settings"]
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, knob))
-        for name, knob in command_line_knobs().items()
-    ]
+    taken = [one for own in signature.parameters.values() for one in (options if own.name == name else [own])]
 
     @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        chosen = {name: kwargs.pop(name) for name in command_line_knobs()}
-        return command(*args, settings=chosen, **kwargs)
+    def run(**kwargs: Any) -> Any:
+        made = make(**{option.name: kwargs.pop(option.name) for option in options})
+        return command(**kwargs, **{name: made})
 
-    run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *added]}
+    keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in taken]
+    run.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in taken}
     del run.__wrapped__
     return run
 
