@@ -11,8 +11,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import errors
+
 if TYPE_CHECKING:
-    from . import errors
     from .api import decode, encode, max_size, optimize, plan
     from .planning.memory_profile import measured
     from .planning.search import Plan
@@ -40,29 +41,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "plan": ".api",
-    "max_size": ".api",
-    "decode": ".api",
-    "encode": ".api",
-    "optimize": ".api",
-    "attached": ".session",
-    "measured": ".planning.memory_profile",
-    "restore": ".session",
-    "trace": ".tracing",
-    "MemoryTrace": ".tracing",
-    "Plan": ".planning.plan",
-    "Settings": ".settings",
-    "Fidelity": ".settings",
+    ".api": ("decode", "encode", "max_size", "optimize", "plan"),
+    ".planning.memory_profile": ("measured",),
+    ".planning.plan": ("Plan",),
+    ".session": ("attached", "restore"),
+    ".settings": ("Fidelity", "Settings"),
+    ".tracing": ("MemoryTrace", "trace"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: the command line's --help need not wait for torch."""
-    if name == "errors":
-        return importlib.import_module(".errors", __name__)
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name], __name__), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home, __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

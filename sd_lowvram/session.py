@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,20 +25,18 @@ from .settings import Settings
 from .streaming.timing import Timing
 
 
+@dataclass(eq=False, repr=False)
 class Attachment:
     """What one call of :func:`attach` did to a target: its settings, how many sites each hook hit, and the way back."""
 
-    def __init__(
-        self, anatomy: Anatomy, settings: Settings, device: torch.device, timing: Timing | None = None
-    ) -> None:
-        self.anatomy = anatomy
-        self.settings = settings
-        self.device = device
-        self.timing = timing
-        self.sites: dict[str, int] = {}
-        self.plan: Any = None
-        self._steps: list[Patch | Change] | None = None
-        self._undo: list[Callable[[], None]] = []
+    anatomy: Anatomy
+    settings: Settings
+    device: torch.device
+    timing: Timing | None = None
+    sites: dict[str, int] = field(default_factory=dict, init=False)
+    plan: Any = field(default=None, init=False)
+    _steps: list[Patch | Change] | None = field(default=None, init=False)
+    _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
 
     def prepare(self) -> None:
         """Find the sites and make the patches, and set none of them.

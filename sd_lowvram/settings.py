@@ -94,6 +94,7 @@ def _knob(**declaration: Any) -> Any:
     return dataclasses.field(default=None, metadata={"knob": Knob(**declaration)})
 
 
+_PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp16-storage", "autocast-fp16", "autocast-bf16")
 _BITWISE, _ROUNDING, _APPROXIMATE = Fidelity.BITWISE, Fidelity.ROUNDING, Fidelity.APPROXIMATE
 
 
@@ -109,16 +110,8 @@ class Settings:
         label="Precision",
         help="how finely numbers are kept: fp16 and bf16 take half the memory of fp32; fp16-storage keeps half "
         "the memory and computes in fp32 (GTX 16xx)",
-        choices=("fp32", "tf32", "fp16", "bf16", "fp16-storage", "autocast-fp16", "autocast-bf16"),
-        fidelity={
-            "fp32": _ROUNDING,
-            "tf32": _APPROXIMATE,
-            "fp16": _APPROXIMATE,
-            "bf16": _APPROXIMATE,
-            "fp16-storage": _APPROXIMATE,
-            "autocast-fp16": _APPROXIMATE,
-            "autocast-bf16": _APPROXIMATE,
-        },
+        choices=_PRECISIONS,
+        fidelity=dict.fromkeys(_PRECISIONS, _APPROXIMATE) | {"fp32": _ROUNDING},
         surfaces=_NOT_COMFYUI,
         hook="precision",
     )

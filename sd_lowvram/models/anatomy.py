@@ -172,11 +172,12 @@ class Anatomy:
     def vae(self) -> nn.Module | None:
         return self.components[self.autoencoder] if self.autoencoder else None
 
-    def config(self, component: str) -> Mapping[str, Any]:
-        """The component's configuration in diffusers' words; empty when nothing is known of it."""
-        if component in self.configs:
-            return self.configs[component]
-        config = getattr(self.components[component], "config", {})
+    def config(self, component: str | None) -> Mapping[str, Any]:
+        """The component's configuration in diffusers' words; empty when nothing is known of it, or it is not there."""
+        name = component or ""
+        if name in self.configs:
+            return self.configs[name]
+        config = getattr(self.components.get(name), "config", {})
         return config if isinstance(config, Mapping) else vars(config)
 
 

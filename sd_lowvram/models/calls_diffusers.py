@@ -80,7 +80,7 @@ def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
     channels = latent_channels(anatomy)
     beside = layer(unet.conv_in).in_channels - channels
     distilled = config.get("time_cond_proj_dim")
-    features = _features(anatomy, rows, shape, empty)
+    features = tuple(_features(anatomy, rows, shape, empty))
     return StepInputs(
         latents=empty(shape.batch, channels, *size),
         timestep=torch.tensor(1),
@@ -174,7 +174,7 @@ class _Unread(TorchFunctionMode):
 def text_length(anatomy: Anatomy, name: str | None = None) -> int:
     """Tokens of a prompt: 77 for CLIP."""
     name = name or next((one for one in anatomy.components if one.startswith("text_encoder")), None)
-    return int(anatomy.config(name).get("max_position_embeddings") or _TOKENS) if name else _TOKENS
+    return int(anatomy.config(name).get("max_position_embeddings") or _TOKENS)
 
 
 def _text_inputs(encoder: nn.Module, length: int) -> tuple[nn.Module, Tensor]:
@@ -210,7 +210,7 @@ def _added(anatomy: Anatomy, name: str, rows: int, empty: _Empty) -> dict[str, A
     added: dict[str, Any] = {}
     if config.get("addition_embed_type") == "text_time":
         width, each = (int(config[key]) for key in ("projection_class_embeddings_input_dim", "addition_time_embed_dim"))
-        pooled = _pooled_width(anatomy) or width - 6 * each
+        pooled = anatomy.config("text_encoder_2").get("projection_dim") or width - 6 * each  # that encoder pools it
         added = {"text_embeds": empty(rows, pooled), "time_ids": empty(rows, (width - pooled) // each)}
     projections = getattr(getattr(unet, "encoder_hid_proj", None), "image_projection_layers", ())
     if projections:
@@ -219,15 +219,9 @@ def _added(anatomy: Anatomy, name: str, rows: int, empty: _Empty) -> dict[str, A
     return added
 
 
-def _pooled_width(anatomy: Anatomy) -> int | None:
-    """Of the pooled text, which is the second text encoder's."""
-    second = "text_encoder_2"
-    return anatomy.config(second).get("projection_dim") if second in anatomy.components else None
-
-
 def _patches(anatomy: Anatomy) -> int:
     """Tokens that the image encoder makes of a picture."""
-    config = anatomy.config("image_encoder") if "image_encoder" in anatomy.components else {}
+    config = anatomy.config("image_encoder")
     if "image_size" not in config:
         return _PATCHES
     return int((config["image_size"] // config["patch_size"]) ** 2 + 1)
@@ -261,7 +255,7 @@ def _residuals(unet: DiffusersUNet, rows: int, size: tuple[int, int], empty: _Em
 
 def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
     dtype = dtype_of(anatomy, CONTROL)
-    nets, config = _nets(anatomy.components[CONTROL]), anatomy.config(anatomy.denoiser or "")
+    nets, config = _several(anatomy.components[CONTROL], "nets"), anatomy.config(anatomy.denoiser or "")
     empty = functools.partial(torch.empty, dtype=dtype)
     channels = layer(nets[0].conv_in).in_channels
     latents = empty(shape.rows, channels, *latent_size(anatomy, shape))
@@ -271,8 +265,9 @@ def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
     return anatomy.components[CONTROL], latents, torch.tensor(1), text, _control_images(anatomy, shape), added
 
 
-def _nets(control: Any) -> list[Any]:
-    return list(getattr(control, "nets", [control]))
+def _several(component: Any, name: str) -> list[Any]:
+    """What is in a component that holds several of its kind under ``name``; else the component itself."""
+    return list(getattr(component, name, [component]))
 
 
 def _control_images(anatomy: Anatomy, shape: Shape) -> list[Tensor]:
@@ -280,7 +275,8 @@ def _control_images(anatomy: Anatomy, shape: Shape) -> list[Tensor]:
     if CONTROL not in anatomy.components:
         return []
     dtype, size = dtype_of(anatomy, CONTROL), (shape.height, shape.width)
-    channels = [int(net.config.get("conditioning_channels", 3)) for net in _nets(anatomy.components[CONTROL])]
+    nets = _several(anatomy.components[CONTROL], "nets")
+    channels = [int(net.config.get("conditioning_channels", 3)) for net in nets]
     return [torch.empty(shape.rows, count, *size, dtype=dtype) for count in channels]
 
 
@@ -289,7 +285,7 @@ def _controlled(
 ) -> list[Tensor]:
     """The residuals of a ControlNet, or of several added up, as pipelines do before the UNet in each step."""
     total: list[Tensor] = []
-    for net, image in zip(_nets(control), images, strict=True):
+    for net, image in zip(_several(control, "nets"), images, strict=True):
         given: dict[str, Any] = {"added_cond_kwargs": added} if added else {}
         kinds = net.config.get("num_control_type")
         if kinds is None:
@@ -302,13 +298,9 @@ def _controlled(
     return total
 
 
-def _adapters(adapter: Any) -> list[Any]:
-    return list(getattr(adapter, "adapters", [adapter]))
-
-
 def _adapter_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
     component, dtype = anatomy.components[ADAPTER], dtype_of(anatomy, ADAPTER)
-    channels = [int(one.config["in_channels"]) for one in _adapters(component)]
+    channels = [int(one.config["in_channels"]) for one in _several(component, "adapters")]
     return component, [torch.empty(shape.batch, count, shape.height, shape.width, dtype=dtype) for count in channels]
 
 
@@ -316,18 +308,14 @@ def _adapted(adapter: Any, images: list[Tensor]) -> Any:
     return adapter(images if hasattr(adapter, "adapters") else images[0])
 
 
-def _features(anatomy: Anatomy, rows: int, shape: Shape, empty: _Empty) -> tuple[Tensor, ...]:
+def _features(anatomy: Anatomy, rows: int, shape: Shape, empty: _Empty) -> Iterator[Tensor]:
     """Maps of the sizes that T2I-Adapters make, one for each of the UNet's levels."""
     if ADAPTER not in anatomy.components:
-        return ()
-    adapter = _adapters(anatomy.components[ADAPTER])[0]
-    return tuple(empty(rows, *one) for one in _feature_shapes(adapter, shape.height, shape.width))
-
-
-def _feature_shapes(adapter: Any, height: int, width: int) -> Iterator[tuple[int, int, int]]:
-    height, width = height // adapter.downscale_factor, width // adapter.downscale_factor
+        return
+    adapter = _several(anatomy.components[ADAPTER], "adapters")[0]
+    height, width = shape.height // adapter.downscale_factor, shape.width // adapter.downscale_factor
     channels = adapter.config["channels"]
     for number, block in enumerate(adapter.adapter.body):
         if block.downsample is not None:
             height, width = -(-height // 2), -(-width // 2)
-        yield int(channels[min(number, len(channels) - 1)]), height, width  # a light one has a last block more
+        yield empty(rows, int(channels[min(number, len(channels) - 1)]), height, width)  # a light one has a block more

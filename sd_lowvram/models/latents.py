@@ -11,8 +11,6 @@ from .calls import Shape
 
 def scale_factor(anatomy: Anatomy) -> int:
     """Pixels that a latent pixel stands for in one direction: 8 for Stable Diffusion, 4 for its upscaler."""
-    if anatomy.autoencoder is None:
-        return 8
     return int(2 ** (len(anatomy.config(anatomy.autoencoder).get("block_out_channels", (0,) * 4)) - 1))
 
 
@@ -24,22 +22,22 @@ def latent_size(anatomy: Anatomy, shape: Shape) -> tuple[int, int]:
 
 def native_size(anatomy: Anatomy) -> int:
     """The picture's side in pixels for which the model was made."""
-    if anatomy.denoiser is not None:
-        sample = anatomy.config(anatomy.denoiser).get("sample_size") or 64
-        return int(sample if isinstance(sample, int) else sample[0]) * scale_factor(anatomy)
-    return int(anatomy.config(anatomy.autoencoder).get("sample_size") or 512) if anatomy.autoencoder else 512
+    if anatomy.denoiser is None:
+        return int(anatomy.config(anatomy.autoencoder).get("sample_size") or 512)
+    sample = anatomy.config(anatomy.denoiser).get("sample_size") or 64
+    return int(sample if isinstance(sample, int) else sample[0]) * scale_factor(anatomy)
 
 
 def latent_channels(anatomy: Anatomy) -> int:
     """Channels of the latents: those that the autoencoder decodes, and without one those that the denoiser predicts."""
     if anatomy.autoencoder is not None:
         return int(anatomy.config(anatomy.autoencoder).get("latent_channels", 4))
-    return int(anatomy.config(anatomy.denoiser).get("out_channels", 4)) if anatomy.denoiser else 4
+    return int(anatomy.config(anatomy.denoiser).get("out_channels", 4))
 
 
 def pixel_channels(anatomy: Anatomy) -> int:
     """Channels of what the autoencoder encodes: 3, or 6 where depth goes with the colours."""
-    return int(anatomy.config(anatomy.autoencoder or "").get("in_channels", 3))
+    return int(anatomy.config(anatomy.autoencoder).get("in_channels", 3))
 
 
 def dtype_of(anatomy: Anatomy, name: str, as_loaded: bool = False) -> torch.dtype:
