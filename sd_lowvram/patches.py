@@ -56,13 +56,8 @@ def wrap(owner: Any, attribute: str, around: Callable[..., Any], hook: str = "",
     return Patch(owner, attribute, lambda original: functools.partial(around, original), hook=hook, role=role)
 
 
-def replace(owner: Any, attribute: str, function: Callable[..., Any], hook: str = "") -> Patch:
-    """An exclusive patch that calls ``function`` and never the original."""
-    return Patch(owner, attribute, lambda original: function, exclusive=True, hook=hook)
-
-
-def value(owner: Any, attribute: str, replacement: Any, hook: str = "") -> Patch:
-    """An exclusive patch of a plain attribute, such as a switch that the host's own code reads."""
+def replace(owner: Any, attribute: str, replacement: Any, hook: str = "") -> Patch:
+    """An exclusive patch: a function that never calls the original, or the value of a switch that the host reads."""
     return Patch(owner, attribute, lambda original: replacement, exclusive=True, hook=hook)
 
 

@@ -50,11 +50,12 @@ def run(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = autoencoder(model)
+    vae = _built(config, device) if sizes else None
     report: dict[str, Any] = {
         "device": device,
         "threads": torch.get_num_threads(),
         "model": model,
-        "times": list(_times(config, sizes, repeats, device)),
+        "times": [_timed(vae, size, repeats) for size in sizes],
         "peaks": [_peaks(config, size) for size in traced],
     }
     if model in _WITH_DEMO:
@@ -67,12 +68,6 @@ def run(
 
 def _built(config: dict[str, Any], device: str, dtype: torch.dtype = torch.float32) -> Any:
     return build_components({"vae": config}, dtype, device, only=("vae",))["vae"]
-
-
-def _times(config: dict[str, Any], sizes: Sequence[int], repeats: int, device: str) -> Iterator[dict[str, Any]]:
-    if sizes:
-        vae = _built(config, device)
-        yield from (_timed(vae, size, repeats) for size in sizes)
 
 
 def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:

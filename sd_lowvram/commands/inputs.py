@@ -14,16 +14,7 @@ from ..checkpoints.inspection import PREDICTIONS, Task
 from ..checkpoints.schedulers import SCHEDULERS, find_scheduler
 from ..errors import BadInputError
 from ..settings import Settings
-from .values import (
-    MOST_PICTURES,
-    MOST_STEPS,
-    check_budgets,
-    check_count,
-    check_device_name,
-    check_given,
-    check_side,
-    check_text,
-)
+from .values import MOST_STEPS, check_device_name, check_given, check_run, check_text
 
 LARGEST_SEED = 2**64 - 1
 DEMO_GUIDANCE, USUAL_GUIDANCE = 4.0, 7.5
@@ -134,11 +125,7 @@ def check_job(job: Job) -> Job:
     check_text("--negative", job.negative)
     check_text("--model", job.model or "")  # weights are opened by a library that takes nothing else
     check_given(model=job.model, device=job.device, scheduler=job.scheduler)
-    check_side("width", job.width)
-    check_side("height", job.height)
-    check_budgets(job.vram, job.ram)
-    check_count("--steps", job.steps, MOST_STEPS)
-    check_count("--batch", job.batch, MOST_PICTURES)
+    check_run(job.width, job.height, job.steps, job.batch, job.vram, job.ram)
     check_device_name(job.device)
     if job.prediction not in (None, *PREDICTIONS):
         raise BadInputError(f"--prediction {job.prediction!r} is unknown: choose {' or '.join(PREDICTIONS)}")

@@ -15,15 +15,7 @@ from .early import check_floor
 from .guard import guarded
 from .interrupts import heed_interrupts
 from .knobs import with_knobs
-from .values import (
-    MOST_PICTURES,
-    MOST_STEPS,
-    check_budgets,
-    check_count,
-    check_given,
-    check_side,
-    checked_settings,
-)
+from .values import MOST_STEPS, check_given, check_run, checked_settings
 
 if TYPE_CHECKING:
     from .plan_cache import Answer
@@ -68,7 +60,8 @@ def plan(
         asked |= {"guidance": guidance, "max_size": max_size, "model": model, "vram": vram, "ram": ram, "gpu": gpu}
         asked["approximate"] = approximate
         chosen = checked_settings(settings or {})
-        _check(asked)
+        check_given(model=model, gpu=gpu)
+        check_run(width, height, steps, batch, vram, ram)
         whole = {**asked, "settings": chosen.as_dict()}
         answer = remembered(whole, lambda budgets: _made(asked, budgets, chosen, not as_json))
         if as_json:
@@ -77,16 +70,6 @@ def plan(
             show_sizes(Console(), answer)
         else:
             show(Console(), answer)
-
-
-def _check(asked: dict[str, Any]) -> None:
-    """Raise BadInputError for what is no request."""
-    check_given(model=asked["model"], gpu=asked["gpu"])
-    check_side("width", asked["width"])
-    check_side("height", asked["height"])
-    check_count("--steps", asked["steps"], MOST_STEPS)
-    check_count("--batch", asked["batch"], MOST_PICTURES)
-    check_budgets(asked["vram"], asked["ram"])
 
 
 def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings, shown: bool) -> Answer:

@@ -57,7 +57,7 @@ class Bars:
 def show_plan(console: Console, plan: Any) -> None:
     """One line on what was chosen and its peak, and the reasons."""
     predicted = plan.predicted
-    chosen = ", ".join(f"{name} {_word(value)}" for name, value in decided(plan))
+    chosen = ", ".join(f"{name} {'on' if value is True else value}" for name, value in decided(plan))
     console.print(f"plan: {chosen or 'nothing changed'} ({plan.fidelity})", highlight=False)
     host = f", {format_size(predicted.host_bytes)} in host memory" if predicted.host_bytes else ""
     overhead = f" + {format_size(predicted.overhead_bytes)} overhead" if predicted.overhead_bytes else ""
@@ -69,7 +69,3 @@ def show_plan(console: Console, plan: Any) -> None:
 def decided(plan: Any) -> list[tuple[str, Any]]:
     """Name and value of the knobs that the plan sets to something."""
     return [(name, value) for name, _, value in plan.settings.decided() if value not in (False, "off", "none")]
-
-
-def _word(value: Any) -> str:
-    return "on" if value is True else str(value)

@@ -51,8 +51,12 @@ def check_names(option: str, names: Iterable[str], known: Sequence[str]) -> None
             raise BadInputError(f"{option} {name!r} is unknown: choose one of {', '.join(known)}")
 
 
-def check_budgets(vram: str | None, ram: str | None) -> None:
-    """Raise BadInputError unless both are sizes, or left out."""
+def check_run(width: int | None, height: int | None, steps: int, batch: int, vram: str | None, ram: str | None) -> None:
+    """Raise BadInputError unless a run of this size, length and these budgets can be asked for."""
+    check_side("width", width)
+    check_side("height", height)
+    check_count("--steps", steps, MOST_STEPS)
+    check_count("--batch", batch, MOST_PICTURES)
     for name, size in (("vram", vram), ("ram", ram)):
         if size is not None:
             parse_size(size, f"--{name}")

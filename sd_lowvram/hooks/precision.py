@@ -22,7 +22,7 @@ from ..memory.fake_mode import fake_empty
 from ..memory.threads import Shared
 from ..models.anatomy import Anatomy
 from ..models.latents import dtype_of
-from ..patches import Change, Patch, value, wrap
+from ..patches import Change, Patch, replace, wrap
 from ..settings import Fidelity, Settings
 from ..streaming.weight_scopes import lent_to_call
 from ..weights import (
@@ -193,7 +193,7 @@ def _cast_inside(component: Any, dtype: torch.dtype) -> Iterator[Patch]:
     """CompVis' UNet casts its input to a type that it notes when it is built, embeds time in float32, and has norms
     that take float32 and no other; torch's own works in float32 inside."""
     if isinstance(vars(component).get("dtype"), torch.dtype):
-        yield value(component, "dtype", dtype, "precision")
+        yield replace(component, "dtype", dtype, "precision")
     embedding = getattr(component, "time_embed", None)
     if isinstance(embedding, nn.Module):
 

@@ -30,7 +30,7 @@ from ..memory.repeats import representatives, standing_for
 from ..models.anatomy import Anatomy, Residual, layer
 from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, Step, Upsample, dissect
 from ..models.interfaces import KLAutoencoder
-from ..patches import Patch, replace, value
+from ..patches import Patch, replace
 from ..settings import Settings
 from ..streaming.weight_scopes import kept
 from ..units import MIB
@@ -59,7 +59,7 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         make = functools.partial(functools.partial, around)
         yield Patch(part, "forward", make, exclusive=True, hook="vae_exact")
     if getattr(vae, "use_tiling", False):
-        yield value(vae, "use_tiling", False, "vae_exact")
+        yield replace(vae, "use_tiling", False, "vae_exact")
     if hasattr(vae, "enable_tiling"):
         yield replace(vae, "enable_tiling", _no_other_tiling, "vae_exact")
 

@@ -125,45 +125,37 @@ def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[
         )
 
 
-class _Marks:
-    """Moments of a run, each with a name; nothing waits for the device until all is done."""
+def _moment(device: torch.device) -> Any:
+    """This moment of a run, for :func:`_seconds`; nothing waits for the device before that asks."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[str, Any]] = []
 
-    def __len__(self) -> int:
-        return len(self._marks)
-
-    def mark(self, name: str = "") -> None:
-        moment: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter()
-        if self._on_gpu:
-            moment.record()
-        self._marks.append((name, moment))
-
-    def since(self, first: int, stop: int | None = None) -> Iterator[tuple[str, float]]:
-        """Names of the marks from number ``first`` on, and their seconds after it."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        origin = self._marks[first][1]
-        for name, moment in self._marks[first:stop]:
-            yield name, origin.elapsed_time(moment) / 1000 if self._on_gpu else moment - origin
+def _seconds(first: Any, later: Any) -> float:
+    """Seconds between two moments."""
+    if isinstance(later, float):
+        return float(later - first)
+    later.synchronize()
+    return float(first.elapsed_time(later) / 1000)
 
 
 def _denoise(pipe: Any, given: dict[str, Any], side: int, steps: int) -> list[float]:
     """Seconds of every step; copies run ahead as they do in any run."""
-    marks = _Marks(next(iter(given.values())).device)
+    device = next(iter(given.values())).device
+    moments = [_moment(device)]
 
     def mark(*_: Any) -> dict[str, Any]:
-        marks.mark()
+        moments.append(_moment(device))
         return {}
 
-    mark()
     pipe(
         **given, width=side, height=side, num_inference_steps=steps, guidance_scale=5.0, output_type="latent",
         callback_on_step_end=mark,
     )  # fmt: skip
-    return [end - start for (_, start), (_, end) in itertools.pairwise(marks.since(0))]
+    return [_seconds(start, end) for start, end in itertools.pairwise(moments)]
 
 
 def trial_units(device: str, model: str, side: int, rooms: dict[str, int]) -> dict[str, Any]:
@@ -206,9 +198,11 @@ def trial_units(device: str, model: str, side: int, rooms: dict[str, int]) -> di
 
 def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.device) -> dict[str, float]:
     """When every block begins in a step, in seconds since the first one did; medians of a few steps."""
-    marks = _Marks(device)
+    marks: list[tuple[str, Any]] = []
     handles = [
-        block.layers[0].module.register_forward_pre_hook(lambda *_, name=block.name: marks.mark(name))
+        block.layers[0].module.register_forward_pre_hook(
+            lambda *_, name=block.name: marks.append((name, _moment(device)))
+        )
         for block in blocks
     ]
     try:
@@ -219,8 +213,8 @@ def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.d
     per_step = len(marks) // (_WARM + _STEPS)
     times: dict[str, list[float]] = {block.name: [] for block in blocks}
     for first in range(_WARM * per_step, len(marks), per_step):
-        for name, seconds in marks.since(first, first + per_step):
-            times[name].append(seconds)
+        for name, moment in marks[first : first + per_step]:
+            times[name].append(_seconds(marks[first][1], moment))
     return {name: statistics.median(moments) for name, moments in times.items()}
 
 
