@@ -50,14 +50,13 @@ def output_paths(written: str | None, count: int, seed: int, folder: Path = FOLD
     Raises:
         OutputError: a file name that does not end in .png.
     """
-    output = None if written is None else Path(written)
-    if written is not None and output is not None and not (output.is_dir() or written.endswith(("/", os.sep))):
-        if output.suffix.lower() != ".png":
-            raise OutputError(f"the output {output} must end in .png, or be a folder (that is there, or ends in /)")
+    target = folder if written is None else Path(written)
+    if written is not None and not (target.is_dir() or written.endswith(("/", os.sep))):
+        if target.suffix.lower() != ".png":
+            raise OutputError(f"the output {target} must end in .png, or be a folder (that is there, or ends in /)")
         if count == 1:
-            return [output]
-        return [output.with_name(f"{output.stem}-{n}{output.suffix}") for n in range(1, count + 1)]
-    target = output or folder
+            return [target]
+        return [target.with_name(f"{target.stem}-{n}{target.suffix}") for n in range(1, count + 1)]
     taken = [int(match[1]) for file in target.glob("*.png") if (match := re.match(r"(\d+)-", file.name))]
     first = max(taken, default=-1) + 1
     return [target / f"{first + n:05d}-{seed + n}.png" for n in range(count)]

@@ -40,7 +40,7 @@ def components_of(target: Any) -> dict[str, nn.Module]:
         return {"vae": target}
     forge = getattr(target, "forge_objects", None)
     holders = (target,) if forge is None else (getattr(forge, "unet", None), getattr(forge, "vae", None))
-    unets = (_reached(holder, *path) for holder in holders for path in (("model", "diffusion_model"), _ITSELF))
+    unets = (_reached(holder, *path) for holder in holders for path in _UNET_PATHS)
     unet = next((module for module in unets if isinstance(module, nn.Module)), None)
     vae = next((module for module in (_reached(holder, "first_stage_model") for holder in holders) if module), None)
     found = {"unet": unet, "vae": vae}
@@ -49,7 +49,7 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     return parts
 
 
-_ITSELF = ("diffusion_model",)
+_UNET_PATHS = (("model", "diffusion_model"), ("diffusion_model",))
 
 
 def _reached(start: Any, *path: str) -> Any:
