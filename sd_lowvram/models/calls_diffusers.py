@@ -74,9 +74,8 @@ def _arguments(target: Any) -> Mapping[str, Any]:
 def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
     """What a pipeline's denoising step starts from."""
     unet: Any = anatomy.unet
-    name = anatomy.denoiser or ""
-    config, rows, size = anatomy.config(name), shape.rows, latent_size(anatomy, shape)
-    empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, name))
+    config, rows, size = anatomy.config(anatomy.denoiser), shape.rows, latent_size(anatomy, shape)
+    empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
     channels = latent_channels(anatomy)
     beside = layer(unet.conv_in).in_channels - channels
     distilled = config.get("time_cond_proj_dim")
@@ -84,11 +83,11 @@ def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
     return StepInputs(
         latents=empty(shape.batch, channels, *size),
         timestep=torch.tensor(1),
-        text=empty(rows, text_length(anatomy), _text_width(unet, config)),
+        text=empty(rows, text_length(anatomy), _text_width(anatomy)),
         beside=empty(rows, beside, *size) if beside else None,
         labels=_labels(unet, config, rows, empty),
         guidance=None if distilled is None else empty(rows, int(distilled)),
-        added=_added(anatomy, name, rows, empty),
+        added=_added(anatomy, rows, empty),
         residuals=_residuals(unet, rows, size, empty) if CONTROL in anatomy.components else (),
         features=features,
         held=(*_control_images(anatomy, shape), *map(torch.empty_like, features)),
@@ -185,9 +184,10 @@ def _encode_text(encoder: nn.Module, tokens: Tensor) -> Any:
     return encoder(tokens, output_hidden_states=True)
 
 
-def _text_width(unet: Any, config: Mapping[str, Any]) -> int:
+def _text_width(anatomy: Anatomy) -> int:
     """Of the text that the UNet is given: what its attentions see, unless it projects the text itself."""
-    projects = config.get("encoder_hid_dim_type") == "text_proj" or getattr(unet, "text_encoder_hid_proj", None)
+    config, own = anatomy.config(anatomy.denoiser), getattr(anatomy.unet, "text_encoder_hid_proj", None)
+    projects = config.get("encoder_hid_dim_type") == "text_proj" or own
     width = config["encoder_hid_dim"] if projects else config.get("cross_attention_dim") or 768
     return width if isinstance(width, int) else max(width)
 
@@ -204,15 +204,15 @@ def _labels(unet: Any, config: Mapping[str, Any], rows: int, empty: _Empty) -> T
     return empty(rows, int(config["projection_class_embeddings_input_dim"]))
 
 
-def _added(anatomy: Anatomy, name: str, rows: int, empty: _Empty) -> dict[str, Any]:
+def _added(anatomy: Anatomy, rows: int, empty: _Empty) -> dict[str, Any]:
     """Pooled text and sizes (SDXL's and its refiner's, which has one size less), and the pictures of IP-Adapters."""
-    config, unet = anatomy.config(name), anatomy.components[name]
+    config = anatomy.config(anatomy.denoiser)
     added: dict[str, Any] = {}
     if config.get("addition_embed_type") == "text_time":
         width, each = (int(config[key]) for key in ("projection_class_embeddings_input_dim", "addition_time_embed_dim"))
         pooled = anatomy.config("text_encoder_2").get("projection_dim") or width - 6 * each  # that encoder pools it
         added = {"text_embeds": empty(rows, pooled), "time_ids": empty(rows, (width - pooled) // each)}
-    projections = getattr(getattr(unet, "encoder_hid_proj", None), "image_projection_layers", ())
+    projections = getattr(conditions(anatomy.unet), "image_projection_layers", ())
     if projections:
         patches = _patches(anatomy)
         added["image_embeds"] = [_image_embeds(one, patches, rows, empty) for one in projections]
@@ -254,13 +254,11 @@ def _residuals(unet: DiffusersUNet, rows: int, size: tuple[int, int], empty: _Em
 
 
 def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
-    dtype = dtype_of(anatomy, CONTROL)
-    nets, config = _several(anatomy.components[CONTROL], "nets"), anatomy.config(anatomy.denoiser or "")
-    empty = functools.partial(torch.empty, dtype=dtype)
-    channels = layer(nets[0].conv_in).in_channels
+    empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, CONTROL))
+    channels = layer(_several(anatomy.components[CONTROL], "nets")[0].conv_in).in_channels
     latents = empty(shape.rows, channels, *latent_size(anatomy, shape))
-    text = empty(shape.rows, text_length(anatomy), _text_width(anatomy.unet, config))
-    added = _added(anatomy, anatomy.denoiser or "", shape.rows, empty)
+    text = empty(shape.rows, text_length(anatomy), _text_width(anatomy))
+    added = _added(anatomy, shape.rows, empty)
     added.pop("image_embeds", None)
     return anatomy.components[CONTROL], latents, torch.tensor(1), text, _control_images(anatomy, shape), added
 
