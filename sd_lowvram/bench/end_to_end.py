@@ -66,7 +66,7 @@ def measured_rows(model: str, budgets: int = BUDGETS) -> dict[str, Any]:
 
 def _apart(task: Mapping[str, Any], cache: str) -> dict[str, Any]:
     """What :func:`trial_run` gives for ``task`` in a new process."""
-    answer = measure("run", seconds=None, environment={"SD_LOWVRAM_CACHE": cache}, task=dict(task))
+    answer = measure(trial_run, seconds=None, environment={"SD_LOWVRAM_CACHE": cache}, task=dict(task))
     if "error" in answer:
         raise RuntimeError(answer["error"])
     return answer

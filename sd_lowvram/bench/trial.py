@@ -7,30 +7,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _ROOT = Path(__file__).resolve().parents[2]
-_TRIALS = {
-    "peak": "gpu.peaks",
-    "step": "gpu.streaming",
-    "units": "gpu.streaming",
-    "size": "gpu.sizes",
-    "attention": "gpu.attention",
-    "run": "end_to_end",
-}
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _LEAST = 5
 """Seconds below which nothing is begun."""
 
 
 def measure(
-    kind: str, *, seconds: float | None = 240.0, environment: Mapping[str, str] | None = None, **arguments: Any
+    trial: Callable[..., dict[str, Any]],
+    *,
+    seconds: float | None = 240.0,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """What the function ``trial_<kind>(**arguments)`` returns in a new process.
+    """What ``trial(**arguments)``, a function of a module, returns in a new process.
 
     Where it fails: a dictionary with ``error``, a sentence; ``out_of_memory`` tells whether the device was too small,
     ``timed_out`` whether the time was too short.
@@ -46,7 +40,7 @@ def measure(
     try:
         run = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=json.dumps({"kind": kind, "arguments": arguments}),
+            input=json.dumps({"module": trial.__module__, "name": trial.__name__, "arguments": arguments}),
             env={**os.environ, **_QUIET, "PYTHONPATH": path, **(environment or {})},
             capture_output=True,
             text=True,
@@ -69,12 +63,9 @@ def _failed(error: str, out_of_memory: bool = False) -> dict[str, Any]:
 
 def _main() -> None:
     asked = json.loads(sys.stdin.read())
-    kind = asked["kind"]
-    module = importlib.import_module(f"sd_lowvram.bench.{_TRIALS[kind]}")
+    module = importlib.import_module(asked["module"])
     try:
-        result = getattr(module, f"trial_{kind}")(**asked["arguments"])
-    except torch.cuda.OutOfMemoryError as error:
-        result = _failed(str(error), out_of_memory=True)
+        result = getattr(module, asked["name"])(**asked["arguments"])
     except Exception as error:  # the driver tells which trial failed and goes on
         result = _failed(f"{type(error).__name__}: {error}", out_of_memory="out of memory" in str(error).lower())
     print(json.dumps(result), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,9 @@ def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials run in this process: starting one takes longer than all of them."""
 
-    def measure(kind: str, *, seconds: float = 0, **arguments: Any) -> dict[str, Any]:
-        module = {"peak": peaks, "step": streaming, "units": streaming, "size": sizes, "attention": attention}[kind]
+    def measure(run: Callable[..., Any], *, seconds: float = 0, **arguments: Any) -> dict[str, Any]:
         try:
-            plain = json.loads(json.dumps(arguments))
-            return json.loads(json.dumps(getattr(module, f"trial_{kind}")(**plain)))
+            return json.loads(json.dumps(run(**json.loads(json.dumps(arguments)))))
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}", "out_of_memory": False}
 
@@ -180,12 +179,12 @@ def test_claims_are_judged() -> None:
 
 
 def test_a_process_of_its_own_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = trial.measure("attention", device="nonsense", backend="sdpa", latents=[8])
+    row = trial.measure(attention.trial_attention, device="nonsense", backend="sdpa", latents=[8])
     assert "nonsense" in row["error"]
     asked: dict[str, Any] = {"seconds": 1, "device": "cpu", "backend": "sdpa", "latents": [8]}
-    assert trial.measure("attention", **asked)["error"] == "no time was left"
+    assert trial.measure(attention.trial_attention, **asked)["error"] == "no time was left"
     monkeypatch.setattr(trial, "_LEAST", 1)
-    assert trial.measure("attention", **asked)["timed_out"] is True
+    assert trial.measure(attention.trial_attention, **asked)["timed_out"] is True
 
 
 def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

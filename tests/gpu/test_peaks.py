@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sd_lowvram.bench.gpu.peaks import SHAPES, within
+from sd_lowvram.bench.gpu.peaks import SHAPES, trial_peak, within
 from sd_lowvram.bench.trial import measure
 from sd_lowvram.units import MIB
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("model", "side"), SHAPES)
 def test_the_peak_is_the_one_foretold(model: str, side: int, share: float) -> None:
-    row = measure("peak", seconds=280, device="cuda", model=model, side=side, share=share)
+    row = measure(trial_peak, seconds=280, device="cuda", model=model, side=side, share=share)
     assert "error" not in row, row["error"]
     measured = row["measured_bytes"] - row["library_bytes"]
     apart = (row["predicted_bytes"] - measured) / MIB

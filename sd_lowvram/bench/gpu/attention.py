@@ -24,7 +24,7 @@ def run(device: torch.device, seconds: Callable[[], float]) -> Any:
         if missing is not None:
             rows.append({"backend": backend, "failed": missing})
         else:
-            found = measure("attention", seconds=seconds(), device=str(device), backend=backend, latents=LATENTS)
+            found = measure(trial_attention, seconds=seconds(), device=str(device), backend=backend, latents=LATENTS)
             rows += found.get("rows") or [{"backend": backend, "failed": found["error"]}]
     return {"rows": rows}
 

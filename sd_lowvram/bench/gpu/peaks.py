@@ -24,7 +24,7 @@ def run(device: torch.device, seconds: Callable[[], float]) -> Any:
     plans: list[dict[str, Any]]
     plans = [{"model": model, "side": side, "share": share} for model, side in SHAPES for share in SHARES]
     rows = [
-        plan | measure("peak", seconds=seconds(), device=str(device), **plan)
+        plan | measure(trial_peak, seconds=seconds(), device=str(device), **plan)
         for plan in progress.counted("peaks", plans)
     ]
     return {"rows": rows}

@@ -34,7 +34,7 @@ def run(device: torch.device, seconds: Callable[[], float]) -> Any:
         tried: list[dict[str, Any]] = []
 
         def fits(side: int) -> bool | None:
-            row = measure("size", seconds=seconds(), device=str(device), model=_MODEL, side=side, cap=cap, way=way)
+            row = measure(trial_size, seconds=seconds(), device=str(device), model=_MODEL, side=side, cap=cap, way=way)
             tried.append({"side": side} | row)
             return None if row.get("timed_out") else bool(row.get("fits"))
 

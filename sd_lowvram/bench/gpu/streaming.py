@@ -35,7 +35,7 @@ def run(device: torch.device, seconds: Callable[[], float]) -> Any:
 def _table(task: dict[str, Any], seconds: Callable[[], float]) -> dict[str, Any]:
     def timed(way: str, **settings: Any) -> dict[str, Any]:
         asked: dict[str, Any] = {"way": way, "settings": settings}
-        return asked | measure("step", seconds=seconds(), **asked, **task)
+        return asked | measure(trial_step, seconds=seconds(), **asked, **task)
 
     rows = [timed("ours", offload="none") | {"share": 100}]
     weights = rows[0].get("weights_bytes", 0)
@@ -51,7 +51,7 @@ def _table(task: dict[str, Any], seconds: Callable[[], float]) -> dict[str, Any]
     found = {"model": task["model"], "side": task["side"], "rows": rows}
     if weights:
         rooms = {str(share): weights * share // 100 for share in SHARES[1:]}
-        found["simulated"] = measure("units", seconds=seconds(), rooms=rooms, **task)
+        found["simulated"] = measure(trial_units, seconds=seconds(), rooms=rooms, **task)
     return found | {"claims": list(_claims(found))}
 
 
