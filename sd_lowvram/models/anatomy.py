@@ -191,6 +191,11 @@ def has(module: Any, *names: str) -> bool:
     return all(hasattr(module, name) for name in names)
 
 
+def having(*names: str) -> Callable[[Any], bool]:
+    """Whether a module has all these attributes, to be asked later."""
+    return lambda module: has(module, *names)
+
+
 def layer(module: nn.Module) -> Any:
     """The layer itself where a LoRA is wrapped around it: to look at, not to call."""
     return getattr(module, "base_layer", module)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..patches import is_foreign
 from . import calls_compvis, support
-from .anatomy import Course, Residual, TokenAttention, Transformer, Verbs, has, is_3x3, is_pointwise, layer
+from .anatomy import Course, Residual, TokenAttention, Transformer, Verbs, has, having, is_3x3, is_pointwise, layer
 from .interfaces import CompVisUNet, KLAutoencoder
 
 _ATTENTIONS = ("CrossAttention", "MemoryEfficientCrossAttention")
@@ -85,12 +85,8 @@ def is_feed_forward(module: nn.Module) -> bool:
     return type(module).__name__ == "FeedForward" and isinstance(net, nn.Sequential) and len(net) >= 2
 
 
-def is_residual_block(module: nn.Module) -> bool:
-    return has(module, "in_layers", "emb_layers", "out_layers", "skip_connection")
-
-
-def is_transformer_block(module: nn.Module) -> bool:
-    return has(module, "norm1", "attn1", "attn2", "norm3", "ff")
+is_residual_block = having("in_layers", "emb_layers", "out_layers", "skip_connection")
+is_transformer_block = having("norm1", "attn1", "attn2", "norm3", "ff")
 
 
 def course(unet: CompVisUNet) -> Course:

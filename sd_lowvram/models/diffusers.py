@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import calls_diffusers, support
-from .anatomy import Anatomy, Course, Residual, TokenAttention, Transformer, Verbs, has, is_3x3, is_pointwise
+from .anatomy import Anatomy, Course, Residual, TokenAttention, Transformer, Verbs, has, having, is_3x3, is_pointwise
 from .interfaces import DiffusersUNet, KLAutoencoder
 from .latents import latent_channels
 
@@ -95,32 +95,25 @@ SERVED: support.Served = {
     "text_encoder_2": _is_of_type("clip_text_model"),
     "image_encoder": lambda module: _is_of_type("clip_vision_model")(module) and hasattr(module, "visual_projection"),
     "depth_estimator": _is_of_type("dpt"),
-    "adapter": lambda module: hasattr(module, "total_downscale_factor"),
+    "adapter": having("total_downscale_factor"),
     "controlnet": _is_controlnet,
     "unet": is_unet,
     "vae": is_autoencoder,
-    "safety_checker": lambda module: has(module, "vision_model", "concept_embeds"),
+    "safety_checker": having("vision_model", "concept_embeds"),
 }
 """The parts of a pipeline that are planned, in the order in which a run uses them."""
 
 _ALONE = ("unet", "vae", "text_encoder")
 
 
-def is_attention(module: nn.Module) -> bool:
-    return has(module, "to_q", "to_k", "to_v", "to_out", "processor")
+is_attention = having("to_q", "to_k", "to_v", "to_out", "processor")
+is_residual_block = having("norm1", "conv1", "norm2", "conv2", "time_emb_proj")
+is_transformer_block = having("norm1", "attn1", "norm2", "attn2", "norm3", "ff")
 
 
 def is_feed_forward(module: nn.Module) -> bool:
     net = getattr(module, "net", None)
     return isinstance(net, nn.ModuleList) and len(net) >= 2 and hasattr(net[0], "proj")
-
-
-def is_residual_block(module: nn.Module) -> bool:
-    return has(module, "norm1", "conv1", "norm2", "conv2", "time_emb_proj")
-
-
-def is_transformer_block(module: nn.Module) -> bool:
-    return has(module, "norm1", "attn1", "norm2", "attn2", "norm3", "ff")
 
 
 _KINDS = ("resnets", "attentions", "downsamplers", "upsamplers")
