@@ -31,7 +31,9 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def measured():
-    return measure(*CASES, *CONVOLUTIONS)
+    """Without the cases in which this processor's kernels hold what no trace foretells: some of them take very long."""
+    convolutions = measure(*CONVOLUTIONS)
+    return convolutions | measure(*(name for name in CASES if _convolves_as_known(name, convolutions)))
 
 
 @pytest.fixture
@@ -43,17 +45,19 @@ def threads():
 
 
 def _convolves_as_known(name: str, measured: dict[str, int]) -> bool:
+    """True also where nothing convolves."""
+    if not name.startswith(("vae", "unet", "sd15 unet")):
+        return True
     kind = next((one for one in CONVOLUTIONS if one.partition(", ")[2] == name.partition(", ")[2]), "convolution")
     result = CONVOLUTIONS[kind]().args[0]
     held = measured[kind] - result.numel() * result.element_size()
     return abs(held - copies(kind)) <= 0.02 * measured[kind]
 
 
-@pytest.mark.slow(1.5)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_trace_agrees_with_the_allocator(name, measured, threads):
-    convolves = name.startswith(("vae", "unet", "sd15 unet"))
-    if convolves and not _convolves_as_known(name, measured):
+    if name not in measured:
         pytest.skip("this processor's kernels convolve in layouts of their own choice")
     call = CASES[name]()
     with call.attached(), kernels_of("cpu"):
