@@ -53,6 +53,17 @@ def room(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=wanted)
 
 
+def placed(out: Tensor | None, part: Tensor, dim: int, start: int, total: int) -> Tensor:
+    """``out`` with ``part`` in it from ``start`` along ``dim``; new room of ``total`` there for a first part, and where
+    ``out`` has another type or shape."""
+    shape = [*part.shape]
+    shape[dim] = total
+    if out is None or out.dtype != part.dtype or [*out.shape] != shape:
+        out = room(shape, part)
+    out.narrow(dim, start, part.shape[dim]).copy_(part)
+    return out
+
+
 _LOADED = "_sd_lowvram_loaded"
 
 

@@ -18,7 +18,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import together
-from ..weights import room
+from ..weights import placed
 from .arguments import are_watched, batch_of, part_of, shares
 from .offloaded_tensor import Waiting
 from .strips import needs_graph
@@ -77,21 +77,14 @@ class _Together:
 
     def add(self, part: Any) -> None:
         leaves, self._structure = tree_flatten(part)
-        if not self._leaves:
-            self._leaves = [self._room(leaf) for leaf in leaves]
+        self._leaves = self._leaves or [None] * len(leaves)
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Waiting):
-                self._leaves[place].append(leaf)
-            elif isinstance(leaf, Tensor):
-                self._leaves[place][self._done : self._done + len(leaf)] = leaf
+            before = self._leaves[place]
+            if isinstance(leaf, Tensor):
+                self._leaves[place] = placed(before, leaf, 0, self._done, self._batch)
+            else:
+                self._leaves[place] = [*(before or ()), leaf] if isinstance(leaf, Waiting) else leaf
         self._done += max(len(leaf) for leaf in leaves if isinstance(leaf, (Tensor, Waiting)))
-
-    def _room(self, leaf: Any) -> Any:
-        if isinstance(leaf, Waiting):
-            return []
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return room((self._batch, *leaf.shape[1:]), leaf)
 
     def result(self) -> Any:
         joined = [Waiting.joined(leaf) if isinstance(leaf, list) else leaf for leaf in self._leaves]

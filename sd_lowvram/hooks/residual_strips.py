@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NoSiteError
+from ..memory.repeats import each
 from ..models.anatomy import Anatomy, Residual, layer
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .strips import Span, Statistics, assembled, needs_graph, over, spans
+from .strips import Span, Statistics, assembled, needs_graph, spans
 
 FEWEST_ROWS = 8
 """Of these, two more are computed for the halo."""
@@ -58,7 +59,8 @@ def _in_strips(
     if parts is None:
         return original(x, time, *args, **kw)
     before = Statistics(parts.norm1)
-    over(pieces, x, lambda start, stop: before.add(x.narrow(2, start, stop - start)))
+    for start, stop in each(pieces, x):
+        before.add(x.narrow(2, start, stop - start))
     shift = parts.shift(time)
     hidden, after = _first_half(parts, x, shift, pieces, before)
     return _second_half(parts, x, hidden, pieces, after)

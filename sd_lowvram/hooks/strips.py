@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from ..memory.repeats import standing_for
+from ..memory.repeats import each
 from ..streaming.weight_scopes import kept
-from ..weights import first_tensor, room
+from ..weights import first_tensor, placed
 
 Span = tuple[int, int]
 
@@ -26,18 +25,6 @@ def spans(total: int, pieces: int, least: int) -> list[Span]:
     larger total no piece is smaller, so that what a piece needs never falls."""
     size = max(least, -(-total // pieces))
     return [(start, min(start + size, total)) for start in range(0, total, size)]
-
-
-def over(pieces: Sequence[Span], like: Tensor, run: Callable[[int, int], None]) -> None:
-    """``run(start, stop)`` for every piece. Where ``like`` is fake, the second stands for all after it, which are no
-    larger; the first differs, because room is made in it."""
-    if not isinstance(like, FakeTensor) or len(pieces) < 3:
-        for piece in pieces:
-            run(*piece)
-        return
-    run(*pieces[0])
-    with standing_for(len(pieces) - 1):
-        run(*pieces[1])
 
 
 def assembled(
@@ -50,18 +37,9 @@ def assembled(
         like: a tensor that is fake if the parts will be.
         out: written over if it has the type and the width of the parts; otherwise there is new room.
     """
-
-    def add(start: int, stop: int) -> None:
-        nonlocal out
-        part = make(start, stop)
-        shape = [*part.shape]
-        shape[dim] = pieces[-1][1]
-        if out is None or out.dtype != part.dtype or list(out.shape) != shape:
-            out = room(shape, part)
-        out.narrow(dim, start, stop - start).copy_(part)
-
     with kept():
-        over(pieces, like, add)
+        for start, stop in each(pieces, like):
+            out = placed(out, make(start, stop), dim, start, pieces[-1][1])
     assert out is not None
     return out
 

@@ -34,7 +34,7 @@ from ..patches import Patch, replace
 from ..settings import Settings
 from ..streaming.weight_scopes import kept
 from ..units import MIB
-from ..weights import room
+from ..weights import placed, room
 from .maps import AnyMap, Given, Map, Strip, load, spans
 from .strips import Statistics
 from .vae_operations import Operation, first_half, needed_rows, operations_of, second_half
@@ -270,15 +270,14 @@ class _Run:
         assert known is not None
         count, channels, height, width = x.shape
         rows = max(1, self.strip_bytes // (count * channels * width * self.itemsize))
-        keys = values = None
+        keys: Tensor | None = None
+        values: Tensor | None = None
         cuts = list(spans(height, rows))
         for _, (start, stop) in self._each(cuts):
             tokens = _tokens(known.normalised(x.load(slice(start, stop))))
             key, value_ = step.to_k(tokens), step.to_v(tokens)
-            if keys is None or values is None:
-                keys, values = (one.new_empty(count, height * width, one.shape[2]) for one in (key, value_))
-            keys[:, start * width : stop * width] = key
-            values[:, start * width : stop * width] = value_
+            keys = placed(keys, key, 1, start * width, height * width)
+            values = placed(values, value_, 1, start * width, height * width)
             del tokens, key, value_
         assert keys is not None and values is not None
         keys, values = _heads(keys, step.heads), _heads(values, step.heads)

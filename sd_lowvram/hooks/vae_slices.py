@@ -15,6 +15,7 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
+from ..weights import placed
 
 
 def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -31,11 +32,10 @@ def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
 
 
 def _one_by_one(original: Callable[..., Tensor], batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    result = original(batch[:1], *args, **kwargs)
     if len(batch) == 1:
-        return result
-    together = result.new_empty((len(batch), *result.shape[1:]))
-    together[:1] = result
-    for number in range(1, len(batch)):
-        together[number : number + 1] = original(batch[number : number + 1], *args, **kwargs)
+        return original(batch, *args, **kwargs)
+    together: Tensor | None = None
+    for number in range(len(batch)):
+        together = placed(together, original(batch[number : number + 1], *args, **kwargs), 0, number, len(batch))
+    assert together is not None
     return together

@@ -9,6 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Hashable, Iterator, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+Piece = TypeVar("Piece")
 
 
 class _State(threading.local):
@@ -31,6 +37,17 @@ def standing_for(passes: int) -> Iterator[None]:
         yield
     finally:
         _state.times = before
+
+
+def each(pieces: Sequence[Piece], like: Tensor) -> Iterator[Piece]:
+    """The pieces of a loop. Where ``like`` has no numbers, the second stands for all after it, which are no larger; the
+    first differs, because room is made in it."""
+    if len(pieces) < 3 or not (isinstance(like, FakeTensor) or like.is_meta):
+        yield from pieces
+        return
+    yield pieces[0]
+    with standing_for(len(pieces) - 1):
+        yield pieces[1]
 
 
 def representatives(kinds: Sequence[Hashable]) -> list[tuple[int, int]]:

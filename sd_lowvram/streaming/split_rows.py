@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..weights import room
+from ..weights import placed
 
 Part = tuple[tuple[int, int], contextlib.AbstractContextManager[Any]]
 """First and last output, and a context in which the layer holds the rows that make them."""
@@ -24,14 +24,8 @@ def in_parts(module: nn.Module, parts: Iterable[Part], original: Callable[..., T
     dim = -3 if convolves else -1  # torch convolves a map (C, H, W) too
     outputs = getattr(module, "out_channels" if convolves else "out_features")
     out: Tensor | None = None
-    for (start, stop), held in parts:
+    for (start, _), held in parts:
         with held:
-            part = original(x)
-        if out is None:
-            shape = list(part.shape)
-            shape[dim] = outputs
-            out = room(shape, part)
-        out.narrow(dim, start, stop - start).copy_(part)
-        del part
+            out = placed(out, original(x), dim, start, outputs)
     assert out is not None
     return out

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram.hooks import residual_strips as hook
 from sd_lowvram.hooks.offloaded_tensor import Waiting
-from sd_lowvram.hooks.strips import Statistics, assembled, over, spans
+from sd_lowvram.hooks.strips import Statistics, assembled, spans
 from sd_lowvram.memory import current_account
-from sd_lowvram.memory.repeats import standing_for, times
+from sd_lowvram.memory.repeats import each, standing_for, times
 from sd_lowvram.models.diffusers import residual
 from sd_lowvram.streaming.weight_scopes import kept, lent_to_call
 
@@ -105,16 +105,14 @@ def test_pieces_of_fakes_stand_for_each_other() -> None:
     pieces = spans(100, 7, 1)
     seen = 0
 
-    def count(start: int, stop: int) -> None:
-        nonlocal seen
+    for _ in each(pieces, torch.empty(1)):
         seen += times()
-
-    over(pieces, torch.empty(1), count)
     assert seen == 7
     with FakeTensorMode():
         fake = torch.empty(2, 100, 4)
         with standing_for(3):
-            over(pieces, fake, count)
+            for _ in each(pieces, fake):
+                seen += times()
         assert seen == 7 + 3 * 7
         assert assembled(lambda start, stop: fake[:, start:stop], pieces, 1, fake).shape == fake.shape
     assert times() == 1

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...memory.repeats import standing_for
-from .problem import Problem, empty_output, is_fake, problem_of
+from ...memory.repeats import each
+from .problem import Problem, empty_output, problem_of
 
 SCORE_BYTES = 32 << 20
 """Largest working set of one block when nothing else is asked."""
@@ -261,14 +261,8 @@ def _even(total: int, most: int) -> int:
 
 
 def _spans(total: int, step: int, like: Tensor) -> Iterator[slice]:
-    """Slices of ``step`` over ``total``. On fake tensors the second stands for all after it, which are no larger."""
-    spans = [slice(start, min(start + step, total)) for start in range(0, total, step)]
-    if len(spans) < 3 or not is_fake(like):
-        yield from spans
-        return
-    yield spans[0]
-    with standing_for(len(spans) - 1):
-        yield spans[1]
+    """Slices of ``step`` over ``total``."""
+    return each([slice(start, min(start + step, total)) for start in range(0, total, step)], like)
 
 
 def mask_4d(mask: Tensor) -> Tensor:
