@@ -7,6 +7,7 @@ diffusers; the ramps are ours and sum to one in both directions.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,11 +37,7 @@ def vae_fast(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
     factor = 2 ** (len(widths) - 1)
     for part, up, down, stage in ((vae.decoder, factor, 1, "decode"), (vae.encoder, 1, factor, "encode")):
         around = functools.partial(_tiled, up=up, down=down, stage=stage)
-        yield Patch(part, "forward", functools.partial(_bound, around), exclusive=True, hook="vae_fast")
-
-
-def _bound(around: Callable[..., Tensor], original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return functools.partial(around, original)
+        yield Patch(part, "forward", functools.partial(functools.partial, around), exclusive=True, hook="vae_fast")
 
 
 def _tiled(
@@ -66,19 +63,18 @@ def blended(
         tile, overlap: in pixels of ``x``, multiples of ``down``; ``overlap`` less than ``tile``.
         up, down: ``run`` makes its input so many times larger or smaller.
     """
-    rows, columns = (starts(size, tile, overlap) for size in x.shape[2:])
-    height, width = (size * up // down for size in x.shape[2:])
-    result, total = None, len(rows) * len(columns)
-    for number, (top, left) in enumerate((top, left) for top in rows for left in columns):
+    sides = []
+    for size in x.shape[2:]:
+        places = starts(size, tile, overlap)
+        parts = shares([place * up // down for place in places], min(tile, size) * up // down, size * up // down)
+        sides.append(list(zip(places, parts, strict=True)))
+    result, total = None, len(sides[0]) * len(sides[1])
+    for number, ((top, tall), (left, wide)) in enumerate(itertools.product(*sides)):
         piece = run(x[:, :, top : top + tile, left : left + tile])
-        y0, x0 = top * up // down, left * up // down
-        ramps = []
-        for start, size, all_starts in ((y0, piece.shape[2], rows), (x0, piece.shape[3], columns)):
-            places = [place * up // down for place in all_starts]
-            ramps.append(share(places, start, size, height if all_starts is rows else width).to(piece))
-        weighted = piece * ramps[0][:, None] * ramps[1]
+        weighted = piece * tall.to(piece)[:, None] * wide.to(piece)
         if result is None:
-            result = piece.new_zeros((*piece.shape[:2], height, width))
+            result = piece.new_zeros((*piece.shape[:2], *(size * up // down for size in x.shape[2:])))
+        y0, x0 = top * up // down, left * up // down
         result[:, :, y0 : y0 + piece.shape[2], x0 : x0 + piece.shape[3]] += weighted
         progress.report(stage, number + 1, total)
     assert result is not None
@@ -92,22 +88,17 @@ def starts(size: int, tile: int, overlap: int) -> list[int]:
     return [*range(0, size - tile, tile - overlap), size - tile]
 
 
-def share(places: list[int], start: int, size: int, total: int) -> Tensor:
-    """What the tile at ``start`` adds to each of its pixels along one side; the tiles' shares sum to one everywhere.
+def shares(places: list[int], size: int, total: int) -> list[Tensor]:
+    """What each tile adds to its pixels along one side; the tiles' shares sum to one everywhere.
 
     Args:
-        places: the starts of all tiles, each ``size`` long, that cover ``total``.
+        places: the starts of the tiles, each ``size`` long, that cover ``total``.
     """
     heights = torch.zeros(total, dtype=torch.float64)
-    own = None
+    position = torch.arange(size, dtype=torch.float64) + 0.5
+    tents = []
     for place in places:
-        position = torch.arange(size, dtype=torch.float64) + 0.5
-        tent = torch.minimum(position, size - position)
-        if place == 0:
-            tent = size - position
-        if place + size == total:
-            tent = position if place else torch.ones_like(position)
-        heights[place : place + size] += tent
-        own = tent if place == start else own
-    assert own is not None
-    return own / heights[start : start + size]
+        rising = position if place else torch.full_like(position, size)
+        tents.append(torch.minimum(rising, size - position) if place + size < total else rising)
+        heights[place : place + size] += tents[-1]
+    return [tent / heights[place : place + size] for place, tent in zip(places, tents, strict=True)]

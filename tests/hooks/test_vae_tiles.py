@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sd_lowvram import Settings, attached, decode, encode, trace
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.demo import MODEL_PATH
-from sd_lowvram.hooks.vae_fast import blended, share, starts
+from sd_lowvram.hooks.vae_fast import blended, shares, starts
 from sd_lowvram.progress import listen
 from sd_lowvram.units import MIB
 
@@ -190,8 +190,7 @@ def test_shares_of_fast_tiles_sum_to_one(size: int, tile: int, shared: int) -> N
     places = starts(size, tile, min(shared, tile - 1))
     long = min(tile, size)
     sums = torch.zeros(size, dtype=torch.float64)
-    for place in places:
-        part = share(places, place, long, size)
+    for place, part in zip(places, shares(places, long, size), strict=True):
         assert (part >= 0).all()
         sums[place : place + long] += part
     assert torch.allclose(sums, torch.ones_like(sums))
