@@ -42,15 +42,6 @@ class Waiting:
         """The pictures of all ``parts``, one after the other; nothing is copied."""
         return cls([row for part in parts for row in part._pieces])
 
-    @classmethod
-    def beside(cls, parts: Sequence[Waiting]) -> Waiting:
-        """The channels of ``parts``, which are divided alike along pictures, side by side; nothing is copied."""
-        return cls([tuple(itertools.chain(*rows)) for rows in zip(*(part._pieces for part in parts), strict=True)])
-
-    def divided_as(self, other: Waiting) -> bool:
-        """Whether the pieces hold the same pictures."""
-        return self._counts() == other._counts()
-
     def _counts(self) -> list[int]:
         return [row[0].shape[0] for row in self._pieces]
 
@@ -141,11 +132,14 @@ class Waiting:
 
 
 def _beside(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> Waiting | None:
-    """What ``torch.cat`` of a map and its skip gives: still waiting when both are, None when it must be computed."""
+    """What ``torch.cat`` of a map and its skip gives: still waiting, and nothing copied, when both are and their pieces
+    hold the same pictures; None when it must be computed."""
     waiting = [one for one in tensors if isinstance(one, Waiting)]
     if dim != 1 or out is not None or len(waiting) != len(tensors) or len({one.dtype for one in waiting}) > 1:
         return None
-    return Waiting.beside(waiting) if all(one.divided_as(waiting[0]) for one in waiting) else None
+    if any(one._counts() != waiting[0]._counts() for one in waiting):
+        return None
+    return Waiting([tuple(itertools.chain(*rows)) for rows in zip(*(one._pieces for one in waiting), strict=True)])
 
 
 def fetched(value: Any) -> Any:
