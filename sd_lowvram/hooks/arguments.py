@@ -20,9 +20,19 @@ _OF_OPTIONS = "transformer_index"
 _A_CONDITION_EACH = ("cond_or_uncond", "uuids")
 
 
-def changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]) -> Arguments:
-    """The arguments with ``change`` of every leaf; options, which modules write into, are left the same object."""
-    return _changed(args, kwargs, change, lambda options: options)
+def changed(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    change: Callable[[Any], Any],
+    change_options: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options,
+) -> Arguments:
+    """The arguments with ``change`` of every leaf; options, which modules write into, are left the same object unless
+    they are to be changed too."""
+
+    def one(value: Any) -> Any:
+        return change_options(value) if _is_options(value) else tree_map(change, value)
+
+    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -51,7 +61,7 @@ def part_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, number: i
     """The arguments for one of ``parts`` equal parts of a batch."""
     start, stop = batch * number // parts, batch * (number + 1) // parts
     chosen = functools.partial(pictures, batch=batch, start=start, stop=stop)
-    return _changed(args, kwargs, chosen, functools.partial(_options_of_part, chosen, number=number, parts=parts))
+    return changed(args, kwargs, chosen, functools.partial(_options_of_part, chosen, number=number, parts=parts))
 
 
 def _options_of_part(chosen: Callable[[Any], Any], options: dict[str, Any], number: int, parts: int) -> dict[str, Any]:
@@ -63,18 +73,6 @@ def _options_of_part(chosen: Callable[[Any], Any], options: dict[str, Any], numb
     if isinstance(options.get("sigmas"), Tensor):
         mine["sigmas"] = chosen(options["sigmas"])
     return mine
-
-
-def _changed(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    change: Callable[[Any], Any],
-    change_options: Callable[[dict[str, Any]], dict[str, Any]],
-) -> Arguments:
-    def one(value: Any) -> Any:
-        return change_options(value) if _is_options(value) else tree_map(change, value)
-
-    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
 
 
 def _is_options(value: Any) -> bool:
