@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,7 @@ def _forward(
     **kwargs: Any,
 ) -> Any:
     """The site's forward with its attention redirected; of several attachments the last one's, the outermost."""
-    if site.module in _entered.modules:
+    if site.module in _entered.get():
         return forward(*args, **kwargs)
     with _modern_processor(site.module) as scale, _entering(site.module):
         redirect = Redirect(backend, score_bytes, verbs.upcasts(site.module), scale)
@@ -117,23 +117,16 @@ def _forward(
     return result
 
 
-class _Entered(threading.local):
-    """The modules whose redirected forward this thread is in."""
-
-    def __init__(self) -> None:
-        self.modules: set[nn.Module] = set()
-
-
-_entered = _Entered()
+_entered: ContextVar[frozenset[nn.Module]] = ContextVar("modules in a redirected forward", default=frozenset())
 
 
 @contextlib.contextmanager
 def _entering(module: nn.Module) -> Iterator[None]:
-    _entered.modules.add(module)
+    token = _entered.set(_entered.get() | {module})
     try:
         yield
     finally:
-        _entered.modules.remove(module)
+        _entered.reset(token)
 
 
 @contextlib.contextmanager
