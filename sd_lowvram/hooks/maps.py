@@ -52,9 +52,7 @@ class Strip:
 
     def convolve(self, conv: nn.Module, data: Tensor) -> Tensor:
         """``conv`` of ``data``, which has this strip's rows, without the rows that lack their neighbours."""
-        top, bottom = self._cut(data.shape[2])
-        result: Tensor = conv(data)
-        return result[:, :, top : result.shape[2] - bottom] if top or bottom else result
+        return self.inner(conv(data))
 
     def shrunk(self, x: Tensor, hidden: Tensor | None = None) -> Strip:
         """This strip after a convolution: ``x`` has lost the rows at the cut edges."""

@@ -56,8 +56,7 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     _steps(vae)
     for part, stage in ((vae.decoder, "decode"), (vae.encoder, "encode")):
         around = functools.partial(_exactly, vae, settings, stage)
-        make = functools.partial(functools.partial, around)
-        yield Patch(part, "forward", make, exclusive=True, hook="vae_exact")
+        yield Patch(part, "forward", functools.partial(functools.partial, around), exclusive=True, hook="vae_exact")
     if getattr(vae, "use_tiling", False):
         yield replace(vae, "use_tiling", False, "vae_exact")
     if hasattr(vae, "enable_tiling"):
@@ -93,10 +92,7 @@ def _warn_of_overflow(stage: str, x: Tensor, result: Tensor) -> None:
     if x.dtype != torch.float16 or isinstance(x, FakeTensor) or bool(result.isfinite().all()):
         return
     if bool(x.isfinite().all()):
-        warnings.warn(
-            f"{stage}: the autoencoder overflowed in float16: load it in float32 or bfloat16",
-            stacklevel=3,
-        )
+        warnings.warn(f"{stage}: the autoencoder overflowed in float16: load it in float32 or bfloat16", stacklevel=3)
 
 
 def run_exact(steps: Sequence[Step], x: Tensor, settings: Settings, stage: str = "decode") -> Tensor:
@@ -135,7 +131,7 @@ class _Run:
     """One pass of a map through the steps."""
 
     def __init__(self, steps: Sequence[Step], x: Tensor, settings: Settings, stage: str) -> None:
-        self.groups = list(_grouped(steps, settings.vae_map == "recomputed"))
+        self.groups = _grouped(steps, settings.vae_map == "recomputed")
         self.input = x
         self.stage = stage
         self.parks = settings.vae_map == "parked"
@@ -171,14 +167,14 @@ class _Run:
             if self.parks or both <= _PLAIN_MAPS / 2 * self.largest:
                 return self._two_maps(x, known, block, after)
         operations = [operation for step in group for operation in operations_of(step)]
-        statistics = [known if operation.norm is not None else None for operation in operations[:1]]
+        statistics = [known]
         for place in range(1, len(operations)):
             norm = operations[place].norm
             gathered = Statistics(norm) if norm is not None else None
             if gathered is not None:
                 self._sweep(x, None, operations[:place], statistics, None, gathered, operations[place].of_hidden)
             statistics.append(gathered)
-        final = after is None and self.done == len(self.groups) - 1
+        final = self.done == len(self.groups) - 1
         over = not final and not self.wraps and _keeps_shape(group)
         gathered = Statistics(after) if after is not None else None
         sink = self._sweep(x, None, operations, statistics, x if over else "held" if final else "new", gathered)
@@ -215,13 +211,8 @@ class _Run:
         if sink is not None and sink in (x, hidden):
             place = 0 if sink is x else 1
             sink = readers[place] = _Overwritten(sink, halo)
-        channels = max(
-            [
-                x.shape[1],
-                *(o.norm.num_channels for o in operations if o.norm),
-                gathered.norm.num_channels if gathered else 0,
-            ]
-        )
+        norms = [operation.norm for operation in operations] + [gathered.norm if gathered else None]
+        channels = max([x.shape[1], *(norm.num_channels for norm in norms if norm is not None)])
         row_bytes = int(x.shape[0] * channels * width * self.itemsize * max(1, resize**-2))
         rows = max(1, self.strip_bytes // row_bytes)
         cuts = list(spans(height, max(rows, min(halo, height)) if len(operations) > 2 else rows))
@@ -292,7 +283,7 @@ class _Run:
             mixed = mixed if step.scale == 1.0 else mixed.div_(step.scale)
             if gathered is not None:
                 gathered.add(mixed)
-            x = self._own(x, mixed)
+            x = self._new(x.shape, mixed, "new") if isinstance(x, Given) else x  # never into the caller's tensor
             x.store(slice(start, stop), mixed)
             del mixed, strip
             self._report((number + 1) / len(cuts))
@@ -311,10 +302,6 @@ class _Run:
             with standing_for(passes):
                 yield number, cuts[number]
 
-    def _own(self, x: AnyMap, like: Tensor) -> AnyMap:
-        """The map itself; never the caller's tensor."""
-        return self._new(x.shape, like, "new") if isinstance(x, Given) else x
-
     def _new(self, shape: tuple[int, ...], like: Tensor, kind: str) -> AnyMap:
         if self.parks and kind == "new":
             return Parked.empty(shape, like.dtype, like=like)
@@ -326,18 +313,15 @@ class _Run:
             progress.report(self.stage, self.shown, 1000)
 
 
-def _grouped(steps: Sequence[Step], recomputed: bool) -> Iterator[list[Step]]:
+def _grouped(steps: Sequence[Step], recomputed: bool) -> list[list[Step]]:
     """One step a group; with ``recomputed`` those at the largest size in one, from or up to the change of size."""
-    ups = [place for place, step in enumerate(steps) if isinstance(step, Upsample)]
-    downs = [place for place, step in enumerate(steps) if isinstance(step, Downsample)]
-    if recomputed and ups:
-        yield from ([step] for step in steps[: ups[-1]])
-        yield list(steps[ups[-1] :])
-    elif recomputed and downs:
-        yield list(steps[: downs[0] + 1])
-        yield from ([step] for step in steps[downs[0] + 1 :])
-    else:
-        yield from ([step] for step in steps)
+    each = [[step] for step in steps]
+    changes = [place for place, step in enumerate(steps) if isinstance(step, Upsample | Downsample)]
+    if not recomputed or not changes:
+        return each
+    if isinstance(steps[changes[-1]], Upsample):
+        return [*each[: changes[-1]], list(steps[changes[-1] :])]
+    return [list(steps[: changes[0] + 1]), *each[changes[0] + 1 :]]
 
 
 def _first_norm(group: Sequence[Step]) -> nn.GroupNorm | None:
