@@ -7,7 +7,7 @@ for good, because they are used in several places and all of them together weigh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,9 +83,9 @@ class Blocks:
         """All of it on the device, tables left out."""
         return self.staying_bytes + sum(block.bytes for block in self.streamed)
 
-    def units(self, seconds: Callable[[Block], float] = lambda block: 0.0) -> list[Unit]:
-        """The streamed blocks for a schedule."""
-        return [Unit(block.name, block.bytes, seconds(block)) for block in self.streamed]
+    def units(self) -> list[Unit]:
+        """The streamed blocks for a schedule to which times do not matter."""
+        return [Unit(block.name, block.bytes, 0.0) for block in self.streamed]
 
 
 def blocks_of(

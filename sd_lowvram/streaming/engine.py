@@ -234,9 +234,6 @@ class Stream:
         self._copier.rest()
         if self._layout is not None:
             self._layout.give_room_back()
-        self._forget()
-
-    def _forget(self) -> None:
         for known in (self._there, self._lent, self._passing, self._busy, self._held, self._copied, self._used):
             known.clear()
         self._last = self._room_taken = self._barred = None

@@ -247,23 +247,16 @@ class _Ring:
 
     def copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copy bytes to bytes."""
-        with self._lock:
-            self._copy(source, target, stream)
-
-    def _copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
-        for piece, place in zip(source.split(CHUNK_BYTES), target.split(CHUNK_BYTES), strict=True):
-            turn = self._turn
-            self._turn = (turn + 1) % CHUNKS
-            copied = self._copied[turn]
-            if copied is not None:
-                copied.synchronize()
-            chunk = self._chunks[turn][: len(piece)].copy_(piece)
-            with _on(stream):
-                place.copy_(chunk, non_blocking=place.is_cuda)
+        with self._lock, _on(stream):
+            for piece, place in zip(source.split(CHUNK_BYTES), target.split(CHUNK_BYTES), strict=True):
+                turn = self._turn
+                self._turn = (turn + 1) % CHUNKS
+                copied = self._copied[turn]
+                if copied is not None:
+                    copied.synchronize()
+                place.copy_(self._chunks[turn][: len(piece)].copy_(piece), non_blocking=place.is_cuda)
                 if place.is_cuda:
-                    event = torch.cuda.Event()
-                    event.record(torch.cuda.current_stream(place.device))
-                    self._copied[turn] = event
+                    self._copied[turn] = torch.cuda.current_stream(place.device).record_event()
 
 
 _rings: weakref.WeakValueDictionary[torch.device, _Ring] = weakref.WeakValueDictionary()

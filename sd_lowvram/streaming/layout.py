@@ -85,7 +85,6 @@ class Layout:
         self.streamed = sorted(fetch.unit for fetch in schedule.fetches)
         self.places: dict[int, list[Place]] = {}
         self._parts = parts
-        self._pool: Pool | None = None
         self._spans = dict(self._laid(parts.staying_bytes))
 
     def _laid(self, offset: int) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -128,7 +127,7 @@ class Layout:
     @property
     def open(self) -> bool:
         """Whether the room is taken."""
-        return self._pool is not None
+        return bool(self.places)
 
     def take_room(self, device: torch.device) -> None:
         """Allocate the buffer and make all views."""
@@ -138,12 +137,10 @@ class Layout:
         for number, (start, _) in self._spans.items():
             block = self.blocks[number]
             self.places[number] = _places(pool, block.tensors, block, start)
-        self._pool = pool
 
     def give_room_back(self) -> None:
         """Let go of the buffer and all views."""
         self.places = {}
-        self._pool = None
 
     def hand_back(self) -> None:
         """Have every weight hold its master, whatever it holds now."""
