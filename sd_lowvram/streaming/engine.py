@@ -35,7 +35,7 @@ from .copier import Copier
 from .device_io import looked_up, refuse_unseen, run_at
 from .host_weights import Masters
 from .layers import Layer, contents, layers_of, signature, version
-from .layout import STAYING, Layout, Policy, lay_down
+from .layout import STAYING, Policy, lay_down
 from .split_rows import in_parts
 
 
@@ -85,7 +85,7 @@ class Stream:
         self._tensors: list[Tensor] = []
         self._contents: list[Any] = []
         self._roles: dict[int, tuple[int, ...] | None] = {}
-        self._layout: Layout | None = None
+        self._layout = lay_down((), policy, {})
         self._copier = Copier(self._masters, torch.device("cpu"))
         self._thread: int | None = None
         self._seen: dict[int, None] = {}
@@ -140,7 +140,7 @@ class Stream:
     @property
     def device_bytes(self) -> int:
         """What is on the device now."""
-        return self._layout.bytes if self._layout is not None and self._layout.open else 0
+        return self._layout.bytes if self._layout.open else 0
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the models through one of its entries; another thread's call waits until this one has ended."""
@@ -182,7 +182,6 @@ class Stream:
                 self._busy[number] -= 1
 
     def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, input: Tensor) -> Tensor:
-        assert self._layout is not None
         rows = [(number, self._layout.blocks[number].rows or (0, 0)) for number in numbers]
         parts = [(span, self._part(number, span)) for number, span in rows]
         return in_parts(module, parts, original, input)
@@ -202,7 +201,6 @@ class Stream:
     def _begin(self) -> None:
         self._turns.take(self)
         self._survey()
-        assert self._layout is not None
         if not self._layout.open:
             self._layout.take_room(self._device)
             self._copier = Copier(self._masters, torch.device("cpu") if self._is_fake() else self._device)
@@ -218,13 +216,12 @@ class Stream:
         self._last = None
         if self._learn():
             self.evict()
-        elif self._repeats and self._layout is not None:
+        elif self._repeats:
             self._prefetch(len(self._layout.blocks))
 
     def _abandon(self) -> None:
         """After an error: every weight holds its master again, and the device nothing."""
-        if self._layout is not None:
-            self._layout.hand_back()
+        self._layout.hand_back()
         self.evict()
 
     def evict(self) -> None:
@@ -232,8 +229,7 @@ class Stream:
         for number in list(self._lent):
             self._take_back(number)
         self._copier.rest()
-        if self._layout is not None:
-            self._layout.give_room_back()
+        self._layout.give_room_back()
         for known in (self._there, self._lent, self._passing, self._busy, self._held, self._copied, self._used):
             known.clear()
         self._last = self._room_taken = self._barred = None
@@ -265,7 +261,6 @@ class Stream:
         return self._busy[number] > 0 or self._held[number] > 0
 
     def _fetch(self, number: int) -> None:
-        assert self._layout is not None
         after = [self._room_taken]
         for other in self._layout.overlapping.get(number, ()):
             if other in self._there:
@@ -284,7 +279,6 @@ class Stream:
         """Fetch what comes after ``position``, the number of blocks when a step has ended, while there is room."""
         if self._barred is not None and self._bars(*self._barred, position):
             return
-        assert self._layout is not None
         candidates = self._layout.streamed
         if not self._there.issuperset(self._layout.residents):
             candidates = list(range(len(self._layout.blocks)))
@@ -301,14 +295,12 @@ class Stream:
 
     def _bars(self, number: int, other: int, position: int) -> bool:
         """Whether ``other`` lies where ``number`` is to lie, and is needed first."""
-        assert self._layout is not None
         if other not in self._there or number in self._there:
             return False
         steps = len(self._layout.blocks) + 1
         return self._is_needed(other) or (other - position) % steps < (number - position) % steps
 
     def _lend(self, number: int) -> None:
-        assert self._layout is not None
         self._copier.wait(self._copied.get(number))
         versions: list[int] = []
         self._lent[number] = versions
@@ -325,7 +317,6 @@ class Stream:
         self._passing.discard(number)
         if versions is None:
             return
-        assert self._layout is not None
         places = self._layout.places[number]
         lending.give_back(place.tensor for place in places)
         with torch.inference_mode(False), torch.no_grad():
@@ -356,7 +347,6 @@ class Stream:
 
     def _follow(self, layers: list[Layer]) -> None:
         """Patch layers that are new, and free those that are not called by themselves any more."""
-        assert self._layout is not None
         wanted = {(id(layer.module), layer.entry): layer for layer in (*layers, *self._layout.layers())}
         for key in [key for key in self._later if key not in wanted]:
             take_off(self._later.pop(key))
@@ -370,7 +360,7 @@ class Stream:
 
     def _learn(self) -> bool:
         """Note in which order a model's first run used its blocks; whether that is news."""
-        if self._layout is None or self._is_fake():
+        if self._is_fake():
             return False
         news = False
         names = [self._layout.blocks[number] for number in self._seen]

@@ -14,26 +14,13 @@ from .schedule import Schedule, Unit, aligned, lay_out
 Policy = Callable[[Sequence[Unit], int], Schedule]
 
 
-def first_resident(units: Sequence[Unit], device_bytes: int) -> Schedule:
-    """The first units of a step stay, as many as fit."""
-    return _filled(units, device_bytes, range(len(units)))
-
-
-def largest_first(units: Sequence[Unit], device_bytes: int) -> Schedule:
-    """The largest units stay, as many as fit: what ComfyUI does."""
-    return _filled(units, device_bytes, sorted(range(len(units)), key=lambda number: -units[number].bytes))
-
-
-def all_streamed(units: Sequence[Unit], device_bytes: int) -> Schedule:
-    """Nothing stays, and the whole budget is the ring."""
-    return lay_out(units, (), device_bytes)
-
-
 POLICIES: dict[str, Policy] = {
-    "largest first": largest_first,
-    "first resident": first_resident,
-    "all streamed": all_streamed,
+    # what ComfyUI does
+    "largest first": lambda units, room: _filled(units, room, sorted(range(len(units)), key=lambda n: -units[n].bytes)),
+    "first resident": lambda units, room: _filled(units, room, range(len(units))),
+    "all streamed": lambda units, room: lay_out(units, (), room),
 }
+"""From the units of a step and bytes on the device to a schedule. Those that keep something take as many as fit."""
 
 
 def _filled(units: Sequence[Unit], device_bytes: int, order: Iterable[int]) -> Schedule:
