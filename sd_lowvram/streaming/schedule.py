@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..errors import BudgetError
 from ..units import format_size
@@ -111,29 +110,20 @@ def lay_out(units: Sequence[Unit], resident: Collection[int], ring_bytes: int) -
 
 def _fetches(places: Sequence[tuple[int, int, int]]) -> Iterator[Fetch]:
     """From (unit, first byte, end) in the order of use: round twice, so that each sees what the step before left."""
-    below: list[_Used] = []
-    above: deque[_Used] = deque()
-    for turn, (number, start, stop) in enumerate((*places, *places)):
+    turns = [*places, *places]
+    below: list[int] = []  # who has the bytes below the present ones, and above them
+    above: deque[int] = deque()
+    for turn, (number, start, stop) in enumerate(turns):
         if start == 0:
-            top = below[-1].stop if below else 0
-            above, below = deque([*below, *(used for used in above if used.stop > top)]), []
-        while above and above[0].stop <= start:
+            top = turns[below[-1]][2] if below else 0
+            above, below = deque([*below, *(used for used in above if turns[used][2] > top)]), []
+        while above and turns[above[0]][2] <= start:
             above.popleft()
-        latest, after = -1, number
-        for used in above:
-            if used.start >= stop:
-                break
-            if used.turn > latest:
-                latest, after = used.turn, used.number
-        below.append(_Used(turn, number, start, stop))
+        below.append(turn)
         if turn >= len(places):
-            yield Fetch(number, start, after)
-
-
-class _Used(NamedTuple):
-    """Bytes of the ring and who had them when."""
-
-    turn: int
-    number: int
-    start: int
-    stop: int
+            latest = 0
+            for used in above:
+                if turns[used][1] >= stop:
+                    break
+                latest = max(latest, used)
+            yield Fetch(number, start, turns[latest][0])
