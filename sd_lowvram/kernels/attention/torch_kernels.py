@@ -10,6 +10,7 @@ import functools
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -214,23 +215,19 @@ def _emulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     """Fake tensors have no fused kernels: a trace that answers for torch's function books them, else nothing is."""
     if not TORCHS_ATTENTION.answered():
         return empty_output(q, v)
-    before, _to_book.kernel = _to_book.kernel, "" if kernel == "torch" else kernel
+    token = _to_book.set("" if kernel == "torch" else kernel)
     try:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     finally:
-        _to_book.kernel = before
+        _to_book.reset(token)
 
 
-class _ToBook(threading.local):
-    kernel: str = ""
-
-
-_to_book = _ToBook()
+_to_book: ContextVar[str] = ContextVar("kernel to book", default="")
 
 
 def kernel_to_book() -> str:
     """The kernel whose memory a trace in this thread is to book now; "" where the choice is torch's."""
-    return _to_book.kernel
+    return _to_book.get()
 
 
 def _torch_mask(mask: Tensor, problem: Problem) -> Tensor:
