@@ -16,31 +16,9 @@ from torch import Tensor
 
 from ..weights import Convert, lent
 
-
-class _Kept:
-    """What is lent until the block ends."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[int, int], tuple[Tensor, Convert, contextlib.ExitStack]] = {}
-
-    def lend(self, tensors: Iterable[Tensor], convert: Convert) -> None:
-        for tensor in tensors:
-            key = id(tensor), id(convert)
-            if key not in self.known:
-                stack = contextlib.ExitStack()
-                stack.enter_context(lent([tensor], convert))
-                self.known[key] = tensor, convert, stack  # held, so that their ids stay theirs
-
-    def give_back(self, tensors: Iterable[Tensor]) -> None:
-        wanted = set(map(id, tensors))
-        for key in [key for key in reversed(self.known) if key[0] in wanted]:
-            self.known.pop(key)[2].close()
-
-    def close(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for _, _, one in self.known.values():
-                stack.enter_context(one)
-            self.known.clear()
+_Kept = dict[tuple[int, int], tuple[Tensor, Convert, contextlib.ExitStack]]
+"""What is lent until the block ends, by the ids of a tensor and of its conversion, which are held so that they stay
+theirs."""
 
 
 class _Together(contextlib.ExitStack):
@@ -67,13 +45,15 @@ def kept() -> Iterator[None]:
     if _state.kept is not None:
         yield
         return
-    with together():
-        _state.kept = kept = _Kept()
+    with together(), contextlib.ExitStack() as ending:
+        known: _Kept = {}
+        _state.kept = known
         try:
             yield
         finally:
             _state.kept = None
-            kept.close()
+            for _, _, lending in known.values():
+                ending.enter_context(lending)
 
 
 @contextlib.contextmanager
@@ -125,8 +105,9 @@ def present_rows() -> slice:
 
 def give_back(tensors: Iterable[Tensor]) -> None:
     """End what :func:`kept` keeps of these tensors: they are taken away."""
-    if _state.kept is not None:
-        _state.kept.give_back(tensors)
+    known, wanted = _state.kept or {}, set(map(id, tensors))
+    for key in [key for key in reversed(known) if key[0] in wanted]:
+        known.pop(key)[2].close()
 
 
 @contextlib.contextmanager
@@ -138,6 +119,11 @@ def lent_to_call(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
     if _state.kept is None:
         with lent(tensors, convert):
             yield
-    else:
-        _state.kept.lend(tensors, convert)
-        yield
+        return
+    for tensor in tensors:
+        key = id(tensor), id(convert)
+        if key not in _state.kept:
+            lending = contextlib.ExitStack()
+            lending.enter_context(lent([tensor], convert))
+            _state.kept[key] = tensor, convert, lending
+    yield
