@@ -133,30 +133,20 @@ def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     What narrowing loses is kept in host memory. A tensor that was changed in between (a LoRA fused into it, say) keeps
     its new contents and only gets its type back.
     """
-    kept: list[tuple[Tensor, torch.dtype, Tensor | None]] = []
-    forget: list[Callable[[], None]] = []
-
-    def undo() -> None:
-        while forget:
-            forget.pop()()
-        for tensor, before, original in kept:
-            if isinstance(tensor, FakeTensor):
-                set_data(tensor, _cast(tensor, before))
-                continue
-            intact = original is not None and same_bits(original.to(dtype), tensor.data.cpu())
-            set_data(tensor, original.to(tensor.device) if intact and original is not None else tensor.data.to(before))
-
-    try:
+    with contextlib.ExitStack() as undoing:
         for tensor in all_tensors(component):
             if tensor.is_floating_point() and tensor.dtype != dtype:
                 loses = narrows(tensor.dtype, dtype) and not isinstance(tensor, FakeTensor)
-                kept.append((tensor, tensor.dtype, tensor.data.cpu() if loses else None))
-                forget.append(remember_loaded(tensor, tensor.dtype))
+                undoing.callback(_as_before, tensor, tensor.dtype, tensor.data.cpu() if loses else None, dtype)
+                undoing.callback(remember_loaded(tensor, tensor.dtype))
                 set_data(tensor, _cast(tensor, dtype))
-    except BaseException:
-        undo()
-        raise
-    return undo
+        return undoing.pop_all().close
+
+
+def _as_before(tensor: Tensor, before: torch.dtype, original: Tensor | None, dtype: torch.dtype) -> None:
+    """Undo the conversion to ``dtype``; ``original`` is what it lost."""
+    intact = original is not None and same_bits(original.to(dtype), tensor.data.cpu())
+    set_data(tensor, original.to(tensor.device) if intact and original is not None else _cast(tensor, before))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
