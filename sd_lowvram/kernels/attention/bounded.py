@@ -73,41 +73,30 @@ class _Costs:
 
 def sliced_blocks(problem: Problem, score_bytes: int) -> Blocks:
     """The slices of `sliced`: ``score_bytes`` hold scores and probabilities, or one row where a row alone is larger."""
-    score, copies = _common_costs(problem)
-    size, result = problem.score_dtype.itemsize, problem.value_width * copies.value_size
-    costs = _Costs(score + size, copies.q + result + 8, copies.k + copies.v)
+    score, widened, values = _common_costs(problem)
+    costs = _Costs(score + problem.score_dtype.itemsize, widened + values + 8, widened + values)
     return costs.fit(problem, score_bytes)
 
 
 def fused_blocks(problem: Problem, score_bytes: int) -> Blocks:
     """The blocks of `fused_softmax`: within ``score_bytes`` whatever the number of keys."""
-    score, copies = _common_costs(problem)
+    score, widened, values = _common_costs(problem)
     size, value_size = problem.score_dtype.itemsize, problem.value_dtype.itemsize
     wide = max(4, size)
-    row, key = copies.q + 4 * size, max(copies.k, copies.v)
+    row, key = widened + 4 * size, max(widened, values)
     means = problem.value_width * (value_size + wide * (1 if value_size == wide else 2))  # of this block, and merged
     split = _Costs(score, row + means + 8 * wide, key).fit_keys(problem, score_bytes)
-    return split or _Costs(score, row + problem.value_width * copies.value_size, key).fit(problem, score_bytes)
+    return split or _Costs(score, row + values, key).fit(problem, score_bytes)
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """Bytes for each row of q, k and v that is widened, and for each channel of a result that is narrowed after it."""
-
-    q: int
-    k: int
-    v: int
-    value_size: int
-
-
-def _common_costs(problem: Problem) -> tuple[int, _Copies]:
-    """Bytes for each score: itself, and in passing an inverted mask, then the probability in v's type; and copies."""
+def _common_costs(problem: Problem) -> tuple[int, int, int]:
+    """Bytes for each score (itself, and in passing an inverted mask, then the probability in v's type), for each row of
+    q or k that is widened, and for each row of v that is, or of a result that is narrowed after it."""
     size, value_size = problem.score_dtype.itemsize, problem.value_dtype.itemsize
     narrowed = problem.value_dtype != problem.score_dtype
     score = size + max(problem.mask == "bool", value_size * narrowed)
     widened = size * problem.width * (problem.score_dtype != problem.dtype)
-    values_widened = value_size * (problem.value_dtype != problem.dtype)
-    return score, _Copies(widened, widened, problem.value_width * values_widened, values_widened)
+    return score, widened, value_size * problem.value_width * (problem.value_dtype != problem.dtype)
 
 
 def sliced(
