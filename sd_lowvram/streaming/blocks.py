@@ -7,6 +7,7 @@ for good, because they are used in several places and all of them together weigh
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -127,12 +128,8 @@ def blocks_of(
 
 def _tied(layers: Iterable[Layer]) -> set[int]:
     """Tensors that several layers hold: they come once and stay."""
-    seen: set[int] = set()
-    twice: set[int] = set()
-    for layer in layers:
-        for tensor in layer.tensors:
-            (twice if id(tensor) in seen else seen).add(id(tensor))
-    return twice
+    held = Counter(id(tensor) for layer in layers for tensor in layer.tensors)
+    return {tensor for tensor, count in held.items() if count > 1}
 
 
 def _modules(layers: Iterable[Layer], most: int) -> dict[str, str]:
