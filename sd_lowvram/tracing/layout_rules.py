@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..memory.accounts import on_cpu
 from ..memory.fake_mode import CPU
-from .memory_formats import iterated_strides, strides_of, wanted_format
+from .memory_formats import wanted_format
 from .op_cache import Made, Recipe
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ def recipe_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: bo
     if rule is None:
         return _by_meta(func, args, kwargs, view) if view or func in _BY_META else None
     made = rule(*args, **kwargs)
-    return None if made is None else Recipe(made, None if len(made) == 1 else tuple)
+    return None if made is None else Recipe(made or None, tuple if len(made) > 1 else None)
 
 
 def _is_on_cpu(args: Sequence[Any]) -> bool:
@@ -48,12 +49,16 @@ def _is_on_cpu(args: Sequence[Any]) -> bool:
 
 
 def _by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: bool) -> Recipe | None:
-    if kwargs.get("device") is not None or not isinstance(args[0], (Tensor, list, tuple)):
+    if not isinstance(args[0], (Tensor, list, tuple)):
         return None
+    if kwargs.get("device") is not None:
+        if torch.device(kwargs["device"]) != CPU:
+            return None
+        kwargs = kwargs | {"device": "meta"}
     with torch._C._DisableTorchDispatch():
         metas = tuple(map(_meta_of, args))
         try:
-            result = func(*metas, **kwargs)
+            result = _KERNELS.get(func, func)(*metas, **kwargs)
         except NotImplementedError:
             return None
     if result is metas[0]:
@@ -73,46 +78,9 @@ def _meta_of(value: Any) -> Any:
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format | None = None) -> Made:
-    return Made(tuple(shape), strides_of(shape, memory_format), dtype, CPU, None)
-
-
-def _room(
-    shape: Sequence[int], *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any
-) -> _Results:
-    plain = device is not None and torch.device(device).type == "cpu"
-    plain &= memory_format in (None, torch.contiguous_format) or (
-        memory_format is torch.channels_last and len(shape) == 4
-    )
-    return (_new(shape, dtype or torch.get_default_dtype(), memory_format),) if plain else None
-
-
-def _room_like(like: Tensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> _Results:
-    if memory_format not in (None, torch.preserve_format):
-        return _room(like.shape, dtype=dtype or like.dtype, device=device or CPU, memory_format=memory_format)
     with torch._C._DisableTorchDispatch():
-        stride = _meta_of(like).clone().stride()
-    return (Made(like.shape, stride, dtype or like.dtype, CPU, None),) if device in (None, CPU) else None
-
-
-def _elementwise(*args: Any, **_: Any) -> _Results:
-    operands = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
-    if not operands or not all(operand.is_floating_point() for operand in operands) or any(map(_is_complex, args)):
-        return None
-    dtype, shape = operands[0].dtype, operands[0].shape
-    with torch._C._DisableTorchDispatch():
-        for operand in operands[1:]:
-            dtype = torch.promote_types(dtype, operand.dtype) if operand.dtype != dtype else dtype
-            shape = torch.broadcast_shapes(shape, operand.shape) if operand.shape != shape else shape
-    stride = iterated_strides(shape, operands, alone=len(operands) == len(args))
-    return (Made(shape, stride, dtype, CPU, None),)
-
-
-def _is_complex(value: Any) -> bool:
-    return isinstance(value, complex) or (isinstance(value, Tensor) and value.is_complex())
-
-
-def _of_one(first: Tensor, *_: Any, **__: Any) -> _Results:
-    return _elementwise(first)
+        meta = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format)
+    return Made(meta.shape, meta.stride(), dtype, CPU, None)
 
 
 def _convolved(
@@ -154,41 +122,57 @@ def _layer_normed(rows: Tensor, shape: Sequence[int], weight: Tensor | None, *_:
     return (_new(rows.shape, rows.dtype), *(_new((*outer, *[1] * len(shape)), rows.dtype),) * 2)
 
 
-def _product(one: Tensor, other: Tensor) -> _Results:
-    fit = one.dim() == other.dim() > 1 and one.shape[:-2] == other.shape[:-2] and one.shape[-1] == other.shape[-2]
-    return (_new((*one.shape[:-1], other.shape[-1]), one.dtype),) if fit and one.dtype == other.dtype else None
+def _elementwise(one: Any, other: Any, **_: Any) -> _Results:
+    with torch._C._DisableTorchDispatch():
+        one, other = _meta_of(one), _meta_of(other)
+        dtype = torch.result_type(one, other)
+        if not dtype.is_floating_point:
+            return None
+        number = torch.empty((), device="meta")  # as which the kernels take one
+        alike = torch.broadcast_tensors(*(each if isinstance(each, Tensor) else number for each in (one, other)))
+        return (Made(alike[0].shape, compute_elementwise_output_strides(*alike), dtype, CPU, None),)
 
 
-def _sum_of_product(added: Tensor, one: Tensor, other: Tensor, **_: Any) -> _Results:
-    fits = added.dtype == one.dtype and added.shape in (other.shape[1:], (*one.shape[:1], *other.shape[1:]))
-    return _product(one, other) if fits else None
+def _of_one(first: Tensor, *_: Any, **__: Any) -> _Results:
+    return _elementwise(first, first)  # of one alone torch's function keeps the strides, and the kernels do not
+
+
+def _in_place(one: Tensor, other: Any = None, **_: Any) -> _Results:
+    """No new result: the first argument itself."""
+    if not isinstance(other, Tensor):
+        return ()
+    return () if other.dtype == one.dtype and torch.broadcast_shapes(one.shape, other.shape) == one.shape else None
 
 
 _RULES: dict[Any, Callable[..., _Results]] = {
-    aten.empty.memory_format: _room,
-    aten.empty_like.default: _room_like,
     aten.convolution.default: _convolved,
     aten.native_group_norm.default: _group_normed,
     aten.native_layer_norm.default: _layer_normed,
-    aten.mm.default: _product,
-    aten.bmm.default: _product,
-    aten.addmm.default: _sum_of_product,
+    **{getattr(aten, name).Tensor: _elementwise for name in ("add", "sub", "mul", "div")},
+    **{getattr(aten, name).Tensor: _in_place for name in ("add_", "sub_")},
+    aten.pow_.Scalar: _in_place,
+    aten.silu_.default: _in_place,
+    **{getattr(aten, name).default: _of_one for name in ("silu", "gelu", "sigmoid", "exp", "sin", "cos", "rsqrt")},
 }
-for _name in ("add", "sub", "mul", "div"):
-    _RULES[getattr(aten, _name).Tensor] = _elementwise
-for _name in ("silu", "gelu", "sigmoid", "exp", "sin", "cos", "rsqrt"):
-    _RULES[getattr(aten, _name).default] = _of_one
 
 _BY_META = frozenset(
     {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.new_empty.default,
         aten._to_copy.default,
         aten.clone.default,
+        aten.copy_.default,
         aten.cat.default,
         aten.mean.dim,
         aten.sum.dim_IntList,
         aten.upsample_nearest2d.default,
-        aten.new_empty.default,
         aten.embedding.default,
-        aten.copy_.default,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
     }
 )
+
+_KERNELS = {aten.empty_like.default: aten._to_copy.default}
+"""Where another operator makes the same and is right about the strides of dimensions of size 1."""
