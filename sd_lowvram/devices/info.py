@@ -202,12 +202,9 @@ def _machine_memory() -> Memory:
         return Memory(int(memory.total), int(memory.available))
     except ImportError:
         _warn_missing("psutil", "host memory is read from the system, where it says")
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        table = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines}
-        return Memory(table["MemTotal"], table["MemAvailable"])
-    except (OSError, KeyError, ValueError, IndexError):
-        return Memory(8 << 30, 4 << 30)
+    kib = _table(Path("/proc/meminfo"))
+    total = kib.get("MemTotal:", 8 << 20) << 10
+    return Memory(total, min(total, kib.get("MemAvailable:", 4 << 20) << 10))
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
@@ -220,7 +217,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
         ):
             bound = _number(folder / limit)
             if bound is not None and bound < _UNLIMITED:
-                in_use = (_number(folder / used) or 0) - _statistic(folder / "memory.stat", cache)
+                in_use = (_number(folder / used) or 0) - _table(folder / "memory.stat").get(cache, 0)
                 found.append((bound, max(in_use, 0)))
     return found
 
@@ -248,11 +245,10 @@ def _number(file: Path) -> int | None:
         return None
 
 
-def _statistic(file: Path, name: str) -> int:
+def _table(file: Path) -> dict[str, int]:
+    """The lines of a file of the kernel's, each a name and a number; none where it cannot be read."""
     try:
-        for line in file.read_text(encoding="ascii").splitlines():
-            if line.startswith(name + " "):
-                return int(line.split()[1])
+        rows = map(str.split, file.read_text(encoding="ascii").splitlines())
+        return {name: int(number) for name, number, *_ in rows}
     except (OSError, ValueError):
-        pass
-    return 0
+        return {}
