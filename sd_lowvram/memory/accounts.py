@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -35,27 +35,29 @@ def current_account() -> Account:
 
 
 @contextlib.contextmanager
-def _in_account(account: Account) -> Iterator[None]:
-    before, _state.account = _state.account, account
+def _having(**changed: Any) -> Iterator[None]:
+    """Inside, these attributes of this thread's state are as given."""
+    before = {name: getattr(_state, name) for name in changed}
+    vars(_state).update(changed)
     try:
         yield
     finally:
-        _state.account = before
+        vars(_state).update(before)
 
 
 def host_account() -> contextlib.AbstractContextManager[None]:
     """Storages made inside count as host memory."""
-    return _in_account("host")
+    return _having(account="host")
 
 
 def device_account() -> contextlib.AbstractContextManager[None]:
     """Storages made inside count as device memory, also within ``host_account()``."""
-    return _in_account("device")
+    return _having(account="device")
 
 
 def weights_account() -> contextlib.AbstractContextManager[None]:
     """Storages made inside count as weights on the device: in its peak, but not in the activations' peak."""
-    return _in_account("weights")
+    return _having(account="weights")
 
 
 _host_storages: set[int] = set()
@@ -78,14 +80,9 @@ def is_host(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage()._cdata in _host_storages
 
 
-@contextlib.contextmanager
-def traced_device(device: torch.device) -> Iterator[None]:
+def traced_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """While a trace runs, its fake tensors all live on ``device``, whatever device a hook asks for."""
-    before, _state.traced_device = _state.traced_device, device
-    try:
-        yield
-    finally:
-        _state.traced_device = before
+    return _having(traced_device=device)
 
 
 def tracing() -> bool:
@@ -98,14 +95,9 @@ def actual_device(device: torch.device | str) -> torch.device:
     return _state.traced_device or torch.device(device)
 
 
-@contextlib.contextmanager
-def kernels_of(device_type: Kernels) -> Iterator[None]:
+def kernels_of(device_type: Kernels) -> contextlib.AbstractContextManager[None]:
     """Traces inside are of a run on this type of device: "gpu", as everywhere else, or "cpu"."""
-    before, _state.kernels = _state.kernels, device_type
-    try:
-        yield
-    finally:
-        _state.kernels = before
+    return _having(kernels=device_type)
 
 
 def on_cpu() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..compat import STORAGES_ARE_OBJECTS
-
-
-class _Reference(weakref.ref):  # type: ignore[type-arg]
-    __slots__ = ("key",)
-    key: int
 
 
 class Deaths:
@@ -28,8 +24,7 @@ class Deaths:
         """Watch ``storage``; returns its key."""
         key: int = storage._cdata
         if STORAGES_ARE_OBJECTS:
-            reference = self._references[key] = _Reference(storage, self._died)
-            reference.key = key
+            self._references[key] = weakref.ref(storage, functools.partial(self._died, key))
         else:
             self._references[key] = StorageWeakRef(storage)
         return key
@@ -44,9 +39,9 @@ class Deaths:
         """Watch none any longer."""
         self._references.clear()
 
-    def _died(self, reference: _Reference) -> None:
-        if self._references.get(reference.key) is reference:
-            self._gone(reference.key)
+    def _died(self, key: int, reference: Any) -> None:
+        if self._references.get(key) is reference:
+            self._gone(key)
 
     def _gone(self, key: int) -> None:
         del self._references[key]
