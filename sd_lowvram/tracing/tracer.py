@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..memory.accounts import current_account, is_host, on_cpu, traced_device
 from ..memory.fake_mode import CPU, active_fake_mode
-from ..memory.threads import Redirected, Shared, one_at_a_time
+from ..memory.threads import Redirected, one_at_a_time
 from .collector import no_collection
 from .equal_calls import EqualCalls
 from .fake_tensors import Registry, fake_of, faked, modules_of
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 _DEVICE = torch.ops.prim.device.default
 _operators: dict[Any, Operator] = {}
-_recipes: dict[bool, dict[tuple[Any, ...], Recipe]] = {True: {}, False: {}}
+_recipes: dict[bool, dict[tuple[Any, ...] | None, Recipe]] = {True: {}, False: {}}
 _MOST_RECIPES = 100_000
 
 
@@ -256,16 +256,16 @@ class _Tracer(TorchDispatchMode):
         self, func: Any, operator: Operator, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Recipe]:
         """The fake results, by a recipe where there is one."""
-        recipe = None
-        if key is not None:
-            recipe = self._recipes.get(key)
-            if recipe is not None:
-                return make(recipe, self._mode, args), recipe
+        recipe = self._recipes.get(key)
+        if recipe is not None:
+            return make(recipe, self._mode, args), recipe
         known = None if key is None else recipe_of(func, args, kwargs, operator.view)
         result = func(*args, **kwargs) if known is None else make(known, self._mode, args)
         recipe = _recipe(func, operator, args, result)
         if key is not None and (recipe.made is not None or result is args[0]):
-            _keep(self._recipes, key, recipe)
+            if len(self._recipes) >= _MOST_RECIPES:  # hosts run for days
+                self._recipes.clear()
+            self._recipes[key] = recipe
         return result, recipe
 
     def _count_crossing(self, args: tuple[Any, ...], result: Tensor) -> None:
@@ -315,13 +315,6 @@ def _recipe(func: Any, operator: Operator, args: tuple[Any, ...], result: Any) -
     return Recipe(made, container, hidden, flops, moved(args, result), packed(func, args))
 
 
-def _keep(known: dict[tuple[Any, ...], Any], key: tuple[Any, ...], recipe: Any) -> None:
-    """Remember a recipe; hosts run for days, so there is an end to how many."""
-    if len(known) >= _MOST_RECIPES:
-        known.clear()
-    known[key] = recipe
-
-
 @contextlib.contextmanager
 def _module_paths(ledger: Ledger, modules: list[nn.Module]) -> Iterator[None]:
     """Inside, ``ledger.path`` is the dotted name of the module that runs in this thread."""
@@ -329,55 +322,26 @@ def _module_paths(ledger: Ledger, modules: list[nn.Module]) -> Iterator[None]:
     for root in modules:
         for name, module in root.named_modules(prefix=type(root).__name__ if len(modules) > 1 else ""):
             names.setdefault(module, name)
-    before, _here.followed = _here.followed, _Followed(ledger, names)
+    here, running = threading.get_ident(), list[tuple[nn.Module, str]]()
+
+    def entered(module: nn.Module, _args: Any) -> None:
+        if threading.get_ident() == here:  # torch calls global hooks for the modules of all threads
+            running.append((module, ledger.path))
+            ledger.path = names.get(module, type(module).__name__)
+
+    def left(module: nn.Module, _args: Any, _output: Any) -> None:
+        while running and threading.get_ident() == here:  # modules that an exception left are still on top
+            top, ledger.path = running.pop()
+            if top is module:
+                break
+
+    handles = [register_module_forward_pre_hook(entered), register_module_forward_hook(left)]
     try:
-        with _following():
-            yield
+        yield
     finally:
-        _here.followed = before
+        for handle in handles:
+            handle.remove()
 
-
-@dataclass(frozen=True)
-class _Followed:
-    """The ledger of a trace, the names of its modules, and those that run, each with the path of what called it."""
-
-    ledger: Ledger
-    names: dict[nn.Module, str]
-    running: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-
-class _Here(threading.local):
-    followed: _Followed | None = None
-
-
-_here = _Here()
-
-
-def _entered(module: nn.Module, _args: Any) -> None:
-    followed = _here.followed
-    if followed is not None:
-        followed.running.append((module, followed.ledger.path))
-        followed.ledger.path = followed.names.get(module, type(module).__name__)
-
-
-def _left(module: nn.Module, _args: Any, _output: Any) -> None:
-    followed = _here.followed
-    while followed is not None and followed.running:  # modules that an exception left are still on top
-        top, followed.ledger.path = followed.running.pop()
-        if top is module:
-            break
-
-
-@contextlib.contextmanager
-def _with_global_hooks() -> Iterator[None]:
-    handles = [register_module_forward_pre_hook(_entered), register_module_forward_hook(_left)]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-_following = Shared(_with_global_hooks)
-"""torch's global hooks are called for the modules of all threads."""
 
 _resize = Redirected(torch.UntypedStorage, "resize_")
 
