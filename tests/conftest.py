@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections import Counter
@@ -38,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     settings.register_profile("plain", deadline=None, print_blob=True)
     settings.load_profile("plain")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: Python need not look through it whenever it looks for cycles."""
+    gc.freeze()
 
 
 def longest_first(items: list[pytest.Item]) -> None:

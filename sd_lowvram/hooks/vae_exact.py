@@ -298,9 +298,7 @@ class _Run:
             return
         read = (needed_rows(start, stop, operations) for start, stop in cuts)
         kinds = [(stop - start, last - first) for (start, stop), (first, last) in zip(cuts, read, strict=True)]
-        for number, passes in representatives(kinds):
-            with standing_for(passes):
-                yield number, cuts[number]
+        yield from standing_for(((number, cuts[number]), passes) for number, passes in representatives(kinds))
 
     def _new(self, shape: tuple[int, ...], like: Tensor, kind: str) -> AnyMap:
         if self.parks and kind == "new":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -30,24 +30,29 @@ def times() -> int:
 
 
 @contextlib.contextmanager
-def standing_for(passes: int) -> Iterator[None]:
-    """What runs inside is one of this many equal passes; the others are left out."""
-    before, _state.times = _state.times, _state.times * passes
+def counted_from_one() -> Iterator[None]:
+    """What runs inside stands for itself, whatever a loop left behind that an error ended."""
+    before, _state.times = _state.times, 1
     try:
         yield
     finally:
         _state.times = before
 
 
+def standing_for(pieces: Iterable[tuple[Piece, int]]) -> Iterator[Piece]:
+    """The pieces of a loop, each of which runs as one of so many equal passes; the others are left out."""
+    for piece, passes in pieces:
+        before, _state.times = _state.times, _state.times * passes
+        yield piece
+        _state.times = before  # not where an error ends the loop: that would come later, in the midst of something else
+
+
 def each(pieces: Sequence[Piece], like: Tensor) -> Iterator[Piece]:
     """The pieces of a loop. Where ``like`` has no numbers, the second stands for all after it, which are no larger; the
     first differs, because room is made in it."""
     if len(pieces) < 3 or not (isinstance(like, FakeTensor) or like.is_meta):
-        yield from pieces
-        return
-    yield pieces[0]
-    with standing_for(len(pieces) - 1):
-        yield pieces[1]
+        return iter(pieces)
+    return standing_for([(pieces[0], 1), (pieces[1], len(pieces) - 1)])
 
 
 def representatives(kinds: Sequence[Hashable]) -> list[tuple[int, int]]:

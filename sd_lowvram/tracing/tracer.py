@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..memory.accounts import current_account, is_host, on_cpu, traced_device
 from ..memory.fake_mode import CPU, active_fake_mode
+from ..memory.repeats import counted_from_one
 from ..memory.threads import Redirected, one_at_a_time
 from .collector import no_collection
 from .equal_calls import EqualCalls
@@ -144,7 +145,7 @@ def trace_equals_once(
         ledger = tracer.ledger
         inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
         weights_bytes, input_bytes = ledger.live["weights"], ledger.live["device"]
-        with tracer.following(modules, equals), uncompiled():
+        with tracer.following(modules, equals), uncompiled(), counted_from_one():
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
     return MemoryTrace(

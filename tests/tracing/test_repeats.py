@@ -14,7 +14,7 @@ from torch import nn
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.hooks import vae_exact
-from sd_lowvram.memory.repeats import representatives
+from sd_lowvram.memory.repeats import each, representatives
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.options import DENOISE_LADDER
 from sd_lowvram.planning.stage_costs import Costs
@@ -187,3 +187,17 @@ def test_only_what_may_be_left_out_is(member: Callable[[], nn.Module], rows: tup
     assert [out.shape for out in short.output] == [out.shape for out in whole.output]
     left_out = len(short.timeline) < len(whole.timeline)
     assert left_out == (rows[0] == rows[1] and member not in (Keeper, Same))
+
+
+def test_a_loop_that_fails_leaves_the_next_trace_alone() -> None:
+    x = torch.zeros(4)
+
+    def failing(x: torch.Tensor) -> None:
+        for piece in each(range(4), x):
+            if piece:
+                raise ValueError
+
+    with pytest.raises(ValueError) as held:  # and with it the loop
+        trace(failing, x)
+    assert trace(torch.neg, x).operators == 1
+    assert held.tb is not None
