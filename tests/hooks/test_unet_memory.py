@@ -14,7 +14,7 @@ from unet_bounds import BOUNDS, SMALLEST
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
-from sd_lowvram.hooks import strips
+from sd_lowvram.memory import repeats
 from sd_lowvram.tracing import MemoryTrace, trace
 from sd_lowvram.units import MIB
 
@@ -66,7 +66,7 @@ def test_an_inner_piece_stands_for_all_of_them(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         with attached(model, settings, device="cpu"), torch.inference_mode():
             traces.append(trace(model, **given))
-        monkeypatch.setattr(strips, "FakeTensor", type(None))
+        monkeypatch.setattr(repeats, "FakeTensor", type(None))
     short, whole = traces
     assert len(short.timeline) < 0.7 * len(whole.timeline)
     assert short.activation_peak_bytes == whole.activation_peak_bytes
