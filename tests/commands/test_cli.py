@@ -14,31 +14,11 @@ import families
 import infotext
 import pytest
 import tiny
+from command_line import ENVIRONMENT, LIGHT, LIGHTLY, MAIN, call, command
 from forked import forks_of
 from PIL import Image
 
-from sd_lowvram.checkpoints.schedulers import SCHEDULERS
 from sd_lowvram.settings import knobs
-
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "sd_lowvram", *map(str, arguments)]
-
-
-def call(*arguments: object, folder: Path, **options) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments),
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,
-    )
 
 
 @pytest.fixture
@@ -56,22 +36,10 @@ def here(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-LIGHTLY = """
-from typer.testing import CliRunner
-from sd_lowvram.cli import app
-assert CliRunner().invoke(app, ["generate", "an apple", "--steps", "0"]).exit_code == 2
-"""
 HEAVILY = f"""{LIGHTLY}
 import diffusers.pipelines.stable_diffusion, transformers.models.clip.modeling_clip
 import sd_lowvram.commands.paint
 """
-
-
-@pytest.fixture(scope="module")
-def light():
-    """In processes of their own that begin where the command line has imported what it needs to refuse something."""
-    with forks_of(LIGHTLY, ENVIRONMENT) as run:
-        yield run
 
 
 @pytest.fixture(scope="module")
@@ -160,117 +128,6 @@ def test_an_inpainting_checkpoint_of_nine_channels(tmp_path, here):
         (tmp_path / "out.png").unlink()
     done = here("generate", "an apple", *options)
     assert done.exit_code == 2 and "give it a picture and a mask (--init-image and --mask)" in done.stderr
-
-
-BAD = [
-    (["--scheduler", "eulr"], 2, "did you mean euler?"),
-    (["--scheduler", "banana"], 2, ", ".join(SCHEDULERS)),
-    (["--width", 0], 2, "positive multiple of 8"),
-    (["--width", -64], 2, "positive multiple of 8"),
-    (["--width", "wide"], 2, "--width"),
-    (["--height", 130], 2, "128 and 136 are nearest"),
-    (["--height", 3], 2, "8 is nearest"),
-    (["--vram", "banana"], 2, "4GB"),
-    (["--vram", 0], 2, "more than zero"),
-    (["--ram", "-3GB"], 2, "4GB"),
-    (["--steps", 0], 2, "at least 1"),
-    (["--batch", 0], 2, "at least 1"),
-    (["--seed", -5], 2, "-1 for a random one"),
-    (["--guidance", "nan"], 2, "from 0 to 1000"),
-    (["--attention", "banana"], 2, "fused-softmax"),
-    (["--vae-strip-mib", 0], 2, "from 1 to 1024"),
-    (["--strength", 0.5], 2, "needs --init-image"),
-    (["--mask", "mask.png"], 2, "needs --init-image"),
-    (["--init-image", "nothing.png"], 2, "No such file"),
-    (["--init-image", __file__], 2, "no picture"),
-    (["--output", "a.jpg"], 2, ".png"),
-    (["--output", "/proc/nowhere/a.png"], 2, "cannot be written"),
-    (["--model", "nothing"], 2, "no model at"),
-    (["--model", "nothing.ckpt"], 2, "no model at"),
-    (["--device", "banana"], 2, "cpu always can"),
-    (["--device", "meta"], 2, "cpu always can"),
-    (["--device", ""], 2, "--device is empty"),
-    (["--model", ""], 2, "--model is empty"),
-    (["--banana"], 2, "no such option: --banana"),
-    (["--vram", "4"], 2, 'did you mean "4GB"?'),
-    (["--vram", "1KB"], 3, "1 KiB cannot hold 128x128"),
-    (["--vram", "9" * 30 + "GB"], 2, "more than any machine has"),
-    (["--width", 65536], 2, "more than 16384 pixels"),
-    (["--width", "1e3"], 2, "--width '1e3' must be a whole number"),
-    (["--guidance=much"], 2, "--guidance 'much' must be a number"),
-    (["--steps", 10**23], 2, "at most 1000"),
-    (["--batch", 10**23], 2, "at most 1000"),
-    (["--vae-tiles", "banana"], 2, "--vae-tiles='banana' is unknown"),
-    (["--vae-strip-mib", 10**23], 2, "--vae-strip-mib=1"),
-    (["--prediction", "banana"], 2, "choose epsilon or v_prediction"),
-    (["--output", "n" * 300 + ".png"], 2, "File name too long"),
-    (["--memory-plot", "n" * 300 + ".png"], 2, "File name too long"),
-    (["--model", "n" * 300], 2, "File name too long"),
-    (["--negative", "\udcff"], 2, "is not UTF-8"),
-    (["--model", "\udcff"], 2, "is not UTF-8"),
-    (["--model", "pipe"], 2, "no regular file"),
-    (["--model", "pipe.safetensors"], 2, "no regular file"),
-    (["--model", "pipe.ckpt", "--allow-pickle"], 2, "no regular file"),
-    (["--model", "/dev/zero"], 2, "no regular file"),
-    (["--model", __file__], 2, "no .safetensors file"),
-    (["--init-image", "pipe"], 2, "no regular file"),
-    (["--init-image", "."], 2, "no regular file"),
-    (["--init-image", "/dev/zero"], 2, "no regular file"),
-    (["--output", "pipe.png"], 2, "no regular file"),
-]
-MAIN = "from sd_lowvram.__main__ import main; main()"
-LIGHT = """
-import sys
-try:
-    from sd_lowvram.__main__ import main
-    main()
-finally:
-    print([name for name in ("torch", "diffusers", "transformers") if name in sys.modules])
-"""
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    BAD,
-    ids=lambda value: "".join(map(str, value))[:20] if isinstance(value, list) else "",
-)
-def test_bad_input_before_anything_is_loaded(light, tmp_path, options, code, message):
-    pipes = [tmp_path / name for name in ("pipe", "pipe.ckpt", "pipe.png", "pipe.safetensors")]
-    for pipe in pipes:
-        os.mkfifo(pipe)
-    done = light(LIGHT, "generate", "an apple", *options, folder=tmp_path)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr and done.stderr.count("\n") == 1
-    assert done.stdout == "[]\n"  # nothing heavy was imported
-    assert sorted(tmp_path.glob("**/*")) == pipes  # and nothing was made, no folder either
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["banana"], "no such command 'banana'; sd-lowvram --help tells more"),
-        (["generate"], "missing argument 'prompt'; sd-lowvram generate --help tells more"),
-        (["generate", "a", "b"], "unexpected extra argument"),
-        (["generate", "\udcff"], "is not UTF-8"),
-        (["plan", "--vram"], "requires an argument"),
-        (["plan", "--steps", "0"], "--steps 0 must be at least 1"),
-        (["plan", "--batch", "x"], "--batch 'x' must be a whole number"),
-        (["plan", "--width", "65536"], "more than 16384 pixels"),
-        (["plan", "--model", "nothing"], "no model at nothing"),
-        (["plan", "--model", "/dev/zero"], "no regular file"),
-        (["plan", "--model", "sdxl", "--vram", "1KB"], "1 KiB cannot hold 1024x1024"),
-        (["plan", "--split-layers=3"], "--split-layers"),
-        (["bench", "plans", "--model", "banana"], "--model 'banana' is unknown: choose one of sd15"),
-        (["bench", "end-to-end", "--budgets", "0"], "--budgets 0 must be at least 1"),
-        (["bench", "schedule", "--width", "7"], "--width 7 is no multiple of 8"),
-        (["install", "comfyui"], "missing argument 'PATH'"),
-    ],
-    ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
-)
-def test_bad_words_in_one_line(light, tmp_path, words, message):
-    done = light(MAIN, *words, folder=tmp_path)
-    assert done.returncode in (2, 3) and done.stderr.startswith("sd-lowvram: ") and message in done.stderr
-    assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 
 @pytest.mark.parametrize(
