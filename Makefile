@@ -24,7 +24,7 @@ OPTIONS = $(if $(VRAM),--vram "$(VRAM)") $(if $(SIZE),--width $(SIZE) --height $
 	$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test test-hosts lint format gpu clean
+.PHONY: help picture install test test-hosts lint format gpu gpu-pack clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
 	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into benchmarks/results'
 	@echo '             [GPU_PYTHON=python3]   with an environment that is there already, as docs/gpu.md says'
+	@echo 'make gpu-pack [GPU_VERSION=3.12]    what that one needs beside torch for CUDA, as wheels, into $(GPU_PACK)'
 	@echo 'make clean                          remove the environment and everything built'
 	@echo 'PYTHON=python3.12 chooses the Python (3.10 or newer)'
 
@@ -57,12 +58,30 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/mypy nodes
 	$(BIN)/mypy --explicit-package-bases webui_ext scripts install.py
-	MYPYPATH=tools/demo $(BIN)/mypy --explicit-package-bases tools/demo/*.py tools/tiles_crop.py
+	MYPYPATH=tools/demo $(BIN)/mypy --explicit-package-bases tools/demo/*.py tools/tiles_crop.py tools/gpu_pack.py
 	$(BIN)/lint-imports --no-logo
 
-gpu: $(if $(GPU_PYTHON),,$(VENV)/.test)
-	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu
-	$(or $(GPU_PYTHON),$(BIN)/python) -m sd_lowvram bench gpu $(if $(PART),--part $(PART))
+# Tests (PART=tests), then measurements, whatever the tests say. With GPU_PYTHON in an environment that is there, to which
+# a pack adds a folder of its own: nothing is installed into it. AGAIN=1 measures anew what has been measured.
+GPU_PACK ?= gpu-pack
+GPU_SITE := $(GPU_PACK)/site
+GPU_PACKED = $(if $(GPU_PYTHON),$(wildcard $(GPU_PACK)/*.whl))
+GPU_RUN = $(if $(GPU_PACKED),PYTHONPATH="$(CURDIR)/$(GPU_SITE)") $(or $(GPU_PYTHON),$(BIN)/python)
+gpu: $(if $(GPU_PYTHON),$(if $(GPU_PACKED),$(GPU_SITE)/.whole),$(VENV)/.test)
+	@failed=0; \
+	$(if $(filter-out tests,$(PART)),,$(GPU_RUN) -m pytest -m gpu $$(grep -rlF mark.gpu --include='test_*.py' tests) || failed=$$?;) \
+	$(if $(filter tests,$(PART)),,$(GPU_RUN) -m sd_lowvram bench gpu $(if $(PART),--part $(PART)) $(if $(AGAIN),--again) || failed=$$?;) \
+	exit $$failed
+
+$(GPU_SITE)/.whole: $(GPU_PACKED)
+	rm -rf "$(GPU_SITE)"
+	$(GPU_PYTHON) -m pip --disable-pip-version-check install --quiet --no-index --no-deps --no-compile \
+		--target "$(GPU_SITE)" $(GPU_PACKED)
+	@touch $@
+
+# The versions of constraints.txt, for Linux on x86_64; GPU_HAS="numpy pillow" names what need not be carried.
+gpu-pack: $(VENV)/.test
+	$(BIN)/python tools/gpu_pack.py "$(GPU_PACK)" $(if $(GPU_VERSION),--python $(GPU_VERSION)) $(if $(GPU_HAS),--there $(GPU_HAS))
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
@@ -96,4 +115,4 @@ $(VENV)/.gradio: $(VENV)/.test
 	@touch $@
 
 clean:
-	rm -rf "$(VENV)" build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf "$(VENV)" "$(GPU_PACK)" build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
