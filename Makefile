@@ -24,7 +24,7 @@ OPTIONS = $(if $(VRAM),--vram "$(VRAM)") $(if $(SIZE),--width $(SIZE) --height $
 	$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test test-hosts lint format gpu gpu-pack clean
+.PHONY: help picture install test test-hosts test-simulated-gpu lint format gpu gpu-pack clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo '             [VRAM=4GB] [SIZE=512] [SEED=1] [STEPS=30] [MODEL=path] [OUT=file.png]'
 	@echo 'make test                           lint, types and tests'
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
+	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into $(GPU_VENV) if need be, 5 GB'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
 	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into benchmarks/results'
 	@echo '             [GPU_PYTHON=python3]   with an environment that is there already, as docs/gpu.md says'
@@ -51,6 +52,20 @@ test: lint $(VENV)/.gradio
 # In real hosts: COMFYUI_DIR=... and WEBUI_DIR=..., with COMFYUI_PYTHON=... and WEBUI_PYTHON=... for theirs.
 test-hosts: $(VENV)/.test
 	$(BIN)/python -m pytest tests/hosts
+
+# What a card does, on one that is simulated under torch's CUDA build, in an environment of its own. It needs gcc and g++;
+# SIMULATED_GPU=required makes it a failure that they are missing.
+GPU_VENV ?= .venv-gpu
+SIMULATED_GPU ?= asked
+test-simulated-gpu:
+	@if command -v gcc >/dev/null && command -v g++ >/dev/null; then \
+		$(MAKE) --no-print-directory VENV="$(GPU_VENV)" simulated-gpu; \
+	else echo 'no simulated card: it is compiled by gcc and g++, which are not both here' >&2; \
+		test "$(SIMULATED_GPU)" != required; fi
+
+.PHONY: simulated-gpu
+simulated-gpu: $(VENV)/.cuda
+	SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist load tests/simulated_gpu
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -107,6 +122,14 @@ $(VENV)/.test: $(VENV)/.standalone
 	$(PIP) install --quiet -c constraints.txt --no-deps stable-diffusion-sdkit
 	@touch $@
 
+# Three '=' pick torch as it is published, which is the CUDA build, also where a build for the CPU is at hand.
+TORCH = $(shell sed -n 's/^torch==//p' constraints.txt)
+$(VENV)/.cuda: $(VENV)/.python pyproject.toml constraints.txt
+	@echo 'first install for the simulated card: torch for CUDA, 5 GB, which takes some minutes' >&2
+	$(PIP) install --quiet 'torch===$(TORCH)'
+	$(PIP) install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
 # The gradio of AUTOMATIC1111, apart from all else; without it, or where it takes long, one test is skipped.
 GRADIO = gradio==3.41.2 pydantic==1.10.27 fastapi==0.94.0 httpx==0.24.1 'huggingface_hub<0.26' 'numpy<2' 'setuptools<70'
 $(VENV)/.gradio: $(VENV)/.test
@@ -115,4 +138,4 @@ $(VENV)/.gradio: $(VENV)/.test
 	@touch $@
 
 clean:
-	rm -rf "$(VENV)" "$(GPU_PACK)" build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf "$(VENV)" "$(GPU_VENV)" "$(GPU_PACK)" build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

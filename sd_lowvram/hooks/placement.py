@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..memory import host_account, to_device, to_host
 from ..memory.accounts import mark_host, tracing, unmark_host
+from ..memory.host_offload import give_pinned_back, is_pinned, unpinned
 from ..streaming.device_io import refuse_unseen, run_at
 from ..weights import all_tensors, first_tensor, map_tensors, set_data
 
@@ -49,16 +50,19 @@ def move_to_host(components: list[nn.Module], widen: bool) -> Callable[[], None]
 
 
 def _moved(components: list[nn.Module], move: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    places: list[tuple[Tensor, torch.device, torch.dtype]] = []
+    places: list[tuple[Tensor, torch.device, torch.dtype, bool]] = []
 
     def undo() -> None:
-        for tensor, device, dtype in places:
+        for tensor, device, dtype, pinned in places:
             unmark_host(tensor.data)
-            set_data(tensor, tensor.data.to(device, dtype))
+            data = tensor.data.to(device, dtype)
+            set_data(tensor, data if pinned else unpinned(data))
+            del data
+            give_pinned_back()
 
     try:
         for tensor in all_tensors(*components):
-            places.append((tensor, tensor.device, tensor.dtype))
+            places.append((tensor, tensor.device, tensor.dtype, is_pinned(tensor)))
             set_data(tensor, move(tensor.data))
     except BaseException:
         undo()

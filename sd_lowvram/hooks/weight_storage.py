@@ -70,6 +70,7 @@ def quantised_layers(anatomy: Anatomy, name: str, as_loaded: bool = False) -> li
         for path, module in anatomy.components[name].named_modules()
         if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))
         and path not in _KEPT
+        and not path.endswith(".image_embeds")  # its owner casts the input to the weight's type before it calls it
         and "lora_" not in path
         and type(module.weight) in (nn.Parameter, Tensor, FakeTensor)
         and _is_wide(loaded_dtype(module.weight) if as_loaded else module.weight.dtype)

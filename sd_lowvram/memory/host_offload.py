@@ -59,6 +59,23 @@ def to_host(tensor: Tensor, pin: bool | None = None) -> Tensor:
     return copy.copy_(tensor.detach())
 
 
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether its memory is the host's and page-locked."""
+    return tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned()
+
+
+def unpinned(data: Tensor) -> Tensor:
+    """``data``, or where its memory is page-locked the same contents in ordinary memory, strides kept where dense."""
+    return torch.empty_like(data, pin_memory=False).copy_(data) if is_pinned(data) else data
+
+
+def give_pinned_back() -> None:
+    """Return page-locked memory that nobody holds to the system: torch keeps it for later where it is not asked."""
+    empty = getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None and torch.cuda.is_initialized():
+        empty()
+
+
 def _unblocked(host: Tensor, device: Tensor) -> bool:
     return device.device.type == "cuda" and host.device.type == "cpu" and host.is_pinned()
 
@@ -137,6 +154,8 @@ class Parked:
         """These rows (all when None) of the map as a new tensor on the device, in the memory format they had."""
         source = self._host if rows is None else self._rows_on_host(rows)
         place = self.device if device is None else actual_device(device)
+        if place.type == "cuda" and not source.is_contiguous():  # the host puts its pieces together
+            self._wait()
         with self._in_order(place), device_account():
             staged = torch.empty(source.shape, dtype=self.dtype, device=place)
             staged.copy_(source, non_blocking=_unblocked(self._host, staged))
@@ -149,12 +168,16 @@ class Parked:
             raise ValueError(f"rows {rows.start}:{rows.stop} are not among the {self.shape[2]} rows of this map")
         return self._host.narrow(self._order.index(2), start, stop - start)
 
+    def _wait(self) -> None:
+        """Until the last copy of this map is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
     @contextlib.contextmanager
     def _in_order(self, device: torch.device) -> Iterator[None]:
         """Copies inside wait for the last one of this map, on whichever stream it ran."""
-        if device.type != "cuda":
-            if self._event is not None:  # the host reads and writes at once
-                self._event.synchronize()
+        if device.type != "cuda":  # the host reads and writes at once
+            self._wait()
             yield
             return
         with torch.cuda.device(device):

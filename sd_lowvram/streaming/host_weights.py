@@ -30,7 +30,7 @@ from ..devices.info import host_memory
 from ..memory import host_empty, mark_host
 from ..memory.accounts import unmark_host
 from ..memory.fake_mode import active_fake_mode
-from ..memory.host_offload import dense_order, inverse
+from ..memory.host_offload import dense_order, give_pinned_back, inverse, is_pinned, unpinned
 from ..memory.threads import one_at_a_time
 from ..units import MIB
 from ..weights import all_tensors, same_bits, set_data
@@ -123,7 +123,8 @@ class Masters:
                 target.copy_(source, non_blocking=self.device.type == "cuda")
 
     def undo(self) -> None:
-        """Give the tensors back what they held, where it was; what was changed meanwhile keeps its new contents."""
+        """Give the tensors back what they held, where it was; what was changed meanwhile keeps its new contents, and
+        nothing stays pinned that was not."""
         self._put_back(0)
         self._ring = None
         self._mapped.clear()
@@ -131,9 +132,11 @@ class Masters:
         _pinned.pop(self, None)
 
     def _put_back(self, first: int) -> None:
-        with torch.inference_mode(False):
+        moved: dict[_Place, Tensor] = {}
+        with torch.no_grad(), torch.inference_mode(False):
             while len(self._each) > first:
-                self._each.pop().undo()
+                self._each.pop().undo(moved)
+                give_pinned_back()  # slab by slab, so that memory does not hold all of it twice
 
     def _is_slow(self, source: Tensor) -> bool:
         """Whether ``source`` has to pass the ring."""
@@ -168,7 +171,7 @@ class Masters:
                 self._mapped.add(data.untyped_storage()._cdata)
                 self.mapped_bytes += size
             for tensor in sharing:
-                self._each.append(_Master(tensor, data if kind == "mapped" else None, data.device))
+                self._each.append(_Master(tensor, data if kind == "mapped" else None, data.device, kind == "pinned"))
                 if copy is not None:
                     set_data(tensor, copy)
                 mark_host(tensor.data)
@@ -183,19 +186,26 @@ class Masters:
 
 @dataclass
 class _Master:
-    """One tensor, the mapped file that it held before (None: memory), and the device on which it was."""
+    """One tensor, the mapped file that it held before (None: memory), the device on which it was, and whether it held
+    pinned memory."""
 
     tensor: Tensor
     original: Tensor | None
     device: torch.device
+    pinned: bool
 
-    def undo(self) -> None:
+    def undo(self, moved: dict[_Place, Tensor]) -> None:
+        """Give the tensor back what it held; tensors that are one memory, known by ``moved``, stay so."""
         data = self.tensor.data
         unmark_host(data)
         if self.original is not None and same_bits(data, self.original.to(data.device)):
             set_data(self.tensor, self.original)
         elif data.device != self.device:
             set_data(self.tensor, data.to(self.device))
+        elif not self.pinned and is_pinned(data):
+            place = _place(self.tensor)
+            moved[place] = moved[place] if place in moved else unpinned(data)
+            set_data(self.tensor, moved[place])
 
 
 class _Slabs:

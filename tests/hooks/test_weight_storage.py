@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -84,6 +85,15 @@ def test_a_pipeline_runs_near_its_own_picture_and_comes_back(name: str, kind: st
     assert 1e-4 < tiny.relative_error(picture, plain) < {"fp8": 0.06, "int8": 0.02}[kind]
     assert [(tensor.data_ptr(), tensor.dtype, tensor.requires_grad) for tensor in tensors] == before
     assert torch.equal(tiny.run(pipe, steps=1), plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_image_prompts_are_projected_by_a_layer_whose_owner_reads_its_type(kind: str) -> None:
+    pipe = families.with_ip_adapters("plain", "plus")
+    seen = {"ip_adapter_image": [families.SEEN] * 2}
+    plain = tiny.run(pipe, steps=1, **seen)
+    with attached(pipe, Settings(weight_storage=kind), device="cpu"):
+        assert tiny.relative_error(tiny.run(pipe, steps=1, **seen), plain) < 0.06
 
 
 BITWISE = [{"offload": "layer"}, {"offload": "component"}, {"offload": "blocks", "weights_mib": 1}]

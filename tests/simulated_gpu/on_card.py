@@ -1,0 +1,89 @@
+"""Running something on the simulated card under watch: its bits, its races, and what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from simulated_card.card import Schedule, card
+from simulated_card.kernels import HostWatch, Kernels
+from simulated_card.races import Race, races
+
+GPU = torch.device("cuda", 0)
+
+SCHEDULES: dict[str, tuple[Schedule, int]] = {
+    "eager": ("eager", 0),
+    "lazy": ("lazy", 0),
+    "random": ("random", int(os.environ.get("SIMULATED_GPU_SEED", "1"))),
+}
+"""When copies run. ``SIMULATED_GPU_SEED`` takes another random order."""
+
+
+@dataclass(repr=False)
+class Seen:
+    """What was seen of a run.
+
+    Attributes:
+        races: all of them.
+        device_bytes: of tensors that it left on the device; ``pinned_bytes`` of memory that it left locked.
+        unsimulated: kernels of torch's own that were launched, and not run.
+    """
+
+    races: list[Race] = field(default_factory=list)
+    device_bytes: int = 0
+    pinned_bytes: int = 0
+    unsimulated: int = 0
+
+    @property
+    def clean(self) -> bool:
+        return not (self.races or self.device_bytes or self.pinned_bytes or self.unsimulated)
+
+    def __str__(self) -> str:
+        told = [f"{len(self.races)} races, first {'; '.join(map(str, self.races[:3]))}"] if self.races else []
+        told += [f"{self.device_bytes} bytes left on the device"] if self.device_bytes else []
+        told += [f"{self.pinned_bytes} bytes left pinned"] if self.pinned_bytes else []
+        told += [f"{self.unsimulated} kernels not simulated"] if self.unsimulated else []
+        return ", ".join(told) or "clean"
+
+    __repr__ = __str__
+
+
+class Simulated:
+    """The card and its kernels.
+
+    Attributes:
+        card, kernels: see there.
+    """
+
+    def __init__(self) -> None:
+        self.card = card()
+        self.kernels = Kernels(self.card)
+        gc.collect()
+        gc.freeze()  # what has been imported is not looked through again after every run
+
+    @contextlib.contextmanager
+    def watched(self, schedule: str = "eager") -> Iterator[Seen]:
+        """What happens inside, in one of ``SCHEDULES``; told when it has ended."""
+        device, pinned = self.held()
+        unsimulated = self.card.unsimulated
+        seen = Seen()
+        with self.card.scheduled(*SCHEDULES[schedule]):
+            try:
+                with self.card.logged() as log, HostWatch(self.card):
+                    yield seen
+            finally:
+                seen.races = races(log)
+                held = self.held()
+                seen.device_bytes, seen.pinned_bytes = held[0] - device, held[1] - pinned
+                seen.unsimulated = self.card.unsimulated - unsimulated
+
+    def held(self) -> tuple[int, int]:
+        """Bytes of tensors on the device, and of pinned memory that somebody holds."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch._C._host_emptyCache()
+        return torch.cuda.memory_allocated(), self.card.pinned

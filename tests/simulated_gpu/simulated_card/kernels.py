@@ -1,0 +1,303 @@
+"""Kernels: what torch registers for CUDA is replaced by the CPU's operator over the same bytes, in all threads.
+
+Only operators that have a kernel of their own for CUDA are replaced, so that ATen's own code runs above them: what it
+allocates, casts, and copies on the way is what it does on a card. Convolutions and fused attention, which a card leaves
+to libraries, allocate as those do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .card import MIB, Card
+
+_NATIVE = {
+    "as_strided", "empty.memory_format", "empty_strided", "is_set_to", "record_stream", "resize_", "set_",
+    "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "unfold", "view",
+    "view_as_complex", "view_as_real", "_efficientzerotensor", "_fused_sdp_choice", "_local_scalar_dense",
+    "_nested_view_from_buffer", "_reshape_alias",
+}  # fmt: skip
+"""They launch nothing: allocations, views, and a copy of one number to the host."""
+
+Workspace = Literal["none", "nhwc", "fixed"]
+_FIXED_WORKSPACE = 128 * MIB
+
+_aten = torch.ops.aten
+
+
+class Kernels:
+    """The kernels of a card.
+
+    Attributes:
+        workspace: what the convolution library takes beside inputs and output: nothing, for 16-bit maps copies of all
+            of them in its own format, or 128 MiB.
+    """
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self._captured: list[Callable[[int], None]] = []
+        self._library = torch.library.Library("aten", "IMPL")
+        self.workspace: Workspace = "none"
+        card.on_replay(lambda number, stream: self._captured[number](stream))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are replaced
+            for registered in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+                space, _, name = registered.partition("::")
+                operator = _operator(name) if space == "aten" and name not in _NATIVE else None
+                if operator is not None:
+                    self._replace(name, functools.partial(self._run, operator))
+            self._replace("copy_", self._copy)
+            self._replace("convolution", self._convolution)
+            self._replace("_scaled_dot_product_flash_attention", self._flash)
+            self._replace("_scaled_dot_product_efficient_attention", self._efficient)
+
+    def _replace(self, name: str, function: Callable[..., Any]) -> None:
+        self._library.impl(name, function, "CUDA", allow_override=True)
+
+    # Any operator
+
+    def _run(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        twins = _Twins()
+        reads, writes = _accessed(operator, args, kwargs)
+        host_args, host_kwargs = twins.of(args), {name: twins.of(value) for name, value in kwargs.items()}
+        return self._launch(lambda: operator(*host_args, **host_kwargs), twins, reads, writes)
+
+    def _launch(
+        self, compute: Callable[[], Any], twins: _Twins, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> Any:
+        """Run ``compute``, which has twins for the device's tensors; what it makes is made on the device too."""
+        stream = torch._C._cuda_getCurrentRawStream(0)
+        made: list[tuple[Tensor, Tensor]] = []
+
+        def up(result: Any) -> Any:
+            if not isinstance(result, Tensor):
+                return result
+            known = twins.original(result)
+            if known is not None:
+                if known.shape != result.shape:  # an `out` that was empty
+                    known.resize_(result.shape)
+                    twin(known).copy_(result)
+                return known
+            out = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cuda")
+            made.append((out, twin(out)))
+            made[-1][1].copy_(result)
+            return out
+
+        if not self._card.capturing(stream):
+            self._touch(stream, reads, False)
+            self._card.begin_kernel(stream)
+            results = tree_map(up, compute())
+            self._touch(stream, (*writes, *(out for out, _ in made)), True)
+            return results
+        reads, writes = [t for t in reads if t.is_cuda], [t for t in writes if t.is_cuda]
+        before = [(twin(tensor), twin(tensor).clone()) for tensor in writes]
+        results = tree_map(up, compute())  # for the shapes: a capture computes nothing
+        for now, then in before:
+            now.copy_(then)
+        spans = [_span(tensor) for tensor in reads], [_span(tensor) for tensor in (*writes, *(out for out, _ in made))]
+        self._card.capture_kernel(stream, len(self._captured))
+        self._captured.append(functools.partial(self._replay, compute, twins, [host for _, host in made], spans))
+        return results
+
+    def _replay(
+        self, compute: Callable[[], Any], twins: _Twins, rooms: Sequence[Tensor], spans: Any, stream: int
+    ) -> None:
+        """A captured kernel once more, into the same rooms."""
+        for writes, places in enumerate(spans):
+            for place in places if self._card.logging else ():
+                self._card.access(stream, *place, bool(writes))
+        self._card.begin_kernel(stream)
+        with torch.inference_mode():
+            results = [
+                leaf for leaf in tree_leaves(compute()) if isinstance(leaf, Tensor) and twins.original(leaf) is None
+            ]
+            for room, result in zip(rooms, results, strict=True):
+                room.copy_(result)
+
+    def _touch(self, stream: int, tensors: Sequence[Tensor], writes: bool) -> None:
+        if self._card.logging:
+            for tensor in tensors:
+                if tensor.is_cuda and tensor.numel():
+                    self._card.access(stream, *_span(tensor), writes)
+
+    # Those that a card does in its own way
+
+    def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """Between devices torch's own copy, over the runtime's; within the card a kernel."""
+        if not (target.is_cuda and source.is_cuda):
+            copied: Tensor = _aten.copy_.default._op_dk(
+                torch._C.DispatchKey.CompositeExplicitAutograd, target, source, non_blocking
+            )
+            return copied
+        twins = _Twins()
+        to, come = twins.of((target, source))
+        self._launch(lambda: to.copy_(come), twins, [source], [target])
+        return target
+
+    def _convolution(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any,
+        transposed: bool, output_padding: Any, groups: int,
+    ) -> Tensor:  # fmt: skip
+        """As cuDNN: inputs in the layout that either of them has, and what the library takes for itself."""
+        last = torch.channels_last if input.ndim == 4 else torch.contiguous_format
+        format = last if _has_format(input, last) or _has_format(weight, last) else torch.contiguous_format
+        input, weight = input.contiguous(memory_format=format), weight.contiguous(memory_format=format)
+        twins = _Twins()
+        operands = twins.of((input, weight, bias))
+        where = stride, padding, dilation, transposed, output_padding, groups
+        reads = [tensor for tensor in (input, weight, bias) if tensor is not None]
+        with self._taken(input, weight, format):
+            out: Tensor = self._launch(
+                lambda: _aten.convolution.default(*operands, *where).contiguous(memory_format=format), twins, reads, []
+            )
+        return out
+
+    @contextlib.contextmanager
+    def _taken(self, input: Tensor, weight: Tensor, format: torch.memory_format) -> Iterator[None]:
+        size = 0
+        if self.workspace == "fixed":
+            size = _FIXED_WORKSPACE
+        elif self.workspace == "nhwc" and input.element_size() == 2 and format is torch.contiguous_format:
+            size = 2 * input.nbytes + weight.nbytes
+        room = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+        yield
+        del room
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: Any) -> Any:
+        twins = _Twins()
+        hosts = twins.of((q, k, v, mask))
+
+        def compute() -> Tensor:
+            out = _aten._scaled_dot_product_attention_math(*hosts, 0.0, causal, scale=scale)[0]
+            return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+        out = self._launch(compute, twins, [one for one in (q, k, v, mask) if one is not None], [])
+        return out, torch.empty(q.shape[:3], dtype=torch.float32, device="cuda")
+
+    def _flash(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, debug: bool = False, *,
+        scale: float | None = None,
+    ) -> Any:  # fmt: skip
+        out, sums = self._attention(q, k, v, None, causal, scale)
+        seed = torch.empty(2, dtype=torch.uint64, device="cuda")
+        return out, sums, None, None, q.shape[2], k.shape[2], seed, seed, torch.empty(0, dtype=q.dtype, device="cuda")
+
+    def _efficient(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sums: bool, dropout: float = 0.0,
+        causal: bool = False, *, scale: float | None = None,
+    ) -> Any:  # fmt: skip
+        seed = torch.empty((), dtype=torch.int64)
+        return (*self._attention(q, k, v, bias, causal, scale), seed, seed)
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(_aten, packet, None), overload or "default", None)
+
+
+def twin(tensor: Tensor) -> Tensor:
+    """A CPU tensor over the bytes of ``tensor``."""
+    twin = torch.empty(0, dtype=tensor.dtype)
+    if tensor.numel() == 0:
+        return twin.as_strided(tensor.shape, tensor.stride())
+    address, size = _span(tensor)
+    bytes_there = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+    return twin.set_(bytes_there.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
+class _Twins:
+    """Twins of some tensors of the device, and the way back."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, value: Any) -> Any:
+        return tree_map(self._down, value)
+
+    def _down(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            self._pairs.append((twin(leaf), leaf))
+            return self._pairs[-1][0]
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        return None if isinstance(leaf, torch.Generator) else leaf
+
+    def original(self, host: Tensor) -> Tensor | None:
+        return next((tensor for one, tensor in self._pairs if one is host), None)
+
+
+def _accessed(operator: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator reads, and those that it writes."""
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    for number, argument in enumerate(operator._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if type(tensor) in (Tensor, torch.nn.Parameter):
+                found[writes].append(tensor)
+    return found
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The address and the number of bytes from the first element to the last."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+def _has_format(tensor: Tensor, format: torch.memory_format) -> bool:
+    return tensor.is_contiguous(memory_format=format) and not tensor.is_contiguous()
+
+
+class HostWatch(TorchDispatchMode):
+    """Writes down what this thread's CPU operators read and write of pinned memory."""
+
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self._card = card
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_composite(func):
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        if self._card.logging and not _only_views(func) and not _is_the_streams(func, args):
+            self._note(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
+        for tensors, writes in zip(_accessed(func, args, kwargs), (False, True), strict=True):
+            for tensor in tensors:
+                if tensor.device.type == "cpu" and tensor.numel():
+                    self._card.host_access(*_span(tensor), writes)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether it is made of other operators, which are seen by themselves."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+@functools.cache
+def _only_views(func: Any) -> bool:
+    """Whether it touches no contents: views and allocations."""
+    if func._schema.name in ("aten::empty_like", "aten::is_pinned", "aten::record_stream"):
+        return True
+    returns = [one.alias_info for one in func._schema.returns]
+    return bool(returns) and all(info is not None and not info.is_write for info in returns)
+
+
+def _is_the_streams(func: Any, args: Any) -> bool:
+    """Whether it is a copy between host and device that the runtime sees by itself, as no layout or type changes."""
+    if func._schema.name != "aten::copy_" or args[0].device == args[1].device:
+        return False
+    return args[0].dtype == args[1].dtype and args[0].is_contiguous() and args[1].is_contiguous()

@@ -1,0 +1,619 @@
+// A CUDA runtime whose one device is memory of this process, under torch's own CUDA build.
+//
+// Streams are queues of copies, waits and records; the schedule decides how late they run: at once, as late as events
+// allow, or anywhere between, from a seed. Kernels are run by Python over the same bytes, at once, after all that their
+// stream has been asked before. What happens is written to a log, from which races are found whatever the schedule.
+#include <driver_types.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr size_t MIB = size_t(1) << 20;
+constexpr size_t PAGE = 4096, DEVICE_PAGE = 2 * MIB;
+constexpr int OUT_OF_MEMORY = 2, INVALID_VALUE = 1, NOT_READY = 600, NOT_SUPPORTED = 801, CAPTURE_FORBIDS = 900;
+
+// What the log says; races.py reads it.
+enum Happening { RECORD = 1, WAIT = 2, DEVICE_SYNC = 3, STREAM_SYNC = 4, EVENT_SYNC = 5, READ = 10, WRITE = 11, COPY = 12 };
+enum CopyKind { BESIDE = 0, STAGED = 1, BLOCKING = 2 };  // of the host: never waits; reads first; waits for the end
+struct Entry { int happening, stream, event, way; uintptr_t source, target; size_t bytes; };
+constexpr int HOST = -1, ALL = -2;
+
+struct Stream;
+struct Moment { double milliseconds = 0; };
+struct Graph;
+struct Event {
+  int id;
+  bool recorded = false;
+  Stream *stream = nullptr;
+  uint64_t ticket = 0;
+  int asked = 0;
+  Graph *graph = nullptr;  // recorded while this was captured
+  std::shared_ptr<Moment> moment = std::make_shared<Moment>();
+};
+struct Task {
+  enum Kind { COPYING, FILLING, WAITING, RECORDING, CALLING, KERNEL } kind;
+  void *target = nullptr;
+  const void *source = nullptr;
+  size_t bytes = 0;
+  int value = 0;                                    // of a filling; the number of a captured kernel
+  int way = BESIDE;
+  Stream *other = nullptr;                          // that is waited for, up to this ticket
+  uint64_t until = 0;
+  std::shared_ptr<Moment> moment = nullptr;
+  void (*call)(void *) = nullptr;
+  void *argument = nullptr;
+  uint64_t ticket = 0;
+};
+struct Graph { int id; std::vector<Task> tasks; };
+struct Stream {
+  int id;
+  std::deque<Task> queue;
+  uint64_t done = 0, asked = 0;
+  Graph *capturing = nullptr;
+};
+
+enum Type { PINNED = 1, DEVICE = 2 };
+struct Range { size_t bytes; Type type; };
+
+enum Schedule { EAGER, LAZY, RANDOM };
+
+std::recursive_mutex mutex;
+std::map<void *, Stream *> streams;
+std::map<uintptr_t, Range> ranges;
+std::vector<Entry> entries;
+bool logging = false;
+int schedule = EAGER, next_stream = 1, next_event = 1, next_graph = 1, last_error = 0;
+std::mt19937_64 chance;
+size_t card_bytes = size_t(4) << 30, context_bytes = 300 * MIB;
+size_t used = 0, peak = 0, pinned = 0, pinned_peak = 0;
+long unsimulated = 0, allocations = 0, replays = 0;
+std::map<const void *, std::string> kernels;
+std::map<std::string, long> launched;
+int (*run_captured)(int number, void *stream) = nullptr;
+
+int failed(int error) { return error ? last_error = error : 0; }
+
+void note(Happening what, int stream, int event = 0, uintptr_t source = 0, uintptr_t target = 0, size_t bytes = 0,
+          int way = BESIDE) {
+  if (logging) entries.push_back({what, stream, event, way, source, target, bytes});
+}
+
+Stream *stream_of(void *handle) {
+  Stream *&stream = streams[handle];
+  if (!stream) stream = new Stream{handle ? next_stream++ : 0};
+  return stream;
+}
+
+double now() {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void run_until(Stream *stream, uint64_t ticket);
+
+void run(Stream *stream, const Task &task) {
+  switch (task.kind) {
+    case Task::COPYING: memmove(task.target, task.source, task.bytes); break;
+    case Task::FILLING: memset(task.target, task.value, task.bytes); break;
+    case Task::WAITING: if (task.other != stream) run_until(task.other, task.until); break;
+    case Task::RECORDING: task.moment->milliseconds = now(); break;
+    case Task::CALLING: task.call(task.argument); break;
+    case Task::KERNEL: break;  // only in graphs, which cudaGraphLaunch runs
+  }
+}
+
+void run_until(Stream *stream, uint64_t ticket) {
+  while (!stream->queue.empty() && stream->queue.front().ticket <= ticket) {
+    const Task task = stream->queue.front();
+    stream->queue.pop_front();
+    run(stream, task);
+    stream->done = task.ticket;
+  }
+  stream->done = std::max(stream->done, ticket);
+}
+
+void run_all(Stream *stream) { run_until(stream, stream->asked); }
+void run_everything() { for (auto &known : streams) run_all(known.second); }
+
+// In a random schedule any stream may get on at any call.
+void wander() {
+  if (schedule != RANDOM || streams.empty() || chance() % 2) return;
+  auto chosen = std::next(streams.begin(), chance() % streams.size());
+  Stream *stream = chosen->second;
+  if (!stream->queue.empty()) run_until(stream, stream->queue[chance() % stream->queue.size()].ticket);
+}
+
+void ask(Stream *stream, Task task) {
+  if (stream->capturing) { stream->capturing->tasks.push_back(task); return; }
+  wander();
+  task.ticket = ++stream->asked;
+  stream->queue.push_back(task);
+  if (schedule == EAGER) run_until(stream, task.ticket);
+}
+
+const Range *range_of(const void *address) {
+  auto found = ranges.upper_bound(uintptr_t(address));
+  if (found == ranges.begin()) return nullptr;
+  --found;
+  return uintptr_t(address) < found->first + found->second.bytes ? &found->second : nullptr;
+}
+
+void *mapped(size_t bytes, Type type) {
+  void *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (address == MAP_FAILED) return nullptr;
+  ranges[uintptr_t(address)] = {bytes, type};
+  return address;
+}
+
+size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+bool is_open(const Graph *graph) {
+  for (auto &known : streams) if (graph && known.second->capturing == graph) return true;
+  return false;
+}
+
+void log_copy(int stream, const Task &task) {
+  note(COPY, stream, 0, uintptr_t(task.source), uintptr_t(task.target), task.bytes, task.way);
+}
+
+}  // namespace
+
+#define LOCKED std::lock_guard<std::recursive_mutex> guard(mutex)
+
+extern "C" {
+
+// ---- what the tests ask
+
+void sim_card(size_t bytes, size_t context) { LOCKED; card_bytes = bytes; context_bytes = context; }
+void sim_schedule(int kind, uint64_t seed) { LOCKED; run_everything(); schedule = kind; chance.seed(seed); }
+void sim_log(int on) { LOCKED; logging = on; entries.clear(); }
+size_t sim_log_size() { LOCKED; return entries.size(); }
+void sim_log_read(Entry *out) { LOCKED; std::copy(entries.begin(), entries.end(), out); }
+size_t sim_used() { LOCKED; return used; }
+size_t sim_peak() { LOCKED; return peak; }
+size_t sim_pinned() { LOCKED; return pinned; }
+size_t sim_pinned_peak() { LOCKED; return pinned_peak; }
+void sim_reset_peaks() { LOCKED; peak = used; pinned_peak = pinned; }
+long sim_allocations() { LOCKED; return allocations; }
+long sim_unsimulated() { LOCKED; return unsimulated; }
+void sim_print_unsimulated() { LOCKED; for (auto &one : launched) fprintf(stderr, "%6ld %.160s\n", one.second, one.first.c_str()); }
+
+// Before a kernel of Python's: what its stream has been asked is done.
+void sim_kernel(void *handle) { LOCKED; wander(); run_all(stream_of(handle)); }
+void sim_access(void *handle, uintptr_t address, size_t bytes, int writes) {
+  LOCKED;
+  note(writes ? WRITE : READ, stream_of(handle)->id, 0, address, address, bytes);
+}
+// Of the host; only pinned memory is touched by streams too.
+void sim_host_access(uintptr_t address, size_t bytes, int writes) {
+  LOCKED;
+  const Range *range = range_of((void *)address);
+  if (range && range->type == PINNED) note(writes ? WRITE : READ, HOST, 0, address, address, bytes);
+}
+int sim_capturing(void *handle) { LOCKED; return stream_of(handle)->capturing != nullptr; }
+void sim_capture_kernel(void *handle, int number) {
+  LOCKED;
+  Task task{Task::KERNEL};
+  task.value = number;
+  stream_of(handle)->capturing->tasks.push_back(task);
+}
+void sim_on_replay(int (*call)(int, void *)) { LOCKED; run_captured = call; }
+long sim_replays() { LOCKED; return replays; }
+
+// ---- the device
+
+int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
+int cudaGetDevice(int *device) { *device = 0; return 0; }
+int cudaSetDevice(int device) { return device == 0 ? 0 : failed(101); }
+int cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cudaRuntimeGetVersion(int *version) { *version = 13000; return 0; }
+int cudaGetDeviceProperties(cudaDeviceProp *p, int) {
+  LOCKED;
+  memset(p, 0, sizeof *p);
+  strcpy(p->name, "Simulated GPU");
+  p->totalGlobalMem = card_bytes;
+  p->major = 8; p->minor = 6;
+  p->multiProcessorCount = 20; p->warpSize = 32;
+  p->maxThreadsPerBlock = 1024; p->maxThreadsPerMultiProcessor = 1536;
+  p->regsPerBlock = p->regsPerMultiprocessor = 65536;
+  p->sharedMemPerBlock = 49152; p->sharedMemPerBlockOptin = 101376; p->sharedMemPerMultiprocessor = 102400;
+  p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024; p->maxThreadsDim[2] = 64;
+  p->maxGridSize[0] = 2147483647; p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+  p->l2CacheSize = 4 << 20; p->textureAlignment = 512;
+  p->canMapHostMemory = p->unifiedAddressing = p->concurrentKernels = 1; p->asyncEngineCount = 2;
+  return 0;
+}
+int cudaDeviceGetAttribute(int *value, int attribute, int) {
+  static const std::map<int, int> known = {
+      {cudaDevAttrMaxThreadsPerBlock, 1024}, {cudaDevAttrMaxSharedMemoryPerBlock, 49152}, {cudaDevAttrWarpSize, 32},
+      {cudaDevAttrMultiProcessorCount, 20}, {cudaDevAttrMaxThreadsPerMultiProcessor, 1536},
+      {cudaDevAttrComputeCapabilityMajor, 8}, {cudaDevAttrComputeCapabilityMinor, 6},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 102400}, {cudaDevAttrMaxSharedMemoryPerBlockOptin, 101376}};
+  auto found = known.find(attribute);
+  *value = found == known.end() ? 0 : found->second;
+  return 0;
+}
+int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { if (least) *least = 0; if (greatest) *greatest = -5; return 0; }
+int cudaDeviceCanAccessPeer(int *can, int, int) { *can = 0; return 0; }
+int cudaDeviceGetPCIBusId(char *text, int size, int) { snprintf(text, size, "0000:01:00.0"); return 0; }
+int cudaMemGetInfo(size_t *free, size_t *total) {
+  LOCKED;
+  *total = card_bytes;
+  *free = card_bytes - std::min(card_bytes, used + context_bytes);
+  return 0;
+}
+int cudaGetLastError() { LOCKED; return std::exchange(last_error, 0); }
+int cudaPeekAtLastError() { LOCKED; return last_error; }
+const char *cudaGetErrorString(int error) {
+  switch (error) {
+    case 0: return "no error";
+    case OUT_OF_MEMORY: return "out of memory";
+    case CAPTURE_FORBIDS: return "operation not permitted when stream is capturing";
+    default: return "an error of the simulated CUDA runtime";
+  }
+}
+const char *cudaGetErrorName(int error) {
+  return error == 0 ? "cudaSuccess" : error == OUT_OF_MEMORY ? "cudaErrorMemoryAllocation" : "cudaErrorUnknown";
+}
+
+// ---- memory
+
+int cudaMalloc(void **address, size_t bytes) {
+  LOCKED;
+  wander();
+  const size_t taken = rounded(bytes, DEVICE_PAGE);
+  *address = nullptr;
+  if (used + context_bytes + taken > card_bytes) return failed(OUT_OF_MEMORY);
+  *address = mapped(taken, DEVICE);
+  if (!*address) return failed(OUT_OF_MEMORY);
+  memset(*address, 0xff, std::min(bytes, 4 * MIB));  // not a number: what is read before it is written shows
+  used += taken;
+  peak = std::max(peak, used);
+  ++allocations;
+  return 0;
+}
+int cudaFree(void *address) {
+  LOCKED;
+  if (!address) return 0;
+  run_everything();
+  note(DEVICE_SYNC, ALL);
+  auto found = ranges.find(uintptr_t(address));
+  if (found == ranges.end()) return failed(INVALID_VALUE);
+  used -= found->second.bytes;
+  munmap(address, found->second.bytes);
+  ranges.erase(found);
+  return 0;
+}
+int cudaMallocAsync(void **address, size_t bytes, void *) { return cudaMalloc(address, bytes); }
+int cudaFreeAsync(void *address, void *) { return cudaFree(address); }
+int cudaHostAlloc(void **address, size_t bytes, unsigned) {
+  LOCKED;
+  const size_t taken = rounded(bytes, PAGE);
+  *address = mapped(taken, PINNED);
+  if (!*address) return failed(OUT_OF_MEMORY);
+  memset(*address, 0xff, std::min(bytes, 4 * MIB));
+  pinned += taken;
+  pinned_peak = std::max(pinned_peak, pinned);
+  return 0;
+}
+int cudaMallocHost(void **address, size_t bytes) { return cudaHostAlloc(address, bytes, 0); }
+int cudaFreeHost(void *address) {
+  LOCKED;
+  run_everything();  // nothing is ordered by it
+  auto found = ranges.find(uintptr_t(address));
+  if (found == ranges.end()) return failed(INVALID_VALUE);
+  pinned -= found->second.bytes;
+  munmap(address, found->second.bytes);
+  ranges.erase(found);
+  return 0;
+}
+int cudaHostRegister(void *address, size_t bytes, unsigned) {
+  LOCKED;
+  ranges[uintptr_t(address)] = {bytes, PINNED};
+  pinned += bytes;
+  pinned_peak = std::max(pinned_peak, pinned);
+  return 0;
+}
+int cudaHostUnregister(void *address) {
+  LOCKED;
+  auto found = ranges.find(uintptr_t(address));
+  if (found == ranges.end()) return failed(INVALID_VALUE);
+  pinned -= found->second.bytes;
+  ranges.erase(found);
+  return 0;
+}
+int cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *address) {
+  LOCKED;
+  memset(attributes, 0, sizeof *attributes);
+  const Range *range = range_of(address);
+  attributes->device = range ? 0 : -2;
+  attributes->type = !range ? cudaMemoryTypeUnregistered
+                     : range->type == PINNED ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  (range && range->type == DEVICE ? attributes->devicePointer : attributes->hostPointer) = range ? (void *)address : nullptr;
+  return 0;
+}
+int cudaMemcpyAsync(void *target, const void *source, size_t bytes, int, void *handle) {
+  LOCKED;
+  Stream *stream = stream_of(handle);
+  Task task{Task::COPYING, target, source, bytes};
+  if (stream->capturing) {
+    if (!range_of(source) || !range_of(target)) return failed(CAPTURE_FORBIDS);
+  } else if (!range_of(source)) {  // pageable: the call returns when it has been read
+    task.way = STAGED;
+    log_copy(stream->id, task);
+    void *staging = malloc(bytes);
+    memcpy(staging, source, bytes);
+    task.source = staging;
+    ask(stream, task);
+    Task release{Task::CALLING};
+    release.call = free;
+    release.argument = staging;
+    ask(stream, release);
+    return 0;
+  }
+  task.way = range_of(target) ? BESIDE : BLOCKING;
+  if (!stream->capturing) log_copy(stream->id, task);
+  ask(stream, task);
+  if (task.way == BLOCKING) run_all(stream);
+  return 0;
+}
+int cudaMemcpy(void *target, const void *source, size_t bytes, int) {
+  LOCKED;
+  Stream *stream = stream_of(nullptr);
+  Task task{Task::COPYING, target, source, bytes};
+  task.way = BLOCKING;
+  log_copy(stream->id, task);
+  ask(stream, task);
+  run_all(stream);
+  return 0;
+}
+int cudaMemcpyPeerAsync(void *target, int, const void *source, int, size_t bytes, void *handle) {
+  return cudaMemcpyAsync(target, source, bytes, 0, handle);
+}
+int cudaMemsetAsync(void *target, int value, size_t bytes, void *handle) {
+  LOCKED;
+  Stream *stream = stream_of(handle);
+  Task task{Task::FILLING, target, nullptr, bytes, value};
+  if (!stream->capturing) note(WRITE, stream->id, 0, uintptr_t(target), uintptr_t(target), bytes);
+  ask(stream, task);
+  return 0;
+}
+int cudaMemset(void *target, int value, size_t bytes) { return cudaMemsetAsync(target, value, bytes, nullptr); }
+
+// ---- streams and events
+
+int cudaStreamCreateWithPriority(void **handle, unsigned, int) { LOCKED; *handle = malloc(64); stream_of(*handle); return 0; }
+int cudaStreamCreateWithFlags(void **handle, unsigned flags) { return cudaStreamCreateWithPriority(handle, flags, 0); }
+int cudaStreamCreate(void **handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
+int cudaStreamDestroy(void *handle) { LOCKED; run_all(stream_of(handle)); return 0; }
+int cudaStreamSynchronize(void *handle) {
+  LOCKED;
+  Stream *stream = stream_of(handle);
+  if (stream->capturing) return failed(CAPTURE_FORBIDS);
+  run_all(stream);
+  note(STREAM_SYNC, stream->id);
+  return 0;
+}
+int cudaDeviceSynchronize() {
+  LOCKED;
+  for (auto &known : streams) if (known.second->capturing) return failed(CAPTURE_FORBIDS);
+  run_everything();
+  note(DEVICE_SYNC, ALL);
+  return 0;
+}
+int cudaStreamQuery(void *handle) {
+  LOCKED;
+  wander();
+  Stream *stream = stream_of(handle);
+  if (!stream->queue.empty()) return NOT_READY;
+  note(STREAM_SYNC, stream->id);
+  return 0;
+}
+int cudaStreamGetPriority(void *, int *priority) { *priority = 0; return 0; }
+int cudaStreamWaitEvent(void *handle, Event *event, unsigned) {
+  LOCKED;
+  Stream *stream = stream_of(handle);
+  if (is_open(event->graph)) {  // the capture goes on in this stream too
+    stream->capturing = event->graph;
+    return 0;
+  }
+  if (!event->recorded || stream->capturing) return 0;
+  note(WAIT, stream->id, event->id);
+  Task task{Task::WAITING};
+  task.other = event->stream;
+  task.until = event->ticket;
+  ask(stream, task);
+  return 0;
+}
+int cudaEventCreateWithFlags(Event **event, unsigned) { LOCKED; *event = new Event{next_event++}; return 0; }
+int cudaEventCreate(Event **event) { return cudaEventCreateWithFlags(event, 0); }
+int cudaEventDestroy(Event *event) { LOCKED; delete event; return 0; }
+int cudaEventRecord(Event *event, void *handle) {
+  LOCKED;
+  Stream *stream = stream_of(handle);
+  event->graph = stream->capturing;
+  if (event->graph) return 0;
+  event->stream = stream;
+  event->recorded = true;
+  event->asked = 0;
+  event->moment = std::make_shared<Moment>();
+  note(RECORD, stream->id, event->id);
+  Task task{Task::RECORDING};
+  task.moment = event->moment;
+  event->ticket = stream->asked + 1;
+  ask(stream, task);
+  return 0;
+}
+int cudaEventRecordWithFlags(Event *event, void *handle, unsigned) { return cudaEventRecord(event, handle); }
+int cudaEventSynchronize(Event *event) {
+  LOCKED;
+  if (is_open(event->graph)) return failed(CAPTURE_FORBIDS);
+  if (!event->recorded) return 0;
+  run_until(event->stream, event->ticket);
+  note(EVENT_SYNC, HOST, event->id);
+  return 0;
+}
+int cudaEventQuery(Event *event) {
+  LOCKED;
+  wander();
+  if (!event->recorded) return 0;
+  if (++event->asked > 1000) run_until(event->stream, event->ticket);  // who polls gets an answer in the end
+  if (event->stream->done < event->ticket) return NOT_READY;
+  note(EVENT_SYNC, HOST, event->id);
+  return 0;
+}
+int cudaEventElapsedTime(float *milliseconds, Event *start, Event *end) {
+  LOCKED;
+  for (Event *event : {start, end}) if (event->recorded) run_until(event->stream, event->ticket);
+  *milliseconds = float(std::max(1e-3, end->moment->milliseconds - start->moment->milliseconds));
+  return 0;
+}
+int cudaLaunchHostFunc(void *handle, void (*call)(void *), void *argument) {
+  LOCKED;
+  Task task{Task::CALLING};
+  task.call = call;
+  task.argument = argument;
+  ask(stream_of(handle), task);
+  return 0;
+}
+
+// ---- stream capture: what streams are asked becomes a list, which a launch runs in the order of the capture
+
+int cudaStreamBeginCapture(void *handle, int) {
+  LOCKED;
+  Stream *stream = stream_of(handle);
+  if (stream->capturing) return failed(CAPTURE_FORBIDS);
+  stream->capturing = new Graph{next_graph++};
+  return 0;
+}
+int cudaStreamEndCapture(void *handle, Graph **graph) {
+  LOCKED;
+  *graph = stream_of(handle)->capturing;
+  if (!*graph) return failed(INVALID_VALUE);
+  for (auto &known : streams) if (known.second->capturing == *graph) known.second->capturing = nullptr;
+  return 0;
+}
+int cudaStreamIsCapturing(void *handle, int *status) { LOCKED; *status = stream_of(handle)->capturing ? 1 : 0; return 0; }
+int cudaStreamGetCaptureInfo(void *handle, int *status, unsigned long long *id, Graph **graph, const void **dependencies,
+                             const void **edges, size_t *count) {
+  LOCKED;
+  Graph *capturing = stream_of(handle)->capturing;
+  *status = capturing ? 1 : 0;
+  if (id) *id = capturing ? capturing->id : 0;
+  if (graph) *graph = capturing;
+  if (dependencies) *dependencies = nullptr;
+  if (edges) *edges = nullptr;
+  if (count) *count = 0;
+  return 0;
+}
+int cudaThreadExchangeStreamCaptureMode(int *) { return 0; }
+int cudaGraphGetNodes(Graph *graph, void **, size_t *count) { LOCKED; *count = graph->tasks.size(); return 0; }
+int cudaGraphInstantiateWithFlags(Graph **executable, Graph *graph, unsigned long long) { *executable = new Graph(*graph); return 0; }
+int cudaGraphDestroy(Graph *graph) { delete graph; return 0; }
+int cudaGraphExecDestroy(Graph *executable) { delete executable; return 0; }
+int cudaGraphLaunch(Graph *executable, void *handle) {
+  Stream *stream;
+  { LOCKED; stream = stream_of(handle); ++replays; }
+  for (const Task &task : executable->tasks) {
+    if (task.kind == Task::KERNEL) {  // in Python, which another thread may hold that waits for this lock
+      if (int error = run_captured(task.value, handle)) return failed(error);
+      continue;
+    }
+    LOCKED;
+    if (task.kind == Task::COPYING) log_copy(stream->id, task);
+    if (task.kind == Task::FILLING) note(WRITE, stream->id, 0, uintptr_t(task.target), uintptr_t(task.target), task.bytes);
+    ask(stream, task);
+  }
+  return 0;
+}
+
+// ---- kernels of torch's own are registered and never run; that one was asked for is counted
+
+void **__cudaRegisterFatBinary(void *) { static void *handle; return &handle; }
+void __cudaRegisterFatBinaryEnd(void **) {}
+void __cudaUnregisterFatBinary(void **) {}
+void __cudaRegisterFunction(void **, const char *handle, char *, const char *name, int, void *, void *, void *, void *, int *) {
+  LOCKED;
+  kernels[handle] = name;
+}
+void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {}
+int __cudaPushCallConfiguration(dim3, dim3, size_t, void *) { return 0; }
+int __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
+  *grid = *block = dim3{1, 1, 1};
+  *shared = 0;
+  *(void **)stream = nullptr;
+  return 0;
+}
+int __cudaGetKernel(void **kernel, const void *handle) { *kernel = (void *)handle; return 0; }
+static int launch(const void *handle) {
+  LOCKED;
+  ++unsimulated;
+  auto found = kernels.find(handle);
+  ++launched[found == kernels.end() ? "a kernel without a name" : found->second];
+  return 0;
+}
+int __cudaLaunchKernel(const void *handle, dim3, dim3, void **, size_t, void *) { return launch(handle); }
+int cudaLaunchKernel(const void *handle, dim3, dim3, void **, size_t, void *) { return launch(handle); }
+int cudaLaunchKernelExC(const void *, const void *handle, void **) { return launch(handle); }
+int cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
+  memset(attributes, 0, sizeof *attributes);
+  attributes->maxThreadsPerBlock = 1024;
+  attributes->numRegs = 32;
+  attributes->binaryVersion = attributes->ptxVersion = 86;
+  return 0;
+}
+int cudaFuncSetAttribute(const void *, int, int) { return 0; }
+int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int, size_t) { *blocks = 2; return 0; }
+int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int, size_t, unsigned) { *blocks = 2; return 0; }
+int cudaGetSymbolAddress(void **address, const void *) { static char room[1 << 16]; *address = room; return 0; }
+int cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long, int *found) {
+  *function = nullptr;
+  if (found) *found = 1;
+  return 0;
+}
+
+// ---- what torch names and nothing here calls
+#define MISSING(name) int name() { fprintf(stderr, "the simulated CUDA runtime has no " #name "\n"); return failed(NOT_SUPPORTED); }
+int __cudaInitModule() { return NOT_SUPPORTED; }
+MISSING(cudaDeviceEnablePeerAccess)
+MISSING(cudaDeviceGetDefaultMemPool)
+MISSING(cudaGraphAddNode)
+MISSING(cudaGraphConditionalHandleCreate)
+MISSING(cudaGraphDebugDotPrint)
+MISSING(cudaGraphNodeGetDependencies)
+MISSING(cudaIpcCloseMemHandle)
+MISSING(cudaIpcGetEventHandle)
+MISSING(cudaIpcGetMemHandle)
+MISSING(cudaIpcOpenEventHandle)
+MISSING(cudaIpcOpenMemHandle)
+MISSING(cudaKernelSetAttributeForDevice)
+MISSING(cudaLaunchCooperativeKernel)
+MISSING(cudaLibraryGetKernel)
+MISSING(cudaLibraryLoadData)
+MISSING(cudaLibraryUnload)
+MISSING(cudaMemPoolGetAttribute)
+MISSING(cudaMemPoolSetAccess)
+MISSING(cudaMemPoolSetAttribute)
+MISSING(cudaMemPoolTrimTo)
+MISSING(cudaMemcpy2DAsync)
+MISSING(cudaMemcpyToSymbol)
+MISSING(cudaProfilerStart)
+MISSING(cudaProfilerStop)
+MISSING(cudaStreamAddCallback)
+MISSING(cudaStreamBeginCaptureToGraph)
+MISSING(cudaStreamUpdateCaptureDependencies)
+}

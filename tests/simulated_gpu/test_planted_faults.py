@@ -1,0 +1,228 @@
+"""The watch finds what it is there for: faults planted in our own code, each a change that a slip could make."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from on_card import GPU, Seen
+from test_hooks_on_the_card import WAYS, Broken, denoise, mapped, run
+from torch import Tensor
+
+from sd_lowvram import Settings, attached
+from sd_lowvram.hooks.placement import Residency
+from sd_lowvram.memory import Parked, fetch, park
+from sd_lowvram.streaming import layout
+from sd_lowvram.streaming.copier import Copier
+from sd_lowvram.streaming.engine import Stream
+from sd_lowvram.streaming.host_weights import Masters, _Ring
+from sd_lowvram.streaming.layout import Layout
+
+Work = Callable[[Any, Path], bool]
+"""A run on the card; whether its result is right."""
+
+
+PLAIN: dict[str, Tensor] = {}
+"""What is right: latents of the UNet alone, and a picture."""
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    pipe = families.plain("sd15")
+    with attached(pipe, Settings(offload="none"), device=GPU):
+        PLAIN.update(latents=denoise(pipe.unet), picture=run(pipe, {}))
+    return pipe
+
+
+@pytest.fixture
+def pipe(whole: Any) -> Any:
+    """A copy, which a fault may spoil."""
+    return copy.deepcopy(whole)
+
+
+def streamed(way: str) -> Work:
+    def work(pipe: Any, folder: Path) -> bool:
+        with attached(pipe.unet, WAYS[way], device=GPU):
+            return all(torch.equal(denoise(pipe.unet), PLAIN["latents"]) for _ in range(2))
+
+    return work
+
+
+def from_a_file(pipe: Any, folder: Path) -> bool:
+    pipe.unet.save_pretrained(folder)
+    with mapped(folder) as unet, attached(unet, WAYS["blocks"], device=GPU):
+        return all(torch.equal(denoise(unet), PLAIN["latents"]) for _ in range(2))
+
+
+def on_the_device(module: torch.nn.Module) -> bool:
+    return any(tensor.is_cuda for tensor in module.parameters())
+
+
+def pictures(way: str) -> Work:
+    """Two pictures, with no more than one component's weights on the device at any time that can be seen."""
+
+    def work(pipe: Any, folder: Path) -> bool:
+        with attached(pipe, WAYS[way], device=GPU):
+            made = [run(pipe, {}) for _ in range(2)]
+            there = sum(on_the_device(component) for component in (pipe.text_encoder, pipe.unet, pipe.vae))
+        return there <= 1 and all(torch.equal(picture, PLAIN["picture"]) for picture in made)
+
+    return work
+
+
+def broken(pipe: Any, folder: Path) -> bool:
+    def breaks(*_: Any) -> None:
+        raise Broken
+
+    with attached(pipe.unet, WAYS["blocks"], device=GPU):
+        hook = pipe.unet.mid_block.register_forward_hook(breaks)
+        with contextlib.suppress(Broken):
+            denoise(pipe.unet)
+        hook.remove()
+        return not on_the_device(pipe.unet) and torch.equal(denoise(pipe.unet), PLAIN["latents"])
+
+
+def parked_elsewhere(pipe: Any, folder: Path) -> bool:
+    """Rows are stored on one stream and read on another, and by the host."""
+    noise = torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0))
+    tensor, stream = noise.to(GPU), torch.cuda.Stream()
+    parked = Parked.empty(tensor.shape, tensor.dtype, like=tensor)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        parked.store(slice(0, 32), tensor)
+    tensor.record_stream(stream)
+    return torch.equal(parked.load().cpu(), noise)
+
+
+def cut_on_the_host(pipe: Any, folder: Path) -> bool:
+    noise = torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0))
+    return torch.equal(fetch(park(noise.to(GPU)), slice(4, 9)).cpu(), noise[:, :, 4:9])
+
+
+def after_others(pipe: Any, folder: Path) -> bool:
+    """The room on the device is what others have just let go of."""
+
+    def taken(take_room: Any) -> Any:
+        def takes(self: Layout, *args: Any) -> None:
+            torch.ones(self.bytes, dtype=torch.uint8, device=GPU)
+            take_room(self, *args)
+
+        return takes
+
+    with exchanged(Layout, "take_room", taken):
+        return LAYERS(pipe, folder)
+
+
+def _in_no_order(_: Any) -> Any:
+    return lambda self, device: contextlib.nullcontext()
+
+
+def _copies_at_once(copy: Any) -> Any:
+    return lambda self, copies, after: copy(self, copies, ())
+
+
+def _refilled_early(copy: Any) -> Any:
+    def refills(self: _Ring, *args: Any) -> None:
+        copy(self, *args)
+        self._copied = [None] * len(self._copied)
+
+    return refills
+
+
+def _never(self: Any, *args: Any) -> None:
+    return None
+
+
+def _without_room_taken(fetch: Any) -> Any:
+    def fetches(self: Stream, number: int) -> None:
+        self._room_taken = None
+        fetch(self, number)
+
+    return fetches
+
+
+def _half_a_kilobyte_off(places: Any) -> Any:
+    def misplaced(pool: Any, tensors: Any, block: Any, offset: int) -> Any:
+        return places(pool, tensors, block, max(0, offset - 512))
+
+    return misplaced
+
+
+def _alone(_: Any) -> Any:
+    return property(lambda self: dict.fromkeys(self.streamed, ()))
+
+
+def _removed(_: Any) -> Any:
+    return _never
+
+
+BLOCKS, LAYERS, PICTURES, IN_TURNS = streamed("blocks"), streamed("layer"), pictures("layer"), pictures("component")
+WORKS = {
+    "blocks": BLOCKS, "layers": LAYERS, "pictures": PICTURES, "in turns": IN_TURNS, "from a file": from_a_file,
+    "after others": after_others, "broken": broken,
+    "parked elsewhere": parked_elsewhere, "cut on the host": cut_on_the_host,
+}  # fmt: skip
+
+# Each: what is changed and how, what is run, and what gives it away.
+FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Work, str]] = {
+    "the compute does not wait for copies": (Copier, "wait", _removed, BLOCKS, "races"),
+    "copies do not wait for the compute": (Copier, "copy", _copies_at_once, BLOCKS, "races"),
+    "the compute sets no marks": (Copier, "mark", _removed, BLOCKS, "races"),
+    "room is given back during copies": (Copier, "rest", _removed, PICTURES, "races"),
+    "room is filled before it is free": (Stream, "_fetch", _without_room_taken, after_others, "races"),
+    "the ring is refilled early": (_Ring, "copy", _refilled_early, from_a_file, "races"),
+    "blocks in the same bytes know nothing of each other": (Layout, "overlapping", _alone, LAYERS, "races"),
+    "blocks lie over each other": (layout, "_places", _half_a_kilobyte_off, BLOCKS, "wrong"),
+    "a failed run is not tidied up": (Stream, "_abandon", _removed, broken, "wrong"),
+    "masters stay pinned": (Masters, "undo", _removed, BLOCKS, "pinned"),
+    "a component is not taken back": (Residency, "evict", _removed, IN_TURNS, "wrong"),
+    "parking sets no events": (Parked, "_in_order", _in_no_order, parked_elsewhere, "races"),
+    "the host cuts a map that is on its way": (Parked, "_wait", _removed, cut_on_the_host, "races"),
+}
+
+
+@contextlib.contextmanager
+def exchanged(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def seen_of(gpu: Any, schedule: str, work: Work, pipe: Any, folder: Path) -> tuple[Seen, bool]:
+    """What was seen, and whether the result was right; an error of ours is not."""
+    right = False
+    with gpu.watched(schedule) as seen, contextlib.suppress(RuntimeError, KeyError):
+        right = work(pipe, folder)
+    return seen, right
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(gpu: Any, pipe: Any, fault: str, tmp_path: Path) -> None:
+    """Also where every copy happens to run at once, and bits are right."""
+    owner, name, make, work, found = FAULTS[fault]
+    with exchanged(owner, name, make):
+        seen, right = seen_of(gpu, "eager", work, pipe, tmp_path)
+    print(f"{fault}: {'right' if right else 'wrong'}, {seen}")
+    told = {
+        "races": bool(seen.races),
+        "wrong": not right,
+        "left": seen.device_bytes > 0,
+        "pinned": seen.pinned_bytes > 0,
+    }
+    assert told[found], f"right: {right}; {seen}"
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_without_a_fault_there_is_nothing(gpu: Any, pipe: Any, work: str, tmp_path: Path) -> None:
+    seen, right = seen_of(gpu, "lazy", WORKS[work], pipe, tmp_path)
+    assert right
+    assert seen.clean, seen
