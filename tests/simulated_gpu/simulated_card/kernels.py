@@ -284,7 +284,8 @@ class HostWatch(TorchDispatchMode):
 @functools.cache
 def _is_composite(func: Any) -> bool:
     """Whether it is made of other operators, which are seen by themselves."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    name, key = func.name(), "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 @functools.cache

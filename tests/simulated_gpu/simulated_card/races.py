@@ -122,6 +122,8 @@ class _Replay:
 
     def _stays(self, earlier: Access, access: Access, clock: _Clock) -> bool:
         """Whether an earlier access can race with what comes after ``access`` too; notes their own race."""
+        if self._clocks[_HOST][earlier.timeline] >= earlier.time:  # who is asked for anything now comes after it
+            return False
         if earlier.end <= access.start or earlier.start >= access.end:
             return True
         if earlier.timeline != access.timeline and clock[earlier.timeline] < earlier.time:
