@@ -131,15 +131,22 @@ def storage(as_json: Json = False, debug: Debug = False) -> None:
 def gpu(
     part: Annotated[
         list[str] | None,
-        typer.Option("--part", help="peaks, streaming, max-size or attention; may be repeated. All when left out."),
+        typer.Option(
+            "--part",
+            help="correctness, attention, workspaces, peaks, streaming or max-size; may be repeated. Left out: all.",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for GPU.json and GPU.md.")] = Path("benchmarks/results"),
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what is there already.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """On an NVIDIA GPU: predicted and measured peaks, streamed weights, largest pictures, attention."""
+    """On an NVIDIA GPU: races, predicted and measured peaks, streamed weights, largest pictures, attention."""
     with _measuring(debug, not as_json):
-        from ..bench.gpu import PARTS, run
+        from ..bench.gpu import PARTS, run, unmeasured
 
-        written = run(tuple(part or PARTS), out)
+        written = run(tuple(part or PARTS), out, again=again)
+        lacking = unmeasured(written)
         typer.echo(written.with_suffix(".json").read_text(encoding="utf-8") if as_json else f"written: {written}")
+        if lacking:
+            typer.echo(f"no time was left for {lacking} rows: the same command goes on with them", err=True)

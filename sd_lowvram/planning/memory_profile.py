@@ -34,6 +34,7 @@ class MeasuredStage:
         seconds: from the call of the component to the call of the next.
         peak_bytes: most bytes that tensors held at one moment, those included that were there before.
         curve: (seconds since the stage began, bytes) in the course of it; empty on a GPU.
+        reserved_bytes: most bytes that the allocator had of a GPU, for tensors and around them; 0 on a CPU.
     """
 
     name: str
@@ -41,6 +42,7 @@ class MeasuredStage:
     seconds: float
     peak_bytes: int
     curve: tuple[tuple[float, int], ...] = field(default=(), repr=False)
+    reserved_bytes: int = 0
 
 
 @dataclass
@@ -56,6 +58,10 @@ class Run:
     @property
     def peak_bytes(self) -> int:
         return max((stage.peak_bytes for stage in self.stages), default=0)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return max((stage.reserved_bytes for stage in self.stages), default=0)
 
     @property
     def seconds(self) -> float:
@@ -150,7 +156,9 @@ def _joined(stages: Iterator[MeasuredStage]) -> Iterator[MeasuredStage]:
         else:
             later = tuple((last.seconds + second, nbytes) for second, nbytes in stage.curve)
             peak = max(last.peak_bytes, stage.peak_bytes)
-            last = MeasuredStage(last.name, last.component, last.seconds + stage.seconds, peak, last.curve + later)
+            reserved = max(last.reserved_bytes, stage.reserved_bytes)
+            seconds = last.seconds + stage.seconds
+            last = MeasuredStage(last.name, last.component, seconds, peak, last.curve + later, reserved)
     if last is not None:
         yield last
 
@@ -161,7 +169,7 @@ class _OnGpu:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._begun: list[tuple[str, str, float]] = []
-        self._peaks: list[int] = []
+        self._peaks: list[tuple[int, int]] = []
         self._end = 0.0
 
     def begin(self, name: str, component: str) -> None:
@@ -171,7 +179,8 @@ class _OnGpu:
     def _close(self) -> None:
         torch.cuda.synchronize(self._device)
         if self._begun:
-            self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+            peaks = torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+            self._peaks.append(peaks)
             torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextlib.contextmanager
@@ -188,8 +197,8 @@ class _OnGpu:
 
     def stages(self) -> Iterator[MeasuredStage]:
         ends = [start for _, _, start in self._begun[1:]] + [self._end]
-        for (name, component, start), end, peak in zip(self._begun, ends, self._peaks, strict=True):
-            yield MeasuredStage(name, component, end - start, peak)
+        for (name, component, start), end, (peak, reserved) in zip(self._begun, ends, self._peaks, strict=True):
+            yield MeasuredStage(name, component, end - start, peak, reserved_bytes=reserved)
 
 
 class _OnCpu:

@@ -1,21 +1,20 @@
-"""Plans and the allocator agree on a GPU, each plan in a process of its own."""
+"""Plans and the allocator agree on a GPU; `bench gpu` measures more of them."""
 
 from __future__ import annotations
 
 import pytest
 
-from sd_lowvram.bench.gpu.peaks import SHAPES, trial_peak, within
-from sd_lowvram.bench.trial import measure
+from sd_lowvram.bench.gpu.peaks import trial_peaks
+from sd_lowvram.bench.trial import measure_each
 from sd_lowvram.units import MIB
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("model", "side"), SHAPES)
-def test_the_peak_is_the_one_foretold(model: str, side: int, share: float) -> None:
-    row = measure(trial_peak, seconds=280, device="cuda", model=model, side=side, share=share)
-    assert "error" not in row, row["error"]
-    measured = row["measured_bytes"] - row["library_bytes"]
-    apart = (row["predicted_bytes"] - measured) / MIB
-    assert within(row["predicted_bytes"], measured), f"{apart:+.1f} MiB beside {measured / MIB:.0f} MiB: {row}"
+def test_the_peak_is_the_one_foretold() -> None:
+    cases = [{"model": "sd15", "side": 512, "share": share} for share in (0.0, 0.5, 1.0)]
+    for case, row in zip(cases, measure_each(trial_peaks, cases, seconds=lambda: 120.0, device="cuda"), strict=True):
+        assert "error" not in row, row["error"]
+        measured = row["measured_bytes"] - row["library_bytes"]
+        apart = (row["predicted_bytes"] - measured) / MIB
+        assert row["within"], f"{case}: {apart:+.1f} MiB beside {measured / MIB:.0f} MiB: {row}"

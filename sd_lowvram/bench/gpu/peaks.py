@@ -2,48 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ... import progress
-from ...units import MIB
+from ...units import GIB, MIB
+from ..calls import timed_calls
 from ..models import random_pipeline
 from ..report import table
-from ..trial import measure
+from .record import Case, Record, in_order, room_for, side_by_side
 
 SHAPES = (("sd15", 512), ("sd15", 1024), ("sd15", 2048), ("sdxl", 1024))
 SHARES = (0.0, 0.1, 0.5, 1.0)
 """Budgets between the least that works and that of everything resident at once, whose plan is the plain one."""
 _PLENTY = "1000 TB"
+_LARGEST_BYTES = 14 * GIB
+"""What the largest of the plans takes of a card, with its context."""
 
 
-def run(device: torch.device, seconds: Callable[[], float]) -> Any:
-    """One row for each plan, 16 in all; each has ``within``: whether the prediction is as near as it has to be."""
-    plans: list[dict[str, Any]]
-    plans = [{"model": model, "side": side, "share": share} for model, side in SHAPES for share in SHARES]
-    rows = [
-        plan | measure(trial_peak, seconds=seconds(), device=str(device), **plan)
-        for plan in progress.counted("peaks", plans)
-    ]
-    return {"rows": rows}
+def run(device: torch.device, record: Record) -> None:
+    """One row for each plan, 16 in all; each has ``within``: whether the prediction is as near as it has to be.
+
+    The plans of a size share a process, and with it the model and what was traced of it; sizes go side by side.
+    """
+
+    def measure(cases: Sequence[Case]) -> None:
+        record.fill(cases, trial_peaks, device=str(device))
+
+    sizes = [[{"model": model, "side": side, "share": share} for share in SHARES] for model, side in SHAPES]
+    side_by_side("peaks", measure, sizes, room_for(device, _LARGEST_BYTES))
 
 
-def trial_peak(device: str, model: str, side: int, share: float, steps: int = 2) -> dict[str, Any]:
-    """Plan, run, and tell both peaks in bytes; a CPU's is that of its allocator, host memory with it."""
-    from ... import optimize, plan
-    from ...planning.memory_profile import measured
+def trial_peaks(device: str, cases: Sequence[Case], steps: int = 2) -> Iterator[dict[str, Any]]:
+    """For each of ``cases``: plan, run, and tell both peaks in bytes; a CPU's is that of its allocator, host memory
+    with it. Ends early where a run leaves something on the device."""
+    from ... import plan, restore
 
     where = torch.device(device)
-    pipe = random_pipeline(model, where)
-    sizes: dict[str, Any] = {"width": side, "height": side, "device": where}
-    plain = plan(pipe, vram=_PLENTY, **sizes)
-    least, most = plain.minimum_vram_bytes, plain.predicted.peak_bytes + plain.predicted.overhead_bytes
-    vram = least + int(share * (most - least)) + MIB
+    for (model, side), shares in itertools.groupby(cases, lambda case: (case["model"], case["side"])):
+        pipe = random_pipeline(model, where)
+        sizes: dict[str, Any] = {"width": side, "height": side, "device": where}
+        plain = plan(pipe, vram=_PLENTY, **sizes)
+        most = plain.predicted.peak_bytes + plain.predicted.overhead_bytes
+        for case in shares:
+            vram = plain.minimum_vram_bytes + int(case["share"] * (most - plain.minimum_vram_bytes)) + MIB
+            yield _peak(pipe, vram, sizes, steps)
+            restore(pipe)
+            if held_on(where):
+                return
+
+
+def held_on(device: torch.device) -> int:
+    """Bytes of tensors that are still on the device; what the allocator kept besides is given back."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    _library_bytes(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(pipe: Any, vram: int, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
+    from ... import optimize
+    from ...planning.memory_profile import measured
+
+    where = sizes["device"]
+    start = time.perf_counter()
     chosen = optimize(pipe, vram=f"{vram} b", **sizes)
-    with measured(pipe) as run:
-        pipe("a red apple", width=side, height=side, num_inference_steps=steps, output_type="pt")
+    planned = time.perf_counter() - start
+    with measured(pipe) as run, timed_calls(pipe, where) as calls:
+        pipe(
+            "a red apple", width=sizes["width"], height=sizes["height"], num_inference_steps=steps, output_type="pt"
+        )  # fmt: skip
     on_cpu = where.type == "cpu"
     predicted = max(stage.held_bytes for stage in chosen.stages) if on_cpu else chosen.predicted.peak_bytes
     libraries = _library_bytes(where)
@@ -54,9 +88,12 @@ def trial_peak(device: str, model: str, side: int, share: float, steps: int = 2)
         "predicted_bytes": predicted,
         "measured_bytes": run.peak_bytes,
         "library_bytes": libraries,
-        "reserved_bytes": 0 if on_cpu else torch.cuda.max_memory_reserved(where),
+        "reserved_bytes": run.reserved_bytes,
+        "plan_seconds": planned,
         "predicted_seconds": chosen.predicted.seconds * steps / chosen.request.steps,
         "measured_seconds": run.seconds,
+        "host_seconds": sum(calls.host_seconds),
+        "device_seconds": sum(calls.device_seconds) if calls.device_seconds is not None else None,
         "stages": run.as_dict()["stages"],
         "within": within(predicted, run.peak_bytes - libraries),
     }
@@ -83,20 +120,30 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "Plans at budgets from the least that works to the one of everything resident, two steps each. *Measured* is"
     yield "the largest `torch.cuda.max_memory_allocated` of any stage; cuBLAS' workspace, a part of the overhead, is"
-    yield "taken off. *Within*: at most 5 % or 24 MiB above the measurement, 1 % or 8 MiB below it."
+    yield "taken off. *Within*: at most 5 % or 24 MiB above the measurement, 1 % or 8 MiB below it. *Reserved*: what"
+    yield "the allocator had of the card. *Plan*: seconds until the plan was there and attached. *Host*: seconds until"
+    yield "the calls of the models returned, Python's and torch's work and what they waited for; *device*: between the"
+    yield "events around those calls. Sizes may have run side by side."
     yield ""
-    yield from table(_HEADS, map(_cells, part["rows"]))
+    yield from table(_HEADS, map(_cells, in_order(part["rows"], "model", "side", "share")))
 
 
-_HEADS = "model", "picture", "budget MiB", "offload", "stage", "predicted MiB", "measured MiB", "difference", "within"
+_HEADS = (
+    "model", "picture", "budget MiB", "offload", "stage", "predicted MiB", "measured MiB", "difference", "within",
+    "reserved MiB", "plan s", "host s", "device s",
+)  # fmt: skip
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     what = [row["model"], f"{row['side']}x{row['side']}"]
     if "error" in row:
-        return [*what, row["error"], *[""] * 6]
+        return [*what, row["error"].replace("|", "/"), *[""] * (len(_HEADS) - 3)]
     predicted, measured = row["predicted_bytes"], row["measured_bytes"] - row["library_bytes"]
     plan = [f"{row['vram'] // MIB}", row["settings"].get("offload", "none"), row["stage"]]
     apart = f"{100 * (predicted - measured) / max(measured, 1):+.1f} %"
     within = "yes" if row["within"] else "**no**"
-    return [*what, *plan, f"{predicted / MIB:.0f}", f"{measured / MIB:.0f}", apart, within]
+    seconds = [row["plan_seconds"], row["host_seconds"], row["device_seconds"]]
+    return [
+        *what, *plan, f"{predicted / MIB:.0f}", f"{measured / MIB:.0f}", apart, within,
+        f"{row['reserved_bytes'] / MIB:.0f}", *("" if one is None else f"{one:.1f}" for one in seconds),
+    ]  # fmt: skip

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextvars
-import math
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ... import progress
 from ...units import GIB
+from .. import trial
 from ..models import random_pipeline
 from ..report import table
-from ..trial import measure
+from .peaks import held_on
+from .record import Case, Record, room_for, side_by_side
 
 CAPS = tuple(cap * GIB for cap in (2, 4, 6, 8))
 WAYS = ("ours", "diffusers")
@@ -24,92 +22,95 @@ _BESIDE = 3 * GIB
 """What a trial needs outside of its cap: the context, and for a moment the weights while they are drawn."""
 
 
-def run(device: torch.device, seconds: Callable[[], float]) -> Any:
-    """One row for each cap and way: ``largest`` side that ran, ``too_large`` the smallest that did not."""
-    chains = [(way, cap) for cap in CAPS for way in WAYS]
-    done = 0
+def run(device: torch.device, record: Record) -> None:
+    """One row for each trial; the sides of a cap and way share a process, caps and ways go side by side."""
 
-    def chain(way: str, cap: int) -> dict[str, Any]:
-        nonlocal done
-        tried: list[dict[str, Any]] = []
+    def bisect(chain: Case) -> None:
+        tried = _tried(record.rows, chain)
+        while (side := middle(tried)) is not None:
+            asked = {"device": str(device), "model": _MODEL, "tried": list(tried.items()), **chain}
+            for row in trial.stream(trial_sizes, seconds=record.seconds(), **asked):
+                record.add(chain | {"side": side}, row)
+                if row.get("timed_out"):
+                    return
+                tried[side] = bool(row.get("fits"))
+                if (side := middle(tried)) is None:
+                    return
 
-        def fits(side: int) -> bool | None:
-            row = measure(trial_size, seconds=seconds(), device=str(device), model=_MODEL, side=side, cap=cap, way=way)
-            tried.append({"side": side} | row)
-            return None if row.get("timed_out") else bool(row.get("fits"))
-
-        largest, too_large = bracket(fits, _STEP, _LARGEST)
-        done += 1
-        progress.report("max-size", done, len(chains))
-        return {"way": way, "cap": cap, "largest": largest, "too_large": too_large, "step": _STEP, "tried": tried}
-
-    with ThreadPoolExecutor(_at_once(device)) as pool:
-        # each in a copy of this context, which knows who listens for progress
-        waiting = [pool.submit(contextvars.copy_context().run, chain, way, cap) for way, cap in chains]
-        rows = [one.result() for one in waiting]
-    return {"model": _MODEL, "rows": rows}
+    chains = [{"cap": cap, "way": way} for cap in CAPS for way in WAYS]
+    side_by_side("max-size", bisect, chains, room_for(device, max(CAPS) + _BESIDE))
 
 
-def bracket(fits: Callable[[int], bool | None], step: int, limit: int) -> tuple[int, int | None]:
-    """The largest multiple of ``step`` up to ``limit`` that fits, and the smallest that does not (None: all do).
-
-    Bisects, so ``fits`` must hold for all sizes below one for which it holds. Where it says None there is no time
-    left, and the two are as near as they have come.
-    """
-    low, high = 0, limit // step + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        answer = fits(middle * step)
-        if answer is None:
-            break
-        low, high = (middle, high) if answer else (low, middle)
-    return low * step, high * step if high * step <= limit else None
+def _tried(rows: list[dict[str, Any]], chain: Case) -> dict[int, bool]:
+    """Whether they fit, for the sides that have been tried in ``chain``."""
+    own = (row for row in rows if all(row[key] == value for key, value in chain.items()))
+    return {row["side"]: bool(row.get("fits")) for row in own if not row.get("timed_out")}
 
 
-def _at_once(device: torch.device) -> int:
-    """Trials that the device can hold side by side: their times are not compared, so they may disturb each other."""
-    if device.type != "cuda":
-        return 1
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(8, math.floor(free / (max(CAPS) + _BESIDE))))
+def bounds(tried: Mapping[int, bool]) -> tuple[int, int | None]:
+    """The largest side that fits (0: none), and the smallest that does not (None: all do)."""
+    low = max((side for side, fits in tried.items() if fits), default=0)
+    return low, min((side for side, fits in tried.items() if not fits), default=None)
 
 
-def trial_size(device: str, model: str, side: int, cap: int, way: str, steps: int = 2) -> dict[str, Any]:
-    """Whether a picture of ``side`` comes out with at most ``cap`` bytes reserved by torch's allocator."""
+def middle(tried: Mapping[int, bool]) -> int | None:
+    """The side to be tried next, halfway between :func:`bounds` in multiples of the step; None: they are neighbours."""
+    low, high = bounds(tried)
+    first, last = low // _STEP, (high or _LARGEST + _STEP) // _STEP
+    return (first + last) // 2 * _STEP if last - first > 1 else None
+
+
+def trial_sizes(device: str, model: str, cap: int, way: str, tried: list[tuple[int, bool]]) -> Iterator[dict[str, Any]]:
+    """Whether pictures come out with at most ``cap`` bytes reserved by torch's allocator: one side after the other, as
+    :func:`middle` has them. Ends early where a run leaves something on the device."""
+    from ... import restore
+
+    where, found = torch.device(device), dict(tried)
+    pipe = random_pipeline(model, where)
+    if where.type == "cuda":
+        total = torch.cuda.get_device_properties(where).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), where)
+    if way == "diffusers":
+        _most_frugal(pipe, where)
+    while (side := middle(found)) is not None:
+        row = _paint(pipe, where, side, cap, way)
+        yield row
+        found[side] = row["fits"]
+        restore(pipe)
+        if held_on(where):
+            return
+
+
+def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps: int = 2) -> dict[str, Any]:
     from ... import optimize
     from ...devices.overhead import Overhead
     from ...errors import BudgetError
     from ...memory import measured_peak
 
-    where = torch.device(device)
     on_cpu = where.type == "cpu"
-    pipe = random_pipeline(model, where)
-    if not on_cpu:
-        total = torch.cuda.get_device_properties(where).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), where)
+    start = time.perf_counter()
     if way == "ours":
         # the cap is the allocator's: what the driver takes comes on top, for both
         vram = cap + (0 if on_cpu else Overhead().context_bytes)
         try:
             optimize(pipe, vram=f"{vram} b", width=side, height=side, device=where)
         except BudgetError as error:
-            return {"fits": False, "why": str(error)}
-    else:
-        _most_frugal(pipe, where)
+            return {"fits": False, "why": str(error), "plan_seconds": time.perf_counter() - start}
+    planned = time.perf_counter()
     pictures: list[Any] = []
 
     def paint() -> None:
         images = pipe("a red apple", width=side, height=side, num_inference_steps=steps, output_type="pt").images
         pictures.append(bool(images.isfinite().all()))
 
-    start = time.perf_counter()
     peak = measured_peak(paint)
     return {
         "fits": peak <= cap,
         "finite": all(pictures),
         "peak_bytes": peak,
         "reserved_bytes": 0 if on_cpu else torch.cuda.max_memory_reserved(where),
-        "seconds": time.perf_counter() - start,
+        "plan_seconds": planned - start,
+        "seconds": time.perf_counter() - planned,
     }
 
 
@@ -125,32 +126,29 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Largest square picture"
     yield ""
-    yield f"{part['model']} in fp16, two steps and the decode, under a cap of `set_per_process_memory_fraction`; each"
-    yield "trial in a process of its own. diffusers: sequential offload, VAE tiling and slicing. Its tiles change the"
-    yield "picture; ours do not."
+    yield f"{_MODEL} in fp16, two steps and the decode, under a cap of `set_per_process_memory_fraction`. diffusers:"
+    yield "sequential offload, VAE tiling and slicing. Its tiles change the picture; ours do not."
     yield ""
-    rows = {(row["cap"], row["way"]): row for row in part["rows"]}
-    caps = sorted({cap for cap, _ in rows})
-    yield from table(_HEADS, (_cells(cap, *(rows[cap, way] for way in WAYS)) for cap in caps))
+    caps = sorted({row["cap"] for row in part["rows"]})
+    yield from table(_HEADS, (_cells(cap, part["rows"]) for cap in caps))
     for row in part["rows"]:
-        for trial in row["tried"]:
-            if "error" in trial and not trial["out_of_memory"]:
-                yield ""
-                yield f"{row['way']}, {row['cap'] / GIB:g} GiB, {trial['side']}: {trial['error']}"
+        if "error" in row and not row["out_of_memory"]:
+            yield ""
+            yield f"{row['way']}, {row['cap'] / GIB:g} GiB, {row['side']}: {row['error']}"
 
 
 _HEADS = ("cap GiB", "ours", "diffusers", "pixels, ours / diffusers")
 
 
-def _cells(cap: int, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    ratio = f"{(ours['largest'] / theirs['largest']) ** 2:.1f}" if theirs["largest"] else ""
-    return [f"{cap / GIB:g}", _side(ours), _side(theirs), ratio]
+def _cells(cap: int, rows: list[dict[str, Any]]) -> list[str]:
+    ours, theirs = (_tried(rows, {"cap": cap, "way": way}) for way in WAYS)
+    (largest, _), (other, _) = bounds(ours), bounds(theirs)
+    return [f"{cap / GIB:g}", known(ours), known(theirs), f"{(largest / other) ** 2:.1f}" if other else ""]
 
 
-def _side(row: dict[str, Any]) -> str:
-    """The side as it is known: up to the limit, to the step, or only between two."""
-    largest, too_large = row["largest"], row["too_large"]
-    if too_large is None:
-        return f"{largest} or more"
-    open_end = too_large - largest > row["step"]
-    return f"{largest} (below {too_large}; no time for more)" if open_end else f"{largest}"
+def known(tried: Mapping[int, bool]) -> str:
+    """The largest as it is known: up to the limit, to the step, or only between two."""
+    largest, too_large = bounds(tried)
+    if middle(tried) is None:
+        return f"{largest}" if too_large else f"{largest} or more"
+    return f"{largest} ({f'below {too_large}; ' if too_large else ''}no time for more)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ import torch
 from ... import progress
 from ...devices.calibration import copy_rate
 from ...units import MIB
+from ..calls import timed_calls
 from ..models import embeddings, random_denoiser
 from ..report import table
-from ..trial import measure
+from .peaks import held_on
+from .record import Case, Record
 
 SHARES = (100, 50, 25, 10)
 """Per cent of the UNet's weight bytes that are on the device, ring included."""
@@ -26,39 +28,34 @@ _SIMULATED = 0.15
 _PLENTY = "1000 TB"
 
 
-def run(device: torch.device, seconds: Callable[[], float]) -> Any:
-    """For each model: a row for every way, the simulated steps, and what is claimed of them."""
-    tasks = [{"device": str(device), "model": model, "side": side} for model, side in TASKS]
-    return {"tables": [_table(task, seconds) for task in progress.counted("streaming", tasks)]}
+def run(device: torch.device, record: Record) -> None:
+    """For each model: a row for every way, ours again at the device bytes of diffusers' ways, and the simulated steps.
+
+    One at a time, as their times are compared; those of a model share a process, unless one leaves something behind.
+    """
+    for model, side in progress.counted("streaming", TASKS):
+        task = {"model": model, "side": side}
+        ways = [{"way": "ours", "share": share} for share in SHARES] + [{"way": way} for way in BASELINES]
+        record.fill([task | way for way in ways], trial_steps, device=str(device))
+        record.fill([task | way for way in _instead(record, task)], trial_steps, device=str(device))
+        simulated = [task | {"way": "simulated", "share": share} for share in SHARES[1:]]
+        record.fill(simulated, trial_units, device=str(device))
 
 
-def _table(task: dict[str, Any], seconds: Callable[[], float]) -> dict[str, Any]:
-    def timed(way: str, **settings: Any) -> dict[str, Any]:
-        asked: dict[str, Any] = {"way": way, "settings": settings}
-        return asked | measure(trial_step, seconds=seconds(), **asked, **task)
-
-    rows = [timed("ours", offload="none") | {"share": 100}]
-    weights = rows[0].get("weights_bytes", 0)
-    for share in SHARES[1:]:
-        rows.append(timed("ours", offload="blocks", weights_mib=max(1, weights * share // 100 // MIB)))
-        rows[-1]["share"] = share
-    rows += [timed(way) for way in BASELINES]
-    if "peak_bytes" in rows[0]:
-        activations = rows[0]["peak_bytes"] - weights
-        for row in [row for row in rows if row["way"].startswith(("group", "sequential")) and "peak_bytes" in row]:
-            room = (row["peak_bytes"] - activations) // MIB
-            rows.append(timed("ours", offload="blocks", weights_mib=max(1, room)) | {"instead_of": row["way"]})
-    found = {"model": task["model"], "side": task["side"], "rows": rows}
-    if weights:
-        rooms = {str(share): weights * share // 100 for share in SHARES[1:]}
-        found["simulated"] = measure(trial_units, seconds=seconds(), rooms=rooms, **task)
-    return found | {"claims": list(_claims(found))}
+def _instead(record: Record, task: Case) -> Iterator[Case]:
+    """Our way with the bytes on the device that each of diffusers' streaming ways took."""
+    resident = record.find(task | {"way": "ours", "share": 100}) or {}
+    for way in BASELINES[2:]:
+        theirs = record.find(task | {"way": way}) or {}
+        if "peak_bytes" in resident and "peak_bytes" in theirs:
+            activations = resident["peak_bytes"] - resident["weights_bytes"]
+            yield {"way": "ours", "instead_of": way, "room_mib": max(1, (theirs["peak_bytes"] - activations) // MIB)}
 
 
-def _claims(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What is promised, with the figures that hold or break it."""
-    rows = [row for row in found["rows"] if "step_seconds" in row]
-    by_way = {row["way"]: row for row in rows if row["way"] != "ours"}
+def claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What is promised of a model's rows, with the figures that hold or break it."""
+    rows = [row for row in rows if "step_seconds" in row]
+    by_way = {row["way"]: row for row in rows if row["way"] in BASELINES}
     for row in rows:
         if row.get("instead_of") in by_way:
             theirs = by_way[row["instead_of"]]
@@ -67,35 +64,69 @@ def _claims(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
             fair = row["peak_bytes"] <= theirs["peak_bytes"]
             claim = f"at the device bytes of {row['instead_of']}, {least:g} times as fast or more"
             yield {"claim": claim, "figure": ratio, "holds": fair and ratio >= least, "same_bytes": fair}
-    simulated = found.get("simulated", {}).get("step_seconds", {})
+    simulated = _simulated(rows)
     for row in rows:
-        if str(row.get("share")) in simulated:
-            ratio = row["step_seconds"] / simulated[str(row["share"])]
+        if row["way"] == "ours" and row.get("share") in simulated:
+            ratio = row["step_seconds"] / simulated[row["share"]]
             claim = f"{row['share']} % on the device: a step as long as simulated, to {_SIMULATED:.0%}"
             yield {"claim": claim, "figure": ratio, "holds": abs(ratio - 1) <= _SIMULATED}
 
 
-def trial_step(device: str, model: str, side: int, way: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Median seconds of a denoising step, and the largest number of bytes on the device during the run."""
+def _simulated(rows: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """The simulated seconds of a step, by the share of the weights on the device."""
+    return {row["share"]: row["step_seconds"] for row in rows if row["way"] == "simulated" and "step_seconds" in row}
+
+
+def trial_steps(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """For each of ``cases``: median seconds of a denoising step, and the most bytes on the device during the run.
+
+    Ours take turns on one model; diffusers' ways cannot all be taken off, and each gets its own. Ends early where one
+    leaves something on the device.
+    """
+    from ... import restore
+
+    where = torch.device(device)
+    pipe = None
+    for case in cases:
+        if pipe is None or case["way"] != "ours":
+            pipe = None  # what was there goes before the next is drawn
+            held_on(where)
+            pipe = random_denoiser(case["model"], where)
+        yield _steps(pipe, where, case)
+        if case["way"] == "ours":
+            restore(pipe)
+        else:
+            pipe = None
+        if held_on(where):
+            return
+
+
+def _steps(pipe: Any, where: torch.device, case: Case) -> dict[str, Any]:
     from ...memory import measured_peak
     from ...weights import weight_bytes
 
-    where = torch.device(device)
-    pipe = random_denoiser(model, where)
-    weights = weight_bytes(pipe.unet)
-    _place(pipe, where, side, way, settings)
+    side, weights = case["side"], weight_bytes(pipe.unet)
+    room = case["room_mib"] if "room_mib" in case else max(1, weights * case.get("share", 100) // 100 // MIB)
+    settings: dict[str, Any] = {}
+    if case["way"] == "ours":
+        settings = {"offload": "none"} if case.get("share") == 100 else {"offload": "blocks", "weights_mib": room}
+    _place(pipe, where, side, case["way"], settings)
     given = embeddings(pipe, where)
     _denoise(pipe, given, side, 2)
     start = time.perf_counter()
-    times = _denoise(pipe, given, side, _WARM + _STEPS)
+    with timed_calls(pipe, where, "unet") as calls:
+        times = _denoise(pipe, given, side, _WARM + _STEPS)
     whole = time.perf_counter() - start
     # the peak in a run of its own: watching it may cost time; what stays on the device counts too
     before = torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
     peak = before + measured_peak(lambda: _denoise(pipe, given, side, 2))
     return {
+        "settings": settings,
         "weights_bytes": weights,
         "step_seconds": statistics.median(times[_WARM:]),
         "slowest_seconds": max(times[_WARM:]),
+        "host_seconds": statistics.median(calls.host_seconds[_WARM:]),
+        "device_seconds": calls.device_seconds and statistics.median(calls.device_seconds[_WARM:]),
         "run_seconds": whole,
         "peak_bytes": peak,
     }
@@ -158,31 +189,27 @@ def _denoise(pipe: Any, given: dict[str, Any], side: int, steps: int) -> list[fl
     return [_seconds(start, end) for start, end in itertools.pairwise(moments)]
 
 
-def trial_units(device: str, model: str, side: int, rooms: dict[str, int]) -> dict[str, Any]:
-    """Steps as the simulator foretells them from block times and a copy rate that are measured here.
-
-    Args:
-        rooms: bytes on the device, ring included, by name.
-    """
+def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """For each of ``cases``, a step as the simulator foretells it from block times and a copy rate measured here."""
     from ... import Settings, plan
     from ...hooks.offload import policy_of
     from ...streaming.layers import layers_of
     from ...streaming.layout import lay_down
     from ...streaming.schedule import Unit
     from ...streaming.simulator import Copies, simulate
+    from ...weights import weight_bytes
 
-    where = torch.device(device)
+    where, (model, side) = torch.device(device), (cases[0]["model"], cases[0]["side"])
     pipe = random_denoiser(model, where)
-    sizes: dict[str, Any] = {"width": side, "height": side, "device": where}
-    streamed = {name: Settings(offload="blocks", weights_mib=max(1, room // MIB)) for name, room in rooms.items()}
-    chosen = {name: plan(pipe, vram=_PLENTY, settings=settings, **sizes) for name, settings in streamed.items()}
+    rooms = [max(1, weight_bytes(pipe.unet) * case["share"] // 100 // MIB) for case in cases]
+    sizes: dict[str, Any] = {"vram": _PLENTY, "width": side, "height": side, "device": where}
+    chosen = [plan(pipe, settings=Settings(offload="blocks", weights_mib=room), **sizes) for room in rooms]
     copies = Copies(copy_rate(where), overlap=where.type == "cuda")
     layers = layers_of({"unet": pipe.unet})
     pipe.to(where)
     given = embeddings(pipe, where)
     step = statistics.median(_denoise(pipe, given, side, _WARM + _STEPS)[_WARM:])
-    found: dict[str, float] = {}
-    for name, one in chosen.items():
+    for one in chosen:
         policy = policy_of(one.settings, True, one.timing)
         starts = _block_starts(pipe, given, side, lay_down(layers, policy, {}).blocks, where)
         layout = lay_down(layers, policy, {"unet": sorted(starts, key=lambda block: starts[block])})
@@ -192,8 +219,8 @@ def trial_units(device: str, model: str, side: int, rooms: dict[str, int]) -> di
             Unit(block.name, block.bytes, max(0.0, end - start))
             for block, start, end in zip(layout.blocks, moments, ends, strict=True)
         ]
-        found[name] = simulate(units, layout.schedule, copies)
-    return {"step_seconds": found, "copy_rate": copies.bandwidth, "resident_step_seconds": step}
+        foretold = simulate(units, layout.schedule, copies)
+        yield {"step_seconds": foretold, "copy_rate": copies.bandwidth, "resident_step_seconds": step}
 
 
 def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.device) -> dict[str, float]:
@@ -221,31 +248,37 @@ def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.d
 def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Streamed weights"
-    for found in part["tables"]:
+    for model, side in dict.fromkeys((row["model"], row["side"]) for row in part["rows"]):
+        rows = [row for row in part["rows"] if row["model"] == model]
         yield ""
-        size = f"{found['side']}x{found['side']}"
-        yield f"{found['model']} at {size} with guidance, the UNet alone; medians of {_STEPS} steps. *Peak*: of torch's"
-        yield "allocator, all that is on the device. *Simulated*: from measured block times and copy rate."
+        yield f"{model} at {side}x{side} with guidance, the UNet alone; medians of {_STEPS} steps. *Host*: until the"
+        yield "call of the UNet returned, Python's and torch's work and what they waited for; *device*: between the"
+        yield "events around that call. *Peak*: of torch's allocator, all that is on the device. *Simulated*: from"
+        yield "measured block times and copy rate."
         yield ""
-        resident = next((row.get("step_seconds") for row in found["rows"] if row["way"] == "resident"), None)
-        simulated = found.get("simulated", {}).get("step_seconds", {})
-        yield from table(_HEADS, (_cells(row, resident, simulated) for row in found["rows"]))
-        for claim in found["claims"]:
+        resident = next((row.get("step_seconds") for row in rows if row["way"] == "resident"), None)
+        simulated = _simulated(rows)
+        yield from table(_HEADS, (_cells(row, resident, simulated) for row in rows if row["way"] != "simulated"))
+        for row in rows:
+            if row["way"] == "simulated" and "error" in row:
+                yield ""
+                yield f"Not simulated: {row['share']} % on the device: {row['error']}"
+        for claim in claims(rows):
             verdict = "holds" if claim["holds"] else "**does not hold**"
             yield ""
             yield f"- {claim['claim']}: {verdict} ({claim['figure']:.2f})"
 
 
-_HEADS = ("way", "weights on the device", "step ms", "/ resident", "simulated ms", "peak MiB")
+_HEADS = "way", "weights on the device", "step ms", "/ resident", "simulated ms", "host ms", "device ms", "peak MiB"
 
 
-def _cells(row: dict[str, Any], resident: float | None, simulated: dict[str, float]) -> list[str]:
+def _cells(row: dict[str, Any], resident: float | None, simulated: dict[int, float]) -> list[str]:
     way = row["way"] + (f", at the bytes of {row['instead_of']}" if "instead_of" in row else "")
-    room = row["settings"].get("weights_mib")
-    held = f"{row['share']} %" if "share" in row else f"{room} MiB" if room else ""
+    held = f"{row['share']} %" if "share" in row else f"{row['room_mib']} MiB" if "room_mib" in row else ""
     if "error" in row:
-        return [way, held, row["error"].replace("|", "/"), "", "", ""]
+        return [way, held, row["error"].replace("|", "/"), *[""] * (len(_HEADS) - 3)]
     ratio = f"{row['step_seconds'] / resident:.2f}" if resident else ""
-    expected = simulated.get(str(row.get("share")))
-    expected_ms = "" if expected is None else f"{1000 * expected:.1f}"
-    return [way, held, f"{1000 * row['step_seconds']:.1f}", ratio, expected_ms, f"{row['peak_bytes'] / MIB:.0f}"]
+    expected = simulated.get(row["share"]) if row["way"] == "ours" and "share" in row else None
+    times = [row["step_seconds"], expected, row["host_seconds"], row["device_seconds"]]
+    step, *others = ("" if one is None else f"{1000 * one:.1f}" for one in times)
+    return [way, held, step, ratio, *others, f"{row['peak_bytes'] / MIB:.0f}"]

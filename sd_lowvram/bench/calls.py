@@ -1,0 +1,61 @@
+"""Seconds of our own code and torch's in the host, told apart from those of the device, over the calls of models."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..patches import set_patch, wrap
+from ..session import anatomy_of
+
+
+@dataclass
+class Calls:
+    """Every call of a component, in order.
+
+    Attributes:
+        host_seconds: until the call returned: Python, torch's own work for each operation, and what it waited for.
+        device_seconds: between the events before and after it on the compute stream, gaps included; None on a CPU.
+    """
+
+    host_seconds: list[float] = field(default_factory=list)
+    device_seconds: list[float] | None = None
+
+
+@contextlib.contextmanager
+def timed_calls(pipe: Any, device: torch.device, only: str | None = None) -> Iterator[Calls]:
+    """Inside, the calls of ``pipe``'s components, or of ``only`` one, are timed; told when the block ends."""
+    anatomy, calls = anatomy_of(pipe), Calls()
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = _event(device)
+        start = time.perf_counter()
+        result = original(*args, **kwargs)
+        calls.host_seconds.append(time.perf_counter() - start)
+        after = _event(device)
+        if before is not None and after is not None:
+            events.append((before, after))
+        return result
+
+    with contextlib.ExitStack() as stack:
+        for name, component in anatomy.components.items():
+            for entry in anatomy.entries[name] if only in (None, name) else ():
+                stack.callback(set_patch(wrap(component, entry, timed, "timed")))
+        yield calls
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        calls.device_seconds = [before.elapsed_time(after) / 1000 for before, after in events]
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
