@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..memory import Parked, fetch, park
+from ..memory import Parked, fetch, send
 from ..weights import room
 
 
@@ -34,8 +34,8 @@ class Waiting:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Waiting:
-        """Park ``tensor``."""
-        return cls([[park(tensor)]])
+        """Park ``tensor``, which the caller gives up."""
+        return cls([[send(tensor)]])
 
     @classmethod
     def joined(cls, parts: Sequence[Waiting]) -> Waiting:
@@ -61,7 +61,7 @@ class Waiting:
         for row in self._pieces:
             channel = 0
             for parked in row:
-                part = fetch(parked)
+                part = parked.recall()
                 out = room(self.shape, part) if out is None else out
                 pictures, channels = part.shape[:2]
                 out[picture : picture + pictures, channel : channel + channels] = part
@@ -70,6 +70,10 @@ class Waiting:
             picture += pictures
         assert out is not None
         return out
+
+    def recalled(self) -> Tensor:
+        """The tensor, to be read only: that for which this stands, while it has not left the device."""
+        return self._pieces[0][0].recall() if len(self._pieces) == len(self._pieces[0]) == 1 else self.fetched()
 
     @property
     def ndim(self) -> int:
@@ -145,6 +149,11 @@ def _beside(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> Waiting
 def fetched(value: Any) -> Any:
     """``value``, or the tensor for which it stands."""
     return value.fetched() if isinstance(value, Waiting) else value
+
+
+def recalled(value: Any) -> Any:
+    """As :func:`fetched`, to be read only."""
+    return value.recalled() if isinstance(value, Waiting) else value
 
 
 def pictures(value: Any, batch: int, start: int, stop: int) -> Any:

@@ -18,7 +18,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from .arguments import changed
-from .offloaded_tensor import Waiting, fetched
+from .offloaded_tensor import Waiting, recalled
 from .strips import needs_graph
 
 
@@ -43,7 +43,7 @@ def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
 
 
 def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = changed(args, kwargs, fetched)
+    args, kwargs = changed(args, kwargs, recalled)  # modules change no inputs: without parking these are the skips
     result = original(*args, **kwargs)
     if not parks or needs_graph(module, args, kwargs):
         return result

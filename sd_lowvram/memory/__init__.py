@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .accounts import current_account, device_account, host_account, is_host, kernels_of, mark_host, weights_account
-from .host_offload import Parked, fetch, host_empty, park, to_device, to_host
+from .host_offload import Parked, fetch, host_empty, park, send, to_device, to_host
 from .measured import measured_peak
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "mark_host",
     "measured_peak",
     "park",
+    "send",
     "to_device",
     "to_host",
     "weights_account",

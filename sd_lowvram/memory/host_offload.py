@@ -1,13 +1,17 @@
 """The one door to host memory: activations are parked there and fetched back, bit for bit.
 
 On CUDA the host side is pinned and copies run on the current stream without blocking the host; events order them when
-the caller changes streams. On a CPU-only machine the device is RAM too, and parking copies all the same: a parked
-tensor never shares memory with what was parked or with what is fetched.
+the caller changes streams. What is sent (``send``) leaves on a stream of its own, beside the compute. On a CPU-only
+machine the device is RAM too, and parking copies all the same: a parked tensor never shares memory with what was parked
+or with what is fetched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -100,6 +104,7 @@ class Parked:
         self._order = tuple(order)
         self._format = memory_format
         self._event: torch.cuda.Event | None = None
+        self._leaving: Tensor | None = None
         self.device = device
         self.dtype = host.dtype
         self.shape = host.permute(inverse(order)).shape
@@ -152,6 +157,7 @@ class Parked:
 
     def load(self, rows: slice | None = None, device: torch.device | str | None = None) -> Tensor:
         """These rows (all when None) of the map as a new tensor on the device, in the memory format they had."""
+        _let_go()
         source = self._host if rows is None else self._rows_on_host(rows)
         place = self.device if device is None else actual_device(device)
         if place.type == "cuda" and not source.is_contiguous():  # the host puts its pieces together
@@ -161,6 +167,11 @@ class Parked:
             staged.copy_(source, non_blocking=_unblocked(self._host, staged))
             loaded = staged.permute(inverse(self._order))
             return loaded if self._format is torch.preserve_format else loaded.contiguous(memory_format=self._format)
+
+    def recall(self) -> Tensor:
+        """What was parked, to be read only: the tensor that was sent, while it has not been let go, else a new one."""
+        tensor, self._leaving = self._leaving, None
+        return self.load() if tensor is None else tensor
 
     def _rows_on_host(self, rows: slice) -> Tensor:
         start, stop, step = rows.indices(self.shape[2])
@@ -227,6 +238,64 @@ def park(tensor: Tensor) -> Parked:
         source = tensor.detach().permute(order).contiguous()
         parked._host.copy_(source, non_blocking=_unblocked(parked._host, tensor))
     return parked
+
+
+def send(tensor: Tensor) -> Parked:
+    """As :func:`park`, of a tensor that the caller gives up and nobody changes any more.
+
+    On CUDA the copy runs beside the compute. The tensor stays until something else is sent or fetched, so that one at
+    most is on its way: who needs it back at once gets it by ``recall``, without a copy. The compute waits for the copy
+    when the tensor is dropped, as its memory goes to others then. Fidelity: bitwise.
+    """
+    _let_go()
+    if tensor.nbytes < tensor.untyped_storage().nbytes():  # kept, it would keep the memory of others
+        return park(tensor)
+    with _beside_compute(tensor):
+        parked = park(tensor)
+    if parked._event is not None:
+        _wait_when_dropped(tensor, torch.cuda.current_stream(tensor.device), parked._event)
+    parked._leaving = tensor
+    _sent.last = weakref.ref(parked)
+    return parked
+
+
+@contextlib.contextmanager
+def _beside_compute(tensor: Tensor) -> Iterator[None]:
+    """Copies of ``tensor`` inside run as soon as it has been computed, and nothing waits for them."""
+    if not tensor.is_cuda:
+        yield
+        return
+    beside = _parking_stream(tensor.device)
+    beside.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(beside):
+        yield
+
+
+def _wait_when_dropped(tensor: Tensor, compute: torch.cuda.Stream, copied: torch.cuda.Event) -> None:
+    """The memory of ``tensor`` goes to whatever is computed next: that waits for the copy."""
+    weakref.finalize(tensor, compute.wait_event, copied).atexit = False
+
+
+class _Sent(threading.local):
+    """Of each thread, what it has sent last."""
+
+    last: weakref.ref[Parked] | None = None
+
+
+_sent = _Sent()
+
+
+def _let_go() -> None:
+    """Drop the tensor that was sent last, if nobody has called it back."""
+    parked = None if _sent.last is None else _sent.last()
+    _sent.last = None
+    if parked is not None:
+        parked._leaving = None
+
+
+@functools.cache
+def _parking_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def fetch(parked: Parked, rows: slice | None = None, device: torch.device | str | None = None) -> Tensor:

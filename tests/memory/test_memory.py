@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sd_lowvram.memory import Parked, fetch, host_empty, park, to_device, to_host
+from sd_lowvram.memory import Parked, fetch, host_empty, park, send, to_device, to_host
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 
@@ -36,6 +36,19 @@ def test_copies_between_the_accounts_never_alias():
     for copy in (to_device(tensor, "cpu"), to_host(tensor), fetch(park(tensor))):
         assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         assert torch.equal(copy, tensor) and not copy.requires_grad
+
+
+def test_what_was_sent_last_is_called_back_without_a_copy():
+    first, second = torch.randn(2, 3, 5, 7), torch.randn(4)
+    sent = send(first)
+    assert sent.recall() is first
+    assert sent.recall() is not first and torch.equal(sent.recall(), first)  # it was let go
+
+    left = send(first)
+    send(second)
+    assert left.recall() is not first
+    part = send(first[:1])  # keeping it would keep all of the memory
+    assert part.recall().untyped_storage().nbytes() == first[:1].nbytes
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)

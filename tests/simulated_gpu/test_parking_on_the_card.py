@@ -10,7 +10,7 @@ import torch
 from on_card import GPU, SCHEDULES
 from torch import Tensor
 
-from sd_lowvram.memory import Parked, fetch, park
+from sd_lowvram.memory import Parked, fetch, park, send
 
 ROWS = slice(4, 9)
 
@@ -40,10 +40,11 @@ def twice(tensor: Tensor) -> Parked:
 
 
 WAYS_IN: dict[str, Callable[[Tensor], Parked]] = {
-    "whole": park, "by rows": by_rows, "on another stream": on_another_stream, "twice": twice
+    "whole": park, "sent": send, "by rows": by_rows, "on another stream": on_another_stream, "twice": twice
 }  # fmt: skip
 WAYS_OUT: dict[str, Callable[[Parked], Tensor]] = {
     "whole": fetch,
+    "recalled": lambda parked: parked.recall(),
     "rows": lambda parked: fetch(parked, ROWS),
     "whole, to the host": lambda parked: fetch(parked, device="cpu"),
     "rows, to the host": lambda parked: fetch(parked, ROWS, device="cpu"),
@@ -64,14 +65,43 @@ def test_what_is_parked_comes_back(gpu: Any, schedule: str, into: str, out: str,
     assert seen.clean, seen
 
 
+@pytest.mark.parametrize("put", [park, send])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_dropped_while_copies_run_hurts_nobody(gpu: Any, schedule: str) -> None:
-    """Pinned memory of a map that is dropped goes to the next one only when its copies are done."""
+def test_what_is_dropped_while_copies_run_hurts_nobody(
+    gpu: Any, schedule: str, put: Callable[[Tensor], Parked]
+) -> None:
+    """Memory of a map that is dropped goes to the next one only when its copies are done."""
     with gpu.watched(schedule) as seen:
         for number in range(6):
             tensor = torch.full((1, 8, 32, 32), float(number), device=GPU)
-            back = fetch(park(tensor))
+            back = fetch(put(tensor))
             del tensor
             assert torch.equal(back.cpu(), torch.full((1, 8, 32, 32), float(number)))
             del back
+    assert seen.clean, seen
+
+
+def test_the_compute_goes_on_while_a_map_leaves(gpu: Any) -> None:
+    """Until its memory goes to others, or something else leaves."""
+
+    def copied(parked: Parked) -> bool:
+        (torch.ones(4, device=GPU) * 2).sum()
+        torch.cuda.current_stream().synchronize()
+        return parked._event is not None and parked._event.query()
+
+    with gpu.watched("lazy") as seen:
+        tensor = torch.full((1, 8, 32, 32), 1.0, device=GPU)
+        parked, place = send(tensor), tensor.data_ptr()
+        del tensor
+        assert not copied(parked)
+        again = parked.recall()
+        assert again.data_ptr() == place
+        assert not copied(parked)
+        del again
+        assert copied(parked)
+        parked = send(torch.full((1, 8, 32, 32), 2.0, device=GPU))
+        assert not copied(parked)
+        other = send(torch.full((1, 8, 32, 32), 3.0, device=GPU))
+        assert copied(parked) and not copied(other)
+        del parked, other
     assert seen.clean, seen

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.hooks.placement import Residency
-from sd_lowvram.memory import Parked, fetch, park
+from sd_lowvram.memory import Parked, fetch, host_offload, park, send
 from sd_lowvram.streaming import layout
 from sd_lowvram.streaming.copier import Copier
 from sd_lowvram.streaming.engine import Stream
@@ -105,6 +105,15 @@ def cut_on_the_host(pipe: Any, folder: Path) -> bool:
     return torch.equal(fetch(park(noise.to(GPU)), slice(4, 9)).cpu(), noise[:, :, 4:9])
 
 
+def sent(pipe: Any, folder: Path) -> bool:
+    """A map leaves while others take its memory."""
+    noise = torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0))
+    parked = send(noise.to(GPU) * 1)
+    send(torch.zeros(1, 8, 32, 32, device=GPU))
+    torch.zeros(1, 8, 32, 32, device=GPU)
+    return torch.equal(fetch(parked).cpu(), noise)
+
+
 def after_others(pipe: Any, folder: Path) -> bool:
     """The room on the device is what others have just let go of."""
 
@@ -166,7 +175,7 @@ BLOCKS, LAYERS, PICTURES, IN_TURNS = streamed("blocks"), streamed("layer"), pict
 WORKS = {
     "blocks": BLOCKS, "layers": LAYERS, "pictures": PICTURES, "in turns": IN_TURNS, "from a file": from_a_file,
     "after others": after_others, "broken": broken,
-    "parked elsewhere": parked_elsewhere, "cut on the host": cut_on_the_host,
+    "sent": sent, "parked elsewhere": parked_elsewhere, "cut on the host": cut_on_the_host,
 }  # fmt: skip
 
 # Each: what is changed and how, what is run, and what gives it away.
@@ -182,6 +191,8 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Work, str]] = {
     "a failed run is not tidied up": (Stream, "_abandon", _removed, broken, "wrong"),
     "masters stay pinned": (Masters, "undo", _removed, BLOCKS, "pinned"),
     "a component is not taken back": (Residency, "evict", _removed, IN_TURNS, "wrong"),
+    "the memory of a map is given away while it leaves": (host_offload, "_wait_when_dropped", _removed, sent, "races"),
+    "a map leaves before it is computed": (torch.cuda.Stream, "wait_stream", _removed, sent, "races"),
     "parking sets no events": (Parked, "_in_order", _in_no_order, parked_elsewhere, "races"),
     "the host cuts a map that is on its way": (Parked, "_wait", _removed, cut_on_the_host, "races"),
 }
