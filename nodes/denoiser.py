@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..sd_lowvram.memory.rooms import ROOMS
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.models.compvis import TOKEN_PATCHES
 from ..sd_lowvram.planning.memory_profile import measured
@@ -108,7 +109,7 @@ class _Denoiser:
         factor = base.memory_usage_factor * _activation_bytes(plan) / max(stock, 1)
         self._calls, self._attended = 0, set()
         self.record.notes.clear()
-        with host.replaced(base, "memory_usage_factor", factor):
+        with host.replaced(base, "memory_usage_factor", factor), ROOMS.kept():  # hooks come and go in every step
             out = executor(noise, *args, **kwargs)
         self._tell()
         return out

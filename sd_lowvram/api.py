@@ -93,7 +93,7 @@ def _attach(target: Any, request: Request, settings: Settings, approximate: bool
         _attach(target, came, settings, approximate)
 
     parked = max(stage.parked_bytes for stage in chosen.stages)
-    with one_at_a_time(), host_budget(chosen.request.ram - parked):
+    with one_at_a_time(), host_budget(chosen.request.ram, parked):
         restore(target)
         attachment = attach(target, chosen.settings, chosen.request.device, chosen.timing)
         attachment.plan = chosen

@@ -16,6 +16,7 @@ from torch import nn
 
 from .errors import LowVRAMError
 from .hooks.registry import active_hooks, applicable
+from .memory.rooms import ROOMS
 from .memory.threads import one_at_a_time
 from .models import dissect
 from .models.anatomy import Anatomy
@@ -65,6 +66,9 @@ class Attachment:
                 self._undo.append(step.apply() if isinstance(step, Change) else set_patch(step))
                 self.sites[step.hook] = self.sites.get(step.hook, 0) + 1
             self.add(self._in_turn())
+            rooms = contextlib.ExitStack()
+            rooms.enter_context(ROOMS.kept())
+            self._undo.append(rooms.close)
         except BaseException:
             self.undo()
             raise

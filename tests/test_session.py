@@ -16,7 +16,6 @@ from torch import nn
 import sd_lowvram
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import BadInputError, ConflictError, LowVRAMError, NoSiteError
-from sd_lowvram.hooks import placement
 from sd_lowvram.session import attach, attachments, detach
 from sd_lowvram.streaming.host_weights import Masters
 
@@ -93,9 +92,8 @@ def test_restored_after_an_error_inside_a_hook(
             raise error("planted")
         return fetch(*args, **kwargs)
 
-    where, name = (placement, "to_device") if offload == "component" else (Masters, "copy_to")
-    fetch = getattr(where, name)
-    monkeypatch.setattr(where, name, failing)
+    fetch = Masters.copy_to
+    monkeypatch.setattr(Masters, "copy_to", failing)
     attach(pipe, Settings(offload=offload, precision="fp16"), CPU)
     with pytest.raises(error, match="planted"):
         tiny.run(pipe, steps=1)

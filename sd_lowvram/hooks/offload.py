@@ -28,7 +28,7 @@ from ..streaming.layout import Policy
 from ..streaming.timing import Timing
 from ..units import MIB
 from ..weights import all_tensors
-from .placement import Residency, move_to_host, place, run_on_cpu
+from .placement import place, run_on_cpu, widen_on_host
 
 STREAMED = ("blocks", "halves", "layer")
 """Values of the offload knob with which weights pass through a ring."""
@@ -53,16 +53,14 @@ def offload(
         if anatomy.autoencoder is None:
             raise NoSiteError("decoder device: the target has no autoencoder")
         vae = components.pop(anatomy.autoencoder)
-        yield Change(functools.partial(move_to_host, [vae], True), hook="decoder_device")
+        yield Change(functools.partial(widen_on_host, [vae]), hook="decoder_device")
         yield from _entries(anatomy, anatomy.autoencoder, run_on_cpu, "decoder_device")
     if settings.offload in (None, "none"):
         yield Change(functools.partial(place, list(components.values()), device), hook="offload")
         if decoder_on_cpu:
             for name in components:
                 yield from _entries(anatomy, name, functools.partial(run_at, device), "offload")
-    elif settings.offload == "component":
-        yield from _in_turns(anatomy, components, device)
-    elif components:
+    else:
         yield from _streamed(anatomy, components, settings, device, timing)
 
 
@@ -84,16 +82,6 @@ def _refuse_accelerate(components: Mapping[str, nn.Module]) -> None:
             )
 
 
-def _in_turns(anatomy: Anatomy, components: dict[str, nn.Module], device: torch.device) -> Iterator[Patch | Change]:
-    if not components:
-        return
-    yield Change(functools.partial(move_to_host, list(components.values()), False), hook="offload")
-    residency = Residency(device)
-    yield Change(lambda: residency.evict, hook="offload")
-    for name, component in components.items():
-        yield from _entries(anatomy, name, functools.partial(residency.run, component), "offload")
-
-
 def _streamed(
     anatomy: Anatomy,
     components: dict[str, nn.Module],
@@ -105,7 +93,9 @@ def _streamed(
         if not all_tensors(component):
             raise NoSiteError(f"offload: {name} holds no weights")
     turns = Turns()
-    for group in step_groups(anatomy, components):
+    alone = settings.offload == "component"
+    groups = [{name: part} for name, part in components.items()] if alone else step_groups(anatomy, components)
+    for group in groups:
         denoises = anatomy.denoiser in group
         stream = Stream(group, device, policy_of(settings, denoises, timing), turns, repeats=denoises)
         yield Change(stream.offload, hook="offload")
@@ -125,6 +115,8 @@ def step_groups(anatomy: Anatomy, components: Mapping[str, nn.Module]) -> list[d
 
 def policy_of(settings: Settings, denoises: bool, timing: Timing | None = None) -> Policy:
     """What of a group's weights is on the device; the denoiser's group runs step after step."""
+    if settings.offload == "component":
+        return Policy("whole")
     room = settings.weights_mib * MIB if settings.weights_mib is not None else None
     split = bool(settings.split_layers)
     if settings.offload == "halves":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from ..weights import is_channels_last
 from .accounts import actual_device, device_account, host_account, mark_host, weights_account
+from .fake_mode import active_fake_mode
+from .pinned import can_pin, pinned_empty
+from .rooms import ROOMS, Room
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool | None = None) -> Tensor:
@@ -29,17 +33,25 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool | None = None
         pin: page-lock it, so that copies to CUDA need not block. None: where CUDA (not ROCm, where pinned memory is
             known to stall) is at hand. Where locking fails the memory is pageable, which is slower and as right.
     """
-    if pin is None:
-        pin = torch.cuda.is_available() and torch.version.hip is None
-    with host_account():
-        empty = None
-        if pin:
-            with contextlib.suppress(RuntimeError):
-                empty = torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
-        if empty is None:
+    pinned = None
+    if active_fake_mode() is None and (can_pin() if pin is None else pin):
+        pinned = pinned_empty(_nbytes(shape, dtype))
+    if pinned is not None:
+        empty = _shaped(pinned, shape, dtype)
+    else:
+        with host_account():
             empty = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     mark_host(empty)
     return empty
+
+
+def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _shaped(bytes: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Bytes as a tensor of a type."""
+    return bytes.view(dtype).view(tuple(shape))
 
 
 def to_device(tensor: Tensor, device: torch.device | str, *, weight: bool = False) -> Tensor:
@@ -73,13 +85,6 @@ def unpinned(data: Tensor) -> Tensor:
     return torch.empty_like(data, pin_memory=False).copy_(data) if is_pinned(data) else data
 
 
-def give_pinned_back() -> None:
-    """Return page-locked memory that nobody holds to the system: torch keeps it for later where it is not asked."""
-    empty = getattr(torch._C, "_host_emptyCache", None)
-    if empty is not None and torch.cuda.is_initialized():
-        empty()
-
-
 def _unblocked(host: Tensor, device: Tensor) -> bool:
     return device.device.type == "cuda" and host.device.type == "cpu" and host.is_pinned()
 
@@ -93,22 +98,35 @@ class Parked:
         nbytes: host memory that it takes.
     """
 
+    _room: Room | None = None
+
     def __init__(
         self,
-        host: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
         order: Sequence[int],
         device: torch.device,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> None:
-        self._host = host
+        """Room for a tensor of ``shape`` whose dimensions lie in host memory in ``order``, the outermost first."""
+        on_host = [shape[dim] for dim in order]
+        if device.type == "cuda" and can_pin() and active_fake_mode() is None:
+            self._room = ROOMS.take(_nbytes(on_host, dtype))
+        room = self._room
+        self._host = host_empty(on_host, dtype, False) if room is None else _shaped(room.bytes, on_host, dtype)
+        mark_host(self._host)
+        self._event: torch.cuda.Event | None = None if room is None else room.copied
         self._order = tuple(order)
         self._format = memory_format
-        self._event: torch.cuda.Event | None = None
         self._leaving: Tensor | None = None
         self.device = device
-        self.dtype = host.dtype
-        self.shape = host.permute(inverse(order)).shape
-        self.nbytes = host.nbytes
+        self.dtype = dtype
+        self.shape = torch.Size(shape)
+        self.nbytes = self._host.nbytes
+
+    def __del__(self) -> None:
+        if self._room is not None:
+            ROOMS.leave(self._room, self._event)
 
     @classmethod
     def empty(
@@ -135,9 +153,7 @@ class Parked:
         channels_last = like is not None and is_channels_last(like)
         order = (2, 0, 3, 1) if channels_last else (2, 0, 1, 3)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        place = actual_device(wanted)
-        pin = None if place.type == "cuda" else False
-        return cls(host_empty([shape[dim] for dim in order], dtype, pin), order, place, memory_format)
+        return cls(shape, dtype, order, actual_device(wanted), memory_format)
 
     def store(self, rows: slice, strip: Tensor) -> None:
         """Copy ``strip`` (N, C, rows, W) into these rows of the map.
@@ -232,8 +248,7 @@ def park(tensor: Tensor) -> Parked:
     Fidelity: bitwise.
     """
     order = dense_order(tensor)
-    pin = None if tensor.device.type == "cuda" else False
-    parked = Parked(host_empty([tensor.shape[dim] for dim in order], tensor.dtype, pin), order, tensor.device)
+    parked = Parked(tensor.shape, tensor.dtype, order, tensor.device)
     with parked._in_order(tensor.device), device_account():
         source = tensor.detach().permute(order).contiguous()
         parked._host.copy_(source, non_blocking=_unblocked(parked._host, tensor))

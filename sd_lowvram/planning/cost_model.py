@@ -117,7 +117,7 @@ class Pricing:
         resident = sum(size for name, size in weights.items() if name not in elsewhere) if stays else 0
         waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
         masters, least, copies = self._masters(settings, max(0, waiting), cost.host_peak_bytes)
-        moving = own.largest_bytes if settings.offload == "component" else here if streamed else 0
+        copied = 0 if stays else here  # the masters stay where they are
         plain = self.request.rates.seconds(cost, self._arithmetic(stage.component, settings).dtype.itemsize)
         return StagePlan(
             name=stage.name,
@@ -126,8 +126,8 @@ class Pricing:
             weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
             host_bytes=masters + cost.host_peak_bytes,
-            held_bytes=sum(weights.values()) + copies + max(cost.allocated_bytes + (here if streamed else 0), moving),
-            largest_bytes=max(cost.largest_bytes, here if streamed else own.largest_bytes),
+            held_bytes=sum(weights.values()) + copies + copied + cost.allocated_bytes,
+            largest_bytes=max(cost.largest_bytes, copied or own.largest_bytes),
             seconds=self._seconds(stage, settings, step.seconds if step else plain, own),
             choice=choice,
             slowdown=step.seconds / plain if step and plain else 1.0,
@@ -219,9 +219,9 @@ class Pricing:
     def _seconds(self, stage: Stage, settings: Settings, once: float, weights: Weights) -> float:
         """All calls of a stage that takes ``once``, and what is copied besides."""
         seconds = (self.request.steps if stage.repeats else 1) * once
-        if settings.offload == "component":  # brought and taken back: once a run, or whenever the other's turn comes
+        if settings.offload == "component":  # brought once a run, or whenever its turn comes, and dropped
             turns = self.request.steps if stage.repeats and CONTROL in self.anatomy.components else 1
-            seconds += turns * 2 * weights.bytes / self.request.rates.copy_bandwidth
+            seconds += turns * weights.bytes / self.request.rates.copy_bandwidth
         if settings.offload in STREAMED:  # what stays is brought once, and of a stage that runs once so is all else
             seconds += weights.bytes / self.request.rates.copy_bandwidth
         return seconds

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ..cache import place_of, remember, remembered
-from ..hooks.offload import STREAMED, policy_of, step_groups
+from ..hooks.offload import policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
 from ..memory import kernels_of
 from ..memory.threads import one_at_a_time
@@ -88,22 +88,21 @@ class Costs:
         """The weights of a component in the precision and storage that ``settings`` ask for.
 
         Raises:
-            ConflictError: they are to be streamed, and cannot be.
+            ConflictError: they are to wait in host memory, and cannot.
         """
         storage = settings.weight_storage if name in self.quantised else None
         resident = Settings(precision=settings.precision, weight_storage=storage)
-        streamed = settings.offload in STREAMED
+        waits = settings.offload not in (None, "none")
         policy = Policy("layer", split=bool(settings.split_layers))
 
         def count() -> Weights:
             component = self._fake.anatomy.components[name]
             with self._fake.running(name, resident):
-                layers = self._fake.layers({name: component}, resident) if streamed else []
-                room = lay_down(layers, policy, {}).bytes if streamed else 0
+                room = lay_down(self._fake.layers({name: component}, resident), policy, {}).bytes if waits else 0
                 largest = max((tensor.numel() * tensor.element_size() for tensor in all_tensors(component)), default=0)
                 return Weights(weight_bytes(component), largest, room)
 
-        return self._once(Weights, name, (resident, streamed, policy.split), count)
+        return self._once(Weights, name, (resident, waits, policy.split), count)
 
     @functools.cached_property
     def quantised(self) -> frozenset[str]:

@@ -360,7 +360,7 @@ class Stream:
 
     def _learn(self) -> bool:
         """Note in which order a model's first run used its blocks; whether that is news."""
-        if self._is_fake():
+        if self._is_fake() or self._policy.kind == "whole":
             return False
         news = False
         names = [self._layout.blocks[number] for number in self._seen]

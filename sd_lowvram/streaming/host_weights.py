@@ -17,6 +17,7 @@ import contextlib
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,26 +27,23 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..devices.info import host_memory
 from ..memory import host_empty, mark_host
 from ..memory.accounts import unmark_host
 from ..memory.fake_mode import active_fake_mode
-from ..memory.host_offload import dense_order, give_pinned_back, inverse, is_pinned, unpinned
+from ..memory.host_offload import dense_order, inverse, is_pinned, unpinned
+from ..memory.pinned import pinnable_bytes, pinned_empty, whole_pages
 from ..memory.threads import one_at_a_time
 from ..units import MIB
 from ..weights import all_tensors, same_bits, set_data
-
-PINNED_SHARE = 0.5
-"""Of the host memory that this process may use: locked pages can be neither swapped nor dropped, and the system, the
-file cache that feeds the ring, and other programs live in the rest."""
+from .schedule import aligned
 
 CHUNK_BYTES, CHUNKS = 8 * MIB, 4
 """The ring. A copy of 8 MiB takes the bus at its full rate; while one chunk is on its way the next ones are filled."""
 RING_BYTES = CHUNK_BYTES * CHUNKS
 
 _SLAB_BYTES = 128 * MIB
-"""torch rounds each pinned allocation up to a power of two, so that tensors pinned one by one would waste a third."""
-_ALIGNMENT = 512
+"""Locking many small pieces takes long; while one large piece is filled, the first copies of its contents are held
+beside it."""
 
 
 class Masters:
@@ -129,14 +127,12 @@ class Masters:
         self._ring = None
         self._mapped.clear()
         self._known.clear()
-        _pinned.pop(self, None)
 
     def _put_back(self, first: int) -> None:
         moved: dict[_Place, Tensor] = {}
         with torch.no_grad(), torch.inference_mode(False):
             while len(self._each) > first:
                 self._each.pop().undo(moved)
-                give_pinned_back()  # slab by slab, so that memory does not hold all of it twice
 
     def _is_slow(self, source: Tensor) -> bool:
         """Whether ``source`` has to pass the ring."""
@@ -154,14 +150,16 @@ class Masters:
             places.setdefault(_place(tensor), []).append(tensor)
         kinds = {place: mapping.kind(sharing[0]) for place, sharing in places.items()}
         ordinary = sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "ordinary")
+        copied = ("mapped", "device", "ordinary") if on_gpu else ("mapped", "device")
         ring = RING_BYTES if on_gpu or "mapped" in kinds.values() else 0
-        slabs = _Slabs(pinnable_bytes() - ring, sum(sharing[0].nbytes for sharing in places.values()), on_gpu)
         budget = _budget.get()
-        most = (pinnable_bytes() if budget is None else budget.left + RING_BYTES) - ring
+        pinnable = pinnable_bytes() - ring - (budget.parked if budget is not None else 0)
+        most = pinnable if budget is None else budget.left + RING_BYTES - ring
+        slabs = _Slabs((places[place][0].nbytes for place, kind in kinds.items() if kind in copied), pinnable, on_gpu)
         for place, sharing in places.items():
             data, kind, size = sharing[0].data, kinds[place], sharing[0].nbytes
             copy = None
-            if kind in ("mapped", "device") or (kind == "ordinary" and on_gpu):
+            if kind in copied:
                 given_up = size if kind == "ordinary" else 0
                 copy = slabs.copy_of(data, most - slabs.total - ordinary + given_up)
                 ordinary -= given_up if copy is not None else 0
@@ -177,10 +175,10 @@ class Masters:
                 mark_host(tensor.data)
         pinned = slabs.total + sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "pinned")
         self.pinned_bytes, self.held_bytes = self.pinned_bytes + pinned, self.held_bytes + ordinary
-        _pinned[self] = _pinned.get(self, 0) + slabs.total
         if budget is not None:
             budget.left -= pinned + ordinary
-        if self.mapped_bytes or on_gpu:
+        beside = on_gpu and self.held_bytes and (budget is None or budget.left >= 0)
+        if self.mapped_bytes or beside:
             self._ring, self.ring_bytes = _ring_of(self.device), RING_BYTES
 
 
@@ -209,37 +207,41 @@ class _Master:
 
 
 class _Slabs:
-    """Pinned memory in large pieces, at most ``most`` bytes of it, for contents of ``needed`` bytes together."""
+    """Pinned memory in large pieces, at most ``most`` bytes of it, for contents that come in the order of ``sizes``."""
 
-    def __init__(self, most: int, needed: int, pinned: bool) -> None:
+    def __init__(self, sizes: Iterable[int], most: int, pinned: bool) -> None:
         self.total = 0
-        self._needed = needed
-        self._pin = None if pinned else False
+        self._coming = deque(map(aligned, sizes))
         self._most = most
-        self._open: list[tuple[Tensor, int]] = []
+        self._pinned = pinned
+        self._left: Tensor | None = None
 
     def copy_of(self, data: Tensor, growth: int) -> Tensor | None:
         """A copy of ``data`` with its strides; None where no room is left and ``growth`` bytes more are not enough."""
+        if self._left is None or not len(self._left):
+            self._left = self._opened(min(growth, self._most - self.total))
+        size = self._coming.popleft()
+        if self._left is None:
+            return None
+        room, self._left = self._left[: data.nbytes], self._left[size:]
         order = dense_order(data)
-        room = self._room(data.nbytes, min(growth, self._most - self.total))
-        if room is None:
-            return None
-        copy = room.view(data.dtype).view([data.shape[dim] for dim in order]).permute(inverse(order))
-        return copy.copy_(data)
+        return room.view(data.dtype).view([data.shape[dim] for dim in order]).permute(inverse(order)).copy_(data)
 
-    def _room(self, nbytes: int, growth: int) -> Tensor | None:
-        for number, (slab, used) in enumerate(self._open):
-            if used + nbytes <= len(slab):
-                self._open[number] = slab, -(-(used + nbytes) // _ALIGNMENT) * _ALIGNMENT
-                self._needed -= nbytes
-                return slab[used : used + nbytes]
-        least, useful = (1 << max(size - 1, _ALIGNMENT).bit_length() for size in (nbytes, self._needed))
-        size = max(least, min(_SLAB_BYTES, useful, 1 << max(growth, 1).bit_length() - 1))
-        if size > growth:
+    def _opened(self, growth: int) -> Tensor | None:
+        """A piece that the next contents fill."""
+        size = 0
+        for coming in self._coming:
+            if size >= _SLAB_BYTES or whole_pages(size + coming) > growth:
+                break
+            size += coming
+        if not size:
             return None
-        self.total += size
-        self._open.append((host_empty([size], torch.uint8, self._pin), 0))
-        return self._room(nbytes, 0)
+        piece = pinned_empty(size) if self._pinned else host_empty([size], torch.uint8, False)
+        if piece is None:
+            self._most = 0  # the next one would be refused as well
+        else:
+            self.total += whole_pages(size)
+        return piece
 
 
 class _Ring:
@@ -318,31 +320,25 @@ def mapped_bytes(*modules: nn.Module) -> int:
 
 @dataclass
 class _Budget:
-    """What is left of a run's host memory for masters; the ring is taken off from the start."""
+    """What is ``left`` of a run's host memory for masters. The ring, and ``parked`` bytes of maps, are taken off from
+    the start."""
 
     left: int
+    parked: int
 
 
 _budget: ContextVar[_Budget | None] = ContextVar("host budget", default=None)
 
 
 @contextlib.contextmanager
-def host_budget(ram_bytes: int) -> Iterator[None]:
-    """All masters that are settled inside, of however many models, take at most this much host memory together."""
-    token = _budget.set(_Budget(ram_bytes - RING_BYTES))
+def host_budget(ram_bytes: int, parked_bytes: int = 0) -> Iterator[None]:
+    """All masters that are settled inside, of however many models, take at most this much host memory together, and
+    leave room in it for maps of ``parked_bytes``."""
+    token = _budget.set(_Budget(ram_bytes - parked_bytes - RING_BYTES, parked_bytes))
     try:
         yield
     finally:
         _budget.reset(token)
-
-
-_pinned: weakref.WeakKeyDictionary[Masters, int] = weakref.WeakKeyDictionary()
-"""What each of the masters that there are has pinned."""
-
-
-def pinnable_bytes() -> int:
-    """The most that may still be pinned by this process."""
-    return max(0, int(PINNED_SHARE * host_memory().total) - sum(_pinned.values()))
 
 
 def least_host_bytes(weights_bytes: int, mapped: int) -> int:

@@ -99,6 +99,29 @@ def test_offload_is_bitwise(offload: str) -> None:
             assert torch.equal(tiny.run(pipe), expected)
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_component_offload_copies_nothing_back_that_did_not_change(changed: bool) -> None:
+    pipe = tiny.pipeline("sd15")
+    weights = dict(pipe.unet.named_parameters())
+
+    def state() -> dict[str, tuple[int, int]]:
+        return {name: (weight.data_ptr(), weight._version) for name, weight in weights.items()}
+
+    def write(*_: Any) -> None:
+        if changed:
+            pipe.unet.conv_out.bias.detach().add_(1)
+
+    with attached(pipe, Settings(offload="component")):
+        waiting, before = state(), pipe.unet.conv_out.bias.clone()
+        hook = pipe.unet.conv_out.register_forward_hook(write)
+        tiny.run(pipe, steps=1)
+        hook.remove()
+        now = state()
+        assert {name for name in weights if now[name] != waiting[name]} == ({"conv_out.bias"} if changed else set())
+        assert now["conv_out.bias"][0] == waiting["conv_out.bias"][0]
+        assert torch.equal(pipe.unet.conv_out.bias, before + changed)
+
+
 @pytest.mark.parametrize(("precision", "limit"), [("fp16", 0.01), ("bf16", 0.05), ("autocast-bf16", 0.05)])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_narrower_types_stay_near(pipes: Any, family: str, precision: str, limit: float) -> None:

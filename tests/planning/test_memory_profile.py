@@ -62,13 +62,14 @@ def test_nothing_stays_on_the_pipeline(pipe: Any) -> None:
 def test_what_was_there_before_is_counted_and_its_end_too(pipe: Any, offload: str) -> None:
     """Moving a model's weights into new memory and back ends where it began, in a second recording as well."""
     weights = weight_bytes(*components(pipe))
+    copied = max(map(weight_bytes, components(pipe))) if offload == "component" else 0
     with sd_lowvram.attached(pipe, Settings(offload=offload), device="cpu"):
         for _ in range(2):
             with sd_lowvram.measured(pipe) as run:
                 tiny.run(pipe)
             left = run.stages[-1].curve[-1][1]
-            assert weights <= left < weights + 300_000
-            assert run.peak_bytes < weights + 8_000_000
+            assert weights <= left < weights + copied + 300_000
+            assert run.peak_bytes < weights + copied + 8_000_000
 
 
 @pytest.mark.slow(6)
@@ -80,7 +81,7 @@ def test_addresses_of_earlier_recordings_are_no_matter() -> None:
         settings = Settings(offload="component")
         with sd_lowvram.attached(pipe, settings, device="cpu"), sd_lowvram.measured(pipe) as run:
             tiny.run(pipe)
-        assert weights <= run.stages[-1].curve[-1][1] < weights + 300_000
+        assert weights <= run.stages[-1].curve[-1][1] < weights + weight_bytes(pipe.vae) + 300_000
 
 
 def test_a_stage_holds_what_a_caller_makes_in_it(pipe: Any) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from settled import masters_of
 from torch import Tensor, nn
 
-from sd_lowvram.memory import is_host
+from sd_lowvram.memory import is_host, pinned
 from sd_lowvram.streaming import host_weights as module
 from sd_lowvram.streaming.host_weights import CHUNK_BYTES, RING_BYTES, host_budget, mapped_bytes
 from sd_lowvram.units import MIB
@@ -99,7 +99,7 @@ def test_never_more_than_the_budget(mapped: dict[str, Tensor], ram: int) -> None
 def test_never_more_than_a_share_of_the_machine(mapped: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     from sd_lowvram.devices.info import Memory
 
-    monkeypatch.setattr(module, "host_memory", lambda: Memory(80 * MIB, 80 * MIB))
+    monkeypatch.setattr(pinned, "host_memory", lambda: Memory(80 * MIB, 80 * MIB))
     masters = masters_of(mapped.values(), 1 << 40, CPU)
     assert masters.host_bytes <= 40 * MIB
     assert masters.mapped_bytes > 0

@@ -61,11 +61,12 @@ class Card:
             ("sim_peak", [], size),
             ("sim_pinned", [], size),
             ("sim_pinned_peak", [], size),
+            ("sim_pinnable", [size], None),
             ("sim_reset_peaks", [], None),
             ("sim_allocations", [], ctypes.c_long),
             ("sim_unsimulated", [], ctypes.c_long),
             ("sim_print_unsimulated", [], None),
-            ("sim_kernel", [address], None),
+            ("sim_kernel", [address], flag),
             ("sim_access", [address, size, size, flag], None),
             ("sim_host_access", [size, size, flag], None),
             ("sim_capturing", [address], flag),
@@ -120,6 +121,15 @@ class Card:
     def pinned_peak(self) -> int:
         return int(self._runtime.sim_pinned_peak())
 
+    @contextlib.contextmanager
+    def pinning(self, most: int) -> Iterator[None]:
+        """Inside, the driver locks no more than ``most`` bytes of pages that it is asked to."""
+        self._runtime.sim_pinnable(most)
+        try:
+            yield
+        finally:
+            self._runtime.sim_pinnable(ctypes.c_size_t(-1).value)
+
     def reset_peaks(self) -> None:
         self._runtime.sim_reset_peaks()
 
@@ -144,8 +154,14 @@ class Card:
     # Kernels
 
     def begin_kernel(self, stream: int) -> None:
-        """A kernel runs now: all that its stream was asked before is done."""
-        self._runtime.sim_kernel(stream)
+        """A kernel runs now: all that its stream was asked before is done.
+
+        Raises:
+            RuntimeError: an earlier call has failed, and nobody asked for its error.
+        """
+        error = self._runtime.sim_kernel(stream)
+        if error:
+            raise RuntimeError(f"CUDA error: {error}, of an earlier call")
 
     def access(self, stream: int, address: int, size: int, writes: bool) -> None:
         self._runtime.sim_access(stream, address, size, writes)

@@ -80,7 +80,7 @@ bool logging = false;
 int schedule = EAGER, next_stream = 1, next_event = 1, next_graph = 1, last_error = 0;
 std::mt19937_64 chance;
 size_t card_bytes = size_t(4) << 30, context_bytes = 300 * MIB;
-size_t used = 0, peak = 0, pinned = 0, pinned_peak = 0;
+size_t used = 0, peak = 0, pinned = 0, pinned_peak = 0, pinnable = SIZE_MAX;
 long unsimulated = 0, allocations = 0, replays = 0;
 std::map<const void *, std::string> kernels;
 std::map<std::string, long> launched;
@@ -186,14 +186,15 @@ void sim_log_read(Entry *out) { LOCKED; std::copy(entries.begin(), entries.end()
 size_t sim_used() { LOCKED; return used; }
 size_t sim_peak() { LOCKED; return peak; }
 size_t sim_pinned() { LOCKED; return pinned; }
+void sim_pinnable(size_t bytes) { LOCKED; pinnable = bytes; }
 size_t sim_pinned_peak() { LOCKED; return pinned_peak; }
 void sim_reset_peaks() { LOCKED; peak = used; pinned_peak = pinned; }
 long sim_allocations() { LOCKED; return allocations; }
 long sim_unsimulated() { LOCKED; return unsimulated; }
 void sim_print_unsimulated() { LOCKED; for (auto &one : launched) fprintf(stderr, "%6ld %.160s\n", one.second, one.first.c_str()); }
 
-// Before a kernel of Python's: what its stream has been asked is done.
-void sim_kernel(void *handle) { LOCKED; wander(); run_all(stream_of(handle)); }
+// Before a kernel of Python's: what its stream has been asked is done. A launch tells of an error that nobody asked for.
+int sim_kernel(void *handle) { LOCKED; wander(); run_all(stream_of(handle)); return std::exchange(last_error, 0); }
 void sim_access(void *handle, uintptr_t address, size_t bytes, int writes) {
   LOCKED;
   note(writes ? WRITE : READ, stream_of(handle)->id, 0, address, address, bytes);
@@ -323,6 +324,7 @@ int cudaFreeHost(void *address) {
 }
 int cudaHostRegister(void *address, size_t bytes, unsigned) {
   LOCKED;
+  if (pinned + bytes > pinnable) return failed(OUT_OF_MEMORY);
   ranges[uintptr_t(address)] = {bytes, PINNED};
   pinned += bytes;
   pinned_peak = std::max(pinned_peak, pinned);
@@ -332,6 +334,8 @@ int cudaHostUnregister(void *address) {
   LOCKED;
   auto found = ranges.find(uintptr_t(address));
   if (found == ranges.end()) return failed(INVALID_VALUE);
+  note(WRITE, HOST, 0, uintptr_t(address), uintptr_t(address), found->second.bytes);  // whoever copies now reads others' pages
+  run_everything();  // nothing is ordered by it
   pinned -= found->second.bytes;
   ranges.erase(found);
   return 0;

@@ -1,0 +1,131 @@
+"""Host memory that is page-locked at its exact size, so that copies to and from the device need not block.
+
+torch's own pinned memory comes in powers of two and is kept when nobody holds it any longer: a map of 65 MiB locks
+128 MiB for good. Here ordinary pages are registered with the driver, and unlocked with the last tensor in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..devices.info import host_memory
+from ..units import format_size
+from .accounts import host_account
+
+PINNED_SHARE = 0.5
+"""Of the host memory that this process may use: locked pages can be neither swapped nor dropped, and the system, the
+file cache, and other programs live in the rest."""
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: the pages are locked for all devices."""
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+
+_locked: dict[int, int] = {}
+"""By address, the bytes that are locked. Single operations on it are atomic: pages may die in any thread."""
+_told: set[str] = set()
+
+
+def can_pin() -> bool:
+    """Whether copies to a device gain from pinned memory: on CUDA; ROCm is known to stall with it."""
+    return torch.cuda.is_available() and torch.version.hip is None
+
+
+def pinned_bytes() -> int:
+    """What is locked now."""
+    return sum(list(_locked.values()))
+
+
+def pinnable_bytes() -> int:
+    """The most that may still be locked by this process."""
+    return max(0, int(PINNED_SHARE * host_memory().total) - pinned_bytes())
+
+
+def whole_pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to what can be locked."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def pinned_empty(nbytes: int) -> Tensor | None:
+    """Uninitialised pinned bytes, which are unlocked and freed with the last tensor that lies in them.
+
+    Returns None, and says why once, where so many cannot be locked: ordinary memory is slower there, and as right.
+    """
+    size = whole_pages(nbytes)
+    if size == 0:
+        return None
+    if size > pinnable_bytes():
+        _tell(f"more than {PINNED_SHARE:.0%} of the host's memory would be locked", size)
+        return None
+    pages = _Pages(-1, size, **_PRIVATE)
+    with torch.inference_mode(False), host_account():
+        empty = torch.frombuffer(pages, dtype=torch.uint8)
+    refused = _lock(empty.data_ptr(), size)
+    if refused is not None:
+        _tell(refused, size)
+        return None
+    pages.locked_at = empty.data_ptr()
+    return empty[:nbytes]
+
+
+class _Pages(mmap.mmap):
+    """Anonymous pages, held by the tensors in them.
+
+    Attributes:
+        locked_at: their address, if they are locked. The process' end unlocks what is left.
+    """
+
+    locked_at: int | None = None
+
+    def __del__(self) -> None:  # a weak reference would tell when they are gone
+        if self.locked_at is not None and not sys.is_finalizing():
+            _unlock(self.locked_at)
+
+
+def _lock(address: int, size: int) -> str | None:
+    """Lock pages; returns the driver's reason when it does not."""
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(next(_used_devices(), torch.cuda.current_device())):
+        error = runtime.cudaHostRegister(address, size, _PORTABLE)
+        if error == runtime.cudaError.success:
+            _locked[address] = size
+            return None
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda").add_(1)  # the next kernel would be told of this error: let it be this one
+    return str(runtime.cudaGetErrorString(error))
+
+
+def _unlock(address: int) -> None:
+    with contextlib.suppress(RuntimeError):  # of a device that has failed: its copies are over
+        _wait()
+    torch.cuda.cudart().cudaHostUnregister(address)
+    _locked.pop(address, None)
+
+
+def _wait() -> None:
+    """Until no copy of any device is under way: whose copies read or write some pages is known to their users alone."""
+    for device in _used_devices():
+        torch.cuda.synchronize(device)
+
+
+def _used_devices() -> Iterator[int]:
+    """Those that have a context: asking others for anything would make one, which takes some hundred MiB."""
+    runtime: Any = torch._C
+    return (index for index in range(torch.cuda.device_count()) if runtime._cuda_hasPrimaryContext(index))
+
+
+def _tell(why: str, size: int) -> None:
+    if why not in _told:
+        _told.add(why)
+        warnings.warn(
+            f"{format_size(size)} of host memory are not page-locked ({why}): copies between them and the GPU no "
+            "longer run beside the compute",
+            stacklevel=4,
+        )

@@ -1,0 +1,92 @@
+"""Pinned host memory for the maps that are parked.
+
+Maps come and go in every step, and locking pages takes time: what one map leaves waits for the next one of its size,
+for as long as somebody is about to park more. What waits and what is in use are together never more than was in use at
+once, which is what plans count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .pinned import pinnable_bytes, pinned_empty
+
+
+@dataclass(eq=False)
+class Room:
+    """Pinned bytes for one map at a time.
+
+    Attributes:
+        copied: the end of the last copy of the map that had them before; whoever has them next waits for it.
+    """
+
+    bytes: Tensor
+    copied: torch.cuda.Event | None = None
+
+
+class Rooms:
+    """Rooms that maps have, and those that wait. Maps die in any thread, and in the midst of these functions: lists and
+    dictionaries are touched by single operations only."""
+
+    def __init__(self) -> None:
+        self._used: dict[int, int] = {}
+        self._idle: list[Room] = []
+        self._parking = 0
+        self._most = 0
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, rooms wait for the next map; they go when nobody is inside any longer."""
+        self._parking += 1
+        try:
+            yield
+        finally:
+            self._parking -= 1
+            if not self._parking:
+                self._most = 0
+                self._idle.clear()
+
+    def take(self, nbytes: int) -> Room | None:
+        """Room for a map of so many bytes; None where they cannot be pinned."""
+        in_use = sum([*self._used.values()]) + nbytes
+        self._most = max(self._most, in_use)
+        room = next((one for one in [*self._idle] if len(one.bytes) == nbytes and self._is_taken(one)), None)
+        room = self._fresh(nbytes, self._most - in_use) if room is None else room
+        if room is not None:
+            self._used[id(room)] = nbytes
+        return room
+
+    def leave(self, room: Room, copied: torch.cuda.Event | None) -> None:
+        """Hand ``room`` on, whose last copy ends with ``copied``."""
+        room.copied = copied
+        self._used.pop(id(room), None)
+        if self._parking:
+            self._idle.append(room)
+
+    def _fresh(self, nbytes: int, may_wait: int) -> Room | None:
+        """New room; of the others, ``may_wait`` bytes may go on waiting."""
+        while self._idle and (self._waiting() > may_wait or nbytes > pinnable_bytes()):
+            with contextlib.suppress(IndexError):
+                self._idle.pop(0)
+        pinned = pinned_empty(nbytes)
+        return None if pinned is None else Room(pinned)
+
+    def _waiting(self) -> int:
+        return sum([len(room.bytes) for room in [*self._idle]])
+
+    def _is_taken(self, room: Room) -> bool:
+        """Take ``room`` from those that wait; False where another thread was faster."""
+        try:
+            self._idle.remove(room)
+        except ValueError:
+            return False
+        return True
+
+
+ROOMS = Rooms()
+"""Of this process, as what it may lock is."""

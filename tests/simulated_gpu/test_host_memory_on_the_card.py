@@ -1,0 +1,150 @@
+"""What waits in host memory is page-locked at its size, within the plan, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from on_card import GPU
+from test_hooks_on_the_card import mapped, run
+
+import sd_lowvram
+from sd_lowvram import Settings
+from sd_lowvram.devices.info import Memory
+from sd_lowvram.devices.performance import profile
+from sd_lowvram.memory import fetch, host_empty, park, pinned
+from sd_lowvram.memory.rooms import ROOMS
+from sd_lowvram.planning import request
+from sd_lowvram.streaming.host_weights import RING_BYTES, Masters, host_budget
+
+MIB = 1 << 20
+PAGE = 4096
+
+
+@pytest.fixture
+def before(gpu: Any) -> Iterator[int]:
+    """What is locked when a test begins, and when it ends."""
+    _, start = gpu.held()
+    gpu.card.reset_peaks()
+    yield start
+    assert gpu.held()[1] == start
+
+
+@pytest.mark.parametrize("size", [1, PAGE, 33 * MIB, 65 * MIB + 1])
+def test_nothing_is_rounded_up(gpu: Any, before: int, size: int) -> None:
+    tensor = host_empty([size], torch.uint8)
+    assert tensor.is_pinned() and tensor[size // 2 :].is_pinned()
+    assert size <= gpu.card.pinned - before < size + PAGE
+
+
+def test_rooms_of_maps_are_used_again_and_are_never_more_than_maps_were(gpu: Any, before: int) -> None:
+    small, large = (torch.rand(1, 4, side, side, device=GPU) for side in (64, 128))
+    with gpu.watched("lazy") as seen, ROOMS.kept():
+        for _ in range(3):
+            maps = [park(small), park(small), park(large)]
+            there = gpu.card.pinned
+            backs = [fetch(one).cpu() for one in maps]
+            assert all(map(torch.equal, backs, [one.cpu() for one in (small, small, large)]))
+            maps.clear()
+            assert gpu.card.pinned == there
+        assert gpu.card.pinned_peak - before == 2 * small.nbytes + large.nbytes
+        between = park(torch.rand(1, 4, 32, 32, device=GPU))
+        assert gpu.card.pinned - before <= 2 * small.nbytes + large.nbytes
+        del between
+    assert seen.clean, seen
+    assert gpu.card.pinned == before
+
+
+def test_masters_are_pinned_at_their_size(gpu: Any, before: int) -> None:
+    tensors = [torch.rand(size) for size in (3 * MIB, 33 * MIB + 7, 5, 40 * MIB)]
+    wanted = [tensor.clone() for tensor in tensors]
+    total = sum(tensor.nbytes for tensor in tensors)
+    masters = Masters(GPU)
+    masters.add(tensors)
+    assert all(tensor.is_pinned() for tensor in tensors)
+    assert total <= gpu.card.pinned - before < total + 8 * PAGE
+    assert gpu.card.pinned_peak == gpu.card.pinned
+    there = [torch.empty_like(tensor, device=GPU) for tensor in tensors]
+    for tensor, copy in zip(tensors, there, strict=True):
+        masters.copy_to(tensor.data, copy)
+    masters.undo()
+    assert gpu.card.pinned == before
+    assert not any(tensor.is_pinned() for tensor in tensors)
+    for tensor, copy, want in zip(tensors, there, wanted, strict=True):
+        assert torch.equal(tensor, want) and torch.equal(copy.cpu(), want)
+
+
+RUNS: dict[str, Settings] = {
+    "component": Settings(offload="component"),
+    "layers": Settings(offload="layer", vae_tiles="exact", vae_map="parked", vae_strip_mib=1),
+    "blocks": Settings(offload="blocks", weights_mib=8, guidance_in_turn=True, park_skips=True),
+}
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return families.plain("sd15")
+
+
+@pytest.mark.parametrize("ram", [RING_BYTES // 4 * 3, RING_BYTES + 8 * MIB, 512 * MIB])
+@pytest.mark.parametrize("way", RUNS)
+def test_a_run_locks_no_more_than_planned(
+    gpu: Any, before: int, pipe: Any, way: str, ram: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "rates_of", lambda device: profile("rtx3060"))  # nothing is measured here
+    plain = run(pipe, {})
+    plan = sd_lowvram.optimize(pipe, vram="2GB", ram=f"{ram} b", width=64, height=64, device=GPU, settings=RUNS[way])
+    gpu.card.reset_peaks()
+    made = [run(pipe, {}) for _ in range(2)]
+    locked = gpu.card.pinned_peak - before
+    assert torch.equal(*made) and (made[0] - plain).abs().max() < 1e-3
+    assert locked <= ram
+    assert locked <= plan.predicted.host_bytes * 1.02
+    if ram == 512 * MIB:
+        assert locked >= plan.predicted.host_bytes * 0.9
+    sd_lowvram.restore(pipe)
+    assert gpu.held()[1] == before
+    assert not any(tensor.is_pinned() for tensor in pipe.unet.parameters())
+
+
+def test_a_mapped_file_needs_the_ring_alone(gpu: Any, before: int, pipe: Any, tmp_path: Path) -> None:
+    pipe.unet.save_pretrained(tmp_path)
+    with mapped(tmp_path) as unet, host_budget(RING_BYTES + 3 * MIB):
+        masters = Masters(GPU)
+        masters.add(unet.parameters())
+        assert RING_BYTES < gpu.card.pinned_peak - before <= RING_BYTES + 3 * MIB
+        masters.undo()
+
+
+def test_what_cannot_be_locked_is_told_once_and_waits_in_ordinary_memory(
+    gpu: Any, before: int, pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "_told", set())
+    settings = RUNS["blocks"]
+    with sd_lowvram.attached(pipe, settings, device=GPU):
+        wanted = run(pipe, {})
+    with (
+        gpu.card.pinning(0),
+        pytest.warns(UserWarning, match="not page-locked.*out of memory") as told,
+        gpu.watched("lazy") as seen,
+        sd_lowvram.attached(pipe, settings, device=GPU),
+    ):
+        assert torch.equal(run(pipe, {}), wanted)
+    assert seen.clean, seen
+    assert len(told) == 1
+
+
+def test_no_more_than_a_share_of_the_host_is_locked(gpu: Any, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_told", set())
+    monkeypatch.setattr(pinned, "host_memory", lambda: Memory(64 * MIB, 64 * MIB))
+    tensor = torch.rand(5 * MIB, device=GPU)
+    with ROOMS.kept(), pytest.warns(UserWarning, match="more than 50% of the host's memory"):
+        maps = [park(tensor) for _ in range(3)]
+        assert gpu.card.pinned - before == tensor.nbytes
+        assert all(torch.equal(fetch(one), tensor) for one in maps)
+        maps.clear()
+        del maps
