@@ -1,13 +1,15 @@
 """Copies that run beside the compute: a stream of their own, and events in both directions.
 
-Nothing here waits on the host, and nothing synchronises the device. Memory stays the compute stream's; what keeps it
-from being overwritten too early, or given away while a copy is under way, are events alone. On a CPU copies are done at
-once, and all of this is empty.
+Nothing here synchronises the device, and the host waits only for bytes that a thread of their own still reads from a
+file. Memory stays the compute stream's; what keeps it from being overwritten too early, or given away while a copy is
+under way, are events alone. On a CPU copies are done at once, and all of this is empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import concurrent.futures
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from .host_weights import Masters
 Copy = tuple[Tensor, Tensor]
 """What a master holds, and where it goes on the device."""
 
+Copied = Future[torch.cuda.Event]
+"""The end of copies, once they have all been asked of their stream."""
+
 
 class Copier:
     """Copies what ``masters`` hold to one device."""
@@ -25,31 +30,55 @@ class Copier:
         self._masters = masters
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: torch.cuda.Event | None = None
+        self._read: list[tuple[Copied, list[Copy]]] = []
 
-    def copy(self, copies: Iterable[Copy], after: Iterable[torch.cuda.Event | None]) -> torch.cuda.Event | None:
-        """Copy as soon as all that is in ``after`` has happened; returns the event of the end, None on a CPU."""
+    def copy(self, copies: Iterable[Copy], after: Iterable[torch.cuda.Event | None]) -> Copied | None:
+        """Copy as soon as all that is in ``after`` has happened; returns the end, None on a CPU.
+
+        What passes the ring is read by a thread of its own, and so is all that is asked for meanwhile, in order.
+        """
         if self._stream is None:
             for source, target in copies:
                 self._masters.copy_to(source, target)
             return None
+        copies, events = list(copies), [event for event in after if event is not None]
+        self._read = [(copied, theirs) for copied, theirs in self._read if not copied.done()]
+        if self._read or self._masters.pass_ring(source for source, _ in copies):
+            copied = self._masters.reader().submit(self._ask, self._stream, copies, events)
+            self._read.append((copied, copies))
+        else:
+            copied = Future()
+            copied.set_result(self._ask(self._stream, copies, events))
+        return copied
+
+    def _ask(
+        self, stream: torch.cuda.Stream, copies: list[Copy], after: Sequence[torch.cuda.Event]
+    ) -> torch.cuda.Event:
+        """Empties ``copies``: the thread keeps the list for a while, and would keep what they go to."""
         for event in after:
-            if event is not None:
-                self._stream.wait_event(event)
-        for source, target in copies:
-            self._masters.copy_to(source, target, self._stream)
-        self._last = self._stream.record_event()
-        return self._last
+            stream.wait_event(event)
+        while copies:
+            self._masters.copy_to(*copies.pop(0), stream)
+        ended: torch.cuda.Event = stream.record_event()
+        return ended
 
     def mark(self) -> torch.cuda.Event | None:
         """The moment at which what was asked of the compute stream up to now is done."""
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """What is asked of the compute stream from now on happens after ``event``."""
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+    def wait(self, copied: Copied | None) -> None:
+        """What is asked of the compute stream from now on happens after ``copied``; raises what reading raised."""
+        if copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied.result())
 
     def rest(self) -> None:
-        """What is asked of the compute stream from now on happens after all copies."""
-        self.wait(self._last)
+        """What is asked of the compute stream from now on happens after all copies; those that are not being read yet
+        are given up."""
+        if self._stream is None:
+            return
+        for copied, copies in self._read:
+            if copied.cancel():
+                copies.clear()
+        concurrent.futures.wait([copied for copied, _ in self._read])
+        self._read = []
+        torch.cuda.current_stream(self._device).wait_event(self._stream.record_event())

@@ -31,7 +31,7 @@ from ..memory.fake_mode import active_fake_mode
 from ..memory.threads import one_at_a_time
 from ..patches import Patch, set_patch, take_off, wrap
 from . import weight_scopes as lending
-from .copier import Copier
+from .copier import Copied, Copier
 from .device_io import looked_up, refuse_unseen, run_at
 from .host_weights import Masters
 from .layers import Layer, contents, layers_of, signature, version
@@ -97,7 +97,7 @@ class Stream:
         self._busy: defaultdict[int, int] = defaultdict(int)
         self._held: defaultdict[int, int] = defaultdict(int)
         self._barred: tuple[int, int] | None = None
-        self._copied: dict[int, torch.cuda.Event | None] = {}
+        self._copied: dict[int, Copied | None] = {}
         self._used: dict[int, torch.cuda.Event | None] = {}
 
     # Attaching

@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,15 @@ class Masters:
                 return
             with _on(stream):
                 target.copy_(source, non_blocking=self.device.type == "cuda")
+
+    def pass_ring(self, sources: Iterable[Tensor]) -> bool:
+        """Whether any of ``sources`` reaches the device through the ring, which takes as long as reading it does."""
+        return self._ring is not None and any(map(self._is_slow, sources))
+
+    def reader(self) -> Executor:
+        """The thread that fills the ring: whatever it does, it does in the order in which it was asked."""
+        assert self._ring is not None
+        return self._ring.reader
 
     def undo(self) -> None:
         """Give the tensors back what they held, where it was; what was changed meanwhile keeps its new contents, and
@@ -248,6 +258,9 @@ class _Ring:
     """Pinned chunks through which bytes pass to the device, in order; each is filled anew once it has been copied.
 
     All masters of a device share one, from whatever thread they are copied.
+
+    Attributes:
+        reader: a thread that fills them while others compute.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -256,6 +269,7 @@ class _Ring:
         self._chunks = [host_empty([CHUNK_BYTES], torch.uint8, pin) for _ in range(CHUNKS)]
         self._copied: list[torch.cuda.Event | None] = [None] * CHUNKS
         self._turn = 0
+        self.reader = ThreadPoolExecutor(1, "sd-lowvram-reader")
 
     def copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copy bytes to bytes."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pytest
 import torch
-from simulated_card.card import Schedule, card
+from simulated_card.card import Card, Schedule, card
 from simulated_card.kernels import HostWatch, Kernels
 from simulated_card.races import Race, races
 
@@ -73,7 +75,7 @@ class Simulated:
         seen = Seen()
         with self.card.scheduled(*SCHEDULES[schedule]):
             try:
-                with self.card.logged() as log, HostWatch(self.card):
+                with self.card.logged() as log, HostWatch(self.card), _threads_watched(self.card):
                     yield seen
             finally:
                 seen.races = races(log)
@@ -87,3 +89,17 @@ class Simulated:
         torch.cuda.synchronize()
         torch._C._host_emptyCache()
         return torch.cuda.memory_allocated(), self.card.pinned
+
+
+@contextlib.contextmanager
+def _threads_watched(card: Card) -> Iterator[None]:
+    """What threads that are started inside do to pinned memory is written down too."""
+    run = threading.Thread.run
+
+    def watched(thread: threading.Thread) -> None:
+        with HostWatch(card):
+            run(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "run", watched)
+        yield
