@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .errors import BadInputError
+from .errors import BadInputError, BudgetError
 from .hooks.precision import force_upcast
 from .memory.threads import one_at_a_time
 from .models.anatomy import Anatomy
+from .planning.fallback import fallback, less, needed_bytes, ran_out
 from .planning.max_size import largest_plans
 from .planning.plan import Plan
 from .planning.replan import guard
@@ -23,7 +24,7 @@ from .planning.stages import scale_factor
 from .session import anatomy_of, attach, attached, restore
 from .settings import Settings
 from .streaming.host_weights import host_budget
-from .units import parse_size
+from .units import format_size, parse_size
 
 Size = int | float | str
 
@@ -62,7 +63,8 @@ def optimize(
     """Make ``target`` run within a budget, in the fastest way that fits; use it afterwards as before.
 
     What an earlier call attached to the same target is taken off first. :func:`restore` takes everything off. A larger
-    picture than planned (a hires fix) is planned anew before its first step, or refused there.
+    picture than planned (a hires fix) is planned anew before its first step, or refused there. A call that runs out of
+    the device's memory all the same is made again with the next leaner plan, and a warning tells of it.
 
     Args:
         target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or its unet, vae or text encoder.
@@ -88,16 +90,45 @@ def _attach(target: Any, request: Request, settings: Settings, approximate: bool
     """Plan ``request`` and attach it in place of what is attached to ``target``."""
     chosen = make_plan(anatomy_of(target), request, settings, approximate)
 
+    def again(came: Request) -> Plan:
+        return _attach(target, came, settings, approximate)
+
     def replan(width: int, height: int, batch: int, passes: int) -> None:
-        came = dataclasses.replace(request, width=width, height=height, batch=batch, passes=passes)
-        _attach(target, came, settings, approximate)
+        again(dataclasses.replace(request, width=width, height=height, batch=batch, passes=passes))
 
     parked = max(stage.parked_bytes for stage in chosen.stages)
-    with one_at_a_time(), host_budget(chosen.request.ram, parked):
-        restore(target)
-        attachment = attach(target, chosen.settings, chosen.request.device, chosen.timing)
-        attachment.plan = chosen
-        attachment.add(guard(attachment.anatomy, request, replan))
+    try:
+        with one_at_a_time(), host_budget(chosen.request.ram, parked):
+            restore(target)
+            attachment = attach(target, chosen.settings, chosen.request.device, chosen.timing)
+            attachment.plan = chosen
+            attachment.add(fallback(attachment.anatomy, lambda where: _leaner(chosen, where, again)))
+            attachment.add(guard(attachment.anatomy, request, replan))
+        return chosen
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+    return _leaner(chosen, "the move of the weights", again)
+
+
+def _leaner(short: Plan, where: str, make: Callable[[Request], Plan]) -> Plan:
+    """The plan that ``make`` finds for less than ``short``, with which ``where`` ran out of memory; it is told of.
+
+    Raises:
+        BudgetError: there is none.
+    """
+    told = f"{where} ran out of memory on {short.request.device} with a plan of {format_size(needed_bytes(short))}"
+    try:
+        chosen = make(less(short))
+    except BudgetError as error:
+        raise BudgetError(
+            f"{told}, and nothing leaner fits: {error}",
+            needed_bytes=error.needed_bytes,
+            stage=error.stage,
+            limit=error.limit,
+            by_size=error.by_size,
+        ) from None
+    warnings.warn(f"{told}: it goes on with one of {format_size(needed_bytes(chosen))}", stacklevel=2)
     return chosen
 
 
@@ -137,8 +168,7 @@ def decode(
     if len(shape) != 4:
         raise BadInputError(f"latents of shape {shape} are not (N, C, h, w)")
     size = {"width": shape[3] * scale_factor(anatomy), "height": shape[2] * scale_factor(anatomy), "batch": shape[0]}
-    with _within(anatomy, vram, ram, device or latents.device, settings, size) as own:
-        return anatomy.verbs.decode(own, latents)
+    return _run(anatomy, vram, ram, device or latents.device, settings, size, anatomy.verbs.decode, latents)
 
 
 def encode(
@@ -159,8 +189,7 @@ def encode(
     if len(shape) != 4:
         raise BadInputError(f"pixels of shape {shape} are not (N, C, H, W)")
     size = {"width": shape[3], "height": shape[2], "batch": shape[0]}
-    with _within(anatomy, vram, ram, device or pixels.device, settings, size) as own:
-        return anatomy.verbs.encode(own, pixels)
+    return _run(anatomy, vram, ram, device or pixels.device, settings, size, anatomy.verbs.encode, pixels)
 
 
 def _autoencoder(target: Any) -> Anatomy:
@@ -171,24 +200,31 @@ def _autoencoder(target: Any) -> Anatomy:
     return anatomy_of(vae)
 
 
-@contextlib.contextmanager
-def _within(
+def _run(
     anatomy: Anatomy,
     vram: Size | None,
     ram: Size | None,
     device: torch.device | str,
     settings: Settings | None,
     size: dict[str, int],
-) -> Iterator[nn.Module]:
-    """Inside, the autoencoder of ``anatomy`` runs a picture of ``size`` within a budget."""
+    call: Callable[[Any, Tensor], Tensor],
+    given: Tensor,
+) -> Tensor:
+    """``call`` of the autoencoder of ``anatomy`` and what it is ``given``, a picture of ``size``, within a budget."""
     vae, fixed = anatomy.vae, settings or Settings()
     assert vae is not None
     half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
     if half and force_upcast(anatomy, anatomy.autoencoder or ""):
         fixed = fixed.filled(precision="fp32")
-    chosen = make_plan(anatomy, _request(vae, vram, ram, device=device, **size), fixed).settings
-    with attached(vae, chosen, device=device), torch.no_grad():
-        yield vae
+    chosen = make_plan(anatomy, _request(vae, vram, ram, device=device, **size), fixed)
+    while True:
+        try:
+            with attached(vae, chosen.settings, device=device), torch.no_grad():
+                return call(vae, given)
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+        chosen = _leaner(chosen, "the autoencoder", lambda request: make_plan(anatomy, request, fixed))
 
 
 def _request(

@@ -1,0 +1,51 @@
+"""``generate`` where the device runs out of memory although a plan fits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import ENVIRONMENT
+from PIL import Image
+
+PROGRAM = """
+import sys, torch
+from torch._subclasses.fake_tensor import FakeTensor
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from sd_lowvram.__main__ import main
+
+forward, left = UNet2DConditionModel.forward, [int(sys.argv.pop(1))]
+
+def full(self, sample, *args, **kwargs):
+    if not isinstance(sample, FakeTensor) and left[0]:
+        left[0] -= 1
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+    return forward(self, sample, *args, **kwargs)
+
+UNet2DConditionModel.forward = full
+main()
+"""
+
+
+def drawn(file: Path, times: int) -> tuple[subprocess.CompletedProcess[str], np.ndarray]:
+    """A picture whose UNet runs out of memory so many times, and what the program told."""
+    arguments = ["generate", "a red apple", "--steps", "2", "--seed", "1", "--vram", "2GB", "--output", str(file)]
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(times), *arguments],
+        env=ENVIRONMENT, cwd=file.parent, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return run, np.asarray(Image.open(file).convert("RGB")).astype(int)
+
+
+@pytest.mark.slow(20)
+def test_a_leaner_plan_draws_the_same_picture_and_says_so(tmp_path: Path) -> None:
+    plain, wanted = drawn(tmp_path / "plain.png", 0)
+    again, made = drawn(tmp_path / "again.png", 2)
+    assert "ran out of memory" not in plain.stderr
+    assert again.stderr.count("unet ran out of memory on cpu") == 2 and "it goes on with one of" in again.stderr
+    assert np.abs(made - wanted).max() <= 1
+    told = [Image.open(tmp_path / f"{name}.png").text["parameters"] for name in ("plain", "again")]
+    assert told[0] != told[1]

@@ -1,0 +1,149 @@
+"""A call that runs out of memory all the same is made again with a leaner plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import sd_lowvram
+from sd_lowvram import Settings
+from sd_lowvram.errors import BudgetError
+from sd_lowvram.session import attachments
+from sd_lowvram.weights import first_tensor
+
+SIZE: dict[str, Any] = {"width": 64, "height": 64, "device": "cpu"}
+FULL = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+class Frame:
+    """Something in a frame that fails."""
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return tiny.pipeline("sd15")
+
+
+@pytest.fixture(scope="module")
+def expected(pipe: Any) -> torch.Tensor:
+    return tiny.run(pipe)
+
+
+def fails(module: nn.Module, while_true: Callable[[], bool], error: Exception = FULL) -> tuple[Any, list[Any]]:
+    """Have ``module`` run out of memory while that holds; returns the hook, and references into frames that failed."""
+    frames: list[Any] = []
+
+    def full(_: Any, given: Any) -> None:
+        if isinstance(first_tensor(given), FakeTensor):
+            return
+        assert not any(frame() for frame in frames), "a failed frame lives on while the call is made again"
+        if while_true():
+            held = Frame()
+            frames.append(weakref.ref(held))
+            raise type(error)(str(error))
+
+    return module.register_forward_pre_hook(full), frames
+
+
+PARTS: dict[str, Callable[[Any], nn.Module]] = {
+    "unet": lambda pipe: pipe.unet.mid_block,
+    "vae": lambda pipe: pipe.vae.decoder.mid_block,
+    "text_encoder": lambda pipe: [each for each in pipe.text_encoder.modules() if isinstance(each, nn.LayerNorm)][-1],
+}
+
+
+@pytest.mark.parametrize("component", PARTS)
+def test_the_next_leaner_plan_is_tried_with_the_same_latents(pipe: Any, expected: torch.Tensor, component: str) -> None:
+    first = sd_lowvram.optimize(pipe, vram="1GB", **SIZE)
+    hook, frames = fails(PARTS[component](pipe), lambda: not frames)
+    try:
+        with pytest.warns(UserWarning, match=f"{component} ran out of memory on cpu with a plan of .*it goes on"):
+            picture = tiny.run(pipe)
+    finally:
+        hook.remove()
+    (again,) = attachments(pipe)
+    assert len(frames) == 1
+    assert again.plan.predicted.peak_bytes < first.predicted.peak_bytes
+    assert again.plan.request.vram < first.request.vram
+    assert tiny.relative_error(picture, expected) < 1e-4
+    assert tiny.relative_error(tiny.run(pipe), expected) < 1e-4
+    sd_lowvram.restore(pipe)
+    assert "forward" not in vars(pipe.unet)
+
+
+def test_plans_grow_leaner_until_one_fits(pipe: Any, expected: torch.Tensor) -> None:
+    first = sd_lowvram.optimize(pipe, vram="1GB", **SIZE)
+    most = first.minimum_vram_bytes + (first.predicted.peak_bytes - first.minimum_vram_bytes) // 3
+
+    def too_much() -> bool:
+        return attachments(pipe)[0].plan.predicted.peak_bytes > most
+
+    hook, frames = fails(pipe.unet.mid_block, too_much)
+    try:
+        with pytest.warns(UserWarning) as told:
+            picture = tiny.run(pipe)
+    finally:
+        hook.remove()
+    assert len(told) == len(frames) > 1
+    assert not too_much()
+    assert tiny.relative_error(picture, expected) < 1e-4
+    sd_lowvram.restore(pipe)
+
+
+def test_where_nothing_is_leaner_that_is_told_and_what_is_attached_stays(pipe: Any, expected: torch.Tensor) -> None:
+    least = sd_lowvram.plan(pipe, vram="1GB", **SIZE).minimum_vram_bytes
+    plan = sd_lowvram.optimize(pipe, vram=f"{least} b", **SIZE)
+    hook, frames = fails(pipe.unet.mid_block, lambda: not frames)
+    try:
+        with pytest.raises(BudgetError, match=r"unet ran out of memory .* and nothing leaner fits: .*at least"):
+            tiny.run(pipe)
+    finally:
+        hook.remove()
+    assert attachments(pipe)[0].plan is plan
+    assert tiny.relative_error(tiny.run(pipe), expected) < 1e-4
+    sd_lowvram.restore(pipe)
+
+
+def test_other_errors_are_the_callers(pipe: Any) -> None:
+    plan = sd_lowvram.optimize(pipe, vram="1GB", **SIZE)
+    hook, frames = fails(pipe.unet.mid_block, lambda: True, RuntimeError("another one"))
+    with pytest.raises(RuntimeError, match="another one"):
+        tiny.run(pipe)
+    hook.remove()
+    assert len(frames) == 1 and attachments(pipe)[0].plan is plan
+    sd_lowvram.restore(pipe)
+
+
+def test_weights_that_do_not_fit_after_all(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sd_lowvram.hooks import offload
+
+    def full(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(offload, "place", full)
+    with pytest.warns(UserWarning, match="the move of the weights ran out of memory"):
+        plan = sd_lowvram.optimize(pipe, vram="1GB", **SIZE)
+    assert plan.settings.offload != "none" and attachments(pipe)[0].plan is plan
+    sd_lowvram.restore(pipe)
+
+
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+def test_an_autoencoder_alone(pipe: Any, verb: str) -> None:
+    given = torch.rand(1, 4, 16, 16) if verb == "decode" else torch.rand(1, 3, 128, 128)
+    call = getattr(sd_lowvram, verb)
+    expected = call(pipe.vae, given, vram="1GB")
+    hook, frames = fails(pipe.vae.get_submodule(f"{verb}r.mid_block"), lambda: not frames)
+    try:
+        with pytest.warns(UserWarning, match="the autoencoder ran out of memory"):
+            made = call(pipe.vae, given, vram="1GB", settings=Settings())
+    finally:
+        hook.remove()
+    assert tiny.relative_error(made, expected) < 1e-4
+    assert "forward" not in vars(pipe.vae)
