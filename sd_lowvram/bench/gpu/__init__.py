@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ...devices.info import driver_version
+from ...devices.this_machine import rates_of
 from ...errors import BadInputError, OutputError
 from . import attention, correctness, peaks, sizes, streaming, workspaces
 from .record import Record
@@ -61,6 +62,7 @@ def run(
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     place = Path(out) / ("".join(letter if letter.isalnum() else "-" for letter in title.lower()) + ".json")
     results, machine = _before(place), _machine(device, title)
+    rates_of(device)  # before trials that run side by side each measure them
     for part in parts:
         before = results.get(part, {})
         if again or not _same(before.get("machine", {}), machine):
