@@ -37,8 +37,18 @@ def changed(
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Pictures in the first map (N, C, H, W) among the arguments; 1 when there is none."""
-    leaves = tree_flatten([value for value in (*args, *kwargs.values()) if not _is_options(value)])[0]
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, (Tensor, Waiting)) and leaf.ndim == 4), 1)
+    return next(
+        (len(leaf) for leaf in _leaves(args, kwargs) if isinstance(leaf, (Tensor, Waiting)) and leaf.ndim == 4), 1
+    )
+
+
+def last_are_there(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether of a map among the arguments the last pictures are on the device still."""
+    return any(isinstance(leaf, Waiting) and leaf.last_is_there() for leaf in _leaves(args, kwargs))
+
+
+def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return tree_flatten([value for value in (*args, *kwargs.values()) if not _is_options(value)])[0]
 
 
 def shares(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> int:

@@ -19,7 +19,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import together
 from ..weights import placed
-from .arguments import are_watched, batch_of, part_of, shares
+from .arguments import are_watched, batch_of, last_are_there, part_of, shares
 from .offloaded_tensor import Waiting
 from .strips import needs_graph
 
@@ -57,35 +57,37 @@ def _in_turn(
     if batch == 1 or mixed or needs_graph(module, args, kwargs):
         return original(*args, **kwargs)
     parts = shares(args, kwargs, batch)
-    joined = _Together(batch)
+    joined = _Together(batch, parts)
     with together():
-        for number in range(parts):
+        # The pictures that left the device last have not left yet, and need no copy if they come first.
+        for number in range(parts)[:: -1 if last_are_there(args, kwargs) else 1]:
             part_args, part_kwargs = part_of(args, kwargs, batch, number, parts)
-            joined.add(original(*part_args, **part_kwargs))
+            joined.add(number, original(*part_args, **part_kwargs))
             del part_args, part_kwargs
     return joined.result()
 
 
 class _Together:
-    """Puts what the parts of a batch gave into one result of the same structure."""
+    """Puts what the parts of a batch gave, in whatever order, into one result of the same structure."""
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-        self._done = 0
+    def __init__(self, batch: int, parts: int) -> None:
+        self._batch, self._parts = batch, parts
         self._leaves: list[Any] = []
         self._structure: Any = None
 
-    def add(self, part: Any) -> None:
+    def add(self, number: int, part: Any) -> None:
         leaves, self._structure = tree_flatten(part)
         self._leaves = self._leaves or [None] * len(leaves)
         for place, leaf in enumerate(leaves):
             before = self._leaves[place]
             if isinstance(leaf, Tensor):
-                self._leaves[place] = placed(before, leaf, 0, self._done, self._batch)
+                self._leaves[place] = placed(before, leaf, 0, self._batch * number // self._parts, self._batch)
             else:
-                self._leaves[place] = [*(before or ()), leaf] if isinstance(leaf, Waiting) else leaf
-        self._done += max(len(leaf) for leaf in leaves if isinstance(leaf, (Tensor, Waiting)))
+                self._leaves[place] = {**(before or {}), number: leaf} if isinstance(leaf, Waiting) else leaf
 
     def result(self) -> Any:
-        joined = [Waiting.joined(leaf) if isinstance(leaf, list) else leaf for leaf in self._leaves]
+        joined = [
+            Waiting.joined([leaf[number] for number in sorted(leaf)]) if isinstance(leaf, dict) else leaf
+            for leaf in self._leaves
+        ]
         return tree_unflatten(joined, self._structure)

@@ -75,6 +75,10 @@ class Waiting:
         """The tensor, to be read only: that for which this stands, while it has not left the device."""
         return self._pieces[0][0].recall() if len(self._pieces) == len(self._pieces[0]) == 1 else self.fetched()
 
+    def last_is_there(self) -> bool:
+        """Whether its last pictures have not left the device."""
+        return self._pieces[-1][0].is_there
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

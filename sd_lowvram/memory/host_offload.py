@@ -184,6 +184,11 @@ class Parked:
             loaded = staged.permute(inverse(self._order))
             return loaded if self._format is torch.preserve_format else loaded.contiguous(memory_format=self._format)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether ``recall`` needs no copy."""
+        return self._leaving is not None
+
     def recall(self) -> Tensor:
         """What was parked, to be read only: the tensor that was sent, while it has not been let go, else a new one."""
         tensor, self._leaving = self._leaving, None

@@ -41,7 +41,9 @@ def test_copies_between_the_accounts_never_alias():
 def test_what_was_sent_last_is_called_back_without_a_copy():
     first, second = torch.randn(2, 3, 5, 7), torch.randn(4)
     sent = send(first)
+    assert sent.is_there
     assert sent.recall() is first
+    assert not sent.is_there
     assert sent.recall() is not first and torch.equal(sent.recall(), first)  # it was let go
 
     left = send(first)
