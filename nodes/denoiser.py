@@ -18,8 +18,10 @@ from torch import Tensor
 from ..sd_lowvram.memory.rooms import ROOMS
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.models.compvis import TOKEN_PATCHES
+from ..sd_lowvram.planning.fallback import leaner, ran_out
 from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
+from ..sd_lowvram.planning.request import Request
 from ..sd_lowvram.planning.stages import native_size, scale_factor
 from ..sd_lowvram.session import Attachment, entered, prepare
 from ..sd_lowvram.settings import Settings
@@ -132,9 +134,29 @@ class _Denoiser:
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
+        plan = self._foresee_latents(x, len(x))
+        try:
+            return self._apply(plan, executor, x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+        self._go_leaner(plan)  # outside of `except`: the frames that failed, and the tensors in them, are gone
+        return self.apply_model(executor, x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+
+    def _apply(
+        self,
+        plan: Plan,
+        executor: Any,
+        x: Tensor,
+        t: Tensor,
+        c_concat: Any,
+        c_crossattn: Any,
+        control: Any,
+        transformer_options: dict[str, Any] | None,
+        **kwargs: Any,
+    ) -> Any:
         unet = executor.class_obj.diffusion_model
         unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper has it
-        plan = self._foresee_latents(x, len(x))
         if not self._calls or _pixels(plan) > _pixels(self.record.plans["denoise"]):
             self.show(plan)
         settings = plan.settings
@@ -150,6 +172,20 @@ class _Denoiser:
             out = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         self._calls += 1
         return out
+
+    def _go_leaner(self, short: Plan) -> None:
+        """Plan for less than ``short``, with which the UNet ran out of memory, and say so."""
+        size = short.request
+
+        def make(request: Request) -> Plan:
+            asked = dataclasses.replace(self._node_request, budget=f"{request.vram} b")
+            return asked.plan(self._anatomy, self._device, size.width, size.height, size.batch, passes=size.passes)
+
+        plan, told = leaner(short, "the UNet", make)
+        self._plans[_key(short)] = plan
+        self.show(plan)
+        self.record.notes.append(told)
+        logging.warning(f"sd-lowvram: {told}")
 
     def _foresee_latents(self, latents: Tensor, rows: int) -> Plan:
         """The plan for so many ``rows`` of the size of ``latents``: the host alone knows whether it runs both halves of

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import BadInputError, BudgetError
+from .errors import BadInputError
 from .hooks.precision import force_upcast
 from .memory.threads import one_at_a_time
 from .models.anatomy import Anatomy
-from .planning.fallback import fallback, less, needed_bytes, ran_out
+from .planning.fallback import fallback, leaner, ran_out
 from .planning.max_size import largest_plans
 from .planning.plan import Plan
 from .planning.replan import guard
@@ -24,7 +24,7 @@ from .planning.stages import scale_factor
 from .session import anatomy_of, attach, attached, restore
 from .settings import Settings
 from .streaming.host_weights import host_budget
-from .units import format_size, parse_size
+from .units import parse_size
 
 Size = int | float | str
 
@@ -112,23 +112,9 @@ def _attach(target: Any, request: Request, settings: Settings, approximate: bool
 
 
 def _leaner(short: Plan, where: str, make: Callable[[Request], Plan]) -> Plan:
-    """The plan that ``make`` finds for less than ``short``, with which ``where`` ran out of memory; it is told of.
-
-    Raises:
-        BudgetError: there is none.
-    """
-    told = f"{where} ran out of memory on {short.request.device} with a plan of {format_size(needed_bytes(short))}"
-    try:
-        chosen = make(less(short))
-    except BudgetError as error:
-        raise BudgetError(
-            f"{told}, and nothing leaner fits: {error}",
-            needed_bytes=error.needed_bytes,
-            stage=error.stage,
-            limit=error.limit,
-            by_size=error.by_size,
-        ) from None
-    warnings.warn(f"{told}: it goes on with one of {format_size(needed_bytes(chosen))}", stacklevel=2)
+    """As :func:`leaner`, told by a warning."""
+    chosen, told = leaner(short, where, make)
+    warnings.warn(told, stacklevel=2)
     return chosen
 
 

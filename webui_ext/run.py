@@ -14,6 +14,7 @@ from typing import Any
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.memory.threads import one_at_a_time
 from sd_lowvram.models.anatomy import Anatomy
+from sd_lowvram.planning.fallback import fallback, leaner
 from sd_lowvram.planning.plan import Plan
 from sd_lowvram.planning.reasons import remedy
 from sd_lowvram.planning.replan import guard
@@ -123,6 +124,7 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
         stack.callback(detach, model, attachment)
         attachment.plan = plan
         attachment.add(lowered(model, plan))
+        attachment.add(fallback(attachment.anatomy, functools.partial(_leaner, model, chosen, picture, plan)))
         attachment.add(guard(attachment.anatomy, plan.request, functools.partial(_again, model, chosen, picture)))
         attachment.add(switching.watched(model, functools.partial(_with_another, chosen, picture)))
         _running.append(_Running(model, chosen, picture, attachment, stack.pop_all()))
@@ -145,6 +147,15 @@ def _again(
     width, height = side(width, encodes=True), side(height, encodes=True)
     with as_answer():
         start(model, chosen, dataclasses.replace(picture, width=width, height=height, batch=batch, passes=passes))
+
+
+def _leaner(model: Any, chosen: Mapping[str, Any], picture: Picture, short: Plan, where: str) -> None:
+    """Start anew with a plan that needs less than ``short``, with which ``where`` ran out of memory."""
+    with as_answer():
+        _, told = leaner(
+            short, where, lambda request: start(model, {**chosen, "vram": f"{request.vram} b"}, picture)[0]
+        )
+    print(f"[{NAME}] {told}")
 
 
 def _with_another(

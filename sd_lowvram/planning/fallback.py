@@ -17,29 +17,35 @@ import torch
 from torch import nn
 
 from ..devices.info import free_vram
+from ..errors import BudgetError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
+from ..units import format_size
 from .plan import Plan
 from .request import Request
-
-Leaner = Callable[[str], object]
-"""Attach a leaner plan; the argument names the component that ran out of memory."""
 
 _calls = threading.local()
 
 
-def fallback(anatomy: Anatomy, leaner: Leaner) -> Iterator[Patch]:
-    """Where a component runs out of memory, call ``leaner`` and then the component once more, as it is attached then.
+def fallback(anatomy: Anatomy, go_leaner: Callable[[str], object]) -> Iterator[Patch]:
+    """Where a component runs out of memory, have ``go_leaner``, which is given its name, attach a leaner plan, and call
+    the component once more.
 
-    An exception of ``leaner`` reaches the caller instead.
+    An exception of ``go_leaner`` reaches the caller instead.
     """
     for name, component in anatomy.components.items():
         for entry in anatomy.entries[name]:
-            yield wrap(component, entry, functools.partial(_called, component, entry, name, leaner), "fallback")
+            yield wrap(component, entry, functools.partial(_called, component, entry, name, go_leaner), "fallback")
 
 
 def _called(
-    component: nn.Module, entry: str, name: str, leaner: Leaner, original: Callable[..., Any], *args: Any, **kwargs: Any
+    component: nn.Module,
+    entry: str,
+    name: str,
+    go_leaner: Callable[[str], object],
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if getattr(_calls, "under_way", False):  # a component inside another: the outer one is called again
         return original(*args, **kwargs)
@@ -51,7 +57,7 @@ def _called(
             raise
     finally:
         _calls.under_way = False
-    leaner(name)  # outside of `except`: the frames that failed, and the tensors in them, are gone
+    go_leaner(name)  # outside of `except`: the frames that failed, and the tensors in them, are gone
     return getattr(component, entry)(*args, **kwargs)
 
 
@@ -62,11 +68,30 @@ def ran_out(error: BaseException) -> bool:
     return by_words or isinstance(error, torch.cuda.OutOfMemoryError)
 
 
-def less(plan: Plan) -> Request:
-    """The request of a plan that needs less than ``plan``, and no more than there is; what was cached is given up."""
-    device, needed = plan.request.device, needed_bytes(plan)
+def leaner(short: Plan, where: str, make: Callable[[Request], Plan]) -> tuple[Plan, str]:
+    """What ``make`` plans for less than ``short``, with which ``where`` ran out of memory; and a sentence about it.
+
+    Raises:
+        BudgetError: nothing leaner fits.
+    """
+    told = f"{where} ran out of memory on {short.request.device} with a plan of {format_size(_needed(short))}"
+    try:
+        plan = make(_less(short))
+    except BudgetError as error:
+        raise BudgetError(
+            f"{told}, and nothing leaner fits: {error}",
+            needed_bytes=error.needed_bytes,
+            stage=error.stage,
+            limit=error.limit,
+            by_size=error.by_size,
+        ) from None
+    return plan, f"{told}: it goes on with one of {format_size(_needed(plan))}"
+
+
+def _less(plan: Plan) -> Request:
+    """The request for less than ``plan`` needs, and for no more than there is when what was cached is given up."""
+    device, vram = plan.request.device, _needed(plan) - 1
     gc.collect()
-    vram = needed - 1
     if device.type == "cuda":
         torch.cuda.empty_cache()
         there = free_vram(device) + torch.cuda.memory_allocated(device) + plan.predicted.overhead_bytes
@@ -74,6 +99,6 @@ def less(plan: Plan) -> Request:
     return dataclasses.replace(plan.request, vram=max(1, vram))
 
 
-def needed_bytes(plan: Plan) -> int:
+def _needed(plan: Plan) -> int:
     """What ``plan`` asks of the device."""
     return plan.predicted.peak_bytes + plan.predicted.overhead_bytes

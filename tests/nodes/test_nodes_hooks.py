@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from comfy_host import ROOT, Bar, Guider, Interrupted, Model, Patcher, import_pack
+from torch._subclasses.fake_tensor import FakeTensor
 
 TEXT = torch.randn(1, 77, 32, generator=torch.Generator().manual_seed(1))
 NOISE = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -134,6 +135,24 @@ def test_another_size_is_planned_when_it_comes(pack, model) -> None:
     assert tiny.relative_error(Guider(mine, TEXT).sample(larger), plain) < 1e-5
     request = record.plans["denoise"].request
     assert (request.width, request.height, request.batch) == (192, 128, 1)
+
+
+@pytest.mark.slow(10)
+def test_a_card_that_is_full_after_all_gets_a_leaner_plan(pack, model) -> None:
+    node = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]()
+    mine, record = node.optimize(model, "", 64, 64, 1)["result"]
+    plain, first = Guider(model, TEXT).sample(NOISE), record.plans["denoise"]
+
+    def full(_: Any, given: tuple[Any, ...]) -> None:
+        if not isinstance(given[0], FakeTensor):
+            hook.remove()
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    hook = _unet(model).mid_block.register_forward_pre_hook(full)
+    assert tiny.relative_error(Guider(mine, TEXT).sample(NOISE), plain) < 1e-5
+    assert record.plans["denoise"].predicted.peak_bytes < first.predicted.peak_bytes
+    assert any("the UNet ran out of memory" in note for note in record.notes)
+    assert not traces_of_us(_unet(model))
 
 
 def test_a_second_node_replaces_the_first(pack, model) -> None:

@@ -252,6 +252,31 @@ def test_more_rows_than_planned_are_planned_anew_and_told(host: Any, script: Any
     script.postprocess(p, None)
 
 
+def test_a_card_that_is_full_after_all_gets_a_leaner_plan(
+    host: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    budgets: list[str] = []
+
+    def planned(model: Any, chosen: Any, picture: Any) -> Any:
+        budgets.append(chosen["vram"])
+        return foretold(model, chosen, picture)
+
+    def full(*_: Any) -> None:
+        hook.remove()
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "plan_for", planned)
+    before, p = state(host.sd_model), generation()
+    script.process(p, {"enabled": True, "vram": "4GB"})
+    wanted = denoised(host.sd_model)
+    hook = host.sd_model.model.diffusion_model.middle_block.register_forward_pre_hook(full)
+    assert torch.equal(denoised(host.sd_model), wanted)
+    assert budgets == ["4GB", f"{(1 << 30) - 1} b"]
+    assert "[sd-lowvram] unet ran out of memory on cpu with a plan of 1 GiB: it goes on" in capsys.readouterr().out
+    script.postprocess(p, None)
+    assert state(host.sd_model) == before
+
+
 def checkpoint(name: str) -> Any:
     return SimpleNamespace(filename=f"{name}.safetensors", title=name)
 
