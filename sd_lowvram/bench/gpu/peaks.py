@@ -123,7 +123,8 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "taken off. *Within*: at most 5 % or 24 MiB above the measurement, 1 % or 8 MiB below it. *Reserved*: what"
     yield "the allocator had of the card. *Plan*: seconds until the plan was there and attached. *Host*: seconds until"
     yield "the calls of the models returned, Python's and torch's work and what they waited for; *device*: between the"
-    yield "events around those calls. Sizes may have run side by side."
+    yield "events around those calls, gaps included: where both are as long, the device waited for the host. Sizes may"
+    yield "have run side by side."
     yield ""
     yield from table(_HEADS, map(_cells, in_order(part["rows"], "model", "side", "share")))
 

@@ -260,8 +260,8 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
         yield ""
         yield f"{model} at {side}x{side} with guidance, the UNet alone; medians of {_STEPS} steps. *Host*: until the"
         yield "call of the UNet returned, Python's and torch's work and what they waited for; *device*: between the"
-        yield "events around that call. *Peak*: of torch's allocator, all that is on the device. *Simulated*: from"
-        yield "measured block times and copy rate."
+        yield "events around that call, gaps included: where both are as long, the device waited for the host. *Peak*:"
+        yield "of torch's allocator, all that is on the device. *Simulated*: from measured block times and copy rate."
         yield ""
         resident = next((row.get("step_seconds") for row in rows if row["way"] == "resident"), None)
         simulated = _simulated(rows)
