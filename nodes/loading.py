@@ -74,15 +74,15 @@ def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: 
 def _as_loaded(plan: Plan, loading: Loading, weights: int, layer: int) -> Plan:
     """``plan`` with the weights as the host will have them, ``layer`` bytes of one that is copied in among them."""
     stages = tuple(_stage(stage, plan.request, loading, weights, layer) for stage in plan.stages)
-    worst = max(stages, key=lambda stage: stage.peak_bytes)
-    same = ("peak_bytes", "weights_bytes", "activation_bytes", "host_bytes", "largest_bytes")
+    worst = max(stages, key=lambda stage: stage.reserved_bytes)
+    same = ("peak_bytes", "reserved_bytes", "weights_bytes", "activation_bytes", "host_bytes", "largest_bytes")
     predicted = dataclasses.replace(
         plan.predicted,
         **{name: getattr(worst, name) for name in same},
         seconds=sum(stage.seconds for stage in stages),
         stage=worst.name,
     )
-    fits = worst.peak_bytes + predicted.overhead_bytes <= plan.request.vram
+    fits = worst.reserved_bytes + predicted.overhead_bytes <= plan.request.vram
     return dataclasses.replace(plan, stages=stages, predicted=predicted, fits=fits)
 
 
@@ -97,6 +97,7 @@ def _stage(stage: StagePlan, request: Request, loading: Loading, weights: int, l
         stage,
         weights_bytes=here,
         peak_bytes=here + stage.activation_bytes,
+        reserved_bytes=here + stage.reserved_bytes - stage.weights_bytes,
         host_bytes=moved + stage.parked_bytes,
         seconds=stage.seconds + copies * moved / request.rates.copy_bandwidth,
     )

@@ -10,7 +10,7 @@ from .node_request import Record, attachable
 def verdict(record: Record) -> str:
     """What a person wants to know first: whether it fits, and how long it takes."""
     plans = record.plans
-    peak = max(plan.predicted.peak_bytes + plan.predicted.overhead_bytes for plan in plans.values())
+    peak = max(plan.predicted.reserved_bytes + plan.predicted.overhead_bytes for plan in plans.values())
     budget = max(plan.request.vram for plan in plans.values())
     takes = f"{_of(peak, budget)}, {_duration(record)}"
     if peak <= budget:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from .errors import LowVRAMError
+from .hooks.offload import step_groups
 from .hooks.registry import active_hooks, applicable
 from .memory.rooms import ROOMS
+from .memory.segments import begin_stage
 from .memory.threads import one_at_a_time
 from .models import dissect
 from .models.anatomy import Anatomy
@@ -78,16 +79,27 @@ class Attachment:
         self._undo.extend(set_patch(patch) for patch in patches)
 
     def _in_turn(self) -> Iterator[Patch]:
-        for name, component in self.anatomy.components.items():
-            for entry in self.anatomy.entries[name]:
-                yield wrap(component, entry, functools.partial(self._alone, component, entry), "threads")
+        for group in step_groups(self.anatomy, self.anatomy.components):
+            begin = functools.partial(begin_stage, self.device, self if self.anatomy.denoiser in group else None)
+            for name, component in group.items():
+                for entry in self.anatomy.entries[name]:
+                    again = functools.partial(getattr, component, entry)
+                    yield wrap(component, entry, functools.partial(self._alone, begin, again), "threads")
 
-    def _alone(self, component: nn.Module, entry: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _alone(
+        self,
+        begin: Callable[[], None],
+        again: Callable[[], Callable[..., Any]],
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Call ``original`` when no other thread is in a call of a model that carries hooks."""
         with one_at_a_time():
             if self._undo:
+                begin()
                 return original(*args, **kwargs)
-        return getattr(component, entry)(*args, **kwargs)  # this has been taken off while the thread waited
+        return again()(*args, **kwargs)  # this has been taken off while the thread waited
 
     def undo(self) -> None:
         """Take everything off, last set first off; an error in one undoing does not keep the others from running."""

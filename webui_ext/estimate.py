@@ -73,7 +73,7 @@ def sentence(make: Callable[[], Plan], size: str) -> str:
     except LowVRAMError as error:
         return complaint(f"{size}: {error}")
     predicted = plan.predicted
-    total = format_size(predicted.peak_bytes + predicted.overhead_bytes)
+    total = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     steps = plan.request.steps
     text = f"{size} fits: {total} of {format_size(plan.request.vram)}, "
     text += f"about {_time(predicted.seconds)} for {steps} step{'s' if steps != 1 else ''}"

@@ -69,8 +69,10 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
         plan = _first(ways, anatomy, request, settings)
     except BudgetError as error:
         raise _in_the_users_words(error, chosen, vram, others) from None
-    peak = dataclasses.replace(plan.predicted, peak_bytes=plan.predicted.peak_bytes + others)
-    return dataclasses.replace(plan, request=dataclasses.replace(request, vram=vram), predicted=peak)
+    predicted = plan.predicted
+    peak, reserved = predicted.peak_bytes + others, predicted.reserved_bytes + others
+    predicted = dataclasses.replace(predicted, peak_bytes=peak, reserved_bytes=reserved)
+    return dataclasses.replace(plan, request=dataclasses.replace(request, vram=vram), predicted=predicted)
 
 
 def _first(ways: Sequence[Mapping[str, int]], anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
@@ -134,7 +136,7 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
 
 def _told(plan: Plan, attachment: Attachment) -> str:
     request, predicted = plan.request, plan.predicted
-    peak = format_size(predicted.peak_bytes + predicted.overhead_bytes)
+    peak = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
     told = f"{request.width}x{request.height}, batch {request.batch}: peak {peak} of {format_size(request.vram)}, "
     fetched = f"{FETCHED}; " if FETCHED in plan.reasons else ""

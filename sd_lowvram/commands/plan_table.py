@@ -24,7 +24,8 @@ def show(console: Console, plan: dict[str, Any]) -> None:
             why = f" ({stage['why']})" if stage["why"] else ""
             console.print(f"{stage['name']}: {_how(stage)}{why}", highlight=False)
     console.print("settings: " + ", ".join(_decided(plan["settings"])), highlight=False)
-    overhead = f" + {format_size(predicted['overhead_bytes'])} for the driver" if predicted["overhead_bytes"] else ""
+    more = predicted["reserved_bytes"] - predicted["peak_bytes"] + predicted["overhead_bytes"]
+    overhead = f" + {format_size(more)} for the allocator and the driver" if more else ""
     peak = f"peak {format_size(predicted['peak_bytes'])}{overhead} of {format_size(request['vram'])}"
     seconds = predicted["seconds"]
     style = "bold yellow" if seconds >= LONG else None

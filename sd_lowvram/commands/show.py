@@ -60,7 +60,8 @@ def show_plan(console: Console, plan: Any) -> None:
     chosen = ", ".join(f"{name} {'on' if value is True else value}" for name, value in decided(plan))
     console.print(f"plan: {chosen or 'nothing changed'} ({plan.fidelity})", highlight=False)
     host = f", {format_size(predicted.host_bytes)} in host memory" if predicted.host_bytes else ""
-    overhead = f" + {format_size(predicted.overhead_bytes)} overhead" if predicted.overhead_bytes else ""
+    more = predicted.reserved_bytes - predicted.peak_bytes + predicted.overhead_bytes
+    overhead = f" + {format_size(more)} overhead" if more else ""
     console.print(f"peak: {format_size(predicted.peak_bytes)}{overhead}{host}", highlight=False)
     for reason in plan.reasons:
         console.print(f"  {reason}", style="dim", highlight=False)

@@ -94,10 +94,15 @@ _Layer = tuple[Callable[[], object], int, int]
 
 
 def _convolution(
-    channels: int, side: int, device: torch.device, dtype: torch.dtype, pictures: int = _DOUBLED
+    channels: int,
+    side: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    pictures: int = _DOUBLED,
+    layout: torch.memory_format = torch.contiguous_format,
 ) -> _Layer:
-    image = torch.randn(pictures, channels, side, side, device=device).to(dtype)
-    kernel = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
+    image = torch.randn(pictures, channels, side, side, device=device).to(dtype, memory_format=layout)
+    kernel = torch.randn(channels, channels, 3, 3, device=device).to(dtype, memory_format=layout)
     flops = 2 * image.numel() * channels * 9
     return lambda: functional.conv2d(image, kernel, padding=1), flops, kernel.nbytes
 
@@ -181,11 +186,12 @@ def _plain_layers(device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def measured_overhead(device: torch.device) -> Overhead:
-    """What this GPU holds besides tensors, after the layers of SD1.5's levels have run in fp16 at 512x512.
+    """What this GPU holds besides tensors, after layers of SD1.5 have run in fp16 at 512x512.
 
-    torch takes the libraries' workspaces from its own allocator, so they are what its peak has beyond the tensors. The
-    context is what the driver counts for this process beyond that allocator; where it does not tell processes apart,
-    what is taken on the device in all.
+    torch takes the libraries' workspaces from its own allocator, so they are what its peak has beyond the tensors: of
+    convolutions at the levels of SD1.5's denoiser and, as a share, of its decoder, maps channels last as plans have
+    them. The context is what the driver counts for this process beyond that allocator; where it does not tell processes
+    apart, what is taken on the device in all.
     """
     run, _, _ = _linear(64, 64, 64, device, torch.float16)
     torch.cuda.synchronize(device)
@@ -194,15 +200,15 @@ def measured_overhead(device: torch.device) -> Overhead:
     torch.cuda.synchronize(device)
     matrix = max(0, torch.cuda.memory_allocated(device) - before)
     with torch.inference_mode():
-        spaces = [
-            _workspace(channels, side, device) for channels, side in ((320, 64), (640, 32), (1280, 16), (512, 64))
-        ]
-    return Overhead(_context(device), matrix, max(spaces))
+        small = max(_workspace(*shape, device)[0] for shape in ((320, 64), (640, 32), (1280, 16), (512, 64)))
+        large = [_workspace(*shape, device) for shape in ((512, 256), (256, 512), (128, 512))]
+    share = max(space / moved if space > small else 0.0 for space, moved in large)
+    return Overhead(_context(device), matrix, small, share)
 
 
-def _workspace(channels: int, side: int, device: torch.device) -> int:
-    """Bytes of torch's peak in a convolution beyond its own tensors."""
-    run, _, _ = _convolution(channels, side, device, torch.float16)
+def _workspace(channels: int, side: int, device: torch.device) -> tuple[int, int]:
+    """Bytes of torch's peak in a convolution beyond its own tensors, and bytes that it reads and writes."""
+    run, _, weight_bytes = _convolution(channels, side, device, torch.float16, layout=torch.channels_last)
     run()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -210,7 +216,7 @@ def _workspace(channels: int, side: int, device: torch.device) -> int:
     output = run()
     torch.cuda.synchronize(device)
     own = output.nbytes if isinstance(output, Tensor) else 0
-    return max(0, torch.cuda.max_memory_allocated(device) - before - own)
+    return max(0, torch.cuda.max_memory_allocated(device) - before - own), 2 * own + weight_bytes
 
 
 def _context(device: torch.device) -> int:

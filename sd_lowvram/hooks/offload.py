@@ -28,7 +28,7 @@ from ..streaming.layout import Policy
 from ..streaming.timing import Timing
 from ..units import MIB
 from ..weights import all_tensors
-from .placement import place, run_on_cpu, widen_on_host
+from .placement import convert_in_one_buffer, place, run_on_cpu, widen_on_host
 
 STREAMED = ("blocks", "halves", "layer")
 """Values of the offload knob with which weights pass through a ring."""
@@ -57,6 +57,10 @@ def offload(
         yield from _entries(anatomy, anatomy.autoencoder, run_on_cpu, "decoder_device")
     if settings.offload in (None, "none"):
         yield Change(functools.partial(place, list(components.values()), device), hook="offload")
+        if anatomy.autoencoder in components and device.type == "cuda":
+            vae = components[anatomy.autoencoder]
+            converted = functools.partial(convert_in_one_buffer, vae, device)
+            yield wrap(vae, "to", converted, "offload")  # SDXL's pipelines widen it for a decode
         if decoder_on_cpu:
             for name in components:
                 yield from _entries(anatomy, name, functools.partial(run_at, device), "offload")

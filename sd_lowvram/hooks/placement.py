@@ -5,6 +5,7 @@ Source: consciencia's decoder on the CPU. Fidelity: ``bitwise``; a decoder that 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,11 @@ from torch import Tensor, nn
 
 from ..memory import host_account, to_host
 from ..memory.accounts import mark_host, unmark_host
+from ..memory.segments import begin_stage
+from ..memory.threads import one_at_a_time
 from ..streaming.device_io import run_at
+from ..streaming.layers import place_bytes
+from ..streaming.pool import Pool
 from ..weights import all_tensors, first_tensor, map_tensors, set_data
 
 
@@ -30,24 +35,57 @@ def run_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def place(components: list[nn.Module], device: torch.device) -> Callable[[], None]:
-    """Move everything to ``device``; returns the undoing."""
-    return _moved(components, lambda data: data if data.device == device else data.to(device))
+    """Move everything to ``device``; returns the undoing.
+
+    On a GPU each component lies in one buffer: thousands of tensors leave room between them that serves nobody.
+    """
+    if device.type != "cuda":
+        return _moved(components, lambda contents: [data.to(device) for data in contents])
+    with contextlib.ExitStack() as stack:
+        stack.callback(_moved(components, lambda contents: [data.cpu() for data in contents]))  # makes room for it
+        stack.callback(_moved(components, functools.partial(_in_one_buffer, device=device)))
+        return stack.pop_all().close
+
+
+def _in_one_buffer(contents: list[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Copies of ``contents``, in another type on request."""
+    likes = [torch.empty_like(data, device="meta", dtype=dtype) for data in contents]
+    views = Pool(sum(map(place_bytes, likes)), device).views(likes, 0)
+    for view, data in zip(views, contents, strict=True):
+        view.copy_(data)
+    return views
+
+
+def convert_in_one_buffer(
+    component: nn.Module, device: torch.device, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """``component.to`` another type, after which it lies in one buffer as before."""
+    wanted = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+    tensors = [tensor for tensor in all_tensors(component) if tensor.is_floating_point()]
+    if any(tensor.dtype != dtype for dtype in wanted for tensor in tensors):
+        with one_at_a_time():
+            begin_stage(device)
+            contents = [tensor.data for tensor in tensors]
+            for tensor, data in zip(tensors, _in_one_buffer(contents, device, *wanted), strict=True):
+                set_data(tensor, data)
+    return original(*args, **kwargs)
 
 
 def widen_on_host(components: list[nn.Module]) -> Callable[[], None]:
     """Move everything to host memory, 16-bit floats widened; returns the undoing."""
 
-    def moved(data: Tensor) -> Tensor:
+    def one(data: Tensor) -> Tensor:
         data = data if data.device.type == "cpu" else to_host(data, pin=False)
         with host_account():
             data = data.float() if data.is_floating_point() else data
         mark_host(data)
         return data
 
-    return _moved(components, moved)
+    return _moved(components, lambda contents: list(map(one, contents)))
 
 
-def _moved(components: list[nn.Module], move: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+def _moved(components: list[nn.Module], move: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[], None]:
+    """Give the tensors of each component what ``move`` makes of their contents; returns the undoing."""
     places: list[tuple[Tensor, torch.device, torch.dtype]] = []
 
     def undo() -> None:
@@ -56,9 +94,13 @@ def _moved(components: list[nn.Module], move: Callable[[Tensor], Tensor]) -> Cal
             set_data(tensor, tensor.data.to(device, dtype))
 
     try:
-        for tensor in all_tensors(*components):
-            places.append((tensor, tensor.device, tensor.dtype))
-            set_data(tensor, move(tensor.data))
+        for component in components:
+            known = {id(tensor) for tensor, _, _ in places}
+            tensors = [tensor for tensor in all_tensors(component) if id(tensor) not in known]
+            before = [(tensor, tensor.device, tensor.dtype) for tensor in tensors]
+            for tensor, data in zip(tensors, move([tensor.data for tensor in tensors]), strict=True):
+                set_data(tensor, data)
+            places += before
     except BaseException:
         undo()
         raise

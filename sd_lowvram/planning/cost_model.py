@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from ..hooks.offload import STREAMED
 from ..hooks.precision import Arithmetic, arithmetic
+from ..memory.caching_allocator import segment
 from ..models.anatomy import Anatomy
+from ..models.latents import latent_channels, latent_size
 from ..settings import Fidelity, Settings
 from ..streaming.host_weights import least_host_bytes, mapped_bytes
 from ..streaming.simulator import Copies
@@ -42,7 +45,7 @@ class Pricing:
         self.vram, self.ram = Budget(request.vram), Budget(request.ram)
         self.costs: Costs = Costs(anatomy, request.shape, request.encodes, request.device, like.costs if like else None)
         self.on_gpu = request.device.type != "cpu"
-        self.overhead = request.overhead_bytes
+        self.overhead = request.overhead
         self._known: dict[tuple[Any, ...], StagePlan] = {}
         self._timings: dict[Any, Timing] = {}
         self._arithmetics: dict[tuple[str, str | None], Arithmetic] = {}
@@ -52,7 +55,7 @@ class Pricing:
         chosen = {(one.name, one.component): one for option in options for one in option.stages}
         ordered = tuple(chosen[stage.name, stage.component] for stage in self.costs.stages)
         knobs = {name: value for stage in ordered for name, value in stage.choice.items()}
-        return Candidate(base.filled(**knobs), ordered, self.overhead, base)
+        return Candidate(base.filled(**knobs), ordered, self.overhead.total(), base)
 
     def confirmed(self, run: Candidate) -> Candidate:
         """``run`` with its stages traced whole, weights streamed as they will be; they are priced so from now on.
@@ -74,13 +77,15 @@ class Pricing:
         traced = self.as_traced(stage, settings)
         whole = self.costs(stage, traced, self.timing(stage, settings) if stage.repeats else None)
         more, again = max(0, whole.peak_bytes - planned.peak_bytes), 0.0
+        short = self.costs(stage, self._unstreamed(traced))
         if stage.repeats:  # strips that need more weights together than there is room fetch them more than once
-            step, short = self.step(stage, settings), self.costs(stage, self._unstreamed(traced))
+            step = self.step(stage, settings)
             copied = whole.copied_bytes - short.copied_bytes  # of a first step: all weights, and what is read ahead
             again = max(0, copied - step.streamed_bytes - step.device_bytes) / self.request.rates.copy_bandwidth
         return dataclasses.replace(
             planned,
             peak_bytes=planned.peak_bytes + more,
+            reserved_bytes=planned.reserved_bytes + max(0, whole.reserved_bytes - short.reserved_bytes),
             activation_bytes=planned.activation_bytes + more,
             seconds=planned.seconds + self.request.steps * again,
         )
@@ -114,15 +119,20 @@ class Pricing:
         here = step.device_bytes if step else self._room(settings, stage.component, own)
         elsewhere = {stage.component, self.anatomy.autoencoder if away else None}
         stays = settings.offload in (None, "none")
-        resident = sum(size for name, size in weights.items() if name not in elsewhere) if stays else 0
+        beside = [size for name, size in weights.items() if name not in elsewhere] if stays else []
+        resident = sum(beside)
         waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
         masters, least, copies = self._masters(settings, max(0, waiting), cost.host_peak_bytes)
         copied = 0 if stays else here  # the masters stay where they are
+        widened = weights[stage.component] if stays and self._arithmetic(stage.component, settings).overflows else 0
+        held = max(0, widened - cost.activation_bytes)  # of a type too narrow, until all are in the wider one
+        workspace = self.overhead.more_for(cost.convolved_bytes)
         plain = self.request.rates.seconds(cost, self._arithmetic(stage.component, settings).dtype.itemsize)
         return StagePlan(
             name=stage.name,
             component=stage.component,
-            peak_bytes=cost.activation_bytes + here + resident,
+            peak_bytes=cost.activation_bytes + here + resident + held,
+            reserved_bytes=cost.reserved_bytes + workspace + held + self._beside + self._buffers(here, *beside),
             weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
             host_bytes=masters + cost.host_peak_bytes,
@@ -134,6 +144,18 @@ class Pricing:
             parked_bytes=cost.host_peak_bytes,
             least_host_bytes=least + cost.host_peak_bytes,
         )
+
+    @functools.cached_property
+    def _beside(self) -> int:
+        """What the device gives for what a pipeline holds beside a stage: conditions, for which a MiB is counted, and
+        latents, of which its scheduler makes others in fp32: four in all."""
+        pixels = math.prod(latent_size(self.anatomy, self.request.shape)) * self.request.batch
+        latents = 4 * latent_channels(self.anatomy) * pixels
+        return -(-(4 * latents + MIB) // segment(latents)) * segment(latents) if self.on_gpu else 0
+
+    def _buffers(self, *sizes: int) -> int:
+        """What the device gives for weights that lie in buffers of these sizes."""
+        return sum(map(segment, sizes)) if self.on_gpu else sum(sizes)
 
     def _masters(self, settings: Settings, waiting: int, parked: int) -> tuple[int, int, int]:
         """Host memory that ``waiting`` bytes of weights take beside ``parked`` ones of maps, need and copy to.
@@ -182,6 +204,8 @@ class Pricing:
             name=stage.name,
             component=stage.component,
             peak_bytes=resident,
+            reserved_bytes=resident
+            and self._buffers(*(size for name, size in weights.items() if name != stage.component)),
             weights_bytes=resident,
             activation_bytes=0,
             host_bytes=others - resident + cost.peak_bytes + cost.host_peak_bytes,

@@ -16,7 +16,8 @@ class Predicted:
     """Bytes at the peak, and the seconds of the whole run.
 
     Attributes:
-        peak_bytes: on the device, weights included.
+        peak_bytes: of tensors on the device, weights included.
+        reserved_bytes: what the device must give for them, as torch's allocator takes it in segments.
         overhead_bytes: of the driver and the libraries, besides.
         weights_bytes, activation_bytes: on the device in the stage that has the peak.
         host_bytes: weights and maps that wait in host memory.
@@ -26,6 +27,7 @@ class Predicted:
     """
 
     peak_bytes: int
+    reserved_bytes: int
     overhead_bytes: int
     weights_bytes: int
     activation_bytes: int
@@ -39,7 +41,8 @@ class Predicted:
 class StagePlan:
     """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together).
 
-    ``held_bytes`` are those of both accounts at one moment: what the allocator sees where the device is the CPU;
+    ``reserved_bytes`` are what the device must give for ``peak_bytes`` of tensors, as torch's allocator takes it in
+    segments; ``held_bytes`` are those of both accounts at one moment: what the allocator sees where that is the CPU;
     ``why`` says why it is not faster; ``parked_bytes`` of ``host_bytes`` are maps, the others weights, which take as
     much of the budget as is useful to them: ``least_host_bytes`` would do. ``slowdown`` is how many times as long a
     step takes with its weights streamed.
@@ -48,6 +51,7 @@ class StagePlan:
     name: str
     component: str
     peak_bytes: int
+    reserved_bytes: int
     weights_bytes: int
     activation_bytes: int
     host_bytes: int
@@ -76,17 +80,17 @@ class Candidate:
 
     @property
     def worst(self) -> StagePlan:
-        """The stage with the peak."""
-        return max(self.stages, key=lambda stage: stage.peak_bytes)
+        """The stage that needs most of the device."""
+        return max(self.stages, key=lambda stage: stage.reserved_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        return self.worst.peak_bytes
+        return max(stage.peak_bytes for stage in self.stages)
 
     @property
     def needed_bytes(self) -> int:
         """The smallest budget that holds it."""
-        return self.peak_bytes + self.overhead_bytes
+        return self.worst.reserved_bytes + self.overhead_bytes
 
     @property
     def weights_bytes(self) -> int:
@@ -113,6 +117,7 @@ class Candidate:
     def predicted(self) -> Predicted:
         return Predicted(
             peak_bytes=self.peak_bytes,
+            reserved_bytes=self.worst.reserved_bytes,
             overhead_bytes=self.overhead_bytes,
             weights_bytes=self.worst.weights_bytes,
             activation_bytes=self.worst.activation_bytes,

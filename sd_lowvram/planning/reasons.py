@@ -66,8 +66,8 @@ def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest
     faster = [one for one in others if one.choice != stage.choice and one.seconds < stage.seconds]
     if not faster:
         return ""
-    nearest = min(faster, key=lambda one: one.peak_bytes)
-    name, needed = described(nearest), nearest.peak_bytes + request.overhead_bytes
+    nearest = min(faster, key=lambda one: one.reserved_bytes)
+    name, needed = described(nearest), nearest.reserved_bytes + request.overhead_bytes
     if nearest.largest_bytes > largest:
         return f"{name} makes a single allocation of {format_size(nearest.largest_bytes)}"
     if needed > request.vram:

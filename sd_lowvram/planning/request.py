@@ -46,12 +46,16 @@ class Request:
         return Shape(self.width, self.height, self.batch, self.passes)
 
     @property
-    def overhead_bytes(self) -> int:
+    def overhead(self) -> Overhead:
         """What the device needs besides tensors: the machine's own, unless the plan is for another one."""
         if self.device.type != "cuda":
-            return 0
+            return Overhead(0, 0, 0)
         here = self.rates.name == THIS and torch.cuda.is_available()
-        return (overhead_of(self.device) if here else Overhead()).total()
+        return overhead_of(self.device) if here else Overhead()
+
+    @property
+    def overhead_bytes(self) -> int:
+        return self.overhead.total()
 
 
 @dataclass

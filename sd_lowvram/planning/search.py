@@ -62,7 +62,7 @@ def planned(search: Search) -> Plan:
         raise search.too_large()
     if best is None:
         raise refusal(request, smallest, search.leanest() if smallest.needed_bytes <= request.vram else None)
-    smallest = min(smallest, best, key=lambda run: run.peak_bytes)
+    smallest = min(smallest, best, key=lambda run: run.needed_bytes)
     following = search.next_faster(best)
     return Plan(
         settings=best.settings,
@@ -175,8 +175,8 @@ class Search:
         None: ``largest_mib`` forbids all.
         """
         fewest = [base for base in self._placements if base.offload == self._placements[-1].offload]
-        run = self._least(fewest, "peak_bytes", self._small, lambda group: [group.smallest])
-        return run if run is not None else self._least(fewest, "peak_bytes", self._small)
+        run = self._least(fewest, "needed_bytes", self._small, lambda group: [group.smallest])
+        return run if run is not None else self._least(fewest, "needed_bytes", self._small)
 
     def leanest(self) -> Candidate | None:
         """Of the runs that the device holds, the one with the least in host memory.
@@ -248,7 +248,7 @@ class Search:
     def _option(self, base: Settings, group: Group, choice: Choice) -> Candidate:
         settings = base.filled(**choice)
         priced = tuple(self.pricing.stage(settings, stage, choice, base) for stage in group.stages)
-        return Candidate(settings, priced, self.pricing.overhead, base)
+        return Candidate(settings, priced, self.pricing.overhead.total(), base)
 
     def _options(self, base: Settings, chosen: Iterable[Choice]) -> list[Candidate]:
         return [self._option(base, *each) for each in zip(self._groups, chosen, strict=True)]

@@ -16,6 +16,7 @@ from ..cache import place_of, remember, remembered
 from ..hooks.offload import policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
 from ..memory import kernels_of
+from ..memory.caching_allocator import max_split_bytes
 from ..memory.threads import one_at_a_time
 from ..models.anatomy import Anatomy
 from ..settings import Settings
@@ -124,7 +125,7 @@ class Costs:
             figures = {one.name: getattr(traced, one.name) for one in dataclasses.fields(Figures)}
             return Figures(**figures | ({} if stage.repeats and settings.offload is None else {"spans": ()}))
 
-        facts = settings, self._called_with[stage.name, stage.component], timing
+        facts = settings, self._called_with[stage.name, stage.component], timing, max_split_bytes()
         return self._once(_figures, stage.component, facts, count)
 
     def step(self, stage: Stage, settings: Settings, timing: Timing) -> Step:
@@ -166,7 +167,7 @@ class Costs:
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         equals = {} if whole or settings.offload else self._fake.equals(stage.component)
         with self._fake.running(stage.component, settings, timing), torch.no_grad(), kernels:
-            return trace_equals_once(fake.run, fake.inputs(), {}, equals)
+            return trace_equals_once(fake.run, fake.inputs(), {}, equals, calls=2 if stage.repeats else 1)
 
     @functools.cached_property
     def _called_with(self) -> dict[tuple[str, str], Any]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..errors import LowVRAMError
 from ..memory.fake_mode import active_fake_mode
+from ..memory.segments import release_segments
 from ..memory.threads import one_at_a_time
 from ..patches import Patch, set_patch, take_off, wrap
 from . import weight_scopes as lending
@@ -50,6 +51,7 @@ class Turns:
         for other in self._present:
             if other is not stream and not other.running:
                 other.evict()
+                release_segments(other._device)
         self._present = [other for other in self._present if other.running and other is not stream] + [stream]
 
 

@@ -53,9 +53,12 @@ def _kind(block: nn.Module) -> Hashable:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call did: peaks ``above`` what was there before, work by ``spans``, the module's ``path``, results."""
+    """What a call did: peaks ``above`` what was there before, its ``allocations`` and the numbers of those that are
+    ``kept`` as its results, work by ``spans``, the module's ``path``, results."""
 
     above: Sequence[int]
+    allocations: Sequence[tuple[int, int]]
+    kept: tuple[int, ...]
     spans: tuple[Span, ...]
     path: str
     results: Recipe
@@ -105,6 +108,7 @@ class EqualCalls:
         """The result of a call and what it did; None where it did more than to make its results."""
         ledger, path = self._ledger, self._ledger.path
         live, met, first = ledger.live_now(), ledger.met, len(self._work.spans)
+        place = len(ledger.allocations)
         self._work.spans.append(Span(path))  # what comes is not added to the span before
         with ledger.apart() as above:
             result = forward(*args, **kwargs)
@@ -114,7 +118,10 @@ class EqualCalls:
         if results is None or ledger.met != met:
             return result, None
         live["device"] += results.moved
-        return result, _Call(above, spans, path, results) if ledger.live_now() == live else None
+        if ledger.live_now() != live:
+            return result, None
+        kept = tuple(ledger.number_of(tensor) for tensor in _tensors(result))
+        return result, _Call(above, ledger.allocations[place:], kept, spans, path, results)
 
     def _new_tensors(self, result: Any) -> Recipe | None:
         """How to make results again that are tensors on the device, each with memory of its own, all of it used."""
@@ -135,6 +142,9 @@ class EqualCalls:
             path = here + span.path[len(there) :] if inside else span.path
             self._work.spans.append(Span(**vars(span) | {"path": path}))
         result = make(call.results, self._mode, (None,))
-        for tensor in [result] if isinstance(result, Tensor) else result:
-            self._ledger.book(tensor, "device")
+        self._ledger.repeat(call.allocations, dict(zip(call.kept, _tensors(result), strict=True)))
         return result
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)

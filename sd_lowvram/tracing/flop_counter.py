@@ -43,10 +43,12 @@ class Work:
 
     Attributes:
         spans: each of what one module does before another one's turn.
+        convolved_bytes: what the largest convolution reads and writes.
     """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.convolved_bytes = 0
 
     def count(self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0) -> None:
         """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others."""

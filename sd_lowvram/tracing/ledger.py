@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,10 +38,11 @@ class Timeline(list[Event]):
 
 @dataclass
 class _Booked:
-    """What is booked for a storage. ``born``: it was made after the ledger was opened."""
+    """What is booked for a storage. ``born``: it was made after the ledger was opened; ``number``: no other has it."""
 
     account: Account
     born: bool
+    number: int
     nbytes: int = 0
 
 
@@ -54,6 +56,8 @@ class Ledger:
         born_peak: most bytes of storages that were born here, all accounts together.
         largest: the largest single allocation on the device.
         met: bytes on the device that were there from the start and met on the way.
+        allocations: of inputs and activations on the device, in their order: a number and bytes for what is made, the
+            number and -1 for its end. What a kernel holds unseen is in it too.
     """
 
     def __init__(self) -> None:
@@ -62,6 +66,8 @@ class Ledger:
         self.born = {"device": 0, "weights": 0, "host": 0}
         self.peak = self.host_peak = self.activation_peak = self.born_peak = self.largest = self.met = 0
         self.path = self.operator = ""
+        self.allocations: list[tuple[int, int]] = []
+        self._numbers = itertools.count()
         self._booked: dict[int, _Booked] = {}
         self._deaths = Deaths(self._strike)
 
@@ -71,7 +77,7 @@ class Ledger:
         booked = self._booked.get(storage._cdata)
         if booked is None:
             self._deaths.look()
-            booked = self._booked[self._deaths.watch(storage)] = _Booked(account, born)
+            booked = self._booked[self._deaths.watch(storage)] = _Booked(account, born, next(self._numbers))
         nbytes = storage.nbytes()
         if nbytes != booked.nbytes:
             self._change(booked, nbytes - booked.nbytes)
@@ -82,13 +88,44 @@ class Ledger:
         if booked is not None:
             self._change(booked, storage.nbytes() - booked.nbytes)
 
+    def number_of(self, tensor: Tensor) -> int:
+        """Under which its storage is in ``allocations``."""
+        return self._booked[tensor.untyped_storage()._cdata].number
+
+    def repeat(self, allocations: Sequence[tuple[int, int]], results: Mapping[int, Tensor]) -> None:
+        """Note allocations again, with numbers of their own.
+
+        Args:
+            results: what they leave, made anew, by the numbers that it had.
+        """
+        place, numbers = len(self.allocations), {}
+        for number, tensor in results.items():
+            self.book(tensor, "device")
+            numbers[number] = self.number_of(tensor)
+        del self.allocations[place:]
+        for number, nbytes in allocations:
+            if nbytes >= 0 and number not in numbers:
+                numbers[number] = next(self._numbers)
+            if number in numbers:  # else it was there before
+                self.allocations.append((numbers[number], nbytes))
+
     def account_of(self, tensor: Tensor) -> Account:
         """Where the storage of ``tensor`` is booked; of one that is not, the device."""
         booked = self._booked.get(tensor.untyped_storage()._cdata)
         return "device" if booked is None else booked.account
 
+    @contextlib.contextmanager
+    def holding(self, hidden: int) -> Iterator[None]:
+        """Inside, what a kernel makes is booked; ``hidden`` are device bytes that it holds all the while, and no tensor
+        shows."""
+        number = next(self._numbers)
+        self.allocations.append((number, hidden))
+        yield
+        self.look(hidden)
+        self.allocations.append((number, -1))
+
     def look(self, hidden: int = 0) -> None:
-        """Note the peaks. ``hidden``: device bytes that a kernel holds at this moment and no tensor shows."""
+        """Note the peaks. ``hidden``: device bytes that no tensor shows at this moment."""
         device, weights, host = self.live.values()
         self.peak = max(self.peak, device + weights + hidden)
         self.host_peak = max(self.host_peak, host)
@@ -154,6 +191,12 @@ class Ledger:
             self.born[booked.account] += change
             if booked.account != "host":
                 self.largest = max(self.largest, change)
+        if booked.account == "device":
+            if change < booked.nbytes:  # another size: the old one ends
+                self.allocations.append((booked.number, -1))
+                booked.number = next(self._numbers)
+            if booked.nbytes:
+                self.allocations.append((booked.number, booked.nbytes))
         if change > 0:
             self.look()
 

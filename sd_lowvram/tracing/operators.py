@@ -28,6 +28,7 @@ class Operator:
         hidden: from arguments and result to the bytes that its kernel holds besides them and frees on return.
         flops: from arguments and result to floating-point operations, if it is a product.
         moves: it reads or writes memory.
+        convolves: it is a convolution.
         copies: it may carry bytes from one account to the other.
         repeatable: the same shapes, strides and types give the same again.
     """
@@ -38,6 +39,7 @@ class Operator:
     hidden: Callable[[tuple[Any, ...], Any], int] | None = None
     flops: Callable[[Any, Any], int] | None = None
     moves: bool = False
+    convolves: bool = False
     copies: bool = False
     repeatable: bool = False
 
@@ -58,6 +60,7 @@ def describe(func: Any) -> Operator:
         hidden=_HIDDEN.get(func),
         flops=FLOPS.get(func),
         moves=not view and func not in IDLE,
+        convolves=func is aten.convolution.default,
         copies=func in COPIES,
         repeatable=is_repeatable(func),
     )
@@ -80,6 +83,11 @@ def _packed_copy(args: tuple[Any, ...], result: Any) -> int:
     return _copied(wanted_format(args[0]) if on_cpu() else torch.contiguous_format, args[0])
 
 
+def _copy_for_upsampling(args: tuple[Any, ...], result: Any) -> int:
+    """Of an input that is laid out in neither way."""
+    return _copied(wanted_format(args[0]), args[0])
+
+
 def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
     """Input and weight are brought to one memory format; oneDNN also reorders them, and the result back, on the CPU."""
     image, weight = args[0], args[1]
@@ -98,5 +106,5 @@ _HIDDEN: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten.native_group_norm.default: _packed_copy,
     aten.native_layer_norm.default: _packed_copy,
     aten._softmax.default: _packed_copy,
-    aten.upsample_nearest2d.default: _packed_copy,
+    aten.upsample_nearest2d.default: _copy_for_upsampling,
 }

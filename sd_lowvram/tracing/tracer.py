@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..memory.accounts import current_account, is_host, on_cpu, traced_device
+from ..memory.caching_allocator import least_reserved
 from ..memory.fake_mode import CPU, active_fake_mode
 from ..memory.repeats import counted_from_one
 from ..memory.threads import Redirected, one_at_a_time
@@ -60,6 +61,9 @@ class Figures:
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of kernel launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
+        convolved_bytes: what the largest convolution reads and writes, by which libraries size their workspace.
+        reserved_bytes: what a GPU must give for ``activation_bytes``, as torch's caching allocator takes it in segments
+            (on a CPU the same). Where there is more, torch takes more, and gives it back before it fails.
         spans: operations, bytes moved and operators in their order, module by module.
     """
 
@@ -75,6 +79,8 @@ class Figures:
     copied_bytes: int
     operators: int
     packed_bytes: int
+    convolved_bytes: int
+    reserved_bytes: int
     spans: tuple[Span, ...] = field(repr=False)
 
     @property
@@ -126,11 +132,13 @@ def trace_equals_once(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
     equals: Mapping[nn.Module, int],
+    calls: int = 1,
 ) -> MemoryTrace:
     """:func:`trace`, in which equal calls of the modules ``equals`` run once; the timeline has nothing of the others.
 
     Args:
         equals: modules, each with a number for its kind (:func:`equal_calls.equal_modules`).
+        calls: how many of them, one after the other, what is reserved is to do for.
     """
     leaves = tree_flatten((inputs, kwargs))[0]
     modules = modules_of(module_or_callable, *leaves)
@@ -148,6 +156,7 @@ def trace_equals_once(
         with tracer.following(modules, equals), uncompiled(), counted_from_one():
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
+    activations = ledger.activation_peak + input_bytes
     return MemoryTrace(
         peak_bytes=ledger.peak,
         host_peak_bytes=ledger.host_peak,
@@ -157,6 +166,8 @@ def trace_equals_once(
         largest_bytes=ledger.largest,
         allocated_peak_bytes=ledger.born_peak,
         **tracer.work.totals(),
+        convolved_bytes=tracer.work.convolved_bytes,
+        reserved_bytes=activations if on_cpu() else least_reserved(ledger.allocations, calls),
         timeline=ledger.timeline,
         spans=tuple(span for span in tracer.work.spans if span.operators),
         output=output,
@@ -216,7 +227,8 @@ class _Tracer(TorchDispatchMode):
 
     def _attended(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         self.ledger.operator = f"attention.{kernel}"
-        self.ledger.look(hidden)
+        with self.ledger.holding(hidden):
+            pass
         self.work.count(self.ledger.path, attention_flops(args, out), moved(args, out))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -241,11 +253,15 @@ class _Tracer(TorchDispatchMode):
     def _take_in(self, operator: Operator, recipe: Recipe, args: tuple[Any, ...], result: Any) -> None:
         """Book what an operator made, and count its work."""
         self.ledger.operator = operator.name
-        self._book(result)
         if recipe.hidden:
-            self.ledger.look(recipe.hidden)
+            with self.ledger.holding(recipe.hidden):
+                self._book(result)
+        else:
+            self._book(result)
         if operator.moves:
             self.work.count(self.ledger.path, recipe.flops, recipe.moved, recipe.packed)
+            if operator.convolves:
+                self.work.convolved_bytes = max(self.work.convolved_bytes, recipe.moved)
         if operator.copies:
             self._count_crossing(args, result)
 

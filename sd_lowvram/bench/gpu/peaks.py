@@ -47,7 +47,7 @@ def trial_peaks(device: str, cases: Sequence[Case], steps: int = 2) -> Iterator[
         pipe = random_pipeline(model, where)
         sizes: dict[str, Any] = {"width": side, "height": side, "device": where}
         plain = plan(pipe, vram=_PLENTY, **sizes)
-        most = plain.predicted.peak_bytes + plain.predicted.overhead_bytes
+        most = plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
         for case in shares:
             vram = plain.minimum_vram_bytes + int(case["share"] * (most - plain.minimum_vram_bytes)) + MIB
             yield _peak(pipe, vram, sizes, steps)
@@ -88,6 +88,7 @@ def _peak(pipe: Any, vram: int, sizes: dict[str, Any], steps: int) -> dict[str, 
         "predicted_bytes": predicted,
         "measured_bytes": run.peak_bytes,
         "library_bytes": libraries,
+        "predicted_reserved_bytes": chosen.predicted.reserved_bytes,
         "reserved_bytes": run.reserved_bytes,
         "plan_seconds": planned,
         "predicted_seconds": chosen.predicted.seconds * steps / chosen.request.steps,
@@ -120,18 +121,18 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "Plans at budgets from the least that works to the one of everything resident, two steps each. *Measured* is"
     yield "the largest `torch.cuda.max_memory_allocated` of any stage; cuBLAS' workspace, a part of the overhead, is"
-    yield "taken off. *Within*: at most 5 % or 24 MiB above the measurement, 1 % or 8 MiB below it. *Reserved*: what"
-    yield "the allocator had of the card. *Plan*: seconds until the plan was there and attached. *Host*: seconds until"
-    yield "the calls of the models returned, Python's and torch's work and what they waited for; *device*: between the"
-    yield "events around those calls, gaps included: where both are as long, the device waited for the host. Sizes may"
-    yield "have run side by side."
+    yield "taken off. *Within*: at most 5 % or 24 MiB above the measurement, 1 % or 8 MiB below it. *To reserve*: what"
+    yield "the plan says that the allocator needs of the card; *reserved*: what it had, which may be more. *Plan*:"
+    yield "seconds until the plan was there and attached. *Host*: seconds until the calls of the models returned,"
+    yield "Python's and torch's work and what they waited for; *device*: between the events around those calls, gaps"
+    yield "included: where both are as long, the device waited for the host. Sizes may have run side by side."
     yield ""
     yield from table(_HEADS, map(_cells, in_order(part["rows"], "model", "side", "share")))
 
 
 _HEADS = (
     "model", "picture", "budget MiB", "offload", "stage", "predicted MiB", "measured MiB", "difference", "within",
-    "reserved MiB", "plan s", "host s", "device s",
+    "to reserve MiB", "reserved MiB", "plan s", "host s", "device s",
 )  # fmt: skip
 
 
@@ -146,5 +147,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
     seconds = [row["plan_seconds"], row["host_seconds"], row["device_seconds"]]
     return [
         *what, *plan, f"{predicted / MIB:.0f}", f"{measured / MIB:.0f}", apart, within,
-        f"{row['reserved_bytes'] / MIB:.0f}", *("" if one is None else f"{one:.1f}" for one in seconds),
+        f"{row['predicted_reserved_bytes'] / MIB:.0f}", f"{row['reserved_bytes'] / MIB:.0f}",
+        *("" if one is None else f"{one:.1f}" for one in seconds),
     ]  # fmt: skip

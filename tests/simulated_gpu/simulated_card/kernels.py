@@ -31,6 +31,8 @@ _NATIVE = {
 
 Workspace = Literal["none", "nhwc", "fixed"]
 _FIXED_WORKSPACE = 128 * MIB
+_SMALL = 64 * 1024
+"""Bytes of a tensor that is computed even where only shapes are asked for: timesteps, say, which decide what runs."""
 
 _aten = torch.ops.aten
 
@@ -41,6 +43,8 @@ class Kernels:
     Attributes:
         workspace: what the convolution library takes beside inputs and output: nothing, for 16-bit maps copies of all
             of them in its own format, or 128 MiB.
+        computes: whether contents are computed and copied; else memory is taken for them, and that is all. Models of
+            full size run in seconds so.
     """
 
     def __init__(self, card: Card) -> None:
@@ -48,6 +52,7 @@ class Kernels:
         self._captured: list[Callable[[int], None]] = []
         self._library = torch.library.Library("aten", "IMPL")
         self.workspace: Workspace = "none"
+        self.computes = True
         card.on_replay(lambda number, stream: self._captured[number](stream))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are replaced
@@ -67,10 +72,14 @@ class Kernels:
     # Any operator
 
     def _run(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        twins = _Twins()
         reads, writes = _accessed(operator, args, kwargs)
+        twins = self._twins(*reads, *writes)
         host_args, host_kwargs = twins.of(args), {name: twins.of(value) for name, value in kwargs.items()}
         return self._launch(lambda: operator(*host_args, **host_kwargs), twins, reads, writes)
+
+    def _twins(self, *tensors: Tensor | None) -> _Twins:
+        computes = self.computes or all(one is None or one.nbytes <= _SMALL for one in tensors)
+        return _Twins("cpu" if computes else "meta")
 
     def _launch(
         self, compute: Callable[[], Any], twins: _Twins, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -86,10 +95,10 @@ class Kernels:
             if known is not None:
                 if known.shape != result.shape:  # an `out` that was empty
                     known.resize_(result.shape)
-                    twin(known).copy_(result)
+                    twins.down(known).copy_(result)
                 return known
             out = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cuda")
-            made.append((out, twin(out)))
+            made.append((out, twins.down(out)))
             made[-1][1].copy_(result)
             return out
 
@@ -135,11 +144,13 @@ class Kernels:
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Between devices torch's own copy, over the runtime's; within the card a kernel."""
         if not (target.is_cuda and source.is_cuda):
+            if not self.computes and source.nbytes > _SMALL:
+                return target
             copied: Tensor = _aten.copy_.default._op_dk(
                 torch._C.DispatchKey.CompositeExplicitAutograd, target, source, non_blocking
             )
             return copied
-        twins = _Twins()
+        twins = self._twins(source, target)
         to, come = twins.of((target, source))
         self._launch(lambda: to.copy_(come), twins, [source], [target])
         return target
@@ -152,7 +163,7 @@ class Kernels:
         last = torch.channels_last if input.ndim == 4 else torch.contiguous_format
         format = last if _has_format(input, last) or _has_format(weight, last) else torch.contiguous_format
         input, weight = input.contiguous(memory_format=format), weight.contiguous(memory_format=format)
-        twins = _Twins()
+        twins = self._twins(input, weight)
         operands = twins.of((input, weight, bias))
         where = stride, padding, dilation, transposed, output_padding, groups
         reads = [tensor for tensor in (input, weight, bias) if tensor is not None]
@@ -174,10 +185,12 @@ class Kernels:
         del room
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: Any) -> Any:
-        twins = _Twins()
+        twins = self._twins(q, k, v)
         hosts = twins.of((q, k, v, mask))
 
         def compute() -> Tensor:
+            if not twins.hold_contents:  # what it makes on the way takes no memory, and time
+                return torch.empty_like(hosts[0].transpose(1, 2).contiguous()).transpose(1, 2)
             out = _aten._scaled_dot_product_attention_math(*hosts, 0.0, causal, scale=scale)[0]
             return out.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -218,18 +231,33 @@ def twin(tensor: Tensor) -> Tensor:
 class _Twins:
     """Twins of some tensors of the device, and the way back."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        """
+        Args:
+            device: "cpu", over the same bytes; or "meta", of the same shape only.
+        """
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._device = torch.device(device)
+
+    @property
+    def hold_contents(self) -> bool:
+        return self._device.type == "cpu"
 
     def of(self, value: Any) -> Any:
-        return tree_map(self._down, value)
+        return tree_map(self._of_leaf, value)
 
-    def _down(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_cuda:
-            self._pairs.append((twin(leaf), leaf))
+    def down(self, tensor: Tensor) -> Tensor:
+        """A twin of ``tensor``, which is not looked up."""
+        if self.hold_contents:
+            return twin(tensor)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    def _of_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and (leaf.is_cuda or not self.hold_contents):
+            self._pairs.append((self.down(leaf), leaf))
             return self._pairs[-1][0]
         if isinstance(leaf, torch.device):
-            return torch.device("cpu")
+            return self._device
         return None if isinstance(leaf, torch.Generator) else leaf
 
     def original(self, host: Tensor) -> Tensor | None:

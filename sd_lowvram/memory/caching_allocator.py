@@ -1,0 +1,215 @@
+"""torch's caching allocator for GPUs, played through: what a card must give for allocations of known sizes.
+
+Tensors are cut out of segments that the driver gives; a segment that holds one small tensor is kept whole, and free
+room in between serves only what fits into it. So tensors that never hold more than 4 GiB together may take 4.5 GiB of a
+card. What is modelled is torch's ``CUDACachingAllocator``: two pools, segments of 2 and 20 MiB or of whole
+2 MiB, best fit, splits and merges, and the release of unused segments when the card has no more.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..units import MIB
+
+_LEAST = 512
+"""Bytes that every size is rounded up to a multiple of."""
+_SMALL = MIB
+"""Up to this size a tensor comes from the pool of small ones; what a large one leaves of a block is kept for others
+where it is more."""
+_SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, _ROUND = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
+
+
+class CardFullError(Exception):
+    """The card cannot give what an allocation needs, all unused segments given back."""
+
+
+@dataclass(eq=False)
+class _Block:
+    """A piece of a segment, with its neighbours in it."""
+
+    address: int
+    size: int
+    small: bool
+    free: bool = True
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+class CachingAllocator:
+    """The allocator's state. One stream: what several streams share is another matter.
+
+    Attributes:
+        reserved_bytes: of all segments, what the card has given; ``peak_bytes`` the most of it.
+        allocated_bytes: of all blocks in use, rounded as torch rounds them.
+    """
+
+    def __init__(self, card_bytes: float = float("inf"), max_split_bytes: float = float("inf")) -> None:
+        """
+        Args:
+            card_bytes: what the card can give.
+            max_split_bytes: segments of this size and above are not split (``max_split_size_mb``).
+        """
+        self.reserved_bytes = self.peak_bytes = self.allocated_bytes = self.allocated_peak = 0
+        self._card_bytes = card_bytes
+        self._max_split = max_split_bytes
+        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._next_address = 0
+
+    def allocate(self, size: int) -> _Block:
+        """A block of at least ``size`` bytes, to be given to :meth:`free`.
+
+        Raises:
+            CardFullError: the card cannot give it.
+        """
+        size = max(_LEAST, -(-size // _LEAST) * _LEAST)
+        small = size <= _SMALL
+        block = self._best_fit(size, small) or self._segment(size, small)
+        rest = block.size - size
+        if rest >= _LEAST if small else size < self._max_split and rest > _SMALL:
+            after = _Block(block.address + size, rest, small, True, block, block.after)
+            if block.after is not None:
+                block.after.before = after
+            block.size, block.after = size, after
+            self._keep(after)
+        block.free = False
+        self.allocated_bytes += block.size
+        self.allocated_peak = max(self.allocated_peak, self.allocated_bytes)
+        return block
+
+    def free(self, block: _Block) -> None:
+        """Take a block back; free neighbours become one with it."""
+        self.allocated_bytes -= block.size
+        block.free = True
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                self._drop(other)
+                block.address = min(block.address, other.address)
+                block.size += other.size
+                if other is block.before:
+                    block.before = other.before
+                    if block.before is not None:
+                        block.before.after = block
+                else:
+                    block.after = other.after
+                    if block.after is not None:
+                        block.after.before = block
+        self._keep(block)
+
+    def release(self) -> None:
+        """Give segments back of which nothing is in use, as ``torch.cuda.empty_cache`` does."""
+        for pool in self._free.values():
+            unused = [entry for entry in pool if entry[2].before is entry[2].after is None]
+            self.reserved_bytes -= sum(size for size, _, _ in unused)
+            pool[:] = [entry for entry in pool if entry not in unused]
+
+    def _best_fit(self, size: int, small: bool) -> _Block | None:
+        pool = self._free[small]
+        place = bisect.bisect_left(pool, (size, -1))
+        if place == len(pool):
+            return None
+        found = pool[place][0]
+        if size < self._max_split <= found or (size >= self._max_split and found >= size + _LARGE_SEGMENT):
+            return None
+        return pool.pop(place)[2]
+
+    def _segment(self, size: int, small: bool) -> _Block:
+        """A new segment from the card."""
+        rounded = -(-size // _ROUND) * _ROUND
+        wanted = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _OWN_SEGMENT else rounded
+        if self.reserved_bytes + wanted > self._card_bytes:
+            self.release()
+        if self.reserved_bytes + wanted > self._card_bytes:
+            raise CardFullError
+        self.reserved_bytes += wanted
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
+        self._next_address += wanted
+        return _Block(self._next_address - wanted, wanted, small)
+
+    def _keep(self, block: _Block) -> None:
+        bisect.insort(self._free[block.small], (block.size, block.address, block))  # no two have one address
+
+    def _drop(self, block: _Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect.bisect_left(pool, (block.size, block.address))]
+
+
+Allocations = Sequence[tuple[int, int]]
+"""In their order a number and bytes for what is made, the number and -1 for its end."""
+
+
+def least_reserved(allocations: Allocations, calls: int = 1) -> int:
+    """Bytes that a card must give for ``allocations`` on one stream, made ``calls`` times one after the other.
+
+    Unused segments are given back before torch fails, so this is less than what it takes where there is enough. Small
+    tensors have a pool of their own, which is filled well: of them the bytes are counted, of the others every place.
+    """
+    large, small_bytes = _by_pool(allocations)
+    most = _played(large, CachingAllocator(max_split_bytes=max_split_bytes()), calls)
+    low, high = -(-most.allocated_peak // _ROUND), most.peak_bytes // _ROUND
+    step = 0  # nearly always the least is near the lowest, and a card that is too small is full soon
+    while low < high:
+        middle = min(low + step, (low + high) // 2)
+        if _fits(large, middle * _ROUND, calls):
+            high = middle
+        else:
+            low, step = middle + 1, 2 * step + 1
+    return low * _ROUND + -(-small_bytes // _SMALL_SEGMENT) * _SMALL_SEGMENT
+
+
+def max_split_bytes() -> float:
+    """From what size on torch leaves segments whole, as its variable says (``max_split_size_mb``).
+
+    With expandable segments, or CUDA's own pools as backend, a card has to give no more than what is counted here.
+    """
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        for entry in os.environ.get(name, "").split(","):
+            key, _, value = entry.partition(":")
+            if key.strip() == "max_split_size_mb" and value.strip().isdigit():
+                return int(value) * MIB
+    return float("inf")
+
+
+def segment(size: int) -> int:
+    """Bytes that a card gives for one buffer."""
+    allocator = CachingAllocator()
+    if size:
+        allocator.allocate(size)
+    return allocator.peak_bytes
+
+
+def _by_pool(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:
+    """Those of the pool of large tensors, all of which end; and most bytes of the other pool."""
+    sizes: dict[int, int] = {}
+    large, small, most = [], 0, 0
+    for number, size in allocations:
+        ends = size < 0
+        bytes_ = sizes.pop(number) if ends else sizes.setdefault(number, -(-size // _LEAST) * _LEAST)
+        if bytes_ > _SMALL:
+            large.append((number, size))
+        else:
+            small += -bytes_ if ends else bytes_
+            most = max(most, small)
+    return [*large, *((number, -1) for number, size in sizes.items() if size > _SMALL)], most
+
+
+def _fits(allocations: Allocations, card_bytes: int, calls: int) -> bool:
+    try:
+        _played(allocations, CachingAllocator(card_bytes, max_split_bytes()), calls)
+    except CardFullError:
+        return False
+    return True
+
+
+def _played(allocations: Allocations, allocator: CachingAllocator, calls: int) -> CachingAllocator:
+    for _ in range(calls):
+        blocks: dict[int, _Block] = {}
+        for number, size in allocations:
+            if size < 0:
+                allocator.free(blocks.pop(number))
+            else:
+                blocks[number] = allocator.allocate(size)
+    return allocator

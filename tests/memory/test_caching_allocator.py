@@ -1,0 +1,106 @@
+"""What a card gives for allocations of known sizes. That it is what torch takes, a simulated card shows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sd_lowvram.memory.caching_allocator import CachingAllocator, CardFullError, least_reserved, segment
+from sd_lowvram.units import MIB
+
+
+@pytest.mark.parametrize(
+    ("size", "given"),
+    [(0, 0), (1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB - 1, 12), (33 * MIB, 34)],
+)
+def test_a_buffer_takes_a_segment(size: int, given: int) -> None:
+    assert segment(size) == given * MIB
+
+
+def test_free_neighbours_become_one_and_serve_again() -> None:
+    allocator = CachingAllocator()
+    parts = [allocator.allocate(5 * MIB) for _ in range(4)]
+    assert allocator.reserved_bytes == 20 * MIB
+    for part in parts[1], parts[3], parts[2]:
+        allocator.free(part)
+    allocator.allocate(15 * MIB)
+    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (20 * MIB, 20 * MIB)
+
+
+def test_the_smallest_free_place_that_does_is_taken() -> None:
+    allocator = CachingAllocator()
+    large, small = allocator.allocate(40 * MIB), allocator.allocate(14 * MIB)
+    allocator.free(large)
+    allocator.free(small)
+    allocator.allocate(12 * MIB)
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved_bytes == 54 * MIB
+
+
+def test_unused_segments_are_given_back_before_a_card_is_full() -> None:
+    allocator = CachingAllocator(card_bytes=20 * MIB)
+    allocator.free(allocator.allocate(12 * MIB))
+    held = allocator.allocate(14 * MIB)
+    assert allocator.reserved_bytes == 14 * MIB
+    with pytest.raises(CardFullError):
+        allocator.allocate(8 * MIB)
+    allocator.free(held)
+    allocator.allocate(8 * MIB)
+
+
+def test_large_segments_stay_whole_where_torch_is_told_so() -> None:
+    allocator = CachingAllocator(max_split_bytes=32 * MIB)
+    allocator.free(allocator.allocate(64 * MIB))
+    allocator.allocate(12 * MIB)
+    assert allocator.reserved_bytes == 76 * MIB
+
+
+def test_what_torch_is_told_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocations = [(0, 64 * MIB), (0, -1), (1, 12 * MIB), (2, 60 * MIB)]
+    assert least_reserved(allocations) == 124 * MIB
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.9, max_split_size_mb:32")
+    assert least_reserved(allocations) == 76 * MIB
+
+
+def test_a_tensor_in_a_large_segment_keeps_all_of_it() -> None:
+    """Of 40 MiB that are free, a tensor of 12 leaves too little for the next 30."""
+    assert least_reserved([(0, 40 * MIB), (0, -1), (1, 12 * MIB), (2, 30 * MIB), (1, -1), (2, -1)]) == 70 * MIB
+
+
+def test_a_second_call_begins_with_what_the_first_has_left() -> None:
+    """The first ends with 30 MiB free in one place, out of which the second's 6 come, so that its 20 find no room."""
+    call = [(0, 6 * MIB), (1, 20 * MIB), (0, -1), (2, 30 * MIB), (1, -1), (2, -1)]
+    assert least_reserved(call) == 50 * MIB
+    assert least_reserved(call, calls=2) == 60 * MIB
+
+
+_OPERATIONS = st.lists(
+    st.tuples(st.sampled_from([300, MIB // 2, 3 * MIB, 9 * MIB, 17 * MIB, 40 * MIB]), st.integers(0, 5))
+)
+
+
+@given(_OPERATIONS)
+@settings(max_examples=200, deadline=None)
+def test_never_less_than_what_is_held_nor_more_than_what_is_taken_where_there_is_enough(
+    operations: list[tuple[int, int]],
+) -> None:
+    allocations: list[tuple[int, int]] = []
+    live: dict[int, int] = {}
+    most = 0
+    for number, (size, victim) in enumerate(operations):
+        if victim in live:
+            allocations.append((victim, -1))
+            del live[victim]
+        allocations.append((number, size))
+        live[number] = size
+        most = max(most, sum(live.values()))
+    allocator = CachingAllocator()
+    blocks = {}
+    for number, size in allocations:
+        if size < 0:
+            allocator.free(blocks.pop(number))
+        else:
+            blocks[number] = allocator.allocate(size)
+    assert most <= least_reserved(allocations) <= allocator.peak_bytes + 2 * MIB
+    assert allocator.allocated_bytes >= sum(live.values())
