@@ -28,14 +28,15 @@ BOUNDS = {
     ("sdxl", 2048): GIB,
     ("sdxl", 4096): 2 * GIB,
 }
-"""What the least peak may be at most, in fp16, batch 1, with guidance. None: nothing was promised."""
+"""What the allocator may take for the least peak at most: fp16, batch 1, with guidance. None: nothing was promised."""
 
 _NOTE = """# The least memory that lossless settings need
 
 Written by `sd-lowvram bench plans`. Nothing ran on a GPU: peaks are traced, times those of the {card} profile for 30
-steps with these smallest settings, which nobody would choose with more memory. fp16, batch 1, with guidance. *Least
-budget* counts the driver's share, a stated default. *In host memory* with weights in ordinary memory, and with weights
-left in a mapped file. *Searching* is processor time, on a machine that was busy with much else.
+steps with these smallest settings, which nobody would choose with more memory. fp16, batch 1, with guidance. *In
+segments* is what the allocator takes for the peak, which the bound is for; *least budget* counts the driver's share
+too, a stated default. *In host memory* with weights in ordinary memory, and with weights left in a mapped file.
+*Searching* is processor time, on a machine that was busy with much else.
 """
 
 
@@ -65,6 +66,7 @@ def _row(model: str, size: int, card: str) -> dict[str, Any]:
         "size": size,
         "bound_bytes": BOUNDS[model, size],
         "minimum_peak_bytes": smallest.peak_bytes,
+        "minimum_reserved_bytes": smallest.predicted.reserved_bytes,
         "minimum_vram_bytes": smallest.needed_bytes,
         "host_bytes": smallest.host_bytes,
         "minimum_ram_bytes": smallest.least_host_bytes,
@@ -74,7 +76,7 @@ def _row(model: str, size: int, card: str) -> dict[str, Any]:
 
 
 _HEADS = (
-    *("model", "size", "least peak", "bound", "least budget", "in host memory", "weights mapped"),
+    *("model", "size", "least peak", "in segments", "bound", "least budget", "in host memory", "weights mapped"),
     *("time", "searching"),
 )
 
@@ -85,8 +87,16 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    least, bound = row["minimum_peak_bytes"], row["bound_bytes"]
+    least, bound = row["minimum_reserved_bytes"], row["bound_bytes"]
     promise = "" if bound is None else format_size(bound) + ("" if least <= bound else " (missed)")
     sizes = [format_size(row[name]) for name in ("minimum_vram_bytes", "host_bytes", "minimum_ram_bytes")]
     times = [format_time(row["seconds"]), f"{row['searching_seconds']:.1f} s"]
-    return [row["model"], f"{row['size']}x{row['size']}", format_size(least), promise, *sizes, *times]
+    return [
+        row["model"],
+        f"{row['size']}x{row['size']}",
+        format_size(row["minimum_peak_bytes"]),
+        format_size(least),
+        promise,
+        *sizes,
+        *times,
+    ]
