@@ -101,4 +101,4 @@ def _less(plan: Plan) -> Request:
 
 def _needed(plan: Plan) -> int:
     """What ``plan`` asks of the device."""
-    return plan.predicted.peak_bytes + plan.predicted.overhead_bytes
+    return plan.predicted.reserved_bytes + plan.predicted.overhead_bytes
