@@ -85,7 +85,7 @@ def foretold(model: Any, chosen: Any, picture: Any) -> Any:
         picture.width, picture.height, picture.batch, 1 << 33, 1 << 33, torch.device("cpu"), PROFILES["rtx2070"]
     )
     stages = (SimpleNamespace(name="denoise", activation_bytes=5), SimpleNamespace(name="decode", activation_bytes=7))
-    predicted = Predicted(1 << 30, 0, 1 << 29, 1 << 29, 0, 1 << 20, 3.0, "denoise")
+    predicted = Predicted(1 << 30, 1 << 30, 0, 1 << 29, 1 << 29, 0, 1 << 20, 3.0, "denoise")
     return SimpleNamespace(
         settings=SETTINGS, request=request, stages=stages, predicted=predicted, timing=None, reasons=()
     )
