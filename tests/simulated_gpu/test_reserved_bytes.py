@@ -62,6 +62,7 @@ def test_a_plan_runs_on_a_card_of_its_size(gpu: Any, model: str, side: int, shar
 
 def test_a_library_that_takes_much_is_measured_and_fits(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.kernels, "workspace", "fixed")
+    monkeypatch.setattr(gpu.kernels, "computes", False)
     seen = measured_overhead(GPU).convolution_bytes
-    assert seen == 128 * MIB
+    assert 128 * MIB <= seen < 130 * MIB
     assert on_card(gpu, "sd15", 512, 0.3, workspace_bytes=seen).ran
