@@ -1,7 +1,7 @@
-"""What torch's allocator keeps of one stage on a GPU is given back before the next.
+"""What torch's allocator keeps of one call on a GPU is given back before the next, where that would be in its way.
 
-Segments that fit a denoising step are of little use to a decode, and on a small card they are in its way: a plan counts
-on each stage to begin with none.
+Segments that fit a denoising step are of little use to a decode, and those that many steps have cut up break up the
+next one's: plans count on stages that begin with none, and on steps that find no more than one step has left.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ _stepping: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
-    """Give unused segments back, unless the last call was a step of the same run.
+    """Give unused segments back; between two steps of one run only where the GPU has no more than them to give.
 
     Args:
         steps_of: of whose steps this is one; None: a stage that runs once. Called in one thread at a time.
     """
-    if tracing() or steps_of in _stepping:
+    if device.type != "cuda" or tracing() or (steps_of in _stepping and not _is_short(device)):
         return
-    release_segments(device)
+    torch.cuda.empty_cache()
     _stepping.clear()
     if steps_of is not None:
         _stepping.add(steps_of)
+
+
+def _is_short(device: torch.device) -> bool:
+    """Whether less than what is cached and unused is free besides."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] < cached
 
 
 def release_segments(device: torch.device) -> None:

@@ -138,7 +138,8 @@ def trace_equals_once(
 
     Args:
         equals: modules, each with a number for its kind (:func:`equal_calls.equal_modules`).
-        calls: how many of them, one after the other, what is reserved is to do for.
+        calls: how many of them, one after the other, what is reserved is to do for: a second one begins with what the
+            first has left, which shows how much the places of tensors matter.
     """
     leaves = tree_flatten((inputs, kwargs))[0]
     modules = modules_of(module_or_callable, *leaves)
