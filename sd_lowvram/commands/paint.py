@@ -39,8 +39,6 @@ def paint(job: Job, console: Console) -> dict[str, Any]:
     Raises:
         LowVRAMError: with the exit code that the command line gives.
     """
-    from ..session import attachments
-
     files = output_paths(job.output, job.batch, job.seed or 0)
     _note_unknown_words(job)
     images = _start_pictures(job)
@@ -58,7 +56,7 @@ def paint(job: Job, console: Console) -> dict[str, Any]:
     plan = _optimize(job, pipe, device, console)
     planned = time.perf_counter()
     pictures, run = measured_run(job, pipe, plan, lambda: _run(job, pipe, images, console))
-    plan = attachments(pipe)[-1].plan  # a leaner one, where the device ran out of memory
+    plan = _attached(pipe)  # a leaner one, where the device ran out of memory
     values = _parameters(job, pipe, plan)
     for number, (picture, file) in enumerate(zip(pictures, files, strict=True)):
         values["Seed"] = (job.seed or 0) + number
@@ -90,6 +88,13 @@ def _start_pictures(job: Job) -> dict[str, Any]:
         if (width, height) != (wide, high):
             note(f"--mask {job.mask} is {width}x{height} and the picture {wide}x{high}: the mask is stretched to it")
     return images
+
+
+def _attached(pipe: Any) -> Any:
+    """The plan by which ``pipe`` runs now."""
+    from ..session import attachments
+
+    return attachments(pipe)[-1].plan
 
 
 def _note_unknown_words(job: Job) -> None:

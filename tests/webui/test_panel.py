@@ -191,7 +191,7 @@ def test_the_hosts_own_scripts_and_utils_are_found(tmp_path: Path) -> None:
 
 def test_the_line_names_what_was_chosen() -> None:
     plan = SimpleNamespace(
-        predicted=SimpleNamespace(peak_bytes=3 << 30, overhead_bytes=0, stage="decode", seconds=125.0),
+        predicted=SimpleNamespace(reserved_bytes=3 << 30, overhead_bytes=0, stage="decode", seconds=125.0),
         request=SimpleNamespace(vram=4 << 30, steps=20),
         settings=Settings(offload="blocks", vae_tiles="exact"),
         reasons=(),
