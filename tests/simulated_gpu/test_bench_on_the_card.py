@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
 from sd_lowvram.bench import gpu as bench
 from sd_lowvram.bench import models, trial
@@ -23,8 +24,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Narrow models and small pictures, in this process."""
+def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Narrow models and small pictures, in this process, which is left without a cap."""
     for module, values in {
         models: {"architecture": lambda name: tiny.config("sd15")},
         this_machine: {"calibrate": lambda device: PROFILES["rtx2070"]},  # measuring takes minutes here
@@ -42,6 +43,8 @@ def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> None:
             yield json.loads(json.dumps(row))
 
     monkeypatch.setattr(trial, "stream", stream)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def told(row: dict[str, Any]) -> bool:
