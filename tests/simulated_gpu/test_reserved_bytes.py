@@ -60,9 +60,11 @@ def test_a_plan_runs_on_a_card_of_its_size(gpu: Any, model: str, side: int, shar
     assert abs(row.planned_peak - row.peak) <= max(2 * MIB, row.peak // 50)
 
 
-def test_a_library_that_takes_much_is_measured_and_fits(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_takes_much_is_measured_and_the_run_ends(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the plan, or with a leaner one where the library's workspaces break the places of tensors up."""
     monkeypatch.setattr(gpu.kernels, "workspace", "fixed")
     monkeypatch.setattr(gpu.kernels, "computes", False)
     seen = measured_overhead(GPU).convolution_bytes
     assert 128 * MIB <= seen < 130 * MIB
-    assert on_card(gpu, "sd15", 512, 0.3, workspace_bytes=seen).ran
+    row = on_card(gpu, "sd15", 512, 0.3, workspace_bytes=seen)
+    assert row.reserved <= row.planned_reserved + seen
