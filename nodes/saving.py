@@ -1,0 +1,74 @@
+"""Latents in a file before they are decoded: a decode that fails, or takes the host with it, loses no picture."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..sd_lowvram.saved_latents.hosted import CHOICES, Hosted, new_place, write_hosted
+
+HIDDEN = {"prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO", "unique_id": "UNIQUE_ID"}
+_FILES = {"ckpt_name": "checkpoints", "vae_name": "vae"}
+"""The input by which loaders name a file, and the host's name for the folders of such files."""
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """What the host tells of the workflow that runs: the prompt, what its pictures carry, and the node in it."""
+
+    prompt: dict[str, Any]
+    extra: dict[str, Any]
+    node: str | None
+
+
+@contextlib.contextmanager
+def saved_first(latents: Tensor, choice: str, workflow: Workflow) -> Iterator[None]:
+    """Within the block ``latents`` are in a file, if ``choice`` says so; it stays where the block fails."""
+    path = None if choice == CHOICES[0] else _saved(latents, workflow)
+    try:
+        yield
+    except BaseException:
+        if path is not None:
+            logging.warning(f"sd-lowvram: the latents are in {path}: sd-lowvram resume FILE decodes them")
+        raise
+    if path is not None and choice != CHOICES[-1]:
+        path.unlink(missing_ok=True)
+
+
+def _saved(latents: Tensor, workflow: Workflow) -> Path | None:
+    """The file with ``latents``; what keeps them from it is told, and the decode goes on."""
+    import folder_paths
+
+    path = new_place(Path(folder_paths.get_output_directory()))
+    texts = {name: json.dumps(one) for name, one in (("prompt", workflow.prompt), *workflow.extra.items())}
+    texts = {name: text for name, text in texts.items() if name in ("prompt", "workflow")}
+    try:
+        write_hosted(Hosted("ComfyUI", latents, _autoencoder_of(workflow), [texts] * len(latents)), path)
+    except OSError as error:
+        logging.warning(f"sd-lowvram: the latents cannot be saved to {path}: {error.strerror or error}")
+        return None
+    return path
+
+
+def _autoencoder_of(workflow: Workflow) -> str | None:
+    """The file that the node's VAE was loaded from, if the loader is one of the host's own."""
+    import folder_paths
+
+    node, seen = workflow.node, set()
+    while node in workflow.prompt and node not in seen:
+        seen.add(node)
+        inputs = workflow.prompt[node].get("inputs", {})
+        for name, kind in _FILES.items():
+            if isinstance(inputs.get(name), str):
+                found: str | None = folder_paths.get_full_path(kind, inputs[name])
+                return found
+        link = inputs.get("vae")
+        node = link[0] if isinstance(link, list) and link else None
+    return None

@@ -1,0 +1,78 @@
+"""``sd-lowvram batch``: many pictures, none made twice and none lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import BadInputError
+from ..saved_latents.interval import parse_interval
+from .guard import guarded
+from .inputs import RUN, Job, option
+from .knobs import with_fields, with_knobs
+from .values import check_count
+
+_MOST_TIMES = 1000
+
+
+@with_knobs
+@with_fields(Job, prompt="", output=None, memory_plot=None)
+def batch(
+    jobs: Annotated[Path, typer.Argument(help="A .csv or .jsonl file whose columns are options of generate, or a .txt "
+                                         "file with one prompt a line.", metavar="JOBS")],
+    out: Annotated[Path, option("--out", text="Folder for pictures, journal and contact sheet.", panel=RUN)],
+    job: Job,
+    retry: Annotated[int, option("--retry", text="How often a job that failed is tried again.", panel=RUN)] = 0,
+    stop_on_error: Annotated[
+        bool, option("--stop-on-error", text="Begin no more jobs after one that failed.", panel=RUN)
+    ] = False,
+    latents_every: Annotated[
+        str,
+        option("--latents-every", text='How often the job under way is saved, from which it goes on when the batch is '
+               'run again: "30s", "5min", "10steps", or never; before the decode it always is.', panel=RUN,
+               metavar="INTERVAL"),
+    ] = "1min",
+    on: Annotated[
+        str | None,
+        option("--on", text="local: one process a graphics card of this machine. ray: a Ray cluster on this machine "
+               "alone. ray://HOST: one that is there. Left out: this process.", panel=RUN, metavar="WHERE"),
+    ] = None,
+    workers: Annotated[
+        int | None, option("--workers", text="With --on: how many paint at a time; left out: one a card.", panel=RUN)
+    ] = None,
+    dry_run: Annotated[bool, option("--dry-run", text="Check and plan; make nothing.", panel=RUN)] = False,
+    as_json: Annotated[bool, option("--json", text="Print one JSON object and nothing else.", panel=RUN)] = False,
+    quiet: Annotated[bool, option("--quiet", "-q", text="Print only the files' names.", panel=RUN)] = False,
+    debug: Annotated[bool, option("--debug", text="Show the traceback of an error.", panel=RUN)] = False,
+    settings: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Make the pictures of a file of jobs; what ended in the middle goes on when it is run again.
+
+    All other options are those of generate, for jobs that do not state them.
+    """
+    with guarded(debug):
+        _check(retry, on, workers, job.device)
+        interval = parse_interval(latents_every, "--latents-every")
+        from .batches.dry_run import dry_run as plan_all
+        from .batches.run import Wanted, check, run
+
+        wanted = Wanted(jobs, out, on, workers, interval, retry, stop_on_error, as_json, quiet)
+        tasks = check(wanted, job, settings or {})
+        raise SystemExit(plan_all(tasks, out, as_json) if dry_run else run(tasks, wanted))
+
+
+def _check(retry: int, on: str | None, workers: int | None, device: str | None) -> None:
+    """Raise BadInputError where options cannot be used, or not together."""
+    check_count("--retry", retry, _MOST_TIMES, least=0)
+    if on is None:
+        if workers is not None:
+            raise BadInputError(f"--workers {workers} needs --on, which says where they are: --on local, for example")
+        return
+    if on not in ("local", "ray") and not (on.startswith("ray://") and len(on) > len("ray://")):
+        raise BadInputError(f"--on {on!r} is unknown: choose local, ray or ray://HOST")
+    if workers is not None:
+        check_count("--workers", workers, _MOST_TIMES)
+    if device is not None:
+        raise BadInputError(f"--device {device} and --on {on} exclude each other: each worker has a device of its own")

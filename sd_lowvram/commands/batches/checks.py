@@ -1,0 +1,59 @@
+"""What must be there before the first job of a batch begins: models, pictures to start from, room for new ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import BadInputError, LowVRAMError
+from ..guard import as_typed
+from ..inputs import Job
+from ..paint import checked_model, note_unknown_words, start_pictures
+from ..pictures import check_writable
+from .jobs import Task
+
+_FILES = ("model", "init_image", "mask", "prediction", "allow_pickle", "device", "vram", "width", "height", "batch")
+
+
+def check_files(tasks: Sequence[Task], *, here: bool) -> None:
+    """Look at the models and pictures that jobs name, each once; tells of words that the demo model does not know.
+
+    Args:
+        here: whether this machine is where they are painted; what is free on it says nothing about others.
+
+    Raises:
+        LowVRAMError: one cannot be used, or the budget of a job cannot hold it; the message names the line.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    for task in tasks:
+        job = task.job
+        facts = tuple(getattr(job, name) for name in _FILES)
+        if facts in seen:
+            continue
+        seen.add(facts)
+        try:
+            images = start_pictures(job)
+            if here:
+                checked_model(job, images)
+            elif job.model is None or Path(job.model).exists():  # else where it is painted
+                checked_model(dataclasses.replace(job, device="cuda"), images)
+        except LowVRAMError as error:
+            error.args = (f"line {task.line}: {as_typed(str(error))}",)
+            raise
+    prompts = [f"{task.job.prompt} {task.job.negative}" for task in tasks if task.job.model is None]
+    if prompts:
+        note_unknown_words(Job("\n".join(prompts)))
+
+
+def check_place(folder: Path) -> None:
+    """Make ``folder``, and make sure that something can be written there.
+
+    Raises:
+        BadInputError: it cannot be a folder, or the disk is full.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise BadInputError(f"--out {folder} is no folder: give one, or a new name")
+    check_writable(folder / "a.png", 1 << 20)
+    folder.mkdir(parents=True, exist_ok=True)

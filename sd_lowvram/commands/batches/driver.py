@@ -1,0 +1,132 @@
+"""Goes through the jobs of a batch: gives them to workers, puts pictures in their places, and writes the journal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...errors import LowVRAMError
+from ...saved_latents.interval import Interval
+from ..interrupts import heed_interrupts
+from ..pictures import save_png
+from .crew import Crew, Lost
+from .journal import Entry, Journal
+from .latents import place_in, remove
+from .painter import Failed, Painted, model_key, plan_key
+
+_MOST_LOST = 3
+"""Workers that may end over one job, before it is taken for the cause."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a job: ``what`` it was, and where."""
+
+    what: Literal["begun", "done", "failed", "again"]
+    entry: Entry
+    worker: str
+    seconds: float = 0.0
+    message: str = ""
+    code: int = 0
+
+
+class _Queue:
+    """Jobs that wait: those of one model after each other, and of these those of one shape."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        models: dict[Any, dict[Any, list[Entry]]] = {}
+        for entry in entries:
+            models.setdefault(model_key(entry.job), {}).setdefault(plan_key(entry.job), []).append(entry)
+        self._waiting = [entry for shapes in models.values() for alike in shapes.values() for entry in alike]
+        self._last: dict[str, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def take(self, worker: str) -> Entry:
+        """The next job for ``worker``: of the shape for which it has its plan, if there is one left."""
+        last = self._last.get(worker)
+        place = next((place for place, entry in enumerate(self._waiting) if _shape(entry) == last), 0)
+        entry = self._waiting.pop(place)
+        self._last[worker] = _shape(entry)
+        return entry
+
+    def back(self, entry: Entry) -> None:
+        """Put a job at the end, behind those that have not been tried."""
+        self._waiting.append(entry)
+
+
+def _shape(entry: Entry) -> Any:
+    return model_key(entry.job), plan_key(entry.job)
+
+
+def work(
+    entries: Iterable[Entry],
+    crew: Crew,
+    journal: Journal,
+    folder: Path,
+    tell: Callable[[Event], None],
+    *,
+    interval: Interval,
+    retries: int = 0,
+    stop_on_error: bool = False,
+) -> None:
+    """Let ``crew`` paint ``entries``; each result is in ``folder`` and in the journal before ``tell`` hears of it.
+
+    Args:
+        interval: how often the latents of a job are written, from which it goes on when it is begun again.
+        retries: how often a job that failed is tried again.
+        stop_on_error: begin no more jobs after one that failed for good; those that run are waited for.
+
+    Raises:
+        OutputError: a picture cannot be saved, as for a full disk; its job waits in the journal.
+        LowVRAMError: no worker is left.
+    """
+    queue = _Queue(entries)
+    running: dict[str, Entry] = {}
+    chances = _Chances(retries)
+    stopped = False
+    while running or (queue and not stopped):
+        heed_interrupts()
+        for worker in crew.idle():
+            if queue and not stopped:
+                entry = queue.take(worker)
+                journal.begin(entry, worker)
+                tell(Event("begun", entry, worker))
+                crew.give(worker, entry.job, place_in(folder, entry.id, interval))
+                running[worker] = entry
+        for worker, outcome in crew.wait():
+            entry = running.pop(worker)
+            if isinstance(outcome, Painted):
+                for name, picture in zip(entry.files, outcome.pictures, strict=True):
+                    save_png(picture.png, folder / name)
+                journal.done(entry, outcome.pictures, outcome.seconds, outcome.notes)
+                remove(place_in(folder, entry.id, interval))
+                tell(Event("done", entry, worker, outcome.seconds, "; ".join(outcome.notes)))
+                continue
+            again, message, code = chances.after(entry, outcome)
+            journal.failed(entry, message, again=again)
+            tell(Event("again" if again else "failed", entry, worker, 0.0, message, code))
+            if again:
+                queue.back(entry)
+            stopped = stopped or (stop_on_error and not again)
+
+
+class _Chances:
+    """How often each job has failed, and how often its worker has ended."""
+
+    def __init__(self, retries: int) -> None:
+        self._retries = retries
+        self._failures: Counter[int] = Counter()
+        self._losses: Counter[int] = Counter()
+
+    def after(self, entry: Entry, outcome: Failed | Lost) -> tuple[bool, str, int]:
+        """Whether the job is tried again, why it has no result, and the exit code for that."""
+        if isinstance(outcome, Lost):
+            self._losses[entry.id] += 1
+            return self._losses[entry.id] < _MOST_LOST, outcome.why, LowVRAMError.exit_code
+        self._failures[entry.id] += 1
+        return self._failures[entry.id] <= self._retries, outcome.message, outcome.code

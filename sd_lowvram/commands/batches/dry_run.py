@@ -1,0 +1,78 @@
+"""``batch --dry-run``: what a batch would take, shape by shape, without a model's weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ...errors import BudgetError
+from ...units import format_size, format_time
+from ..guard import as_typed
+from ..inputs import Job
+from ..paint import start_pictures, start_size
+from ..plan import planned
+from .jobs import Task
+from .journal import finished
+from .painter import model_key, plan_key
+
+
+def dry_run(tasks: Sequence[Task], folder: Path, as_json: bool) -> int:
+    """Print a row for each shape; returns the exit code: that of a budget where one cannot hold its jobs."""
+    done = finished(folder)
+    waiting = [task for task in tasks if task.key not in done]
+    shapes: dict[Any, list[Task]] = {}
+    for task in waiting:
+        shapes.setdefault((model_key(task.job), plan_key(task.job)), []).append(task)
+    rows = [_row(alike) for alike in shapes.values()]
+    total = sum(row["seconds"] or 0 for row in rows)
+    counts = {"jobs": len(tasks), "done": len(tasks) - len(waiting), "seconds": total}
+    if as_json:
+        print(json.dumps({**counts, "shapes": rows}, indent=2))
+    else:
+        _show(rows, counts)
+    return BudgetError.exit_code if any(row["refused"] for row in rows) else 0
+
+
+def _row(alike: Sequence[Task]) -> dict[str, Any]:
+    """The plan of jobs of one shape, as plain values; ``seconds`` are those of all of them."""
+    job = alike[0].job
+    width, height = start_size(job, start_pictures(job))
+    row = {"lines": [task.line for task in alike], "model": job.model, "width": width, "height": height}
+    row |= {"batch": job.batch, "steps": job.steps_run, "peak_bytes": None, "seconds": None, "refused": None}
+    try:
+        plan = _plan(job, width, height)
+    except BudgetError as error:
+        return row | {"refused": as_typed(str(error))}
+    size = {name: plan["request"][name] for name in ("width", "height")}
+    predicted = plan["predicted"]
+    peak = predicted["reserved_bytes"] + predicted["overhead_bytes"]
+    return row | size | {"peak_bytes": peak, "seconds": predicted["seconds"] * len(alike)}
+
+
+def _plan(job: Job, width: int | None, height: int | None) -> dict[str, Any]:
+    asked = {"width": width, "height": height, "batch": job.batch, "steps": max(1, job.steps_run), "model": job.model}
+    asked |= {"guidance": job.guidance is None or job.guidance > 1, "max_size": False, "gpu": None, "pictures": 1}
+    asked |= {"vram": job.vram, "ram": job.ram, "approximate": job.approximate}
+    return planned(asked, job.settings, shown=False)
+
+
+def _show(rows: Sequence[dict[str, Any]], counts: dict[str, Any]) -> None:
+    console = Console()
+    table = Table("jobs", "first line", "size", "batch", "steps", "peak", "time for all")
+    for row in rows:
+        size = f"{row['width'] or '?'}x{row['height'] or '?'}"
+        took = (format_size(row["peak_bytes"]), format_time(row["seconds"])) if not row["refused"] else ("too much", "")
+        table.add_row(*map(str, (len(row["lines"]), row["lines"][0], size, row["batch"], row["steps"], *took)))
+    console.print(table)
+    done = f", {counts['done']} of them done" if counts["done"] else ""
+    console.print(
+        f"{counts['jobs']} jobs{done}; {format_time(counts['seconds'])} for the others on one device like this"
+    )
+    for row in rows:
+        if row["refused"]:
+            console.print(f"line {row['lines'][0]}: {row['refused']}", highlight=False, markup=False)

@@ -1,0 +1,302 @@
+"""Reads the jobs of a batch: CSV with a header, one JSON object a line, or text with one prompt a line.
+
+Columns are the options of ``generate``, by their declarations. Everything is checked before any work, and messages name
+the line.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import difflib
+import functools
+import hashlib
+import io
+import itertools
+import json
+import stat
+import typing
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from ...errors import BadInputError, LowVRAMError
+from ...units import MIB, format_size
+from ..guard import as_typed
+from ..inputs import Job, check_job
+from ..knobs import command_line_knobs
+from ..values import check_text, checked_settings
+
+MOST_JOBS = 100_000
+_LARGEST_FILE = 64 * MIB
+_LONGEST_NAME = 200
+"""Bytes of a file's name: file systems take 255, and something is put before and after it."""
+
+_SHOWN = 60
+"""Characters of a value that a message repeats."""
+
+_ELSEWHERE = ("vram", "ram", "device", "allow_pickle")
+"""Options that say where a picture is made, not which: with others it is still the same job."""
+
+_OF_ONE_RUN = ("memory_plot", "settings")
+_DELIMITERS = ",;\t"
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_KINDS = {int: "a whole number", float: "a number", bool: "yes or no"}
+
+Row = tuple[int, dict[str, Any]]
+"""The line at which a job begins, from 1, and its columns."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One job of a batch.
+
+    Attributes:
+        key: tells it from all other jobs of the file, and stays the same when lines are moved.
+        line: where it stands in the file, from 1.
+        job: checked; a seed that the file leaves open is drawn.
+        name: the file in the batch's folder that its ``output`` asks for.
+    """
+
+    key: str
+    line: int
+    job: Job
+    name: str | None
+
+
+@functools.cache
+def columns() -> dict[str, type]:
+    """The options of ``generate`` by name, each with what a value of it is."""
+    hints = typing.get_type_hints(Job)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(Job) if field.name not in _OF_ONE_RUN}
+    kinds = {name: next(iter(typing.get_args(hint)), hint) for name, hint in fields.items()}
+    return kinds | {name: knob.type for name, knob in command_line_knobs().items()}
+
+
+def read_jobs(path: Path, base: Job, chosen: dict[str, Any]) -> list[Task]:
+    """The jobs in ``path``, in its order.
+
+    Args:
+        base: what holds for every job whose line says nothing else.
+        chosen: the same for the knobs.
+
+    Raises:
+        BadInputError: the file cannot be used, or lines of it; the first of them is told in full.
+    """
+    tasks, wrong, errors = [], [], []
+    seen: Counter[str] = Counter()
+    for line, row in _rows(path):
+        try:
+            job, key = _job(row, base, chosen)
+            seen[key] += 1
+            tasks.append(Task(f"{key}-{seen[key]}", line, job, job.output))
+        except LowVRAMError as error:
+            errors.append(error)
+            wrong.append(line)
+    if errors:
+        raise BadInputError(f"{path}, line {wrong[0]}: {as_typed(str(errors[0]))}{_more(wrong[1:])}")
+    if not tasks:
+        raise BadInputError(f"{path} holds no jobs: write one prompt a line, or a table with the column prompt")
+    _check_names(path, tasks)
+    return tasks
+
+
+def _more(wrong: list[int]) -> str:
+    if not wrong:
+        return ""
+    return f" (and wrong too: line {', '.join(map(str, wrong[:8]))}{', ...' if len(wrong) > 8 else ''})"
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    text = _text(path)
+    read = {".csv": _table, ".jsonl": _objects, ".txt": _prompts}[_suffix(path)]
+    for number, row in enumerate(read(path, text)):
+        if number == MOST_JOBS:
+            raise BadInputError(f"{path} has more than {MOST_JOBS} jobs: split it")
+        yield row
+
+
+def _suffix(path: Path) -> str:
+    suffix = path.suffix.lower()
+    if suffix not in (".csv", ".jsonl", ".txt"):
+        raise BadInputError(
+            f"{path} must end in .csv (a table with a header), .jsonl (an object a line) or .txt (a prompt a line)"
+        )
+    return suffix
+
+
+def _text(path: Path) -> str:
+    _suffix(path)
+    try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe could be read once only, and the batch may have to go on
+            raise BadInputError(f"{path} cannot be read: it is no regular file")
+        if about.st_size > _LARGEST_FILE:
+            size, most = format_size(about.st_size), format_size(_LARGEST_FILE)
+            raise BadInputError(f"{path} has {size}, and a file of jobs at most {most}: split it")
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadInputError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BadInputError(f"{path}, line {line}: it is not UTF-8; save the file as UTF-8") from error
+
+
+def _prompts(_: Path, text: str) -> Iterator[Row]:
+    for line, prompt in enumerate(io.StringIO(text), 1):
+        if prompt.strip():
+            yield line, {"prompt": prompt.strip()}
+
+
+def _table(path: Path, text: str) -> Iterator[Row]:
+    if not text.strip():
+        return
+    first = text.lstrip("\r\n").partition("\n")[0]
+    # Spreadsheets of countries that write 7,5 put semicolons between their columns.
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(_DELIMITERS, key=first.count), strict=True)
+    header: list[str] | None = None
+    try:
+        while True:
+            line = reader.line_num + 1
+            cells = next(reader, None)
+            if cells is None:
+                return
+            if not any(cell.strip() for cell in cells):
+                continue
+            if header is None:
+                header = [cell.strip() for cell in cells]
+                _check_header(path, line, header)
+            elif len(cells) > len(header):
+                raise BadInputError(
+                    f"{path}, line {line}: {len(cells)} values for {len(header)} columns; put a prompt that holds a "
+                    'comma in "quotes"'
+                )
+            else:
+                yield line, {name: cell for name, cell in zip(header, cells, strict=False) if cell.strip()}
+    except csv.Error as error:
+        raise BadInputError(f"{path}, line {reader.line_num}: it is no CSV that can be read ({error})") from error
+
+
+def _check_header(path: Path, line: int, header: list[str]) -> None:
+    try:
+        names = [_column(name) for name in header]
+    except BadInputError as error:
+        raise BadInputError(f"{path}, line {line}: {error}") from error
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise BadInputError(f"{path}, line {line}: the column {twice[0]} stands there twice")
+    if "prompt" not in names:
+        raise BadInputError(f"{path}, line {line}: the first line names the columns, and none of them is prompt")
+
+
+def _objects(path: Path, text: str) -> Iterator[Row]:
+    for line, one in enumerate(io.StringIO(text), 1):
+        if not one.strip():
+            continue
+        try:
+            yield line, _without_repeats(json.loads(one, object_pairs_hook=_Pairs))
+        except (ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:_SHOWN]
+            raise BadInputError(f"{path}, line {line}: it is no JSON object that can be read ({reason})") from error
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object as it is written, a name that stands there twice included."""
+
+
+def _without_repeats(found: Any) -> dict[str, Any]:
+    if not isinstance(found, _Pairs):
+        raise ValueError("it is no object")
+    table = dict(found)
+    if len(table) != len(found):
+        raise ValueError("a name stands there twice")
+    return table
+
+
+def _job(row: dict[str, Any], base: Job, chosen: dict[str, Any]) -> tuple[Job, str]:
+    """The checked job of a row, and what makes its picture, as a digest."""
+    given: dict[str, Any] = {}
+    for written, raw in row.items():
+        name = _column(written)
+        if name in given:
+            raise BadInputError(f"the column {name} stands there twice")
+        if raw is not None:
+            given[name] = _value(name, raw)
+    if not str(given.get("prompt", "")).strip():
+        raise BadInputError("it has no prompt")
+    knobs = {name: given.pop(name) for name in list(given) if name in command_line_knobs()}
+    settings = checked_settings({**chosen, **knobs}, given.get("policy", base.policy))
+    asked = dataclasses.replace(base, **given, settings=settings)
+    if asked.output is not None:
+        _check_name(asked.output)
+    job = check_job(asked)
+    return job, _digest(dataclasses.replace(job, seed=None if asked.seed == -1 else asked.seed))
+
+
+def _column(written: str) -> str:
+    name = written.strip().lstrip("-").replace("-", "_").lower()
+    if name in columns():
+        return name
+    if name == "memory_plot":
+        raise BadInputError("the column memory_plot is of generate alone: one picture's memory is drawn there")
+    near = difflib.get_close_matches(name, columns(), 1)
+    guess = f" (did you mean {near[0]}?)" if near else "; sd-lowvram generate --help lists them"
+    raise BadInputError(f"the column {written[:_SHOWN]!r} is no option of generate{guess}")
+
+
+def _value(name: str, raw: Any) -> Any:
+    """The value of an option as it stands in a file: text, or what JSON knows beside it."""
+    kind = columns()[name]
+    if isinstance(raw, bool) and kind is bool:
+        return raw
+    text = str(raw).strip() if isinstance(raw, str | int | float) and not isinstance(raw, bool) else None
+    try:
+        if text is None:
+            raise ValueError
+        if kind is bool:
+            return _WORDS[text.lower()]
+        if "\0" in text:
+            raise ValueError
+        return kind(text)
+    except (ValueError, KeyError):
+        shown = str(raw)[:_SHOWN]
+        wanted = _KINDS.get(kind, "a text")
+        raise BadInputError(f"{name} {shown!r} must be {wanted}") from None
+
+
+def _check_name(name: str) -> None:
+    """Raise BadInputError unless ``name`` is that of a PNG file inside the batch's folder, on every system."""
+    check_text("output", name)
+    path, windows = PurePosixPath(name), PureWindowsPath(name)
+    outside = path.is_absolute() or windows.drive or windows.root or ".." in windows.parts
+    if outside or path.suffix.lower() != ".png" or path.name.startswith("."):
+        raise BadInputError(f"output {name[:_SHOWN]!r} must be a file's name inside --out that ends in .png")
+    if any(len(part.encode()) > _LONGEST_NAME for part in path.parts):
+        raise BadInputError(f"output {name[:_SHOWN]!r} is longer than {_LONGEST_NAME} bytes: give a shorter name")
+
+
+def _check_names(path: Path, tasks: Iterable[Task]) -> None:
+    """Raise BadInputError where two jobs ask for one file; some file systems take A.png and a.png for one."""
+    named = sorted((task.name.casefold(), task.line) for task in tasks if task.name is not None)
+    for (one, line), (other, again) in itertools.pairwise(named):
+        if one == other:
+            raise BadInputError(
+                f"{path}, lines {line} and {again}: both have the output {one[:_SHOWN]!r}; name them apart"
+            )
+
+
+def stated(job: Job) -> dict[str, Any]:
+    """What of ``job`` is not as every job is, as plain values."""
+    fields = [field for field in dataclasses.fields(Job) if field.name != "settings"]
+    values = {field.name: getattr(job, field.name) for field in fields if getattr(job, field.name) != field.default}
+    knobs = {name: value for name, value in job.settings.as_dict().items() if value is not None}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()} | knobs
+
+
+def _digest(job: Job) -> str:
+    picture = {name: value for name, value in stated(job).items() if name not in _ELSEWHERE}
+    return hashlib.sha256(json.dumps(picture, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,0 +1,317 @@
+"""What has become of each job of a batch, in an SQLite file in its folder; true whatever ends the program.
+
+A picture is in its place before the journal calls its job done. A batch that is ended between the two makes the picture
+again, in the same place: there is never a result without a picture, nor two results of one job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import re
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import BadInputError
+from ..inputs import Job
+from .jobs import Task, stated
+
+NAME = "journal.sqlite"
+_VERSION = 1
+_OURS = 0x53444C56
+"""SQLite's application_id of a journal of ours: "SDLV"."""
+
+_TABLES = """
+CREATE TABLE jobs (
+    id INTEGER PRIMARY KEY,
+    key TEXT NOT NULL UNIQUE,
+    line INTEGER,
+    options TEXT NOT NULL,
+    seed TEXT NOT NULL,
+    files TEXT NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('waiting', 'running', 'done', 'failed')),
+    error TEXT
+);
+CREATE TABLE attempts (
+    job INTEGER NOT NULL REFERENCES jobs, worker TEXT NOT NULL, began REAL NOT NULL, seconds REAL, error TEXT,
+    notes TEXT
+);
+CREATE TABLE results (
+    file TEXT PRIMARY KEY, job INTEGER NOT NULL REFERENCES jobs, number INTEGER NOT NULL, sha256 TEXT NOT NULL,
+    thumbnail BLOB NOT NULL
+);
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A job with its place in the journal: ``files`` are the names of its pictures, in the batch's folder."""
+
+    id: int
+    line: int
+    job: Job
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A finished picture: PNG and, small, JPEG."""
+
+    png: bytes
+    thumbnail: bytes
+
+
+@dataclass
+class Changes:
+    """What differs from the last run, as lines of the file; ``gone`` as lines of the file as it was then."""
+
+    first: bool = False
+    new: list[int] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    edited: list[str] = field(default_factory=list)
+
+
+class Journal:
+    """The journal of the batch in ``folder``, held for this process alone until it is closed.
+
+    Raises:
+        BadInputError: another process has it, or it cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / NAME
+        try:
+            self._rows = sqlite3.connect(self._path, timeout=1, isolation_level=None)
+            try:
+                self._open()
+            except BaseException:
+                self._rows.close()
+                raise
+        except sqlite3.Error as error:
+            if "locked" in str(error):
+                raise BadInputError(
+                    f"another batch is at work in {folder}: wait for its end, or give another --out"
+                ) from error
+            raise BadInputError(
+                f"{self._path} cannot be used ({error}): move it away, or give another --out"
+            ) from error
+
+    def _open(self) -> None:
+        # Held for as long as this process lives: the system lets go of it whatever ends the process.
+        self._rows.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self._rows.execute("PRAGMA synchronous = FULL")
+        self._rows.execute("BEGIN EXCLUSIVE")
+        version, ours = (
+            self._rows.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id")
+        )
+        tables = self._rows.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if tables and (ours != _OURS or version != _VERSION):
+            raise BadInputError(
+                f"{self._path} is no journal of this version of sd-lowvram: move it away, or give another --out"
+            )
+        if not tables:
+            for statement in _TABLES.split(";"):
+                self._rows.execute(statement)
+            self._rows.execute(f"PRAGMA user_version = {_VERSION}")
+            self._rows.execute(f"PRAGMA application_id = {_OURS}")
+        self._rows.execute("COMMIT")
+
+    def close(self) -> None:
+        self._rows.close()
+
+    @contextlib.contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Everything in the block is written, or nothing of it."""
+        self._rows.execute("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self._rows.execute("ROLLBACK")
+            raise
+        self._rows.execute("COMMIT")
+
+    def take_up(self, tasks: Sequence[Task]) -> tuple[list[Entry], Changes]:
+        """Write down the jobs of this run; returns those that have no result yet, and what differs from the last run.
+
+        A job that ran when the program ended, or that failed, waits again; so does one whose picture is missing. A
+        picture that somebody has changed is left as it is.
+        """
+        with self._at_once():
+            known = {row[0]: row[1:] for row in self._rows.execute("SELECT key, id, line, seed, files FROM jobs")}
+            changes = Changes(first=not known)
+            changes.gone = self._leave(known, {task.key for task in tasks})
+            self._rows.execute("UPDATE jobs SET state = 'waiting' WHERE state IN ('running', 'failed')")
+            self._look_after_pictures(changes)
+            names = _Names(self._folder, [name for row in known.values() for name in json.loads(row[3])])
+            names.take(task.name for task in tasks if task.name)
+            entries = []
+            for task in tasks:
+                if task.key in known:
+                    entry = self._again(task, known[task.key])
+                else:
+                    entry = self._first(task, names)
+                    changes.new.append(task.line)
+                entries.append(entry)
+            done = {row[0] for row in self._rows.execute("SELECT id FROM jobs WHERE state = 'done'")}
+        return [entry for entry in entries if entry.id not in done], changes
+
+    def _leave(self, known: dict[str, Any], wanted: set[str]) -> list[int]:
+        """Take jobs that the file has no more out of the batch; the lines at which they stood."""
+        left = {row[0]: row[1] for key, row in known.items() if key not in wanted and row[1] is not None}
+        self._rows.executemany("UPDATE jobs SET line = NULL WHERE id = ?", [(one,) for one in left])
+        return sorted(left.values())
+
+    def _look_after_pictures(self, changes: Changes) -> None:
+        query = "SELECT results.file, sha256, job FROM results JOIN jobs ON jobs.id = job WHERE line IS NOT NULL"
+        for name, digest, job in self._rows.execute(query).fetchall():
+            file = self._folder / name
+            if not file.is_file():
+                changes.missing.append(name)
+                self._rows.execute("DELETE FROM results WHERE file = ?", (name,))
+                self._rows.execute("UPDATE jobs SET state = 'waiting' WHERE id = ?", (job,))
+            elif _sha256(file.read_bytes()) != digest:
+                changes.edited.append(name)
+        # A job that has come back, after another one made its pictures anew.
+        self._rows.execute(
+            "UPDATE jobs SET state = 'waiting' WHERE state = 'done' AND json_array_length(files) > "
+            "(SELECT count(*) FROM results WHERE job = jobs.id)"
+        )
+
+    def _again(self, task: Task, row: tuple[int, int | None, str, str]) -> Entry:
+        number, _, seed, files = row
+        self._rows.execute("UPDATE jobs SET line = ? WHERE id = ?", (task.line, number))
+        job = dataclasses.replace(task.job, seed=int(seed))
+        return Entry(number, task.line, job, tuple(json.loads(files)))
+
+    def _first(self, task: Task, names: _Names) -> Entry:
+        files = names.of(task)
+        options = json.dumps(stated(task.job), ensure_ascii=False)
+        values = (task.key, task.line, options, str(task.job.seed), json.dumps(files))
+        made = self._rows.execute(
+            "INSERT INTO jobs (key, line, options, seed, files, state) VALUES (?, ?, ?, ?, ?, 'waiting')", values
+        )
+        return Entry(made.lastrowid or 0, task.line, task.job, tuple(files))
+
+    def begin(self, entry: Entry, worker: str) -> None:
+        """Write down that ``worker`` has the job now."""
+        with self._at_once():
+            self._rows.execute("UPDATE jobs SET state = 'running' WHERE id = ?", (entry.id,))
+            values = (entry.id, worker, time.time())
+            self._rows.execute("INSERT INTO attempts (job, worker, began) VALUES (?, ?, ?)", values)
+
+    def done(self, entry: Entry, pictures: Sequence[Picture], seconds: float, notes: Sequence[str]) -> None:
+        """Write down the result, whose pictures are in their places."""
+        with self._at_once():
+            self._end_attempt(entry, seconds, None, notes)
+            self._rows.execute("UPDATE jobs SET state = 'done', error = NULL WHERE id = ?", (entry.id,))
+            for number, (name, picture) in enumerate(zip(entry.files, pictures, strict=True)):
+                self._rows.execute(
+                    "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?)",
+                    (name, entry.id, number, _sha256(picture.png), picture.thumbnail),
+                )
+
+    def failed(self, entry: Entry, error: str, *, again: bool) -> None:
+        """Write down why an attempt failed, and whether there is another one."""
+        with self._at_once():
+            self._end_attempt(entry, None, error, ())
+            state = "waiting" if again else "failed"
+            self._rows.execute("UPDATE jobs SET state = ?, error = ? WHERE id = ?", (state, error, entry.id))
+
+    def _end_attempt(self, entry: Entry, seconds: float | None, error: str | None, notes: Sequence[str]) -> None:
+        last = "SELECT max(rowid) FROM attempts WHERE job = ?"
+        self._rows.execute(
+            f"UPDATE attempts SET seconds = ?, error = ?, notes = ? WHERE rowid = ({last})",
+            (seconds, error, "\n".join(notes) or None, entry.id),
+        )
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Every job of the batch as plain values, in the file's order, with its pictures."""
+        jobs = self._rows.execute(
+            "SELECT id, line, options, seed, state, error, (SELECT count(*) FROM attempts WHERE job = jobs.id) "
+            "FROM jobs WHERE line IS NOT NULL ORDER BY line"
+        ).fetchall()
+        pictures: dict[int, list[dict[str, Any]]] = {}
+        for file, job, digest in self._rows.execute("SELECT file, job, sha256 FROM results ORDER BY job, number"):
+            pictures.setdefault(job, []).append({"file": file, "sha256": digest})
+        names = ("line", "options", "seed", "state", "error", "attempts")
+        found = []
+        for number, *values in jobs:
+            one = dict(zip(names, values, strict=True)) | {"pictures": pictures.get(number, [])}
+            found.append(one | {"options": json.loads(one["options"]), "seed": int(one["seed"])})
+        return found
+
+    def thumbnail(self, file: str) -> bytes:
+        """The small JPEG of the picture ``file``."""
+        row = self._rows.execute("SELECT thumbnail FROM results WHERE file = ?", (file,)).fetchone()
+        return bytes(row[0])
+
+
+def finished(folder: Path) -> set[str]:
+    """Keys of the jobs that have their results by the journal in ``folder``; none where there is no journal.
+
+    Raises:
+        BadInputError: it cannot be read now.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        return set()
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=1)) as rows:
+            return {row[0] for row in rows.execute("SELECT key FROM jobs WHERE state = 'done'")}
+    except sqlite3.Error as error:
+        raise BadInputError(f"{path} cannot be read now ({error}): another batch may be at work in it") from error
+
+
+class _Names:
+    """Free names for pictures: numbered on from all that there are, in the folder and in the journal."""
+
+    def __init__(self, folder: Path, known: Sequence[str]) -> None:
+        self._folder = folder
+        self._taken = {name.casefold() for name in known}
+        there = [file.name for file in folder.glob("*.png")]
+        numbers = [int(match[1]) for name in (*known, *there) if (match := re.match(r"(\d+)-", name))]
+        self._next = max(numbers, default=-1) + 1
+        self._known = frozenset(self._taken)
+
+    def take(self, names: Iterator[str]) -> None:
+        """Leave these to the jobs that ask for them."""
+        self._taken |= {name.casefold() for name in names}
+
+    def of(self, task: Task) -> list[str]:
+        """Names for the pictures of a new job.
+
+        Raises:
+            BadInputError: the job asks for one that is there and is not of this batch.
+        """
+        job = task.job
+        if task.name is None:
+            return [self._numbered(job, number) for number in range(job.batch)]
+        path = Path(task.name)
+        many = [path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(1, job.batch + 1)]
+        names = [one.as_posix() for one in (many if job.batch > 1 else [path])]
+        for name in names:
+            if name.casefold() not in self._known and (self._folder / name).exists():
+                raise BadInputError(
+                    f"line {task.line}: the output {name} is in {self._folder} already and not of this batch: give "
+                    "another name"
+                )
+        return names
+
+    def _numbered(self, job: Job, number: int) -> str:
+        while True:
+            name = f"{self._next:05d}-{((job.seed or 0) + number) % 2**64}.png"
+            self._next += 1
+            if name not in self._taken:
+                return name
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,105 @@
+"""The latents of a batch's jobs: where they are kept while a job is painted, and what it goes on from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import BadInputError
+from ...files.whole import sweep
+from ...saved_latents.file import ENDING, Saved, read_saved
+from ...saved_latents.interval import Interval
+from ...settings import Settings
+from ..inputs import Job
+from ..latents import job_of, libraries, pictures_as_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+_FOLDER = "latents"
+
+_MAY_DIFFER = ("vram", "ram", "device", "output", "allow_pickle", "settings", "init_image", "mask")
+"""Fields that say where a run was made, and those that are looked at on their own."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the latents of a job are kept, and how often they are written.
+
+    Attributes:
+        file: as text, as the worker may run another system.
+    """
+
+    file: str
+    interval: Interval = dataclasses.field(default_factory=Interval)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A job of which steps are done, and the settings by which they were."""
+
+    saved: Saved
+    settings: Settings
+
+
+def place_in(folder: Path, number: int, interval: Interval) -> Place:
+    """The place for the job ``number`` of the journal of the batch in ``folder``."""
+    return Place(os.path.abspath(folder / _FOLDER / f"{number:05d}{ENDING}"), interval)
+
+
+def batch_of(place: Place) -> Path:
+    """The folder of the batch to which ``place`` belongs."""
+    return Path(place.file).parent.parent
+
+
+def remove(place: Place) -> None:
+    """Remove the latents of a job that has its result."""
+    Path(place.file).unlink(missing_ok=True)
+
+
+def tidy(folder: Path) -> None:
+    """Leave nothing beside latents in the batch's ``folder``; no worker may be at work."""
+    sweep(folder / _FOLDER)
+    with contextlib.suppress(OSError):  # there are latents in it, or it never was
+        (folder / _FOLDER).rmdir()
+
+
+def begun(place: Place, job: Job, images: dict[str, Any], device: torch.device) -> Begun | None:
+    """What is done of a sized ``job`` that begins with ``images``; None: nothing that it can go on from.
+
+    Warns of latents that are there and of no use, and of the step from which the job goes on.
+    """
+    path = Path(place.file)
+    if not path.exists():
+        return None
+    try:
+        saved = read_saved(path)
+        before = job_of(path, saved, {"model": job.model})
+    except BadInputError as error:
+        warnings.warn(f"it was begun anew: {error}", stacklevel=2)
+        return None
+    if not _is_same(job, before[0], saved, images, device):
+        warnings.warn("it was begun anew: its latents are of another run", stacklevel=2)
+        return None
+    others = "" if saved.about.get("libraries") == libraries() else " of other versions of torch or diffusers"
+    warnings.warn(f"it went on from step {saved.about['step']} of {saved.about['steps']}{others}", stacklevel=2)
+    return Begun(saved, before[0].settings)
+
+
+def _is_same(job: Job, before: Job, saved: Saved, images: dict[str, Any], device: torch.device) -> bool:
+    """Whether ``saved``, the run ``before``, is of ``job``."""
+    import torch
+
+    if dataclasses.replace(before, **{name: getattr(job, name) for name in _MAY_DIFFER}) != job:
+        return False
+    if saved.about.get("asked_settings") != job.settings.as_dict() or before.task != job.task:
+        return False
+    if before.device is None or torch.device(before.device).type != device.type:
+        return False
+    pictures = pictures_as_tensors(images, (job.width or 0, job.height or 0))
+    return all(name in saved.tensors and torch.equal(saved.tensors[name], one) for name, one in pictures.items())

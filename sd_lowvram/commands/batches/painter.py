@@ -1,0 +1,182 @@
+"""Paints one job after the other with a model that stays loaded and, where shapes are equal, with one plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from ...checkpoints.inspection import model_path
+from ...errors import BudgetError
+from ...saved_latents.file import ENDING
+from ..guard import OURS, told
+from ..inputs import Job
+from ..paint import (
+    Precaution,
+    kernels_before,
+    load,
+    optimized,
+    parameters,
+    plan_of,
+    run,
+    safety_of,
+    schedule,
+    sized,
+    start_pictures,
+)
+from ..pictures import output_paths, parameters_text, png_of
+from .journal import Picture
+from .latents import Begun, Place, begun
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from ...saved_latents.file import Saved
+    from ...saved_latents.keeping import Safety
+
+_THUMBNAIL = (256, 256)
+_SHAPE = ("width", "height", "batch", "steps_run", "guidance", "vram", "ram", "approximate", "settings", "task")
+
+
+@dataclass(frozen=True)
+class Painted:
+    """The pictures of a job, how long they took, and what people are told of the run."""
+
+    pictures: tuple[Picture, ...]
+    seconds: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a job failed: a sentence, and the exit code that the command line gives to it."""
+
+    code: int
+    message: str
+
+
+class Painter:
+    """A model with its plan, which serve job after job.
+
+    Args:
+        share: how many painters share this machine. Budgets that nobody states are this part of what is free: of host
+            memory, and of the device where that is host memory too.
+    """
+
+    def __init__(self, share: int = 1) -> None:
+        self._share = share
+        self._part: str | None = None
+        self._pipe: Any = None
+        self._device: torch.device | None = None
+        self._scheduler: Any = None
+        self._loaded: Any = None
+        self._planned: Any = None
+
+    def attempt(self, job: Job, place: Place | None = None) -> Painted | Failed:
+        """The pictures of a checked ``job``, or why there are none.
+
+        Args:
+            place: for its latents, from which it goes on if they are there; None: they are not kept.
+        """
+        try:
+            with warnings.catch_warnings(record=True) as notes:
+                warnings.filterwarnings("ignore")
+                warnings.filterwarnings("always", module=r"sd_lowvram(\.|$)")
+                return dataclasses.replace(self._paint(job, place), notes=tuple(str(one.message) for one in notes))
+        except Exception as error:
+            code, message = told(error)
+        if code == OURS:  # nobody knows what it left behind
+            self._pipe = self._loaded = None
+        return Failed(code, message)
+
+    def _paint(self, job: Job, place: Place | None) -> Painted:
+        started = time.perf_counter()
+        console = Console(quiet=True)
+        images = start_pictures(job)
+        self._load(job)
+        job = sized(self._with_share(job), self._pipe, images)
+        assert self._device is not None
+        before = begun(place, job, images, self._device) if place else None
+        # One of its own, as a scheduler keeps something of the run before.
+        self._pipe.scheduler = type(self._scheduler).from_config(self._scheduler.config)
+        schedule(job, self._pipe)
+        self._plan(job, before, console)
+        saved = before.saved if before else None
+        safety = self._safety(job, images, place, saved) if place else None
+        drawn = run(job, self._pipe, images, console, safety)
+        values = parameters(job, self._pipe, plan_of(self._pipe), kernels_before(saved))
+        pictures = []
+        for number, image in enumerate(drawn):
+            values["Seed"] = (job.seed or 0) + number
+            png = png_of(image, {"parameters": parameters_text(job.prompt, job.negative, values)})
+            pictures.append(Picture(png, _thumbnail(image)))
+        return Painted(tuple(pictures), time.perf_counter() - started, ())
+
+    def _load(self, job: Job) -> None:
+        wanted = model_key(job)
+        if self._loaded == wanted:
+            return
+        self._pipe = self._scheduler = self._loaded = self._planned = None  # room for the next one
+        self._pipe, self._device = load(job, model_path(job.model))
+        self._scheduler = self._pipe.scheduler
+        self._loaded = wanted
+
+    def _safety(self, job: Job, images: dict[str, Any], place: Place, saved: Saved | None) -> Safety:
+        path = Path(place.file)
+        files = output_paths(str(path.with_name(path.name.removesuffix(ENDING) + ".png")), job.batch, 0)
+        return safety_of(job, self._pipe, images, files, Precaution(place.interval, place=path, start=saved))
+
+    def _plan(self, job: Job, before: Begun | None, console: Console) -> None:
+        """Attach a plan for ``job``: that by which it was begun, if it was and there is room for it."""
+        if before is not None:
+            try:
+                return self._attach(dataclasses.replace(job, settings=before.settings), console)
+            except BudgetError:
+                warnings.warn("its plan has no room any more; with another its last bits may be others", stacklevel=2)
+        return self._attach(job, console)
+
+    def _attach(self, job: Job, console: Console) -> None:
+        from ...session import restore
+
+        assert self._device is not None
+        wanted = plan_key(job)
+        if self._planned != wanted:
+            self._planned = None
+            restore(self._pipe)  # what is free is free of the weights, too
+            optimized(job, self._pipe, self._device, console)
+            self._planned = wanted
+
+    def _with_share(self, job: Job) -> Job:
+        if self._share == 1:
+            return job
+        from ...devices.info import available_ram
+
+        assert self._device is not None
+        self._part = self._part or f"{available_ram() // self._share}B"  # the same for all jobs, that plans are kept
+        vram = self._part if job.vram is None and self._device.type == "cpu" else job.vram
+        return dataclasses.replace(job, vram=vram, ram=job.ram or self._part)
+
+
+def model_key(job: Job) -> tuple[Any, ...]:
+    """What must be equal for two jobs to be painted by one loaded model."""
+    return (job.model, job.task, job.prediction, job.settings.precision, job.device, job.allow_pickle)
+
+
+def plan_key(job: Job) -> tuple[Any, ...]:
+    """What must be equal for two jobs to be painted by one plan."""
+    return tuple(getattr(job, name) for name in _SHAPE)
+
+
+def _thumbnail(image: Image) -> bytes:
+    small = image.copy()
+    small.thumbnail(_THUMBNAIL)
+    data = io.BytesIO()
+    small.convert("RGB").save(data, format="JPEG", quality=80)
+    return data.getvalue()

@@ -1,0 +1,144 @@
+"""The whole of a batch: jobs are checked, brought into the journal, given to a crew, and shown in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import BadInputError
+from ...files.whole import sweep
+from ...saved_latents.interval import Interval
+from ...units import format_time
+from ..inputs import Job
+from ..interrupts import terminated_as_interrupted
+from ..streams import note, tell
+from .checks import check_files, check_place
+from .crew import Alone, Crew
+from .driver import work
+from .jobs import Task, read_jobs
+from .journal import Changes, Journal
+from .latents import tidy
+from .processes import Processes, places
+from .progress import Progress, shown
+from .sheet import NAME, write_sheet
+
+_NAMED = 8
+"""Lines or files that a note names."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for beside the jobs themselves."""
+
+    jobs: Path
+    out: Path
+    on: str | None
+    workers: int | None
+    interval: Interval
+    retries: int
+    stop_on_error: bool
+    as_json: bool
+    quiet: bool
+
+
+def check(wanted: Wanted, base: Job, chosen: dict[str, Any]) -> list[Task]:
+    """The jobs of the file, each of which can be begun. Arguments as for :func:`read_jobs`.
+
+    Raises:
+        LowVRAMError: one cannot; the message names its line.
+    """
+    tasks = read_jobs(wanted.jobs, base, chosen)
+    for task in tasks:
+        if wanted.on is not None and task.job.device is not None:
+            raise BadInputError(f"line {task.line}: device and --on {wanted.on} exclude each other: leave one out")
+    check_files(tasks, here=wanted.on is None or not wanted.on.startswith("ray://"))
+    return tasks
+
+
+def run(tasks: Sequence[Task], wanted: Wanted) -> int:
+    """Make what has no result yet, and tell how it ended; returns the exit code, that of the first job that failed."""
+    check_place(wanted.out)
+    with contextlib.closing(Journal(wanted.out)) as journal:
+        sweep(wanted.out)  # nobody else is at work here: the journal is this process's
+        entries, changes = journal.take_up(tasks)
+        _tell_changes(changes, wanted.jobs, len(tasks) - len(entries))
+        progress = Progress(entries, len(tasks) - len(entries))
+        try:
+            if entries:
+                with (
+                    terminated_as_interrupted(),
+                    shown(progress, quiet=wanted.quiet, silent=wanted.as_json) as tell_of,
+                    _crew(wanted) as crew,
+                ):
+                    work(
+                        entries, crew, journal, wanted.out, tell_of, interval=wanted.interval,
+                        retries=wanted.retries, stop_on_error=wanted.stop_on_error,
+                    )  # fmt: skip
+        except KeyboardInterrupt:
+            note(f"{progress.state}; the same command goes on from here")
+            raise
+        finally:
+            tidy(wanted.out)
+            write_sheet(wanted.out, wanted.jobs.stem, journal)
+        return _ended(progress, changes, journal, wanted)
+
+
+@contextlib.contextmanager
+def _crew(wanted: Wanted) -> Iterator[Crew]:
+    """Those who paint, for as long as the block lasts."""
+    crew: Crew
+    if wanted.on is None:
+        crew = Alone()
+    elif wanted.on == "local":
+        crew = Processes(places(wanted.workers))
+    else:
+        from .over_ray import Actors
+
+        crew = Actors(wanted.on, wanted.workers)
+    with contextlib.closing(crew):
+        yield crew
+
+
+def _tell_changes(changes: Changes, jobs: Path, done: int) -> None:
+    """Tell what differs from the last run, where there was one."""
+    if changes.first:
+        return
+    if done:
+        note(f"{done} jobs are done")
+    if changes.new:
+        note(f"new in {jobs}: {_lines(changes.new)}")
+    if changes.gone:
+        note(f"gone from {jobs}: what was {_lines(changes.gone)}; their pictures stay")
+    if changes.missing:
+        note(f"missing, and made again: {_some(changes.missing)}")
+    if changes.edited:
+        note(f"changed since, and left as they are: {_some(changes.edited)}; delete one to have it made again")
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    return f"line{'s' if len(numbers) > 1 else ''} {_some(numbers)}"
+
+
+def _some(things: Sequence[object]) -> str:
+    more = f" and {len(things) - _NAMED} more" if len(things) > _NAMED else ""
+    return ", ".join(map(str, things[:_NAMED])) + more
+
+
+def _ended(progress: Progress, changes: Changes, journal: Journal, wanted: Wanted) -> int:
+    """Tell how the batch ended; the exit code: that of the first job that failed."""
+    if wanted.as_json:
+        told: dict[str, Any] = {"folder": str(wanted.out), "sheet": NAME, "seconds": round(progress.seconds, 3)}
+        told |= {"pictures_an_hour": round(progress.pictures_an_hour, 1), **dataclasses.asdict(changes)}
+        print(json.dumps(told | {"jobs": journal.summary()}, indent=2))
+    elif not wanted.quiet:
+        print(f"{progress.state} in {format_time(progress.seconds)}; all at a glance: {wanted.out / NAME}")
+    if not progress.failed:
+        return 0
+    first = progress.failed[0]
+    tell(f"{len(progress.failed)} jobs failed, the first at line {first.entry.line}: {first.message}")
+    return first.code

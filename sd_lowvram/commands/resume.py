@@ -1,0 +1,96 @@
+"""``sd-lowvram resume``: runs that were ended go on from their latents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import BadInputError
+from ..saved_latents.file import ENDING, read_saved
+from .guard import guarded
+from .streams import note
+from .values import check_given
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def resume(
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="FILE|FOLDER", help=f"Latents that a run has left (*{ENDING}), or a folder with such."),
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Where the run's model is now.", metavar="PATH")
+    ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            "--vram",
+            help="Another budget than the run had, with another plan; the picture's last bits may then be others.",
+            metavar="SIZE",
+        ),
+    ] = None,
+    ram: Annotated[str | None, typer.Option("--ram", help="The same for host memory.", metavar="SIZE")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision",
+            help="Another number type than the run had: fp32 or bf16 where its own is too narrow (NaN).",
+            metavar="NAME",
+        ),
+    ] = None,
+    keep_latents: Annotated[bool, typer.Option("--keep-latents", help="Leave the latents there.")] = False,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Load a .ckpt whose source you trust.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the files' names.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Go on with a run of generate that was ended, from its latents: the picture is that of an unbroken run.
+
+    Latents that ComfyUI or a WebUI has saved are decoded.
+    """
+    with guarded(debug):
+        check_given(model=model, vram=vram, ram=ram, precision=precision)
+        files = _files(target)
+        from rich.console import Console
+
+        from .generate import print_result
+
+        given = {"model": model, "vram": vram, "ram": ram, "precision": precision}
+        asked = {name: value for name, value in given.items() if value}
+        console = Console(stderr=True, quiet=quiet or as_json)
+        for file in files:
+            print_result(_gone_on(file, {**asked, "allow_pickle": allow_pickle}, keep_latents, console), as_json, quiet)
+
+
+def _gone_on(path: Path, asked: dict[str, Any], keep: bool, console: Console) -> dict[str, Any]:
+    """The run of ``path``, to its end."""
+    saved = read_saved(path)
+    from ..saved_latents.hosted import is_hosted
+
+    if is_hosted(saved):
+        from .decode_saved import decoded
+
+        return decoded(path, saved, asked, keep, console)
+    from .latents import job_of, libraries, pictures_from
+    from .paint import Precaution, finished
+
+    job, files = job_of(path, saved, asked)
+    done, steps = saved.about["step"], saved.about["steps"]
+    console.print(f"{path}: {done} of {steps} steps are done", highlight=False)
+    if saved.about.get("libraries") != libraries():
+        note(f"{path} was written beside other versions of torch or diffusers: the picture's last bits may be others")
+    precaution = Precaution(keep=keep, place=path, start=saved, retyped="precision" in asked)
+    return finished(job, pictures_from(saved.tensors), files, console, precaution)
+
+
+def _files(target: Path) -> list[Path]:
+    if not target.is_dir():
+        return [target]
+    found = sorted(target.glob(f"*{ENDING}"))
+    if not found:
+        raise BadInputError(f"{target} holds no latents of a run that was ended (*{ENDING})")
+    return found

@@ -1,0 +1,69 @@
+"""Files that are there whole or not at all, whatever ends the program or the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_BEGIN, _END = ".sd-lowvram-", ".part"
+"""Of the names of temporary files."""
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporary files that programs have left in ``folder`` which were killed; none may be at work there."""
+    for left in folder.glob(f"{_BEGIN}*{_END}"):
+        with contextlib.suppress(OSError):
+            left.unlink()
+
+
+@contextlib.contextmanager
+def temporary_beside(path: Path) -> Iterator[tuple[Any, Path]]:
+    """A new file beside ``path``, open for writing, and its name; gone at the end whatever happens, unless renamed."""
+    handle, name = tempfile.mkstemp(prefix=_BEGIN, suffix=_END, dir=path.parent)  # a name of its own may be too long
+    file = os.fdopen(handle, "wb")
+    try:
+        yield file, Path(name)
+    finally:
+        # A full disk fails once more when the buffer is flushed on closing.
+        with contextlib.suppress(OSError):
+            file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def write_whole(data: bytes, path: Path) -> None:
+    """Let ``path`` hold ``data``, or what it held before, whatever ends the program or the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with temporary_beside(path) as (file, temporary):
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        # mkstemp lets only the owner read; this file gets what any new one gets.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        if os.name == "nt":
+            file.close()
+        os.replace(temporary, path)
+    if os.name != "nt":
+        _keep_name(path.parent)
+
+
+def _keep_name(folder: Path) -> None:
+    """Let the names in ``folder`` outlive a power cut, where its file system can promise that."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_json(value: Any, path: Path) -> None:
+    """As :func:`write_whole`, of plain values."""
+    write_whole(json.dumps(value, indent=1).encode() + b"\n", path)

@@ -1,0 +1,172 @@
+"""No black picture: strips whose values are no numbers any more are done again before anything is made of them.
+
+A strip is looked at by one sum over it, which costs no memory. What has failed is computed once more as it was, because
+a fault of the machine passes; what overflows in float16 then in float32, a few rows at a time, with each layer's
+weights widened for its call. Where float16 cannot hold the result, the map goes on in bfloat16, which takes as many
+bytes and reaches as far as float32. Plans have the bytes of such rows in their peak. On a CPU every strip is looked at.
+Elsewhere that would wait for the device at each of them: there the finished picture is looked at, in which one value
+that is no number leaves none, as every layer normalises by the whole map; and the pass is made again, strip by strip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from ..errors import NotFiniteError
+from ..memory.repeats import uncounted
+from ..weights import placed
+
+Rows = Callable[[int, int, bool], Tensor]
+"""Rows (N, C, start to stop, W) of a map; True: in float32."""
+
+_PIECES = 4
+"""Parts of a strip that are computed in float32 one after the other."""
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether none of ``values`` is infinite or no number. Waits for their device."""
+    wide = torch.float32 if values.dtype.itemsize < 4 else None
+    return bool(values.sum(dtype=wide).isfinite()) or bool(values.isfinite().all())  # large ones may have no sum
+
+
+class Watch:
+    """Looks at the strips of one pass through an autoencoder.
+
+    Attributes:
+        looks: whether it does; otherwise strips are taken as they come.
+    """
+
+    def __init__(self, stage: str, x: Tensor, looks: bool) -> None:
+        self.looks = looks
+        self._stage = stage
+        self._dtype = self._kept_in = x.dtype
+        self._device = x.device
+        self._plans = isinstance(x, FakeTensor) and x.dtype == torch.float16
+        self._overflows = False
+        self._again = self._widened = 0
+
+    def rows(self, compute: Rows, start: int, stop: int, final: bool = False) -> Tensor:
+        """What ``compute`` gives for rows ``start`` to ``stop``, all of it numbers where this looks.
+
+        Args:
+            final: it is the result, which keeps the type of the input whatever its maps are kept in.
+
+        Raises:
+            NotFiniteError: they are none in float32 either.
+        """
+        if self._plans:
+            with uncounted():
+                self._in_float32(compute, start, min(stop, start + piece(start, stop)), final)
+        if self._kept_in != self._dtype:
+            self._widened += 1
+            return self._in_float32(compute, start, stop, final)
+        made = compute(start, stop, False)
+        if not self.looks or is_finite(made):
+            return made
+        del made
+        if not self._overflows:
+            self._again += 1
+            made = compute(start, stop, False)
+            if is_finite(made):
+                return made
+            del made
+            self._again -= 1
+        self._overflows = True
+        if self._dtype != torch.float16:
+            raise self._refusal(f"rows {start} to {stop}")
+        self._widened += 1
+        return self._in_float32(compute, start, stop, final)
+
+    def whole(self, compute: Callable[[bool], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """As :meth:`rows`, of what ``compute`` gives of a whole map; True: in float32."""
+        if self._plans:
+            with uncounted(), in_float32(self._device):
+                compute(True)
+        if self._kept_in == self._dtype:
+            for _ in range(2 if self.looks else 1):
+                made = compute(False)
+                if not self.looks or all(map(is_finite, made)):
+                    return made
+                del made
+            if self._dtype != torch.float16:
+                raise self._refusal("all rows")
+        with in_float32(self._device):
+            return compute(True)
+
+    def _in_float32(self, compute: Rows, start: int, stop: int, final: bool) -> Tensor:
+        """Rows computed in float32, in the type in which maps are kept."""
+        out: Tensor | None = None
+        step = piece(start, stop)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            with in_float32(self._device):
+                made = compute(first, last, True)
+            part = made.to(self._dtype if final else self._kept_in)
+            if not isinstance(part, FakeTensor) and not is_finite(part):
+                if final or not is_finite(made):
+                    raise self._refusal(f"rows {first} to {last}")
+                self._kept_in = torch.bfloat16
+                part = made.to(self._kept_in)
+                out = None if out is None else out.to(self._kept_in)
+            del made
+            out = placed(out, part, 2, first - start, stop - start)
+        assert out is not None
+        return out
+
+    def _refusal(self, what: str) -> NotFiniteError:
+        wide = " in float32 too" if self._dtype == torch.float16 else ""
+        return NotFiniteError(
+            f"{self._stage}: {what} of a map are no numbers (NaN or infinity){wide}: the autoencoder's "
+            "weights are damaged or not made for this model; load another one"
+        )
+
+    def tell(self) -> None:
+        """Warn of what was done again."""
+        if self._again:
+            warnings.warn(f"{self._stage}: {_strips(self._again)} computed anew, being no numbers", stacklevel=4)
+        if self._widened:
+            kept = ", and its maps from there on kept in bfloat16" if self._kept_in != self._dtype else ""
+            warnings.warn(
+                f"{self._stage}: the autoencoder overflowed in float16: {_strips(self._widened)} computed in "
+                f"float32{kept}. It is faster loaded in float32 or bfloat16",
+                stacklevel=4,
+            )
+
+
+def piece(start: int, stop: int) -> int:
+    """Rows that are computed in float32 at once."""
+    return max(1, (stop - start) // _PIECES)
+
+
+def _strips(count: int) -> str:
+    return f"{count} strip{'s were' if count > 1 else ' was'}"
+
+
+@contextlib.contextmanager
+def in_float32(device: torch.device) -> Iterator[None]:
+    """Inside, layers that are given float32 compute in it, whatever the type of their weights."""
+    with _WidenedWeights(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+class _WidenedWeights(TorchFunctionMode):
+    """Widens what a layer multiplies by when it does so, and the layer is called all the same."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.conv2d, F.linear):
+            args, kwargs = tuple(map(_wide, args)), {name: _wide(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype.itemsize < 4 else value

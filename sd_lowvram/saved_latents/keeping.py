@@ -1,0 +1,216 @@
+"""Latents of a pipeline's run, written now and then and before the decode; a run that goes on from such a file.
+
+A run that goes on is prepared as the first one was (text, noise, the picture to start from); the steps that are done
+are passed over without the denoiser, and after the last of them latents, scheduler and generators are what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shlex
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import BadInputError, NotFiniteError
+from ..patches import set_patch, wrap
+from .file import Saved, write_saved
+from .interval import Interval
+from .state import UnkeptStateError, configuration, pack, remembered, unpack
+
+_STATE = "scheduler/"
+
+
+@dataclass(frozen=True)
+class Safety:
+    """Where the latents of a run are kept, and what else belongs to it.
+
+    Attributes:
+        about: what the file tells of the run, as JSON knows it; asked for at each writing.
+        tensors: what else the file holds.
+        start: the file from which the run goes on.
+        retyped: the run goes on in another number type than the file's.
+    """
+
+    path: Path
+    about: Callable[[], dict[str, Any]] = dict
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    interval: Interval = field(default_factory=Interval)
+    start: Saved | None = None
+    retyped: bool = False
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What a step has left behind."""
+
+    step: int
+    latents: torch.Tensor
+    scheduler: dict[str, Any]
+    generators: list[torch.Tensor]
+
+
+class Keeper:
+    """Looks at a run after each step."""
+
+    def __init__(self, pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> None:
+        self._pipe, self._generators, self._safety = pipe, generators, safety
+        self._start = safety.start
+        self._latest: _Moment | None = None
+        self._written = (0, time.monotonic())
+        self._held = 0 if safety.start is None else safety.start.about["step"]
+        self._told = False
+
+    @property
+    def passes_over(self) -> bool:
+        """Whether the steps that come have been done before."""
+        return self._start is not None
+
+    def after(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        """What the pipeline goes on with after ``step``, from 1.
+
+        Raises:
+            NotFiniteError: the step's latents are no numbers; those of the step before are written.
+            BadInputError: the run is not the one whose latents it shall go on from.
+        """
+        if self._start is not None:
+            done, steps = self._start.about["step"], self._start.about["steps"]
+            if not step <= done <= steps == self._pipe.num_timesteps:
+                raise BadInputError(f"{self._safety.path} tells of {done} of {steps} steps, and the run has others")
+            if step < done:
+                return values
+            values = {**values, "latents": self._restored(self._start, values["latents"])}
+            self._start, self._written = None, (step, time.monotonic())
+        if not values["latents"].isfinite().all():
+            self.write()
+            raise not_finite(step, self._pipe.num_timesteps, self._place())
+        self._latest = _Moment(
+            step, values["latents"], remembered(self._pipe.scheduler),
+            [generator.get_state() for generator in self._generators],
+        )  # fmt: skip
+        if self._is_due(step):
+            self.write()
+        return values
+
+    def _is_due(self, step: int) -> bool:
+        (before, when), interval = self._written, self._safety.interval
+        return step >= self._pipe.num_timesteps or (
+            (interval.steps is not None and step - before >= interval.steps)
+            or (interval.seconds is not None and time.monotonic() - when >= interval.seconds)
+        )
+
+    def write(self) -> None:
+        """Write the latest step, if the file holds another; what keeps it from that is told once, and no error."""
+        moment = self._latest
+        if moment is None or moment.step == self._written[0]:
+            return
+        try:
+            write_saved(self._packed(moment), self._safety.path)
+            self._held = moment.step
+        except UnkeptStateError as error:
+            self._tell(f"of {type(self._pipe.scheduler).__name__}, which cannot go on exactly: {error}")
+        except OSError as error:
+            self._tell(f"to {self._safety.path}: {error.strerror or error}")
+        self._written = (moment.step, time.monotonic())
+
+    def _place(self) -> Path | None:
+        """The file, if it holds the latest step."""
+        moment = self._latest
+        return self._safety.path if moment is not None and moment.step == self._held else None
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            warnings.warn(f"the latents of this run cannot be saved {why}", stacklevel=2)
+        self._told = True
+
+    def _packed(self, moment: _Moment) -> Saved:
+        scheduler = self._pipe.scheduler
+        tensors = dict(self._safety.tensors)
+        latents = pack(moment.latents, "latents", tensors)
+        tensors |= {f"generator.{number}": state for number, state in enumerate(moment.generators)}
+        state = {name: pack(value, _STATE + name, tensors) for name, value in moment.scheduler.items()}
+        kept = {"class": type(scheduler).__name__, "config": configuration(scheduler), "state": state}
+        about = {"step": moment.step, "steps": self._pipe.num_timesteps, "latents": latents, "scheduler": kept}
+        return Saved({**self._safety.about(), **about}, tensors)
+
+    def _restored(self, start: Saved, latents: torch.Tensor) -> torch.Tensor:
+        """Let scheduler and generators be what they were in ``start``; returns its latents.
+
+        Raises:
+            BadInputError: they are of another run.
+        """
+        path, scheduler, kept = self._safety.path, self._pipe.scheduler, start.about.get("scheduler")
+        if not isinstance(kept, dict) or not isinstance(kept.get("state"), dict):
+            raise BadInputError(f"{path} does not tell what its scheduler remembers")
+        if (kept.get("class"), kept.get("config")) != (type(scheduler).__name__, configuration(scheduler)):
+            raise BadInputError(f"{path} is of a run by {kept.get('class')}, and the model's scheduler is another now")
+        try:
+            tensors = _retyped(start.tensors, latents) if self._safety.retyped else start.tensors
+            saved: torch.Tensor = unpack(start.about["latents"], tensors, latents.device)
+            states = [tensors[f"generator.{number}"] for number in range(len(self._generators))]
+            state = {name: unpack(tree, tensors, latents.device) for name, tree in kept["state"].items()}
+            if (saved.shape, saved.dtype) != (latents.shape, latents.dtype):
+                raise ValueError("latents of another size or type")
+            if any(hasattr(type(scheduler), name) for name in state):
+                raise ValueError("a name of the scheduler's own")
+            for generator, before in zip(self._generators, states, strict=True):
+                generator.set_state(before)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise BadInputError(f"{path} does not hold what its run needs to go on ({error})") from error
+        vars(scheduler).update(state)
+        return saved
+
+
+def _retyped(tensors: dict[str, torch.Tensor], latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``tensors`` with those that are like ``latents`` in its type: what a scheduler remembers of steps among them."""
+    return {
+        name: one.to(latents.dtype) if one.is_floating_point() and one.shape == latents.shape else one
+        for name, one in tensors.items()
+    }
+
+
+def not_finite(step: int, steps: int, saved: Path | None = None) -> NotFiniteError:
+    """That what ``step`` of ``steps`` has computed is no number.
+
+    Args:
+        saved: the file that holds the latents of the step before.
+    """
+    told = f"step {step} of {steps} computed values beyond the model's number type (NaN or infinity)"
+    if saved is None:
+        return NotFiniteError(f"{told}. Load the model in a wider type: --precision fp32 or bf16")
+    resume = f"sd-lowvram resume {shlex.quote(str(saved))} --precision fp32"
+    return NotFiniteError(f"{told}; the latents of step {step - 1} are in {saved}: {resume} goes on in a wider type")
+
+
+@contextlib.contextmanager
+def kept(pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> Iterator[Keeper]:
+    """Inside, a run of ``pipe`` (Stable Diffusion of diffusers) that calls ``after`` of what this yields after each
+    step keeps its latents in a file. However the block is left early, the file then holds the last step that was done.
+
+    Args:
+        generators: what the run draws its noise from.
+    """
+    keeper = Keeper(pipe, generators, safety)
+    with contextlib.ExitStack() as stack:
+        if keeper.passes_over:
+            stack.callback(set_patch(wrap(pipe.unet, "forward", functools.partial(_passed_over, keeper, pipe.unet))))
+        try:
+            yield keeper
+        except BaseException:
+            keeper.write()
+            raise
+
+
+def _passed_over(
+    keeper: Keeper, unet: Any, original: Callable[..., Any], sample: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """The denoiser's call; of steps that were done before, something of the right shape, which nobody looks at."""
+    if keeper.passes_over:
+        return (sample[:, : unet.config.out_channels],)
+    return original(sample, *args, **kwargs)

@@ -1,0 +1,455 @@
+"""Batches as people run them: jobs from files, results by the journal, and what a second run does."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sd_lowvram.commands.batches import driver, painter
+from sd_lowvram.commands.batches.crew import Lost
+from sd_lowvram.commands.batches.journal import Journal, Picture
+from sd_lowvram.commands.batches.painter import Failed, Painted
+from sd_lowvram.commands.inputs import Job, check_job
+from sd_lowvram.saved_latents.interval import Interval
+
+SMALL = ["--width", 64, "--height", 64, "--steps", 1]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """``batch`` in this process, in an empty folder."""
+    import torch
+    from typer.testing import CliRunner
+
+    from sd_lowvram.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda *arguments: CliRunner().invoke(app, ["batch", *map(str, arguments)])
+    torch.set_num_threads(threads)
+
+
+def png(text: str) -> bytes:
+    """Stands for a picture."""
+    return b"\x89PNG " + text.encode()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No model: a painter whose pictures tell their prompt and seed, and which fails where the prompt says so."""
+    seen: list[str] = []
+
+    class Quick:
+        def __init__(self, share: int = 1) -> None:
+            pass
+
+        def attempt(self, job, place):
+            seen.append(job.prompt)
+            if "interrupt" in job.prompt and seen.count(job.prompt) == 1:
+                raise KeyboardInterrupt
+            if "fails" in job.prompt or ("once" in job.prompt and seen.count(job.prompt) == 1):
+                return Failed(3, "4 MiB cannot hold it")
+            pictures = [Picture(png(f"{job.prompt} {job.seed + n}"), b"small") for n in range(job.batch)]
+            return Painted(tuple(pictures), 1.0, ())
+
+    monkeypatch.setattr("sd_lowvram.commands.batches.crew.Painter", Quick)
+    return seen
+
+
+def told(done) -> dict:
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow(5)
+def test_pictures_from_a_table(here, tmp_path):
+    Path("jobs.csv").write_text(
+        'Prompt,--seed,Steps,guidance,output,vae-tiles\na red apple,7,2,,a.png,\n"a car, red",,,5,,exact\n'
+    )
+    done = here("jobs.csv", "--out", "out", *SMALL)
+    assert done.exit_code == 0, done.output
+    names = sorted(file.name for file in Path("out").iterdir())
+    assert len(names) == 4 and names[1:] == ["a.png", "index.html", "journal.sqlite"] and names[0].startswith("00000-")
+    with Image.open("out/a.png") as picture, Image.open(f"out/{names[0]}") as other:
+        assert "Steps: 2" in picture.text["parameters"] and "Seed: 7" in picture.text["parameters"]
+        assert "vae_tiles=exact" in other.text["parameters"] and "CFG scale: 5" in other.text["parameters"]
+        assert other.text["parameters"].startswith("a car, red\n") and other.size == (64, 64)
+    assert "2 of 2 done" in done.stdout and "pictures an hour" in done.stdout
+    sheet = Path("out/index.html").read_text()
+    assert sheet.count("data:image/jpeg;base64,") == 2 and "a car, red" in sheet
+    assert str(tmp_path) not in sheet and "http" not in sheet
+
+
+@pytest.mark.slow(5)
+def test_a_picture_of_a_batch_is_that_of_generate(here, tmp_path):
+    from typer.testing import CliRunner
+
+    from sd_lowvram.cli import app
+
+    Path("jobs.txt").write_text("a red apple\n\na green apple\na red car\n")
+    assert here("jobs.txt", "--out", "out", *SMALL, "--seed", 5).exit_code == 0
+    alone = ["generate", "a red car", *map(str, SMALL), "--seed", "5", "-o", "alone.png"]
+    assert CliRunner().invoke(app, alone).exit_code == 0
+    assert Path("out/00002-5.png").read_bytes() == Path("alone.png").read_bytes()
+
+
+def test_the_same_painter_takes_sizes_and_schedulers_in_any_order():
+    """Nothing of one job is left in the next one's picture."""
+    small = {"width": 64, "height": 64, "steps": 2, "seed": 3}
+    jobs = [Job("a red apple", **small), Job("a red apple", scheduler="euler-a", **small)]
+    jobs += [Job("a red apple", batch=2, **small | {"width": 72})]
+    one = painter.Painter()
+    first = [one.attempt(check_job(job)) for job in jobs]
+    again = [one.attempt(check_job(job)) for job in reversed(jobs)][::-1]
+    for a, b in zip(first, again, strict=True):
+        assert isinstance(a, Painted) and isinstance(b, Painted), (a, b)
+        assert [one.png for one in a.pictures] == [one.png for one in b.pictures]
+    assert len({picture.png for made in first for picture in made.pictures}) == 4
+
+
+def test_a_text_file_a_prompt_a_line_each_with_a_seed_of_its_own(here, quick):
+    Path("jobs.txt").write_text("\ufeffan apple\n\n  an apple \n# a car\n", encoding="utf-8")
+    assert here("jobs.txt", "--out", "out").exit_code == 0
+    assert quick == ["an apple", "an apple", "# a car"]
+    pictures = [file.read_bytes() for file in sorted(Path("out").glob("*.png"))]
+    assert len(set(pictures)) == 3
+
+
+def test_objects_a_line(here, quick):
+    rows = [
+        {"prompt": "a", "seed": 2**64 - 1, "steps": 20, "approximate": True},
+        {"prompt": "b", "vram": 4096, "mask": None},
+    ]
+    Path("jobs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = here("jobs.jsonl", "--out", "out", "--json")
+    assert done.exit_code == 0, done.stderr
+    jobs = told(done)["jobs"]
+    assert [job["state"] for job in jobs] == ["done"] * 2 and jobs[0]["seed"] == 2**64 - 1
+    for job in jobs:
+        (picture,) = job["pictures"]
+        assert hashlib.sha256(Path("out", picture["file"]).read_bytes()).hexdigest() == picture["sha256"]
+
+
+BAD = [
+    (
+        "a.csv",
+        "prompt,widht\nx,512\n",
+        "a.csv, line 1: the column 'widht' is no option of generate (did you mean width?)",
+    ),
+    ("a.csv", "prompt,width\nx,512\ny,wide\n", "a.csv, line 3: width 'wide' must be a whole number"),
+    ("a.csv", 'prompt,width\n"x\ny",512\nz,513\n', "a.csv, line 4: --width 513 is no multiple of 8: 512 and 520"),
+    (
+        "a.csv",
+        "prompt,width\nx,1\ny,2\nz,512\n",
+        "line 2: --width 1 is no multiple of 8: 8 is nearest (and wrong too: line 3)",
+    ),
+    ("a.csv", "prompt\na, b\n", 'a.csv, line 2: 2 values for 1 columns; put a prompt that holds a comma in "quotes"'),
+    ("a.csv", "seed\n1\n", "line 1: the first line names the columns, and none of them is prompt"),
+    ("a.csv", "prompt,seed,Seed\na,1,2\n", "line 1: the column seed stands there twice"),
+    ("a.csv", "prompt,vae_tiles\na,banana\n", "line 2: --vae-tiles='banana' is unknown: choose one of"),
+    ("a.csv", "prompt,memory_plot\na,b.png\n", "the column memory_plot is of generate alone"),
+    ("a.csv", "prompt,output\na,../b.png\n", "output '../b.png' must be a file's name inside --out that ends in .png"),
+    ("a.csv", "prompt,output\na,C:b.png\n", "must be a file's name inside --out"),
+    ("a.csv", "prompt,output\na,b.png\nc,B.png\n", "a.csv, lines 2 and 3: both have the output 'b.png'"),
+    ("a.csv", "prompt,init_image\na,none.png\n", "line 2: --init-image none.png cannot be opened: No such file"),
+    ("a.csv", "prompt,model\na,none\n", "line 2: there is no model at none"),
+    ("a.csv", "prompt,vram\na,1KB\n", "line 2: 1 KiB cannot hold 128x128"),
+    ("a.csv", 'prompt\n"a\n', "it is no CSV that can be read"),
+    ("a.csv", "prompt,width\n,512\n", "line 2: it has no prompt"),
+    ("a.csv", b"prompt\na\n\xff\n", "a.csv, line 3: it is not UTF-8"),
+    ("a.csv", "", "a.csv holds no jobs"),
+    ("a.jsonl", '{"prompt": "a"}\n{"prompt": \n', "a.jsonl, line 2: it is no JSON object that can be read"),
+    ("a.jsonl", "[1]\n", "line 1: it is no JSON object that can be read (it is no object)"),
+    ("a.jsonl", '{"prompt": "a", "prompt": "b"}\n', "a name stands there twice"),
+    ("a.jsonl", '{"prompt": "a", "steps": [1]}\n', "line 1: steps '[1]' must be a whole number"),
+    ("a.jsonl", '{"prompt": "a", "steps": true}\n', "line 1: steps 'True' must be a whole number"),
+    ("a.jsonl", '{"prompt": ["a"]}\n', "line 1: prompt \"['a']\" must be a text"),
+    ("a.txt", "\n\n", "a.txt holds no jobs"),
+    ("a.xls", "x", "a.xls must end in .csv"),
+    ("none.txt", None, "none.txt cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD, ids=lambda value: str(value)[:24])
+def test_bad_jobs_are_named_before_any_work(here, quick, name, content, message):
+    if content is not None:
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    done = here(name, "--out", "out")
+    assert done.exit_code in (2, 3), done.output
+    assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
+    assert not quick and not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", 2], "--workers 2 needs --on"),
+        (["--on", "mars"], "--on 'mars' is unknown: choose local, ray or ray://HOST"),
+        (["--on", "local", "--device", "cpu"], "--device cpu and --on local exclude each other"),
+        (["--on", "local", "--workers", 0], "--workers 0 must be at least 1"),
+        (["--retry", -1], "--retry -1 must be at least 0"),
+        (["--steps", 0], "line 1: --steps 0 must be at least 1"),
+        (["--out", "jobs.txt"], "--out jobs.txt is no folder"),
+    ],
+    ids=str,
+)
+def test_bad_options(here, quick, options, message):
+    Path("jobs.txt").write_text("an apple\n")
+    done = here("jobs.txt", "--out", "out", *options)
+    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_second_run_makes_what_is_new_and_tells_what_is_gone(here, quick):
+    Path("jobs.csv").write_text("prompt,seed\na,1\nb,2\nc,3\n")
+    assert here("jobs.csv", "--out", "out").exit_code == 0
+    before = {file.name: file.read_bytes() for file in Path("out").glob("*.png")}
+    Path("jobs.csv").write_text("prompt,seed\nc,3\nd,4\na,1\n")
+    Path("out/00000-1.png").unlink()
+    Path("out/00002-3.png").write_bytes(b"painted over")
+    done = here("jobs.csv", "--out", "out")
+    assert done.exit_code == 0 and quick == ["a", "b", "c", "d", "a"]
+    for note in (
+        "1 jobs are done",
+        "new in jobs.csv: line 3",
+        "gone from jobs.csv: what was line 3; their pictures stay",
+        "missing, and made again: 00000-1.png",
+        "changed since, and left as they are: 00002-3.png",
+    ):
+        assert note in done.stderr
+    after = {file.name: file.read_bytes() for file in Path("out").glob("*.png")}
+    assert after == before | {"00002-3.png": b"painted over", "00003-4.png": png("d 4")}
+
+
+def test_other_budgets_are_no_other_jobs(here, quick):
+    Path("jobs.txt").write_text("a\n")
+    for options in ([], ["--vram", "4GB"], ["--ram", "9GB"]):
+        assert here("jobs.txt", "--out", "out", *options).exit_code == 0
+    assert quick == ["a"]
+    assert here("jobs.txt", "--out", "out", "--steps", 3).exit_code == 0
+    assert quick == ["a", "a"] and len(list(Path("out").glob("*.png"))) == 2
+
+
+def test_failures_are_tried_again_and_told(here, quick):
+    Path("jobs.txt").write_text("once\nfails\nc\n")
+    done = here("jobs.txt", "--out", "out", "--retry", 1)
+    assert done.exit_code == 3 and quick == ["once", "fails", "c", "once", "fails"]
+    assert "line 1, tried again: 4 MiB" in done.stderr and "1 jobs failed, the first at line 2: 4 MiB" in done.stderr
+    jobs = told(here("jobs.txt", "--out", "out", "--json"))["jobs"]
+    assert [(job["state"], job["attempts"]) for job in jobs] == [("done", 2), ("failed", 3), ("done", 1)]
+    sheet = Path("out/index.html").read_text()
+    assert "2 of 3 jobs done" in sheet and "line 2: failed" in sheet
+
+
+def test_stop_on_error(here, quick):
+    Path("jobs.txt").write_text("a\nfails\nc\n")
+    done = here("jobs.txt", "--out", "out", "--stop-on-error")
+    assert done.exit_code == 3 and quick == ["a", "fails"]
+    assert here("jobs.txt", "--out", "out").exit_code == 3 and quick[2:] == ["fails", "c"]
+
+
+def test_an_interrupt_leaves_the_job_to_the_next_run(here, quick):
+    Path("jobs.txt").write_text("a\ninterrupt\nc\n")
+    done = here("jobs.txt", "--out", "out")
+    assert done.exit_code == 130 and "1 of 3 done; the same command goes on from here" in done.stderr
+    assert here("jobs.txt", "--out", "out").exit_code == 0
+    assert quick == ["a", "interrupt", "interrupt", "c"]
+
+
+def test_a_picture_that_cannot_be_saved_ends_the_batch(here, quick, monkeypatch, tmp_path):
+    Path("jobs.txt").write_text("a\nb\n")
+    from sd_lowvram.commands import pictures
+
+    write, full = pictures.write_whole, OSError(28, "No space left on device")
+
+    def no_room(data, path):
+        if path.suffix == ".png":
+            raise full
+        write(data, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pictures, "write_whole", no_room)
+        done = here("jobs.txt", "--out", "out")
+    assert done.exit_code == 2 and "free some space" in done.stderr and quick == ["a"]
+    assert here("jobs.txt", "--out", "out").exit_code == 0 and quick == ["a", "a", "b"]
+
+
+def test_nobody_reads_what_it_prints(here, quick, monkeypatch):
+    """Pictures are made all the same."""
+    from sd_lowvram.commands.batches import progress
+
+    class Left(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    shown = progress.Lines.__init__
+
+    def nobody(self, *given):
+        shown(self, *given)
+        self._out = Left()
+
+    monkeypatch.setattr(progress.Lines, "__init__", nobody)
+    monkeypatch.setattr(progress, "give_up_stdout", lambda: None)
+    Path("jobs.txt").write_text("a\nb\n")
+    assert here("jobs.txt", "--out", "out").exit_code == 0 and quick == ["a", "b"]
+
+
+def test_jobs_of_one_shape_come_one_after_the_other(here, quick):
+    Path("jobs.csv").write_text("prompt,width\na,64\nb,128\nc,64\nd,128\ne,64\n")
+    assert here("jobs.csv", "--out", "out").exit_code == 0
+    assert quick == ["a", "c", "e", "b", "d"]
+
+
+def test_files_that_are_there_are_left_alone(here, quick):
+    Path("out").mkdir()
+    Path("out/00007-1.png").write_bytes(b"mine")
+    Path("out/mine.png").write_bytes(b"mine")
+    Path("jobs.csv").write_text("prompt,seed,output\na,1,\n")
+    assert here("jobs.csv", "--out", "out").exit_code == 0
+    assert Path("out/00008-1.png").exists() and Path("out/00007-1.png").read_bytes() == b"mine"
+    Path("jobs.csv").write_text("prompt,seed,output\nb,1,mine.png\n")
+    done = here("jobs.csv", "--out", "out")
+    assert done.exit_code == 2 and "line 2: the output mine.png is in out already and not of this batch" in done.stderr
+    assert Path("out/mine.png").read_bytes() == b"mine"
+
+
+def test_several_pictures_a_job(here, quick):
+    Path("jobs.csv").write_text("prompt,seed,batch,output\na,5,2,\nb,5,2,sub/b.png\n")
+    assert here("jobs.csv", "--out", "out").exit_code == 0
+    made = {str(file.relative_to("out")): file.read_bytes() for file in Path("out").rglob("*.png")}
+    assert made == {
+        "00000-5.png": png("a 5"),
+        "00001-6.png": png("a 6"),
+        "sub/b-1.png": png("b 5"),
+        "sub/b-2.png": png("b 6"),
+    }
+
+
+def test_one_batch_at_a_time_in_a_folder(here, quick):
+    Path("jobs.txt").write_text("a\n")
+    assert here("jobs.txt", "--out", "out").exit_code == 0
+    with contextlib.closing(Journal(Path("out"))):
+        done = here("jobs.txt", "--out", "out")
+        assert done.exit_code == 2 and "another batch is at work in out" in done.stderr
+    for content in (b"no database at all" * 99, None):
+        Path("out/journal.sqlite").unlink()
+        if content is not None:
+            Path("out/journal.sqlite").write_bytes(content)
+        else:
+            with contextlib.closing(sqlite3.connect("out/journal.sqlite")) as other:
+                other.execute("CREATE TABLE jobs (x)")
+        done = here("jobs.txt", "--out", "out")
+        assert done.exit_code == 2 and "move it away" in done.stderr
+
+
+def test_the_sheet_names_nothing_of_the_machine(here, quick, tmp_path):
+    Image.new("RGB", (8, 8)).save("start.png")
+    Path("jobs.jsonl").write_text(
+        json.dumps({"prompt": '<b>&"a" fails', "init_image": str(tmp_path / "start.png")}) + "\n"
+    )
+    with Path("jobs.jsonl").open("a") as more:
+        more.write(json.dumps({"prompt": '<b>&"a"', "init_image": str(tmp_path / "start.png")}))
+    here("jobs.jsonl", "--out", tmp_path / "out")
+    sheet = Path("out/index.html").read_text()
+    assert str(tmp_path) not in sheet and "init image start.png" in sheet
+    assert "<b>" not in sheet and "&lt;b&gt;&amp;&quot;a&quot;" in sheet
+
+
+def test_a_dry_run_makes_nothing(here, quick):
+    Path("jobs.csv").write_text("prompt,width,vram\na,64,\nb,128,\nc,64,\nd,512,4MB\n")
+    done = here("jobs.csv", "--out", "out", "--dry-run", "--json")
+    assert done.exit_code == 3, done.output
+    shapes = told(done)["shapes"]
+    assert [shape["lines"] for shape in shapes] == [[2, 4], [3], [5]] and shapes[0]["height"] == 128
+    assert all(shape["peak_bytes"] > 0 and shape["seconds"] > 0 for shape in shapes[:2])
+    assert "4 MiB" in shapes[2]["refused"] and shapes[2]["peak_bytes"] is None
+    assert not quick and not Path("out").exists()
+    Path("jobs.csv").write_text("prompt,width\na,64\n")
+    here("jobs.csv", "--out", "out")
+    shown = here("jobs.csv", "--out", "out", "--dry-run")
+    assert shown.exit_code == 0 and "1 jobs, 1 of them done" in shown.stdout
+
+
+class Losing:
+    """A crew of two whose workers end over a job that is called "bomb"; the other worker answers."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.busy: dict[str, object] = {}
+        self.given: list[str] = []
+
+    def idle(self):
+        return [name for name in ("one", "two") if name not in self.busy]
+
+    def give(self, worker, job, place):
+        self.given.append(job.prompt)
+        self.busy[worker] = job
+
+    def wait(self):
+        worker, job = self.busy.popitem()
+        if "bomb" in job.prompt or ("late" in job.prompt and self.given.count(job.prompt) == 1):
+            return [(worker, Lost(f"its worker {worker} ended"))]
+        return [(worker, Painted((Picture(png(job.prompt), b""),), 1.0, ()))]
+
+    def close(self):
+        pass
+
+
+def test_jobs_of_workers_that_end_are_given_to_others_but_not_forever(tmp_path):
+    from sd_lowvram.commands.batches.jobs import read_jobs
+
+    (tmp_path / "jobs.txt").write_text("a\nbomb\nlate\nb\n")
+    tasks = read_jobs(tmp_path / "jobs.txt", Job(""), {})
+    crew = Losing()
+    with contextlib.closing(Journal(tmp_path)) as journal:
+        entries, _ = journal.take_up(tasks)
+        driver.work(entries, crew, journal, tmp_path, lambda event: None, interval=Interval())
+        jobs = journal.summary()
+    assert [job["state"] for job in jobs] == ["done", "failed", "done", "done"]
+    assert crew.given.count("bomb") == 3 and crew.given.count("late") == 2 and jobs[1]["error"].startswith("its worker")
+    assert os.path.exists(tmp_path / jobs[0]["pictures"][0]["file"])
+
+
+def test_the_live_table(monkeypatch):
+    """The time left is by pixels and steps: the job that is left has as many as both that are done."""
+    from rich.console import Console
+
+    from sd_lowvram.commands.batches import progress as shown
+    from sd_lowvram.commands.batches.driver import Event
+    from sd_lowvram.commands.batches.journal import Entry
+
+    clock = iter((0.0, *[30.0] * 9))
+    monkeypatch.setattr(shown.time, "perf_counter", lambda: next(clock))
+    small, large = Job("a [b]", width=64, height=64), Job("a car", width=128, height=64)
+    entries = [Entry(n, n, job, (f"{n}.png",)) for n, job in enumerate((small, small, large, small))]
+    progress = shown.Progress(entries, earlier=2)
+    table = shown.LiveTable(progress)
+    for event in ("begun", "done"):
+        table(Event(event, entries[0], "gpu-0", 12))
+        table(Event(event, entries[1], "gpu-1", 12))
+    table(Event("failed", entries[3], "gpu-1", message="4 MiB cannot hold it"))
+    table(Event("begun", entries[2], "gpu-0"))
+    console = Console(width=120, file=io.StringIO())
+    console.print(table)
+    text = console.file.getvalue()
+    assert "4 of 6 done, 1 failed; 240 pictures an hour, 30 s left" in text
+    assert "0.png" in text and "gpu-0: line 2" in text and "a car" in text and "4 MiB cannot hold it" in text
+
+
+def test_columns_are_the_options_of_generate():
+    """Every option of generate but those that are about one run, and no other."""
+    import inspect
+
+    from sd_lowvram.commands.batches.jobs import columns
+    from sd_lowvram.commands.generate import generate
+
+    of_a_run = {"as_json", "quiet", "debug", "memory_plot", "latents_every", "keep_latents", "preview"}
+    assert set(columns()) == set(inspect.signature(generate).parameters) - of_a_run

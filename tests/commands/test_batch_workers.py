@@ -1,0 +1,175 @@
+"""Batches by several workers, of which one is killed in the middle: processes here, and a real Ray cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from batches import WARM, jobs, results
+from command_line import ENVIRONMENT, MAIN, command
+from forked import forks_of
+
+from sd_lowvram.commands.batches import over_ray, processes
+from sd_lowvram.commands.batches.latents import Place
+from sd_lowvram.commands.batches.over_ray import Lacks, Station
+from sd_lowvram.commands.inputs import Job
+
+COUNT = 40
+NO_RAY = 'no Ray: pip install "sd-lowvram[ray]"'
+WHERE = ["local", pytest.param("ray", marks=pytest.mark.skipif(not importlib.util.find_spec("ray"), reason=NO_RAY))]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[str, str]:
+    """Checksums of the same batch in one process that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with forks_of(WARM, ENVIRONMENT) as run:
+        done = run(MAIN, "batch", jobs(folder, COUNT), "--out", "out", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return results(done.stdout)
+
+
+def workers_of(process: subprocess.Popen, where: str) -> list[psutil.Process]:
+    """The processes that paint, of a batch that runs."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    mark = "ray::Station" if where == "ray" else "spawn_main"
+    return [one for one in found if one.is_running() and mark in " ".join(one.cmdline())]
+
+
+@pytest.mark.slow(35)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_worker_is_killed_in_the_middle(undisturbed, tmp_path, where):
+    arguments = command("batch", jobs(tmp_path, COUNT), "--out", "out", "--on", where, "--workers", 2, "--json")
+    streams: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, **streams) as process:
+        try:
+            while len(list(Path(tmp_path, "out").glob("*.png"))) < 5 and process.poll() is None:
+                time.sleep(0.05)
+            workers = workers_of(process, where)
+            assert len(workers) == 2, workers
+            workers[0].send_signal(signal.SIGKILL)
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    made = results(out)
+    assert made == undisturbed and len(set(made.values())) == COUNT
+    told = json.loads(out)["jobs"]
+    assert [job["state"] for job in told] == ["done"] * COUNT and sum(job["attempts"] for job in told) == COUNT + 1
+    assert "tried again: its worker" in err
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_worker_that_is_killed_in_a_job_is_gone_on_for(tmp_path, where):
+    """By itself, when it is there again."""
+    (tmp_path / "one.csv").write_text("prompt,seed,steps,width,height,output\na red apple,3,30,64,64,a.png\n")
+    once = subprocess.run(
+        command("batch", "one.csv", "--out", "once", "--json"), cwd=tmp_path, env=ENVIRONMENT, capture_output=True,
+        text=True, check=True, timeout=240,
+    )  # fmt: skip
+    options = ("--out", "out", "--on", where, "--workers", 1, "--json", "--latents-every", "1step")
+    streams: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command("batch", "one.csv", *options), cwd=tmp_path, env=ENVIRONMENT, **streams) as process:
+        try:
+            while not list(Path(tmp_path, "out", "latents").glob("*.safetensors")) and process.poll() is None:
+                time.sleep(0.01)
+            for worker in workers_of(process, where):
+                worker.send_signal(signal.SIGKILL)
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    assert results(out) == results(once.stdout)
+    assert json.loads(out)["jobs"][0]["attempts"] == 2 and not (tmp_path / "out" / "latents").exists()
+    with sqlite3.connect(tmp_path / "out" / "journal.sqlite") as rows:
+        [(notes,)] = rows.execute("SELECT notes FROM attempts WHERE seconds IS NOT NULL").fetchall()
+    assert re.search(r"it went on from step \d+ of 30", notes)
+
+
+def test_one_process_a_card(monkeypatch):
+    from sd_lowvram.errors import BadInputError
+
+    monkeypatch.setattr(processes, "_cards", lambda: ["0", "2"])
+    assert processes.places(None) == {"gpu-0": {"CUDA_VISIBLE_DEVICES": "0"}, "gpu-2": {"CUDA_VISIBLE_DEVICES": "2"}}
+    assert list(processes.places(1)) == ["gpu-0"]
+    with pytest.raises(BadInputError, match="--workers 3 is more than the graphics cards that are here, 2"):
+        processes.places(3)
+    monkeypatch.setattr(processes, "_cards", list)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert processes.places(2) == {name: {"OMP_NUM_THREADS": "4"} for name in ("cpu-1", "cpu-2")}
+    assert len(processes.places(None)) == 1
+
+
+def test_workers_share_the_memory_that_nobody_states(monkeypatch):
+    """On a CPU, whose memory is the device's too; a budget that is stated is each one's own."""
+    import torch
+
+    from sd_lowvram.commands.batches.painter import Painter
+    from sd_lowvram.devices import info
+
+    monkeypatch.setattr(info, "available_ram", lambda: 900)
+    for device, vram in (("cpu", "300B"), ("cuda", None)):
+        painter = Painter(share=3)
+        painter._device = torch.device(device)
+        shared = painter._with_share(Job("a"))
+        assert (shared.vram, shared.ram) == (vram, "300B")
+        stated = painter._with_share(Job("a", vram="4GB", ram="2GB"))
+        assert (stated.vram, stated.ram) == ("4GB", "2GB")
+    alone = Painter()
+    assert alone._with_share(Job("a")) == Job("a")
+
+
+def test_files_that_a_worker_lacks_are_sent_once(tmp_path, monkeypatch):
+    """References are the parts themselves here; which file lies where is what counts."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda part: part))
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    monkeypatch.setattr(over_ray, "Painter", lambda share: SimpleNamespace(attempt=lambda job, place: job))
+    (tmp_path / "model" / "unet").mkdir(parents=True)
+    (tmp_path / "model" / "unet" / "weights").write_bytes(b"weights")
+    (tmp_path / "start.png").write_bytes(b"picture")
+    model, start = str(tmp_path / "model"), tmp_path / "start.png"
+    job = Job("a", model=model, init_image=start)
+    sizes = {model: over_ray._sizes(Path(model)), str(start): over_ray._sizes(start)}
+    assert sizes == {model: {"unet/weights": 7}, str(start): {".": 7}}
+
+    station, place = Station(1, None), Place(str(tmp_path / "out" / "latents" / "1"))
+    assert station.attempt(job, place, sizes, {}) == job  # they are here
+    assert station.attempt(Job("a", model="elsewhere"), place, {}, {}) == Job("a", model="elsewhere")
+    (tmp_path / "model" / "unet" / "weights").write_bytes(b"others")
+    assert station.attempt(job, place, sizes, {}) == Lacks(model)
+    start.unlink()
+    sent = {model: {"unet/weights": [b"wei", b"ghts"]}}
+    assert station.attempt(job, place, sizes, sent) == Lacks(str(start))
+    moved = station.attempt(job, place, sizes, {**sent, str(start): {".": [b"picture"]}})
+    assert Path(moved.model).name == "model" and Path(moved.model, "unet", "weights").read_bytes() == b"weights"
+    assert moved.init_image.name == "start.png" and moved.init_image.read_bytes() == b"picture"
+    assert station.attempt(job, place, sizes, {}) == moved
+    station.leave()
+    assert not moved.init_image.exists()
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch, tmp_path):
+    from typer.testing import CliRunner
+
+    from sd_lowvram.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    Path("jobs.txt").write_text("an apple\n")
+    done = CliRunner().invoke(app, ["batch", "jobs.txt", "--out", "out", "--on", "ray"])
+    assert done.exit_code == 2 and 'pip install "sd-lowvram[ray]"' in done.stderr

@@ -1,0 +1,31 @@
+"""Batches in processes of their own: jobs for them, and what they made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+WARM = """
+from typer.testing import CliRunner
+from sd_lowvram.cli import app
+assert CliRunner().invoke(app, ["generate", "an apple", "--steps", "0"]).exit_code == 2
+import diffusers.pipelines.stable_diffusion, transformers.models.clip.modeling_clip
+import sd_lowvram.commands.batches.run
+"""
+
+
+def jobs(folder: Path, count: int) -> Path:
+    """Jobs of two shapes and two schedulers."""
+    things = ("apple", "car", "house", "tree", "cat")
+    lines = ["prompt,seed,width,height,scheduler,steps"]
+    for n in range(count):
+        lines.append(f"a {things[n % 5]},{n},{64 + 8 * (n % 2)},64,{'euler-a' if n % 3 else ''},2")
+    (folder / "jobs.csv").write_text("\n".join(lines))
+    return folder / "jobs.csv"
+
+
+def results(stdout: str) -> dict[str, str]:
+    """The checksum of each file, by the journal."""
+    made = [(picture["file"], picture["sha256"]) for job in json.loads(stdout)["jobs"] for picture in job["pictures"]]
+    assert len(dict(made)) == len(made)
+    return dict(made)
