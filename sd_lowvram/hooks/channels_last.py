@@ -1,21 +1,27 @@
 """Channels-last memory format of the convolutions' weights; activations follow it by themselves.
 
+Weights that wait in a mapped file stay there in the file's order, as a copy would hold memory for good: they are
+brought in order whenever they are copied from it.
+
 Source: diffusers' memory and speed guide. Fidelity: ``rounding`` (other convolution kernels).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import NoSiteError
+from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Change
 from ..settings import Settings
-from ..weights import all_tensors, set_data
+from ..streaming.host_weights import in_files
+from ..weights import all_tensors, lay_last, same_bits, set_data
 
 
 def channels_last(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Change]:
@@ -24,19 +30,43 @@ def channels_last(anatomy: Anatomy, settings: Settings, device: torch.device) ->
     Raises:
         NoSiteError: the target has no 2-D convolution.
     """
-    kernels = [tensor for tensor in all_tensors(*anatomy.components.values()) if tensor.dim() == 4]
-    if not kernels:
+    components = anatomy.components
+    if not _kernels(*components.values()):
         raise NoSiteError("channels last: the model has no 2-D convolution")
-    yield Change(functools.partial(_reorder, kernels), hook="channels_last")
+    waits = settings.offload not in (None, "none")
+    stay = {anatomy.autoencoder} if settings.decoder_device == "cpu" else set()
+    waiting = [part for name, part in components.items() if waits and name not in stay]
+    yield Change(functools.partial(_reorder, list(components.values()), waiting), hook="channels_last")
 
 
-def _reorder(kernels: list[Tensor]) -> Callable[[], None]:
-    changed = [kernel for kernel in kernels if not kernel.is_contiguous(memory_format=torch.channels_last)]
-    for kernel in changed:
-        set_data(kernel, kernel.data.contiguous(memory_format=torch.channels_last))
+def reordered(component: nn.Module) -> list[Tensor]:
+    """The weights of a component that come to lie in another order than they have."""
+    return [kernel for kernel in _kernels(component) if not kernel.is_contiguous(memory_format=torch.channels_last)]
 
-    def undo() -> None:
-        for kernel in changed:
-            set_data(kernel, kernel.data.contiguous(memory_format=torch.contiguous_format))
 
-    return undo
+def _kernels(*components: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in all_tensors(*components) if tensor.dim() == 4]
+
+
+def _reorder(components: list[nn.Module], waiting: list[nn.Module]) -> Callable[[], None]:
+    kernels = {id(kernel): kernel for component in components for kernel in reordered(component)}
+    waits = {id(kernel) for kernel in _kernels(*waiting)}
+    real = active_fake_mode(*kernels.values()) is None
+    with contextlib.ExitStack() as undoing:
+        for kernel, mapped in zip(kernels.values(), in_files(kernels.values()), strict=True):
+            in_file = mapped and real and not kernel.is_meta
+            if in_file and id(kernel) in waits:
+                undoing.callback(_as_before, kernel, None)
+                undoing.callback(lay_last(kernel))
+            else:
+                undoing.callback(_as_before, kernel, kernel.data if in_file else None)
+                set_data(kernel, kernel.data.contiguous(memory_format=torch.channels_last))
+        return undoing.pop_all().close
+
+
+def _as_before(kernel: Tensor, original: Tensor | None) -> None:
+    """``kernel`` in the plain order; ``original`` is what it held in a file."""
+    if original is not None and kernel.device == original.device and same_bits(kernel.data, original):
+        set_data(kernel, original)
+    else:
+        set_data(kernel, kernel.data.contiguous(memory_format=torch.contiguous_format))

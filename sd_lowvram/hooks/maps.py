@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import Parked
+from ..memory.host_offload import reinterpreted
 
 
 class Map:
@@ -21,6 +22,14 @@ class Map:
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self.shape = data.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Keep the same values in another type of as many bytes, where they are."""
+        self.data = reinterpreted(self.data, dtype, 2)
 
     def load(self, rows: slice) -> Tensor:
         return self.data[:, :, rows]
@@ -49,6 +58,11 @@ class Strip:
     height: int
     wraps: bool
     hidden: Tensor | None = None
+
+    def widen(self) -> None:
+        """Go on in float32."""
+        self.x = self.x.float()
+        self.hidden = None if self.hidden is None else self.hidden.float()
 
     def convolve(self, conv: nn.Module, data: Tensor) -> Tensor:
         """``conv`` of ``data``, which has this strip's rows, without the rows that lack their neighbours."""

@@ -24,10 +24,16 @@ from .offload import STREAMED
 Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
 
 _ORDER = (
+    "compiled",
     "precision",
     "channels_last",
     "weight_storage",
+    "packed_weights",
     "attention",
+    "merge_tokens",
+    "fused_kernels",
+    "winograd",
+    "vae_whole",
     "vae_exact",
     "vae_fast",
     "vae_slices",
@@ -35,6 +41,8 @@ _ORDER = (
     "feed_forward",
     "residual_strips",
     "transformer_chunks",
+    "cuda_graphs",
+    "deep_cache",
     "skip_parking",
     "guidance_in_turn",
     "inference_mode",
@@ -82,8 +90,10 @@ def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: 
     stages |= {"decode", "encode"} if anatomy.autoencoder else set()
     if stages.isdisjoint(knob.stages):
         return False
+    hook = knob.hook_of(value)
+    if hook == "offload":
+        return True  # the decoder's place: the hook itself looks at weights, which a plan need not have
     try:
-        hook = knob.hook_of(value)
         return not hook or all(True for _ in _hook(hook)(anatomy, settings, device))
     except NoSiteError:
         return False

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..kernels.triton.support import takes
 from ..memory.repeats import each
 from ..streaming.weight_scopes import kept
 from ..weights import first_tensor, placed
@@ -56,8 +57,13 @@ class Statistics:
     """What a normalisation has to know of the whole map before it can work on a strip of it: mean and variance of each
     group of channels over all strips that were added, in float32 or wider."""
 
-    def __init__(self, norm: nn.GroupNorm) -> None:
+    def __init__(self, norm: nn.GroupNorm, fused: bool = False) -> None:
+        """
+        Args:
+            fused: normalise and activate a strip by one kernel, where that can run.
+        """
         self.norm = norm
+        self._fused = fused
         self._groups = norm.num_groups
         self._count = 0
         self._mean: Tensor | None = None
@@ -72,7 +78,10 @@ class Statistics:
         mean = grouped.mean((2, 3, 4), keepdim=True)
         # torch.var_mean does the same in one call, fifteen times as slowly on a CPU
         centred = grouped - mean if wide is strip else grouped.sub_(mean)
-        squares, mean = centred.square_().sum((2, 3, 4)), mean.squeeze((2, 3, 4))
+        # the mean of an even map, which is normalised by 1/sqrt(eps), must be its value to the last bit
+        missed = centred.mean((2, 3, 4))
+        squares = (centred.square_().sum((2, 3, 4)) - count * missed.square()).clamp_min(0)
+        mean = mean.squeeze((2, 3, 4)) + missed
         self._affine = None
         if self._mean is None or self._squares is None:
             self._mean, self._squares, self._count = mean, squares, count
@@ -102,22 +111,28 @@ class Statistics:
 
         The arithmetic is done in float32 or wider and rounded once, as torch's own kernels do.
         """
-        with _GivenStatistics(self):
-            result: Tensor = self.norm(strip)
-        return result
+        return self._by_the_layer(strip)
 
     def activated(self, strip: Tensor) -> Tensor:
         """SiLU of the normalised rows; a new tensor."""
+        if self._fused and takes(strip):
+            return self._by_the_layer(strip, silu=True)
         return F.silu(self.normalised(strip), inplace=True)
+
+    def _by_the_layer(self, strip: Tensor, silu: bool = False) -> Tensor:
+        with _GivenStatistics(self, silu):
+            result: Tensor = self.norm(strip)
+        return result
 
 
 class _GivenStatistics(TorchFunctionMode):
     """Answers ``group_norm`` with statistics that were gathered before. The layer itself is called, so that whatever
     its host does to weights on the way (streaming, casting, a LoRA) is done."""
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(self, statistics: Statistics, silu: bool) -> None:
         super().__init__()
         self._statistics = statistics
+        self._silu = silu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.group_norm:
@@ -133,4 +148,8 @@ class _GivenStatistics(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         scale, shift = self._statistics.affine(input.shape[1], weight, bias, eps)
+        if self._silu:
+            from ..kernels.triton.strip import activated_strip
+
+            return activated_strip(input, scale, shift)
         return torch.mul(input, scale).add_(shift).to(input.dtype)

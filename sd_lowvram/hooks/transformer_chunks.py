@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy, TokenAttention, Transformer
-from ..patches import Patch, set_patch, wrap
+from ..patches import Patch, roles_of, set_patch, wrap
 from ..settings import Settings
 from .feed_forward import FEWEST_TOKENS
 from .strips import Span, assembled, needs_graph, spans
@@ -50,7 +50,7 @@ def _in_chunks(
     **kwargs: Any,
 ) -> Tensor:
     pieces = spans(tokens.shape[1], chunks, FEWEST_TOKENS)
-    whole = len(pieces) == 1 or needs_graph(block, tokens, args, kwargs)
+    whole = len(pieces) == 1 or needs_graph(block, tokens, args, kwargs) or _merges(block)
     parts = None if whole else look(block, *args, **kwargs)
     if parts is None:
         return original(tokens, *args, **kwargs)
@@ -65,6 +65,11 @@ def _in_chunks(
         return fed_forward + part
 
     return assembled(fed, pieces, 1, tokens, out)
+
+
+def _merges(block: Any) -> bool:
+    """Whether its self-attention looks at all tokens before it attends to any."""
+    return any(hook == "merge_tokens" for _, hook, _ in roles_of(block.attn1))
 
 
 def _attended(parts: TokenAttention, tokens: Tensor, out: Tensor | None, pieces: list[Span]) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import progress
-from ..errors import NoSiteError
+from ..errors import NoSiteError, NotFiniteError
 from ..kernels.attention.bounded import fused_softmax
 from ..memory import Parked
 from ..memory.repeats import representatives, standing_for
@@ -36,6 +36,7 @@ from ..streaming.weight_scopes import kept
 from ..units import MIB
 from ..weights import placed, room
 from .maps import AnyMap, Given, Map, Strip, load, spans
+from .overflow import Watch, is_finite, piece
 from .strips import Statistics
 from .vae_operations import Operation, first_half, needed_rows, operations_of, second_half
 
@@ -79,27 +80,37 @@ def _exactly(
     if torch.is_grad_enabled() and x.requires_grad:  # strips that overwrite each other keep no graph
         return original(x, *args, **kwargs)
     steps = _steps(vae)  # now, because a LoRA may have been loaded since
-    result = run_exact(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)
-    _warn_of_overflow(stage, x, result)
-    return result
+    return run_exact(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)
 
 
 def _no_other_tiling(*args: Any, **kwargs: Any) -> None:
     warnings.warn("exact tiles are attached and bound the memory already: enable_tiling() is ignored", stacklevel=3)
 
 
-def _warn_of_overflow(stage: str, x: Tensor, result: Tensor) -> None:
-    if x.dtype != torch.float16 or isinstance(x, FakeTensor) or bool(result.isfinite().all()):
-        return
-    if bool(x.isfinite().all()):
-        warnings.warn(f"{stage}: the autoencoder overflowed in float16: load it in float32 or bfloat16", stacklevel=3)
-
-
 def run_exact(steps: Sequence[Step], x: Tensor, settings: Settings, stage: str = "decode") -> Tensor:
-    """Run ``x`` (N, C, H, W) through ``steps`` by strips and return what the plain layers would, up to rounding."""
-    run = _Run(steps, x, settings, stage)
+    """Run ``x`` (N, C, H, W) through ``steps`` by strips and return what the plain layers would, up to rounding.
+
+    Raises:
+        NotFiniteError: ``x`` holds values that are no numbers, or the layers make such even in float32.
+    """
+    fake = isinstance(x, FakeTensor)
+    watch = Watch(stage, x, looks=x.device.type == "cpu" and not fake)
     with torch.no_grad():
-        return run()
+        if watch.looks:
+            _check(stage, x)
+        result = _Run(steps, x, settings, stage, watch)()
+        if not fake and not watch.looks and not is_finite(result):
+            del result
+            _check(stage, x)
+            watch = Watch(stage, x, looks=True)
+            result = _Run(steps, x, settings, stage, watch)()
+    watch.tell()
+    return result
+
+
+def _check(stage: str, x: Tensor) -> None:
+    if not is_finite(x):
+        raise NotFiniteError(f"{stage}: what it is given holds values that are no numbers (NaN or infinity)")
 
 
 class _Overwritten:
@@ -121,6 +132,14 @@ class _Overwritten:
         later = slice(self._written, rows.stop)
         return torch.cat([old, self._map.load(later)], dim=2) if rows.stop > self._written else old
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._map.dtype
+
+    def convert(self, dtype: torch.dtype) -> None:
+        self._map.convert(dtype)
+        self._kept = None if self._kept is None else self._kept.to(dtype)
+
     def store(self, rows: slice, strip: Tensor) -> None:
         self._kept = self.load(slice(max(0, rows.stop - self._halo), rows.stop)).clone()
         self._written = rows.stop
@@ -130,11 +149,13 @@ class _Overwritten:
 class _Run:
     """One pass of a map through the steps."""
 
-    def __init__(self, steps: Sequence[Step], x: Tensor, settings: Settings, stage: str) -> None:
+    def __init__(self, steps: Sequence[Step], x: Tensor, settings: Settings, stage: str, watch: Watch) -> None:
         self.groups = _grouped(steps, settings.vae_map == "recomputed")
         self.input = x
         self.stage = stage
+        self.watch = watch
         self.parks = settings.vae_map == "parked"
+        self.fused = bool(settings.fused_kernels)
         first = steps[0]
         self.wraps = isinstance(first, Conv) and getattr(layer(first.conv), "padding_mode", "zeros") == "circular"
         self.itemsize = x.element_size()
@@ -170,13 +191,13 @@ class _Run:
         statistics = [known]
         for place in range(1, len(operations)):
             norm = operations[place].norm
-            gathered = Statistics(norm) if norm is not None else None
+            gathered = Statistics(norm, self.fused) if norm is not None else None
             if gathered is not None:
                 self._sweep(x, None, operations[:place], statistics, None, gathered, operations[place].of_hidden)
             statistics.append(gathered)
         final = self.done == len(self.groups) - 1
         over = not final and not self.wraps and _keeps_shape(group)
-        gathered = Statistics(after) if after is not None else None
+        gathered = Statistics(after, self.fused) if after is not None else None
         sink = self._sweep(x, None, operations, statistics, x if over else "held" if final else "new", gathered)
         return gathered, sink
 
@@ -185,9 +206,9 @@ class _Run:
     ) -> tuple[Statistics | None, AnyMap]:
         """A residual block with its inner map stored: every convolution runs once."""
         first, second = first_half(block), second_half(block)
-        inner = Statistics(block.norm2)
+        inner = Statistics(block.norm2, self.fused)
         hidden = self._sweep(x, None, [first], [known], "new", inner, of_hidden=True)
-        gathered = Statistics(after) if after is not None else None
+        gathered = Statistics(after, self.fused) if after is not None else None
         sink = self._sweep(x, hidden, [second], [inner], "new" if self.wraps else hidden, gathered)
         return gathered, sink
 
@@ -216,19 +237,18 @@ class _Run:
         row_bytes = int(x.shape[0] * channels * width * self.itemsize * max(1, resize**-2))
         rows = max(1, self.strip_bytes // row_bytes)
         cuts = list(spans(height, max(rows, min(halo, height)) if len(operations) > 2 else rows))
+        final = sink == "held"
+        compute = functools.partial(self._strip, readers, operations, statistics, of_hidden)
         for number, (start, stop) in self._each(cuts, operations):
             if isinstance(sink, _Overwritten):
                 sink.written_to(start)
-            result = self._strip(readers, operations, statistics, start, stop)
-            kept = result.hidden if of_hidden and result.hidden is not None else result.x
-            kept = kept[:, :, start - result.start : stop - result.start]
-            del result
+            kept = self.watch.rows(compute, start, stop, final)
             if isinstance(sink, str):
                 sink = self._new((x.shape[0], kept.shape[1], height, width), kept, sink)
             if gathered is not None:
                 gathered.add(kept)
             if sink is not None:
-                sink.store(slice(start, stop), kept)
+                _store(sink, slice(start, stop), kept)
             del kept
             self._report((number + 1) / len(cuts))
         return sink._map if isinstance(sink, _Overwritten) else sink
@@ -238,9 +258,12 @@ class _Run:
         readers: list[Any],
         operations: list[Operation],
         statistics: list[Statistics | None],
+        of_hidden: bool,
         start: int,
         stop: int,
-    ) -> Strip:
+        wide: bool,
+    ) -> Tensor:
+        """Rows ``start`` to ``stop`` of what ``operations`` make of ``readers``; ``wide``: in float32."""
         first, last = needed_rows(start, stop, operations)
         x, hidden = readers
         height = x.shape[2]
@@ -249,9 +272,12 @@ class _Run:
         inside = load(hidden, first, last, self.wraps) if hidden is not None else None
         strip = Strip(load(x, first, last, self.wraps), first, height, self.wraps, inside)
         del inside
+        if wide:
+            strip.widen()
         for operation, known in zip(operations, statistics, strict=True):
             strip = operation.run(strip, known)
-        return strip
+        made = strip.hidden if of_hidden and strip.hidden is not None else strip.x
+        return made[:, :, start - strip.start : stop - strip.start]
 
     @kept()
     def _attention(
@@ -261,33 +287,61 @@ class _Run:
         assert known is not None
         count, channels, height, width = x.shape
         rows = max(1, self.strip_bytes // (count * channels * width * self.itemsize))
-        keys: Tensor | None = None
-        values: Tensor | None = None
         cuts = list(spans(height, rows))
-        for _, (start, stop) in self._each(cuts):
-            tokens = _tokens(known.normalised(x.load(slice(start, stop))))
-            key, value_ = step.to_k(tokens), step.to_v(tokens)
-            keys = placed(keys, key, 1, start * width, height * width)
-            values = placed(values, value_, 1, start * width, height * width)
-            del tokens, key, value_
-        assert keys is not None and values is not None
-        keys, values = _heads(keys, step.heads), _heads(values, step.heads)
-        gathered = Statistics(after) if after is not None else None
+        held = self.watch.whole(functools.partial(self._keys_and_values, x, known, step, rows))
+        compute = functools.partial(self._mixed, x, known, step, held)
+        gathered = Statistics(after, self.fused) if after is not None else None
         for number, (start, stop) in self._each(cuts):
-            strip = x.load(slice(start, stop))
-            queries = _heads(step.to_q(_tokens(known.normalised(strip))), step.heads)
-            mixed = fused_softmax(queries, keys, values, score_bytes=self.strip_bytes)
-            del queries
-            mixed = step.to_out(mixed.transpose(1, 2).flatten(2))
-            mixed = mixed.transpose(1, 2).unflatten(2, (stop - start, width)) + strip
-            mixed = mixed if step.scale == 1.0 else mixed.div_(step.scale)
+            mixed = self.watch.rows(compute, start, stop)
             if gathered is not None:
                 gathered.add(mixed)
             x = self._new(x.shape, mixed, "new") if isinstance(x, Given) else x  # never into the caller's tensor
-            x.store(slice(start, stop), mixed)
-            del mixed, strip
+            _store(x, slice(start, stop), mixed)
+            del mixed
             self._report((number + 1) / len(cuts))
         return gathered, x
+
+    def _keys_and_values(
+        self, x: AnyMap, known: Statistics, step: Attention, rows: int, wide: bool
+    ) -> tuple[Tensor, ...]:
+        """Those of all pixels, (N, heads, pixels, C / heads) each; ``wide``: computed in float32, kept in bfloat16."""
+        _, _, height, width = x.shape
+        cuts = list(spans(height, piece(0, rows) if wide else rows))
+        keys: Tensor | None = None
+        values: Tensor | None = None
+        for _, (start, stop) in self._each(cuts):
+            strip = x.load(slice(start, stop))
+            tokens = _tokens(known.normalised(strip.float() if wide else strip))
+            key, value_ = step.to_k(tokens), step.to_v(tokens)
+            if wide:
+                key, value_ = key.bfloat16(), value_.bfloat16()
+            keys = placed(keys, key, 1, start * width, height * width)
+            values = placed(values, value_, 1, start * width, height * width)
+            del strip, tokens, key, value_
+        assert keys is not None and values is not None
+        return _heads(keys, step.heads), _heads(values, step.heads)
+
+    def _mixed(
+        self,
+        x: AnyMap,
+        known: Statistics,
+        step: Attention,
+        held: tuple[Tensor, ...],
+        start: int,
+        stop: int,
+        wide: bool,
+    ) -> Tensor:
+        """Rows ``start`` to ``stop`` of the map after its attention; ``wide``: its layers in float32."""
+        strip = x.load(slice(start, stop))
+        strip = strip.float() if wide else strip
+        keys, values = held
+        queries = _heads(step.to_q(_tokens(known.normalised(strip))), step.heads)
+        mixed: Tensor = fused_softmax(queries.to(keys.dtype), keys, values, score_bytes=self.strip_bytes)
+        del queries
+        mixed = mixed.float() if wide else mixed
+        mixed = step.to_out(mixed.transpose(1, 2).flatten(2))
+        mixed = mixed.transpose(1, 2).unflatten(2, (stop - start, x.shape[3])) + strip
+        return mixed if step.scale == 1.0 else mixed.div_(step.scale)
 
     def _each(
         self, cuts: list[tuple[int, int]], operations: Sequence[Operation] = ()
@@ -298,7 +352,8 @@ class _Run:
             return
         read = (needed_rows(start, stop, operations) for start, stop in cuts)
         kinds = [(stop - start, last - first) for (start, stop), (first, last) in zip(cuts, read, strict=True)]
-        yield from standing_for(((number, cuts[number]), passes) for number, passes in representatives(kinds))
+        run, order = representatives(kinds)
+        yield from standing_for([(number, cuts[number]) for number in run], order)
 
     def _new(self, shape: tuple[int, ...], like: Tensor, kind: str) -> AnyMap:
         if self.parks and kind == "new":
@@ -309,6 +364,13 @@ class _Run:
         self.shown = max(self.shown, int(1000 * (self.done + share) / len(self.groups)))
         if not self.silent:
             progress.report(self.stage, self.shown, 1000)
+
+
+def _store(sink: Any, rows: slice, strip: Tensor) -> None:
+    """Write ``strip`` into a map, which takes on its type."""
+    if sink.dtype != strip.dtype:
+        sink.convert(strip.dtype)
+    sink.store(rows, strip)
 
 
 def _grouped(steps: Sequence[Step], recomputed: bool) -> list[list[Step]]:

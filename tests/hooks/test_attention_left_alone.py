@@ -37,7 +37,7 @@ def test_plenty_changes_no_bit_and_no_attention() -> None:
     expected = tiny.run(pipe)
     plan = sd_lowvram.optimize(pipe, vram="8GB", ram="8GB", **SIZE)
     assert plan.settings.attention is None and plan.fidelity == Fidelity.BITWISE
-    assert attachments(pipe)[0].sites.keys() == {"inference_mode", "offload"}
+    assert attachments(pipe)[0].sites.keys() == {"inference_mode", "offload", "vae_whole"}
     assert not any("forward" in vars(site.module) for site in attachments(pipe)[0].anatomy.attentions)
     assert torch.equal(tiny.run(pipe), expected)
 

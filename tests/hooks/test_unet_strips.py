@@ -110,7 +110,7 @@ def test_pieces_of_fakes_stand_for_each_other() -> None:
     assert seen == 7
     with FakeTensorMode():
         fake = torch.empty(2, 100, 4)
-        for _ in standing_for([((), 3)]):
+        for _ in standing_for([()], [0, 0, 0]):
             for _ in each(pieces, fake):
                 seen += times()
         assert seen == 7 + 3 * 7

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -10,9 +13,13 @@ import tiny
 import torch
 from torch import Tensor, nn
 
+import sd_lowvram
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
-from sd_lowvram.errors import NoSiteError
+from sd_lowvram.errors import NoSiteError, NotFiniteError
+from sd_lowvram.hooks import overflow, vae_exact
+from sd_lowvram.memory import measured_peak
+from sd_lowvram.tracing import trace
 
 EXACT = Settings(vae_tiles="exact", vae_map="held", vae_strip_mib=1)
 
@@ -78,14 +85,148 @@ def test_tiling_that_is_asked_for_later_is_not_laid_on_top() -> None:
     assert vae.use_tiling
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("overflows", [False, True])
-def test_overflow_in_float16_is_told(overflows: bool) -> None:
-    vae = autoencoder().half()
-    if overflows:
+def overflowing(dtype: torch.dtype) -> Any:
+    """An autoencoder whose first map reaches beyond float16."""
+    vae = autoencoder()
+    with torch.no_grad():
         vae.decoder.conv_in.weight.mul_(1e4)
         vae.decoder.conv_in.bias.fill_(6e4)
-    with attached(vae, EXACT), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        vae.decode(latents().half())
-    assert any("overflowed" in str(warning.message) for warning in caught) == overflows
+    return vae.half().to(dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["held", "parked", "recomputed"])
+def test_what_overflows_in_float16_is_computed_in_float32_and_told(where: str) -> None:
+    settings = dataclasses.replace(EXACT, vae_map=where)
+    wanted = overflowing(torch.float32).decode(latents().half().float()).sample
+    assert not overflowing(torch.float16).decode(latents().half()).sample.isfinite().all()
+    with (
+        attached(vae := overflowing(torch.float16), settings),
+        pytest.warns(UserWarning, match=r"overflowed in float16: \d+ strips were computed in float32, and its maps"),
+    ):
+        made = vae.decode(latents().half()).sample
+    assert made.dtype == torch.float16
+    assert tiny.relative_error(made.float(), wanted) < 2e-2
+
+
+@pytest.mark.slow(6)
+@torch.no_grad()
+def test_a_plain_decode_that_overflows_is_made_anew_by_strips() -> None:
+    given = latents().half()
+    wanted = overflowing(torch.float32).decode(given.float()).sample
+    vae = overflowing(torch.float16)
+    before = dict(vars(vae.decoder))
+    with attached(vae, Settings(vae_tiles="off")), pytest.warns(UserWarning, match="overflowed in float16: "):
+        made = vae.decode(given).sample
+    assert made.dtype == torch.float16 and tiny.relative_error(made.float(), wanted) < 2e-2
+    assert vars(vae.decoder) == before
+    sd_lowvram.optimize(vae, vram="2GB", width=88, height=72, device="cpu")
+    with pytest.warns(UserWarning, match="overflowed in float16: "):
+        assert torch.equal(vae.decode(given).sample, made)
+    sd_lowvram.restore(vae)
+
+
+@torch.no_grad()
+def test_a_plain_decode_that_is_no_numbers_is_refused() -> None:
+    vae = autoencoder()
+    vae.decoder.conv_out.bias.fill_(torch.nan)
+    with attached(vae, Settings(vae_tiles="off")), pytest.raises(NotFiniteError, match="weights are damaged"):
+        vae.decode(latents())
+    whole = autoencoder()
+    with attached(whole, Settings(vae_tiles="off")), pytest.raises(NotFiniteError, match="what it is given"):
+        whole.decode(latents() * torch.inf)
+    odd = autoencoder()
+    odd.decoder.up_blocks[0].resnets[0].nonlinearity = nn.GELU()
+    odd.decoder.conv_out.bias.fill_(torch.nan)
+    with attached(odd, Settings(vae_tiles="off")), pytest.raises(NotFiniteError, match="load it in float32"):
+        odd.decode(latents())
+
+
+@torch.no_grad()
+def test_one_strip_that_overflows_inside_leaves_the_maps_in_float16() -> None:
+    vae = autoencoder().half()
+    vae.decoder.up_blocks[0].resnets[0].conv1.weight.mul_(3e5)  # the norm behind it makes it small again
+    with attached(vae.float(), EXACT):
+        wanted = vae.decode(latents().half().float()).sample
+    with attached(vae.half(), EXACT), pytest.warns(UserWarning, match="computed in float32"):
+        made = vae.decode(latents().half()).sample
+    assert tiny.relative_error(made.float(), wanted) < 2e-2
+
+
+def spoiled(layer: nn.Module, calls: set[int]) -> Any:
+    """Have some calls of ``layer`` give no numbers."""
+    made = itertools.count()
+
+    def spoil(_: Any, __: Any, out: Tensor) -> Tensor | None:
+        return torch.full_like(out, torch.nan) if next(made) in calls else None
+
+    return layer.register_forward_hook(spoil)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("where", ["held", "parked"])
+def test_a_fault_in_one_strip_leaves_no_trace(dtype: torch.dtype, where: str) -> None:
+    vae = autoencoder().to(dtype)
+    layers = [vae.decoder.conv_out, vae.decoder.up_blocks[1].resnets[0].conv1, vae.decoder.mid_block.attentions[0].to_q]
+    with attached(vae, dataclasses.replace(EXACT, vae_map=where)):
+        wanted = vae.decode(latents().to(dtype)).sample
+        for layer in layers:
+            hook = spoiled(layer, {0})
+            with pytest.warns(UserWarning, match="decode: 1 strip was computed anew"):
+                assert torch.equal(vae.decode(latents().to(dtype)).sample, wanted)
+            hook.remove()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_never_becomes_a_number_is_refused(dtype: torch.dtype) -> None:
+    vae = autoencoder().to(dtype)
+    with attached(vae, EXACT):
+        with pytest.raises(NotFiniteError, match="what it is given holds"):
+            vae.decode(torch.full_like(latents(), torch.nan).to(dtype))
+        vae.decoder.conv_out.weight.fill_(torch.nan)
+        with pytest.raises(NotFiniteError, match="decode: rows 0 to"):
+            vae.decode(latents().to(dtype))
+
+
+@torch.no_grad()
+def test_where_looking_would_wait_the_pass_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card, where nothing is looked at but the picture."""
+    vae, looked = autoencoder(), []
+
+    class OnACard(overflow.Watch):
+        def __init__(self, stage: str, x: Tensor, looks: bool) -> None:
+            looked.append(bool(looked))
+            super().__init__(stage, x, looks=looked[-1])
+
+    with attached(vae, EXACT):
+        wanted = vae.decode(latents()).sample
+        monkeypatch.setattr(vae_exact, "Watch", OnACard)
+        hook = spoiled(vae.decoder.up_blocks[1].resnets[0].conv1, {0})
+        assert torch.equal(vae.decode(latents()).sample, wanted)
+        hook.remove()
+    assert looked == [False, True]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["held", "parked"])
+def test_what_is_computed_in_float32_takes_no_more_than_what_was_planned_for(where: str) -> None:
+    settings = dataclasses.replace(EXACT, vae_map=where)
+    given, peaks = torch.randn(1, 4, 24, 24).half(), []
+    for vae in (autoencoder().half(), overflowing(torch.float16)):
+        with attached(vae, settings, device="cpu"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            peaks.append(measured_peak(functools.partial(vae.decode, given)))
+    assert peaks[1] <= peaks[0]
+
+
+def test_plans_count_the_bytes_of_strips_in_float32_and_none_of_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where strips are one row high, what is widened is the whole of it."""
+    work, given = [], torch.randn(1, 4, 9, 640).half()
+    for pieces in (1, 1 << 20):
+        monkeypatch.setattr(overflow, "_PIECES", pieces)
+        with attached(vae := autoencoder().half(), EXACT, device="cpu"):
+            traced = trace(vae.decode, given)
+            work.append((traced.flops, traced.allocated_peak_bytes))
+    assert work[0][0] == work[1][0] and work[0][1] > work[1][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,21 @@ def test_what_others_differ_by(capsys: Any) -> None:
     errors = [(result - plain).abs().mean() for result in (exact, fast, theirs)]
     assert errors[0] < errors[1] / 100
     assert errors[0] < errors[2] / 100
+
+
+def test_a_black_picture_is_encoded_as_exactly_as_others() -> None:
+    """Groups of one channel whose map is even are normalised by 1/sqrt(eps), and so is what a mean is off by: torch's
+    own kernel, channels last, is off by more than one."""
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    two = "DownEncoderBlock2D", "UpDecoderBlock2D"
+    vae = AutoencoderKL(3, 3, (two[0],) * 2, (two[1],) * 2, (32, 64), norm_num_groups=32).eval()
+    black = torch.zeros(1, 3, 64, 64).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        moments = encode(vae, black, settings=Settings(vae_tiles="exact", vae_strip_mib=1))
+        truth: Any = copy.deepcopy(vae).double().encode(black.double())
+    assert (moments - truth.latent_dist.parameters).abs().max() < 1e-3
 
 
 @given(

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ...settings import Settings
+from ..triton import support
 from . import torch_kernels
 from .bounded import SCORE_BYTES, fused_blocks, fused_softmax, sliced, sliced_blocks
+from .by_triton import triton
 from .problem import Problem
 
 AttentionFunction = Callable[..., Tensor]
@@ -27,6 +29,7 @@ BACKENDS: dict[str, AttentionFunction] = {
     "xformers": torch_kernels.xformers,
     "fused-softmax": fused_softmax,
     "sliced": sliced,
+    "triton": triton,
 }
 """Every backend by its name in the settings; all have the signature of `sliced`."""
 
@@ -39,6 +42,7 @@ def available_backends(device: torch.device) -> dict[str, str | None]:
     reasons: dict[str, str | None] = dict.fromkeys(BACKENDS)
     reasons |= {kernel: torch_kernels.refusal(kernel, problem) for kernel in ("flash", "efficient")}
     reasons["xformers"] = torch_kernels.xformers_refusal(device)
+    reasons["triton"] = support.refusal(device)
     return reasons
 
 
@@ -66,6 +70,8 @@ def held_bytes(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -
         return fused_blocks(problem, score_bytes).bytes
     if kernel == "flash":
         return torch_kernels.flash_bytes(problem)
+    if kernel == "triton":
+        return 0
     if kernel == "torch":
         return 2 * problem.scores * problem.score_dtype.itemsize
     return torch_kernels.efficient_bytes(problem)

@@ -54,7 +54,7 @@ def fused(
     problem = problem_of(q, k, v, mask, upcast)
     why = refusal(forced, problem) if forced else None
     if why:
-        raise SettingsError(f"attention={forced!r} cannot run {problem}: {why}. {_REMEDY}")
+        raise SettingsError(f"attention={forced!r} cannot run {problem}: {why}. {REMEDY}")
     kernel = forced or choose_kernel(problem, score_bytes)
     if kernel == "sliced":
         return sliced(q, k, v, mask, scale, upcast=upcast, score_bytes=score_bytes)
@@ -78,10 +78,10 @@ def xformers(
     """
     problem = problem_of(q, k, v, mask, upcast)
     if not problem.real:
-        return _emulated("efficient", q, k, v, mask, scale)
+        return emulated("efficient", q, k, v, mask, scale)
     why = xformers_refusal(q.device)
     if why:
-        raise SettingsError(f"attention='xformers' cannot run: {why}. {_REMEDY}")
+        raise SettingsError(f"attention='xformers' cannot run: {why}. {REMEDY}")
     import xformers.ops
 
     bias = None if mask is None else _aligned_bias(mask, problem)
@@ -91,11 +91,11 @@ def xformers(
         )
     except (NotImplementedError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise SettingsError(f"attention='xformers' cannot run {problem}: {reason}. {_REMEDY}") from error
+        raise SettingsError(f"attention='xformers' cannot run {problem}: {reason}. {REMEDY}") from error
     return out.transpose(1, 2)
 
 
-_REMEDY = "Choose attention='sdpa', which picks a kernel for every layer, or 'fused-softmax', which runs everywhere"
+REMEDY = "Choose attention='sdpa', which picks a kernel for every layer, or 'fused-softmax', which runs everywhere"
 
 
 def choose_kernel(problem: Problem, score_bytes: int) -> str:
@@ -191,7 +191,7 @@ def xformers_refusal(device: torch.device) -> str | None:
 def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     problem = problem_of(q, k, v, mask)
     if not problem.real:
-        return _emulated(kernel, q, k, v, mask, scale)
+        return emulated(kernel, q, k, v, mask, scale)
     if mask is not None:
         mask = _torch_mask(mask, problem)
     if kernel == "torch" or kernel == _choice(q, k, v, mask, scale):
@@ -211,7 +211,7 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
 _KERNELS = {1: "flash", 2: "efficient"}
 
 
-def _emulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def emulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Fake tensors have no fused kernels: a trace that answers for torch's function books them, else nothing is."""
     if not TORCHS_ATTENTION.answered():
         return empty_output(q, v)

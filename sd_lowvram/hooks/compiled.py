@@ -1,0 +1,211 @@
+"""Code that torch.compile makes of the model: one for each kind of block, which equal blocks share, or one of all.
+
+Blocks are compiled where a call first comes to them; a size, a batch or a LoRA that was not there before has its code
+made then, which is told. Where gradients are asked for, in traces, and where the compiler fails, blocks run as they
+are. Fidelity: ``rounding``. Sources: diffusers' memory and speed guide; PyTorch's recipe of regional compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from .. import progress
+from ..cache import place_of, remember, remembered
+from ..errors import ConflictError, NoSiteError, SettingsError
+from ..kernels import compiler
+from ..memory.fake_mode import active_fake_mode
+from ..models import autoencoder
+from ..models.anatomy import Anatomy
+from ..patches import Patch, is_foreign, wrap
+from ..settings import Settings
+from ..streaming.layers import is_compiled as is_compiled_module
+from ..weights import loaded_dtype, own_tensors
+from .offload import STREAMED
+from .strips import needs_graph
+
+_UNTRACEABLE = (
+    *("attention", "deterministic", "merge_tokens", "fused_kernels", "weight_storage", "packed_weights", "winograd"),
+    *("feed_forward_chunks", "residual_strips", "transformer_chunks", "guidance_in_turn", "park_skips"),
+)
+"""Knobs whose hooks act inside the blocks, by what a compiler cannot look through."""
+
+
+def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """Run blocks of denoiser and autoencoder (``regional``), or denoiser, encoder and decoder (``whole``), by compiled
+    code; where nothing can be compiled, warn and leave all as it is.
+
+    Raises:
+        NoSiteError: the target has neither.
+        SettingsError: together with a knob that acts inside the blocks, or with streamed weights.
+        ConflictError: the target is compiled already.
+    """
+    if compilable(settings, device).compile == "off":
+        return
+    found = [(name, modules) for name, modules in parts(anatomy, settings.compile == "whole") if modules]
+    if not found:
+        raise NoSiteError(f"compile={settings.compile!r}: the model has no denoiser and no autoencoder to compile")
+    for name, component in anatomy.components.items():
+        if any(map(is_compiled_module, component.modules())):
+            raise ConflictError(
+                f"{name} is compiled by torch.compile already: leave compile off, or optimize it uncompiled"
+            )
+    for name, modules in found:
+        kinds = _Kinds(device)
+        for module in modules:
+            yield wrap(module, "forward", kinds.around(module), "compiled")
+        for entry in anatomy.entries[name]:
+            yield wrap(anatomy.components[name], entry, kinds.entered, "compiler")
+
+
+def compilable(settings: Settings, device: torch.device) -> Settings:
+    """``settings``, or with a warning those with ``compile`` off, where nothing can be compiled for ``device``.
+
+    Raises:
+        SettingsError: other settings do not go with it.
+    """
+    if not is_compiled(settings):
+        return settings
+    against = untraceable(settings)
+    if against is not None:
+        raise SettingsError(against)
+    why = compiler.refusal(device)
+    if why is None:
+        return settings
+    warnings.warn(f"compile: {why}. The model runs as it is", stacklevel=2)
+    return dataclasses.replace(settings, compile="off")
+
+
+def is_compiled(settings: Settings) -> bool:
+    """Whether ``settings`` ask for compiled code."""
+    return settings.compile in ("regional", "whole")
+
+
+def untraceable(settings: Settings) -> str | None:
+    """Why the other ``settings`` do not go with ``compile``; None where they do."""
+    names = [name for name in _UNTRACEABLE if getattr(settings, name)]
+    names += ["offload"] if settings.offload in STREAMED else []
+    names += ["precision"] if settings.precision == "fp16-storage" else []
+    names += ["deep_cache"] if settings.deep_cache and settings.compile == "whole" else []
+    if not names:
+        return None
+    return (
+        f"compile={settings.compile!r} cannot go with {names[0]}={getattr(settings, names[0])!r}, which acts inside of "
+        "what is compiled: leave one of them off"
+    )
+
+
+def parts(anatomy: Anatomy, whole: bool) -> Iterator[tuple[str, list[nn.Module]]]:
+    """What is compiled of each component, the autoencoder's encoder apart from its decoder."""
+    if anatomy.denoiser is not None and anatomy.unet is not None:
+        blocks = [site.module for site in (*anatomy.residual_blocks, *anatomy.transformer_blocks)]
+        yield anatomy.denoiser, _free([anatomy.unet] if whole else blocks)
+    vae: Any = anatomy.vae
+    if anatomy.autoencoder is not None and autoencoder.dissect(vae) is not None:
+        blocks = autoencoder.residual_blocks(vae)
+        for part in (vae.encoder, vae.decoder):
+            inside = set(part.modules())
+            yield anatomy.autoencoder, _free([part] if whole else [block for block in blocks if block in inside])
+
+
+def kinds_of(anatomy: Anatomy, whole: bool = False) -> dict[str, frozenset[Any]]:
+    """The kinds of block that are compiled in each stage of a run."""
+    names = ("denoise", "encode", "decode") if anatomy.denoiser is not None else ("encode", "decode")
+    found = (frozenset(map(_kind, modules)) for _, modules in parts(anatomy, whole))
+    return dict(zip(names, found, strict=False))
+
+
+def were_compiled(kinds: frozenset[Any], device: torch.device) -> bool:
+    """Whether a process has compiled these for such a device, and so left files."""
+    return remembered(_mark(kinds, device)) is not None
+
+
+def _mark(kinds: Iterable[Any], device: torch.device) -> Path | None:
+    return place_of("compiled-kinds", lambda: (sorted(map(repr, kinds)), device.type))
+
+
+def _free(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those whose forward nobody else has replaced."""
+    return [module for module in modules if not is_foreign(module, "forward")]
+
+
+class _Kinds:
+    """The kinds of block in a part of the model, and what of them is compiled by now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kinds: set[Any] = set()
+        self._met: set[Any] = set()
+        self._shapes: set[Any] = set()
+        self._failed = False
+
+    def around(self, module: nn.Module) -> Callable[..., Any]:
+        """What is called in place of the forward of ``module``."""
+        kind = _kind(module)
+        self._kinds.add(kind)
+        return functools.partial(self._called, module, kind)
+
+    def entered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around a call of the component: what is compiled after its first call is told."""
+        if not _runs((args, kwargs)):
+            return original(*args, **kwargs)
+        before, met, start = compiler.codes(), len(self._met), time.perf_counter()
+        with compiler.compiling():
+            result = original(*args, **kwargs)
+        fresh = compiler.codes() - before
+        if fresh and met and met == len(self._met):
+            shapes = tuple(leaf.shape for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
+            why = "its layers have changed, as by a LoRA" if shapes in self._shapes else "for another size or batch"
+            seconds = time.perf_counter() - start
+            warnings.warn(f"compile: {fresh} pieces of code were compiled anew in {seconds:.0f} s: {why}", stacklevel=2)
+        if self._met:
+            self._shapes.add(tuple(leaf.shape for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)))
+        return result
+
+    def _called(self, module: nn.Module, kind: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._failed or not _runs((args, kwargs)) or needs_graph(module, args, kwargs):
+            return original(*args, **kwargs)
+        if kind not in self._met:
+            progress.report("compile", len(self._met), len(self._kinds))
+        try:
+            result = compiler.compiled_apart(type(module).forward, kind)(module, *args, **kwargs)
+        except Exception as error:
+            if not compiler.failed(error):
+                raise
+            self._failed = True
+            told = " ".join(str(error).split())[:200]
+            warnings.warn(f"compile: torch's compiler fails here ({told}). The model runs as it is", stacklevel=2)
+            return original(*args, **kwargs)
+        if kind not in self._met:
+            self._met.add(kind)
+            if self._met == self._kinds:
+                remember(_mark(self._kinds, self._device), True)
+            progress.report("compile", len(self._met), len(self._kinds))
+        return result
+
+
+def _kind(block: nn.Module) -> Any:
+    """What tells blocks apart: classes, numbers, shapes and types of all that is inside."""
+    return tuple(
+        (
+            type(module),
+            tuple((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str))),
+            tuple((tuple(tensor.shape), loaded_dtype(tensor)) for tensor in own_tensors(module)),
+        )
+        for module in block.modules()
+    )
+
+
+def _runs(arguments: Any) -> bool:
+    """Whether a call computes numbers, and is not traced."""
+    tensors = [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Tensor)]
+    return active_fake_mode(*tensors) is None

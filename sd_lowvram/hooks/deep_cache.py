@@ -1,0 +1,143 @@
+"""Deep features of the UNet are computed at every few steps, and used again at the steps between.
+
+From one denoising step to the next the small maps deep inside the UNet change little. Between full steps only the
+outermost layers run: those down to a branch, and those that take its skip connection back up; what the layers below
+gave last is handed to them again. Source of the idea: DeepCache (Ma, Fang and Wang 2023). Fidelity: ``approximate``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..errors import NoSiteError, SettingsError
+from ..memory.fake_mode import active_fake_mode
+from ..models.anatomy import Anatomy
+from ..patches import Patch, wrap
+from ..settings import Settings
+from .offload import STREAMED
+from .strips import needs_graph
+
+_MOST_CALLS = 8
+"""Calls of a denoiser at one step, for conditions of their own, that are told apart."""
+
+
+def deep_cache(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """Run the modules below ``settings.deep_cache_branch`` at every ``settings.deep_cache``-th step only.
+
+    What is kept is one map for each call of the denoiser at a step; it goes when another component runs.
+
+    Raises:
+        NoSiteError: the target has no UNet.
+        SettingsError: its UNet has no such branch, or its weights are streamed, all of them at every step.
+    """
+    deep = deep_stations(anatomy, settings)
+    if settings.offload in STREAMED:
+        raise SettingsError(
+            f"deep_cache={settings.deep_cache} passes over layers that offload={settings.offload!r} fetches at every "
+            "step: set offload to none or component"
+        )
+    reuse = _Reuse(settings.deep_cache or 1)
+    for number, module in enumerate(deep):
+        around = functools.partial(reuse.station, module, number, number == len(deep) - 1)
+        yield wrap(module, "forward", around, "deep_cache")
+    calls = {anatomy.denoiser: reuse.step, anatomy.autoencoder: reuse.elsewhere}
+    for name, component in anatomy.components.items():
+        for entry in anatomy.entries[name] if name in calls else ():
+            yield wrap(component, entry, calls[name], "deep_cache")
+
+
+def deep_stations(anatomy: Anatomy, settings: Settings) -> tuple[nn.Module, ...]:
+    """The modules that are passed over between full steps, in the order of their calls.
+
+    Raises:
+        NoSiteError, SettingsError: as :func:`deep_cache`.
+    """
+    course, branch = anatomy.course, settings.deep_cache_branch or 0
+    if course is None:
+        raise NoSiteError("deep cache: the model has no UNet")
+    most = len(course.makers) - 2
+    if branch > most:
+        raise SettingsError(f"deep_cache_branch={branch} must be from 0 to {most}: this UNet has no other branch")
+    blocks = {site.module for site in anatomy.residual_blocks}
+    upwards = [module for module in course.stations if module in blocks][-len(course.makers) :]
+    places = {module: place for place, module in enumerate(course.stations)}
+    first, last = places[course.makers[branch]], places[upwards[-1 - branch]]
+    return course.stations[first + 1 : last]
+
+
+class _Reuse:
+    """What deep modules gave at the last full step, by call of the denoiser.
+
+    Steps are told apart by their timesteps, which fall within a run.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._steps = 0
+        self._timestep: float | None = None
+        self._call: tuple[Any, ...] | None = None
+        self._calls = 0
+        self._full = True
+        self._given: dict[tuple[Any, ...], Any] = {}
+        self._turns: dict[int, int] = {}
+
+    def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around a call of the denoiser."""
+        sample, timestep = _sample_and_timestep(args, kwargs)
+        if sample is None:
+            return original(*args, **kwargs)
+        self._begin(None if active_fake_mode(sample) else timestep)
+        self._call = (self._calls, tuple(sample.shape), sample.dtype)
+        self._full = self._steps % self._interval == 0 or not any(key[0] == self._call for key in self._given)
+        self._turns = {}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._call = None
+
+    def _begin(self, timestep: Any) -> None:
+        now = None if timestep is None else float(torch.as_tensor(timestep).flatten()[0])
+        if now is not None and now == self._timestep and self._calls + 1 < _MOST_CALLS:
+            self._calls += 1
+            return
+        falls = now is not None and self._timestep is not None and now < self._timestep
+        self._steps, self._calls, self._timestep = self._steps + 1 if falls else 0, 0, now
+        if self._steps % self._interval == 0:
+            self._given.clear()
+
+    def station(
+        self, module: nn.Module, number: int, last: bool, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around a call of a deep module, of which there is more than one where a batch goes part by part."""
+        if self._call is None or needs_graph(module, args, kwargs):
+            return original(*args, **kwargs)
+        turn = self._turns[number] = self._turns.get(number, -1) + 1
+        key = self._call, number, turn
+        if not self._full:
+            return self._given[key]
+        result = original(*args, **kwargs)
+        self._given[key] = result if last else tree_map(_stand_in, result)
+        return result
+
+    def elsewhere(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around a call of another component, for which the kept maps make room."""
+        self._given.clear()
+        self._timestep = None
+        return original(*args, **kwargs)
+
+
+def _sample_and_timestep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Any]:
+    named = [kwargs[name] for name in ("sample", "x", "timestep", "timesteps") if name in kwargs]
+    sample, timestep = (*args, *named, None, None)[:2]
+    return (sample if isinstance(sample, Tensor) else None), timestep
+
+
+def _stand_in(leaf: Any) -> Any:
+    """Something of the shape of ``leaf`` that takes no memory: nobody looks at it."""
+    return leaf.new_zeros(()).expand(leaf.shape) if isinstance(leaf, Tensor) else leaf

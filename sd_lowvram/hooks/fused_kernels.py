@@ -1,0 +1,127 @@
+"""GroupNorm with SiLU, and GEGLU, as one kernel each, in residual blocks and feed-forward layers.
+
+Layers are called as they are; what they ask of torch's group_norm is answered by the kernel, SiLU with it. Calls that
+the kernels cannot take (another type or device, autocast, gradients, a block of another kind) run as the model has
+them. Exact tiles of the autoencoder look at the setting by themselves.
+
+Fidelity: ``rounding``. Sources: those of the kernels, in kernels/triton/.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..compat import autocast_dtype
+from ..errors import NoSiteError
+from ..kernels.triton.support import refusal, takes
+from ..models import autoencoder
+from ..models.anatomy import Anatomy, Residual, geglu_of
+from ..patches import Patch, wrap
+from ..settings import Settings
+from .strips import needs_graph
+
+Look = Callable[..., Residual | None]
+
+
+def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """Run norms and activations of the target by Triton's kernels; where these cannot run, warn and leave all as it is.
+
+    Raises:
+        NoSiteError: the target has no residual block and no GEGLU.
+    """
+    blocks: list[tuple[nn.Module, Look]] = [(site.module, anatomy.verbs.residual) for site in anatomy.residual_blocks]
+    blocks += [(block, autoencoder.residual) for block in autoencoder.residual_blocks(anatomy.vae)]
+    blocks = [(block, look) for block, look in blocks if _is_plain(look(block))]
+    gates = [gate for site in anatomy.feed_forwards if (gate := geglu_of(site.module)) is not None]
+    if not blocks and not gates:
+        raise NoSiteError("fused kernels: the model has no residual block with SiLU and no GEGLU")
+    why = refusal(device)
+    if why is not None:
+        warnings.warn(f"fused_kernels: {why}. The model's own layers run instead", stacklevel=2)
+    for block, look in blocks:
+        yield wrap(block, "forward", functools.partial(_fused_block, look, block), "fused_kernels")
+    for gate in gates:
+        yield wrap(gate, "forward", functools.partial(_fused_gate, gate), "fused_kernels")
+
+
+def _is_plain(parts: Residual | None) -> bool:
+    return parts is not None and (parts.act is F.silu or isinstance(parts.act, nn.SiLU))
+
+
+def _runs(module: nn.Module, *tensors: Any) -> bool:
+    """Whether a call with ``tensors`` may go by the kernels."""
+    first = tensors[0]
+    plain = isinstance(first, Tensor) and takes(first) and autocast_dtype(first.device.type) is None
+    return plain and not needs_graph(module, *tensors)
+
+
+def _fused_block(
+    look: Look,
+    block: nn.Module,
+    original: Callable[..., Tensor],
+    x: Tensor,
+    time: Tensor | None = None,
+    *args: Any,
+    **kw: Any,
+) -> Tensor:
+    parts = look(block, *args, *kw.values()) if x.dim() == 4 and _runs(block, x, time) else None
+    if parts is None or not _is_plain(parts):
+        return original(x, time, *args, **kw)
+    hidden: Tensor = parts.conv1(_activated(parts.norm1, x))
+    shift = parts.shift(time)
+    hidden = hidden if shift is None else hidden + shift
+    hidden = _activated(parts.norm2, hidden)
+    hidden = parts.conv2(hidden)
+    hidden = (x if parts.shortcut is None else parts.shortcut(x)) + hidden
+    return hidden if parts.scale == 1 else hidden / parts.scale
+
+
+def _fused_gate(gate: Any, original: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any) -> Tensor:
+    if args or kw or not _runs(gate, x):
+        return original(x, *args, **kw)
+    from ..kernels.triton.geglu import geglu, reference
+
+    product = gate.proj(x)
+    return geglu(product) if takes(product) else reference(product)
+
+
+def _activated(norm: nn.Module, x: Tensor) -> Tensor:
+    """SiLU of the normed map, by the kernel where the layer asks torch for a group norm."""
+    with _Fused() as fused:
+        normed: Tensor = norm(x)
+    return normed if fused.ran else F.silu(normed)
+
+
+class _Fused(TorchFunctionMode):
+    """Answers ``group_norm`` with the kernel, SiLU with it. The layer itself is called, so that whatever its host does
+    to weights on the way is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._normalise if func is F.group_norm else func)(*args, **(kwargs or {}))
+
+    def _normalise(
+        self,
+        input: Tensor,
+        num_groups: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not takes(input):
+            return F.group_norm(input, num_groups, weight, bias, eps)
+        from ..kernels.triton.group_norm import group_norm
+
+        self.ran = True
+        return group_norm(input, num_groups, weight, bias, eps)

@@ -1,0 +1,160 @@
+"""Large convolutions of the denoiser keep a copy of their weights in the order of a CPU's kernels.
+
+Copies are made when a call comes, of layers whose maps are small beside their weights, and go when another component
+runs. They are of the weights that a layer is called with: others (a LoRA that was merged) have theirs made anew.
+Fidelity: ``rounding`` (the kernel takes maps channels last).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from ..compat import autocast_dtype
+from ..errors import NoSiteError, SettingsError
+from ..kernels import packed
+from ..memory.fake_mode import active_fake_mode
+from ..models.anatomy import Anatomy
+from ..patches import Patch, wrap
+from ..settings import Settings
+from ..streaming.layers import contents
+from ..units import MIB
+from .offload import STREAMED
+
+_LEAST_BYTES = 4 * MIB
+"""Of a weight that is worth a copy: smaller ones stay in the processor's cache while they are brought in order."""
+
+_MOST_PIXELS = 512
+"""Of a map, batch included, beside which bringing a weight in order takes a fifth of the time or more."""
+
+
+def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """Run the denoiser's large convolutions with weights that are in order already.
+
+    Raises:
+        NoSiteError: the denoiser has no convolution with weights of 4 MiB or more.
+        SettingsError: the device is no CPU, or weights are streamed or widened, so that each call brings its own.
+    """
+    why = packed.refusal(device)
+    if why is not None:
+        raise SettingsError(f"packed_weights: {why}")
+    if moves_weights(settings):
+        name = "weight_storage" if settings.weight_storage else "precision"
+        name = "offload" if settings.offload in STREAMED else name
+        raise SettingsError(
+            f"packed_weights cannot go with {name}={getattr(settings, name)!r}, where every call of a layer brings "
+            "weights of its own: leave one of them off"
+        )
+    layers = packable(anatomy)
+    if not layers:
+        raise NoSiteError("packed weights: the model has no denoiser with convolutions of 4 MiB or more")
+    copies = _Copies(anatomy, layers)
+    for conv in layers:
+        yield wrap(conv, "_conv_forward", functools.partial(copies.called, conv), "packed_weights")
+    for name, component in anatomy.components.items():
+        around = copies.entered if name == anatomy.denoiser else copies.elsewhere
+        for entry in anatomy.entries[name]:
+            yield wrap(component, entry, around, "packing")
+
+
+def moves_weights(settings: Settings) -> bool:
+    """Whether every call of a layer brings weights of its own."""
+    stored = settings.weight_storage is not None or settings.precision == "fp16-storage"
+    return settings.offload in STREAMED or stored
+
+
+def packable(anatomy: Anatomy) -> list[nn.Conv2d]:
+    """The denoiser's convolutions with large weights."""
+    modules = anatomy.unet.modules() if anatomy.unet is not None else ()
+    return [module for module in modules if isinstance(module, nn.Conv2d) and _is_large(module)]
+
+
+def _is_large(conv: nn.Conv2d) -> bool:
+    plain = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+    return plain and conv.weight.numel() * conv.weight.element_size() >= _LEAST_BYTES
+
+
+def _maps(anatomy: Anatomy, height: int, width: int) -> Iterator[tuple[nn.Module, int, int]]:
+    """The stations of the denoiser with the sides of the maps that their convolutions work on."""
+    course = anatomy.course
+    blocks = {site.module for site in (*anatomy.residual_blocks, *anatomy.transformer_blocks)}
+    for number, station in enumerate(course.stations if course is not None else ()):
+        samples = number > 0 and blocks.isdisjoint(station.modules())
+        shrinks = course is not None and station in course.makers
+        if samples and not shrinks:
+            height, width = 2 * height, 2 * width
+        yield station, height, width
+        if samples and shrinks:
+            height, width = -(-height // 2), -(-width // 2)
+
+
+class _Copies:
+    """Weights in order, by layer, each with what it was made of."""
+
+    def __init__(self, anatomy: Anatomy, layers: list[nn.Conv2d]) -> None:
+        self._anatomy, self._layers = anatomy, set(layers)
+        self._made: dict[nn.Conv2d, tuple[Any, Tensor]] = {}
+        self._shape: Any = None
+
+    def entered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around a call of the denoiser: copies are there before its first layer runs, as they are at later steps."""
+        maps = (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.dim() == 4)
+        x = next(maps, None)
+        if x is not None and (x.shape[0], *x.shape[2:]) != self._shape:
+            self._made.clear()
+            self._shape = x.shape[0], *x.shape[2:]
+            for station, height, width in _maps(self._anatomy, *x.shape[2:]):
+                if len(x) * height * width <= _MOST_PIXELS:
+                    self._keep(station, (len(x), height, width))
+        return original(*args, **kwargs)
+
+    def _keep(self, station: nn.Module, shape: tuple[int, int, int]) -> None:
+        batch, *sides = shape
+        for conv in station.modules():
+            if isinstance(conv, nn.Conv2d) and conv in self._layers and conv.weight.dtype == torch.float32:
+                self._make(conv, conv.weight, (batch, conv.in_channels, *sides))
+
+    def _make(self, conv: nn.Conv2d, weight: Tensor, shape: Sequence[int]) -> Tensor:
+        copy = packed.pack(weight, _how(conv), shape)
+        self._made[conv] = contents([weight]), copy
+        return copy
+
+    def called(
+        self,
+        conv: nn.Conv2d,
+        original: Callable[..., Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Around what a convolution does with the weight that it is called with."""
+        made = self._made.get(conv)
+        if made is None or args or kwargs or not _takes(x, weight):
+            return original(x, weight, bias, *args, **kwargs)
+        copy = made[1] if made[0] == contents([weight]) else self._make(conv, weight, x.shape)
+        return packed.convolve(x, copy, bias, _how(conv))
+
+    def elsewhere(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around a call of another component, for which the copies make room."""
+        self._made.clear()
+        self._shape = None
+        return original(*args, **kwargs)
+
+
+def _how(conv: nn.Conv2d) -> packed.How:
+    padding, stride, dilation = (tuple(map(int, of_side)) for of_side in (conv.padding, conv.stride, conv.dilation))
+    return packed.How(padding, stride, dilation, conv.groups)
+
+
+def _takes(x: Tensor, weight: Tensor) -> bool:
+    single = x.dim() == 4 and x.dtype == weight.dtype == torch.float32 and autocast_dtype("cpu") is None
+    here = x.device.type == "cpu" or active_fake_mode(x) is not None
+    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return single and here and not learns

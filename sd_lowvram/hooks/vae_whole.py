@@ -1,0 +1,49 @@
+"""The plain decode and encode, looked at once: a picture of values that are no numbers would be a black one.
+
+It is made anew by exact strips, which are computed in float32 where float16 overflows. They hold less than the plain
+layers do, and so need no plan of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import NotFiniteError
+from ..models.anatomy import Anatomy
+from ..models.autoencoder import dissect
+from ..patches import Patch, wrap
+from ..settings import Settings
+from .overflow import is_finite
+from .vae_exact import run_exact
+
+
+def vae_whole(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """Look at what decoder and encoder of the target's autoencoder make, if it has one. Waits for the device once."""
+    vae: Any = anatomy.vae
+    for name, stage in (("decoder", "decode"), ("encoder", "encode")) if vae is not None else ():
+        around = functools.partial(_looked_at, vae, dataclasses.replace(settings, vae_map=None), stage)
+        yield wrap(getattr(vae, name), "forward", around, "vae_whole")
+
+
+def _looked_at(
+    vae: Any, settings: Settings, stage: str, original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    made = original(x, *args, **kwargs)
+    learns = torch.is_grad_enabled() and x.requires_grad
+    if learns or isinstance(x, FakeTensor) or is_finite(made):
+        return made
+    del made
+    steps = dissect(vae)  # now, because a LoRA may have been loaded since
+    if steps is None:
+        raise NotFiniteError(
+            f"{stage}: what {type(vae).__name__} made of {tuple(x.shape)} in {x.dtype} is no numbers (NaN or infinity)"
+            ": load it in float32 or bfloat16"
+        )
+    return run_exact(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)

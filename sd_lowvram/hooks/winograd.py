@@ -1,0 +1,92 @@
+"""3x3 convolutions of the autoencoder by Winograd's F(4, 3), with a quarter of the multiplications, on CPUs.
+
+Layers are called as they are; what they ask of torch's conv2d is answered tile by tile, with the kernels that they ask
+with. These are transformed at every call and not kept, so weights may be streamed, and changed by LoRAs, and nothing
+stays in memory. Narrow layers, small maps, other types than float32 and calls under autocast run as the model has them;
+so does all that is on a GPU, whose libraries choose among such algorithms themselves.
+
+Fidelity: ``rounding``. Source: Winograd 1980; Lavin and Gray 2015.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..compat import autocast_dtype
+from ..errors import NoSiteError
+from ..kernels.winograd import convolve, transformed
+from ..models.anatomy import Anatomy
+from ..patches import Patch, wrap
+from ..settings import Settings
+from .strips import needs_graph
+
+_TILE = 4
+_NARROWEST = 64
+"""Channels, below which the products save no more than the transforms take."""
+_LEAST_TILES = 96
+"""Tiles of a map, below which transforming the kernels takes what the products save."""
+
+
+def winograd(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """Answer the wide 3x3 convolutions of the target's autoencoder by Winograd's.
+
+    Raises:
+        NoSiteError: the target has no autoencoder, or one without such layers.
+    """
+    sites = [module for module in (anatomy.vae.modules() if anatomy.vae is not None else ()) if _suits(module)]
+    if not sites:
+        raise NoSiteError("winograd: the target has no autoencoder with 3x3 convolutions of 64 channels or more")
+    for site in sites:
+        yield wrap(site, "forward", functools.partial(_by_winograd, site), "winograd")
+
+
+def _suits(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Conv2d)
+        and module.kernel_size == (3, 3)
+        and module.stride == module.dilation == (1, 1)
+        and module.groups == 1
+        and min(module.in_channels, module.out_channels) >= _NARROWEST
+    )
+
+
+def _by_winograd(layer: nn.Module, original: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any) -> Tensor:
+    if not _takes(x) or needs_graph(layer, x):
+        return original(x, *args, **kw)
+    with _Winograd():
+        return original(x, *args, **kw)
+
+
+def _takes(x: Tensor) -> bool:
+    if x.dim() != 4 or x.device.type != "cpu" or x.dtype != torch.float32 or autocast_dtype("cpu") is not None:
+        return False
+    return x.shape[0] * (x.shape[2] // _TILE) * (x.shape[3] // _TILE) >= _LEAST_TILES
+
+
+class _Winograd(TorchFunctionMode):
+    """Answers ``conv2d``. The layer itself is called, so that whatever its host does to weights on the way is done."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_convolution if func is F.conv2d else func)(*args, **(kwargs or {}))
+
+
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    plain = weight.shape[2:] == (3, 3) and groups == 1 and padding in (1, (1, 1)) and stride in (1, (1, 1))
+    if not plain or input.dtype != torch.float32 or weight.dtype != torch.float32:
+        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    return convolve(input, transformed(weight, _TILE), bias, _TILE)

@@ -1,0 +1,53 @@
+"""Attention by our kernels in Triton: one for heads up to 256 channels wide, one for the 512 of the autoencoder."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...errors import SettingsError
+from ..triton import support
+from .bounded import SCORE_BYTES
+from .problem import Problem, problem_of
+from .torch_kernels import REMEDY, emulated
+
+_NARROW, _WIDEST = 256, 512
+
+
+def triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    upcast: bool = False,
+    score_bytes: int = SCORE_BYTES,
+) -> Tensor:
+    """Partially fused softmax attention: of a row's scores only maximum and sum are kept, both in float32 as the scores
+    are. The same bits at every run. Other arguments and result as in `sliced`.
+
+    Raises:
+        SettingsError: the kernels cannot run this shape, type or device; the message says why and what would.
+    """
+    problem = problem_of(q, k, v, mask, upcast)
+    why = refusal(problem)
+    if why:
+        raise SettingsError(f"attention='triton' cannot run {problem}: {why}. {REMEDY}")
+    if not problem.real:
+        return emulated("triton", q, k, v, mask, scale)
+    if max(problem.width, problem.value_width) <= _NARROW:
+        from ..triton.attention import fused_softmax
+
+        return fused_softmax(q, k, v, mask, scale)
+    from ..triton.wide_attention import wide_softmax
+
+    return wide_softmax(q, k, v, mask, scale)
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why the kernels cannot run this problem; None when they can."""
+    if problem.dtype not in support.TYPES:
+        return f"they compute in fp32, fp16 and bf16, not in {str(problem.dtype).removeprefix('torch.')}"
+    if problem.value_width > _WIDEST:
+        return f"head width {problem.value_width} is above {_WIDEST}"
+    return support.refusal(problem.device)

@@ -1,0 +1,139 @@
+"""torch.compile here: whether it can run, where it keeps its files, and code that it compiles apart from all other.
+
+torch's compiler (dynamo, inductor) is imported where something is compiled, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..cache import cache_folder
+from ..units import GIB
+from .triton import support as triton
+
+_OLDEST_TORCH = (2, 5)
+"""From which on modules are inputs of the compiled code, so that equal ones share it."""
+
+_MOST_CODES = 64
+"""Shapes and layers for which the same function may be compiled."""
+
+BACKEND = "inductor"
+"""What makes code of what dynamo has traced."""
+
+_CACHE_BYTES = 2 * GIB
+_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why nothing can be compiled for ``device``; None where it can, as far as that is told without a trial."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
+        return f"torch.compile lets equal blocks share their code from torch 2.5 on, this is {torch.__version__}"
+    if device.type == "cuda":
+        return triton.refusal(device)
+    if device.type != "cpu":
+        return f"torch.compile is used on NVIDIA GPUs and CPUs, not on {device.type}"
+    return _lacks_on_cpu()
+
+
+def _lacks_on_cpu() -> str | None:
+    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
+    named = os.environ.get("CXX", usual)
+    if shutil.which(named) is None:
+        return f"torch.compile needs a C++ compiler for CPUs, and {named} is not found: install one, or name it in CXX"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if not headers.is_file():
+        return f"torch.compile needs Python's headers for CPUs, and {headers} is not there: install them (python3-dev)"
+    return None
+
+
+@functools.lru_cache(maxsize=512)
+def compiled_apart(function: Callable[..., Any], facts: Any) -> Callable[..., Any]:
+    """``function`` compiled by torch, one for each ``facts``: what is compiled for one is not looked through for
+    another, and what others compile of the same function is not touched."""
+    name = f"{function.__name__}_{abs(hash((function.__qualname__, facts)))}"
+    code = function.__code__.replace(co_name=name)
+    own = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    compiled: Callable[..., Any] = torch.compile(own, backend=BACKEND)
+    return compiled
+
+
+def forget() -> None:
+    """Give up what was compiled in this process; its files stay."""
+    compiled_apart.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def codes() -> int:
+    """How many pieces of code have been compiled in this process by now."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["stats"]["unique_graphs"]) if utils else 0
+
+
+def failed(error: Exception) -> bool:
+    """Whether ``error`` is the compiler's, and not one of the code that it has compiled."""
+    return any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, as many shapes as a model has may be compiled, into a folder of our cache; where none was, of this
+    process alone. A TORCHINDUCTOR_CACHE_DIR of the user's own stays."""
+    from torch._dynamo import config
+    from torch._inductor.runtime.runtime_utils import default_cache_dir  # type: ignore[attr-defined]
+
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    named = os.environ.get(_CACHE_VARIABLE)  # torch itself sets it to its default where it looks for it
+    ours = _folder() if named in (None, default_cache_dir()) else None
+    before = codes()
+    if ours is not None:
+        os.environ[_CACHE_VARIABLE] = str(ours)
+    try:
+        with config.patch({limit: max(_MOST_CODES, getattr(config, limit))}):
+            yield
+    finally:
+        if ours is not None:
+            os.environ.pop(_CACHE_VARIABLE, None)
+            os.environ.update({} if named is None else {_CACHE_VARIABLE: named})
+            if codes() > before:
+                bound(ours, _CACHE_BYTES)
+
+
+def _folder() -> Path:
+    kept = cache_folder()
+    return kept / "compiled" if kept else Path(_of_this_process().name)
+
+
+@functools.cache
+def _of_this_process() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="sd-lowvram-compiled-")
+
+
+def bound(folder: Path, most_bytes: int) -> None:
+    """Remove what was written first of ``folder`` until it holds no more than ``most_bytes``: what is missing there is
+    compiled anew."""
+    files = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                files.append((path.stat().st_mtime, path.stat().st_size, path))
+    held = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if held <= most_bytes:
+            break
+        with contextlib.suppress(OSError):  # Windows keeps what is loaded
+            path.unlink()
+            held -= size

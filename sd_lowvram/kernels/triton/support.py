@@ -1,0 +1,64 @@
+"""Where Triton's kernels can run, what a launch needs, and what a trace sees in place of one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..attention.problem import capability, device_of_run, is_fake
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_OLDEST_TORCH, _OLDEST_CARD = (2, 4), (7, 5)
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run on ``device``; None where they can. Triton is imported where all else speaks for
+    it, once."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
+        return f"Triton's kernels need torch 2.4 or newer, this is {torch.__version__}"
+    if not _is_installed():
+        return "Triton is not installed (on Linux: pip install triton; on Windows: pip install triton-windows)"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"Triton's kernels run on CUDA, not on {device.type}"
+    if torch.cuda.is_available() and capability(device) < _OLDEST_CARD:
+        return f"Triton's kernels need compute capability 7.5 or newer, {torch.cuda.get_device_name(device)} is older"
+    return _failure(device.index or 0) if torch.cuda.is_available() else None
+
+
+@functools.cache
+def _failure(card: int) -> str | None:
+    """Why a first kernel fails on the card: Triton compiles at run time, for which a C compiler and the driver's own
+    library must be found. None where it runs."""
+    try:
+        with _disable_current_modes():  # a trace may be under way
+            from .geglu import geglu
+
+            geglu(torch.zeros(1, 128, device=torch.device("cuda", card), dtype=torch.float16))
+    except Exception as error:  # of any kind: Triton's compiler raises what it has
+        return f"Triton's kernels fail here ({' '.join(str(error).split())[:200]})"
+    return None
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernels can take ``x``: its type, and its device or the one that it stands for in a trace."""
+    device = device_of_run(x.device) if is_fake(x) else x.device
+    return x.dtype in TYPES and x.numel() > 0 and refusal(device) is None
+
+
+def launching(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside, kernels are launched on the card of ``x``."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,67 @@
+"""Recorded passes, as far as they are seen without a card: what is refused, and what plans say.
+
+That they give the same bits is shown in tests/simulated_gpu/test_graphs_on_the_card.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import families
+import pytest
+import torch
+
+import sd_lowvram
+from sd_lowvram import Settings
+from sd_lowvram.checkpoints.meta_model import meta_anatomy
+from sd_lowvram.devices.performance import profile
+from sd_lowvram.errors import BudgetError, SettingsError
+from sd_lowvram.planning.request import request_for
+from sd_lowvram.planning.search import make_plan
+from sd_lowvram.session import anatomy_of
+from sd_lowvram.units import GIB
+
+
+def planned(vram: int = 80 * GIB, card: str = "h100", anatomy: Any = None, **knobs: Any) -> Any:
+    anatomy = anatomy or meta_anatomy("sd15", torch.float16)
+    size: Any = {"width": 512, "height": 512, "steps": 50, "vram": vram, "ram": 64 * GIB}
+    request = request_for(anatomy, **size, device=torch.device("cuda"), rates=profile(card))
+    return make_plan(anatomy, request, Settings(**knobs), False)
+
+
+@pytest.mark.slow(10)
+def test_a_plan_knows_what_recording_gains_and_takes() -> None:
+    """The H100's rates are of stable-fast's table: 104.6 steps a second recorded, 54.5 launched one by one."""
+    plain, recorded = planned(), planned(cuda_graphs=True)
+    assert plain.settings.cuda_graphs is None and recorded.settings.cuda_graphs
+    assert recorded.settings.offload in (None, "none") and recorded.fidelity == plain.fidelity
+    (before,), (now,) = ([one for one in plan.stages if one.name == "denoise"] for plan in (plain, recorded))
+    assert 50 / before.seconds == pytest.approx(54.5, rel=0.05)
+    assert 90 < 50 / now.seconds < 104.6, "two passes are launched all the same"
+    assert before.reserved_bytes < now.reserved_bytes < 1.05 * before.reserved_bytes
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"park_skips": True}, {"deep_cache": 2}, {"offload": "layer"}, {"offload": "component"}]
+)
+def test_what_does_not_go_with_it_is_named_before_any_work(knobs: dict[str, Any]) -> None:
+    name, value = next(iter(knobs.items()))
+    with pytest.raises(SettingsError, match=f"cuda_graphs cannot go with {name}={value!r}"):
+        planned(cuda_graphs=True, **knobs)
+
+
+def test_a_budget_that_asks_for_streaming_is_refused() -> None:
+    with pytest.raises(BudgetError):
+        planned(vram=GIB, card="rtx2070", cuda_graphs=True)
+
+
+def test_a_processor_has_none() -> None:
+    pipe = families.plain("sd15")
+    with pytest.raises(SettingsError, match="NVIDIA GPUs, and this runs on cpu: leave them off"):
+        sd_lowvram.optimize(pipe, vram="2GB", width=64, height=64, device="cpu", settings=Settings(cuda_graphs=True))
+    assert not any("forward" in vars(module) for module in pipe.unet.modules())
+
+
+def test_a_controlnet_takes_its_turn() -> None:
+    with pytest.raises(SettingsError, match="cannot go with a ControlNet"):
+        planned(anatomy=anatomy_of(families.controlled(1)), cuda_graphs=True)

@@ -1,0 +1,58 @@
+"""Where fused kernels are set, and what is said where they cannot run; what they compute: fused_interpreted.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import compvis
+import pytest
+import tiny
+import torch
+from test_unet_hooks import plain, run, unet_of
+from torch import nn
+
+from sd_lowvram import Settings, attached
+from sd_lowvram.errors import NoSiteError, SettingsError
+
+pytestmark = pytest.mark.filterwarnings("ignore:fused_kernels")
+FUSED = Settings(fused_kernels=True)
+
+
+@pytest.mark.parametrize(("name", "sites"), [("sd15", 22 + 16), ("sd21", 22 + 16), ("sdxl", 17 + 70)])
+def test_sites_of_a_pipeline(name: str, sites: int) -> None:
+    """Residual blocks and GEGLUs of the UNet; of the autoencoder, 14 residual blocks that decode and 10 that encode."""
+    pipe = tiny.pipeline(name)
+    with attached(pipe, FUSED, device="cpu") as attachment:
+        assert attachment.sites == {"fused_kernels": sites + 14 + 10}
+
+
+def test_sites_of_compvis() -> None:
+    pytest.importorskip("ldm")
+    for model, sites in ((compvis.unet(), 22 + 16), (compvis.vae(), 14 + 10)):
+        with attached(model, FUSED, device="cpu") as attachment:
+            assert attachment.sites == {"fused_kernels": sites}
+
+
+def test_on_a_cpu_the_models_own_layers_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    unet = unet_of("sd15")
+    with (
+        pytest.warns(UserWarning, match=r"fused_kernels: .*Triton.*\. The model's own layers run instead"),
+        attached(unet, FUSED, device="cpu"),
+    ):
+        assert torch.equal(run(unet), plain("sd15", (33, 41), 2))
+
+
+def test_attention_by_triton_names_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    told = r"attention='triton' cannot run on cpu: .*Triton.* What runs here: sdpa"
+    wanted = Settings(attention="triton")
+    with pytest.raises(SettingsError, match=told), attached(unet_of("sd15"), wanted, device="cpu"):
+        pass
+
+
+def test_nothing_to_act_on() -> None:
+    text: Any = tiny.components("sd15")["text_encoder"]
+    assert isinstance(text, nn.Module)
+    with pytest.raises(NoSiteError, match="fused kernels"), attached(text, FUSED, device="cpu"):
+        pass

@@ -1,0 +1,272 @@
+"""Run by test_triton.py in a process of its own, in which Triton interprets kernels on the CPU.
+
+Error against float64 no worse than that of PyTorch's own operators, times SLACK, over odd shapes, strides, both memory
+formats and three types; kernels with planted faults fail the same check.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+from sd_lowvram.kernels.triton import attention, geglu, gelu, group_norm, strip, support, wide_attention
+
+SLACK, FLOOR = 1.5, 2e-7
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+FORMATS = [torch.contiguous_format, torch.channels_last]
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter cuts bfloat16 off instead of rounding it, and multiplies its bits as whole numbers."""
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, mode)
+        bits = torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16)
+        return bits.numpy().view(np.uint16).reshape(data.shape)
+
+    def product(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = self.cast_impl(a, tl.float32), self.cast_impl(b, tl.float32)
+        return dot(self, a, b, *more)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], *args: Any) -> None:
+    """The kernel's relative error is no worse than the reference's in the same type, and it keeps shape and type."""
+    wide = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in args]
+    exact, theirs, ours = reference(*wide), reference(*args), kernel(*args)
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    bound = SLACK * tiny.relative_error(theirs.double(), exact) + FLOOR
+    assert tiny.relative_error(ours.double(), exact) <= bound
+
+
+def planted(tmp_path: Path, module: Any, right: str, wrong: str) -> Any:
+    """``module`` with a fault in its source."""
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    assert right in source
+    file = tmp_path / f"{module.__name__.rpartition('.')[2]}.py"
+    file.write_text(source.replace(right, wrong, 1), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_with_a_fault", file)
+    assert spec is not None and spec.loader is not None
+    faulty = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = faulty
+    spec.loader.exec_module(faulty)
+    return faulty
+
+
+# GroupNorm with SiLU
+
+MAPS = [((2, 12, 9, 13), 4), ((2, 8, 1, 1), 4), ((3, 6, 5, 1), 2), ((1, 4, 40, 31), 2), ((1, 24, 1, 70), 1)]
+
+
+def maps(dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
+    """Maps whose mean is far from zero: in both formats, as rows and as columns of others, and in no usual order."""
+    for shape, groups in MAPS:
+        for layout in FORMATS:
+            yield (noise(*shape) + 3).to(dtype).to(memory_format=layout), groups
+    large = (noise(1, 24, 11, 13) + 3).to(dtype)
+    yield from ((one, 4) for one in (large[:, :, 3:9], large[:, :, :, 2:7], large[:, ::2], large.transpose(2, 3)))
+    yield large.to(memory_format=torch.channels_last)[:, :, 3:9], 4
+
+
+def check_group_norm(module: Any, dtype: torch.dtype) -> None:
+    for x, groups in maps(dtype):
+        weight, bias = (noise(x.shape[1], seed=seed).to(dtype) for seed in (1, 2))
+        check(module.group_norm, group_norm.reference, x, groups, weight, bias, 1e-5, True)
+    check(module.group_norm, group_norm.reference, x, groups, None, None, 1e-2, False)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_group_norm(dtype: torch.dtype) -> None:
+    check_group_norm(group_norm, dtype)
+
+
+def test_group_norm_keeps_the_layout() -> None:
+    x = noise(2, 6, 9, 13)
+    for layout in FORMATS:
+        assert group_norm.group_norm(x.to(memory_format=layout), 2).is_contiguous(memory_format=layout)
+
+
+def test_statistics_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_norm, "_CHUNK", 64)
+    check(group_norm.group_norm, group_norm.reference, noise(1, 8, 9, 13) + 3, 4, None, None, 1e-5, True)
+
+
+GROUP_NORM_FAULTS = [
+    ("apart * apart * sizes, 0)", "apart * sizes, 0)"),
+    (".to(tl.float32) - mean", ".to(tl.float32)"),
+    ("1.0 / tl.sqrt(variance + eps)", "1.0 / tl.sqrt(variance)"),
+    ("value * tl.sigmoid(value)", "value * tl.sigmoid(1.702 * value)"),
+    ("(row % groups) * width\n", "(row % groups)\n"),
+    ("inside = known & (p + places < stop)", "inside = known & (p + places < pixels - 1)"),
+]
+
+
+@pytest.mark.parametrize("fault", GROUP_NORM_FAULTS, ids=str)
+def test_a_wrong_group_norm_is_caught(fault: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = planted(tmp_path, group_norm, *fault)
+    monkeypatch.setattr(faulty, "_CHUNK", 256)
+    with pytest.raises(AssertionError):
+        check_group_norm(faulty, torch.float32)
+
+
+# GELU and GEGLU
+
+
+def check_gelu(module: Any, dtype: torch.dtype) -> None:
+    for approximate in ("none", "tanh"):
+        for x in (noise(3, 7, 41), noise(1), noise(2, 4, 5, 6)[:, ::2], 4 * noise(1, 8, 5, 7)):
+            check(module.gelu, gelu.reference, x.to(dtype), approximate)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_gelu(dtype: torch.dtype) -> None:
+    check_gelu(gelu, dtype)
+
+
+@pytest.mark.parametrize(
+    "fault", [("0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))", "by_tanh(x)"), ("0.044715 * x", "0.04 * x")]
+)
+def test_a_wrong_gelu_is_caught(fault: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check_gelu(planted(tmp_path, gelu, *fault), torch.float32)
+
+
+def check_geglu(module: Any, dtype: torch.dtype) -> None:
+    for product in (noise(2, 7, 80), noise(5, 2), noise(3, 2600), noise(2, 60, 9).transpose(1, 2)):
+        check(module.geglu, geglu.reference, product.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_geglu(dtype: torch.dtype) -> None:
+    check_geglu(geglu, dtype)
+
+
+@pytest.mark.parametrize(
+    "fault", [("value * by_erf(gate)", "gate * by_erf(value)"), ("column < width", "column < width - 1")]
+)
+def test_a_wrong_geglu_is_caught(fault: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check_geglu(planted(tmp_path, geglu, *fault), torch.float32)
+
+
+# The exact tiles' strip
+
+
+def check_strip(module: Any, dtype: torch.dtype) -> None:
+    for border in ((0, 0, 0, 0), (1, 1, 1, 1), (1, 2, 0, 3)):
+        for layout in FORMATS:
+            whole = noise(2, 11, 12, 9).to(dtype).to(memory_format=layout)
+            scale, shift = noise(2, 11, 1, 1, seed=1), noise(1, 11, 1, 1, seed=2)
+            for x in (whole, whole[:, :, 2:7], whole[:1, :, :, :1]):
+                check(module.activated_strip, strip.reference, x, scale[: len(x)], shift, border)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_strip(dtype: torch.dtype) -> None:
+    check_strip(strip, dtype)
+
+
+STRIP_FAULTS = [
+    ("tl.where(inside, value * tl.sigmoid(value), 0.0)", "value * tl.sigmoid(value)"),  # the border activated too
+    ("above, before = row - top, column - left", "above, before = row - left, column - top"),
+]
+
+
+@pytest.mark.parametrize("fault", STRIP_FAULTS, ids=["border", "corner"])
+def test_a_wrong_strip_is_caught(fault: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        check_strip(planted(tmp_path, strip, *fault), torch.float32)
+
+
+# Attention
+
+HEADS = [(1, 2, 37, 53, 40, 40), (2, 1, 5, 77, 64, 64), (1, 1, 70, 1, 20, 36), (1, 1, 33, 35, 160, 160)]
+WIDE = [(1, 1, 35, 53, 512, 512), (1, 2, 3, 17, 300, 260), (1, 1, 33, 1, 40, 512)]
+
+
+def masks(batch: int, heads: int, queries: int, keys: int) -> Iterator[Tensor | None]:
+    yield None
+    yield noise(batch, 1, 1, keys, seed=5) > -0.5
+    blind = noise(batch, heads, queries, keys, seed=6) > 0
+    blind[:, :, queries // 2] = False
+    yield blind
+    yield noise(queries, keys, seed=7)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Where a row sees nothing, zeros, in every version of torch."""
+    return attention.reference(
+        q, k, v, mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype), scale
+    ).nan_to_num(0)
+
+
+def check_attention(run: Callable[..., Tensor], shapes: Any, dtype: torch.dtype) -> None:
+    for batch, heads, queries, keys, width, values in shapes:
+        sizes = (queries, width), (keys, width), (keys, values)
+        lies = [
+            noise(batch, tokens, heads, wide, seed=n).to(dtype).transpose(1, 2)
+            for n, (tokens, wide) in enumerate(sizes)
+        ]
+        for mask in masks(batch, heads, queries, keys):
+            check(run, attended, *lies, mask, None)
+        check(run, attended, *(one.contiguous() for one in lies), None, 0.3)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_attention(dtype: torch.dtype) -> None:
+    check_attention(attention.fused_softmax, HEADS, dtype)
+    check_attention(wide_attention.wide_softmax, WIDE, dtype)
+
+
+def test_attention_of_large_scores() -> None:
+    q, k, v = (noise(1, 1, 33, 40, seed=seed) for seed in range(3))
+    check(attention.fused_softmax, attended, 60 * q, 60 * k, v, None, None)
+
+
+ATTENTION_FAULTS = [
+    (attention, 'tl.where(seen, scores, float("-inf"))', "scores"),  # rows beyond the last key weigh too
+    (attention, "total = total * less[:, None] +", "total = total +"),
+    (attention, "s * less + tl.sum", "s + tl.sum"),
+    (wide_attention, "range(0, width, PART)", "range(0, width - PART, PART)"),
+    (wide_attention, "total = total * less[:, None] +", "total = total +"),
+]
+
+
+@pytest.mark.parametrize(("module", "right", "wrong"), ATTENTION_FAULTS)
+def test_wrong_attention_is_caught(module: Any, right: str, wrong: str, tmp_path: Path) -> None:
+    faulty = planted(tmp_path, module, right, wrong)
+    run, shapes = (faulty.wide_softmax, WIDE) if module is wide_attention else (faulty.fused_softmax, HEADS)
+    with pytest.raises(AssertionError):
+        check_attention(run, shapes, torch.float32)
+
+
+def test_the_same_bits_again() -> None:
+    x, q = noise(1, 6, 9, 13), noise(1, 1, 37, 40)
+    runs = [(group_norm.group_norm(x, 2), attention.fused_softmax(q, q, q)) for _ in range(2)]
+    assert all(torch.equal(first, again) for first, again in zip(*runs, strict=True))
+
+
+def test_interpreted_kernels_run_on_the_cpu() -> None:
+    assert support.refusal(torch.device("cpu")) is None
+    assert not support.takes(noise(1).double())

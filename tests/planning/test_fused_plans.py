@@ -1,0 +1,65 @@
+"""Plans take kernels of ours where each was measured, on the machine at hand, to be faster; nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from sd_lowvram import Settings
+from sd_lowvram.checkpoints.architectures import architecture, build_components
+from sd_lowvram.devices.performance import THIS, Rates, profile
+from sd_lowvram.models import anatomy_of_components
+from sd_lowvram.planning import search
+from sd_lowvram.planning.plan import Plan, Request
+from sd_lowvram.settings import Fidelity
+from sd_lowvram.units import GIB
+
+HERE = dataclasses.replace(profile("rtx2070"), name=THIS)
+ELSEWHERE = profile("rtx2070")
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], rates: Any = HERE) -> Plan:
+    monkeypatch.setattr(search, "kernel_gains", lambda device: gains)
+    monkeypatch.setattr(search.triton, "refusal", lambda device: None)
+    anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), only=("unet",)))
+    request = Request(64, 64, 1, 4 * GIB, 4 * GIB, torch.device("cuda"), rates)
+    return search.make_plan(anatomy, request, Settings())
+
+
+def test_measured_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned(monkeypatch, {"group_norm": 1.4, "geglu": 1.1}).settings.fused_kernels is True
+
+
+@pytest.mark.parametrize(
+    ("gains", "rates"), [({}, HERE), ({"group_norm": 1.4, "geglu": 0.97}, HERE), ({"group_norm": 2.0}, ELSEWHERE)]
+)
+def test_not_measured_or_not_faster(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], rates: Any) -> None:
+    assert planned(monkeypatch, gains, rates).settings.fused_kernels is None
+
+
+def decoding(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], vram: int = 8 * GIB, name: str = THIS) -> Plan:
+    """Of a full-size autoencoder in fp32, on a processor."""
+    monkeypatch.setattr(search, "kernel_gains", lambda device: gains)
+    vae = build_components(architecture("sd15"), torch.float32, "meta", only=("vae",))
+    rates = Rates(name, name, 1e11, 1e11, 1e10, 1e10, 1e-6, 16 * GIB, "a test's")
+    request = Request(512, 512, 1, vram, 8 * GIB, torch.device("cpu"), rates)
+    return search.make_plan(anatomy_of_components("diffusers", vae), request, Settings())
+
+
+def test_winograd_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = decoding(monkeypatch, {}), decoding(monkeypatch, {"winograd": 1.5})
+    assert plain.settings.winograd is None and ours.settings.winograd is True
+    assert ours.predicted.seconds < plain.predicted.seconds / 1.2
+    assert ours.fidelity == Fidelity.ROUNDING
+    assert decoding(monkeypatch, {"winograd": 0.9}).settings.winograd is None
+    assert decoding(monkeypatch, {"winograd": 1.5}, name="another machine").settings.winograd is None
+
+
+def test_winograd_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformed kernels take is in the peak, and given up where it does not fit."""
+    least = decoding(monkeypatch, {}).minimum_vram_bytes
+    assert decoding(monkeypatch, {"winograd": 1.5}, vram=least).settings.winograd is None
