@@ -1,0 +1,257 @@
+"""``sd-lowvram unet``: look into a UNet, cut layers out of it, put two together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import BadInputError, OutputError
+from ..units import format_size
+from .guard import guarded
+from .values import check_given, check_side
+
+if TYPE_CHECKING:
+    from ..unets.analysis import Taken
+    from ..unets.prune import Cut
+
+unet = typer.Typer(help="Smaller UNets: analyse, prune, combine. They draw other pictures.", no_args_is_help=True)
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Diffusers folder or .safetensors file, with --dry-run also sd15, sd21 or sdxl; "
+                 "left out: the demo model.", metavar="PATH"),
+]  # fmt: skip
+Side = Annotated[int | None, typer.Option(help="Of the picture, in pixels; left out: the model's own.")]
+Out = Annotated[Path | None, typer.Option("--out", help="New folder for the whole pipeline.", metavar="FOLDER")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Count without weights: nothing is loaded or written.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@unet.command()
+def analyse(
+    model: Model = None,
+    width: Side = None,
+    height: Side = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Foretell times for a card, such as rtx2070; left out: measured here.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG file.", metavar="FILE")] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """What every unit takes in a guided step: weights, operations, time, memory of activations."""
+    with guarded(debug):
+        from rich.console import Console
+
+        from .show import Bars
+
+        check_given(model=model, gpu=gpu)
+        _check_sides(width, height)
+        _check_plot(plot)
+        if dry_run and gpu is None:
+            raise BadInputError("--dry-run measures no times: name a card with --gpu, rtx2070 for example")
+        rates = _rates(gpu)
+        console = Console(stderr=True)
+        loaded = empty_unet(model) if rates else _loaded(model, console).unet
+        with Bars(console, not as_json).running():
+            taken = _taken(loaded, width, height, rates)
+        if plot is not None:
+            from ..files.whole import write_whole
+            from ..plots.unet_units import analysis_png
+
+            write_whole(analysis_png(taken, _title(model), "foretold" if rates else "measured"), plot)
+        _tell({"units": [asdict(unit) for unit in taken], **_totals(taken)}, _lines(taken), as_json)
+
+
+@unet.command()
+def prune(
+    model: Model = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="base: one layer less in every block; small: no middle block either; tiny: nor the innermost blocks."
+        ),
+    ] = None,
+    drop: Annotated[list[str] | None, typer.Option(help="dn0.1, up3.1, mid, dn3: what goes; may be repeated.")] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="The layers that stay; all others go.")] = None,
+    out: Out = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Cut layers out of a model's UNet; the others keep their weights. Stock diffusers loads the result."""
+    with guarded(debug):
+        check_given(model=model, kind=kind)
+        if sum(map(bool, (kind, drop, keep))) != 1:
+            raise BadInputError("name one cut: --kind base, small or tiny, or what to --drop, or what to --keep")
+        checked = _checked_out(out, dry_run)
+        empty = empty_unet(model)
+        cut = _cut(empty, kind, drop or (), keep or ())
+        from ..unets.prune import pruned
+
+        before, after = counted(empty), counted(pruned(empty, cut))
+        if not dry_run:
+            from rich.console import Console
+
+            from ..checkpoints.save import save_pipeline
+
+            pipe = _loaded(model, Console(stderr=True))
+            pipe.register_modules(unet=pruned(pipe.unet, cut))
+            save_pipeline(pipe, checked)
+        _tell({"out": out and str(out), **after, "before": before}, _compared(before, after, out), as_json)
+
+
+@unet.command()
+def combine(
+    compressed: Annotated[str, typer.Option(help="The model whose outermost blocks are taken.", metavar="PATH")],
+    model: Model = None,
+    blocks: Annotated[int, typer.Option(help="How many on each side: 1 is M1 of A-SDM, 2 is M2, 3 is M3.")] = 2,
+    out: Out = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Put the outermost blocks of a compressed UNet and the inner ones of --model together."""
+    with guarded(debug):
+        check_given(model=model, compressed=compressed)
+        checked = _checked_out(out, dry_run)
+        from ..unets.combine import combined
+
+        empty = empty_unet(model)
+        made = combined(empty_unet(compressed), empty, blocks)
+        before, after = counted(empty), counted(made)
+        if not dry_run:
+            from rich.console import Console
+
+            from ..checkpoints.save import save_pipeline
+
+            console = Console(stderr=True)
+            pipe, other = _loaded(model, console), _loaded(compressed, console)
+            pipe.register_modules(unet=combined(other.unet, pipe.unet, blocks))
+            save_pipeline(pipe, checked)
+        _tell({"out": out and str(out), **after, "before": before}, _compared(before, after, out), as_json)
+
+
+def _check_sides(width: int | None, height: int | None) -> None:
+    check_side("width", width)
+    check_side("height", height)
+
+
+def _checked_out(out: Path | None, dry_run: bool) -> Path:
+    """The folder to write to, which must be new; asked before anything is loaded."""
+    if dry_run:
+        return Path()
+    if out is None:
+        raise BadInputError("--out is missing: name a new folder for the model, or look first with --dry-run")
+    from ..checkpoints.save import check_new_folder
+
+    check_new_folder(out, "--out")
+    return out
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is not None:
+        from ..plots.style import check_plots
+        from .pictures import check_writable
+
+        check_plots()
+        if plot.suffix.lower() != ".png":
+            raise OutputError(f"--plot {plot} must end in .png")
+        check_writable(plot, 1 << 20)
+
+
+def _rates(gpu: str | None) -> Any:
+    from ..devices.performance import profile
+
+    return None if gpu is None else profile(gpu)
+
+
+def empty_unet(model: str | None) -> Any:
+    """The UNet of a model without weights.
+
+    Raises:
+        CheckpointError: missing, damaged, or of an unknown kind.
+    """
+    import torch
+
+    from ..checkpoints.meta_model import meta_anatomy
+
+    return meta_anatomy(model, torch.float16, only=("unet",)).unet
+
+
+def _loaded(model: str | None, console: Any) -> Any:
+    """The pipeline with its weights, in the type in which they are stored."""
+    from ..checkpoints.architectures import NAMES
+    from ..checkpoints.load_stored import load_as_stored
+
+    if model in NAMES:
+        raise BadInputError(f"{model} is an architecture without weights: give a model's folder or file, or --dry-run")
+    with console.status("loading"):
+        return load_as_stored(model)
+
+
+def _cut(empty: Any, kind: str | None, drop: Any, keep: Any) -> Cut:
+    from ..unets.prune import cut_by_names, cut_of_kind
+
+    return cut_of_kind(empty.config, kind) if kind is not None else cut_by_names(empty.config, keep, drop)
+
+
+def _taken(unet: Any, width: int | None, height: int | None, rates: Any) -> list[Taken]:
+    from ..models import anatomy_of_components
+    from ..models.latents import native_size
+    from ..unets.analysis import analysed
+
+    own = native_size(anatomy_of_components("diffusers", {"unet": unet}))
+    return analysed(unet, width or own, height or own, rates=rates)
+
+
+def counted(unet: Any) -> dict[str, Any]:
+    """What a step of a UNet without weights takes at its own size, no times among it."""
+    totals = _totals(_taken(unet, None, None, _rates("rtx2070")))
+    del totals["seconds"]
+    return totals
+
+
+def _totals(taken: list[Taken]) -> dict[str, Any]:
+    sums = ("parameters", "bytes", "operations", "seconds")
+    totals = {name: sum(getattr(unit, name) for unit in taken) for name in sums}
+    return {**totals, "peak_bytes": max(unit.peak_bytes for unit in taken)}
+
+
+def _tell(values: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    print(json.dumps(values, indent=2) if as_json else "\n".join(lines))
+
+
+def _lines(taken: list[Taken]) -> list[str]:
+    """A table of units, and of blocks."""
+    from ..unets.analysis import by_block
+
+    totals = _totals(taken)
+    rows = [("unit", "parameters", "operations", "of them", "time", "of it", "activations")]
+    for unit in [*taken, *by_block(taken)[:-1]]:
+        shares = (unit.operations / totals["operations"], unit.seconds / totals["seconds"])
+        counted = f"{unit.parameters / 1e6:.1f} M", f"{unit.operations / 1e9:.1f} G", f"{shares[0]:.1%}"
+        times = f"{1e3 * unit.seconds:.1f} ms", f"{shares[1]:.1%}"
+        rows.append((unit.name, *counted, *times, format_size(unit.peak_bytes)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    aligned = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return [*aligned[: len(taken) + 1], "", aligned[0].replace("unit ", "block", 1), *aligned[len(taken) + 1 :]]
+
+
+def _compared(was: dict[str, Any], now: dict[str, Any], out: Path | None) -> list[str]:
+    lines = [
+        f"parameters  {now['parameters'] / 1e6:.1f} M of {was['parameters'] / 1e6:.1f} M",
+        f"operations  {now['operations'] / was['operations']:.3f} of the whole model's",
+        f"activations {format_size(now['peak_bytes'])} of {format_size(was['peak_bytes'])}",
+    ]
+    return [*lines, f"written: {out}"] if out is not None else lines
+
+
+def _title(model: str | None) -> str:
+    return Path(model).stem if model else "demo model"

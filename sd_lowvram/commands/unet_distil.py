@@ -1,0 +1,103 @@
+"""``sd-lowvram unet distil``: a smaller UNet learns from a larger one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import BadInputError
+from .guard import guarded
+from .unet import Debug, Json
+from .values import check_given
+
+
+def distil(
+    student: Annotated[str, typer.Option(help="The smaller model, as prune or combine wrote it.", metavar="PATH")],
+    data: Annotated[
+        Path, typer.Option(help="Pictures, each with a .txt of its name, a caption a line.", metavar="FOLDER")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="New folder for the trained pipeline.", metavar="FOLDER")],
+    teacher: Annotated[
+        str | None, typer.Option(help="The model to learn from; left out: the demo model.", metavar="PATH")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="How long.")] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="Samples a step, in every process.")] = 8,
+    rate: Annotated[float, typer.Option(help="The learning rate's peak.")] = 1e-4,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of samples and noise.")] = 0,
+    blocks: Annotated[
+        int | None, typer.Option(help="Train only so many outermost blocks on each side; left out: all.")
+    ] = None,
+    semantic: Annotated[
+        str | None, typer.Option(help="Compare the features of a frozen network, too: efficientnet or vgg16.")
+    ] = None,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16; weights stay in float32.")] = False,
+    every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a smaller UNet to do what a larger one does. Ended at any time and started again, it goes on."""
+    with guarded(debug):
+        check_given(student=student, teacher=teacher, semantic=semantic)
+        if not 0 < rate < 1:
+            raise BadInputError(f"--rate {rate} must lie between 0 and 1; 1e-4 is usual")
+        from rich.console import Console
+
+        from ..unets.distil import Course
+        from .show import Bars
+
+        course = Course(steps, batch, rate, seed, blocks, semantic, "bf16" if bf16 else "no", every)
+        checkpoint = _checkpoint_of(out)
+        console = Console(stderr=True)
+        with Bars(console, not as_json).running():
+            last = _trained(student, teacher, data, out, course, checkpoint, as_json)
+        told = {"out": str(out), "checkpoint": str(checkpoint), "steps": steps, "losses": last}
+        print(json.dumps(told, indent=2) if as_json else f"written: {out}")
+
+
+def _checkpoint_of(out: Path) -> Path:
+    """The file beside ``out`` that an ended run goes on from; ``out`` must be new."""
+    from ..checkpoints.save import check_new_folder
+
+    check_new_folder(out, "--out")
+    target = out.absolute()
+    return target.with_name(target.name + ".training.pt")
+
+
+def _trained(
+    student: str, teacher: str | None, data: Path, out: Path, course: Any, checkpoint: Path, quiet: bool
+) -> dict[str, float]:
+    """Train, write ``out`` and tell the last means of the terms (none where all steps were done already)."""
+    import torch
+    from diffusers import DDPMScheduler
+
+    from ..checkpoints.load import load_pipeline
+    from ..checkpoints.load_stored import load_as_stored
+    from ..checkpoints.save import save_pipeline
+    from ..models import anatomy_of_components
+    from ..models.latents import native_size
+    from ..unets.distil import distil as train
+    from ..unets.supervision import check_match
+    from ..unets.training_pictures import captioned_pictures, encoded
+
+    items = captioned_pictures(data)
+    large, small = load_pipeline(teacher, dtype=torch.float32), load_as_stored(student)
+    own, last = small.unet.dtype, {}
+    check_match(large.unet, small.unet)
+    side = native_size(anatomy_of_components("diffusers", {"unet": large.unet}))
+
+    def tell(step: int, terms: dict[str, float]) -> None:
+        last.update(terms)
+        if not quiet:
+            print(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in terms.items()), flush=True)
+
+    schedule = DDPMScheduler.from_config(large.scheduler.config)
+    known = encoded(large, items, side)
+    made = train(large.unet, small.unet, large.vae, schedule, known, course, checkpoint, tell)
+    if made is not None:
+        # diffusers' own `to` warns of parts kept in float32
+        small.register_modules(unet=torch.nn.Module.to(made, own))
+        save_pipeline(small, out)
+    return last

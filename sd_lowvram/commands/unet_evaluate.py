@@ -1,0 +1,138 @@
+"""``sd-lowvram unet evaluate``: what a smaller UNet's pictures are worth beside those of the one it learned from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import BadInputError
+from ..units import format_size
+from .guard import guarded
+from .unet import Debug, Json, counted, empty_unet
+from .values import check_given
+
+
+def evaluate(
+    student: Annotated[str, typer.Option(help="The smaller model.", metavar="PATH")],
+    data: Annotated[
+        Path, typer.Option(help="Pictures, each with a .txt of its name, a caption a line.", metavar="FOLDER")
+    ],
+    teacher: Annotated[
+        str | None, typer.Option(help="The model beside it; left out: the demo model.", metavar="PATH")
+    ] = None,
+    pictures: Annotated[int, typer.Option(help="Prompts, evenly over the captions.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Of each picture.")] = 25,
+    guidance: Annotated[float, typer.Option(help="Of each picture.")] = 4.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the first picture.")] = 0,
+    pairs: Annotated[int, typer.Option(min=1, help="Guided steps of both that are timed, in turn.")] = 15,
+    semantic: Annotated[
+        str, typer.Option(help="The frozen network of the Frechet distance and the score: efficientnet or vgg16.")
+    ] = "efficientnet",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Agreement with the teacher from the same seeds, pictures found again, Frechet distance, score, time, peak."""
+    with guarded(debug):
+        check_given(student=student, teacher=teacher, semantic=semantic)
+        if not 0 <= guidance < 100:
+            raise BadInputError(f"--guidance {guidance} must lie between 0 and 100; 4 to 8 is usual")
+        from rich.console import Console
+
+        from ..unets.evaluate import Draw
+        from .show import Bars
+
+        draw = Draw(pictures, steps, guidance, seed)
+        with Bars(Console(stderr=True), not as_json).running():
+            found = _evaluated(student, teacher, data, draw, pairs, semantic)
+        print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+
+
+def _evaluated(student: str, teacher: str | None, data: Path, draw: Any, pairs: int, semantic: str) -> dict[str, Any]:
+    import torch
+
+    from ..models import anatomy_of_components
+    from ..models.latents import native_size
+    from ..unets.evaluate import evaluated
+    from ..unets.frozen import frozen_features
+    from ..unets.supervision import check_match
+    from ..unets.training_pictures import captioned_pictures, read_pictures
+
+    items, features = captioned_pictures(data), frozen_features(semantic)
+    large, small = (_pipeline(model) for model in (teacher, student))
+    check_match(large.unet, small.unet)
+    _check_kind(large.unet)
+    side = native_size(anatomy_of_components("diffusers", {"unet": large.unet}))
+    known = torch.cat([*read_pictures(items, side)])
+    rows: dict[str, Any] = evaluated(large, small, items, known, features, draw)
+    seconds = _step_seconds(large.unet, small.unet, pairs)
+    for name, model, each in zip(("teacher", "student"), (teacher, student), seconds, strict=True):
+        rows[name] |= {"step_seconds": each, **counted(empty_unet(model))}
+    return {"draw": asdict(draw), "features": semantic, "pairs": pairs, "rows": rows}
+
+
+def _pipeline(model: str | None) -> Any:
+    """In float32, without a bar of its own."""
+    import torch
+
+    from ..checkpoints.load import load_pipeline
+
+    pipe: Any = load_pipeline(model, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _check_kind(unet: Any) -> None:
+    if unet.config.get("addition_embed_type") is not None:
+        raise BadInputError("SDXL cannot be evaluated yet: SD1.x, SD2.x and the demo model can")
+    if unet.config["in_channels"] != unet.config["out_channels"]:
+        raise BadInputError(
+            f"a UNet of {unet.config['in_channels']} input channels (inpainting, depth) cannot be evaluated: give the "
+            "plain text-to-image model"
+        )
+
+
+def _step_seconds(teacher: Any, student: Any, pairs: int) -> tuple[float, float]:
+    """The medians of a guided step's UNet call, in turn."""
+    import torch
+
+    from ..bench.in_turn import compared
+
+    config = teacher.config
+    latents = torch.zeros(2, config["in_channels"], config["sample_size"], config["sample_size"])
+    text = torch.zeros(2, 77, config["cross_attention_dim"])
+    with torch.inference_mode():
+        times = compared(
+            lambda: teacher(latents, 500, text).sample,
+            lambda: student(latents, 500, text).sample,
+            pairs,
+            torch.device("cpu"),
+        )
+    return times["plain_seconds"], times["seconds"]
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    """A line for each of the three rows, then what they say."""
+    from ..bench.report import table
+
+    heads = ["", "PSNR", "difference", "retrieved", "Frechet", "score", "step", "parameters", "activations"]
+    cells = []
+    for name, row in found["rows"].items():
+        agreed = ("-", "-") if name == "teacher" else (f"{row['psnr']:.1f} dB", f"{row['difference']:.2f}")
+        drawn = [name, *agreed, f"{row['retrieved']:.0%}", f"{row['frechet']:.3f}", f"{row['score']:.2f}"]
+        measured = ["-", "-", "-"]
+        if "step_seconds" in row:
+            counted = f"{row['parameters'] / 1e6:.1f} M", format_size(row["peak_bytes"])
+            measured = [f"{1e3 * row['step_seconds']:.1f} ms", *counted]
+        cells.append([*drawn, *measured])
+    draw = found["draw"]
+    return [
+        *table(heads, cells),
+        "",
+        f"{draw['pictures']} pictures of {draw['steps']} steps, the teacher's and the student's from the same seeds; "
+        "difference: of 255. Retrieved: the nearest training picture is the prompt's own.",
+        f"Frechet distance and score: over the features of {found['features']}, from the training pictures.",
+    ]

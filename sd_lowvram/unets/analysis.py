@@ -1,0 +1,178 @@
+"""What each unit of a UNet takes: weights, operations, time, memory; the analysis with which A-SDM (2023) begins."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from .. import progress
+from ..devices.performance import Rates
+from ..models import anatomy_of_components
+from ..models.calls import Shape, denoise_step
+from ..tracing import MemoryTrace, trace
+from ..weights import weight_bytes
+from .layers import Unit, units_of
+
+_ROUNDS = 3
+OTHERS = "others"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one unit of a UNet takes in a denoising step.
+
+    Attributes:
+        name: of the unit, as :mod:`layers` names them; "others": what belongs to none.
+        parameters, bytes: of its weights.
+        operations: floating-point operations; a multiply-add counts two.
+        seconds: measured here, or foretold by a device's rates.
+        peak_bytes: of activations on the device while it runs, those of the whole UNet together, weights left out.
+    """
+
+    name: str
+    parameters: int
+    bytes: int
+    operations: int
+    seconds: float
+    peak_bytes: int
+
+
+def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates | None = None) -> list[Taken]:
+    """What each unit of ``unet`` takes in a step for a picture of ``width`` x ``height`` pixels, in the run's order.
+
+    Args:
+        unet: a UNet2DConditionModel; with ``rates`` the meta device will do.
+        passes: rows of the batch: 2 with guidance.
+        rates: of the device to foretell times for. None: measured here, on the device that ``unet`` is on.
+
+    Raises:
+        BadInputError: not a UNet that is known.
+    """
+    units = [*units_of(unet), Unit(OTHERS, "", unet)]
+    anatomy = anatomy_of_components("diffusers", {"unet": unet})
+    shape = Shape(width, height, passes=passes)
+    with _on_device_of(unet):
+        inputs = anatomy.verbs.step(anatomy, shape)
+    step = functools.partial(denoise_step, predict=anatomy.verbs.predict)
+    traced = trace(step, unet, inputs)
+    if rates is not None:
+        seconds = _foretold(units, traced, rates, next(unet.parameters()).dtype.itemsize)
+    else:
+        real = tree_map_only(Tensor, _drawn, inputs)
+        seconds = _measured(units, lambda: step(unet, real))
+    operations, peaks = _operations(units, traced), _peaks(units, traced)
+    weights = {unit.name: [_parameters(unit.module), weight_bytes(unit.module)] for unit in units}
+    columns = zip(*weights.values(), strict=True)
+    weights[OTHERS] = [2 * whole - sum(column) for whole, column in zip(weights[OTHERS], columns, strict=True)]
+    return [
+        Taken(name, parameters, size, operations[name], seconds[name], peaks[name])
+        for name, (parameters, size) in weights.items()
+    ]
+
+
+def by_block(taken: list[Taken]) -> list[Taken]:
+    """Units summed up to blocks; of peaks the highest."""
+    blocks: dict[str, list[Taken]] = {}
+    for unit in taken:
+        blocks.setdefault(unit.name.split(".")[0], []).append(unit)
+    return [_sum(name, units) for name, units in blocks.items()]
+
+
+def _sum(name: str, units: list[Taken]) -> Taken:
+    return Taken(
+        name,
+        sum(unit.parameters for unit in units),
+        sum(unit.bytes for unit in units),
+        sum(unit.operations for unit in units),
+        sum(unit.seconds for unit in units),
+        max(unit.peak_bytes for unit in units),
+    )
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@contextlib.contextmanager
+def _on_device_of(unet: nn.Module) -> Iterator[None]:
+    with torch.device(next(unet.parameters()).device):
+        yield
+
+
+def _drawn(empty: Tensor) -> Tensor:
+    """Values for what a step starts from: noise, and a timestep in the middle."""
+    return torch.randn_like(empty) if empty.is_floating_point() else torch.full_like(empty, 500)
+
+
+def _owner(units: list[Unit], path: str) -> str:
+    """The name of the unit that the module at ``path`` belongs to."""
+    inside = (unit.name for unit in units if unit.path and (path == unit.path or path.startswith(unit.path + ".")))
+    return next(inside, OTHERS)
+
+
+def _foretold(units: list[Unit], traced: MemoryTrace, rates: Rates, element_size: int) -> dict[str, float]:
+    found = dict.fromkeys((unit.name for unit in units), 0.0)
+    for span, seconds in zip(traced.spans, rates.shares(traced.spans, element_size), strict=True):
+        found[_owner(units, span.path)] += seconds
+    return found
+
+
+def _operations(units: list[Unit], traced: MemoryTrace) -> dict[str, int]:
+    found = dict.fromkeys((unit.name for unit in units), 0)
+    for span in traced.spans:
+        found[_owner(units, span.path)] += span.flops
+    return found
+
+
+def _peaks(units: list[Unit], traced: MemoryTrace) -> dict[str, int]:
+    found = dict.fromkeys((unit.name for unit in units), 0)
+    for event in traced.timeline:
+        if event.operator:  # not the booking of what was there before
+            name = _owner(units, event.path)
+            found[name] = max(found[name], event.device_bytes - traced.weights_bytes)
+    return found
+
+
+def _measured(units: list[Unit], run: Any) -> dict[str, float]:
+    """Seconds of each unit, medians of some steps after one that warms up; of the rest what a step takes besides."""
+    device = next(units[0].module.parameters()).device
+    rounds: list[Mapping[str, float]] = []
+    for number in progress.counted("steps", range(_ROUNDS + 1)):
+        taken: dict[str, float] = {}
+        with _timed(units, taken, device), torch.inference_mode():
+            run()
+        if number:
+            rounds.append({**taken, OTHERS: taken[OTHERS] - sum(taken.values()) + taken[OTHERS]})
+    return {unit.name: median(one[unit.name] for one in rounds) for unit in units}
+
+
+@contextlib.contextmanager
+def _timed(units: list[Unit], taken: dict[str, float], device: torch.device) -> Iterator[None]:
+    """Inside, ``taken`` gets the seconds of each unit's calls; that of the whole UNet under its own unit."""
+    started: dict[str, float] = {}
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def begin(name: str) -> Any:
+        return lambda *_: started.__setitem__(name, now())
+
+    def end(name: str) -> Any:
+        return lambda *_: taken.__setitem__(name, taken.get(name, 0.0) + now() - started[name])
+
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            stack.callback(unit.module.register_forward_pre_hook(begin(unit.name)).remove)
+            stack.callback(unit.module.register_forward_hook(end(unit.name)).remove)
+        yield

@@ -1,0 +1,55 @@
+"""Puts the shallow blocks of a compressed UNet and the deep blocks of the original together, as A-SDM (2023) does.
+
+M1 takes dn0 and the up block across from the compressed one, M2 and M3 one and two more from each side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import BadInputError
+from .layers import check_unet
+from .prune import assembled, layers_per_block
+
+
+def combined(compressed: Any, original: Any, blocks: int) -> Any:
+    """A UNet whose ``blocks`` outermost blocks on each side are those of ``compressed``, all else of ``original``.
+
+    The first and last convolutions belong to the outermost blocks, the embedding of time to the original.
+
+    Raises:
+        BadInputError: no UNets that are known, other widths or kinds of blocks, or a number of blocks that leaves
+            nothing of either.
+    """
+    for unet in (compressed, original):
+        check_unet(unet)
+    if len(compressed.down_blocks) < blocks or not 0 < blocks < len(original.down_blocks):
+        least = min(len(compressed.down_blocks), len(original.down_blocks) - 1)
+        raise BadInputError(f"{blocks} outermost blocks cannot be of the compressed UNet: from 1 to {least} can")
+    _check_alike(compressed.config, original.config, blocks)
+    total = len(original.down_blocks)
+    shallow = {f"down_blocks.{number}": f"down_blocks.{number}" for number in range(blocks)}
+    ups = len(compressed.up_blocks)
+    shallow |= {f"up_blocks.{total - 1 - number}": f"up_blocks.{ups - 1 - number}" for number in range(blocks)}
+    shallow |= {name: name for name in ("conv_in", "conv_norm_out", "conv_out")}
+    deep = [f"down_blocks.{number}" for number in range(blocks, total)]
+    deep += [f"up_blocks.{number}" for number in range(total - blocks)]
+    deep += ["mid_block", "time_embedding", "add_embedding", "class_embedding", "encoder_hid_proj"]
+    layers = layers_per_block(compressed.config)[:blocks] + layers_per_block(original.config)[blocks:]
+    config = {**original.config, "layers_per_block": layers}
+    return assembled(config, [(original, {name: name for name in deep}), (compressed, shallow)])
+
+
+_SHARED = ("in_channels", "out_channels", "cross_attention_dim", "norm_num_groups", "prediction_type")
+_OF_BLOCKS = ("block_out_channels", "down_block_types", "attention_head_dim", "transformer_layers_per_block")
+
+
+def _check_alike(compressed: Any, original: Any, blocks: int) -> None:
+    for name in (*_SHARED, *_OF_BLOCKS):
+        ours, theirs = compressed.get(name), original.get(name)
+        if name in _OF_BLOCKS and isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
+            ours, theirs = [*ours[:blocks]], [*theirs[:blocks]]
+        if ours != theirs:
+            raise BadInputError(
+                f"the two UNets do not match: {name} is {ours} in the compressed one and {theirs} in the original"
+            )

@@ -1,0 +1,258 @@
+"""Trains a smaller UNet to do what a larger one does, after A-SDM (2023); ended at any time, it goes on from a file.
+
+The random numbers of a step come from the seed and the step's number: a checkpoint is weights, optimizer and average,
+and on a CPU an ended run comes to the same weights as an unbroken one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import progress
+from ..errors import BadInputError, CheckpointError
+from ..files.whole import temporary_beside
+from .frozen import Features, frozen_features
+from .supervision import check_match, clean_of, features_terms, maps_of, semantic_term
+from .training import Average, min_snr_weights, noise_levels, rate
+from .training_pictures import Encoded
+
+_UNCAPTIONED = 0.1
+"""The share of samples without a text, for guidance."""
+_DECAY = 0.998
+
+Told = Callable[[int, dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a student is trained.
+
+    Attributes:
+        steps, batch: so many steps of so many samples, the latter in every process.
+        rate: the learning rate's peak (AdamW).
+        seed: of samples, noise and levels.
+        blocks: only so many outermost blocks on each side are trained; None: all.
+        semantic: a network of :mod:`frozen` whose features are compared, too, or None.
+        precision: "no" (float32) or "bf16", for what is computed; weights are trained in float32.
+        every: steps between checkpoints, and between two reports of the terms.
+    """
+
+    steps: int
+    batch: int = 8
+    rate: float = 1e-4
+    seed: int = 0
+    blocks: int | None = None
+    semantic: str | None = None
+    precision: str = "no"
+    every: int = 50
+
+
+def distil(
+    teacher: Any, student: Any, vae: Any, schedule: Any, data: Encoded, course: Course, checkpoint: Path, told: Told
+) -> Any:
+    """Train ``student``; the average of its weights in a UNet of its own, in float32 on the CPU. None in all but the
+    first process, where ``accelerate launch`` has started several.
+
+    Args:
+        teacher, student: UNets of diffusers; the teacher does not change.
+        vae: decodes what the semantic term looks at.
+        schedule: a scheduler of diffusers; its betas and its prediction type are used.
+        checkpoint: a file; what an ended run of the same course has left there is gone on with.
+        told: called with a step's number and the means of the loss terms since the last call.
+
+    Raises:
+        BadInputError: UNets that do not match, a kind of model that cannot be trained, or a checkpoint of another
+            course.
+    """
+    from accelerate import Accelerator
+
+    check_match(teacher, student)
+    prediction = schedule.config.prediction_type
+    _check_kind(teacher, prediction)
+    accelerator = Accelerator(mixed_precision=course.precision)
+    device = accelerator.device
+    trained = copy.deepcopy(student).float().to(memory_format=torch.channels_last)
+    _choose_trained(trained, course.blocks)
+    teacher = copy.deepcopy(teacher).float().to(device, memory_format=torch.channels_last).requires_grad_(False)
+    features = frozen_features(course.semantic, device) if course.semantic else None
+    vae = copy.deepcopy(vae).float().to(device).requires_grad_(False) if features else None
+    weights = [weight for weight in trained.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=course.rate, betas=(0.9, 0.99), weight_decay=1e-3)
+    inner = trained
+    trained, optimizer = accelerator.prepare(trained, optimizer)
+    average = Average(inner, _DECAY)
+    identity = _identity(course, accelerator.num_processes, teacher, student, data)
+    step = _gone_on(checkpoint, identity, inner, optimizer, average)
+    lesson = _Lesson(teacher, trained, inner, vae, features, schedule.alphas_cumprod.to(device), prediction)
+    since: list[dict[str, float]] = []
+    progress.report("distil", step, course.steps)
+    while step < course.steps:
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, course.steps, course.rate, min(200, course.steps // 10 + 1))
+        place = step * accelerator.num_processes + accelerator.process_index
+        samples = [part.to(device) for part in _samples(data, course, place)]
+        with accelerator.autocast():
+            terms = lesson.terms(*samples)
+        optimizer.zero_grad()
+        accelerator.backward(torch.stack([*terms.values()]).sum())
+        accelerator.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        average.update()
+        step += 1
+        since.append({name: value.item() for name, value in terms.items()})
+        if step % course.every == 0 or step == course.steps:
+            if accelerator.is_main_process:
+                _keep(checkpoint, identity, inner, optimizer, average, step)
+                told(step, {name: fmean(each[name] for each in since) for name in terms})
+            since.clear()
+        progress.report("distil", step, course.steps)
+    accelerator.wait_for_everyone()
+    if not accelerator.is_main_process:
+        return None
+    inner.load_state_dict(average.shadow)
+    return inner.cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
+
+
+def _check_kind(unet: Any, prediction: str) -> None:
+    if prediction not in ("epsilon", "v_prediction"):
+        raise BadInputError(f"a model that predicts {prediction!r} cannot be distilled: epsilon and v_prediction can")
+    if unet.config.get("addition_embed_type") is not None:
+        raise BadInputError("SDXL cannot be distilled yet: SD1.x, SD2.x and the demo model can")
+    if unet.config["in_channels"] != unet.config["out_channels"]:
+        raise BadInputError(
+            f"a UNet of {unet.config['in_channels']} input channels (inpainting, depth) cannot be distilled: give the "
+            "plain text-to-image model"
+        )
+
+
+def _choose_trained(unet: Any, blocks: int | None) -> None:
+    """Let only the outermost ``blocks`` and the convolutions before and after them be trained."""
+    unet.requires_grad_(blocks is None)
+    if blocks is None:
+        return
+    most = len(unet.down_blocks)
+    if not 1 <= blocks <= most:
+        raise BadInputError(f"{blocks} outermost blocks cannot be trained alone: this UNet has {most} on each side")
+    outer = (*unet.down_blocks[:blocks], *unet.up_blocks[-blocks:], unet.conv_in, unet.conv_norm_out, unet.conv_out)
+    for part in outer:
+        part.requires_grad_(True)
+
+
+def _samples(data: Encoded, course: Course, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Clean latents, texts, noise and levels of a step; ``place`` counts steps of all processes."""
+    generator = torch.Generator().manual_seed((course.seed << 32) + place)
+    chosen = torch.randint(len(data.latents), (course.batch,), generator=generator)
+    lots = torch.rand(course.batch, 2, generator=generator)
+    texts = [
+        data.empty[0] if dropped < _UNCAPTIONED else data.texts[at][int(lot * len(data.texts[at]))]
+        for at, (dropped, lot) in zip(chosen.tolist(), lots.tolist(), strict=True)
+    ]
+    clean = data.latents[chosen]
+    noise = torch.randn(clean.shape, generator=generator)
+    return clean, torch.stack(texts), noise, noise_levels(course.batch, generator)
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """The terms of a batch.
+
+    Attributes:
+        trained: the student as it is called; ``inner`` has its blocks.
+    """
+
+    teacher: Any
+    trained: Any
+    inner: Any
+    vae: Any
+    features: Features | None
+    alphas: Tensor
+    prediction: str
+
+    def terms(self, clean: Tensor, texts: Tensor, noise: Tensor, levels: Tensor) -> dict[str, Tensor]:
+        alphas = self.alphas[levels].view(-1, 1, 1, 1)
+        noisy = alphas.sqrt() * clean + (1 - alphas).sqrt() * noise
+        wanted = noise if self.prediction == "epsilon" else alphas.sqrt() * noise - (1 - alphas).sqrt() * clean
+        with torch.no_grad(), maps_of(self.teacher) as theirs:
+            target = self.teacher(noisy, levels, texts).sample.float()
+        with maps_of(self.inner) as ours:
+            output = self.trained(noisy, levels, texts).sample.float()
+        weights = min_snr_weights(alphas, self.prediction)
+        terms = {
+            "task": ((output - wanted).square() * weights).mean(),
+            "output": ((output - target).square() * weights).mean(),
+            **features_terms(ours, theirs),
+        }
+        if self.features is not None:
+            # The least noisy quarter, which comes first: of the others no picture can be seen yet.
+            few = max(1, len(clean) // 4)
+            pictures = [self._pictures(noisy[:few], told[:few], alphas[:few]) for told in (output, target)]
+            terms["semantic"] = semantic_term(*(self.features(each) for each in pictures))
+        return terms
+
+    def _pictures(self, noisy: Tensor, output: Tensor, alphas: Tensor) -> Tensor:
+        latents = clean_of(noisy, output, alphas, self.prediction) / self.vae.config.scaling_factor
+        found: Tensor = self.vae.decode(latents).sample
+        return found
+
+
+def _identity(course: Course, processes: int, teacher: Any, student: Any, data: Encoded) -> dict[str, Any]:
+    """What must be the same for a run to go on; more steps may be asked for, and checkpoints at other places."""
+    named = asdict(course)
+    del named["steps"], named["every"]
+    models = {"teacher": _digest(teacher.state_dict().values()), "student": _digest(student.state_dict().values())}
+    return {**named, **models, "data": _digest([data.latents, *data.texts]), "processes": processes}
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    sums = [tensor.double().sum().item() for tensor in tensors]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:8]
+
+
+def _keep(file: Path, identity: dict[str, Any], unet: Any, optimizer: Any, average: Average, step: int) -> None:
+    state = {
+        "course": identity,
+        "student": unet.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "average": average.shadow,
+        "step": step,
+    }
+    with temporary_beside(file) as (opened, temporary):  # as it comes: of SD1.5 it is 13 GB
+        torch.save(state, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+        if os.name == "nt":
+            opened.close()
+        os.replace(temporary, file)
+
+
+def _gone_on(file: Path, identity: dict[str, Any], unet: Any, optimizer: Any, average: Average) -> int:
+    """The step at which the checkpoint stands, with all that it held put in place; 0 without one."""
+    if not file.exists():
+        return 0
+    state = None
+    with contextlib.suppress(Exception):  # whatever else lies there
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict) or not {"course", "student", "optimizer", "average", "step"} <= state.keys():
+        raise CheckpointError(f"{file} is no checkpoint of distil: remove it, or name another --out")
+    for name, value in identity.items():
+        if state["course"].get(name) != value:
+            raise BadInputError(
+                f"{file} was made with {name} {state['course'].get(name)}, and {value} is asked for: give the same, or "
+                "another --out"
+            )
+    unet.load_state_dict(state["student"])
+    optimizer.load_state_dict(state["optimizer"])
+    average.shadow = {name: value.to(average.shadow[name].device) for name, value in state["average"].items()}
+    average.steps = state["step"]
+    return int(state["step"])

@@ -1,0 +1,145 @@
+"""What a student's pictures are worth beside its teacher's, and beside the pictures that both were trained on.
+
+The measures are those of A-SDM (2023), Frechet distance and inception score, over the features of a network of
+:mod:`frozen` in place of Inception's: the figures compare models here, not with published ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import progress
+from ..errors import BadInputError
+from .frozen import Features
+from .training_pictures import Captioned
+
+_AT_ONCE = 8
+_SEEN = 16
+"""The side of the small pictures by which a prompt's own is found again."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How the pictures of an evaluation are drawn.
+
+    Attributes:
+        pictures: so many prompts, evenly over the training pictures.
+        steps, guidance: of each.
+        seed: of the first picture; each next has the next.
+    """
+
+    pictures: int = 32
+    steps: int = 25
+    guidance: float = 4.0
+    seed: int = 0
+
+
+def evaluated(
+    teacher: Any, student: Any, items: Sequence[Captioned], known: Tensor, features: Features, draw: Draw
+) -> dict[str, dict[str, float]]:
+    """The measures of the "student", of the "teacher", and of the teacher from "other seeds", the yardstick.
+
+    Each is a dictionary: "psnr" (dB, mean over pictures) and "difference" (mean, of 255) from the teacher's pictures of
+    the same seeds, "retrieved" (the share of pictures to which the prompt's own training picture is the nearest),
+    "frechet" and "score" of :func:`frechet_distance` and :func:`picture_score`.
+
+    Args:
+        teacher, student: pipelines of diffusers.
+        known: the training pictures (pictures, 3, H, W) of -1..1, in the order of ``items``.
+
+    Raises:
+        BadInputError: more pictures are asked for than there are, or fewer than two.
+    """
+    if not 2 <= draw.pictures <= len(items):
+        raise BadInputError(f"{draw.pictures} pictures cannot be compared: from 2 to {len(items)} can, one a caption")
+    places = torch.linspace(0, len(items) - 1, draw.pictures).round().long()
+    prompts = [items[place].captions[0] for place in places.tolist()]
+    runs = {"teacher": (teacher, 0), "student": (student, 0), "other seeds": (teacher, draw.pictures)}
+    drawn = {
+        name: _drawn(pipe, prompts, draw, offset, turn, len(runs))
+        for turn, (name, (pipe, offset)) in enumerate(runs.items())
+    }
+    seen = _pooled(features, known)
+
+    def measures(pictures: Tensor) -> dict[str, float]:
+        found = _pooled(features, pictures)
+        return {
+            **agreement(pictures, drawn["teacher"]),
+            "retrieved": float((nearest(pictures, known) == places).float().mean()),
+            "frechet": frechet_distance(found, seen),
+            "score": picture_score(found, seen),
+        }
+
+    return {name: measures(drawn[name]) for name in ("student", "teacher", "other seeds")}
+
+
+@torch.inference_mode()
+def _drawn(pipe: Any, prompts: Sequence[str], draw: Draw, offset: int, turn: int, turns: int) -> Tensor:
+    """(prompts, 3, H, W) of -1..1, on the CPU."""
+    parts = []
+    for start in range(0, len(prompts), _AT_ONCE):
+        some = [*prompts[start : start + _AT_ONCE]]
+        seeds = [draw.seed + offset + start + place for place in range(len(some))]
+        made = pipe(
+            some,
+            num_inference_steps=draw.steps,
+            guidance_scale=draw.guidance,
+            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+            output_type="pt",
+        )
+        parts.append(made.images.float().cpu() * 2 - 1)
+        progress.report("pictures", turn * len(prompts) + start + len(some), turns * len(prompts))
+    return torch.cat(parts)
+
+
+def agreement(pictures: Tensor, others: Tensor) -> dict[str, float]:
+    """ "psnr" in dB, the mean over pictures (200 where they are the same), and "difference", of 255."""
+    apart = (pictures - others).double() / 2
+    squares = apart.square().mean(dim=(1, 2, 3)).clamp_min(1e-20)
+    return {"psnr": float((-10 * squares.log10()).mean()), "difference": 255 * float(apart.abs().mean())}
+
+
+def nearest(pictures: Tensor, known: Tensor) -> Tensor:
+    """For each picture the place of the nearest of ``known``, both scaled down to 16x16."""
+    small, all_known = (functional.adaptive_avg_pool2d(each, _SEEN).flatten(1) for each in (pictures, known))
+    return torch.cdist(small, all_known).argmin(dim=1)
+
+
+@torch.inference_mode()
+def _pooled(features: Features, pictures: Tensor) -> Tensor:
+    """(pictures, channels): the means of the deepest maps."""
+    return torch.cat([features(some)[-1].mean(dim=(2, 3)) for some in pictures.split(_AT_ONCE)]).double().cpu()
+
+
+def frechet_distance(ours: Tensor, theirs: Tensor) -> float:
+    """The distance of two normal distributions with the means and covariances of two sets (pictures, channels); after
+    Heusel et al. (2017).
+
+    The trace of the root of the product of the covariances is the sum of the singular values of the product of the
+    centred sets, which holds for fewer pictures than channels, too.
+    """
+    means = ours.mean(dim=0), theirs.mean(dim=0)
+    centred = [(each - mean) / (len(each) - 1) ** 0.5 for each, mean in zip((ours, theirs), means, strict=True)]
+    spread = sum(float(each.square().sum()) for each in centred)
+    shared = float(torch.linalg.matrix_norm(centred[0] @ centred[1].T, "nuc"))
+    return float((means[0] - means[1]).square().sum()) + spread - 2 * shared
+
+
+def picture_score(ours: Tensor, known: Tensor) -> float:
+    """An inception score (Salimans et al. 2016) whose classes are the training pictures: from 1, all pictures alike or
+    each like all, to the number of pictures, each like one of its own.
+
+    How likely a class is falls with the squared distance of features (pictures, channels); the unit is a tenth
+    of the median, over the training pictures, of that to the nearest other one.
+    """
+    among = torch.cdist(known, known).fill_diagonal_(torch.inf)
+    unit = among.min(dim=1).values.square().median().clamp_min(1e-12) / 10
+    logs = (-torch.cdist(ours, known).square() / unit).log_softmax(dim=1)
+    mean = logs.exp().mean(dim=0).clamp_min(1e-300).log()
+    return float((logs.exp() * (logs - mean)).sum(dim=1).mean().exp())

@@ -1,0 +1,234 @@
+"""Cuts layers out of a UNet and keeps the weights of the others; what comes out is a plain model of diffusers.
+
+The cuts named base, small and tiny are those of BK-SDM (Kim et al. 2023), which A-SDM (2023) starts from. Every layer
+of a down block gives a skip connection that a layer of the up block across takes: the two go together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import BadInputError
+from .layers import check_unet
+
+KINDS = ("base", "small", "tiny")
+_BY_BLOCK = (
+    *("attention_head_dim", "num_attention_heads", "cross_attention_dim"),
+    *("transformer_layers_per_block", "only_cross_attention"),
+)
+"""What a configuration may give block by block."""
+_ALWAYS = (
+    *("conv_in", "time_embedding", "add_embedding", "class_embedding", "encoder_hid_proj"),
+    *("conv_norm_out", "conv_out"),
+)
+"""What no cut takes."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of a UNet is kept.
+
+    Attributes:
+        down: for each down block that is kept, from the outside in, the layers of it.
+        up: for each up block that is kept, from the inside out.
+        mid: whether the middle block is kept.
+    """
+
+    down: tuple[tuple[int, ...], ...]
+    up: tuple[tuple[int, ...], ...]
+    mid: bool
+
+
+def whole(config: Mapping[str, Any]) -> Cut:
+    """Nothing is cut."""
+    layers = layers_per_block(config)
+    down = tuple(tuple(range(number)) for number in layers)
+    up = tuple(tuple(range(number + 1)) for number in reversed(layers))
+    return Cut(down, up, config.get("mid_block_type", "mid") is not None)
+
+
+def layers_per_block(config: Mapping[str, Any]) -> list[int]:
+    """Of each down block, from the outside in; its up block across has one more."""
+    given, blocks = config["layers_per_block"], len(config["down_block_types"])
+    return [given] * blocks if isinstance(given, int) else [*given]
+
+
+def cut_of_kind(config: Mapping[str, Any], kind: str) -> Cut:
+    """The cut of a name: base (one layer less in each block), small (no middle block either), tiny (nor the innermost
+    blocks).
+
+    Raises:
+        BadInputError: another name, or a UNet that has no second layers to cut.
+    """
+    if kind not in KINDS:
+        raise BadInputError(f"the cut {kind!r} is unknown: choose one of {', '.join(KINDS)}")
+    full = whole(config)
+    if any(len(layers) < 2 for layers in full.down):
+        layers = " and ".join(map(str, sorted({len(layers) for layers in full.down})))
+        raise BadInputError(
+            f"{kind!r} takes the second layer of every down block, and this UNet has {layers} in a block: it is cut "
+            "already. --drop names other parts"
+        )
+    down = tuple((0, *layers[2:]) for layers in full.down)
+    up = tuple((0, *layers[2:]) for layers in full.up)
+    if kind == "tiny":
+        down, up = down[:-1], up[1:]
+    return Cut(down, up, full.mid and kind == "base")
+
+
+_NAME = re.compile(r"(dn|up)(\d+)(?:\.(\d+))?|mid")
+
+
+def cut_by_names(config: Mapping[str, Any], keep: Collection[str] = (), drop: Collection[str] = ()) -> Cut:
+    """The cut that drops the named parts, or keeps only the named layers: "dn0.1", "up3.1", "mid", or a block, "dn3".
+
+    Raises:
+        BadInputError: an unknown name; both lists; or a cut through which no map finds its way.
+    """
+    if bool(keep) == bool(drop):
+        raise BadInputError("name either layers to keep (--keep) or parts to drop (--drop)")
+    full = whole(config)
+    named = {part for name in keep or drop for part in _parts(full, name)}
+
+    def left(part: str) -> bool:
+        return (part in named) == bool(keep)
+
+    down = [tuple(layer for layer in layers if left(f"dn{n}.{layer}")) for n, layers in enumerate(full.down)]
+    up = [tuple(layer for layer in layers if left(f"up{n}.{layer}")) for n, layers in enumerate(full.up)]
+    while len(down) > 1 and not down[-1] and not up[0]:
+        del down[-1], up[0]
+    cut = Cut(tuple(down), tuple(up), full.mid and left("mid"))
+    _check_path(full, cut)
+    return cut
+
+
+def _parts(full: Cut, name: str) -> list[str]:
+    """The layers that a name stands for."""
+    found = _NAME.fullmatch(name.strip())
+    if found is None:
+        raise BadInputError(
+            f"{name!r} names no layer: dn0.1 is the second layer of the outermost down block, mid the middle"
+        )
+    if found[1] is None:
+        return ["mid"]
+    blocks = full.down if found[1] == "dn" else full.up
+    number = int(found[2])
+    layers = blocks[number] if number < len(blocks) else ()
+    chosen = layers if found[3] is None else [layer for layer in layers if layer == int(found[3])]
+    if not chosen:
+        last = f"dn{len(blocks) - 1}" if found[1] == "dn" else f"up{len(blocks) - 1}"
+        raise BadInputError(
+            f"this UNet has no {name}: its blocks go up to {last}" + (f", with {len(layers)} layers" if layers else "")
+        )
+    return [f"{found[1]}{number}.{layer}" for layer in chosen]
+
+
+def _check_path(full: Cut, cut: Cut) -> None:
+    """Refuse what would leave maps without a taker, or layers with other channels than they were made for."""
+    blocks, gone = len(cut.down), len(full.down) - len(cut.down)
+    for number, kept in enumerate(cut.down):
+        across = blocks - 1 - number
+        names = f"dn{number}", f"up{gone + across}"
+        above = cut.up[across]
+        if len(above) != len(kept) + 1:
+            raise BadInputError(
+                f"{names[0]} would keep {len(kept)} layers and {names[1]} {len(above)}: each layer of {names[0]} gives "
+                f"{names[1]} a skip connection, and {names[1]} needs one layer more"
+            )
+        if not kept or kept[0] != 0:
+            raise BadInputError(f"{names[0]}.0 cannot be cut: it alone takes the map of the block before it")
+        if {0, full.up[gone + across][-1]} - {*above}:
+            raise BadInputError(
+                f"the first and the last layer of {names[1]} cannot be cut: they alone take the maps of the blocks "
+                "beside it"
+            )
+
+
+def pruned_config(config: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+    """The configuration of what ``cut`` leaves."""
+    blocks, gone = len(cut.down), len(config["down_block_types"]) - len(cut.down)
+    layers = [len(kept) for kept in cut.down]
+    changed: dict[str, Any] = {
+        "down_block_types": [*config["down_block_types"][:blocks]],
+        "up_block_types": [*config["up_block_types"][gone:]],
+        "block_out_channels": [*config["block_out_channels"][:blocks]],
+        "layers_per_block": layers[0] if len({*layers}) == 1 else layers,
+    }
+    for name in _BY_BLOCK:
+        if isinstance(config.get(name), (list, tuple)):
+            changed[name] = [*config[name][:blocks]]
+    if not cut.mid:
+        changed["mid_block_type"] = None
+    return {**config, **changed}
+
+
+def pruned(unet: Any, cut: Cut) -> Any:
+    """A UNet of what ``cut`` leaves of ``unet``, with copies of its weights; on the meta device without any.
+
+    Raises:
+        BadInputError: not a UNet that is known, or innermost blocks are cut that are narrower than what is left.
+    """
+    check_unet(unet)
+    widths, blocks = unet.config["block_out_channels"], len(cut.down)
+    if blocks < len(widths) and widths[blocks - 1] > widths[blocks]:
+        raise BadInputError(
+            f"the block before the cut has {widths[blocks - 1]} channels and the one that is cut {widths[blocks]}: the "
+            "up layer across has no weights for them"
+        )
+    return assembled(pruned_config(unet.config, cut), [(unet, origins(cut, len(unet.down_blocks)))])
+
+
+def origins(cut: Cut, blocks: int) -> dict[str, str]:
+    """Path in the UNet that ``cut`` leaves -> path in the whole one, which has so many ``blocks``."""
+    found = {name: name for name in _ALWAYS}
+    if cut.mid:
+        found["mid_block"] = "mid_block"
+    gone = blocks - len(cut.down)
+    sides = ("down_blocks", 0, "downsamplers", cut.down), ("up_blocks", gone, "upsamplers", cut.up)
+    for side, first, samplers, all_kept in sides:
+        for number, kept in enumerate(all_kept):
+            new, old = f"{side}.{number}", f"{side}.{first + number}"
+            found[f"{new}.{samplers}"] = f"{old}.{samplers}"
+            for place, layer in enumerate(kept):
+                found |= {f"{new}.{kind}.{place}": f"{old}.{kind}.{layer}" for kind in ("resnets", "attentions")}
+    return found
+
+
+def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, str]]]) -> Any:
+    """A UNet of ``config`` with copies of the weights of several: each a UNet, and its paths by those of the new."""
+    from diffusers import UNet2DConditionModel
+
+    first: Any = parts[0][0]
+    # A name under "_use_default_values" would get its default again, whatever stands there now.
+    asked = {name: value for name, value in config.items() if not name.startswith("_")}
+    with torch.device("meta"):
+        made = UNet2DConditionModel.from_config(asked)
+    weights: dict[str, torch.Tensor] = {}
+    for unet, places in parts:
+        state = unet.state_dict()
+        for new, old in places.items():
+            inside = (name for name in state if name.startswith(old + "."))
+            weights |= {new + name.removeprefix(old): state[name].detach().clone() for name in inside}
+    hidden = config["block_out_channels"][-1]
+    wanted = {name: weight.shape for name, weight in made.state_dict().items()}
+    made.load_state_dict({name: _narrowed(name, weights[name], wanted[name], hidden) for name in wanted}, assign=True)
+    return nn.Module.to(made, first.dtype).eval().requires_grad_(False)  # diffusers' own warns of parts kept in float32
+
+
+def _narrowed(name: str, weight: torch.Tensor, shape: torch.Size, hidden: int) -> torch.Tensor:
+    """The weight of the innermost up layer for a map of ``hidden`` channels, where the block that was cut before it
+    gave more: the last of those go, the skip connection's behind them stay."""
+    if not name.startswith("up_blocks.0.resnets.0."):
+        return weight
+    for axis, (old, new) in enumerate(zip(weight.shape, shape, strict=True)):
+        if old > new:
+            weight = torch.cat(
+                [weight.narrow(axis, 0, hidden), weight.narrow(axis, old - new + hidden, new - hidden)], axis
+            )
+    return weight

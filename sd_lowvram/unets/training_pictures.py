@@ -1,0 +1,107 @@
+"""Pictures to train on: a folder of them, each with a text file of the same name that has a caption a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BadInputError
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Captioned:
+    """A picture's file and its captions, the usual one first."""
+
+    file: Path
+    captions: tuple[str, ...]
+
+
+def captioned_pictures(folder: Path) -> list[Captioned]:
+    """The pictures of ``folder`` by name.
+
+    Raises:
+        BadInputError: no folder, no pictures, or one without a caption.
+    """
+    if not folder.is_dir():
+        raise BadInputError(f"{folder} is no folder of pictures")
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
+    if not files:
+        raise BadInputError(f"{folder} has no pictures ({', '.join(_SUFFIXES)})")
+    return [Captioned(file, _captions(file.with_suffix(".txt"))) for file in files]
+
+
+def _captions(file: Path) -> tuple[str, ...]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise BadInputError(
+            f"a picture's caption cannot be read: {file} must be a text file, a caption a line"
+        ) from None
+    captions = tuple(line.strip() for line in lines if line.strip())
+    if not captions:
+        raise BadInputError(f"{file} is empty: it must have a caption a line")
+    return captions
+
+
+def read_pictures(items: list[Captioned], side: int) -> Iterator[Tensor]:
+    """The pictures on white, ``side`` x ``side``, in batches (count, 3, side, side) of -1..1.
+
+    Raises:
+        BadInputError: a file that is no picture.
+    """
+    for start in range(0, len(items), _AT_ONCE):
+        yield torch.stack([_read(item.file, side) for item in items[start : start + _AT_ONCE]])
+
+
+def _read(file: Path, side: int) -> Tensor:
+    import numpy as np
+    from PIL import Image
+
+    try:
+        with Image.open(file) as opened:
+            picture = opened.convert("RGBA")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise BadInputError(f"{file} cannot be read as a picture: {error}") from None
+    ground = Image.new("RGBA", picture.size, "white")
+    ground.alpha_composite(picture)
+    small = np.asarray(ground.convert("RGB").resize((side, side), Image.Resampling.LANCZOS))
+    return torch.from_numpy(small.copy()).permute(2, 0, 1).float() / 127.5 - 1
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a denoiser is trained on.
+
+    Attributes:
+        latents: (pictures, channels, H/8, W/8), scaled as the denoiser has them.
+        texts: for each picture the embeddings of its captions (captions, tokens, width).
+        empty: the embedding of no text (1, tokens, width).
+    """
+
+    latents: Tensor
+    texts: list[Tensor]
+    empty: Tensor
+
+
+@torch.no_grad()
+def encoded(pipe: Any, items: list[Captioned], side: int) -> Encoded:
+    """The pictures and captions through a pipeline's autoencoder and text encoder, on the CPU at the end."""
+    scale = pipe.vae.config.scaling_factor
+    latents = [
+        (pipe.vae.encode(part.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode() * scale).float().cpu()
+        for part in read_pictures(items, side)
+    ]
+
+    def embedded(texts: list[str]) -> Tensor:
+        found: Tensor = pipe.encode_prompt(texts, pipe.text_encoder.device, 1, False)[0]
+        return found.float().cpu()
+
+    return Encoded(torch.cat(latents), [embedded([*item.captions]) for item in items], embedded([""]))
