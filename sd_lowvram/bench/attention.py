@@ -18,8 +18,9 @@ from ..kernels.attention.registry import BACKENDS, available_backends, kernel_na
 from ..memory import kernels_of, measured_peak
 from ..tracing import trace
 from ..units import MIB, format_size
+from .calls import timed_runs
 from .models import dtype_on
-from .report import now, show, table
+from .report import milliseconds, now, show, table
 
 Shape = tuple[int, int, int, int, int]
 """(batch, heads, queries, keys, width)."""
@@ -87,7 +88,8 @@ def measured(
         ``shape``, ``dtype``, ``backend``, ``kernel`` (what ran), ``score_bytes``, ``error`` (relative, to attention in
         float64), ``deterministic`` (the same bits in all runs), ``traced_bytes`` and ``measured_bytes`` (peak above the
         arguments, output included), ``beside_bytes`` (measured), ``seconds`` (median), and ``time_ratio``, to the
-        median of ``beside``, run in turn.
+        median of ``beside``, run in turn; ``host_seconds`` until the call returned, and ``device_seconds`` between the
+        events around it, None on a CPU.
     """
     batch, heads, queries, keys, width = shape
     noise = torch.Generator().manual_seed(0)
@@ -119,6 +121,7 @@ def measured(
         "beside_bytes": measured_peak(attend_beside),
         "time_ratio": ours / theirs,
         "seconds": ours,
+        **timed_runs(attend, repeats, device),
     }
 
 
@@ -151,7 +154,7 @@ def _lines(rows: list[dict[str, Any]], reasons: dict[str, str | None]) -> Iterat
 def rows_table(rows: Iterable[dict[str, Any]], beside: str) -> Iterator[str]:
     """What :func:`measured` gave, as a Markdown table; ``beside`` names the other side."""
     heads = ("shape", "type", "backend", "kernel", "error", "same bits", "traced", "measured", beside, "ms")
-    return table((*heads, f"time / {beside}"), map(_cells, rows))
+    return table((*heads, f"time / {beside}", "host ms", "device ms"), map(_cells, rows))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -160,4 +163,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
     what = [f"{batch}x{heads}x{width}, {queries} x {keys}", row["dtype"], row["backend"] + bound, row["kernel"]]
     exact = [f"{row['error']:.1e}", "yes" if row["deterministic"] else "no"]
     sizes = [format_size(row[name]) for name in ("traced_bytes", "measured_bytes", "beside_bytes")]
-    return [*what, *exact, *sizes, f"{1000 * row['seconds']:.2f}", f"{row['time_ratio']:.2f}"]
+    apart = milliseconds(row["host_seconds"], row["device_seconds"])
+    return [*what, *exact, *sizes, *milliseconds(row["seconds"]), f"{row['time_ratio']:.2f}", *apart]

@@ -43,7 +43,7 @@ def run(models: Sequence[str], out: Path, budgets: int = BUDGETS) -> Path:
     for model in models:
         report[model] = measured_rows(model, budgets)
         data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        data.with_suffix(".md").write_text("\n".join(_lines(report)) + "\n", encoding="utf-8")
+        data.with_suffix(".md").write_text("\n".join(lines(report)) + "\n", encoding="utf-8")
     return data.with_suffix(".md")
 
 
@@ -156,7 +156,8 @@ def verdict(row: Mapping[str, Any]) -> str:
     return "slower" if rival["measured"]["seconds"] > row["measured"]["seconds"] else "MISS: fits and is faster"
 
 
-def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+def lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """All cases as Markdown."""
     yield "# Plans against runs, on a CPU"
     yield ""
     yield (

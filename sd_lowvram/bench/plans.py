@@ -16,7 +16,7 @@ from ..planning.request import request_for
 from ..planning.search import Search
 from ..settings import Settings
 from ..units import GIB, MIB, format_size, format_time
-from .report import table
+from .report import table, written
 
 BOUNDS = {
     ("sd15", 512): 320 * MIB,
@@ -34,23 +34,21 @@ _NOTE = """# The least memory that lossless settings need
 
 Written by `sd-lowvram bench plans`. Nothing ran on a GPU: peaks are traced, times those of the {card} profile for 30
 steps with these smallest settings, which nobody would choose with more memory. fp16, batch 1, with guidance. *In
-segments* is what the allocator takes for the peak, which the bound is for; *least budget* counts the driver's share
-too, a stated default. *In host memory* with weights in ordinary memory, and with weights left in a mapped file.
-*Searching* is processor time, on a machine that was busy with much else.
+segments* is what the allocator takes for the peak and the libraries' workspaces, of a stated size, which the bound is
+for; *least budget* counts the driver's share too, another stated default. *In host memory* with weights in ordinary
+memory, and with weights left in a mapped file. *Searching* is processor time.
 """
 
 
-def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """The smallest candidate of every size of ``BOUNDS``; writes ``out`` (Markdown) where it is given.
+def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The smallest candidate of every size of ``BOUNDS``; also into ``out`` as Markdown, and JSON beside it.
 
     Args:
         only: models; empty: all.
     """
     chosen = [(model, size) for model, size in BOUNDS if model in only or not only]
     rows = [_row(model, size, card) for model, size in progress.counted("plans", chosen)]
-    if out is not None:
-        out.write_text(_NOTE.format(card=profile(card).title) + "\n" + "\n".join(lines(rows)) + "\n", encoding="utf-8")
-    return rows
+    return written({"card": profile(card).title, "rows": rows}, lines, out)
 
 
 def _row(model: str, size: int, card: str) -> dict[str, Any]:
@@ -81,9 +79,10 @@ _HEADS = (
 )
 
 
-def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """``rows`` as a Markdown table."""
-    return table(_HEADS, map(_cells, rows))
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    yield _NOTE.format(card=report["card"])
+    yield from table(_HEADS, map(_cells, report["rows"]))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

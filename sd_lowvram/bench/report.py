@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..errors import BadInputError
+from ..files.whole import write_json, write_whole
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -16,6 +20,38 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(heads)} |"
     yield "|" + "---|" * len(heads)
     yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def milliseconds(*seconds: float | None) -> list[str]:
+    """Cells of a table; None: nothing was measured."""
+    return ["" if one is None else f"{1000 * one:.2f}" for one in seconds]
+
+
+def begun(asked: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    """The report beside ``out`` that is not finished yet, or a new one with no ``rows``.
+
+    Raises:
+        BadInputError: what is there was asked for in another way.
+    """
+    file = out.with_suffix(".json") if out is not None else None
+    if file is None or not file.is_file():
+        return {**asked, "rows": []}
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    other = [name for name in asked if report.get(name) != asked[name]]
+    if other:
+        told = ", ".join(f"{name} {report.get(name)}" for name in other)
+        raise BadInputError(f"{file} was made with {told}: begin anew with another --out")
+    return report
+
+
+def written(
+    report: dict[str, Any], lines: Callable[[dict[str, Any]], Iterable[str]], out: Path | None
+) -> dict[str, Any]:
+    """``report``, also as Markdown in ``out`` where that is given, and as JSON beside it."""
+    if out is not None:
+        write_json(report, out.with_suffix(".json"))
+        write_whole(("\n".join(lines(report)) + "\n").encode(), out)
+    return report
 
 
 def show(report: Any, lines: Iterable[str], as_json: bool) -> None:

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,13 +33,11 @@ from ..streaming.simulator import Copies, simulate
 from ..streaming.timing import Timing, in_run_order, timed
 from ..tracing.fake_model import fake_copy
 from ..units import MIB
-from .report import show
+from .report import show, written
 from .report import table as table_lines
 
 SIZES = {"sd15": (512, 1024), "sd21": (768,), "sdxl": (1024,)}
 SHARES = (50, 25, 10)
-_STATED_FLOPS = 8e12
-"""What the RTX 2070 is said to reach where it is compared; the pinned profile is a little faster, which is harder."""
 _COLUMNS = ("ours", *POLICIES, "bound")
 
 
@@ -66,7 +65,7 @@ def run(
     height: int | None = None,
     out: Path | None = None,
 ) -> list[Row]:
-    """Compute the table and print it, or one JSON list; with ``out``, write it as Markdown too.
+    """Compute the table and print it, or one JSON list; also into ``out`` as Markdown, and JSON beside it.
 
     Args:
         width, height: in pixels; None: sizes that are usual for the model.
@@ -74,16 +73,14 @@ def run(
     Raises:
         BadInputError: a model or a GPU that is not known.
     """
-    cards = [rates for name in gpus for rates in _cards(name)]
+    cards = [profile(name) for name in gpus]
     unknown = [model for model in models if model not in NAMES]
     if unknown:
         raise BadInputError(f"--model {unknown[0]!r} is none of {', '.join(NAMES)}")
     wanted = [(model, size) for model in models for size in _sizes(model, width, height)]
     rows = [row for model, size in progress.counted("schedule", wanted) for row in table(model, *size, cards)]
-    lines = list(_lines(rows))
-    show([dataclasses.asdict(row) for row in rows], lines, json)
-    if out is not None:
-        out.write_text("\n".join(["# Streaming weights by schedule", "", *lines, ""]), encoding="utf-8")
+    report = written({"rows": [dataclasses.asdict(row) for row in rows]}, lines, out)
+    show(report["rows"], lines(report), json)
     return rows
 
 
@@ -97,7 +94,8 @@ def table(model: str, width: int, height: int, cards: Sequence[Rates]) -> list[R
     rows = []
     for rates in cards:
         copies = Copies(rates.copy_bandwidth)
-        timing = Timing(tuple((f"{stage.component}.{span.path}", rates.seconds(span, 2)) for span in spans), copies)
+        shares = zip(spans, rates.shares(spans, 2), strict=True)
+        timing = Timing(tuple((f"{stage.component}.{span.path}", seconds) for span, seconds in shares), copies)
         parts = blocks_of(in_run_order(layers, timing))
         rows += [_row(parts, timing, share, model, f"{width}x{height}", rates) for share in SHARES]
     return rows
@@ -124,14 +122,6 @@ def _row(parts: Blocks, timing: Timing, share: int, model: str, size: str, rates
     )
 
 
-def _cards(name: str) -> list[Rates]:
-    """The profile; of the RTX 2070, also the one at the round figure with which it is compared."""
-    rates = profile(name)
-    if rates.name != "rtx2070":
-        return [rates]
-    return [dataclasses.replace(rates, half_flops=_STATED_FLOPS), rates]
-
-
 def _sizes(model: str, width: int | None, height: int | None) -> list[tuple[int, int]]:
     if width is None and height is None:
         return [(side, side) for side in SIZES[model]]
@@ -147,9 +137,10 @@ _NOTE = (
 )
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[str]:
+def lines(report: dict[str, Any]) -> Iterator[str]:
     """The note, and a Markdown table for each model, size and device."""
-    yield _NOTE
+    yield from ("# Streaming weights by schedule", "", _NOTE)
+    rows = [Row(**row) for row in report["rows"]]
     for (model, size, gpu), group in itertools.groupby(rows, lambda row: (row.model, row.size, row.device)):
         same = list(group)
         yield from ("", f"## {model} {size}, {gpu}: {1000 * same[0].resident_seconds:.0f} ms a step", "")

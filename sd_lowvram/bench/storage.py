@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from ..session import anatomy_of, attached
 from ..settings import Settings
 from ..weights import weight_bytes
 from .models import demo_pipeline
-from .report import eight_bits, show, table
+from .report import eight_bits, show, table, written
 
 KINDS = ("fp8", "int8")
 PROMPTS = ("a red apple", "a teapot", "a rocket", "a castle", "a snowman", "a guitar", "a sunflower", "a bicycle")
 
 
-def run(json: bool = False, prompts: Sequence[str] = PROMPTS, steps: int = 25) -> dict[str, Any]:
-    """Measure and print, as tables or as one JSON object; returns what was measured.
+def run(
+    json: bool = False, prompts: Sequence[str] = PROMPTS, steps: int = 25, out: Path | None = None
+) -> dict[str, Any]:
+    """Measure and print, as tables or as one JSON object; also into ``out`` as Markdown, and JSON beside it.
 
     Every prompt is drawn in float32 with its own seed, then anew with the weights stored in each of the two ways.
     """
@@ -37,8 +40,8 @@ def run(json: bool = False, prompts: Sequence[str] = PROMPTS, steps: int = 25) -
             row["bytes"] = weight_bytes(pipe.unet, pipe.text_encoder) / whole
             row |= _differences(_pictures(pipe, prompts, steps, number), plain)
         rows.append(row)
-    report = {"prompts": list(prompts), "steps": steps, "rows": rows}
-    show(report, _lines(report), json)
+    report = written({"prompts": list(prompts), "steps": steps, "rows": rows}, lines, out)
+    show(report, lines(report), json)
     return report
 
 
@@ -73,9 +76,12 @@ def _layer_errors(pipe: Any, kind: str) -> dict[str, Any]:
     return {"layers": len(errors), "layer_error": sum(errors) / len(errors), "worst_layer_error": max(errors)}
 
 
-def _lines(report: dict[str, Any]) -> Iterator[str]:
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    yield from ("# Weights in 8 bits", "")
     yield f"{len(report['prompts'])} pictures of the demo model, {report['steps']} steps, beside float32 weights."
     yield "Difference: of 8-bit pictures, of 255. PSNR in dB. Layers: relative error of their weights, mean and worst."
+    yield "Written by `sd-lowvram bench storage`."
     yield ""
     yield from table(_HEADS, map(_cells, report["rows"]))
 

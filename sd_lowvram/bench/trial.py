@@ -17,6 +17,8 @@ from typing import IO, Any
 
 _ROOT = Path(__file__).resolve().parents[2]
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+COMMAND = (sys.executable, "-m", __name__)
+"""What a process is started with."""
 _LEAST = 5
 """Seconds below which nothing is begun."""
 
@@ -77,7 +79,7 @@ def stream(
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            COMMAND,
             env={**os.environ, **_QUIET, "PYTHONPATH": path, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -111,9 +113,9 @@ def stream(
 def _told(process: subprocess.Popen[str], asked: str) -> Iterator[Row]:
     """The rows that ``process`` prints, until it ends."""
     assert process.stdin is not None and process.stdout is not None
-    with process.stdout, contextlib.suppress(BrokenPipeError):
-        process.stdin.write(asked)
-        process.stdin.close()
+    with process.stdout, contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(asked + "\n")
+        process.stdin.flush()  # and stays open: it ends with this process, however that ends
         for line in process.stdout:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
@@ -124,8 +126,10 @@ def _failed(error: str, out_of_memory: bool = False) -> Row:
     return {"error": error[:400], "out_of_memory": out_of_memory}
 
 
-def _main(rows: IO[str]) -> None:
-    asked = json.loads(sys.stdin.read())
+def serve(asks: IO[str], rows: IO[str]) -> None:
+    """Run the trial that the first line of ``asks`` tells; where ``asks`` ends before it, so does this process."""
+    asked = json.loads(asks.readline())
+    threading.Thread(target=_end_with, args=(asks,), daemon=True).start()
     module = importlib.import_module(asked["module"])
     try:
         result = getattr(module, asked["name"])(**asked["arguments"])
@@ -136,6 +140,19 @@ def _main(rows: IO[str]) -> None:
         print(json.dumps(row), file=rows, flush=True)
 
 
-if __name__ == "__main__":
+def _end_with(asks: IO[str]) -> None:
+    """Nobody would read the rows, and what is measured on is in the way of others."""
+    while os.read(asks.fileno(), 1):  # a thread that waits in ``asks`` itself would hold it when the process ends
+        pass
+    os._exit(1)
+
+
+def main() -> None:
+    """Be the process of a trial; only rows are printed to its output."""
+    rows = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
-        _main(sys.__stdout__)  # type: ignore[arg-type]
+        serve(sys.stdin, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..session import attached
 from ..settings import Settings
 from ..tracing import trace
 from ..units import MIB
-from .report import eight_bits, now, show, table
+from .report import eight_bits, now, show, table, written
 
 MAPS = ("held", "parked", "recomputed")
 _DEAR = "recomputed"
@@ -32,9 +33,10 @@ def run(
     repeats: int = 2,
     side: int | None = None,
     model: str = "sd15",
-    traced: Sequence[int] = (1024, 2048),
+    traced: Sequence[int] = (1024, 2048, 4096),
+    out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure and print, as tables or as one JSON object; returns what was measured.
+    """Measure and print, as tables or as one JSON object; also into ``out`` as Markdown, and JSON beside it.
 
     Args:
         model: whose autoencoder: a name of :data:`checkpoints.architectures.AUTOENCODERS`.
@@ -62,7 +64,8 @@ def run(
         report["differences"] = _differences(side or 1024)
     else:
         report["errors"] = _errors(config, side or 256)
-    show(report, _lines(report), json)
+    written(report, lines, out)
+    show(report, lines(report), json)
     return report
 
 
@@ -189,21 +192,26 @@ def _difference(way: str, pixels: Tensor, plain: Tensor) -> dict[str, Any]:
     }
 
 
-def _lines(report: dict[str, Any]) -> Iterator[str]:
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    yield from (f"# Ways to decode, by the autoencoder of {report['model']}", "")
     where = f"{report['device']}, {report['threads']} threads"
-    yield f"Time of a full-size float32 decode by the autoencoder of {report['model']} on {where}; plain = 1"
+    yield f"Time of a full-size float32 decode by the autoencoder of {report['model']} on {where}; plain = 1."
+    yield from ("Written by `sd-lowvram bench vae`.", "")
     times = ([f"{row['plain_seconds']:.2f} s", *(f"{row[kind]:.2f}" for kind in MAPS)] for row in report["times"])
     yield from _by_size(report["times"], ("plain", *MAPS), times)
     if report["peaks"]:
-        yield from ("", "MiB held by a decode in half precision beside the weights (and in host memory), traced")
+        yield from ("", "MiB held by a decode in half precision beside the weights (and in host memory), traced", "")
         ways = ("plain", *MAPS, _THEIRS)
         yield from _by_size(report["peaks"], ways, ([_two(*row[way]) for way in ways] for row in report["peaks"]))
     yield ""
     if "errors" in report:
         yield "Relative error to the plain decode, float32, random weights"
+        yield ""
         yield from table(("way", "error"), ([way, f"{error:.1e}"] for way, error in report["errors"].items()))
         return
-    yield "Difference from the plain decode, of 255, demo autoencoder"
+    yield "Difference from the plain decode, of 255, of one drawn picture by the demo autoencoder"
+    yield ""
     heads = ("way", "mean", "most", "pixels off", "by more than 1")
     yield from table(heads, map(_difference_cells, report["differences"]))
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny
 import torch
@@ -116,7 +121,7 @@ def test_trials_of_sizes(way: str) -> None:
 def test_attention(at_once: None, tmp_path: Path) -> None:
     rows, text = run("attention", tmp_path)
     found = {row["backend"]: row for row in rows}
-    assert set(found) == {"sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced"}
+    assert set(found) == {"sdpa", "flash", "efficient", "xformers", "triton", "fused-softmax", "sliced"}
     for backend in ("sdpa", "fused-softmax", "sliced"):
         assert found[backend]["error"] < 1e-5
         assert found[backend]["deterministic"] is True
@@ -145,20 +150,24 @@ def test_a_later_call_goes_on(at_once: None, tmp_path: Path, monkeypatch: pytest
     results = json.loads(place.read_text())
     rows = results["attention"]["rows"]
     rows[0] = {"backend": "sdpa", "latents": 8, "error": "no time was left", "timed_out": True}
-    rows[-1]["seconds"] = 77.0
+    of(rows, "sliced")["seconds"] = 77.0
     place.write_text(json.dumps(results | {"peaks": results["attention"] | {"rows": []}}))
     assert gpu.unmeasured(place) == 1
     rows, text = run("attention", tmp_path)
     assert gpu.unmeasured(place) == 0
-    assert 77.0 in {row.get("seconds") for row in rows} and len(rows) == 6
-    assert next(row for row in rows if row["backend"] == "sdpa")["seconds"] > 0
+    assert 77.0 in {row.get("seconds") for row in rows} and len(rows) == 7
+    assert of(rows, "sdpa")["seconds"] > 0
     assert "## Peaks" in text and "## Attention" in text
     for change in ({"again": True}, {}):
         rows, _ = run("attention", tmp_path, **change)
-        assert 77.0 not in {row.get("seconds") for row in rows} and len(rows) == 6
-        rows[-1]["seconds"] = 77.0
+        assert 77.0 not in {row.get("seconds") for row in rows} and len(rows) == 7
+        of(rows, "sliced")["seconds"] = 77.0
         place.write_text(json.dumps({"attention": results["attention"] | {"rows": rows}}))
         monkeypatch.setattr(torch, "__version__", "1.0")
+
+
+def of(rows: list[dict[str, Any]], backend: str) -> dict[str, Any]:
+    return next(row for row in rows if row["backend"] == backend)
 
 
 def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +282,40 @@ def test_a_process_of_its_own_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert trial.measure(attention.trial_attention, **asked)["error"] == "no time was left"
     monkeypatch.setattr(trial, "_LEAST", 1)
     assert trial.measure(attention.trial_attention, **asked)["timed_out"] is True
+
+
+_ASLEEP = """
+import os, time
+
+def trial_asleep(cases):
+    yield {"process": os.getpid()}
+    time.sleep(600)
+"""
+_DRIVER = """
+import asleep
+from sd_lowvram.bench import trial
+
+for row in trial.measure_each(asleep.trial_asleep, [0, 1], seconds=lambda: 600.0):
+    print(row["process"], flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="of signals that end a process")
+@pytest.mark.parametrize("ended", [signal.SIGTERM, signal.SIGKILL])
+def test_a_trial_ends_with_what_started_it(tmp_path: Path, ended: signal.Signals) -> None:
+    (tmp_path / "asleep.py").write_text(_ASLEEP)
+    path = os.pathsep.join([str(tmp_path), str(Path(trial.__file__).parents[2])])
+    driver = subprocess.Popen(
+        [sys.executable, "-c", _DRIVER], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
+    with driver:
+        assert driver.stdout is not None
+        process = psutil.Process(int(driver.stdout.readline()))
+        driver.send_signal(ended)
+    gone, alive = psutil.wait_procs([process], timeout=30)
+    for one in alive:
+        one.kill()
+    assert gone and not alive
 
 
 def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

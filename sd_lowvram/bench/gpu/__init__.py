@@ -11,7 +11,7 @@ import functools
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def _before(place: Path) -> dict[str, Any]:
 
 
 def _write(place: Path, results: dict[str, Any]) -> None:
-    text = {".json": json.dumps(results, indent=1) + "\n", ".md": "\n".join(_lines(results)) + "\n"}
+    text = {".json": json.dumps(results, indent=1) + "\n", ".md": "\n".join(lines(results)) + "\n"}
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         for suffix, content in text.items():
@@ -139,14 +139,13 @@ def _write(place: Path, results: dict[str, Any]) -> None:
         raise OutputError(f"{place} cannot be written: {error}") from error
 
 
-def _lines(results: dict[str, Any]) -> list[str]:
-    found = [part for part in PARTS if part in results]
-    lines = ["# Measured on a GPU", ""]
-    for part in found:
+def lines(results: dict[str, Any]) -> Iterator[str]:
+    """The results as Markdown."""
+    yield from ("# Measured on a GPU", "")
+    for part in (part for part in PARTS if part in results):
         machine = results[part]["machine"]
         facts = [machine["name"], f"torch {machine['torch']}", f"diffusers {machine['diffusers']}", machine["date"]]
         if machine.get("driver"):
             facts.insert(1, f"driver {machine['driver']}")
-        lines += PARTS[part].lines(results[part])
-        lines += ["", f"{', '.join(facts)}; the part took {results[part]['spent_seconds']:.0f} s.", ""]
-    return lines
+        yield from PARTS[part].lines(results[part])
+        yield from ("", f"{', '.join(facts)}; the part took {results[part]['spent_seconds']:.0f} s.", "")

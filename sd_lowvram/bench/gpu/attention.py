@@ -50,7 +50,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "Self-attention of SD1.5's first level, a guided batch, 8 heads of width 40. *Error*: relative, to"
     yield f"float64, on some of the rows. *Same bits*: in all of {_RUNS} runs. *Traced*, *measured*: peaks above"
-    yield "the arguments."
+    yield "the arguments. *Host*: until the call returned; *device*: between the events around it; medians."
     yield ""
     ran = [row for row in part["rows"] if "shape" in row]
     yield from rows_table(sorted(ran, key=lambda row: row["shape"]), "sdpa")

@@ -11,6 +11,7 @@ import torch
 
 from ...units import GIB
 from .. import trial
+from ..calls import timed_calls
 from ..models import random_pipeline
 from ..report import table
 from .peaks import held_on
@@ -106,7 +107,8 @@ def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps:
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        peak = measured_peak(paint)
+        with timed_calls(pipe, where) as calls:
+            peak = measured_peak(paint)
     return {
         "fits": peak <= cap,
         "finite": all(pictures),
@@ -115,6 +117,7 @@ def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps:
         "reserved_bytes": 0 if on_cpu else torch.cuda.max_memory_reserved(where),
         "plan_seconds": planned - start,
         "seconds": time.perf_counter() - planned,
+        **calls.figures(sum),
     }
 
 

@@ -15,7 +15,7 @@ from ...devices.calibration import copy_rate
 from ...units import MIB
 from ..calls import timed_calls
 from ..models import embeddings, random_denoiser
-from ..report import table
+from ..report import milliseconds, table
 from .peaks import held_on
 from .record import Case, Record
 
@@ -132,8 +132,7 @@ def _steps(pipe: Any, where: torch.device, case: Case) -> dict[str, Any]:
         "weights_bytes": weights,
         "step_seconds": statistics.median(times[_WARM:]),
         "slowest_seconds": max(times[_WARM:]),
-        "host_seconds": statistics.median(calls.host_seconds[_WARM:]),
-        "device_seconds": calls.device_seconds and statistics.median(calls.device_seconds[_WARM:]),
+        **calls.figures(statistics.median, first=_WARM),
         "run_seconds": whole,
         "peak_bytes": peak,
     }
@@ -287,5 +286,5 @@ def _cells(row: dict[str, Any], resident: float | None, simulated: dict[int, flo
     ratio = f"{row['step_seconds'] / resident:.2f}" if resident else ""
     expected = simulated.get(row["share"]) if row["way"] == "ours" and "share" in row else None
     times = [row["step_seconds"], expected, row["host_seconds"], row["device_seconds"]]
-    step, *others = ("" if one is None else f"{1000 * one:.1f}" for one in times)
+    step, *others = milliseconds(*times)
     return [way, held, step, ratio, *others, f"{row['peak_bytes'] / MIB:.0f}"]

@@ -9,8 +9,9 @@ import torch
 
 from ...memory import measured_peak
 from ...units import MIB
+from ..calls import timed_runs
 from ..models import dtype_on
-from ..report import table
+from ..report import milliseconds, table
 from .peaks import held_on
 from .record import Case, Record
 
@@ -19,8 +20,11 @@ SHAPES = (
     (1, 512, 512, 64), (1, 512, 512, 128), (1, 512, 512, 256), (1, 512, 256, 256), (1, 256, 256, 512),
     (1, 256, 128, 512), (1, 128, 128, 512), (1, 128, 3, 512),
     (1, 512, 512, 512), (1, 512, 256, 512), (1, 256, 256, 1024), (1, 256, 128, 1024), (1, 128, 128, 1024),
+    (1, 512, 512, 1024),
 )  # fmt: skip
-"""(pictures, channels, channels of the output, side of the map): UNets in guided batches, decoders up to 1024x1024."""
+"""(pictures, channels, channels of the output, side of the map): UNets in guided batches, decoders up to 1024x1024,
+and the widest map of one of 2048x2048."""
+_RUNS = 5
 FORMATS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
@@ -57,6 +61,7 @@ def _row(device: torch.device, case: Case) -> dict[str, Any]:
         "map_bytes": maps.numel() * maps.element_size() + output_bytes,
         "workspace_bytes": peak - output_bytes,
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else 0,
+        **timed_runs(lambda: convolution(maps), _RUNS, device),
     }
 
 
@@ -65,16 +70,18 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "## Workspaces of convolutions"
     yield ""
     yield "Convolutions of 3x3 in fp16. *Workspace*: the most that was allocated beside input, weights and output,"
-    yield "copies in another memory format among it. *Reserved*: all that the allocator had of the card."
+    yield "copies in another memory format among it. *Reserved*: all that the allocator had of the card. *Host*: until"
+    yield f"the call returned; *device*: between the events around it; medians of {_RUNS} calls."
     yield ""
     yield from table(_HEADS, map(_cells, part["rows"]))
 
 
-_HEADS = "map", "channels", "format", "input and output MiB", "workspace MiB", "reserved MiB"
+_HEADS = "map", "channels", "format", "input and output MiB", "workspace MiB", "reserved MiB", "host ms", "device ms"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     what = [f"{row['pictures']} x {row['side']}x{row['side']}", f"{row['channels']} to {row['out_channels']}"]
-    sizes = [row[name] for name in ("map_bytes", "workspace_bytes", "reserved_bytes")] if "error" not in row else ()
-    told = [f"{size / MIB:.1f}" for size in sizes] or [row["error"].replace("|", "/"), "", ""]
-    return [*what, row["format"], *told]
+    if "error" in row:
+        return [*what, row["format"], row["error"].replace("|", "/"), *[""] * 4]
+    sizes = [f"{row[name] / MIB:.1f}" for name in ("map_bytes", "workspace_bytes", "reserved_bytes")]
+    return [*what, row["format"], *sizes, *milliseconds(row["host_seconds"], row["device_seconds"])]

@@ -1,23 +1,18 @@
 """Pictures of memory: what is planned for each stage, beside what a run took, under the budget.
 
-Duck-typed on plans and measurements, and drawn without a window, so that programs with a display of their own can use
-it. Needs matplotlib, which is imported when something is drawn.
+Duck-typed on plans and measurements. Needs matplotlib, which is imported when something is drawn.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BadInputError
 from ..units import GIB, MIB, format_size
+from .style import ACTIVATIONS, BUDGET, HOST, MEASURED, TEXT, WEIGHTS, as_png, check_plots, new_figure
 
-WEIGHTS, ACTIVATIONS, HOST = "#33567f", "#8fb4d9", "#dcdfe4"
-MEASURED, BUDGET, TEXT = "#d9701a", "#b3202c", "#2b2f36"
 _NARROWEST = 0.16
 """Share of the width that the shortest stage keeps, so that its name can be read."""
 
@@ -36,12 +31,6 @@ class _Piece:
         return seconds
 
 
-def check_plots() -> None:
-    """Raise BadInputError where nothing can be drawn: matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BadInputError('a plot needs matplotlib: pip install "sd-lowvram[plots]"')
-
-
 def memory_figure(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) -> Any:
     """A matplotlib Figure of the memory that each stage takes: weights, activations, and what waits in host memory.
 
@@ -57,10 +46,8 @@ def memory_figure(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) 
         BadInputError: matplotlib is not installed.
     """
     check_plots()
-    from matplotlib.figure import Figure
-
     both = plan.request.device.type == "cpu"
-    figure = Figure(figsize=(10, 5.4), dpi=110, facecolor="white", layout=_layout())
+    figure = new_figure(10, 5.4, _layout())
     axes = figure.add_subplot()
     bands = _bands(plan, measured, courses)
     left, top = 0.0, 0
@@ -75,9 +62,7 @@ def memory_figure(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) 
 
 def memory_png(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) -> bytes:
     """:func:`memory_figure` as the bytes of a PNG file."""
-    file = io.BytesIO()
-    memory_figure(plan, measured, courses).savefig(file, format="png")
-    return file.getvalue()
+    return as_png(memory_figure(plan, measured, courses))
 
 
 def _bands(plan: Any, measured: Any, courses: Sequence[Any]) -> list[list[_Piece]]:

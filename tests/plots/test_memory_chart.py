@@ -13,8 +13,8 @@ from PIL import Image
 
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.planning.memory_profile import MeasuredStage, Run, overrun
-from sd_lowvram.planning.plots import memory_figure, memory_png
 from sd_lowvram.planning.timeline import Course
+from sd_lowvram.plots.memory import memory_figure, memory_png
 from sd_lowvram.units import MIB
 
 

@@ -1,0 +1,1 @@
+"""What other programs do with a model's memory, by name, so that it can be measured beside what we do."""

@@ -1,0 +1,155 @@
+"""The named policies: what each stands for, in knobs of ours, and where that is not what the program itself does.
+
+Plain values: ``Settings.policy(name)`` makes settings of them. Sources: the published sources of CompVis'
+stable-diffusion, basujindal's and consciencia's forks of it, and the documentation of diffusers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import BadInputError, SettingsError
+
+_ONE_HEAD_MIB = 32
+"""Scores of one attention head of SD1.5 at 512x512 in fp16."""
+
+_PLAIN: dict[str, Any] = {
+    "channels_last": False,
+    "inference_mode": False,
+    "vae_slices": False,
+    "vae_tiles": "off",
+    "decoder_device": "gpu",
+    "offload": "none",
+    "feed_forward_chunks": 1,
+    "residual_strips": 1,
+    "transformer_chunks": 1,
+    "park_skips": False,
+    "guidance_in_turn": False,
+    "fused_kernels": False,
+    "winograd": False,
+}
+"""Every knob that a plan would choose, decided: nothing is done for memory or speed."""
+
+_COMPVIS = _PLAIN | {"attention": "sliced", "attention_mib": 65536}
+_TURBO = _PLAIN | {
+    "attention": "sliced",
+    "attention_mib": _ONE_HEAD_MIB,
+    "offload": "component",
+    "guidance_in_turn": True,
+    "vae_slices": True,
+}
+_HALVES = {"offload": "halves"}
+_FLASH = {"attention": "sdpa", "attention_mib": None}
+_CONSCIENCIA = _TURBO | _FLASH | {"decoder_device": "cpu"}
+_DIFFUSERS = _PLAIN | {"attention": "sdpa"}
+_LAYER = _DIFFUSERS | {"offload": "layer"}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a program does, in our knobs.
+
+    Attributes:
+        stands_for: what the program does.
+        deviates: where the knobs are not that.
+        knobs: decided ones by name; the others are for the plan.
+        own: whether it runs by diffusers' own calls (:mod:`.offloading`) and the knobs serve plans alone.
+        planned: whether a run needs a plan for its size and budget.
+    """
+
+    stands_for: str
+    deviates: str
+    knobs: Mapping[str, Any]
+    own: bool = False
+    planned: bool = False
+
+
+POLICIES: dict[str, Policy] = {
+    "compvis": Policy(
+        "CompVis as published: all weights on the device, attention with its whole matrix of scores",
+        "weights in the type that they were loaded in, not float32 under autocast",
+        _COMPVIS,
+    ),
+    "basujindal": Policy(
+        "basujindal's fork: one model on the device at a time, the UNet in two halves, guidance in turn, attention in "
+        "parts, one picture decoded at a time",
+        f"parts of attention are bounded at {_ONE_HEAD_MIB} MiB, one head at 512x512, where the fork takes one head at "
+        "any size; guidance goes in turn inside each block, and weights come ahead of their turn",
+        _TURBO | _HALVES,
+    ),
+    "basujindal-turbo": Policy(
+        "basujindal's fork with --turbo: as basujindal, the UNet whole on the device while it samples",
+        "as basujindal",
+        _TURBO,
+    ),
+    "consciencia": Policy(
+        "consciencia's fork: as basujindal, with xformers' attention and the decoder on the CPU",
+        "torch's own kernels of the same kind in place of xformers' (--attention xformers takes those)",
+        _CONSCIENCIA | _HALVES,
+    ),
+    "consciencia-turbo": Policy(
+        "consciencia's fork with --turbo: the UNet whole on the device while it samples",
+        "as consciencia",
+        _CONSCIENCIA,
+    ),
+    "consciencia-modified": Policy(
+        "consciencia's fork with --turbo and the decoder back on the GPU",
+        "as consciencia",
+        _CONSCIENCIA | {"decoder_device": "gpu"},
+    ),
+    "diffusers-default": Policy("diffusers as it loads a model", "in nothing", _DIFFUSERS),
+    "diffusers-model-offload": Policy(
+        "diffusers' enable_model_cpu_offload(), by its own call",
+        "plans count our offload=component in its place",
+        _DIFFUSERS | {"offload": "component"},
+        own=True,
+    ),
+    "diffusers-sequential": Policy(
+        "diffusers' enable_sequential_cpu_offload(), by its own call",
+        "plans count our offload=layer in its place, which fetches layers ahead",
+        _LAYER,
+        own=True,
+    ),
+    "diffusers-group": Policy(
+        "diffusers' enable_group_offload() by leaf with a stream, by its own call",
+        "plans count our offload=layer in its place",
+        _LAYER,
+        own=True,
+    ),
+    "ours": Policy("the plan of sd-lowvram: the fastest lossless settings that fit", "in nothing", {}, planned=True),
+}
+
+
+def policy(name: str) -> Policy:
+    """The policy ``name``.
+
+    Raises:
+        SettingsError: there is none of this name.
+    """
+    if name not in POLICIES:
+        raise SettingsError(f"--policy {name[:60]!r} is unknown: choose one of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def check_policy(name: str | None, device_type: str) -> None:
+    """Raise BadInputError where the policy ``name`` cannot run on a device of this type."""
+    if name is not None and policy(name).own and device_type == "cpu":
+        raise BadInputError(
+            f"--policy {name} needs an accelerator: diffusers moves weights to a GPU by it, and this runs on the CPU. "
+            "Choose another policy, or foretell it: sd-lowvram plan --policy "
+            f"{name} --gpu rtx2070"
+        )
+
+
+def runs_on(device_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the policies that run on a device of this type, and of those that do not."""
+    left_out = tuple(name for name, one in POLICIES.items() if one.own and device_type == "cpu")
+    return tuple(name for name in POLICIES if name not in left_out), left_out
+
+
+def help_text() -> str:
+    """What ``--help`` tells of every policy."""
+    told = (f"{name}: {one.stands_for} (deviates: {one.deviates})" for name, one in POLICIES.items())
+    return "Do as another program does, to compare. " + ". ".join(told) + "."

@@ -1,0 +1,119 @@
+"""Named policies: the same picture by each, refused where it cannot run, and what --policy does to a command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sd_lowvram
+from sd_lowvram.bench.models import demo_pipeline
+from sd_lowvram.cli import app
+from sd_lowvram.errors import BadInputError, SettingsError
+from sd_lowvram.planning.as_others import attach_own, way_of
+from sd_lowvram.policies.named import POLICIES, check_policy, runs_on
+from sd_lowvram.policies.offloading import CALLS
+from sd_lowvram.session import attachments
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return demo_pipeline()
+
+
+def picture(pipe: Any) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(3)
+    return pipe("a red apple", width=64, height=64, num_inference_steps=2, generator=noise, output_type="pt").images
+
+
+@pytest.mark.slow(8)
+@pytest.mark.parametrize("name", runs_on("cpu")[0])
+def test_the_picture_is_the_same_by_every_policy(pipe: Any, name: str) -> None:
+    plain = picture(pipe)
+    way = way_of(name, pipe, CPU, lambda: sd_lowvram.plan(pipe, vram="1GB", width=64, height=64), demo_pipeline)
+    with way() as running:
+        assert attachments(pipe)
+        found = picture(running)
+    assert not attachments(pipe)
+    assert (found - plain).norm() < 1e-5 * plain.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "ours"])
+def test_a_policy_leaves_nothing_to_the_plan(pipe: Any, name: str) -> None:
+    """What the search would choose from is decided, so that a policy that does not fit is refused, not mended."""
+    settings = sd_lowvram.Settings.policy(name)
+    plan = sd_lowvram.plan(pipe, vram="1GB", width=64, height=64, device="cpu", settings=settings)
+    decided = {key: value for key, value in settings.as_dict().items() if value is not None}
+    assert {key: getattr(plan.settings, key) for key in decided} == decided
+    with pytest.raises(sd_lowvram.errors.BudgetError):
+        sd_lowvram.plan(pipe, vram="8MB", width=256, height=256, device="cpu", settings=settings)
+    sd_lowvram.plan(pipe, vram="8MB", width=256, height=256, device="cpu")
+
+
+def test_what_needs_an_accelerator_is_refused_on_a_cpu() -> None:
+    runs, left_out = runs_on("cpu")
+    assert left_out == ("diffusers-model-offload", "diffusers-sequential", "diffusers-group") == tuple(CALLS)
+    assert {*runs, *left_out} == {*POLICIES} and runs_on("cuda") == (tuple(POLICIES), ())
+    for name in left_out:
+        check_policy(name, "cuda")
+        with pytest.raises(BadInputError, match=f"--policy {name} needs an accelerator"):
+            check_policy(name, "cpu")
+
+
+def test_diffusers_own_calls_are_made_and_the_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, called = demo_pipeline(), []
+    monkeypatch.setattr(pipe, "enable_sequential_cpu_offload", lambda *, device: called.append(device), raising=False)
+    plan = sd_lowvram.plan(pipe, vram="1GB", width=64, height=64, device="cpu")
+    attach_own(pipe, "diffusers-sequential", plan)
+    assert called == [CPU] and attachments(pipe)[-1].plan is plan
+    assert picture(pipe).isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name, one in POLICIES.items() if one.knobs and not one.own])
+def test_the_policies_run_on_the_modules_of_compvis(name: str) -> None:
+    pytest.importorskip("ldm", reason="pip install --no-deps stable-diffusion-sdkit")
+    import compvis
+
+    unet, (latents, steps, text) = compvis.unet(), compvis.inputs(32)
+    with torch.no_grad():
+        plain = unet(latents, steps, context=text)
+        with sd_lowvram.attached(unet, sd_lowvram.Settings.policy(name), device="cpu"):
+            found = unet(latents, steps, context=text)
+    assert (found - plain).norm() < 1e-5 * plain.norm()
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(SettingsError, match="'fast' is unknown: choose one of compvis, basujindal"):
+        sd_lowvram.Settings.policy("fast")
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(app, words)
+
+
+@pytest.mark.slow(6)
+def test_generate_runs_by_a_policy_and_knobs_go_above_it(tmp_path: Path) -> None:
+    asked = ["generate", "a red apple", "--width", "64", "--height", "64", "--steps", "1", "--json", "--seed", "1"]
+    done = invoke(*asked, "--policy", "basujindal", "--attention", "sdpa", "--output", str(tmp_path / "a.png"))
+    assert done.exit_code == 0, done.output
+    settings = json.loads(done.stdout)["plan"]["settings"]
+    assert (settings["offload"], settings["guidance_in_turn"], settings["attention"]) == ("halves", True, "sdpa")
+    refused = invoke(*asked, "--policy", "diffusers-group", "--output", str(tmp_path / "b.png"))
+    assert refused.exit_code == 2 and "needs an accelerator" in refused.output
+    assert not (tmp_path / "b.png").exists()
+
+
+def test_plan_foretells_a_policy_for_a_card() -> None:
+    size = ("--width", "64", "--height", "64")
+    told = invoke("plan", "--policy", "diffusers-sequential", "--gpu", "rtx2070", *size, "--json")
+    assert json.loads(told.stdout)["settings"]["offload"] == "layer"
+    weightless = invoke("plan", "--model", "sd15", "--policy", "consciencia-turbo", "--gpu", "rtx2070", *size, "--json")
+    assert json.loads(weightless.stdout)["settings"]["decoder_device"] == "cpu"
+    unknown = invoke("plan", "--policy", "fast")
+    assert unknown.exit_code == 2 and "--policy 'fast' is unknown" in " ".join(unknown.output.split())
