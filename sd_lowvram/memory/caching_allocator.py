@@ -9,18 +9,16 @@ card. What is modelled is torch's ``CUDACachingAllocator``: two pools, segments 
 from __future__ import annotations
 
 import bisect
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..units import MIB
 
-_LEAST = 512
+LEAST = 512
 """Bytes that every size is rounded up to a multiple of."""
-_SMALL = MIB
+SMALL = MIB
 """Up to this size a tensor comes from the pool of small ones; what a large one leaves of a block is kept for others
 where it is more."""
-_SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, _ROUND = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
+SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, ROUND = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 
 
 class CardFullError(Exception):
@@ -65,11 +63,11 @@ class CachingAllocator:
         Raises:
             CardFullError: the card cannot give it.
         """
-        size = max(_LEAST, -(-size // _LEAST) * _LEAST)
-        small = size <= _SMALL
+        size = max(LEAST, -(-size // LEAST) * LEAST)
+        small = size <= SMALL
         block = self._best_fit(size, small) or self._segment(size, small)
         rest = block.size - size
-        if rest >= _LEAST if small else size < self._max_split and rest > _SMALL:
+        if rest >= LEAST if small else size < self._max_split and rest > SMALL:
             after = _Block(block.address + size, rest, small, True, block, block.after)
             if block.after is not None:
                 block.after.before = after
@@ -118,8 +116,8 @@ class CachingAllocator:
 
     def _segment(self, size: int, small: bool) -> _Block:
         """A new segment from the card."""
-        rounded = -(-size // _ROUND) * _ROUND
-        wanted = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _OWN_SEGMENT else rounded
+        rounded = -(-size // ROUND) * ROUND
+        wanted = SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _OWN_SEGMENT else rounded
         if self.reserved_bytes + wanted > self._card_bytes:
             self.release()
         if self.reserved_bytes + wanted > self._card_bytes:
@@ -135,81 +133,3 @@ class CachingAllocator:
     def _drop(self, block: _Block) -> None:
         pool = self._free[block.small]
         del pool[bisect.bisect_left(pool, (block.size, block.address))]
-
-
-Allocations = Sequence[tuple[int, int]]
-"""In their order a number and bytes for what is made, the number and -1 for its end."""
-
-
-def least_reserved(allocations: Allocations, calls: int = 1) -> int:
-    """Bytes that a card must give for ``allocations`` on one stream, made ``calls`` times one after the other.
-
-    Unused segments are given back before torch fails, so this is less than what it takes where there is enough. Small
-    tensors have a pool of their own, which is filled well: of them the bytes are counted, of the others every place.
-    """
-    large, small_bytes = _by_pool(allocations)
-    most = _played(large, CachingAllocator(max_split_bytes=max_split_bytes()), calls)
-    low, high = -(-most.allocated_peak // _ROUND), most.peak_bytes // _ROUND
-    step = 0  # nearly always the least is near the lowest, and a card that is too small is full soon
-    while low < high:
-        middle = min(low + step, (low + high) // 2)
-        if _fits(large, middle * _ROUND, calls):
-            high = middle
-        else:
-            low, step = middle + 1, 2 * step + 1
-    return low * _ROUND + -(-small_bytes // _SMALL_SEGMENT) * _SMALL_SEGMENT
-
-
-def max_split_bytes() -> float:
-    """From what size on torch leaves segments whole, as its variable says (``max_split_size_mb``).
-
-    With expandable segments, or CUDA's own pools as backend, a card has to give no more than what is counted here.
-    """
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        for entry in os.environ.get(name, "").split(","):
-            key, _, value = entry.partition(":")
-            if key.strip() == "max_split_size_mb" and value.strip().isdigit():
-                return int(value) * MIB
-    return float("inf")
-
-
-def segment(size: int) -> int:
-    """Bytes that a card gives for one buffer."""
-    allocator = CachingAllocator()
-    if size:
-        allocator.allocate(size)
-    return allocator.peak_bytes
-
-
-def _by_pool(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:
-    """Those of the pool of large tensors, all of which end; and most bytes of the other pool."""
-    sizes: dict[int, int] = {}
-    large, small, most = [], 0, 0
-    for number, size in allocations:
-        ends = size < 0
-        bytes_ = sizes.pop(number) if ends else sizes.setdefault(number, -(-size // _LEAST) * _LEAST)
-        if bytes_ > _SMALL:
-            large.append((number, size))
-        else:
-            small += -bytes_ if ends else bytes_
-            most = max(most, small)
-    return [*large, *((number, -1) for number, size in sizes.items() if size > _SMALL)], most
-
-
-def _fits(allocations: Allocations, card_bytes: int, calls: int) -> bool:
-    try:
-        _played(allocations, CachingAllocator(card_bytes, max_split_bytes()), calls)
-    except CardFullError:
-        return False
-    return True
-
-
-def _played(allocations: Allocations, allocator: CachingAllocator, calls: int) -> CachingAllocator:
-    for _ in range(calls):
-        blocks: dict[int, _Block] = {}
-        for number, size in allocations:
-            if size < 0:
-                allocator.free(blocks.pop(number))
-            else:
-                blocks[number] = allocator.allocate(size)
-    return allocator

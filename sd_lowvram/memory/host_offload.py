@@ -171,6 +171,12 @@ class Parked:
         with self._in_order(strip.device), device_account():
             where.copy_(staged.contiguous(), non_blocking=_unblocked(self._host, strip))
 
+    def convert(self, dtype: torch.dtype) -> None:
+        """Keep the same values in another type of as many bytes, where they are."""
+        self._wait()
+        self._host = reinterpreted(self._host, dtype, self._order.index(2))
+        self.dtype = dtype
+
     def load(self, rows: slice | None = None, device: torch.device | str | None = None) -> Tensor:
         """These rows (all when None) of the map as a new tensor on the device, in the memory format they had."""
         _let_go()
@@ -219,6 +225,14 @@ class Parked:
             yield
             self._event = torch.cuda.Event()
             self._event.record(stream)
+
+
+def reinterpreted(data: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+    """``data`` in another type of as many bytes and in the same memory, converted row by row of dimension ``dim``."""
+    converted = data.view(dtype)
+    for row in range(data.shape[dim]):
+        converted.select(dim, row).copy_(data.select(dim, row).to(dtype))
+    return converted
 
 
 def dense_order(tensor: Tensor) -> list[int]:

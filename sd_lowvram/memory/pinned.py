@@ -43,9 +43,14 @@ def pinned_bytes() -> int:
     return sum(list(_locked.values()))
 
 
+def most_pinned_bytes() -> int:
+    """The most that this process may lock."""
+    return int(PINNED_SHARE * host_memory().total)
+
+
 def pinnable_bytes() -> int:
     """The most that may still be locked by this process."""
-    return max(0, int(PINNED_SHARE * host_memory().total) - pinned_bytes())
+    return max(0, most_pinned_bytes() - pinned_bytes())
 
 
 def whole_pages(nbytes: int) -> int:
@@ -57,6 +62,9 @@ def pinned_empty(nbytes: int) -> Tensor | None:
     """Uninitialised pinned bytes, which are unlocked and freed with the last tensor that lies in them.
 
     Returns None, and says why once, where so many cannot be locked: ordinary memory is slower there, and as right.
+
+    Raises:
+        MemoryError: the host has no more.
     """
     size = whole_pages(nbytes)
     if size == 0:
@@ -64,7 +72,10 @@ def pinned_empty(nbytes: int) -> Tensor | None:
     if size > pinnable_bytes():
         _tell(f"more than {PINNED_SHARE:.0%} of the host's memory would be locked", size)
         return None
-    pages = _Pages(-1, size, **_PRIVATE)
+    try:
+        pages = _Pages(-1, size, **_PRIVATE)
+    except OSError as error:
+        raise MemoryError(f"no {format_size(size)} of host memory: {error.strerror}") from error
     with torch.inference_mode(False), host_account():
         empty = torch.frombuffer(pages, dtype=torch.uint8)
     refused = _lock(empty.data_ptr(), size)

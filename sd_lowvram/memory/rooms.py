@@ -68,6 +68,10 @@ class Rooms:
         if self._parking:
             self._idle.append(room)
 
+    def give_up(self) -> None:
+        """Free the rooms that wait."""
+        self._idle.clear()
+
     def _fresh(self, nbytes: int, may_wait: int) -> Room | None:
         """New room; of the others, ``may_wait`` bytes may go on waiting."""
         while self._idle and (self._waiting() > may_wait or nbytes > pinnable_bytes()):

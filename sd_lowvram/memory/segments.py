@@ -1,7 +1,7 @@
 """What torch's allocator keeps of one call on a GPU is given back before the next, where that would be in its way.
 
 Segments that fit a denoising step are of little use to a decode, and those that many steps have cut up break up the
-next one's: plans count on stages that begin with none, and on steps that find no more than one step has left.
+next one's: plans count on stages, and on steps of a GPU that has no more, that begin with none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _stepping: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
-    """Give unused segments back; between two steps of one run only where the GPU has no more than them to give.
+    """Give unused segments back; between two steps of one run only where the GPU could not do without them.
 
     Args:
         steps_of: of whose steps this is one; None: a stage that runs once. Called in one thread at a time.
@@ -31,9 +31,9 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
 
 
 def _is_short(device: torch.device) -> bool:
-    """Whether less than what is cached and unused is free besides."""
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] < cached
+    """Whether less is free, what is cached aside, than was ever reserved for what is allocated now and more."""
+    most = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] < most
 
 
 def release_segments(device: torch.device) -> None:

@@ -8,16 +8,25 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ..hooks.offload import STREAMED
+from ..devices.compiling import Compiling, compiling_of
+from ..devices.performance import THIS
+from ..hooks.channels_last import reordered
+from ..hooks.compiled import is_compiled, kinds_of, were_compiled
+from ..hooks.deep_cache import deep_stations
+from ..hooks.offload import STREAMED, step_groups
 from ..hooks.precision import Arithmetic, arithmetic
-from ..memory.caching_allocator import segment
+from ..memory.pinned import most_pinned_bytes
+from ..memory.reserved import segment
 from ..models.anatomy import Anatomy
 from ..models.latents import latent_channels, latent_size
 from ..settings import Fidelity, Settings
-from ..streaming.host_weights import least_host_bytes, mapped_bytes
+from ..streaming.host_weights import RING_BYTES, bytes_also_in_files
 from ..streaming.simulator import Copies
 from ..streaming.timing import Timing
+from ..tracing.tracer import Figures
 from ..units import MIB
+from ..weights import all_tensors
+from .masters import Waiting, masters_of, read_bytes
 from .options import Choice
 from .plan import Candidate, StagePlan
 from .request import Budget, Request
@@ -43,9 +52,9 @@ class Pricing:
         self.anatomy = anatomy
         self.request = request
         self.vram, self.ram = Budget(request.vram), Budget(request.ram)
-        self.costs: Costs = Costs(anatomy, request.shape, request.encodes, request.device, like.costs if like else None)
+        where = request.device, request.overhead
+        self.costs: Costs = Costs(anatomy, request.shape, request.encodes, *where, like.costs if like else None)
         self.on_gpu = request.device.type != "cpu"
-        self.overhead = request.overhead
         self._known: dict[tuple[Any, ...], StagePlan] = {}
         self._timings: dict[Any, Timing] = {}
         self._arithmetics: dict[tuple[str, str | None], Arithmetic] = {}
@@ -55,7 +64,7 @@ class Pricing:
         chosen = {(one.name, one.component): one for option in options for one in option.stages}
         ordered = tuple(chosen[stage.name, stage.component] for stage in self.costs.stages)
         knobs = {name: value for stage in ordered for name, value in stage.choice.items()}
-        return Candidate(base.filled(**knobs), ordered, self.overhead.total(), base)
+        return Candidate(base.filled(**knobs), ordered, self.request.overhead_bytes, base)
 
     def confirmed(self, run: Candidate) -> Candidate:
         """``run`` with its stages traced whole, weights streamed as they will be; they are priced so from now on.
@@ -122,28 +131,73 @@ class Pricing:
         beside = [size for name, size in weights.items() if name not in elsewhere] if stays else []
         resident = sum(beside)
         waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
-        masters, least, copies = self._masters(settings, max(0, waiting), cost.host_peak_bytes)
-        copied = 0 if stays else here  # the masters stay where they are
+        masters = self._masters(settings, max(0, waiting), cost.host_peak_bytes)
+        copied = 0 if stays or self.anatomy.moved else here  # the masters stay where they are
         widened = weights[stage.component] if stays and self._arithmetic(stage.component, settings).overflows else 0
         held = max(0, widened - cost.activation_bytes)  # of a type too narrow, until all are in the wider one
-        workspace = self.overhead.more_for(cost.convolved_bytes)
-        plain = self.request.rates.seconds(cost, self._arithmetic(stage.component, settings).dtype.itemsize)
+        recorded = bool(settings.cuda_graphs) and stage.component == self.anatomy.denoiser
+        launched = dataclasses.replace(cost, operators=0) if recorded else cost
+        plain = self.request.rates.seconds(launched, self._arithmetic(stage.component, settings).dtype.itemsize)
+        plain *= self._computed(stage, settings, cost) / self._gain(stage, settings)
         return StagePlan(
             name=stage.name,
             component=stage.component,
             peak_bytes=cost.activation_bytes + here + resident + held,
-            reserved_bytes=cost.reserved_bytes + workspace + held + self._beside + self._buffers(here, *beside),
+            reserved_bytes=cost.reserved_bytes
+            + held
+            + self._beside
+            + self._buffers(here, *beside)
+            + (self._beside + self.request.overhead.matrix_bytes if recorded else 0),
             weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
-            host_bytes=masters + cost.host_peak_bytes,
-            held_bytes=sum(weights.values()) + copies + copied + cost.allocated_bytes,
+            host_bytes=masters.host_bytes + cost.host_peak_bytes,
+            held_bytes=sum(weights.values()) + masters.copied_bytes + copied + cost.allocated_bytes,
             largest_bytes=max(cost.largest_bytes, copied or own.largest_bytes),
-            seconds=self._seconds(stage, settings, step.seconds if step else plain, own),
+            seconds=self._seconds(
+                stage, settings, step.seconds if step else plain, weights | {stage.component: own.bytes}, masters
+            )
+            + self._warm_up(stage, settings)
+            + (2 * cost.operators * self.request.rates.launch_seconds if recorded else 0),
             choice=choice,
             slowdown=step.seconds / plain if step and plain else 1.0,
             parked_bytes=cost.host_peak_bytes,
-            least_host_bytes=least + cost.host_peak_bytes,
+            least_host_bytes=masters.least_bytes + cost.host_peak_bytes,
         )
+
+    def _computed(self, stage: Stage, settings: Settings, cost: Figures) -> float:
+        """The share of a traced step's time that a step takes on average, where some pass over deep layers."""
+        if settings.deep_cache is None or stage.component != self.anatomy.denoiser or not cost.spans:
+            return 1.0
+        deep = set(deep_stations(self.anatomy, settings))
+        paths = {name for name, module in self.anatomy.components[stage.component].named_modules() if module in deep}
+        size = self._arithmetic(stage.component, settings).dtype.itemsize
+        seconds = list(zip(cost.spans, self.request.rates.shares(cost.spans, size), strict=True))
+        passed = sum(taken for span, taken in seconds if any(f"{span.path}.".startswith(f"{path}.") for path in paths))
+        full = -(-self.request.steps // settings.deep_cache) / self.request.steps
+        return 1 - (1 - full) * passed / sum(taken for _, taken in seconds)
+
+    @functools.cached_property
+    def compiling(self) -> Compiling | None:
+        """What torch.compile gains on the device, where that is known."""
+        return compiling_of(self.request.rates, self.request.device)
+
+    def _gain(self, stage: Stage, settings: Settings) -> float:
+        """How many times as fast a stage is with the blocks that are compiled in it."""
+        known = self.compiling if is_compiled(settings) else None
+        return known.gain if known is not None and stage.name in self._kinds else 1.0
+
+    def _warm_up(self, stage: Stage, settings: Settings) -> float:
+        """Seconds of compiling that fall to this run, one of those that make all pictures."""
+        known = self.compiling if is_compiled(settings) else None
+        kinds = self._kinds.get(stage.name) if known is not None else None
+        if known is None or not kinds:
+            return 0.0
+        share = self.request.batch / max(self.request.pictures, self.request.batch)
+        return known.warm_up(len(kinds), were_compiled(kinds, self.request.device)) * share
+
+    @functools.cached_property
+    def _kinds(self) -> dict[str, frozenset[Any]]:
+        return kinds_of(self.anatomy)
 
     @functools.cached_property
     def _beside(self) -> int:
@@ -157,25 +211,30 @@ class Pricing:
         """What the device gives for weights that lie in buffers of these sizes."""
         return sum(map(segment, sizes)) if self.on_gpu else sum(sizes)
 
-    def _masters(self, settings: Settings, waiting: int, parked: int) -> tuple[int, int, int]:
-        """Host memory that ``waiting`` bytes of weights take beside ``parked`` ones of maps, need and copy to.
-
-        What is streamed from a mapped file needs no memory of its own, and is the better for some.
-        """
-        if settings.offload in (None, "none", "component"):
-            return waiting, waiting, 0
-        kept = {name: size for name, size in self._in_files.items() if not self._arithmetic(name, settings).converted}
-        mapped = sum(kept.values()) if settings.weight_storage is None else 0
-        least = min(waiting, least_host_bytes(waiting, min(mapped, waiting)))
-        taken = min(waiting, max(least, self.request.ram - parked))
+    def _masters(self, settings: Settings, weights: int, parked: int) -> Waiting:
+        """``weights`` bytes that wait in host memory beside ``parked`` ones of maps."""
+        if settings.offload in (None, "none"):
+            return Waiting(weights, weights)
+        mapped = 0
+        for name, (size, _) in self._in_files.items() if settings.weight_storage is None else ():
+            if not self._arithmetic(name, settings).converted:
+                mapped += size
+        here = self.request.rates.name == THIS  # of other machines' memory nothing is known
+        pinnable = max(0, most_pinned_bytes() - parked) if here else None
+        found = masters_of(weights, mapped, self.request.ram - parked, pinnable)
+        if found.pinned_bytes is None:
+            self.ram.holds(weights + parked + RING_BYTES)
         for more in (0, 1):  # what is taken hangs on the budget itself, or not
-            self.ram.holds(taken + parked + more)
-        return taken, least, taken - max(0, waiting - mapped)
+            self.ram.holds((found.host_bytes + parked if found.pinned_bytes is None else self.request.ram) + more)
+        return found
 
     @functools.cached_property
-    def _in_files(self) -> dict[str, int]:
-        """Bytes of each component's weights that are used as they lie in a file, if they are not converted."""
-        return {name: mapped_bytes(component) for name, component in self.anatomy.components.items()}
+    def _in_files(self) -> dict[str, tuple[int, int]]:
+        """Bytes of each component's weights that are used as they lie in a file, if they are not converted; and of
+        these, those of convolutions' kernels, which channels last brings in another order."""
+        parts = self.anatomy.components.items()
+        both = ((name, all_tensors(part), reordered(part)) for name, part in parts)
+        return {name: (bytes_also_in_files(own), bytes_also_in_files(kernels)) for name, own, kernels in both}
 
     def as_traced(self, stage: Stage, settings: Settings) -> Settings:
         """``settings`` as they act on one stage; weights that stay or move whole are added up without a trace."""
@@ -217,15 +276,17 @@ class Pricing:
         )
 
     def timing(self, stage: Stage, settings: Settings) -> Timing:
-        """How long the modules of a stage take, weights being there."""
+        """How long the modules of a stage take, weights being there, and what it costs to bring those."""
         resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
-        key = stage.name, stage.component, resident
+        cost = self.costs(stage, resident)
+        weights = sum(self.costs.weights(name, settings).bytes for name in self.anatomy.components)
+        pinned = self._masters(settings, weights, cost.host_peak_bytes).pinned_bytes
+        key = stage.name, stage.component, resident, pinned
         if key not in self._timings:
             size = self._arithmetic(stage.component, settings).dtype.itemsize
-            rates = self.request.rates
-            spans = self.costs(stage, resident).spans
-            seconds = tuple((f"{stage.component}.{span.path}", rates.seconds(span, size)) for span in spans)
-            self._timings[key] = Timing(seconds, Copies(rates.copy_bandwidth, overlap=self.on_gpu))
+            paths = [f"{stage.component}.{span.path}" for span in cost.spans]
+            seconds = tuple(zip(paths, self.request.rates.shares(cost.spans, size), strict=True))
+            self._timings[key] = Timing(seconds, self._copies(stage, settings, pinned))
         return self._timings[key]
 
     def step(self, stage: Stage, settings: Settings) -> Step:
@@ -240,12 +301,23 @@ class Pricing:
             return min(weights.bytes, settings.weights_mib * MIB)
         return min(weights.bytes, self.anatomy.kept.get(component, weights.bytes))
 
-    def _seconds(self, stage: Stage, settings: Settings, once: float, weights: Weights) -> float:
+    def _seconds(
+        self, stage: Stage, settings: Settings, once: float, weights: dict[str, int], masters: Waiting
+    ) -> float:
         """All calls of a stage that takes ``once``, and what is copied besides."""
         seconds = (self.request.steps if stage.repeats else 1) * once
-        if settings.offload == "component":  # brought once a run, or whenever its turn comes, and dropped
-            turns = self.request.steps if stage.repeats and CONTROL in self.anatomy.components else 1
-            seconds += turns * weights.bytes / self.request.rates.copy_bandwidth
-        if settings.offload in STREAMED:  # what stays is brought once, and of a stage that runs once so is all else
-            seconds += weights.bytes / self.request.rates.copy_bandwidth
-        return seconds
+        if settings.offload in (None, "none"):
+            return seconds
+        groups = step_groups(self.anatomy, self.anatomy.components) if settings.offload in STREAMED else [weights]
+        order = [name for group in groups for name in group]
+        read = read_bytes(stage.component, order, weights, masters.pinned_bytes)
+        copying = self._copies(stage, settings, masters.pinned_bytes).seconds(weights[stage.component], read)
+        # A whole component is brought once a run, or whenever its turn comes, and dropped. Of streamed weights what
+        # stays is brought once, and of a stage that runs once so is all else.
+        again = settings.offload == "component" and stage.repeats and CONTROL in self.anatomy.components
+        return seconds + (self.request.steps if again else 1) * copying
+
+    def _copies(self, stage: Stage, settings: Settings, pinned: int | None) -> Copies:
+        rates, (size, kernels) = self.request.rates, self._in_files[stage.component]
+        filling = rates.filling(size, kernels if settings.channels_last else 0)
+        return Copies(rates.copy_bandwidth, overlap=self.on_gpu, reading=filling, pinned=pinned)

@@ -1,4 +1,4 @@
-"""A call that runs out of the device's memory all the same is made again with a leaner plan.
+"""A call that runs out of memory although its plan fitted is made again, down a ladder of what can be given up.
 
 Whoever calls a component holds what it is called with: latents, noise and text are those of the call that failed, and
 so a denoising step is computed anew from them, and a decode from the same latents.
@@ -9,27 +9,50 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..devices.info import free_vram
-from ..errors import BudgetError
+from ..errors import BudgetError, host_ran_out, ran_out
+from ..memory.rooms import ROOMS
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
+from ..settings import Settings
 from ..units import format_size
-from .plan import Plan
+from .plan import Plan, Rung
 from .request import Request
+from .rungs import AS_BEFORE, ladder, without_closed
+
+Make = Callable[[Request, Settings], Plan]
+"""Plans a request with some knobs fixed, as :func:`make_plan` does; approximate settings are not chosen."""
 
 _calls = threading.local()
 
 
-def fallback(anatomy: Anatomy, go_leaner: Callable[[str], object]) -> Iterator[Patch]:
-    """Where a component runs out of memory, have ``go_leaner``, which is given its name, attach a leaner plan, and call
-    the component once more.
+@dataclass(frozen=True)
+class Shortage:
+    """That memory ran out in the component ``where`` (or in what that says, for people): the host's or the device's."""
+
+    where: str
+    of_host: bool
+
+
+def shortage(error: RuntimeError | MemoryError, where: str) -> Shortage:
+    """What ``error`` in ``where`` tells of memory; it is raised again where it tells of something else."""
+    if not ran_out(error):
+        raise error
+    return Shortage(where, host_ran_out(error))
+
+
+def fallback(anatomy: Anatomy, go_leaner: Callable[[Shortage], object]) -> Iterator[Patch]:
+    """Where a component runs out of memory, have ``go_leaner`` attach what needs less, and call the component once
+    more.
 
     An exception of ``go_leaner`` reaches the caller instead.
     """
@@ -42,7 +65,7 @@ def _called(
     component: nn.Module,
     entry: str,
     name: str,
-    go_leaner: Callable[[str], object],
+    go_leaner: Callable[[Shortage], object],
     original: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
@@ -52,53 +75,114 @@ def _called(
     _calls.under_way = True
     try:
         return original(*args, **kwargs)
-    except RuntimeError as error:
-        if not ran_out(error):
-            raise
+    except (RuntimeError, MemoryError) as error:
+        short = shortage(error, name)
     finally:
         _calls.under_way = False
-    go_leaner(name)  # outside of `except`: the frames that failed, and the tensors in them, are gone
+    go_leaner(short)  # outside of `except`: the frames that failed, and the tensors in them, are gone
     return getattr(component, entry)(*args, **kwargs)
 
 
-def ran_out(error: BaseException) -> bool:
-    """Whether ``error`` tells of a device that is full: torch's own error, or a library's."""
-    told = str(error)
-    by_words = isinstance(error, RuntimeError) and ("out of memory" in told or "ALLOC_FAILED" in told)
-    return by_words or isinstance(error, torch.cuda.OutOfMemoryError)
+def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
+    """What a run goes on with that ran out of memory by ``plan``: the same plan once more, as long as nothing else was
+    given up and there is room for it, or the first rung of the ladder on which there is a plan that needs less.
 
-
-def leaner(short: Plan, where: str, make: Callable[[Request], Plan]) -> tuple[Plan, str]:
-    """What ``make`` plans for less than ``short``, with which ``where`` ran out of memory; and a sentence about it.
+    Args:
+        fixed: what a person has set.
 
     Raises:
         BudgetError: nothing leaner fits.
     """
-    told = f"{where} ran out of memory on {short.request.device} with a plan of {format_size(_needed(short))}"
-    try:
-        plan = make(_less(short))
-    except BudgetError as error:
-        raise BudgetError(
-            f"{told}, and nothing leaner fits: {error}",
-            needed_bytes=error.needed_bytes,
-            stage=error.stage,
-            limit=error.limit,
-            by_size=error.by_size,
-        ) from None
-    return plan, f"{told}: it goes on with one of {format_size(_needed(plan))}"
+    device, needed = plan.request.device, _needed(plan, short)
+    _give_up_cached(device)
+    kind = "host memory" if _of_host(plan, short) else "memory"
+    told = f"{short.where} ran out of {kind} on {device} with a plan of {format_size(needed)}"
+    if not plan.rungs and _has_room(plan, short):
+        return plan.after((Rung(AS_BEFORE, f"{told}: what was cached is given up, and it runs again as before"),))
+    request = _less(plan, short)
+    refused = BudgetError("the ways that are left take no less", needed_bytes=needed, stage=short.where)
+    first: tuple[str, Plan] | None = None
+    for name, held in ladder(plan.settings, fixed, _of_host(plan, short)):
+        try:
+            found = make(request, held)
+        except BudgetError as error:
+            refused = error
+            continue
+        if _needed(found, short) >= needed:  # a host that moves weights counts them in its own way
+            continue
+        if _holds_less(found, plan, short):
+            return _below(plan, name, found, told, short)
+        first = first or (name, found)
+    if first is not None:
+        return _below(plan, *first, told, short)
+    raise BudgetError(
+        f"{told}, and nothing leaner fits: {refused}",
+        needed_bytes=refused.needed_bytes,
+        stage=refused.stage,
+        limit=refused.limit,
+        by_size=refused.by_size,
+    ) from None
 
 
-def _less(plan: Plan) -> Request:
-    """The request for less than ``plan`` needs, and for no more than there is when what was cached is given up."""
-    device, vram = plan.request.device, _needed(plan) - 1
+def _below(plan: Plan, name: str, found: Plan, told: str, short: Shortage) -> Plan:
+    """``found`` on the rung ``name`` below ``plan``."""
+    sentence = f"{told}: it goes on with one of {format_size(_needed(found, short))} ({name})"
+    found = dataclasses.replace(found, settings=without_closed(found.settings, plan.settings))
+    return found.after((*plan.rungs, Rung(name, sentence)))
+
+
+def _of_host(plan: Plan, short: Shortage) -> bool:
+    """Whether it is the host's account that must be less; where a CPU computes, it is the device's."""
+    return short.of_host and plan.request.device.type != "cpu"
+
+
+def _give_up_cached(device: torch.device) -> None:
     gc.collect()
+    ROOMS.give_up()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        there = free_vram(device) + torch.cuda.memory_allocated(device) + plan.predicted.overhead_bytes
-        vram = min(vram, there)
-    return dataclasses.replace(plan.request, vram=max(1, vram))
+        getattr(torch._C, "_host_emptyCache", lambda: None)()  # pinned memory that torch keeps
 
 
-def _needed(plan: Plan) -> int:
-    """What ``plan`` asks of the device."""
-    return plan.predicted.reserved_bytes + plan.predicted.overhead_bytes
+def _there(plan: Plan) -> int | float:
+    """What there is on the device for all that runs by ``plan``, as far as anybody tells."""
+    device = plan.request.device
+    if device.type != "cuda":
+        return math.inf
+    return free_vram(device) + torch.cuda.memory_allocated(device) + plan.predicted.overhead_bytes
+
+
+def _has_room(plan: Plan, short: Shortage) -> bool:
+    return _of_host(plan, short) or _there(plan) >= _needed(plan, short)
+
+
+def _less(plan: Plan, short: Shortage) -> Request:
+    """The request for less than ``plan`` takes where memory ran out, and for no more than there is."""
+    if _of_host(plan, short):
+        least = max(stage.least_host_bytes for stage in plan.stages)
+        ram = least if least < plan.predicted.host_bytes else least - 1  # at first what weights can do without
+        return dataclasses.replace(plan.request, ram=max(1, ram))
+    vram = min(_needed(plan, short) - 1, _there(plan))
+    return dataclasses.replace(plan.request, vram=max(1, int(vram)))
+
+
+def _needed(plan: Plan, short: Shortage) -> int:
+    """What ``plan`` asks of the memory that is short, in the stages of the component where it ran out."""
+    if _of_host(plan, short):
+        return plan.predicted.host_bytes
+    below = max(stage.reserved_bytes for stage in plan.stages) - max(_of_stages(plan, short, "reserved_bytes"))
+    return plan.predicted.reserved_bytes + plan.predicted.overhead_bytes - below
+
+
+def _holds_less(found: Plan, plan: Plan, short: Shortage) -> bool:
+    """Where a CPU computes, whether ``found`` takes less than ``plan`` of both accounts together, which are one memory
+    there: what only goes from one to the other comes last."""
+    if plan.request.device.type != "cpu":
+        return True
+    return max(_of_stages(found, short, "held_bytes")) < max(_of_stages(plan, short, "held_bytes"))
+
+
+def _of_stages(plan: Plan, short: Shortage, name: str) -> list[int]:
+    """The attribute ``name`` of the stages of the component that ran out of memory; of all where it is none."""
+    own = [stage for stage in plan.stages if stage.component == short.where]
+    return [getattr(stage, name) for stage in own or plan.stages]

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..hooks.compiled import is_compiled, untraceable
+from ..hooks.packed_weights import moves_weights
 from ..settings import Settings
 from .stages import Stage
 
@@ -25,6 +27,7 @@ DENOISE_LADDER: list[Choice] = [
         "guidance_in_turn": True,
     },
 ]
+PACKED: Choice = {"packed_weights": True}
 _PLAIN: Choice = {"vae_tiles": "off"}
 _ON_CPU: Choice = {"vae_tiles": "off", "decoder_device": "cpu"}
 _HELD, _PARKED, _RECOMPUTED = ({"vae_tiles": "exact", "vae_map": where} for where in ("held", "parked", "recomputed"))
@@ -50,27 +53,45 @@ class Group:
         return [choice for tier in self.tiers for choice in tier]
 
 
-def groups(stages: Iterable[Stage], fixed: Settings, tiled: bool, decoder_on_cpu: bool) -> list[Group]:
+def groups(
+    stages: Iterable[Stage],
+    fixed: Settings,
+    tiled: bool,
+    decoder_on_cpu: bool,
+    packs: bool = False,
+    by_winograd: bool = False,
+) -> list[Group]:
     """The stages of a run, those together that share knobs, with what ``fixed`` leaves open of the ways to run them.
 
     Args:
         tiled: whether the autoencoder is built so that exact tiles can run it.
         decoder_on_cpu: whether it may run in host memory.
+        packs: whether the denoiser's weights may be kept in the order of a CPU's kernels.
+        by_winograd: whether the autoencoder may convolve by Winograd's ways, in any of the others.
     """
     shared: dict[str, list[Stage]] = {}
     for stage in stages:
         shared.setdefault("vae" if stage.name in ("encode", "decode") else stage.name, []).append(stage)
     away = [_ON_CPU] * decoder_on_cpu
     exact = [[_HELD], [_PARKED, _FINEST, _RECOMPUTED, *away]]
-    tiers = {
-        "denoise": [[choice] for choice in DENOISE_LADDER],
-        "vae": [[_PLAIN], *exact] if tiled else [[_PLAIN], away],
-    }
+    vae = [[_PLAIN], *exact] if tiled else [[_PLAIN], away]
+    if by_winograd:
+        vae = [[*tier, *(choice | {"winograd": True} for choice in tier)] for tier in vae]
+    tiers = {"denoise": [[PACKED]] * packs + [[choice] for choice in DENOISE_LADDER], "vae": vae}
     smallest = {"denoise": DENOISE_LADDER[-1], "vae": _FINEST if tiled else _PLAIN}
     return [
         Group(tuple(members), _open(tiers.get(name, [[{}]]), fixed), _left(smallest.get(name, {}), fixed))
         for name, members in shared.items()
     ]
+
+
+def goes_with(choice: Choice, base: Settings) -> bool:
+    """Whether ``choice`` can be taken with the weights placed and stored, and the blocks compiled, as ``base`` says."""
+    if base.cuda_graphs and choice.get("park_skips"):
+        return False
+    if is_compiled(base):
+        return untraceable(base.filled(**choice)) is None
+    return not choice.get("packed_weights") or (base.precision in (None, "fp32") and not moves_weights(base))
 
 
 def _left(choice: Choice, fixed: Settings) -> Choice:

@@ -17,8 +17,9 @@ class Predicted:
 
     Attributes:
         peak_bytes: of tensors on the device, weights included.
-        reserved_bytes: what the device must give for them, as torch's allocator takes it in segments.
-        overhead_bytes: of the driver and the libraries, besides.
+        reserved_bytes: what the device must give for them and the libraries' workspaces, as torch's allocator takes it
+            in segments.
+        overhead_bytes: of the driver's context, besides.
         weights_bytes, activation_bytes: on the device in the stage that has the peak.
         host_bytes: weights and maps that wait in host memory.
         largest_bytes: the largest single allocation.
@@ -41,11 +42,11 @@ class Predicted:
 class StagePlan:
     """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together).
 
-    ``reserved_bytes`` are what the device must give for ``peak_bytes`` of tensors, as torch's allocator takes it in
-    segments; ``held_bytes`` are those of both accounts at one moment: what the allocator sees where that is the CPU;
-    ``why`` says why it is not faster; ``parked_bytes`` of ``host_bytes`` are maps, the others weights, which take as
-    much of the budget as is useful to them: ``least_host_bytes`` would do. ``slowdown`` is how many times as long a
-    step takes with its weights streamed.
+    ``reserved_bytes`` are what the device must give for ``peak_bytes`` of tensors and the libraries' workspaces, as
+    torch's allocator takes it in segments; ``held_bytes`` are those of both accounts at one moment: what the allocator
+    sees where that is the CPU; ``why`` says why it is not faster; ``parked_bytes`` of ``host_bytes`` are maps, the
+    others weights, which take as much of the budget as is useful to them: ``least_host_bytes`` would do. ``slowdown``
+    is how many times as long a step takes with its weights streamed.
     """
 
     name: str
@@ -129,6 +130,14 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Rung:
+    """What a run gave up when memory had run out although its plan fitted: in few words, and as a sentence."""
+
+    name: str
+    told: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """Settings with what they are predicted to need, and why they were chosen.
 
@@ -143,6 +152,7 @@ class Plan:
         next_faster: of the faster candidates the one that needs the least more than the budget; None: none is faster.
         timing: how long the modules of a step take, where weights are streamed under it: ``attach`` takes it.
         alike: by "vram" and "ram" the least and the most bytes of a budget for which the plan would be the same.
+        rungs: what was given up on the way to this plan, in that order; their sentences are among the reasons.
     """
 
     settings: Settings
@@ -158,6 +168,12 @@ class Plan:
     next_faster: Candidate | None = None
     timing: Timing | None = field(default=None, repr=False)
     alike: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
+    rungs: tuple[Rung, ...] = ()
+
+    def after(self, rungs: tuple[Rung, ...]) -> Plan:
+        """This plan, as the one that is left when ``rungs`` were given up besides."""
+        told = (rung.told for rung in rungs)
+        return dataclasses.replace(self, rungs=(*self.rungs, *rungs), reasons=(*self.reasons, *told))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
@@ -172,6 +188,7 @@ class Plan:
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "fidelity": str(self.fidelity),
             "reasons": list(self.reasons),
+            "rungs": [dataclasses.asdict(rung) for rung in self.rungs],
             "next_faster": self._next_faster(),
         }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ..devices.compiling import Compiling
 from ..errors import BudgetError
+from ..hooks.compiled import is_compiled
 from ..units import LONG, format_size, format_time
 from .plan import Candidate, StagePlan
 from .request import Request
@@ -83,7 +85,9 @@ def described(stage: StagePlan) -> str:
     return ", ".join(chosen) or "plain"
 
 
-def reasons(request: Request, best: Candidate, following: Candidate | None) -> tuple[str, ...]:
+def reasons(
+    request: Request, best: Candidate, following: Candidate | None, compiling: Compiling | None = None
+) -> tuple[str, ...]:
     """Sentences on what was chosen, what it costs, and what the next larger budget would buy."""
     worst, chosen = best.worst, best.settings
     budget = format_size(request.vram)
@@ -103,6 +107,13 @@ def reasons(request: Request, best: Candidate, following: Candidate | None) -> t
         sentences.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
     if chosen.decoder_device == "cpu":
         sentences.append("decoding on the CPU: the device cannot hold the decoder")
+    left = format_size(request.vram - best.needed_bytes)
+    if is_compiled(chosen) and compiling is not None:
+        sentences.append(
+            f"{left} left: compiled, expected to be {compiling.gain:.1f} times as fast from the second run on"
+        )
+    if chosen.packed_weights:
+        sentences.append(f"{left} left beside large weights that are kept in the order of the CPU's kernels, too")
     if best.seconds >= LONG:
         longest = max(best.stages, key=lambda stage: stage.seconds)
         share = round(100 * longest.seconds / best.seconds)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..devices.info import available_ram, default_device, free_vram
-from ..devices.overhead import Overhead
+from ..devices.overhead import NONE, Overhead
 from ..devices.performance import THIS, Rates
 from ..devices.this_machine import overhead_of, rates_of
 from ..errors import BadInputError
@@ -28,6 +28,7 @@ class Request:
         passes: rows of the denoiser's batch for each picture: 1 without guidance, 2 with it, 3 where a pipeline guides
             by text and picture.
         encodes: whether the run starts from a picture.
+        pictures: that will be made by the plan in all: what a first one takes longer is shared among them.
     """
 
     width: int
@@ -40,6 +41,7 @@ class Request:
     steps: int = DEFAULT_STEPS
     passes: int = 2
     encodes: bool = False
+    pictures: int = 1
 
     @property
     def shape(self) -> Shape:
@@ -49,13 +51,13 @@ class Request:
     def overhead(self) -> Overhead:
         """What the device needs besides tensors: the machine's own, unless the plan is for another one."""
         if self.device.type != "cuda":
-            return Overhead(0, 0, 0)
+            return NONE
         here = self.rates.name == THIS and torch.cuda.is_available()
         return overhead_of(self.device) if here else Overhead()
 
     @property
     def overhead_bytes(self) -> int:
-        return self.overhead.total()
+        return self.overhead.context_bytes
 
 
 @dataclass
@@ -88,6 +90,7 @@ def request_for(
     steps: int = DEFAULT_STEPS,
     passes: int | None = None,
     encodes: bool | None = None,
+    pictures: int = 1,
     device: torch.device | str | None = None,
     rates: Rates | None = None,
 ) -> Request:
@@ -97,6 +100,7 @@ def request_for(
         vram, ram: bytes; None: what is free now, the weights that lie there already counted as free.
         width, height: of the picture in pixels; None: the model's own size.
         batch: pictures at a time.
+        pictures: in all.
         passes, encodes: None: as the target itself runs.
         device: None: a GPU when there is one, else the CPU.
         rates: None: those of this machine.
@@ -119,6 +123,7 @@ def request_for(
         steps=steps,
         passes=anatomy.passes if passes is None else passes,
         encodes=anatomy.encodes if encodes is None else encodes,
+        pictures=max(pictures, batch),
     )
 
 

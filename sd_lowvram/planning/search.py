@@ -16,19 +16,28 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+from ..devices.performance import THIS
 from ..devices.support import support_of
-from ..errors import BudgetError, LowVRAMError
+from ..devices.this_machine import kernel_gains
+from ..errors import BudgetError, LowVRAMError, SettingsError
 from ..hooks.attention import is_worth_choosing
+from ..hooks.compiled import compilable, is_compiled, untraceable
+from ..hooks.cuda_graphs import unrecordable
 from ..hooks.offload import STREAMED
+from ..hooks.packed_weights import packable
 from ..hooks.registry import applicable
+from ..kernels.compiler import refusal as compiling_refusal
+from ..kernels.packed import refusal as packing_refusal
+from ..kernels.triton import support as triton
 from ..models.anatomy import Anatomy
 from ..models.autoencoder import dissect
 from ..settings import Settings
 from ..streaming.timing import Timing
 from ..units import MIB
 from .cost_model import Pricing
-from .options import Choice, Group, groups
+from .options import Choice, Group, goes_with, groups
 from .plan import Candidate, Plan, StagePlan
 from .reasons import reasons, refusal, too_large, why_not
 from .request import DEFAULT_STEPS, Request
@@ -73,7 +82,7 @@ def planned(search: Search) -> Plan:
         minimum_peak_bytes=smallest.peak_bytes,
         minimum_vram_bytes=smallest.needed_bytes,
         minimum_ram_bytes=smallest.least_host_bytes,
-        reasons=reasons(request, best, following),
+        reasons=reasons(request, best, following, search.pricing.compiling),
         fidelity=search.pricing.fidelity(best.settings),
         next_faster=following,
         timing=search.timing(best),
@@ -94,6 +103,9 @@ class Search:
         self.request = request
         if settings.weights_mib is not None and anatomy.denoiser is not None:
             settings = settings.filled(offload="blocks")
+        settings = compilable(settings, request.device)
+        if settings.cuda_graphs and (why := unrecordable(anatomy, settings, request.device)) is not None:
+            raise SettingsError(why)
         settings = applicable(settings, anatomy, request.device)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_mib * MIB if settings.largest_mib else math.inf
@@ -114,7 +126,11 @@ class Search:
             channels_last=True if on_gpu and anatomy.denoiser else None,
         )
         tiled = anatomy.vae is not None and dissect(anatomy.vae) is not None
-        self._groups = groups(self.pricing.costs.stages, self.base, tiled, decoder_on_cpu)
+        if _fused_is_faster(request) and (anatomy.residual_blocks or tiled):
+            self.base = self.base.filled(fused_kernels=True)
+        packs = packing_refusal(request.device) is None and bool(packable(anatomy)) and settings.packed_weights is None
+        by_winograd = anatomy.vae is not None and _winograd_is_faster(request)
+        self._groups = groups(self.pricing.costs.stages, self.base, tiled, decoder_on_cpu, packs, by_winograd)
         self._rejected: list[Candidate] = []
 
     # The fastest
@@ -126,7 +142,9 @@ class Search:
         was composed of, and the next ones have their turn as long as they may be faster by what is worth a trace.
         """
         best = None
-        runs = map(self._runs, self._placements)  # in digits that sums of the same times in another order share
+        runs = map(
+            self._runs, [*self._placements, *self._compiled]
+        )  # in digits that sums of the same times in another order share
         for run in heapq.merge(*runs, key=lambda run: float(f"{run.seconds:.9g}")):
             if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:
                 break
@@ -144,8 +162,8 @@ class Search:
         Where the weights alone do not fit, there is only one.
         """
         left = [self._from_the_fastest(base, group) for group in self._groups]
-        chosen = [next(choices) for choices in left]
-        while True:
+        chosen = [choice for choices in left if (choice := next(choices, None)) is not None]
+        while len(chosen) == len(left):
             yield (run := self.pricing.whole(base, self._options(base, chosen)))
             fits = list(map(self._fits, self._options(base, chosen)))  # as traced whole, if it was the run's turn
             if all(fits) or not self.pricing.vram.holds(run.weights_bytes + run.overhead_bytes):
@@ -159,7 +177,8 @@ class Search:
     def _from_the_fastest(self, base: Settings, group: Group) -> Iterator[Choice]:
         """The ways to run ``group``; those of one tier are priced together, when their turn comes."""
         for tier in group.tiers:
-            yield from sorted(tier, key=lambda choice: self._option(base, group, choice).seconds)
+            possible = [choice for choice in tier if goes_with(choice, base)]
+            yield from sorted(possible, key=lambda choice: self._option(base, group, choice).seconds)
 
     def next_faster(self, best: Candidate) -> Candidate | None:
         """Of the faster runs that the device cannot hold, the one that needs the least more than the budget."""
@@ -203,7 +222,10 @@ class Search:
         of the attribute ``name``."""
         size, runs = operator.attrgetter(name), []
         for base in bases:
-            options = ([self._option(base, group, choice) for choice in ways(group)] for group in self._groups)
+            options = (
+                [self._option(base, group, choice) for choice in ways(group) if goes_with(choice, base)]
+                for group in self._groups
+            )
             found = [list(filter(allowed, each)) for each in options]
             runs += [self.pricing.whole(base, [min(each, key=size) for each in found])] if all(found) else []
         return min(runs, key=size, default=None)
@@ -229,8 +251,22 @@ class Search:
             raise refused
         return list(found)
 
+    @functools.cached_property
+    def _compiled(self) -> list[Settings]:
+        """Those of the placements with which the blocks can be compiled, where that is known to be faster."""
+        known = self.pricing.compiling
+        if known is None or known.gain <= 1 or self.base.compile is not None or self.pricing.anatomy.denoiser is None:
+            return []
+        if self.base.channels_last is False or compiling_refusal(self.request.device) is not None:
+            return []
+        compiled: dict[str, Any] = {"compile": "regional", "channels_last": True, "fused_kernels": None}
+        return [base for one in self._placements if untraceable(base := dataclasses.replace(one, **compiled)) is None]
+
     def _offloads(self) -> tuple[str, ...]:
-        if not support_of(self.request.device).streams:
+        if self.base.cuda_graphs:
+            return ("none",)
+        unstreamed = self.base.deep_cache is not None or self.base.packed_weights or is_compiled(self.base)
+        if not support_of(self.request.device).streams or unstreamed:
             return "none", "component"
         streams = self.pricing.anatomy.denoiser is not None
         return ("none", "component", "blocks", "halves", "layer") if streams else ("none", "component", "layer")
@@ -248,7 +284,7 @@ class Search:
     def _option(self, base: Settings, group: Group, choice: Choice) -> Candidate:
         settings = base.filled(**choice)
         priced = tuple(self.pricing.stage(settings, stage, choice, base) for stage in group.stages)
-        return Candidate(settings, priced, self.pricing.overhead.total(), base)
+        return Candidate(settings, priced, self.request.overhead_bytes, base)
 
     def _options(self, base: Settings, chosen: Iterable[Choice]) -> list[Candidate]:
         return [self._option(base, *each) for each in zip(self._groups, chosen, strict=True)]
@@ -277,6 +313,22 @@ class Search:
         steps = [stage for stage in self.pricing.costs.stages if stage.repeats]
         streamed = best.settings.offload in STREAMED
         return self.pricing.timing(steps[0], best.settings) if streamed and steps else None
+
+
+def _fused_is_faster(request: Request) -> bool:
+    """Whether every fused kernel was measured to be faster on the card at hand, for which the plan is."""
+    if request.device.type != "cuda" or request.rates.name != THIS or triton.refusal(request.device):
+        return False
+    gains = kernel_gains(request.device)
+    return bool(gains) and min(gains.values()) > 1
+
+
+def _winograd_is_faster(request: Request) -> bool:
+    """Whether Winograd's convolutions were measured to be faster on the processor at hand, for which the plan is."""
+    if request.device.type != "cpu" or request.rates.name != THIS:
+        return False
+    gains = kernel_gains(request.device)
+    return bool(gains) and min(gains.values()) > 1
 
 
 _WORTH_A_TRACE = 0.995

@@ -13,10 +13,11 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ..cache import place_of, remember, remembered
+from ..devices.overhead import NONE, Overhead
 from ..hooks.offload import policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
 from ..memory import kernels_of
-from ..memory.caching_allocator import max_split_bytes
+from ..memory.reserved import allocator_settings
 from ..memory.threads import one_at_a_time
 from ..models.anatomy import Anatomy
 from ..settings import Settings
@@ -69,14 +70,22 @@ class Costs:
     """Costs of the stages of one model for one shape, each traced when it is first asked for."""
 
     def __init__(
-        self, anatomy: Anatomy, shape: Shape, encodes: bool, device: torch.device, like: Costs | None = None
+        self,
+        anatomy: Anatomy,
+        shape: Shape,
+        encodes: bool,
+        device: torch.device,
+        overhead: Overhead = NONE,
+        like: Costs | None = None,
     ) -> None:
         """
         Args:
+            overhead: of ``device``, of which the libraries' workspaces are counted where they are taken.
             like: of the same model, whose fake copy will do.
         """
         self._anatomy = anatomy
         self._device = device
+        self._overhead = overhead
         self._stages_of = functools.partial(stages, shape=shape, encodes=encodes)
         self._fake: FakeModel = like._fake if like else FakeModel(anatomy, device)
         self._known: dict[Any, Any] = like._known if like else {}
@@ -118,14 +127,16 @@ class Costs:
         Args:
             timing: by which streamed weights are scheduled.
         """
-        settings = settings.of_stage(stage.name)
+        settings = _as_traced(settings.of_stage(stage.name))
 
         def count() -> Figures:
             traced = self.trace(stage, settings, timing)
             figures = {one.name: getattr(traced, one.name) for one in dataclasses.fields(Figures)}
             return Figures(**figures | ({} if stage.repeats and settings.offload is None else {"spans": ()}))
 
-        facts = settings, self._called_with[stage.name, stage.component], timing, max_split_bytes()
+        workspaces = dataclasses.replace(self._overhead, context_bytes=0)
+        called = self._called_with[stage.name, stage.component]
+        facts = settings, called, timing, tuple(allocator_settings()), workspaces
         return self._once(_figures, stage.component, facts, count)
 
     def step(self, stage: Stage, settings: Settings, timing: Timing) -> Step:
@@ -161,13 +172,13 @@ class Costs:
         Args:
             whole: blocks that equal the block before them are traced too; where weights are streamed they always are.
         """
-        settings = settings.of_stage(stage.name)
+        settings = _as_traced(settings.of_stage(stage.name))
         key = stage.name, stage.component
         fake = next(one for one in self._stages_of(self._fake.anatomy) if (one.name, one.component) == key)
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         equals = {} if whole or settings.offload else self._fake.equals(stage.component)
         with self._fake.running(stage.component, settings, timing), torch.no_grad(), kernels:
-            return trace_equals_once(fake.run, fake.inputs(), {}, equals, calls=2 if stage.repeats else 1)
+            return trace_equals_once(fake.run, fake.inputs(), {}, equals, self._overhead)
 
     @functools.cached_property
     def _called_with(self) -> dict[tuple[str, str], Any]:
@@ -204,3 +215,8 @@ class Costs:
 
 def _figures(spans: list[Any], **others: int) -> Figures:
     return Figures(spans=tuple(Span(**span) for span in spans), **others)
+
+
+def _as_traced(settings: Settings) -> Settings:
+    """``settings`` without what runs the same operators in another way: compiled or recorded code is not traced."""
+    return dataclasses.replace(settings, compile=None, cuda_graphs=None)

@@ -43,12 +43,10 @@ class Work:
 
     Attributes:
         spans: each of what one module does before another one's turn.
-        convolved_bytes: what the largest convolution reads and writes.
     """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.convolved_bytes = 0
 
     def count(self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0) -> None:
         """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others."""
@@ -119,6 +117,14 @@ for _name in ("flash_attention", "efficient_attention", "cudnn_attention", "flas
     _packet = getattr(aten, f"_scaled_dot_product_{_name}", None)
     if _packet is not None:
         FLOPS[_packet.default] = attention_flops
+
+_packet = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+if _packet is not None:
+
+    def _packed_convolution_flops(args: Any, result: Tensor) -> int:
+        return 2 * result.numel() * int(args[1][0].numel())
+
+    FLOPS[_packet.default] = _packed_convolution_flops
 
 _WEIGHT = {aten.convolution.default: 1, aten.addmm.default: 2, aten.mm.default: 1}
 

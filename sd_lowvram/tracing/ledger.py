@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..memory.accounts import Account
+from ..memory.caching_allocator import SMALL
 from ..memory.storage_refs import Deaths
+from .whole_loops import whole_loop
 
 
 class Event(NamedTuple):
@@ -46,6 +50,16 @@ class _Booked:
     nbytes: int = 0
 
 
+_UNTIL_SETTLED = 3
+"""Passes of one kind, after which tensors of another have come to lie as before."""
+
+
+def _settled(order: Sequence[int]) -> list[int]:
+    """``order`` with no more passes of each kind than change where tensors lie."""
+    passes: Counter[int] = Counter()
+    return [number for number in order if passes.update((number,)) or passes[number] <= _UNTIL_SETTLED]
+
+
 class Ledger:
     """Bytes alive in each account now, and their peaks.
 
@@ -57,7 +71,7 @@ class Ledger:
         largest: the largest single allocation on the device.
         met: bytes on the device that were there from the start and met on the way.
         allocations: of inputs and activations on the device, in their order: a number and bytes for what is made, the
-            number and -1 for its end. What a kernel holds unseen is in it too.
+            number and -1 for its end. What a kernel holds unseen, and libraries' workspaces, are in it too.
     """
 
     def __init__(self) -> None:
@@ -67,7 +81,8 @@ class Ledger:
         self.peak = self.host_peak = self.activation_peak = self.born_peak = self.largest = self.met = 0
         self.path = self.operator = ""
         self.allocations: list[tuple[int, int]] = []
-        self._numbers = itertools.count()
+        self._new_number = functools.partial(next, itertools.count())
+        self._equals: dict[int, list[int]] = {}
         self._booked: dict[int, _Booked] = {}
         self._deaths = Deaths(self._strike)
 
@@ -77,7 +92,7 @@ class Ledger:
         booked = self._booked.get(storage._cdata)
         if booked is None:
             self._deaths.look()
-            booked = self._booked[self._deaths.watch(storage)] = _Booked(account, born, next(self._numbers))
+            booked = self._booked[self._deaths.watch(storage)] = _Booked(account, born, self._new_number())
         nbytes = storage.nbytes()
         if nbytes != booked.nbytes:
             self._change(booked, nbytes - booked.nbytes)
@@ -105,9 +120,24 @@ class Ledger:
         del self.allocations[place:]
         for number, nbytes in allocations:
             if nbytes >= 0 and number not in numbers:
-                numbers[number] = next(self._numbers)
+                numbers[number] = self._new_number()
             if number in numbers:  # else it was there before
                 self.allocations.append((numbers[number], nbytes))
+
+    def place(self) -> int:
+        """How many allocations have been noted, the ends of the dead among them."""
+        self._deaths.look()
+        return len(self.allocations)
+
+    def fill_in(self, places: Sequence[int], order: Sequence[int]) -> None:
+        """Note the allocations of a loop's other passes, as :class:`sd_lowvram.memory.repeats.Follower` says.
+
+        Of each kind there are some: once what one pass leaves is where the one before left it, all lie as that one did.
+        """
+        traced = [self.allocations[start:stop] for start, stop in itertools.pairwise(places)]
+        self.allocations[places[0] :], equals = whole_loop(traced, _settled(order), self._new_number, SMALL)
+        for number, others in equals.items():
+            self._equals.setdefault(number, []).extend(others)
 
     def account_of(self, tensor: Tensor) -> Account:
         """Where the storage of ``tensor`` is booked; of one that is not, the device."""
@@ -118,11 +148,20 @@ class Ledger:
     def holding(self, hidden: int) -> Iterator[None]:
         """Inside, what a kernel makes is booked; ``hidden`` are device bytes that it holds all the while, and no tensor
         shows."""
-        number = next(self._numbers)
+        if not hidden:
+            yield
+            return
+        number = self._new_number()
         self.allocations.append((number, hidden))
         yield
         self.look(hidden)
         self.allocations.append((number, -1))
+
+    def passing(self, workspace: int) -> None:
+        """Note what a library takes of the device and gives back at once: no tensor, and in no peak of tensors."""
+        if workspace:
+            number = self._new_number()
+            self.allocations += (number, workspace), (number, -1)
 
     def look(self, hidden: int = 0) -> None:
         """Note the peaks. ``hidden``: device bytes that no tensor shows at this moment."""
@@ -193,8 +232,8 @@ class Ledger:
                 self.largest = max(self.largest, change)
         if booked.account == "device":
             if change < booked.nbytes:  # another size: the old one ends
-                self.allocations.append((booked.number, -1))
-                booked.number = next(self._numbers)
+                self.allocations += ((number, -1) for number in (booked.number, *self._equals.pop(booked.number, ())))
+                booked.number = self._new_number()
             if booked.nbytes:
                 self.allocations.append((booked.number, booked.nbytes))
         if change > 0:

@@ -16,10 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..devices.overhead import NONE, Overhead
 from ..memory.accounts import current_account, is_host, on_cpu, traced_device
-from ..memory.caching_allocator import least_reserved
 from ..memory.fake_mode import CPU, active_fake_mode
-from ..memory.repeats import counted_from_one
+from ..memory.repeats import followed
+from ..memory.reserved import least_reserved
 from ..memory.threads import Redirected, one_at_a_time
 from .collector import no_collection
 from .equal_calls import EqualCalls
@@ -61,9 +62,9 @@ class Figures:
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of kernel launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
-        convolved_bytes: what the largest convolution reads and writes, by which libraries size their workspace.
-        reserved_bytes: what a GPU must give for ``activation_bytes``, as torch's caching allocator takes it in segments
-            (on a CPU the same). Where there is more, torch takes more, and gives it back before it fails.
+        reserved_bytes: what a GPU must give for ``activation_bytes`` and the libraries' workspaces, as torch's caching
+            allocator takes it in segments (on a CPU the former). Where there is more, torch takes more, and gives it
+            back before it fails.
         spans: operations, bytes moved and operators in their order, module by module.
     """
 
@@ -79,7 +80,6 @@ class Figures:
     copied_bytes: int
     operators: int
     packed_bytes: int
-    convolved_bytes: int
     reserved_bytes: int
     spans: tuple[Span, ...] = field(repr=False)
 
@@ -132,14 +132,13 @@ def trace_equals_once(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
     equals: Mapping[nn.Module, int],
-    calls: int = 1,
+    overhead: Overhead = NONE,
 ) -> MemoryTrace:
     """:func:`trace`, in which equal calls of the modules ``equals`` run once; the timeline has nothing of the others.
 
     Args:
         equals: modules, each with a number for its kind (:func:`equal_calls.equal_modules`).
-        calls: how many of them, one after the other, what is reserved is to do for: a second one begins with what the
-            first has left, which shows how much the places of tensors matter.
+        overhead: by which workspaces are counted in what is reserved.
     """
     leaves = tree_flatten((inputs, kwargs))[0]
     modules = modules_of(module_or_callable, *leaves)
@@ -148,13 +147,13 @@ def trace_equals_once(
     fakes = (parameter for parameter in parameters if isinstance(parameter, FakeTensor))
     made = active_fake_mode(*tensors, *itertools.islice(fakes, 1))
     mode = made or FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = _Tracer(mode)
+    tracer = _Tracer(mode, overhead)
     alone = contextlib.nullcontext() if made else one_at_a_time()  # a model of fakes is nobody else's
     with alone, torch.no_grad(), mode, traced_device(CPU), no_collection(), faked(modules, tracer.fake_weight):
         ledger = tracer.ledger
         inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
         weights_bytes, input_bytes = ledger.live["weights"], ledger.live["device"]
-        with tracer.following(modules, equals), uncompiled(), counted_from_one():
+        with tracer.following(modules, equals), uncompiled(), followed(ledger):
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
     activations = ledger.activation_peak + input_bytes
@@ -167,8 +166,7 @@ def trace_equals_once(
         largest_bytes=ledger.largest,
         allocated_peak_bytes=ledger.born_peak,
         **tracer.work.totals(),
-        convolved_bytes=tracer.work.convolved_bytes,
-        reserved_bytes=activations if on_cpu() else least_reserved(ledger.allocations, calls),
+        reserved_bytes=activations if on_cpu() else least_reserved(ledger.allocations, overhead.matrix_bytes),
         timeline=ledger.timeline,
         spans=tuple(span for span in tracer.work.spans if span.operators),
         output=output,
@@ -178,11 +176,12 @@ def trace_equals_once(
 class _Tracer(TorchDispatchMode):
     """Sees every operator on its way to the fake mode, and books what comes back."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, overhead: Overhead) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.work = Work()
         self._mode = mode
+        self._overhead = overhead
         self._recipes = _recipes[on_cpu()]
         self._places: dict[int, tuple[Registry, str]] = {}
         self._met: dict[int, tuple[Tensor, Tensor]] = {}
@@ -254,15 +253,12 @@ class _Tracer(TorchDispatchMode):
     def _take_in(self, operator: Operator, recipe: Recipe, args: tuple[Any, ...], result: Any) -> None:
         """Book what an operator made, and count its work."""
         self.ledger.operator = operator.name
-        if recipe.hidden:
-            with self.ledger.holding(recipe.hidden):
-                self._book(result)
-        else:
+        with self.ledger.holding(recipe.hidden):
             self._book(result)
+            if operator.convolves:
+                self.ledger.passing(self._overhead.workspace(recipe.moved))
         if operator.moves:
             self.work.count(self.ledger.path, recipe.flops, recipe.moved, recipe.packed)
-            if operator.convolves:
-                self.work.convolved_bytes = max(self.work.convolved_bytes, recipe.moved)
         if operator.copies:
             self._count_crossing(args, result)
 

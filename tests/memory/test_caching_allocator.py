@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sd_lowvram.memory.caching_allocator import CachingAllocator, CardFullError, least_reserved, segment
+from sd_lowvram.memory.caching_allocator import CachingAllocator, CardFullError
+from sd_lowvram.memory.expandable_segments import ExpandableAllocator
+from sd_lowvram.memory.reserved import least_reserved, segment
 from sd_lowvram.units import MIB
 
 
@@ -63,16 +67,38 @@ def test_what_torch_is_told_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert least_reserved(allocations) == 76 * MIB
 
 
+@pytest.mark.parametrize(
+    ("sizes", "taken", "left"),
+    [([MIB], 2, 0), ([3 * MIB], 20, 0), ([12 * MIB], 20, 0), ([12 * MIB, 12 * MIB], 40, 40), ([30 * MIB, 5], 42, 2)],
+)
+def test_segments_that_grow_take_pages_and_keep_those_in_use(sizes: list[int], taken: int, left: int) -> None:
+    allocator = ExpandableAllocator()
+    first, *_ = [allocator.allocate(size) for size in sizes]
+    assert allocator.reserved_bytes == taken * MIB
+    allocator.free(first)
+    allocator.release()
+    assert allocator.reserved_bytes == left * MIB
+
+
+def test_segments_that_grow_do_not_break_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocations = [(0, 40 * MIB), (0, -1), (1, 12 * MIB), (2, 30 * MIB), (1, -1), (2, -1)]
+    plain = least_reserved(allocations)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert least_reserved(allocations) == 80 * MIB  # and a page for where the weights end
+    assert segment(33 * MIB) == 40 * MIB
+    monkeypatch.setattr("sys.platform", "win32")  # where torch has none
+    assert least_reserved(allocations) == plain
+
+
 def test_a_tensor_in_a_large_segment_keeps_all_of_it() -> None:
     """Of 40 MiB that are free, a tensor of 12 leaves too little for the next 30."""
     assert least_reserved([(0, 40 * MIB), (0, -1), (1, 12 * MIB), (2, 30 * MIB), (1, -1), (2, -1)]) == 70 * MIB
 
 
-def test_a_second_call_begins_with_what_the_first_has_left() -> None:
-    """The first ends with 30 MiB free in one place, out of which the second's 6 come, so that its 20 find no room."""
-    call = [(0, 6 * MIB), (1, 20 * MIB), (0, -1), (2, 30 * MIB), (1, -1), (2, -1)]
-    assert least_reserved(call) == 50 * MIB
-    assert least_reserved(call, calls=2) == 60 * MIB
+def test_what_a_library_keeps_takes_a_segment_of_which_the_rest_is_used() -> None:
+    assert least_reserved([(0, 40 * MIB), (0, -1)], held=8 * MIB) == 60 * MIB
+    assert least_reserved([(0, 9 * MIB), (0, -1)], held=8 * MIB) == 20 * MIB
 
 
 _OPERATIONS = st.lists(
@@ -95,12 +121,17 @@ def test_never_less_than_what_is_held_nor_more_than_what_is_taken_where_there_is
         allocations.append((number, size))
         live[number] = size
         most = max(most, sum(live.values()))
-    allocator = CachingAllocator()
-    blocks = {}
-    for number, size in allocations:
-        if size < 0:
-            allocator.free(blocks.pop(number))
-        else:
-            blocks[number] = allocator.allocate(size)
-    assert most <= least_reserved(allocations) <= allocator.peak_bytes + 2 * MIB
-    assert allocator.allocated_bytes >= sum(live.values())
+    for allocator in (CachingAllocator(), ExpandableAllocator()):
+        blocks: dict[int, Any] = {}
+        for number, size in allocations:
+            if size < 0:
+                allocator.free(blocks.pop(number))
+            else:
+                blocks[number] = allocator.allocate(size)
+        if isinstance(allocator, CachingAllocator):
+            assert most <= least_reserved(allocations) <= allocator.peak_bytes + 2 * MIB
+        assert allocator.reserved_bytes >= allocator.allocated_bytes >= sum(live.values())
+        for block in blocks.values():
+            allocator.free(block)
+        allocator.release()
+        assert allocator.reserved_bytes == allocator.allocated_bytes == 0

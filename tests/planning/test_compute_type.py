@@ -92,3 +92,12 @@ def test_weights_of_8_bits_are_not_stored_in_8_bits_again() -> None:
 
     assert quantised_layers(unet(torch.float16)[1], "unet")
     assert not quantised_layers(unet(FP8)[1], "unet", as_loaded=True)
+
+
+def test_weights_that_the_host_moves_are_there_once() -> None:
+    _, anatomy = unet(torch.float16)
+    settings = Settings(offload="component")
+    ours = planned(anatomy, settings).stages[0]
+    theirs = planned(dataclasses.replace(anatomy, moved=True), settings).stages[0]
+    assert ours.held_bytes - theirs.held_bytes == ours.weights_bytes > 0
+    assert ours.peak_bytes == theirs.peak_bytes

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
 from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import build_components
@@ -20,6 +22,7 @@ from sd_lowvram.planning.cost_model import Pricing
 from sd_lowvram.planning.plan import Request
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import attached
+from sd_lowvram.streaming.host_weights import RING_BYTES, _Mapping, host_budget
 from sd_lowvram.streaming.timing import Timing
 from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
@@ -53,7 +56,7 @@ def denoising(plan: Any) -> Any:
 
 def test_between_layers_and_components_it_streams_blocks(anatomy: Any) -> None:
     layer, component = (planned(anatomy, Settings(offload=offload)) for offload in ("layer", "component"))
-    needs = [one.predicted.peak_bytes + one.predicted.overhead_bytes for one in (layer, component)]
+    needs = [one.predicted.reserved_bytes + one.predicted.overhead_bytes for one in (layer, component)]
     assert needs[0] < needs[1] - 8 * MIB
     plan = planned(anatomy, Settings(), (needs[0] + needs[1]) // 2)
     assert plan.settings.offload == "blocks" and plan.settings.weights_mib is not None
@@ -65,7 +68,8 @@ def test_between_layers_and_components_it_streams_blocks(anatomy: Any) -> None:
 
 
 def test_more_room_is_faster(anatomy: Any) -> None:
-    pricing = Pricing(anatomy, request(8 * GIB))
+    rates = dataclasses.replace(RATES, launch_seconds=0.0)  # for which so small a model waits, not for weights
+    pricing = Pricing(anatomy, dataclasses.replace(request(8 * GIB), rates=rates))
     stage = pricing.costs.stages[0]
     total = weight_bytes(anatomy.unet) // MIB
     rooms = [total // 4, total // 2, total * 3 // 4, total + 2]
@@ -126,3 +130,45 @@ def test_the_engine_keeps_the_schedule_of_the_plan(anatomy: Any) -> None:
 def test_too_little_room_is_refused(anatomy: Any) -> None:
     with pytest.raises(BudgetError, match="give it more, or let layers be split"):
         planned(anatomy, Settings(offload="blocks", weights_mib=1))
+
+
+def test_the_less_is_pinned_the_longer_a_step_takes(anatomy: Any) -> None:
+    """What stays in its file is read in every step: it costs nothing under the compute, until reading takes longer."""
+    rates = dataclasses.replace(RATES, launch_seconds=0.0, reading=3e8, reordering=2e8)
+    total = weight_bytes(anatomy.unet)
+    settings = Settings(offload="blocks", weights_mib=total // MIB // 4)
+    steps = []
+    for share in (2.0, 1.2, 0.9, 0.6, 0.3, 0.0):
+        asked = dataclasses.replace(request(8 * GIB), rates=rates, ram=RING_BYTES + int(share * total))
+        pricing = Pricing(anatomy, asked)
+        (stage,) = pricing.costs.stages
+        planned = pricing.stage(settings, stage, {}, settings)
+        assert planned.host_bytes <= asked.ram
+        steps.append((pricing.step(stage, settings).seconds, planned.seconds))
+    for less, more in itertools.pairwise(steps):
+        assert less[0] <= more[0] * 1.001 and less[1] <= more[1] * 1.001
+    assert steps[0] == steps[1] and steps[-1][0] > 1.2 * steps[0][0]
+    last = settings.filled(channels_last=True)  # kernels are brought in another order while they are read
+    assert pricing.step(stage, last).seconds > 1.05 * steps[-1][0]
+    reordered = pricing.stage(last, stage, {}, last)
+    assert reordered.host_bytes == planned.host_bytes and reordered.seconds > planned.seconds
+
+
+def test_what_is_copied_in_every_step_is_pinned_before_what_stays(tmp_path: Path) -> None:
+    weights = build_components(CONFIG, dtype=torch.float16, only=("unet",))["unet"].state_dict()
+    save_file(weights, tmp_path / "unet.safetensors")
+    unet = build_components(CONFIG, torch.float16, "meta", only=("unet",))["unet"]
+    unet.load_state_dict(load_file(tmp_path / "unet.safetensors"), assign=True)
+    unet.requires_grad_(False)
+    settings = Settings(offload="blocks", weights_mib=weight_bytes(unet) // MIB // 2)
+    room = weight_bytes(unet) // 3
+    with host_budget(RING_BYTES + room), attached(unet, settings, device="cpu") as attachment:
+        stream = next(step for step in attachment._steps if isinstance(step, Change)).apply.__self__
+        layout, mapping = stream._layout, _Mapping()
+        in_file = {
+            number: all(mapping.kind(tensor) == "mapped" for tensor in block.tensors)
+            for number, block in enumerate(layout.blocks)
+        }
+        assert 0.9 * room <= stream._masters.pinned_bytes <= room
+    assert layout.residents and all(in_file[number] for number in layout.residents)
+    assert not in_file[layout.streamed[0]] and in_file[layout.streamed[-1]]

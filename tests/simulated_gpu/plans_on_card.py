@@ -1,19 +1,21 @@
 """Full-size plans on a card that gives just what was planned: ``python tests/simulated_gpu/plans_on_card.py``.
 
 Shapes only: all memory is taken by torch's own allocator and nothing is computed. Rows go to
-``benchmarks/plans_on_card.md`` as they come, and what is there is not run again.
+``benchmarks/plans_on_card.json``, and the table beside it, as they come; what is there is not run again.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 MIB = 1 << 20
-TABLE = Path(__file__).parents[2] / "benchmarks" / "plans_on_card.md"
+FILE = Path(__file__).parents[2] / "benchmarks" / "plans_on_card.json"
 _ENOUGH = 16 << 30
 SHARES = (0.0, 0.1, 0.5, 1.0)
 """Of the way from the least budget to that of the plain model."""
@@ -28,12 +30,11 @@ ROWS = [
 _HEAD = """# Plans on a simulated card of just their size
 
 Full-size models, shapes only, two steps and a decode on torch's own CUDA allocator over a simulated card
-(`tests/simulated_gpu/plans_on_card.py` wrote this). The card gives what the plan says it reserves, and the context
-beside it; the plan's allowance for libraries is not there. Budgets from the least (0) to the plain model's (1); MiB.
-
-| model | side | budget | peak planned | peak | reserved planned | reserved | ran |
-|---|---|---|---|---|---|---|---|
+(`tests/simulated_gpu/plans_on_card.py` wrote this). The card has just the bytes that the plan needs, the context's
+among them; its libraries take no workspace, as calibration sees. Budgets from the least (0) to the plain model's (1);
+MiB.
 """
+_HEADS = "model", "side", "budget", "peak planned", "peak", "reserved planned", "reserved", "ran"
 
 
 class Row(NamedTuple):
@@ -46,26 +47,29 @@ class Row(NamedTuple):
     ran: bool
 
 
-def on_card(simulated: Any, model: str, side: int, share: float, workspace_bytes: int = 0) -> Row:
-    """Plan at ``share``, and run on a card that gives what is planned, and ``workspace_bytes``."""
+def on_card(simulated: Any, model: str, side: int, share: float) -> Row:
+    """Calibrate, plan at ``share``, and run as a new process would on a card that gives what is planned."""
     import torch
 
     simulated.kernels.computes = False
     try:
-        return _on_card(simulated.card, model, side, share, workspace_bytes)
+        return _on_card(simulated, model, side, share)
     finally:
         simulated.kernels.computes = True
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _on_card(card: Any, model: str, side: int, share: float, workspace_bytes: int) -> Row:
+def _on_card(simulated: Any, model: str, side: int, share: float) -> Row:
     import torch
 
     from sd_lowvram import optimize, plan
     from sd_lowvram.bench.models import random_pipeline
+    from sd_lowvram.devices.this_machine import overhead_of
 
+    card = simulated.card
     with card.of_size(_ENOUGH):
+        overhead_of(torch.device("cuda", 0), recalibrate=True)
         pipe = random_pipeline(model, torch.device("cuda"))
     sizes: Any = {"width": side, "height": side, "device": "cuda", "ram": "64GB"}
     plain = plan(pipe, vram="64GB", **sizes)
@@ -73,8 +77,11 @@ def _on_card(card: Any, model: str, side: int, share: float, workspace_bytes: in
     torch.cuda.empty_cache()
     with card.of_size(_ENOUGH):
         chosen = optimize(pipe, vram=f"{least + int(share * (most - least))} b", **sizes).predicted
+    simulated.kernels.forget()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    with card.of_size(chosen.reserved_bytes + workspace_bytes, context=0), warnings.catch_warnings(record=True) as told:
+    size = chosen.reserved_bytes + chosen.overhead_bytes
+    with card.of_size(size), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         pipe("a red apple", width=side, height=side, num_inference_steps=2, output_type="pt")
     ran = not any("ran out of memory" in str(warning.message) for warning in told)  # and went on with a leaner plan
@@ -89,20 +96,24 @@ def main() -> int:
     from on_card import Simulated
 
     simulated = Simulated()
-    if not TABLE.exists():
-        TABLE.write_text(_HEAD, encoding="utf-8")
-    failed = 0
+    rows: list[list[Any]] = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else []
     for model, side, share in ROWS:
-        start = f"| {model} | {side} | {share} |"
-        if start in TABLE.read_text(encoding="utf-8"):
+        if [model, side, share] in [row[:3] for row in rows]:
             continue
         row = on_card(simulated, model, side, share)
-        cells = [f"{figure / MIB:.0f}" for figure in row[:4]] + ["yes" if row.ran else "**no**"]
-        print(start, " | ".join(cells), flush=True)
-        with TABLE.open("a", encoding="utf-8") as table:
-            table.write(f"{start} {' | '.join(cells)} |\n")
-        failed += not row.ran
-    return 1 if failed else 0
+        rows.append([model, side, share, *(round(figure / MIB) for figure in row[:4]), row.ran])
+        print(*rows[-1], flush=True)
+        FILE.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        FILE.with_suffix(".md").write_text("\n".join(lines({"rows": rows})) + "\n", encoding="utf-8")
+    return 0 if all(row[-1] for row in rows) else 1
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    from sd_lowvram.bench.report import table
+
+    yield _HEAD
+    yield from table(_HEADS, ([*map(str, row[:-1]), "yes" if row[-1] else "**no**"] for row in report["rows"]))
 
 
 if __name__ == "__main__":

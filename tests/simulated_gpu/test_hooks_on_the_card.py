@@ -33,6 +33,8 @@ STREAMED: dict[str, Settings] = {
     "blocks, skips parked": Settings(**SMALL_BLOCKS, **TURN, park_skips=True),
     "layer, skips parked": Settings(offload="layer", park_skips=True),
     "layer, in strips": Settings(offload="layer", residual_strips=2, transformer_chunks=2, feed_forward_chunks=2),
+    "blocks, channels last": Settings(**SMALL_BLOCKS, channels_last=True),
+    "layers split, channels last": Settings(offload="layer", split_layers=True, channels_last=True),
     "blocks, widened": Settings(**SMALL_BLOCKS, precision="fp16-storage"),
     "layer, int8": Settings(offload="layer", weight_storage="int8"),
     "layer, fp8": Settings(offload="layer", weight_storage="fp8"),
@@ -154,6 +156,9 @@ def test_others_streamed(gpu: Any, targets: dict[str, Any], name: str, schedule:
     check(gpu, targets, name, WAYS[way], schedule)
 
 
+MAPPED = ["blocks", "layer", "halves", "layers split", "blocks, skips parked"]
+
+
 @contextlib.contextmanager
 def mapped(folder: Path) -> Iterator[Any]:
     """A UNet whose weights lie in a mapped file, and no memory but the ring's for its masters."""
@@ -175,7 +180,7 @@ def denoise(unet: Any, steps: int = 3) -> Tensor:
     return latents.cpu()
 
 
-@pytest.mark.parametrize("way", ["blocks", "layer", "halves", "layers split", "blocks, skips parked"])
+@pytest.mark.parametrize("way", [way for way in STREAMED if way in MAPPED or "channels last" in way])
 @pytest.mark.parametrize("schedule", LATE)
 def test_masters_in_a_mapped_file(gpu: Any, targets: dict[str, Any], schedule: str, way: str, tmp_path: Path) -> None:
     pipe, _ = target(targets, "sd15")

@@ -19,7 +19,8 @@ from sd_lowvram.devices.performance import profile
 from sd_lowvram.memory import fetch, host_empty, park, pinned
 from sd_lowvram.memory.rooms import ROOMS
 from sd_lowvram.planning import request
-from sd_lowvram.streaming.host_weights import RING_BYTES, Masters, host_budget
+from sd_lowvram.streaming.host_weights import RING_BYTES, Masters, host_budget, mapped_bytes
+from sd_lowvram.weights import weight_bytes
 
 MIB = 1 << 20
 PAGE = 4096
@@ -118,6 +119,38 @@ def test_a_mapped_file_needs_the_ring_alone(gpu: Any, before: int, pipe: Any, tm
         masters.add(unet.parameters())
         assert RING_BYTES < gpu.card.pinned_peak - before <= RING_BYTES + 3 * MIB
         masters.undo()
+
+
+@pytest.mark.parametrize("way", ["component", "blocks"])
+def test_weights_in_a_mapped_file_take_what_ram_is_left_to_them(
+    gpu: Any, before: int, pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """What there is no room for stays in the file, also kernels that come channels last: the ring alone would do for
+    the pictures to be the same."""
+    from diffusers import StableDiffusionPipeline
+
+    monkeypatch.setattr(request, "rates_of", lambda device: profile("rtx3060"))
+    pipe.save_pretrained(tmp_path)
+    small = StableDiffusionPipeline.from_pretrained(tmp_path)
+    small.set_progress_bar_config(disable=True)
+    sizes: dict[str, Any] = {"vram": "2GB", "width": 64, "height": 64, "device": GPU}
+    sizes["settings"] = RUNS[way].filled(channels_last=True)
+    least, pictures = sd_lowvram.plan(small, ram="1GB", **sizes).minimum_ram_bytes, []
+    parts = [small.unet, small.vae, small.text_encoder]
+    assert RING_BYTES <= least < RING_BYTES + weight_bytes(*parts)
+    for ram in (least, least + MIB, 512 * MIB):
+        plan = sd_lowvram.optimize(small, ram=f"{ram} b", **sizes)
+        gpu.card.reset_peaks()
+        with gpu.watched("lazy") as seen:
+            pictures.append(run(small, {}))
+        if ram == least:  # as it was foretold
+            held = weight_bytes(*parts) - mapped_bytes(*parts) + RING_BYTES
+            assert held <= ram + MIB // 4 and (held > ram - MIB // 2 or plan.settings.park_skips)
+        assert plan.predicted.host_bytes <= ram
+        assert gpu.card.pinned_peak - before <= plan.predicted.host_bytes * 1.02
+        assert not seen.races and not seen.unsimulated, seen
+        sd_lowvram.restore(small)
+    assert torch.equal(pictures[0], pictures[1]) and torch.equal(pictures[0], pictures[2])
 
 
 def test_what_cannot_be_locked_is_told_once_and_waits_in_ordinary_memory(

@@ -15,6 +15,8 @@ from pathlib import Path
 _SOURCES = Path(__file__).parent / "runtime"
 CUDA = "13"
 """The runtime's major version: what torch's libraries name, and the layout of what they are told of the card."""
+_RUNTIME = f"libcudart.so.{CUDA}"
+_PLAIN = {"libcuda.so.1": "driver.c", "libnvidia-ml.so.1": "management.c"}
 
 
 def hindrance() -> str | None:
@@ -38,28 +40,28 @@ def _headers() -> tuple[Path, ...]:
     return folders if all(file.exists() for file in needed) else ()
 
 
-def built() -> tuple[Path, Path]:
-    """The libraries in place of CUDA's runtime and driver, compiled at the first use and after every change."""
+def built() -> tuple[Path, ...]:
+    """The libraries in place of CUDA's runtime, of the driver and of what manages that, compiled at the first use and
+    after every change."""
     digest = hashlib.sha256(importlib.metadata.version("torch").encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
     folder = Path(tempfile.gettempdir(), f"sd-lowvram-simulated-gpu-{os.getuid()}-{digest.hexdigest()[:16]}")
-    libraries = folder / f"libcudart.so.{CUDA}", folder / "libcuda.so.1"
     if not folder.exists():
         _compile(folder)
-    return libraries
+    return tuple(folder / name for name in (_RUNTIME, *_PLAIN))
 
 
 def _compile(folder: Path) -> None:
     shared = ["-O1", "-fPIC", "-shared"]
-    runtime = ["g++", *shared, "-std=c++17", *(f"-I{include}" for include in _headers()), _SOURCES / "cudart.cpp"]
-    runtime += [f"-Wl,--version-script={_SOURCES / 'exports.map'}", f"-Wl,-soname,libcudart.so.{CUDA}"]
-    driver = ["gcc", *shared, _SOURCES / "driver.c", "-Wl,-soname,libcuda.so.1"]
+    commands = {name: ["gcc", *shared, _SOURCES / source] for name, source in _PLAIN.items()}
+    commands[_RUNTIME] = ["g++", *shared, "-std=c++17", *(f"-I{include}" for include in _headers())]
+    commands[_RUNTIME] += [_SOURCES / "cudart.cpp", f"-Wl,--version-script={_SOURCES / 'exports.map'}"]
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as scratch:
         whole = Path(scratch, "whole")
         whole.mkdir()
-        for command, name in ((runtime, f"libcudart.so.{CUDA}"), (driver, "libcuda.so.1")):
-            subprocess.run([*command, "-o", whole / name], check=True)
+        for name, command in commands.items():
+            subprocess.run([*command, f"-Wl,-soname,{name}", "-o", whole / name], check=True)
         try:
             whole.rename(folder)
         except OSError:  # another process was faster

@@ -218,7 +218,8 @@ def card() -> Card:
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch was imported before the simulated card was in its place")
-    runtime, driver = built()
+    runtime, *others = built()
     # The loader takes a library that is there already for every other that asks for the same name.
-    ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
+    for library in others:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     return Card(ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL))

@@ -7,11 +7,12 @@ to libraries, allocate as those do.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,6 +32,9 @@ _NATIVE = {
 
 Workspace = Literal["none", "nhwc", "fixed"]
 _FIXED_WORKSPACE = 128 * MIB
+_PRODUCTS = frozenset({torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.baddbmm})
+_OF_CONTIGUOUS = frozenset({torch.ops.aten.native_layer_norm, torch.ops.aten._softmax})
+"""They take a contiguous copy of an input that is not."""
 _SMALL = 64 * 1024
 """Bytes of a tensor that is computed even where only shapes are asked for: timesteps, say, which decide what runs."""
 
@@ -43,8 +47,10 @@ class Kernels:
     Attributes:
         workspace: what the convolution library takes beside inputs and output: nothing, for 16-bit maps copies of all
             of them in its own format, or 128 MiB.
-        computes: whether contents are computed and copied; else memory is taken for them, and that is all. Models of
-            full size run in seconds so.
+        matrix_bytes: what the library for matrix products takes at its first one, and keeps until it is forgotten.
+        computes: whether contents are computed and copied; else memory is taken for them, and that is all, but that
+            what is made small of them is zero or true, as whether they are all numbers. Models of full size run in
+            seconds so.
     """
 
     def __init__(self, card: Card) -> None:
@@ -52,7 +58,10 @@ class Kernels:
         self._captured: list[Callable[[int], None]] = []
         self._library = torch.library.Library("aten", "IMPL")
         self.workspace: Workspace = "none"
+        self.matrix_bytes = 0
+        self._matrix: Tensor | None = None
         self.computes = True
+        self._own = threading.local()
         card.on_replay(lambda number, stream: self._captured[number](stream))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are replaced
@@ -62,20 +71,48 @@ class Kernels:
                 if operator is not None:
                     self._replace(name, functools.partial(self._run, operator))
             self._replace("copy_", self._copy)
+            self._replace("equal", self._equal)
             self._replace("convolution", self._convolution)
             self._replace("_scaled_dot_product_flash_attention", self._flash)
             self._replace("_scaled_dot_product_efficient_attention", self._efficient)
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
-        self._library.impl(name, function, "CUDA", allow_override=True)
+        self._library.impl(name, functools.partial(self._timed, function), "CUDA", allow_override=True)
+
+    def _timed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if getattr(self._own, "inside", False):  # one kernel may call another
+            return function(*args, **kwargs)
+        self._own.inside = True
+        start = time.thread_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._own.seconds = self.seconds + time.thread_time() - start
+            self._own.inside = False
+
+    @property
+    def seconds(self) -> float:
+        """Of the processor, that kernels took in this thread, which on a card would have gone on meanwhile."""
+        return getattr(self._own, "seconds", 0.0)
 
     # Any operator
 
     def _run(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        if operator.overloadpacket in _OF_CONTIGUOUS:
+            args = args[0].contiguous(), *args[1:]
         reads, writes = _accessed(operator, args, kwargs)
         twins = self._twins(*reads, *writes)
         host_args, host_kwargs = twins.of(args), {name: twins.of(value) for name, value in kwargs.items()}
-        return self._launch(lambda: operator(*host_args, **host_kwargs), twins, reads, writes)
+        result = self._launch(lambda: operator(*host_args, **host_kwargs), twins, reads, writes)
+        if operator.overloadpacket is torch.ops.aten.upsample_nearest2d:
+            args[0].contiguous(memory_format=_suggested(args[0]))
+        if self.matrix_bytes and self._matrix is None and operator.overloadpacket in _PRODUCTS:
+            self._matrix = torch.empty(self.matrix_bytes, dtype=torch.uint8, device="cuda")
+        return result
+
+    def forget(self) -> None:
+        """As in a new process: the library for matrix products has not been used."""
+        self._matrix = None
 
     def _twins(self, *tensors: Tensor | None) -> _Twins:
         computes = self.computes or all(one is None or one.nbytes <= _SMALL for one in tensors)
@@ -87,6 +124,7 @@ class Kernels:
         """Run ``compute``, which has twins for the device's tensors; what it makes is made on the device too."""
         stream = torch._C._cuda_getCurrentRawStream(0)
         made: list[tuple[Tensor, Tensor]] = []
+        grown: list[tuple[Tensor, Tensor]] = []
 
         def up(result: Any) -> Any:
             if not isinstance(result, Tensor):
@@ -95,11 +133,14 @@ class Kernels:
             if known is not None:
                 if known.shape != result.shape:  # an `out` that was empty
                     known.resize_(result.shape)
-                    twins.down(known).copy_(result)
+                    grown.append((result, twins.down(known)))
+                    grown[-1][1].copy_(result)
                 return known
             out = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cuda")
             made.append((out, twins.down(out)))
             made[-1][1].copy_(result)
+            if not twins.hold_contents and out.nbytes <= _SMALL:
+                twin(out).fill_(out.dtype == torch.bool)
             return out
 
         if not self._card.capturing(stream):
@@ -114,23 +155,26 @@ class Kernels:
         for now, then in before:
             now.copy_(then)
         spans = [_span(tensor) for tensor in reads], [_span(tensor) for tensor in (*writes, *(out for out, _ in made))]
+        twins.let_go()  # their bytes are others' within the capture, as soon as torch gives them away
         self._card.capture_kernel(stream, len(self._captured))
-        self._captured.append(functools.partial(self._replay, compute, twins, [host for _, host in made], spans))
+        rooms = [host for _, host in made]
+        self._captured.append(functools.partial(self._replay, compute, twins, rooms, grown, spans))
         return results
 
     def _replay(
-        self, compute: Callable[[], Any], twins: _Twins, rooms: Sequence[Tensor], spans: Any, stream: int
-    ) -> None:
+        self, compute: Callable[[], Any], twins: _Twins, rooms: Sequence[Tensor],
+        grown: Sequence[tuple[Tensor, Tensor]], spans: Any, stream: int,
+    ) -> None:  # fmt: skip
         """A captured kernel once more, into the same rooms."""
         for writes, places in enumerate(spans):
             for place in places if self._card.logging else ():
                 self._card.access(stream, *place, bool(writes))
         self._card.begin_kernel(stream)
         with torch.inference_mode():
-            results = [
-                leaf for leaf in tree_leaves(compute()) if isinstance(leaf, Tensor) and twins.original(leaf) is None
-            ]
+            results = [leaf for leaf in tree_leaves(compute()) if isinstance(leaf, Tensor) and not twins.has(leaf)]
             for room, result in zip(rooms, results, strict=True):
+                room.copy_(result)
+            for result, room in grown:
                 room.copy_(result)
 
     def _touch(self, stream: int, tensors: Sequence[Tensor], writes: bool) -> None:
@@ -155,6 +199,12 @@ class Kernels:
         self._launch(lambda: to.copy_(come), twins, [source], [target])
         return target
 
+    def _equal(self, one: Tensor, other: Tensor) -> bool:
+        """Of contents that are not there, that they could be."""
+        if self._twins(one, other).hold_contents:
+            return bool(self._run(_aten.equal.default, one, other))
+        return one.shape == other.shape
+
     def _convolution(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any,
         transposed: bool, output_padding: Any, groups: int,
@@ -167,22 +217,21 @@ class Kernels:
         operands = twins.of((input, weight, bias))
         where = stride, padding, dilation, transposed, output_padding, groups
         reads = [tensor for tensor in (input, weight, bias) if tensor is not None]
-        with self._taken(input, weight, format):
-            out: Tensor = self._launch(
-                lambda: _aten.convolution.default(*operands, *where).contiguous(memory_format=format), twins, reads, []
-            )
+        out: Tensor = self._launch(
+            lambda: _aten.convolution.default(*operands, *where).contiguous(memory_format=format), twins, reads, []
+        )
+        self._take(input, weight, format)
         return out
 
-    @contextlib.contextmanager
-    def _taken(self, input: Tensor, weight: Tensor, format: torch.memory_format) -> Iterator[None]:
+    def _take(self, input: Tensor, weight: Tensor, format: torch.memory_format) -> None:
+        """Of the allocator, and give it back: what the library asks for when inputs and output are there."""
         size = 0
         if self.workspace == "fixed":
             size = _FIXED_WORKSPACE
         elif self.workspace == "nhwc" and input.element_size() == 2 and format is torch.contiguous_format:
             size = 2 * input.nbytes + weight.nbytes
-        room = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
-        yield
-        del room
+        if size:
+            torch.empty(size, dtype=torch.uint8, device="cuda")
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: Any) -> Any:
         twins = self._twins(q, k, v)
@@ -236,7 +285,7 @@ class _Twins:
         Args:
             device: "cpu", over the same bytes; or "meta", of the same shape only.
         """
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._pairs: list[tuple[Tensor, Tensor | None]] = []
         self._device = torch.device(device)
 
     @property
@@ -263,6 +312,13 @@ class _Twins:
     def original(self, host: Tensor) -> Tensor | None:
         return next((tensor for one, tensor in self._pairs if one is host), None)
 
+    def has(self, host: Tensor) -> bool:
+        return any(one is host for one, _ in self._pairs)
+
+    def let_go(self) -> None:
+        """Keep the twins alone."""
+        self._pairs = [(host, None) for host, _ in self._pairs]
+
 
 def _accessed(operator: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that an operator reads, and those that it writes."""
@@ -280,6 +336,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     """The address and the number of bytes from the first element to the last."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+def _suggested(tensor: Tensor) -> torch.memory_format:
+    """As ATen takes it from the strides, of a part of a map too."""
+    channels_first = tensor.ndim != 4 or tensor.stride(1) != 1 or tensor.shape[1] == 1
+    return torch.contiguous_format if channels_first else torch.channels_last
 
 
 def _has_format(tensor: Tensor, format: torch.memory_format) -> bool:

@@ -299,6 +299,8 @@ int cudaFree(void *address) {
   ranges.erase(found);
   return 0;
 }
+#include "virtual_memory.h"
+
 int cudaMallocAsync(void **address, size_t bytes, void *) { return cudaMalloc(address, bytes); }
 int cudaFreeAsync(void *address, void *) { return cudaFree(address); }
 int cudaHostAlloc(void **address, size_t bytes, unsigned) {
@@ -584,9 +586,9 @@ int cudaFuncSetAttribute(const void *, int, int) { return 0; }
 int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int, size_t) { *blocks = 2; return 0; }
 int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int, size_t, unsigned) { *blocks = 2; return 0; }
 int cudaGetSymbolAddress(void **address, const void *) { static char room[1 << 16]; *address = room; return 0; }
-int cudaGetDriverEntryPointByVersion(const char *, void **function, unsigned, unsigned long long, int *found) {
-  *function = nullptr;
-  if (found) *found = 1;
+int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned, unsigned long long, int *found) {
+  *function = driver_function(name);
+  if (found) *found = 0;
   return 0;
 }
 

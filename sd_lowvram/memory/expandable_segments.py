@@ -1,0 +1,184 @@
+"""torch's expandable segments, played through: what a card must give for allocations of known sizes.
+
+With ``expandable_segments:True`` each pool is one range of addresses, to which the card's memory is mapped by pages: it
+grows at its end instead of breaking up. A page is given back when nothing at all lies in it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..units import MIB
+from .caching_allocator import LEAST, SMALL, CardFullError
+
+PAGE = 20 * MIB
+"""Of the pool of large tensors."""
+_PAGES = {True: 2 * MIB, False: PAGE}
+_ENDLESS = 1 << 50
+
+
+@dataclass(eq=False)
+class _Span:
+    """Some addresses of a pool, with their neighbours: in use, free, or not mapped."""
+
+    address: int
+    size: int
+    small: bool
+    mapped: bool = False
+    used: bool = False
+    before: _Span | None = None
+    after: _Span | None = None
+
+
+class ExpandableAllocator:
+    """The allocator's state, on one stream.
+
+    Attributes:
+        reserved_bytes: of all pages that are mapped; ``peak_bytes`` the most of it.
+        allocated_bytes: of all that is in use, rounded as torch rounds it; ``allocated_peak`` the most of it.
+    """
+
+    def __init__(self, card_bytes: float = float("inf")) -> None:
+        """
+        Args:
+            card_bytes: what the card can give.
+        """
+        self.reserved_bytes = self.peak_bytes = self.allocated_bytes = self.allocated_peak = 0
+        self._card_bytes = card_bytes
+        self._first = {small: _Span(0, _ENDLESS, small) for small in _PAGES}
+        self._free: dict[bool, list[tuple[int, int, _Span]]] = {small: [] for small in _PAGES}
+
+    def allocate(self, size: int) -> _Span:
+        """Room for at least ``size`` bytes, to be given to :meth:`free`.
+
+        Raises:
+            CardFullError: the card cannot give it.
+        """
+        size = max(LEAST, -(-size // LEAST) * LEAST)
+        small = size <= SMALL
+        span = self._best_fit(size, small) or self._expanded(size, small)
+        if span is None:
+            self.release()
+            span = self._expanded(size, small)
+        if span is None:
+            raise CardFullError
+        self._drop(span)
+        if span.size > size:
+            self._keep(self._cut(span, size))
+        span.used = True
+        self.allocated_bytes += span.size
+        self.allocated_peak = max(self.allocated_peak, self.allocated_bytes)
+        return span
+
+    def free(self, span: _Span) -> None:
+        """Take room back; free neighbours become one with it."""
+        self.allocated_bytes -= span.size
+        span.used = False
+        self._keep(self._merged(span))
+
+    def release(self) -> None:
+        """Give the pages back in which nothing is in use, as ``torch.cuda.empty_cache`` does."""
+        for small, page in _PAGES.items():
+            for _, _, span in list(self._free[small]):
+                start = -(-span.address // page) * page
+                end = (span.address + span.size) // page * page
+                if start < end:
+                    self._unmap(span, start, end)
+
+    def _unmap(self, span: _Span, start: int, end: int) -> None:
+        self._drop(span)
+        if span.address < start:
+            inside = self._cut(span, start - span.address)
+            self._keep(span)
+            span = inside
+        if span.address + span.size > end:
+            self._keep(self._cut(span, end - span.address))
+        self.reserved_bytes -= span.size
+        span.mapped = False
+        self._merged(span)
+
+    def _best_fit(self, size: int, small: bool) -> _Span | None:
+        """Of spans at which a pool can grow it is their size then that counts."""
+        pool = self._free[small]
+        place = bisect.bisect_left(pool, (size, -1))
+        while place + 1 < len(pool) and _grown(pool[place + 1][2]) < _grown(pool[place][2]):
+            place += 1
+        return pool[place][2] if place < len(pool) else None
+
+    def _expanded(self, size: int, small: bool) -> _Span | None:
+        """Free room of ``size`` bytes after pages have been mapped; None where the card has none left for them."""
+        span: _Span | None = next(one for one in self._unmapped(small) if _room_from(one) >= size)
+        assert span is not None
+        if not span.mapped:
+            span = self._mapped(span, size)
+        while span is not None and span.size < size and span.after is not None:
+            span = self._mapped(span.after, size - span.size)
+        return span
+
+    def _unmapped(self, small: bool) -> Iterator[_Span]:
+        """Where a pool can grow, by address, each with what is free before it."""
+        span: _Span | None = self._first[small]
+        while span is not None:
+            if not span.mapped:
+                yield span.before if span.before is not None and not span.before.used else span
+            span = span.after
+
+    def _mapped(self, span: _Span, size: int) -> _Span | None:
+        """Map pages to as much of ``span`` as ``size`` takes; returns all that is free there."""
+        page = _PAGES[span.small]
+        wanted = -(-min(size, span.size) // page) * page
+        if self.reserved_bytes + wanted > self._card_bytes:
+            return None
+        self.reserved_bytes += wanted
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
+        if span.size > wanted:
+            self._cut(span, wanted)
+        span.mapped = True
+        span = self._merged(span)
+        self._keep(span)
+        return span
+
+    def _cut(self, span: _Span, size: int) -> _Span:
+        """Leave ``size`` bytes of ``span``; returns the rest, which is as it was."""
+        rest = _Span(span.address + size, span.size - size, span.small, span.mapped, False, span, span.after)
+        if span.after is not None:
+            span.after.before = rest
+        span.size, span.after = size, rest
+        return rest
+
+    def _merged(self, span: _Span) -> _Span:
+        """``span`` with those of its neighbours that are like it, which are free spans no more."""
+        for other in (span.before, span.after):
+            if other is None or other.used or other.mapped != span.mapped:
+                continue
+            if other.mapped:
+                self._drop(other)
+            first, second = (other, span) if other is span.before else (span, other)
+            first.size += second.size
+            first.after = second.after
+            if second.after is not None:
+                second.after.before = first
+            span = first
+        return span
+
+    def _keep(self, span: _Span) -> None:
+        bisect.insort(self._free[span.small], (span.size, span.address, span))  # no two have one address
+
+    def _drop(self, span: _Span) -> None:
+        pool = self._free[span.small]
+        del pool[bisect.bisect_left(pool, (span.size, span.address))]
+
+
+def _grown(span: _Span) -> int:
+    return span.size + (span.after.size if span.after is not None and not span.after.mapped else 0)
+
+
+def _room_from(span: _Span | None) -> int:
+    """How much is free, or not mapped, from ``span`` on."""
+    room = 0
+    while span is not None and not span.used:
+        room += span.size
+        span = span.after
+    return room

@@ -1,0 +1,114 @@
+"""What a card must give for allocations that are known, by whichever of torch's allocators its variable asks for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..units import MIB
+from .caching_allocator import LEAST, ROUND, SMALL, SMALL_SEGMENT, CachingAllocator, CardFullError
+from .expandable_segments import PAGE, ExpandableAllocator
+
+
+class AllocatorSettings(NamedTuple):
+    """Of what is set for torch's allocator, that on which it hangs what a card must give.
+
+    Attributes:
+        max_split_bytes: from what size on segments are left whole (``max_split_size_mb``).
+        expandable: whether segments grow (``expandable_segments``).
+    """
+
+    max_split_bytes: float
+    expandable: bool
+
+    def allocator(self, card_bytes: float = float("inf")) -> CachingAllocator | ExpandableAllocator:
+        """That of a card that can give so much."""
+        if self.expandable:
+            return ExpandableAllocator(card_bytes)
+        return CachingAllocator(card_bytes, self.max_split_bytes)
+
+
+def allocator_settings() -> AllocatorSettings:
+    """As torch's variable says.
+
+    CUDA's own pools as backend are counted as torch's plain segments, which is no proven bound.
+    """
+    entries: dict[str, str] = {}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        pairs = (entry.partition(":") for entry in os.environ.get(name, "").split(","))
+        entries |= {key.strip(): value.strip() for key, _, value in pairs}
+    split = entries.get("max_split_size_mb", "")
+    expandable = entries.get("expandable_segments", "").lower() == "true" and sys.platform == "linux"
+    return AllocatorSettings(int(split) * MIB if split.isdigit() else float("inf"), expandable)
+
+
+Allocations = Sequence[tuple[int, int]]
+"""In their order a number and bytes for what is made, the number and -1 for its end."""
+
+
+def least_reserved(allocations: Allocations, held: int = 0) -> int:
+    """Bytes that a card must give for ``allocations`` on one stream, which begin with no unused segment.
+
+    Unused segments are given back before torch fails, so this is less than what it takes where there is enough. Small
+    tensors have a pool of their own, which is filled well: of them the bytes are counted, of the others every place.
+
+    Args:
+        held: bytes that a library took before, and keeps.
+    """
+    large, small_bytes = _by_pool([(-1, held), *allocations])
+    settings = allocator_settings()
+    unit = PAGE if settings.expandable else ROUND
+    most = settings.allocator()
+    _play(large, most)
+    low, high = -(-most.allocated_peak // unit), most.peak_bytes // unit
+    step = 0  # nearly always the least is near the lowest, and a card that is too small is full soon
+    while low < high:
+        middle = min(low + step, (low + high) // 2)
+        if _fits(large, settings.allocator(middle * unit)):
+            high = middle
+        else:
+            low, step = middle + 1, 2 * step + 1
+    # Growing segments begin where the weights end, anywhere in a page.
+    return (low + settings.expandable) * unit + -(-small_bytes // SMALL_SEGMENT) * SMALL_SEGMENT
+
+
+def segment(size: int) -> int:
+    """Bytes that a card gives for one buffer."""
+    allocator = allocator_settings().allocator()
+    if size:
+        allocator.allocate(size)
+    return allocator.peak_bytes
+
+
+def _by_pool(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:
+    """Those of the pool of large tensors, all of which end; and most bytes of the other pool."""
+    sizes: dict[int, int] = {}
+    large, small, most = [], 0, 0
+    for number, size in allocations:
+        ends = size < 0
+        bytes_ = sizes.pop(number) if ends else sizes.setdefault(number, -(-size // LEAST) * LEAST)
+        if bytes_ > SMALL:
+            large.append((number, size))
+        else:
+            small += -bytes_ if ends else bytes_
+            most = max(most, small)
+    return [*large, *((number, -1) for number, size in sizes.items() if size > SMALL)], most
+
+
+def _fits(allocations: Allocations, allocator: CachingAllocator | ExpandableAllocator) -> bool:
+    try:
+        _play(allocations, allocator)
+    except CardFullError:
+        return False
+    return True
+
+
+def _play(allocations: Allocations, allocator: CachingAllocator | ExpandableAllocator) -> None:
+    blocks: dict[int, Any] = {}
+    for number, size in allocations:
+        if size < 0:
+            allocator.free(blocks.pop(number))
+        else:
+            blocks[number] = allocator.allocate(size)

@@ -1,0 +1,50 @@
+"""What weights that wait take of the host's memory, and which of them are read when they are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..streaming.host_weights import RING_BYTES, least_host_bytes
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Weights that wait in host memory.
+
+    Attributes:
+        host_bytes: that they take.
+        least_bytes: that they would do with.
+        copied_bytes: of ``host_bytes``, those that a mapped file has as well.
+        pinned_bytes: of the weights that can be copied at the bus' rate; None: all. The others are read meanwhile.
+    """
+
+    host_bytes: int
+    least_bytes: int
+    copied_bytes: int = 0
+    pinned_bytes: int | None = None
+
+
+def masters_of(weights: int, mapped: int, ram: int, pinnable: int | None) -> Waiting:
+    """Of ``weights`` bytes, ``mapped`` of them in files that are mapped, with ``ram`` bytes for all that waits.
+
+    What stays mapped needs no memory of its own, but for the ring that it passes, and is the better for some.
+
+    Args:
+        pinnable: the most that can be page-locked, ring included; None: all.
+    """
+    mapped = min(mapped, weights)
+    least = least_host_bytes(weights, mapped)
+    pinned = max(0, min(ram, pinnable if pinnable is not None else ram) - RING_BYTES)
+    if pinned >= weights:
+        return Waiting(weights, least, mapped)
+    taken = max(least, min(ram, weights + RING_BYTES)) if mapped else weights
+    return Waiting(taken, least, max(0, taken - (weights - mapped)), pinned)
+
+
+def read_bytes(component: str, order: Sequence[str], weights: Mapping[str, int], pinned: int | None) -> int:
+    """Bytes of one component that are read when it is copied, where those that come first in ``order`` are pinned."""
+    if pinned is None or component not in order:
+        return 0
+    before = sum(weights[name] for name in order[: order.index(component)])
+    return weights[component] - min(weights[component], max(0, pinned - before))

@@ -1,0 +1,72 @@
+"""The ladder of a run that is out of memory although its plan fitted: what it gives up, and in which order.
+
+First what is cached, and the call is made again as before. Then one rung after the other opens knobs to the search, and
+all others stay as they are, so that no rung touches what a later one may save. The number types are never opened: a run
+that was lossless stays so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from ..settings import Settings
+
+AS_BEFORE = "cache emptied"
+
+_Opened = tuple[tuple[str, tuple[str, ...]], ...]
+
+_STRIPS = (
+    "feed_forward_chunks",
+    "residual_strips",
+    "transformer_chunks",
+    "guidance_in_turn",
+    "vae_tiles",
+    "vae_strip_mib",
+    "compile",
+    "packed_weights",
+    "cuda_graphs",
+)
+_MAPS, _WEIGHTS, _DECODER = ("park_skips", "vae_map"), ("offload", "weights_mib"), ("decoder_device",)
+
+_DEVICE_IS_SHORT: _Opened = (
+    ("smaller strips", _STRIPS),
+    ("parked maps", _MAPS),
+    ("smaller ring", _WEIGHTS),
+    ("decoder on the CPU", _DECODER),
+)
+_HOST_IS_SHORT: _Opened = (
+    ("weights from their file", ()),
+    ("smaller strips", _STRIPS),
+    ("fewer parked maps", _MAPS),
+    ("larger ring", _WEIGHTS),
+    ("decoder on the card", _DECODER),
+)
+
+_CLOSED: dict[str, Any] = {"park_skips": False, "vae_map": "held", "decoder_device": "gpu"}
+"""What knobs are, where a plan has left them open, as long as their rung has not come."""
+
+
+def ladder(chosen: Settings, fixed: Settings, of_host: bool) -> Iterator[tuple[str, Settings]]:
+    """Each rung's name, and the knobs that stay as they are on it.
+
+    Args:
+        chosen: what ran out of memory; ``fixed`` of it a person has set.
+        of_host: it is host memory that is short, and not the device's.
+    """
+    held = chosen.filled(**_CLOSED)
+    for name, opened in _HOST_IS_SHORT if of_host else _DEVICE_IS_SHORT:
+        held = dataclasses.replace(held, **{knob: getattr(fixed, knob) for knob in opened})
+        yield name, held
+
+
+def without_closed(settings: Settings, before: Settings) -> Settings:
+    """``settings`` without what was closed to the search and says nothing; ``before``: what was chosen then."""
+    exact = settings.vae_tiles == "exact"
+    said_nothing = [
+        knob
+        for knob, value in _CLOSED.items()
+        if getattr(settings, knob) == value and getattr(before, knob) is None and not (knob == "vae_map" and exact)
+    ]
+    return dataclasses.replace(settings, **dict.fromkeys(said_nothing))

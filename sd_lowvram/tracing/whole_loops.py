@@ -1,0 +1,106 @@
+"""The allocations of a whole loop, of which a trace ran one pass of each kind.
+
+What a pass makes and leaves, the next one ends: a variable that is given another tensor, rows that are kept for the
+strip below. So a pass that is written down again ends what the pass before it left, not what was left in the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Allocation = tuple[int, int]
+"""A number and bytes for what is made, the number and -1 for its end."""
+
+
+@dataclass
+class _Pass:
+    """A pass that was traced.
+
+    Attributes:
+        allocations: its own; ``again``: those of a pass that is like it, of which small ones are left out.
+        handed: numbers of what it makes and the next pass ends, in their order; None: nothing that is known.
+        stays: numbers of what it makes and leaves for longer.
+    """
+
+    allocations: Sequence[Allocation]
+    again: Sequence[Allocation]
+    handed: list[int | None]
+    stays: list[int]
+
+
+def whole_loop(
+    traced: Sequence[Sequence[Allocation]], order: Sequence[int], new_number: Callable[[], int], small: int = 0
+) -> tuple[list[Allocation], dict[int, list[int]]]:
+    """The allocations of all passes; and by the number of what outlives the loop the numbers of its equals, which end
+    when it does.
+
+    Args:
+        traced: the allocations of the passes that were traced, in their order.
+        order: of all passes the number of the one that each is like.
+        new_number: gives one that no other has.
+        small: what is no larger is written down as it was traced: its place hangs on no order.
+    """
+    passes = _understood(traced, small)
+    last = {number: place for place, number in enumerate(order)}
+    result: list[Allocation] = []
+    equals: dict[int, list[int]] = {}
+    left: list[int | None] = []
+    for place, number in enumerate(order):
+        one, first = passes[number], place == order.index(number)
+        before = passes[number - 1].handed if number else []
+        ended = {old: now for old, now in zip(before, left, strict=False) if old is not None}
+        own: dict[int, int] = {}
+        for old, nbytes in one.allocations if first else one.again:
+            if nbytes >= 0:
+                own[old] = old if place == last[number] or nbytes <= small else new_number()
+                result.append((own[old], nbytes))
+            elif old in own:
+                result.append((own[old], -1))
+            elif (now := ended.pop(old, None)) is not None:
+                result.append((now, -1))
+            elif first and old not in before:
+                result += [(each, -1) for each in (old, *equals.pop(old, ()))]
+        lost = [*ended.values(), *left[len(before) :]]  # a pass that was traced behind another one knows nothing of it
+        result += [(each, -1) for each in lost if each is not None]
+        left = [None if old is None else own[old] for old in one.handed]
+        for old in one.stays if place != last[number] else ():
+            equals.setdefault(old, []).append(own[old])
+    return result, equals
+
+
+def _understood(traced: Sequence[Sequence[Allocation]], small: int) -> list[_Pass]:
+    passes: list[_Pass] = []
+    for number, allocations in enumerate(traced):
+        made = _left(allocations, small)
+        if number + 1 < len(traced):
+            ended = {other for other, nbytes in traced[number + 1] if nbytes < 0}
+            handed: list[int | None] = [other for other in made if other in ended]
+        else:  # like what the pass before handed to it
+            handed = _alike(passes[-1], made) if passes else []
+        stays = [other for other in made if other not in handed]
+        minor = {other for other, nbytes in allocations if 0 <= nbytes <= small}
+        again = [one for one in allocations if one[0] not in minor]
+        passes.append(_Pass(allocations, again, handed, stays))
+    return passes
+
+
+def _left(allocations: Sequence[Allocation], small: int) -> dict[int, int]:
+    """By number the bytes of what is made and not ended, in its order, small ones left out."""
+    left: dict[int, int] = {}
+    for number, nbytes in allocations:
+        if nbytes > small:
+            left[number] = nbytes
+        elif nbytes < 0:
+            left.pop(number, None)
+    return left
+
+
+def _alike(before: _Pass, made: dict[int, int]) -> list[int | None]:
+    """For each that the pass ``before`` handed on, one of ``made`` that is as large."""
+    sizes = _left(before.allocations, -1)
+    found: list[int | None] = []
+    for size in (None if number is None else sizes[number] for number in before.handed):
+        alike = (other for other, nbytes in made.items() if nbytes == size and other not in found)
+        found.append(next(alike, None))
+    return found
