@@ -24,7 +24,7 @@ OPTIONS = $(if $(VRAM),--vram "$(VRAM)") $(if $(SIZE),--width $(SIZE) --height $
 	$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test test-hosts test-simulated-gpu lint format gpu gpu-pack clean
+.PHONY: help picture install test test-hosts test-others test-simulated-gpu fuzz faults lint format gpu gpu-pack clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,7 +32,10 @@ help:
 	@echo '             [VRAM=4GB] [SIZE=512] [SEED=1] [STEPS=30] [MODEL=path] [OUT=file.png]'
 	@echo 'make test                           lint, types and tests'
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
+	@echo 'make test-others                    diffusers own tests with our hooks attached (DIFFUSERS_DIR=)'
 	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into $(GPU_VENV) if need be, 5 GB'
+	@echo 'make fuzz                           ten thousand hostile inputs'
+	@echo 'make faults                         runs that are disturbed everywhere, in every way: benchmarks/faults.md'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
 	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into benchmarks/results'
 	@echo '             [GPU_PYTHON=python3]   with an environment that is there already, as docs/gpu.md says'
@@ -53,6 +56,11 @@ test: lint $(VENV)/.gradio
 test-hosts: $(VENV)/.test
 	$(BIN)/python -m pytest tests/hosts
 
+# diffusers' own tests of its pipelines with our hooks attached: DIFFUSERS_DIR=... names a checkout.
+test-others: $(VENV)/.test
+	@test -z "$(DIFFUSERS_DIR)" || $(PIP) install --quiet requests-mock pytest-timeout parameterized
+	DIFFUSERS_DIR="$(DIFFUSERS_DIR)" $(BIN)/python -m pytest -s tests/others
+
 # What a card does, on one that is simulated under torch's CUDA build, in an environment of its own. It needs gcc and g++;
 # SIMULATED_GPU=required makes it a failure that they are missing.
 GPU_VENV ?= .venv-gpu
@@ -66,6 +74,14 @@ test-simulated-gpu:
 .PHONY: simulated-gpu
 simulated-gpu: $(VENV)/.cuda
 	SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist load tests/simulated_gpu
+
+# Ten times the hostile inputs of a test run.
+fuzz: $(VENV)/.test
+	SD_LOWVRAM_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz
+
+# What becomes of a run that is disturbed, everywhere and in every way; a short form of it is among the tests.
+faults: $(VENV)/.test
+	$(BIN)/python tests/faults/fault_table.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -120,6 +136,7 @@ $(VENV)/.standalone: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.standalone
 	$(PIP) install --quiet -c constraints.txt -e '.[test]'
 	$(PIP) install --quiet -c constraints.txt --no-deps stable-diffusion-sdkit
+	@$(PIP) install --quiet -c constraints.txt -e '.[ray]' || echo 'no Ray for batches: the test of a cluster is skipped' >&2
 	@touch $@
 
 # Three '=' pick torch as it is published, which is the CUDA build, also where a build for the CPU is at hand.

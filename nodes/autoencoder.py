@@ -1,7 +1,7 @@
 """Hooks on a VAE: on a copy of the host's object whose decode and encode attach them around the stock ones.
 
 The copy shares the weights with the original and leaves it untouched. It asks the host for what the plan needs. When
-memory runs out all the same, the smallest exact settings are tried in place of the host's approximate tiles.
+memory runs out all the same, a leaner plan takes the place of the host's approximate tiles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sd_lowvram.errors import BadInputError
+from ..sd_lowvram.errors import BadInputError, BudgetError
+from ..sd_lowvram.planning.fallback import Shortage, leaner, shortage
 from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import Request
@@ -26,7 +27,7 @@ from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_size
 from . import host
 from .interfaces import HostVAE
-from .node_request import NodeRequest, Record, attachable
+from .node_request import NodeRequest, Record, attachable, planned
 from .refusals import autoencoder_of
 
 
@@ -58,7 +59,7 @@ def plan_autoencoder(vae: HostVAE, node_request: NodeRequest, record: Record, re
     _Autoencoder(vae, node_request, record).foresee("decode", latents)
 
 
-class _Short(Exception):
+class _OnDeviceError(Exception):
     """The stock call ran out of memory and wants its tiles."""
 
 
@@ -110,17 +111,33 @@ class _Autoencoder:
     def _run(self, stage: str, shape: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
         if len(shape) != 4:
             raise BadInputError(f"{stage}: {tuple(shape)} is not the shape of one picture or a batch of them")
-        plan = self.foresee(stage, shape)
-        device = self._device(plan.settings)
         call = self._call(stage)
         with host.bar():
-            with contextlib.suppress(_Short), self._hooked(stage, plan.settings, device) as vae:
-                vae.decode_tiled_ = vae.encode_tiled_ = _give_up
-                return call(vae, *args, **kwargs)
-            logging.warning(f"sd-lowvram: {stage} ran out of memory; trying the smallest exact settings")
-            with self._hooked(stage, Settings.smallest(), device) as vae:
-                vae.decode_tiled_ = vae.encode_tiled_ = _fail
-                return call(vae, *args, **kwargs)
+            while True:
+                plan = self.foresee(stage, shape)
+                try:
+                    with self._hooked(stage, plan.settings, self._device(plan.settings)) as vae:
+                        return call(vae, *args, **kwargs)
+                except _OnDeviceError:
+                    short = Shortage(stage, of_host=False)
+                except (RuntimeError, MemoryError) as error:
+                    short = shortage(error, stage)
+                self._go_leaner(stage, plan, short)
+
+    def _go_leaner(self, stage: str, plan: Plan, short: Shortage) -> None:
+        """Plan for less than ``plan``, with which ``stage`` ran out of memory, and say so; where nothing is leaner the
+        host is told in its own way."""
+        make = functools.partial(planned, self._anatomy)
+        try:
+            found = leaner(plan, short, self._node_request.settings, make)
+        except BudgetError as error:
+            from comfy.model_management import OOM_EXCEPTION
+
+            raise OOM_EXCEPTION(str(error)) from None
+        request = plan.request
+        self._plans[stage, request.width, request.height, request.batch] = found
+        self._record.notes.append(found.rungs[-1].told)
+        logging.warning(f"sd-lowvram: {found.rungs[-1].told}")
 
     def _call(self, stage: str) -> Callable[..., Tensor]:
         """The host's own call, of a VAE and its arguments, or what somebody else has set on this VAE in its place."""
@@ -136,6 +153,7 @@ class _Autoencoder:
         vae = copy.copy(self._vae)
         for name in ("decode", "encode"):
             vars(vae).pop(name, None)
+        vae.decode_tiled_ = vae.encode_tiled_ = _no_tiles
         vae.memory_used_decode = functools.partial(self.memory_used, "decode", self._vae.memory_used_decode)
         vae.memory_used_encode = functools.partial(self.memory_used, "encode", self._vae.memory_used_encode)
         if device != vae.device:
@@ -162,11 +180,5 @@ class _Autoencoder:
         return next(one.activation_bytes for one in stages if one.name == stage)
 
 
-def _give_up(*args: Any, **kwargs: Any) -> Any:
-    raise _Short
-
-
-def _fail(*args: Any, **kwargs: Any) -> Any:
-    from comfy.model_management import OOM_EXCEPTION
-
-    raise OOM_EXCEPTION("the VAE ran out of memory even with the smallest exact settings")
+def _no_tiles(*args: Any, **kwargs: Any) -> Any:
+    raise _OnDeviceError

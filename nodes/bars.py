@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..sd_lowvram.planning.plots import ACTIVATIONS, BUDGET, HOST, MEASURED, TEXT, WEIGHTS
+from ..sd_lowvram.plots.style import ACTIVATIONS, BUDGET, HOST, MEASURED, TEXT, WEIGHTS
 from ..sd_lowvram.units import format_size
 
 _LEFT, _RIGHT, _ROW, _BAR = 90, 690, 44, 20

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ..sd_lowvram.saved_latents.hosted import CHOICES
 from .autoencoder import optimized_vae
-from .inputs import BUDGET, PLAN, VAE, knob_inputs, settings_of, validated
+from .inputs import BUDGET, PLAN, VAE, knob_inputs, settings_of, validated, with_save_latents
 from .interfaces import HostVAE
 from .node_request import NodeRequest, Record
 from .optimising import CATEGORY
+from .saving import HIDDEN, Workflow, saved_first
 
 _LATENTS = "LATENT", {"tooltip": "what the sampler gives"}
 _PIXELS = "IMAGE", {"tooltip": "the pictures to start from"}
@@ -29,7 +31,8 @@ class LowVRAMVAEDecode:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {"samples": _LATENTS, "vae": VAE, "budget": BUDGET},
-            "optional": {**knob_inputs("decode"), "plan": PLAN},
+            "optional": with_save_latents({**knob_inputs("decode"), "plan": PLAN}),
+            "hidden": HIDDEN,
         }
 
     @classmethod
@@ -37,9 +40,20 @@ class LowVRAMVAEDecode:
         return validated(budget)
 
     def decode(
-        self, samples: dict[str, Tensor], vae: HostVAE, budget: str, plan: Record | None = None, **knobs: Any
+        self,
+        samples: dict[str, Tensor],
+        vae: HostVAE,
+        budget: str,
+        plan: Record | None = None,
+        save_latents: str = CHOICES[0],
+        prompt: dict[str, Any] | None = None,
+        extra_pnginfo: dict[str, Any] | None = None,
+        unique_id: str | None = None,
+        **knobs: Any,
     ) -> tuple[Tensor]:
-        return (optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), plan).decode(samples["samples"]),)
+        made = optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), plan)
+        with saved_first(samples["samples"], save_latents, Workflow(prompt or {}, extra_pnginfo or {}, unique_id)):
+            return (made.decode(samples["samples"]),)
 
 
 class LowVRAMVAEEncode:

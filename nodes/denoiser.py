@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -18,10 +19,9 @@ from torch import Tensor
 from ..sd_lowvram.memory.rooms import ROOMS
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.models.compvis import TOKEN_PATCHES
-from ..sd_lowvram.planning.fallback import leaner, ran_out
+from ..sd_lowvram.planning.fallback import Shortage, leaner, shortage
 from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
-from ..sd_lowvram.planning.request import Request
 from ..sd_lowvram.planning.stages import native_size, scale_factor
 from ..sd_lowvram.session import Attachment, entered, prepare
 from ..sd_lowvram.settings import Settings
@@ -29,7 +29,7 @@ from ..sd_lowvram.units import format_size
 from . import host
 from .attending import DOOR, is_needed, override
 from .interfaces import ModelPatcher
-from .node_request import NodeRequest, Record, attachable
+from .node_request import NodeRequest, Record, attachable, planned
 from .refusals import denoiser_of
 
 _KEY = "sd-lowvram"
@@ -137,10 +137,9 @@ class _Denoiser:
         plan = self._foresee_latents(x, len(x))
         try:
             return self._apply(plan, executor, x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
-        except RuntimeError as error:
-            if not ran_out(error):
-                raise
-        self._go_leaner(plan)  # outside of `except`: the frames that failed, and the tensors in them, are gone
+        except (RuntimeError, MemoryError) as error:
+            short = shortage(error, "the UNet")
+        self._go_leaner(plan, short)  # outside of `except`: the frames that failed, and the tensors in them, are gone
         return self.apply_model(executor, x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
 
     def _apply(
@@ -173,19 +172,14 @@ class _Denoiser:
         self._calls += 1
         return out
 
-    def _go_leaner(self, short: Plan) -> None:
-        """Plan for less than ``short``, with which the UNet ran out of memory, and say so."""
-        size = short.request
-
-        def make(request: Request) -> Plan:
-            asked = dataclasses.replace(self._node_request, budget=f"{request.vram} b")
-            return asked.plan(self._anatomy, self._device, size.width, size.height, size.batch, passes=size.passes)
-
-        plan, told = leaner(short, "the UNet", make)
-        self._plans[_key(short)] = plan
-        self.show(plan)
-        self.record.notes.append(told)
-        logging.warning(f"sd-lowvram: {told}")
+    def _go_leaner(self, plan: Plan, short: Shortage) -> None:
+        """Plan for less than ``plan``, with which the UNet ran out of memory, and say so."""
+        make = functools.partial(planned, self._anatomy)
+        found = leaner(plan, short, self._node_request.settings, make)
+        self._plans[_key(plan)] = found
+        self.show(found)
+        self.record.notes.append(found.rungs[-1].told)
+        logging.warning(f"sd-lowvram: {found.rungs[-1].told}")
 
     def _foresee_latents(self, latents: Tensor, rows: int) -> Plan:
         """The plan for so many ``rows`` of the size of ``latents``: the host alone knows whether it runs both halves of

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..sd_lowvram.errors import BadInputError
 from ..sd_lowvram.planning.request import DEFAULT_STEPS, check_size
+from ..sd_lowvram.saved_latents.hosted import CHOICES
 from ..sd_lowvram.settings import Fidelity, Knob, Settings, knobs
 from ..sd_lowvram.units import parse_size
 
@@ -41,6 +42,15 @@ BATCH = ("INT", {"default": 1, "min": 1, "max": 4096, "tooltip": "pictures at a 
 STEPS = (
     "INT",
     {"default": DEFAULT_STEPS, "min": 1, "max": 10000, "tooltip": "of the sampler: times are told for them"},
+)
+
+SAVE_LATENTS = (
+    list(CHOICES),
+    {
+        "default": CHOICES[0],
+        "tooltip": "Save latents first: in a file in the output folder, until they are decoded or to keep; "
+        "sd-lowvram resume FILE decodes them",
+    },
 )
 
 
@@ -82,11 +92,17 @@ def knob_inputs(*stages: str) -> dict[str, tuple[Any, dict[str, Any]]]:
 
 def with_steps(inputs: dict[str, Any]) -> dict[str, Any]:
     """``inputs`` with steps after the knobs that were there when they came: saved workflows keep their places."""
-    later = {name: one for name, one in inputs.items() if name in knobs() and knobs()[name].since != _STEPS_CAME_AFTER}
-    return {**{name: one for name, one in inputs.items() if name not in later}, "steps": STEPS, **later}
+    return _with(inputs, "steps", STEPS, after=("0.1",))
 
 
-_STEPS_CAME_AFTER = "0.1"
+def with_save_latents(inputs: dict[str, Any]) -> dict[str, Any]:
+    """``inputs`` with the choice whether latents are saved, after the knobs that were there when it came."""
+    return _with(inputs, "save_latents", SAVE_LATENTS, after=("0.1", "0.2"))
+
+
+def _with(inputs: dict[str, Any], name: str, one: Any, after: tuple[str, ...]) -> dict[str, Any]:
+    later = {name: one for name, one in inputs.items() if name in knobs() and knobs()[name].since not in after}
+    return {**{name: one for name, one in inputs.items() if name not in later}, name: one, **later}
 
 
 _DIVIDE_TOKENS = ("transformer_chunks", "guidance_in_turn")

@@ -12,7 +12,7 @@ import torch
 from ..sd_lowvram.devices.info import available_ram
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.planning.plan import Plan
-from ..sd_lowvram.planning.request import DEFAULT_STEPS, request_for
+from ..sd_lowvram.planning.request import DEFAULT_STEPS, Request, request_for
 from ..sd_lowvram.settings import Settings, knobs
 from . import host
 from .loading import plan_beside
@@ -55,8 +55,17 @@ class NodeRequest:
             encodes=encodes,
             device=device,
         )
-        fixed = dataclasses.replace(self.settings, channels_last=False)
-        return plan_beside(host.loading(device), anatomy, request, fixed)
+        return planned(anatomy, request, self.settings)
+
+
+def planned(anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
+    """The fastest settings that fit ``request`` beside the weights that the host keeps; the layout of maps is its own.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    fixed = dataclasses.replace(settings, channels_last=False, packed_weights=False)
+    return plan_beside(host.loading(request.device), anatomy, request, fixed)
 
 
 def attachable(settings: Settings) -> Settings:

@@ -119,7 +119,7 @@ def _plot(record: Record) -> Tensor:
     """The memory of every stage as an IMAGE (1, H, W, 3) in [0, 1]."""
     from PIL import Image
 
-    from ..sd_lowvram.planning.plots import memory_png
+    from ..sd_lowvram.plots.memory import memory_png
 
     run = Run(tuple(stage for stages in record.measured.values() for stage in stages)) if record.measured else None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +15,14 @@ from .errors import BadInputError
 from .hooks.precision import force_upcast
 from .memory.threads import one_at_a_time
 from .models.anatomy import Anatomy
-from .planning.fallback import fallback, leaner, ran_out
+from .models.latents import latent_channels, pixel_channels, scale_factor
+from .planning.fallback import Shortage, fallback, leaner, shortage
 from .planning.max_size import largest_plans
-from .planning.plan import Plan
+from .planning.plan import Plan, Rung
 from .planning.replan import guard
 from .planning.request import DEFAULT_STEPS, Request, request_for
 from .planning.search import make_plan
-from .planning.stages import scale_factor
-from .session import anatomy_of, attach, attached, restore
+from .session import anatomy_of, attach, attached, attachments, restore
 from .settings import Settings
 from .streaming.host_weights import host_budget
 from .units import parse_size
@@ -38,12 +39,14 @@ def plan(
     height: int | None = None,
     batch: int = 1,
     steps: int = DEFAULT_STEPS,
+    pictures: int = 1,
     device: torch.device | str | None = None,
     settings: Settings | None = None,
     approximate: bool = False,
 ) -> Plan:
     """The fastest settings that fit, with their predicted peak; attaches nothing. Arguments as for :func:`optimize`."""
-    request = _request(target, vram, ram, width=width, height=height, batch=batch, steps=steps, device=device)
+    size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
+    request = _request(target, vram, ram, **size, device=device)
     return make_plan(anatomy_of(target), request, settings or Settings(), approximate)
 
 
@@ -56,6 +59,7 @@ def optimize(
     height: int | None = None,
     batch: int = 1,
     steps: int = DEFAULT_STEPS,
+    pictures: int = 1,
     device: torch.device | str | None = None,
     settings: Settings | None = None,
     approximate: bool = False,
@@ -64,7 +68,9 @@ def optimize(
 
     What an earlier call attached to the same target is taken off first. :func:`restore` takes everything off. A larger
     picture than planned (a hires fix) is planned anew before its first step, or refused there. A call that runs out of
-    the device's memory all the same is made again with the next leaner plan, and a warning tells of it.
+    memory all the same is made again: as before once what was cached is given up, then with smaller strips, parked
+    maps, a smaller ring, and the decoder on the CPU, never with approximate settings; warnings and the plan's ``rungs``
+    tell of it.
 
     Args:
         target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or its unet, vae or text encoder.
@@ -73,6 +79,7 @@ def optimize(
         width, height: of the picture in pixels. None: the model's own size.
         batch: pictures at a time; guidance doubles it inside.
         steps: of denoising, for the time.
+        pictures: that will be made in all: for many of them it pays to compile the model, for one it may not.
         device: where to compute. None: a GPU when there is one, else the CPU.
         settings: knobs that are fixed; the rest is chosen.
         approximate: whether settings that change the picture may be chosen too.
@@ -82,40 +89,69 @@ def optimize(
         BadInputError: a target, size or budget that cannot be used.
         NoSiteError, ConflictError: see :func:`attached`.
     """
-    request = _request(target, vram, ram, width=width, height=height, batch=batch, steps=steps, device=device)
+    size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
+    request = _request(target, vram, ram, **size, device=device)
     return _attach(target, request, settings or Settings(), approximate)
 
 
-def _attach(target: Any, request: Request, settings: Settings, approximate: bool) -> Plan:
-    """Plan ``request`` and attach it in place of what is attached to ``target``."""
-    chosen = make_plan(anatomy_of(target), request, settings, approximate)
+def _attach(target: Any, request: Request, settings: Settings, approximate: bool, rungs: tuple[Rung, ...] = ()) -> Plan:
+    """Plan ``request`` and attach it in place of what is attached to ``target``.
 
-    def again(came: Request) -> Plan:
-        return _attach(target, came, settings, approximate)
+    Args:
+        rungs: what the run has given up already, by a plan for another size.
+    """
+    chosen = make_plan(anatomy_of(target), request, settings, approximate).after(rungs)
 
     def replan(width: int, height: int, batch: int, passes: int) -> None:
-        again(dataclasses.replace(request, width=width, height=height, batch=batch, passes=passes))
+        now = _plan_of(target)
+        came = dataclasses.replace(now.request, width=width, height=height, batch=batch, passes=passes)
+        _attach(target, came, settings, approximate, now.rungs)
 
+    def go_leaner(short: Shortage) -> Plan:
+        now = _plan_of(target)
+        found = _leaner(anatomy_of(target), now, short, settings)
+        if found.request is now.request:  # as before
+            attachments(target)[-1].plan = found
+            return found
+        return put_on(found)
+
+    def put_on(chosen: Plan) -> Plan:
+        """Attach ``chosen``, or where the move of the weights runs out of memory what is leaner."""
+        while True:
+            try:
+                _put_on(target, chosen, go_leaner, replan)
+                return chosen
+            except (RuntimeError, MemoryError) as error:
+                short = shortage(error, "the move of the weights")
+            chosen = _leaner(anatomy_of(target), chosen, short, settings)
+
+    return put_on(chosen)
+
+
+def _put_on(
+    target: Any, chosen: Plan, go_leaner: Callable[[Shortage], object], replan: Callable[[int, int, int, int], None]
+) -> None:
+    """Attach ``chosen`` in place of what is attached to ``target``, with what watches over it."""
     parked = max(stage.parked_bytes for stage in chosen.stages)
-    try:
-        with one_at_a_time(), host_budget(chosen.request.ram, parked):
-            restore(target)
-            attachment = attach(target, chosen.settings, chosen.request.device, chosen.timing)
-            attachment.plan = chosen
-            attachment.add(fallback(attachment.anatomy, lambda where: _leaner(chosen, where, again)))
-            attachment.add(guard(attachment.anatomy, request, replan))
-        return chosen
-    except RuntimeError as error:
-        if not ran_out(error):
-            raise
-    return _leaner(chosen, "the move of the weights", again)
+    with one_at_a_time(), host_budget(chosen.request.ram, parked):
+        restore(target)
+        attachment = attach(target, chosen.settings, chosen.request.device, chosen.timing)
+        attachment.plan = chosen
+        attachment.add(fallback(attachment.anatomy, go_leaner))
+        attachment.add(guard(attachment.anatomy, chosen.request, replan))
 
 
-def _leaner(short: Plan, where: str, make: Callable[[Request], Plan]) -> Plan:
+def _plan_of(target: Any) -> Plan:
+    """What ``target`` runs by now."""
+    plan: Plan = attachments(target)[-1].plan
+    return plan
+
+
+def _leaner(anatomy: Anatomy, plan: Plan, short: Shortage, settings: Settings) -> Plan:
     """As :func:`leaner`, told by a warning."""
-    chosen, told = leaner(short, where, make)
-    warnings.warn(told, stacklevel=2)
-    return chosen
+    found = leaner(plan, short, settings, functools.partial(make_plan, anatomy))
+    warnings.warn(found.rungs[-1].told, stacklevel=2)
+    return found
 
 
 def max_size(
@@ -150,9 +186,8 @@ def decode(
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or latents of another shape.
     """
-    anatomy, shape = _autoencoder(vae), tuple(latents.shape)
-    if len(shape) != 4:
-        raise BadInputError(f"latents of shape {shape} are not (N, C, h, w)")
+    anatomy = _autoencoder(vae)
+    shape = _checked_shape("latents", latents, latent_channels(anatomy))
     size = {"width": shape[3] * scale_factor(anatomy), "height": shape[2] * scale_factor(anatomy), "batch": shape[0]}
     return _run(anatomy, vram, ram, device or latents.device, settings, size, anatomy.verbs.decode, latents)
 
@@ -171,11 +206,21 @@ def encode(
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or sides that are no multiple of 8.
     """
-    anatomy, shape = _autoencoder(vae), tuple(pixels.shape)
-    if len(shape) != 4:
-        raise BadInputError(f"pixels of shape {shape} are not (N, C, H, W)")
+    anatomy = _autoencoder(vae)
+    shape = _checked_shape("pixels", pixels, pixel_channels(anatomy))
     size = {"width": shape[3], "height": shape[2], "batch": shape[0]}
     return _run(anatomy, vram, ram, device or pixels.device, settings, size, anatomy.verbs.encode, pixels)
+
+
+def _checked_shape(what: str, given: Tensor, channels: int) -> tuple[int, ...]:
+    """The shape of a map, if an autoencoder can take it."""
+    shape = tuple(given.shape)
+    if len(shape) != 4 or shape[1] != channels or 0 in shape or not given.is_floating_point():
+        raise BadInputError(
+            f"{what} of shape {shape} and type {given.dtype} are not what this autoencoder takes: "
+            f"(N, {channels}, height, width), none of them 0, of a floating type"
+        )
+    return shape
 
 
 def _autoencoder(target: Any) -> Anatomy:
@@ -207,10 +252,9 @@ def _run(
         try:
             with attached(vae, chosen.settings, device=device), torch.no_grad():
                 return call(vae, given)
-        except RuntimeError as error:
-            if not ran_out(error):
-                raise
-        chosen = _leaner(chosen, "the autoencoder", lambda request: make_plan(anatomy, request, fixed))
+        except (RuntimeError, MemoryError) as error:
+            short = shortage(error, "the autoencoder")
+        chosen = _leaner(anatomy, chosen, short, fixed)
 
 
 def _request(
@@ -222,11 +266,11 @@ def _request(
     height: int | None = None,
     batch: int = 1,
     steps: int = DEFAULT_STEPS,
+    pictures: int = 1,
     device: torch.device | str | None = None,
 ) -> Request:
     """The request of a call of ours; what is not stated is as the target itself runs."""
     vram = None if vram is None else parse_size(vram, "vram")
     ram = None if ram is None else parse_size(ram, "ram")
-    return request_for(
-        anatomy_of(target), vram=vram, ram=ram, width=width, height=height, batch=batch, steps=steps, device=device
-    )
+    size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
+    return request_for(anatomy_of(target), vram=vram, ram=ram, **size, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from typing import Annotated
 
 try:
@@ -12,6 +13,7 @@ try:
 except ImportError:
     raise SystemExit('the command line needs more packages: pip install "sd-lowvram[standalone]"') from None
 
+from .commands.batch import batch
 from .commands.bench import bench
 from .commands.doctor import doctor
 from .commands.generate import generate
@@ -19,8 +21,13 @@ from .commands.install import install
 from .commands.interrupts import remember_interrupts
 from .commands.one_line import OneLine
 from .commands.plan import plan
+from .commands.report import report
+from .commands.resume import resume
 from .commands.streams import open_all
 from .commands.things import things
+from .commands.unet import unet
+from .commands.unet_distil import distil
+from .commands.unet_evaluate import evaluate
 
 app = typer.Typer(
     name="sd-lowvram",
@@ -31,11 +38,17 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(generate)
+app.command()(resume)
+app.command()(batch)
 app.command()(plan)
 app.command()(things)
 app.command()(doctor)
+app.command()(report)
 app.command()(install)
 app.add_typer(bench, name="bench")
+unet.command()(distil)
+unet.command()(evaluate)
+app.add_typer(unet, name="unet")
 
 
 def _version(wanted: bool) -> None:
@@ -68,4 +81,5 @@ def main() -> None:
         app(prog_name="sd-lowvram")
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to undo: the system ends the program at once
-        gc.freeze()  # Python looks through all of torch's objects on its way out, which takes a second
+        if "triton" not in sys.modules:  # its newer versions report all objects that are left as leaks
+            gc.freeze()  # Python looks through all of torch's objects on its way out, which takes a second

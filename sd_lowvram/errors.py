@@ -5,11 +5,19 @@ Every message says what was wrong, with the value that was given, and what would
 
 from __future__ import annotations
 
+_LONGEST = 1500
+"""Characters of a message: values that it repeats come from strangers, too."""
+
 
 class LowVRAMError(Exception):
     """Base of every error that sd-lowvram raises on purpose."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        half = _LONGEST // 2
+        return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 class BadInputError(LowVRAMError, ValueError):
@@ -79,6 +87,10 @@ class BudgetError(LowVRAMError):
         self.by_size = by_size
 
 
+class NotFiniteError(LowVRAMError):
+    """Values that are no numbers, which would become a black picture."""
+
+
 class NoSiteError(LowVRAMError):
     """A hook found nothing in the model to act on, or cannot act on the device."""
 
@@ -87,3 +99,24 @@ class NoSiteError(LowVRAMError):
 
 class ConflictError(LowVRAMError):
     """Two hooks, or a hook and somebody else's patch, want the same attribute for themselves."""
+
+
+_OF_A_DEVICE = ("out of memory", "ALLOC_FAILED")
+_OF_THE_HOST = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory")
+"""What torch and the libraries below it say where memory cannot be had; they have no exception in common."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether ``error`` tells of memory that is full, the device's or the host's."""
+    of_torch = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    return of_torch or host_ran_out(error) or (isinstance(error, RuntimeError) and _says(error, _OF_A_DEVICE))
+
+
+def host_ran_out(error: BaseException) -> bool:
+    """Whether ``error`` tells of the host's memory, which is full; on a CPU that is the device's, too."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _says(error, _OF_THE_HOST))
+
+
+def _says(error: BaseException, words: tuple[str, ...]) -> bool:
+    told = str(error)
+    return any(each in told for each in words)

@@ -154,6 +154,18 @@ def roles_of(owner: Any) -> tuple[tuple[str, str, str], ...]:
     return tuple((slot.attribute, patch.hook, patch.role) for slot in slots for patch in slot.patches)
 
 
+def unpatched(owner: Any) -> dict[str, Any]:
+    """The attributes of ``owner`` as they are without what is ours."""
+    own = dict(vars(owner))
+    own.pop(RECORD, None)
+    for name, slot in own.pop(_SLOTS, {}).items():
+        if slot.before is _ABSENT:
+            own.pop(name, None)
+        else:
+            own[name] = slot.before
+    return own
+
+
 def copied_without(owners: Iterable[Any], memo: dict[int, Any]) -> Callable[[], None]:
     """Have ``copy.deepcopy`` leave out what is ours on ``owners``, which stay as they are.
 

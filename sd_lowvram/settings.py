@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import SettingsError
+from .policies.named import policy
 
 
 class Fidelity(enum.IntEnum):
@@ -37,7 +38,7 @@ _ATTENDING, _UNET, _VAE = ("control", "denoise", "decode", "encode"), ("denoise"
 SURFACES = ("cli", "node", "panel")
 _NOT_COMFYUI = ("cli", "panel")
 """For knobs that would act on what ComfyUI does itself: it shares one set of weights among all clones of a model and
-keeps account of where they are and in which type; it runs every prompt in inference mode."""
+keeps account of where they are and in which type; it runs every prompt in inference mode, and compiles by a node."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Settings:
         label="Attention",
         help="how parts of the picture look at each other: sdpa takes the fastest kernel for the size and the "
         "card; sliced and fused-softmax bound the memory that this takes",
-        choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced"),
+        choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced", "triton"),
         fidelity=_ROUNDING,
         stages=_ATTENDING,
         hook="attention",
@@ -168,7 +169,7 @@ class Settings:
         choices=("off", "exact", "fast"),
         fidelity={"off": _BITWISE, "exact": _ROUNDING, "fast": _APPROXIMATE},
         stages=_VAE,
-        hook={"exact": "vae_exact", "fast": "vae_fast"},
+        hook={"off": "vae_whole", "exact": "vae_exact", "fast": "vae_fast"},
     )
     vae_map: str | None = _knob(
         label="Decoding waits",
@@ -277,6 +278,85 @@ class Settings:
         fidelity=_BITWISE,
         stages=(),
     )
+    fused_kernels: bool | None = _knob(
+        label="Fused kernels",
+        help="norms together with their activations in one pass over the picture, by kernels in Triton (NVIDIA)",
+        fidelity=_ROUNDING,
+        since="0.2",
+        stages=_ATTENDING,
+        hook="fused_kernels",
+    )
+    deep_cache: int | None = _knob(
+        label="Deep features every",
+        help="compute the model's deep layers only every so many steps and use their results again between; "
+        "the more, the faster and the farther from the picture",
+        minimum=2,
+        maximum=100,
+        unit="steps",
+        fidelity=_APPROXIMATE,
+        since="0.2",
+        stages=_UNET,
+        hook="deep_cache",
+    )
+    deep_cache_branch: int | None = _knob(
+        label="Layers between deep features",
+        help="how many of the model's outer layers run at every step; more come nearer to the picture and take longer",
+        minimum=0,
+        maximum=100,
+        fidelity=_APPROXIMATE,
+        since="0.2",
+        stages=_UNET,
+    )
+    merge_tokens: int | None = _knob(
+        label="Merge alike",
+        help="let up to so much of the picture's parts that are alike go through self-attention as one; "
+        "the more, the faster and the farther from the picture",
+        maximum=75,
+        unit="%",
+        fidelity=_APPROXIMATE,
+        since="0.2",
+        stages=_UNET,
+        hook="merge_tokens",
+    )
+    compile: str | None = _knob(
+        label="Compile",
+        help="have torch.compile make code for each kind of block (regional) or for the model as one (whole): the "
+        "first picture takes longer, all others are made faster",
+        choices=("off", "regional", "whole"),
+        fidelity=dict.fromkeys(("regional", "whole"), _ROUNDING) | {"off": _BITWISE},
+        since="0.2",
+        surfaces=_NOT_COMFYUI,
+        stages=("denoise", *_VAE),
+        hook=dict.fromkeys(("regional", "whole"), "compiled"),
+    )
+    packed_weights: bool | None = _knob(
+        label="Keep weights in order",
+        help="on a processor, keep large weights in the order of its kernels besides, which else bring them into it at "
+        "every step; faster for small pictures, and more memory",
+        fidelity=_ROUNDING,
+        since="0.2",
+        surfaces=_NOT_COMFYUI,
+        stages=_UNET,
+        hook="packed_weights",
+    )
+    winograd: bool | None = _knob(
+        label="Winograd convolutions",
+        help="make and read pictures with fewer multiplications, on a processor: faster on most, and only in fp32",
+        fidelity=_ROUNDING,
+        since="0.2",
+        stages=_VAE,
+        hook="winograd",
+    )
+    cuda_graphs: bool | None = _knob(
+        label="CUDA graphs",
+        help="record what the model does on an NVIDIA card once and replay it: faster where starting each operation "
+        "takes longer than the operation",
+        fidelity=_BITWISE,
+        since="0.2",
+        surfaces=("cli",),  # the hosts' own code acts between its layers, which a recorded pass would not call
+        stages=_UNET,
+        hook="cuda_graphs",
+    )
 
     def __post_init__(self) -> None:
         for name, knob, value in self.decided():
@@ -322,6 +402,17 @@ class Settings:
             park_skips=True,
             guidance_in_turn=True,
         )
+
+    @staticmethod
+    def policy(name: str) -> Preset:
+        """What another program does, as far as it can be said in knobs; "ours" leaves all to the plan.
+
+        Of what "diffusers-model-offload", "-sequential" and "-group" do by diffusers' own calls, these are our nearest.
+
+        Raises:
+            SettingsError: no policy has this name.
+        """
+        return Preset(**policy(name).knobs)
 
 
 class Preset(Settings):

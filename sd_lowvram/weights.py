@@ -84,6 +84,24 @@ def loaded_dtype(tensor: Tensor) -> torch.dtype:
     return dtype
 
 
+_LAST = "_sd_lowvram_channels_last"
+
+
+def lay_last(kernel: Tensor) -> Callable[[], None]:
+    """Note that ``kernel`` (N, C, H, W) is to lie channels last wherever it is copied to, whatever order its contents
+    have where they are; returns the forgetting."""
+    vars(kernel)[_LAST] = True
+    return lambda: vars(kernel).pop(_LAST, None)
+
+
+def as_copied(tensor: Tensor, data: Tensor) -> Tensor:
+    """A tensor with the strides that a copy of ``data``, the contents of ``tensor`` or some rows of them, is to have:
+    ``data`` itself, or one without contents."""
+    if _LAST not in vars(tensor):
+        return data
+    return torch.empty_like(data, device="meta", memory_format=torch.channels_last)
+
+
 def narrows(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether ``target`` cannot hold every value of ``source``. torch promotes no types of 8 bits; all others hold
     their values, and none of them those of another."""

@@ -56,7 +56,8 @@ def test_all_that_is_imported_is_wanted(gpu_pack: ModuleType) -> None:
     files += [test for test in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in test.read_text(encoding="utf-8")]
     own = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"sd_lowvram"}
     environment = gpu_pack.target(f"3.{sys.version_info.minor}")
-    carried = {*gpu_pack.WANTED, *gpu_pack.brought_by_torch(environment), "xformers"}  # a backend where it is there
+    carried = {*gpu_pack.WANTED, *gpu_pack.brought_by_torch(environment)}
+    carried |= {"xformers"}  # a backend where it is there
     names = importlib.metadata.packages_distributions()
     for file in files:
         for module in imported(file) - own - set(sys.stdlib_module_names):

@@ -1,7 +1,8 @@
 """The panel's arguments: the same list for page, HTTP API, infotext, X/Y/Z grid and the settings section.
 
 The order is append-only, because saved API payloads are positional: the panel's own arguments, then every knob of
-:class:`sd_lowvram.Settings` in its order. The API also takes one object of names in place of the list.
+:class:`sd_lowvram.Settings` in its order, with what came later between them. The API also takes one object of names in
+place of the list.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd_lowvram.errors import BadInputError
+from sd_lowvram.saved_latents.hosted import CHOICES
 from sd_lowvram.settings import Knob, Settings, knobs
 from sd_lowvram.units import parse_size
 
@@ -90,14 +92,27 @@ _OWN = (
     ),
 )
 
+_SAVING = Argument(
+    "save_latents",
+    "Save latents first",
+    "in a file beside the pictures, until these are there, or to keep: sd-lowvram resume FILE decodes it",
+    "choice",
+    CHOICES[0],
+    CHOICES,
+)
+_BEFORE_SAVING = ("0.1", "0.2")
+"""Versions whose knobs come before it: payloads are positional."""
+
 IN_SIGHT = ("vram", "preset")
 """The arguments in sight in the panel; all others fold away under "Advanced"."""
 
 
 def arguments() -> tuple[Argument, ...]:
     """All arguments in the order of the positional list."""
-    shown = ((name, knob) for name, knob in knobs().items() if "panel" in knob.surfaces)
-    return (*_OWN, *(_of_knob(name, knob) for name, knob in shown))
+    shown = {name: knob for name, knob in knobs().items() if "panel" in knob.surfaces}
+    before = [_of_knob(name, knob) for name, knob in shown.items() if knob.since in _BEFORE_SAVING]
+    after = [_of_knob(name, knob) for name, knob in shown.items() if knob.since not in _BEFORE_SAVING]
+    return (*_OWN, *before, _SAVING, *after)
 
 
 def _of_knob(name: str, knob: Knob) -> Argument:
@@ -143,3 +158,9 @@ def settings_of(chosen: Mapping[str, Any]) -> Settings:
     if chosen["preset"] == "smallest":
         return settings.filled(**Settings.smallest().as_dict())
     return settings.filled(channels_last=False) if chosen["preset"] == "exact" else settings
+
+
+def chosen_of(settings: Settings) -> dict[str, Any]:
+    """The arguments that stand for the knobs of ``settings``, the undecided ones automatic."""
+    values = ((one, getattr(settings, one.name)) for one in arguments() if one.knob)
+    return {one.name: one.default if value is None else one.check(value) for one, value in values}

@@ -111,6 +111,26 @@ def passes(model: Any, scale: float, prompts: Sequence[str] = (), image_scale: f
     return conditions if getattr(shared.opts, "skip_early_cond", 0) >= 1 else conditions + 1
 
 
+def unscaled(model: Any, latents: Tensor) -> Tensor:
+    """Latents of the denoiser's scale as the autoencoder takes them."""
+    if kind(model) == "forge":
+        given: Tensor = model.forge_objects.vae.first_stage_model.process_out(latents)
+        return given
+    taken: Tensor = latents / model.scale_factor
+    return taken
+
+
+def autoencoder_file(model: Any) -> str | None:
+    """The file that the autoencoder came from; None: the host does not tell which of several."""
+    from modules import sd_models
+
+    if getattr(getattr(sd_models, "model_data", None), "forge_loading_parameters", {}).get("additional_modules"):
+        return None
+    own = getattr(sys.modules.get("modules.sd_vae"), "loaded_vae_file", None)
+    checkpoint = getattr(getattr(model, "sd_checkpoint_info", None), "filename", None)
+    return str(own or checkpoint) if own or checkpoint else None
+
+
 def device() -> torch.device:
     """Where the host computes."""
     return torch.device(devices.device)

@@ -13,6 +13,8 @@ from sd_lowvram.errors import BadInputError
 from .arguments import TITLE, arguments
 
 KEY = TITLE
+RAN_OUT = f"{TITLE} ran out"
+"""The entry of a picture whose run was short of memory: what it gave up."""
 _MARK = " | "
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.memory.threads import one_at_a_time
 from sd_lowvram.models.anatomy import Anatomy
-from sd_lowvram.planning.fallback import fallback, leaner
-from sd_lowvram.planning.plan import Plan
+from sd_lowvram.planning.fallback import Shortage, fallback, leaner
+from sd_lowvram.planning.plan import Plan, Rung
 from sd_lowvram.planning.reasons import remedy
 from sd_lowvram.planning.replan import guard
 from sd_lowvram.planning.request import Request, request_for
@@ -25,7 +25,7 @@ from sd_lowvram.settings import Settings
 from sd_lowvram.units import format_size
 
 from . import host, loading, switching
-from .arguments import NAME, settings_of
+from .arguments import NAME, chosen_of, settings_of
 from .estimate import FETCHED
 from .memory_estimate import lowered
 from .picture import Picture, side
@@ -64,7 +64,8 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
         **dataclasses.asdict(picture),
     )
     settings = _planned(model, settings_of(chosen))
-    ways = [{}] if not host.moves_weights(model) else list(loading.ways(model, anatomy))
+    anatomy = dataclasses.replace(anatomy, moved=host.moves_weights(model))
+    ways = list(loading.ways(model, anatomy)) if anatomy.moved else [{}]
     try:
         plan = _first(ways, anatomy, request, settings)
     except BudgetError as error:
@@ -111,14 +112,23 @@ def _planned(model: Any, settings: Settings) -> Settings:
     return dataclasses.replace(settings, **theirs | {"offload": "component", "decoder_device": "gpu"})
 
 
-def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan, Attachment]:
+def start(
+    model: Any, chosen: Mapping[str, Any], picture: Picture, given_up: tuple[Rung, ...] = ()
+) -> tuple[Plan, Attachment]:
     """Plan, attach, and tell of it in the log. A larger picture (a hires fix), or more rows of the denoiser's batch, is
     planned anew before its first step, or refused there; so is another model (a refiner).
+
+    Args:
+        given_up: what the generation has given up already, by other plans.
 
     Raises:
         BudgetError: nothing fits. BadInputError, NoSiteError, ConflictError: see the core's ``optimize``.
     """
-    plan = plan_for(model, chosen, picture)
+    return _put_on(model, chosen, picture, plan_for(model, chosen, picture).after(given_up))
+
+
+def _put_on(model: Any, chosen: Mapping[str, Any], picture: Picture, plan: Plan) -> tuple[Plan, Attachment]:
+    """Attach ``plan`` in place of what is attached, and tell of it."""
     with one_at_a_time(), contextlib.ExitStack() as stack:  # a live preview decodes in a thread of its own
         stop()
         stack.enter_context(host.precision_of_attention())
@@ -126,7 +136,7 @@ def start(model: Any, chosen: Mapping[str, Any], picture: Picture) -> tuple[Plan
         stack.callback(detach, model, attachment)
         attachment.plan = plan
         attachment.add(lowered(model, plan))
-        attachment.add(fallback(attachment.anatomy, functools.partial(_leaner, model, chosen, picture, plan)))
+        attachment.add(fallback(attachment.anatomy, functools.partial(_leaner, model, chosen, picture)))
         attachment.add(guard(attachment.anatomy, plan.request, functools.partial(_again, model, chosen, picture)))
         attachment.add(switching.watched(model, functools.partial(_with_another, chosen, picture)))
         _running.append(_Running(model, chosen, picture, attachment, stack.pop_all()))
@@ -148,25 +158,39 @@ def _again(
 ) -> None:
     width, height = side(width, encodes=True), side(height, encodes=True)
     with as_answer():
-        start(model, chosen, dataclasses.replace(picture, width=width, height=height, batch=batch, passes=passes))
+        came = dataclasses.replace(picture, width=width, height=height, batch=batch, passes=passes)
+        start(model, chosen, came, rungs())
 
 
-def _leaner(model: Any, chosen: Mapping[str, Any], picture: Picture, short: Plan, where: str) -> None:
-    """Start anew with a plan that needs less than ``short``, with which ``where`` ran out of memory."""
+def _leaner(model: Any, chosen: Mapping[str, Any], picture: Picture, short: Shortage) -> None:
+    """Go on with what needs less than the plan by which the run is ``short`` of memory, and tell of it."""
+
+    def make(request: Request, held: Settings) -> Plan:
+        return plan_for(model, {**_within(chosen, request), **chosen_of(held)}, picture)
+
+    attachment = _running[-1].attachment
+    now: Plan = attachment.plan
     with as_answer():
-        _, told = leaner(
-            short, where, lambda request: start(model, {**chosen, "vram": f"{request.vram} b"}, picture)[0]
-        )
-    print(f"[{NAME}] {told}")
+        found = leaner(now, short, settings_of(chosen), make)
+        print(f"[{NAME}] {found.rungs[-1].told}")
+        if found.request is now.request:  # as before
+            attachment.plan = found
+        else:
+            _put_on(model, _within(chosen, found.request), picture, found)
+
+
+def _within(chosen: Mapping[str, Any], request: Request) -> dict[str, Any]:
+    return {**chosen, "vram": f"{request.vram} b", "ram": f"{request.ram} b"}
 
 
 def _with_another(
     chosen: Mapping[str, Any], picture: Picture, load: Callable[[], Any], loaded: Callable[[], Any]
 ) -> Any:
     """Take everything off while the host loads another model in the midst of a generation, and start with that."""
+    given_up = rungs()
     stop()
     result = load()
-    start(loaded(), chosen, picture)
+    start(loaded(), chosen, picture, given_up)
     return result
 
 
@@ -186,13 +210,19 @@ def follow(model: Any, width: int, height: int, batch: int, passes: int) -> None
     running = _running[-1]
     picture = dataclasses.replace(running.picture, width=width, height=height, batch=batch, passes=passes)
     if running.model is not model or picture.load > running.picture.load:
-        start(model, running.chosen, picture)
+        start(model, running.chosen, picture, rungs())
 
 
 def stop() -> None:
     """Take everything off, bit for bit; nothing happens when nothing is attached."""
     while _running:
         _running.pop().undo.close()
+
+
+def rungs() -> tuple[Rung, ...]:
+    """What the generation under way has given up since memory ran out."""
+    plan = _running[-1].attachment.plan if _running else None
+    return plan.rungs if plan is not None else ()
 
 
 def current() -> Attachment | None:

@@ -10,7 +10,7 @@ from modules.ui_components import InputAccordion
 
 from sd_lowvram.errors import BadInputError, BudgetError
 
-from . import checkpoint_preview, controls, host, infotext, run
+from . import checkpoint_preview, controls, host, infotext, run, saving
 from .aloud import aloud
 from .arguments import NAME, TITLE, read
 from .grid import OVERRIDES
@@ -69,9 +69,18 @@ class LowVRAMScript(scripts.Script):
         with aloud(p.sampler, "sample", "sample_img2img"):  # perhaps the second pass of a hires fix
             model = shared.sd_model
             run.follow(model, 8 * latents.shape[3], 8 * latents.shape[2], len(latents), passes_of(p, model))
+        saving.watch(p)
+
+    def post_sample(self, p: Any, ps: Any, *values: Any) -> None:
+        saving.save(p, ps.samples)
+
+    def postprocess_batch(self, p: Any, *values: Any, **kwargs: Any) -> None:
+        if run.rungs():  # the pictures are there, and what is written into them comes next
+            p.extra_generation_params[infotext.RAN_OUT] = " + ".join(rung.name for rung in run.rungs())
 
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
         run.stop()
+        saving.end(p)
 
 
 def _pasted(name: str) -> Any:
@@ -89,6 +98,7 @@ def _begin(p: Any, chosen: Mapping[str, Any], encodes: bool) -> None:
     picture = asked_of(p, model, encodes)
     _foresee_refiner(p, chosen, picture)
     run.start(model, chosen, picture)
+    saving.begin(p, chosen["save_latents"])
     p.extra_generation_params[infotext.KEY] = infotext.write(chosen)
     if host.moves_weights(model) and any(chosen[name] not in ("auto", 0) for name in host.WEIGHTS):
         p.comment(f"{NAME}: this WebUI moves the weights itself; the settings for weights have no effect")

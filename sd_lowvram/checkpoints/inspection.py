@@ -23,6 +23,9 @@ DEMO = Path(__file__).parents[1] / "demo" / "model"
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 PREDICTIONS = ("epsilon", "v_prediction")
 SUFFIXES = {"txt2img": "Pipeline", "img2img": "Img2ImgPipeline", "inpaint": "InpaintPipeline"}
+_LARGEST_NUMBER, _MOST_LEVELS = 1 << 16, 16
+"""Of a configuration: more than any model has."""
+
 _UNET = "model.diffusion_model."
 _NO_PICKLE = "it is a pickle, and a pickle can run any program; get it as .safetensors, or trust it with --allow-pickle"
 
@@ -88,10 +91,22 @@ def folder_configuration(path: Path) -> dict[str, Any]:
     for name in MODELS:
         file = path / name / "config.json"
         if file.is_file():
-            found[name] = _read_table(file)
+            found[name] = _checked_shapes(file, _read_table(file))
     if "unet" not in found:
         raise CheckpointError(f"{path} is no diffusers folder: it has no unet/config.json")
     return found
+
+
+def _checked_shapes(file: Path, table: dict[str, Any]) -> dict[str, Any]:
+    """``table``, the configuration in ``file``, if what is asked of it before a model is built of it makes sense."""
+    side, channels = table.get("sample_size"), table.get("block_out_channels", [1])
+    sides = side if isinstance(side, list) and len(side) == 2 else [side]
+    numbers = [number for number in (*sides, table.get("in_channels")) if number is not None]
+    numbers += channels if isinstance(channels, list) and 0 < len(channels) <= _MOST_LEVELS else [None]
+    if not all(type(number) is int and 0 < number <= _LARGEST_NUMBER for number in numbers):
+        named = "sample_size, in_channels and block_out_channels"
+        raise CheckpointError(f"{file} cannot be used: {named} must be whole numbers above 0, the last a list of them")
+    return table
 
 
 def pipeline_prefix(folder: Path) -> str:

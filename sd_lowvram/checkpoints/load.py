@@ -49,8 +49,9 @@ def load_pipeline(
     """The pipeline for ``task`` with the weights of ``model``, on the CPU; nothing is fetched from a network.
 
     ``model`` is a diffusers folder, a single ``.safetensors`` file (SD1.x, SD2.x, SDXL), a ``.ckpt`` with
-    ``allow_pickle``, or None for the demo model that ships with the package. ``dtype`` None keeps the folder's own type
-    (float32 for single files). ``prediction`` overrides what an SD2.x or SDXL file seems to predict (see ``detect``).
+    ``allow_pickle``, or None for the demo model that ships with the package. ``dtype`` None is float32, whatever is
+    stored (see ``load_as_stored``). ``prediction`` overrides what an SD2.x or SDXL file seems to predict (see
+    ``detect``).
     A safety checker is not loaded: it costs 1.2 GB.
 
     Raises:
@@ -75,14 +76,14 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
     # A safety checker that the index names is skipped; SDXL's pipelines know no such argument.
     extra = {"safety_checker": None, "requires_safety_checker": False} if prefix == "StableDiffusion" else {}
 
-    with _explained(folder):
+    with explained(folder):
         return _pipeline_class(prefix, task).from_pretrained(
             folder,
             variant=variant,
             local_files_only=True,
             use_safetensors=None if allow_pickle else True,
             **extra,
-            **_typed(dtype),
+            **typed(dtype),
         )
 
 
@@ -97,11 +98,11 @@ def _load_file(
     pipeline = _pipeline_class(config["pipeline"], task)
     with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
         write_folder(config, pipeline.__name__, Path(folder))
-        with _explained(path):
-            return pipeline.from_single_file(str(path), config=folder, local_files_only=True, **_typed(dtype))
+        with explained(path):
+            return pipeline.from_single_file(str(path), config=folder, local_files_only=True, **typed(dtype))
 
 
-def _typed(dtype: torch.dtype | None) -> dict[str, Any]:
+def typed(dtype: torch.dtype | None) -> dict[str, Any]:
     """The argument for the number type, which diffusers renamed in 0.42."""
     import diffusers
 
@@ -110,10 +111,10 @@ def _typed(dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Inside, the libraries show no bars and notes of their own; what they raise becomes a CheckpointError."""
     try:
-        with _silent("diffusers.utils.logging"), _silent("transformers.utils.logging"):
+        with silent("diffusers.utils.logging"), silent("transformers.utils.logging"):
             yield
     except MemoryError:
         raise
@@ -134,7 +135,8 @@ def _reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _silent(module: str) -> Iterator[None]:
+def silent(module: str) -> Iterator[None]:
+    """Inside, a library of Hugging Face, by its logging module, shows no bars and notes of its own."""
     logging: Any = importlib.import_module(module)
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import CheckpointError
 from ..models import anatomy_of_components
 from ..models.anatomy import Anatomy
 from .architectures import MODELS, build_components
@@ -19,7 +20,15 @@ def meta_anatomy(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = 
         only: components that are wanted.
 
     Raises:
-        CheckpointError: missing, truncated, of an unknown kind, or a pickle, which has no header to read.
+        CheckpointError: missing, truncated, of an unknown kind, or a pickle, which has no header to read; or its
+            configuration makes no sense.
     """
-    components = build_components(configuration(model), dtype=dtype, device="meta", only=only)
+    config = configuration(model)
+    try:
+        components = build_components(config, dtype=dtype, device="meta", only=only)
+    except Exception as error:  # whatever a configuration that makes no sense provokes in the library
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{model} cannot be built by its configuration: {type(error).__name__}: {reason}"
+        ) from error
     return anatomy_of_components("diffusers", components)

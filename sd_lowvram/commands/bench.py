@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..checkpoints.architectures import NAMES
+from ..errors import BadInputError
+from ..plots.style import check_plots
+from ..policies.named import help_text
+from .bench_policies import cards, fit, max_size, peers, same, steps, variance, warmup
+from .bench_speed import fastest, ladder
 from .guard import guarded
-from .values import check_count, check_names, check_side
+from .measuring import Debug, Json, Out, measuring
+from .values import check_count, check_given, check_names, check_run, check_side
 
 _MOST_BUDGETS = 100
 bench = typer.Typer(help="Measure: both sides in one process in turn, ratio of medians.", no_args_is_help=True)
+for one in (warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest):
+    bench.command()(one)
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Models = Annotated[
     list[str] | None, typer.Option("--model", "-m", help="sd15, sd21 or sdxl; may be repeated.", metavar="NAME")
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too.")]
 Side = Annotated[int | None, typer.Option(help="Left out: sizes that are usual for the model.")]
-
-
-@contextlib.contextmanager
-def _measuring(debug: bool, shown: bool = True) -> Iterator[None]:
-    """Inside, progress is shown, and errors as :func:`guarded` tells them."""
-    with guarded(debug):
-        from rich.console import Console
-
-        from .show import Bars
-
-        with Bars(Console(stderr=True), shown).running():
-            yield
 
 
 @bench.command()
@@ -42,14 +33,15 @@ def vae(
     model: Annotated[
         str, typer.Option("--model", "-m", help="Whose autoencoder: sd15, sdxl, flux or flux2.", metavar="NAME")
     ] = "sd15",
+    out: Out = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Exact tiles beside the plain decode: time, peak, and how far every way is from it."""
-    with _measuring(debug, not as_json):
+    with measuring(debug, not as_json):
         from ..bench.vae import run
 
-        run(json=as_json, model=model)
+        run(json=as_json, model=model, out=out)
 
 
 @bench.command()
@@ -62,7 +54,7 @@ def end_to_end(
     debug: Debug = False,
 ) -> None:
     """Plans against whole runs on the CPU: peak, time, and the next faster candidate (the demo model in minutes)."""
-    with _measuring(debug):
+    with measuring(debug):
         check_names("--model", model or (), ("demo", "sd15"))
         check_count("--budgets", budgets, _MOST_BUDGETS)
         from ..bench.end_to_end import run
@@ -87,13 +79,13 @@ def plans(
     debug: Debug = False,
 ) -> None:
     """The least memory that lossless settings need, size by size."""
-    with _measuring(debug, not as_json):
+    with measuring(debug, not as_json):
         check_names("--model", model or (), NAMES)
         from ..bench.plans import lines, run
         from ..bench.report import show
 
-        rows = run(out, only=tuple(model or ()))
-        show(rows, lines(rows), as_json)
+        report = run(out, only=tuple(model or ()))
+        show(report["rows"], lines(report), as_json)
 
 
 @bench.command()
@@ -109,7 +101,7 @@ def schedule(
     debug: Debug = False,
 ) -> None:
     """How much slower a step is with a part of the weights on the device, by schedule and by simpler policies."""
-    with _measuring(debug, not as_json):
+    with measuring(debug, not as_json):
         check_names("--model", model or (), NAMES)
         check_side("width", width)
         check_side("height", height)
@@ -119,12 +111,108 @@ def schedule(
 
 
 @bench.command()
-def storage(as_json: Json = False, debug: Debug = False) -> None:
+def matrix(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Folder or file, with --gpu also sd15, sd21 or sdxl; left out: the demo model.",
+            metavar="NAME|PATH",
+        ),
+    ] = None,
+    card: Annotated[
+        str | None, typer.Option("--gpu", help="Foretell for this card; left out: measured here.", metavar="NAME")
+    ] = None,
+    vram: Annotated[
+        str | None, typer.Option("--vram", help="Budget; left out: the card's, or what is free.", metavar="SIZE")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Denoising steps of a picture.")] = 20,
+    policy: Annotated[str, typer.Option(help=help_text(), metavar="NAME")] = "ours",
+    first: Annotated[int, typer.Option("--from", help="The shortest side, in pixels.")] = 256,
+    last: Annotated[int, typer.Option("--to", help="The longest side.")] = 1024,
+    step: Annotated[int, typer.Option("--step", help="From one side to the next.")] = 64,
+    out: Annotated[Path, typer.Option("--out", help="Folder of table, heat map and JSON.")] = Path("matrix"),
+    again: Annotated[bool, typer.Option("--again", help="Forget what is there already.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Seconds of a picture by height and width, sizes that do not fit left grey; goes on where it ended."""
+    with measuring(debug, not as_json):
+        check_given(model=model, gpu=card)
+        check_run(last, first, steps, 1, vram, None)
+        check_side("step", step)
+        if first > last:
+            raise BadInputError(f"--from {first} is beyond --to {last}")
+        check_plots()
+        from ..bench.matrix import lines, run
+        from ..bench.report import show
+
+        found = run(
+            model, range(first, last + 1, step), gpu=card, vram=vram, steps=steps, policy=policy, out=out, again=again
+        )
+        show(found, lines(found), as_json)
+
+
+@bench.command()
+def published(out: Out = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Times foretold for an RTX 2070 by three policies beside the 169 published ones of each."""
+    with measuring(debug, not as_json):
+        from ..bench.published import lines, run
+        from ..bench.report import show
+
+        report = run(out=out)
+        show(report, lines(report), as_json)
+
+
+@bench.command()
+def batches(
+    on: Annotated[str, typer.Option("--on", help="local or ray.", metavar="WHERE")] = "local",
+    workers: Annotated[int, typer.Option(help="How many beside one; on a machine with cards at most as many.")] = 2,
+    jobs: Annotated[int, typer.Option(help="Pictures for each worker.")] = 16,
+    pairs: Annotated[int, typer.Option(help="Runs of each kind.")] = 3,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Pictures a minute by several workers beside one, in pairs."""
+    with measuring(debug, not as_json):
+        check_names("--on", [on], ("local", "ray"))
+        for name, count, least in (("--workers", workers, 2), ("--jobs", jobs, 4), ("--pairs", pairs, 1)):
+            check_count(name, count, 1000, least)
+        from ..bench.batches import run
+
+        run(on, workers, jobs, pairs, as_json)
+
+
+@bench.command()
+def winograd(out: Out = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Winograd's convolutions: what they save, their error, their time here; writes OUT and, beside it, JSON."""
+    with measuring(debug, not as_json):
+        from ..bench.report import show
+        from ..bench.winograd import lines, run
+
+        report = run(out)
+        show(report, lines(report), as_json)
+
+
+@bench.command()
+def finite(out: Out = None, as_json: Json = False, debug: Debug = False) -> None:
+    """What it costs to look whether decoded values are numbers; writes OUT and, beside it, JSON."""
+    with measuring(debug, not as_json):
+        from ..bench.finite import lines, run
+        from ..bench.report import show
+
+        report = run(out)
+        show(report, lines(report), as_json)
+
+
+@bench.command()
+def storage(out: Out = None, as_json: Json = False, debug: Debug = False) -> None:
     """Weights in 8 bits: how far they take the demo model's pictures, and its layers, off."""
-    with _measuring(debug, not as_json):
+    with measuring(debug, not as_json):
         from ..bench.storage import run
 
-        run(json=as_json)
+        run(json=as_json, out=out)
 
 
 @bench.command()
@@ -142,7 +230,7 @@ def gpu(
     debug: Debug = False,
 ) -> None:
     """On an NVIDIA GPU: races, predicted and measured peaks, streamed weights, largest pictures, attention."""
-    with _measuring(debug, not as_json):
+    with measuring(debug, not as_json):
         from ..bench.gpu import PARTS, run, unmeasured
 
         written = run(tuple(part or PARTS), out, again=again)

@@ -43,19 +43,25 @@ def check_floor(
     Raises:
         BudgetError: with less than would be needed in all, which takes a plan.
     """
-    unet, vae = config["unet"], config.get("vae", {})
-    factor = 2 ** (len(vae.get("block_out_channels", (0,) * 4)) - 1)
-    sample = unet.get("sample_size") or 64
-    rows, columns = (sample, sample) if isinstance(sample, int) else sample
-    rows, columns = (height // factor if height else rows), (width // factor if width else columns)
-    least = _NARROWEST * batch * unet.get("block_out_channels", (320,))[0] * rows * columns
+    own_width, own_height, factor = own_size(config)
+    width, height = width or own_width, height or own_height
+    elements = (width // factor) * (height // factor) * config["unet"].get("block_out_channels", (320,))[0]
+    least = _NARROWEST * batch * elements
     if least > budget:
         raise BudgetError(
-            f"{format_size(budget)} cannot hold {columns * factor}x{rows * factor}: one map of the denoising alone is "
+            f"{format_size(budget)} cannot hold {width}x{height}: one map of the denoising alone is "
             f"{format_size(least)}; sd-lowvram plan tells what the whole run takes",
             needed_bytes=least,
             stage="denoise",
         )
+
+
+def own_size(config: dict[str, Any]) -> tuple[int, int, int]:
+    """Width and height in pixels that a model of these configurations makes by itself; pixels a side for a latent's."""
+    factor = 2 ** (len(config.get("vae", {}).get("block_out_channels", (0,) * 4)) - 1)
+    sample = config["unet"].get("sample_size") or 64
+    rows, columns = (sample, sample) if isinstance(sample, int) else sample
+    return columns * factor, rows * factor, factor
 
 
 def known_budget(vram: str | None, device: str | None) -> int | None:

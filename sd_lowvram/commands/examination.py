@@ -67,7 +67,37 @@ def calibrated() -> dict[str, Any]:
     device = default_device()
     rates = asdict(rates_of(device, recalibrate=True))
     overhead = asdict(overhead_of(device, recalibrate=True)) if device.type == "cuda" else None
-    return {"rates": rates, "overhead": overhead}
+    return {"rates": rates, "overhead": overhead, "kernels": _kernel_gains(device), "compile": _compiling(device)}
+
+
+def _compiling(device: Any) -> dict[str, float] | None:
+    """What torch.compile gains, measured and remembered; None where it cannot run."""
+    from ..devices.compiling import remember_compiling
+    from ..kernels.compiler import refusal
+
+    if refusal(device) is not None or importlib.util.find_spec("diffusers") is None:
+        return None
+    from ..bench.compile_gain import measured_compiling
+
+    found = measured_compiling(device)
+    remember_compiling(device, found)
+    return asdict(found)
+
+
+def _kernel_gains(device: Any) -> dict[str, float]:
+    """Measured and remembered; empty where the kernels cannot run."""
+    from ..devices.this_machine import remember_kernel_gains
+    from ..kernels.triton.support import refusal
+
+    if device.type == "cpu":
+        from ..kernels.winograd import gains
+    elif device.type == "cuda" and refusal(device) is None:
+        from ..kernels.triton.measure import gains
+    else:
+        return {}
+    found = gains(device)
+    remember_kernel_gains(device, found)
+    return found
 
 
 def _warnings(found: list[Any]) -> list[str]:

@@ -7,9 +7,9 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from ..errors import BadInputError, LowVRAMError
+from ..errors import BadInputError, LowVRAMError, host_ran_out, ran_out
 from ..settings import knobs
 from .interrupts import interrupted
 from .streams import give_up_stdout, note, tell
@@ -26,37 +26,34 @@ def guarded(debug: bool = False) -> Iterator[None]:
         sys.stdout.flush()  # a full disk is told of here, and not by Python on its way out
     except KeyboardInterrupt:
         _end(INTERRUPTED, "interrupted", debug)
-    except LowVRAMError as error:
-        _end(error.exit_code, as_typed(str(error)), debug)
     except BrokenPipeError:  # whoever read our output has left with what was wanted (head, less)
         give_up_stdout()
         raise SystemExit(0) from None
-    except MemoryError as error:
-        _end(BUDGET, f"host memory is full: give a smaller --ram or picture ({error})", debug)
-    except OSError as error:
-        if error.filename is None:
-            give_up_stdout()
-        what = "the output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
-        _end(BadInputError.exit_code, f"{what}: {error.strerror or error}", debug)
     except Exception as error:
-        if _is_out_of_memory(error):
-            _end(
-                BUDGET, "the device ran out of memory: give a smaller --vram, so that the plan leaves more free", debug
-            )
-        what = f"{type(error).__name__}: {error}"
-        _end(OURS, f"a fault of sd-lowvram, please report it ({what}); --debug shows where", debug)
+        if isinstance(error, OSError) and error.filename is None:
+            give_up_stdout()
+        _end(*told(error), debug)
+
+
+def told(error: Exception) -> tuple[int, str]:
+    """The exit code for ``error``, and a sentence."""
+    if isinstance(error, LowVRAMError):
+        return error.exit_code, as_typed(str(error))
+    if host_ran_out(error):
+        return BUDGET, f"host memory is full: give a smaller --ram or picture ({error})"
+    if isinstance(error, OSError):
+        what = "the output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
+        return BadInputError.exit_code, f"{what}: {error.strerror or error}"
+    if ran_out(error):
+        return BUDGET, "the device ran out of memory: give a smaller --vram, so that the plan leaves more free"
+    what = f"{type(error).__name__}: {error}"
+    return OURS, f"a fault of sd-lowvram, please report it ({what}); --debug shows where"
 
 
 def as_typed(message: str) -> str:
     """``message`` with the knobs in it as the command line writes them: --vae-tiles for vae_tiles."""
     compound = [name for name in knobs() if "_" in name]
     return re.sub(rf"(?<![\w-])({'|'.join(compound)})\b", lambda found: "--" + found[1].replace("_", "-"), message)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    torch: Any = sys.modules.get("torch")
-    by_words = isinstance(error, RuntimeError) and "out of memory" in str(error)  # as Apple's GPUs say it
-    return torch is not None and (by_words or isinstance(error, torch.cuda.OutOfMemoryError))
 
 
 def _end(code: int, message: str, debug: bool) -> NoReturn:

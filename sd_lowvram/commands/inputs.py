@@ -13,6 +13,7 @@ import typer
 from ..checkpoints.inspection import PREDICTIONS, Task
 from ..checkpoints.schedulers import SCHEDULERS, find_scheduler
 from ..errors import BadInputError
+from ..policies.named import help_text
 from ..settings import Settings
 from .values import MOST_STEPS, check_device_name, check_given, check_run, check_text
 
@@ -91,6 +92,9 @@ class Job:
     approximate: Annotated[
         bool, option("--approximate", text="Allow settings that change the picture.", panel=MEMORY)
     ] = False
+    policy: Annotated[
+        str | None, option("--policy", text=help_text(), panel=MEMORY, metavar="NAME")
+    ] = None
     memory_plot: Annotated[
         Path | None,
         option("--memory-plot", text="Draw the memory of each stage, planned and measured, into this PNG file; on a "
@@ -124,7 +128,7 @@ def check_job(job: Job) -> Job:
     check_text("the prompt", job.prompt)
     check_text("--negative", job.negative)
     check_text("--model", job.model or "")  # weights are opened by a library that takes nothing else
-    check_given(model=job.model, device=job.device, scheduler=job.scheduler)
+    check_given(model=job.model, device=job.device, scheduler=job.scheduler, policy=job.policy)
     check_run(job.width, job.height, job.steps, job.batch, job.vram, job.ram)
     check_device_name(job.device)
     if job.prediction not in (None, *PREDICTIONS):

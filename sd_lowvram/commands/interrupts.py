@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 _came: list[int] = []
@@ -17,6 +20,20 @@ def remember_interrupts() -> None:
 def _interrupt(number: int, _: Any) -> NoReturn:
     _came.append(number)
     raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Inside, a request to end (SIGTERM) is an interrupt too, so that what is done can be saved first."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def interrupted() -> bool:

@@ -28,12 +28,12 @@ def with_knobs(command: Command) -> Command:
     return _unfolded(command, name="settings", options=options, make=dict)
 
 
-def with_fields(kind: type) -> Callable[[Command], Command]:
+def with_fields(kind: type, **fixed: Any) -> Callable[[Command], Command]:
     """Replace the ``job`` parameter of a command, which is of this dataclass, by its fields that say how they are typed
-    (``Annotated``)."""
+    (``Annotated``); those that are ``fixed`` are not asked for."""
     fields = inspect.signature(kind, eval_str=True).parameters.values()
-    options = [field for field in fields if hasattr(field.annotation, "__metadata__")]
-    return functools.partial(_unfolded, name="job", options=options, make=kind)
+    options = [field for field in fields if hasattr(field.annotation, "__metadata__") and field.name not in fixed]
+    return functools.partial(_unfolded, name="job", options=options, make=functools.partial(kind, **fixed))
 
 
 def _unfolded(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OutputError
-from ..planning.plots import check_plots, memory_png
+from ..plots.memory import memory_png
+from ..plots.style import check_plots
 from .inputs import Job
 from .pictures import check_writable, save_picture
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
+import shlex
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.fingerprint import fingerprint
 from ..checkpoints.inspection import PICKLES, check_model, configuration, model_path
 from ..checkpoints.load import load_pipeline
 from ..checkpoints.schedulers import label_of, set_scheduler
 from ..demo.things import unknown_words
-from ..errors import BadInputError, LowVRAMError
+from ..errors import BadInputError
+from ..policies.named import POLICIES, check_policy
+from ..saved_latents.file import Saved
+from ..saved_latents.interval import Interval
 from .early import check_floor, known_budget
 from .inputs import DEMO_GUIDANCE, USUAL_GUIDANCE, Job
-from .interrupts import heed_interrupts
+from .interrupts import heed_interrupts, terminated_as_interrupted
+from .latents import about_run, pictures_as_tensors, place_of
 from .memory_plot import check_plot, draw, measured_run
 from .noise import drawn_in_float32
 from .pictures import check_writable, output_paths, parameters_text, save_picture
+from .previews import previews
 from .streams import note
 from .values import LARGEST_SIDE, check_device, open_picture
 
@@ -27,57 +38,133 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from ..saved_latents.keeping import Keeper, Safety
+
 _NAMED = 8
 """More unknown words than these are not named."""
 
 _WIDE = ("fp32", "tf32", "autocast-fp16", "autocast-bf16")
 
 
-def paint(job: Job, console: Console) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Precaution:
+    """What is done so that a run that is ended can go on.
+
+    Attributes:
+        interval: how often its latents are written.
+        keep: whether they stay when the pictures are there.
+        place: the file for them; None: one beside the picture.
+        start: what that file holds, from which it goes on.
+        retyped: it goes on in another number type than the file's.
+    """
+
+    interval: Interval = dataclasses.field(default_factory=Interval)
+    keep: bool = False
+    place: Path | None = None
+    start: Saved | None = None
+    retyped: bool = False
+
+
+def paint(
+    job: Job, console: Console, precaution: Precaution | None = None, preview: int | None = None
+) -> dict[str, Any]:
     """Make and save the pictures of a checked ``job``; plain values for ``--json``. Progress goes to ``console``.
+
+    Args:
+        preview: steps between two looks at what the pictures are about to be; None: there are none.
 
     Raises:
         LowVRAMError: with the exit code that the command line gives.
     """
     files = output_paths(job.output, job.batch, job.seed or 0)
-    _note_unknown_words(job)
-    images = _start_pictures(job)
+    note_unknown_words(job)
+    return finished(job, start_pictures(job), files, console, precaution or Precaution(), preview)
+
+
+def finished(
+    job: Job,
+    images: dict[str, Any],
+    files: list[Path],
+    console: Console,
+    precaution: Precaution,
+    preview: int | None = None,
+) -> dict[str, Any]:
+    """The work of :func:`paint` from its pictures to start from on."""
     # A first look at the output's place, before the model is loaded; the second knows the size.
     check_writable(files[0], 1)
     check_plot(job.memory_plot)
-    path = _checked_model(job, images)
+    path = checked_model(job, images)
     started = time.perf_counter()
     with console.status("loading"):
-        pipe, device = _load(job, path)
+        pipe, device = load(job, path)
+        schedule(job, pipe)
     heed_interrupts()
     loaded = time.perf_counter()
-    job = _sized(job, pipe, images)
+    job = sized(job, pipe, images)
     check_writable(files[0], job.batch * ((job.width or 0) * (job.height or 0) * 4 + (64 << 10)))
-    plan = _optimize(job, pipe, device, console)
+    shown = previews(pipe, job, preview, files, console)  # a map of colours is fitted while all weights are here
+    plan = optimized(job, pipe, device, console)
     planned = time.perf_counter()
-    pictures, run = measured_run(job, pipe, plan, lambda: _run(job, pipe, images, console))
-    plan = _attached(pipe)  # a leaner one, where the device ran out of memory
-    values = _parameters(job, pipe, plan)
-    for number, (picture, file) in enumerate(zip(pictures, files, strict=True)):
-        values["Seed"] = (job.seed or 0) + number
-        save_picture(picture, file, parameters_text(job.prompt, job.negative, values))
+    safety = safety_of(job, pipe, images, files, precaution)
+    with _latents_told(safety.path), shown:
+        pictures, taken = measured_run(job, pipe, plan, lambda: run(job, pipe, images, console, safety))
+        plan = plan_of(pipe)  # a leaner one, where the device ran out of memory
+        values = parameters(job, pipe, plan, kernels_before(precaution.start))
+        for number, (picture, file) in enumerate(zip(pictures, files, strict=True)):
+            values["Seed"] = (job.seed or 0) + number
+            save_picture(picture, file, parameters_text(job.prompt, job.negative, values))
+    if not precaution.keep:
+        safety.path.unlink(missing_ok=True)
     seconds = {"load": loaded - started, "plan": planned - loaded, "run": time.perf_counter() - planned}
-    if job.memory_plot and run:
-        draw(job.memory_plot, pipe, plan, run)
+    if job.memory_plot and taken:
+        draw(job.memory_plot, pipe, plan, taken)
     return {
         "files": [str(file) for file in files],
+        "latents": str(safety.path) if safety.path.exists() else None,
         "seed": job.seed,
         "width": job.width,
         "height": job.height,
         "attention": values["Low VRAM attention"],
         "seconds": {stage: round(value, 3) for stage, value in seconds.items()},
         "plan": plan.as_dict(),
-        "measured": run and run.as_dict(),
+        "measured": taken and taken.as_dict(),
         "memory_plot": job.memory_plot and str(job.memory_plot),
     }
 
 
-def _start_pictures(job: Job) -> dict[str, Any]:
+def safety_of(job: Job, pipe: Any, images: dict[str, Any], files: list[Path], precaution: Precaution) -> Safety:
+    """Where the latents of this run are kept, and what is kept with them."""
+    from ..saved_latents.keeping import Safety
+
+    model = functools.cache(lambda: fingerprint(model_path(job.model)))
+
+    def about() -> dict[str, Any]:
+        kernels = kernels_so_far(pipe, kernels_before(precaution.start))
+        return {**about_run(job, plan_of(pipe), files, model()), "attention": kernels}
+
+    pictures = pictures_as_tensors(images, (job.width or 0, job.height or 0))
+    path = precaution.place or place_of(files[0])
+    return Safety(path, about, pictures, precaution.interval, precaution.start, precaution.retyped)
+
+
+def kernels_before(start: Saved | None) -> dict[str, int]:
+    """The attention kernels that ran up to ``start``, with counts."""
+    return start.about.get("attention", {}) if start else {}
+
+
+@contextlib.contextmanager
+def _latents_told(path: Path) -> Iterator[None]:
+    """Whoever leaves the block early is told of the file from which the run goes on, if there is one."""
+    try:
+        with terminated_as_interrupted():
+            yield
+    except BaseException:
+        if path.exists():
+            note(f"the latents are in {path}: sd-lowvram resume {shlex.quote(str(path))} goes on from there")
+        raise
+
+
+def start_pictures(job: Job) -> dict[str, Any]:
     """The pictures to start from, by the names that pipelines give them."""
     images = {}
     if job.init_image:
@@ -90,14 +177,14 @@ def _start_pictures(job: Job) -> dict[str, Any]:
     return images
 
 
-def _attached(pipe: Any) -> Any:
+def plan_of(pipe: Any) -> Any:
     """The plan by which ``pipe`` runs now."""
     from ..session import attachments
 
     return attachments(pipe)[-1].plan
 
 
-def _note_unknown_words(job: Job) -> None:
+def note_unknown_words(job: Job) -> None:
     """Tell of words that mean nothing to the demo model, which knows a few hundred."""
     if job.model is None:
         unknown = unknown_words(f"{job.prompt} {job.negative}")
@@ -106,17 +193,17 @@ def _note_unknown_words(job: Job) -> None:
             note(f"the demo model does not know {named}: sd-lowvram things lists what it knows")
 
 
-def _checked_model(job: Job, images: dict[str, Any]) -> Path:
+def checked_model(job: Job, images: dict[str, Any]) -> Path:
     """Where the model is; its files are whole, of a kind that is served, and the budget can hold a part of it."""
     path = model_path(job.model)
     check_model(path, job.task, job.allow_pickle)
     budget = known_budget(job.vram, job.device)
     if path.suffix.lower() not in PICKLES and budget is not None:
-        check_floor(configuration(job.model), *_start_size(job, images), job.batch, budget)
+        check_floor(configuration(job.model), *start_size(job, images), job.batch, budget)
     return path
 
 
-def _start_size(job: Job, images: dict[str, Any]) -> tuple[int | None, int | None]:
+def start_size(job: Job, images: dict[str, Any]) -> tuple[int | None, int | None]:
     """The size that is stated, else that of the picture to start from; None: the model's own."""
     if "image" not in images or job.width is not None or job.height is not None:
         return job.width, job.height
@@ -129,7 +216,8 @@ def _start_size(job: Job, images: dict[str, Any]) -> tuple[int | None, int | Non
     return width, height
 
 
-def _load(job: Job, path: Path) -> tuple[Any, torch.device]:
+def load(job: Job, path: Path) -> tuple[Any, torch.device]:
+    """The pipeline for the task of ``job``, and where it computes."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
@@ -137,20 +225,20 @@ def _load(job: Job, path: Path) -> tuple[Any, torch.device]:
     from ..devices.support import check_measuring
 
     device = torch.device(check_device(job.device)) if job.device else default_device()
+    check_policy(job.policy, device.type)
     if job.memory_plot:
         check_measuring(device)
     wide = device.type == "cpu" or job.settings.precision in _WIDE
     dtype = torch.float32 if wide else torch.float16
     pipe: Any = load_pipeline(path, job.task, dtype, allow_pickle=job.allow_pickle, prediction=job.prediction)
     pipe.set_progress_bar_config(disable=True)
-    if job.scheduler:
-        set_scheduler(pipe, job.scheduler)
-    _check_steps(job, pipe)
     return pipe, device
 
 
-def _check_steps(job: Job, pipe: Any) -> None:
-    """Raise BadInputError where the scheduler cannot go in so many steps."""
+def schedule(job: Job, pipe: Any) -> None:
+    """Give ``pipe`` the scheduler of ``job``; a BadInputError where it cannot go in so many steps."""
+    if job.scheduler:
+        set_scheduler(pipe, job.scheduler)
     try:
         pipe.scheduler.set_timesteps(job.steps)
     except ValueError as error:
@@ -158,12 +246,12 @@ def _check_steps(job: Job, pipe: Any) -> None:
         raise BadInputError(f"--steps {job.steps} is not for the scheduler {sampler}: {reason}") from error
 
 
-def _sized(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
+def sized(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
     """``job`` with its size: as stated, else that of the picture to start from, else the model's own."""
     sample = pipe.unet.config.sample_size
     sides = [sample, sample] if isinstance(sample, int) else list(sample)
     own_height, own_width = (side * pipe.vae_scale_factor for side in sides)
-    width, height = _start_size(job, images)
+    width, height = start_size(job, images)
     guidance = DEMO_GUIDANCE if job.model is None else USUAL_GUIDANCE
     return dataclasses.replace(
         job,
@@ -173,24 +261,36 @@ def _sized(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
     )
 
 
-def _optimize(job: Job, pipe: Any, device: torch.device, console: Console) -> Any:
+def optimized(job: Job, pipe: Any, device: torch.device, console: Console) -> Any:
+    """The plan for ``job``, shown and attached."""
     from .. import optimize
+    from .. import plan as foretold
+    from ..planning.as_others import attach_own
     from .show import show_plan
 
+    own = job.policy is not None and POLICIES[job.policy].own
     with console.status("planning"):
-        plan = optimize(
+        plan = (foretold if own else optimize)(
             pipe, vram=job.vram, ram=job.ram, width=job.width, height=job.height, batch=job.batch,
             steps=max(1, job.steps_run), device=device, settings=job.settings, approximate=job.approximate,
         )  # fmt: skip
+        if own:
+            attach_own(pipe, job.policy or "", plan)
     show_plan(console, plan)
     console.print(f"seed: {job.seed}", highlight=False)
     return plan
 
 
-def _run(job: Job, pipe: Any, images: dict[str, Any], console: Console) -> list[Any]:
+def run(job: Job, pipe: Any, images: dict[str, Any], console: Console, safety: Safety | None = None) -> list[Any]:
+    """The pictures of ``job``, by what is attached to ``pipe``.
+
+    Args:
+        safety: where its latents are kept on the way; None: nowhere.
+    """
     import torch
     from PIL import Image
 
+    from ..saved_latents.keeping import kept
     from .show import Bars
 
     size = (job.width or 0, job.height or 0)
@@ -203,44 +303,58 @@ def _run(job: Job, pipe: Any, images: dict[str, Any], console: Console) -> list[
     negative = [job.negative] * job.batch if job.negative else None
     # On the CPU, so that a seed means the same picture on every device.
     seeds = [torch.Generator("cpu").manual_seed(((job.seed or 0) + n) % 2**64) for n in range(job.batch)]
-    with drawn_in_float32(), Bars(console, shown=not console.quiet).running() as bars:
+    keeping = kept(pipe, seeds, safety) if safety else contextlib.nullcontext()
+    with drawn_in_float32(), Bars(console, shown=not console.quiet).running() as bars, keeping as keeper:
         result = pipe(
             prompt=[job.prompt] * job.batch, negative_prompt=negative, generator=seeds,
             num_inference_steps=job.steps, guidance_scale=job.guidance,
-            callback_on_step_end=_after_step(job.steps_run, bars.update), **extra,
+            callback_on_step_end=_after_step(job.steps_run, bars.update, keeper), **extra,
         )  # fmt: skip
+    heed_interrupts()
     return list(result.images)
 
 
-def _after_step(steps: int, update: Callable[[str, int, int], None]) -> Callable[..., dict[str, Any]]:
-    """A pipeline's callback: moves the bar, and stops before the decoder would turn what is no number into black."""
+def _after_step(
+    steps: int, update: Callable[[str, int, int], None], keeper: Keeper | None
+) -> Callable[..., dict[str, Any]]:
+    """A pipeline's callback: moves the bar, keeps the latents, and stops where they are no numbers any more."""
+    from ..saved_latents.keeping import not_finite
+
     update("steps", 0, steps)
 
     def after(_: Any, step: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if keeper:
+            values = keeper.after(step + 1, values)
+        elif not values["latents"].isfinite().all():
+            raise not_finite(step + 1, steps)
         heed_interrupts()
         update("steps", step + 1, steps)
-        if step + 1 >= steps and not values["latents"].isfinite().all():
-            raise LowVRAMError("the model computed values beyond its number type: try --precision fp32 or bf16")
         return values
 
     return after
 
 
-def attention_that_ran(pipe: Any) -> str:
-    """The attention kernels that the hook saw running, the most used first; where it was not attached, torch chose."""
+def kernels_so_far(pipe: Any, before: dict[str, int]) -> dict[str, int]:
+    """How often each attention kernel ran, by what the hook saw; ``before``: in an earlier part of the run."""
     from ..hooks.attention import kernels_that_ran
     from ..session import attachments
 
     sites = {site.module: site for attachment in attachments(pipe) for site in attachment.anatomy.attentions}
-    return " + ".join(kernel for kernel, _ in kernels_that_ran(sites.values()).most_common()) or "torch"
+    return dict(Counter(before) + kernels_that_ran(sites.values()))
 
 
-def _parameters(job: Job, pipe: Any, plan: Any) -> dict[str, Any]:
-    """What goes into the picture beside the prompts, in the order and by the names of the WebUI."""
+def parameters(job: Job, pipe: Any, plan: Any, kernels: dict[str, int] | None = None) -> dict[str, Any]:
+    """What goes into the picture beside the prompts, in the order and by the names of the WebUI.
+
+    Args:
+        kernels: the attention kernels of an earlier part of the run, with counts.
+    """
     from .. import __version__
     from .show import decided
 
     sampler, schedule = label_of(pipe.scheduler)
+    # The most used first; where the hook was not attached, torch chose.
+    attention = [kernel for kernel, _ in Counter(kernels_so_far(pipe, kernels or {})).most_common()]
     return {
         "Steps": job.steps,
         "Sampler": sampler,
@@ -252,6 +366,7 @@ def _parameters(job: Job, pipe: Any, plan: Any) -> dict[str, Any]:
         "Denoising strength": None if job.strength is None else f"{job.strength:g}",
         "RNG": "CPU",
         "Low VRAM plan": ", ".join(f"{name}={value}" for name, value in decided(plan)) or None,
-        "Low VRAM attention": attention_that_ran(pipe),
+        "Low VRAM ran out": " + ".join(rung.name for rung in plan.rungs) or None,
+        "Low VRAM attention": " + ".join(attention) or "torch",
         "Version": f"sd-lowvram {__version__}",
     }

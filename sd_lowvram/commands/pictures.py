@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
+import itertools
 import json
 import os
 import re
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OutputError
+from ..files.whole import temporary_beside, write_whole
+from ..saved_latents.file import ENDING
 from ..units import format_size
 
 if TYPE_CHECKING:
@@ -57,7 +61,8 @@ def output_paths(written: str | None, count: int, seed: int, folder: Path = FOLD
         if count == 1:
             return [target]
         return [target.with_name(f"{target.stem}-{n}{target.suffix}") for n in range(1, count + 1)]
-    taken = [int(match[1]) for file in target.glob("*.png") if (match := re.match(r"(\d+)-", file.name))]
+    there = itertools.chain(target.glob("*.png"), target.glob(f"*{ENDING}"))  # of runs that were ended, too
+    taken = [int(match[1]) for file in there if (match := re.match(r"(\d+)-", file.name))]
     first = max(taken, default=-1) + 1
     return [target / f"{first + n:05d}-{seed + n}.png" for n in range(count)]
 
@@ -75,7 +80,7 @@ def check_writable(path: Path, size: int) -> None:
             free = shutil.disk_usage(path.parent).free
             if free < size:
                 raise OutputError(_full(path, size, free))
-            with _temporary(path) as (file, _):
+            with temporary_beside(path) as (file, _):
                 _reserve(file, size)
     except OSError as error:
         raise _as_output_error(path, size, error) from error
@@ -119,26 +124,25 @@ def _as_output_error(path: Path, size: int, error: OSError) -> OutputError:
     return OutputError(f"{path} cannot be written ({error.strerror or error}): give another --output")
 
 
-@contextlib.contextmanager
-def _temporary(path: Path) -> Iterator[tuple[Any, Path]]:
-    """A new file beside ``path``, gone at the end whatever happens, unless it was renamed."""
-    handle, name = tempfile.mkstemp(
-        prefix=".sd-lowvram-", suffix=".part", dir=path.parent
-    )  # a name of its own may be too long
-    file = os.fdopen(handle, "wb")
-    try:
-        yield file, Path(name)
-    finally:
-        # A full disk fails once more when the buffer is flushed on closing.
-        with contextlib.suppress(OSError):
-            file.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-
-
 def save_picture(image: Image, path: Path, parameters: str) -> Path:
-    """Write ``image`` as PNG with ``parameters`` inside; ``path`` then holds the whole picture, or what it held before.
-    Its folder is made if need be.
+    """Write ``image`` as PNG with ``parameters`` inside, as :func:`save_png` does."""
+    return save_png(png_of(image, {"parameters": parameters}), path)
+
+
+def png_of(image: Image, texts: Mapping[str, str]) -> bytes:
+    """``image`` as PNG with ``texts`` inside, by the names of their chunks."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    for name, text in texts.items():
+        info.add_text(name, text.encode("utf-8", "replace").decode())  # a model's name may be any bytes
+    data = io.BytesIO()
+    image.save(data, format="PNG", pnginfo=info)
+    return data.getvalue()
+
+
+def save_png(data: bytes, path: Path) -> Path:
+    """Write a PNG; ``path`` then holds the whole picture, or what it held before. Its folder is made if need be.
 
     When ``path`` fails at this point the picture is not lost: it goes to the folder for temporary files, and the
     error says where.
@@ -146,34 +150,15 @@ def save_picture(image: Image, path: Path, parameters: str) -> Path:
     Raises:
         OutputError: it could not be written to ``path``.
     """
-    from PIL.PngImagePlugin import PngInfo
-
-    info = PngInfo()
-    info.add_text("parameters", parameters.encode("utf-8", "replace").decode())  # a model's name may be any bytes
     target = path.resolve()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _write(image, target, info)
+        write_whole(data, target)
     except OSError as error:
-        failure = _as_output_error(path, image.width * image.height * 3, error)
+        failure = _as_output_error(path, len(data), error)
         rescue = Path(tempfile.gettempdir()) / f"sd-lowvram-{os.getpid()}-{path.name[-40:]}"
         try:
-            _write(image, rescue, info)
+            write_whole(data, rescue)
         except OSError:
             raise failure from error
         raise OutputError(f"{failure}; the picture is in {rescue}") from error
     return path
-
-
-def _write(image: Image, path: Path, info: Any) -> None:
-    with _temporary(path) as (file, temporary):
-        image.save(file, format="PNG", pnginfo=info)
-        file.flush()
-        os.fsync(file.fileno())
-        # mkstemp lets only the owner read; a picture gets what any new file gets.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        if os.name == "nt":
-            file.close()
-        os.replace(temporary, path)

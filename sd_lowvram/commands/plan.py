@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..policies.named import help_text
 from ..settings import Settings
 from .early import check_floor
 from .guard import guarded
 from .interrupts import heed_interrupts
 from .knobs import with_knobs
-from .values import MOST_STEPS, check_given, check_run, checked_settings
+from .values import MOST_STEPS, check_count, check_given, check_run, checked_settings
 
 if TYPE_CHECKING:
     from .plan_cache import Answer
@@ -32,6 +33,7 @@ def plan(
     height: Annotated[int | None, typer.Option(help="Left out: the model's own.")] = None,
     batch: Annotated[int, typer.Option(help="Pictures at a time.")] = 1,
     steps: Annotated[int, typer.Option(help=f"Denoising steps, for the time; up to {MOST_STEPS}.")] = 30,
+    pictures: Annotated[int, typer.Option(help="In all: for many it may pay to compile the model.")] = 1,
     guidance: Annotated[bool, typer.Option(help="Whether guidance doubles the batch.")] = True,
     vram: Annotated[
         str | None,
@@ -44,6 +46,7 @@ def plan(
     max_size: Annotated[
         bool, typer.Option("--max-size", help="Tell the largest square and 16:9 pictures that fit.")
     ] = False,
+    policy: Annotated[str | None, typer.Option(help=help_text(), metavar="NAME")] = None,
     approximate: Annotated[bool, typer.Option("--approximate", help="Allow settings that change the picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -53,23 +56,34 @@ def plan(
     with guarded(debug):
         from rich.console import Console
 
-        from .plan_cache import remembered
         from .plan_table import show, show_sizes
 
         asked: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps}
         asked |= {"guidance": guidance, "max_size": max_size, "model": model, "vram": vram, "ram": ram, "gpu": gpu}
-        asked["approximate"] = approximate
-        chosen = checked_settings(settings or {})
-        check_given(model=model, gpu=gpu)
+        asked |= {"approximate": approximate, "pictures": pictures}
+        check_given(model=model, gpu=gpu, policy=policy)
+        chosen = checked_settings(settings or {}, policy)
         check_run(width, height, steps, batch, vram, ram)
-        whole = {**asked, "settings": chosen.as_dict()}
-        answer = remembered(whole, lambda budgets: _made(asked, budgets, chosen, not as_json))
+        check_count("--pictures", pictures, 1_000_000)
+        answer = planned(asked, chosen, shown=not as_json)
         if as_json:
             print(json.dumps(answer, indent=2))
         elif max_size:
             show_sizes(Console(), answer)
         else:
             show(Console(), answer)
+
+
+def planned(asked: dict[str, Any], settings: Settings, *, shown: bool) -> dict[str, Any]:
+    """The plan, or one for each ratio, as plain values, made now or remembered; ``shown`` tells that it takes time.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    from .plan_cache import remembered
+
+    whole = {**asked, "settings": settings.as_dict()}
+    return remembered(whole, lambda budgets: _made(asked, budgets, settings, shown))
 
 
 def _made(asked: dict[str, Any], budgets: Mapping[str, int], settings: Settings, shown: bool) -> Answer:
@@ -139,6 +153,6 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     device = torch.device("cuda") if rates else default_device()
     vram = rates.vram_bytes if rates and asked["vram"] is None else asked["vram"]
     anatomy = meta_anatomy(asked["model"], torch.float32 if device.type == "cpu" else torch.float16)
-    size: dict[str, Any] = {name: asked[name] for name in ("width", "height", "batch", "steps")}
+    size: dict[str, Any] = {name: asked[name] for name in ("width", "height", "batch", "steps", "pictures")}
     passes = 2 if asked["guidance"] else 1
     return anatomy, request_for(anatomy, **size, passes=passes, device=device, rates=rates, vram=vram, ram=asked["ram"])

@@ -16,6 +16,8 @@ _STEP = GIB // 2
 _KEPT = 8
 """Plans of one request that are remembered, each for a range of free memory."""
 
+_VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Of the process, on which a plan hangs."""
 
 Answer = tuple[dict[str, Any], dict[str, tuple[float, float]]]
 """What was asked for, and by the name of a budget the least and the most bytes for which it would be the same."""
@@ -88,7 +90,7 @@ def _model(model: str | None) -> list[Any]:
 
 def _machine() -> list[Any]:
     """What changes when the machine does, or what was measured on it."""
-    threads = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")]
+    set_ = [os.environ.get(name) for name in _VARIABLES]
     folder = cache_folder()
     measured = [(file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("*-*.json"))] if folder else []
-    return [gpu_files(), threads, os.cpu_count(), measured]
+    return [gpu_files(), set_, os.cpu_count(), measured]

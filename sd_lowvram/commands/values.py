@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import os
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +22,9 @@ MOST_STEPS = 1000
 
 MOST_PICTURES = 1000
 LARGEST_SIDE = 1 << 14
+_PIXELS_A_BYTE = 8 * 1032
+"""A byte of a PNG stands for no more: a bit each, in deflate's best case."""
+
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -38,10 +45,10 @@ def check_given(**options: str | None) -> None:
             raise BadInputError(f"--{name} is empty: give a value, or leave it out")
 
 
-def check_count(option: str, count: int, most: int) -> None:
-    """Raise BadInputError unless ``count`` is from 1 to ``most``."""
-    if not 1 <= count <= most:
-        raise BadInputError(f"{option} {count} must be at least 1 and at most {most}")
+def check_count(option: str, count: int, most: int, least: int = 1) -> None:
+    """Raise BadInputError unless ``count`` is from ``least`` to ``most``."""
+    if not least <= count <= most:
+        raise BadInputError(f"{option} {count} must be at least {least} and at most {most}")
 
 
 def check_names(option: str, names: Iterable[str], known: Sequence[str]) -> None:
@@ -62,12 +69,15 @@ def check_run(width: int | None, height: int | None, steps: int, batch: int, vra
             parse_size(size, f"--{name}")
 
 
-def checked_settings(chosen: Mapping[str, Any]) -> Settings:
-    """The settings of these knobs; a SettingsError names the option."""
+def checked_settings(chosen: Mapping[str, Any], policy: str | None = None) -> Settings:
+    """The settings of these knobs, above those of a named policy; a SettingsError names the option."""
     for name, knob in knobs().items():
         if chosen.get(name) is not None:
             knob.check("--" + name.replace("_", "-"), chosen[name])
-    return Settings(**chosen)
+    if policy is None:
+        return Settings(**chosen)
+    decided = {name: value for name, value in chosen.items() if value is not None}
+    return dataclasses.replace(Settings.policy(policy), **decided)
 
 
 def check_side(name: str, value: int | None) -> None:
@@ -106,6 +116,39 @@ def check_device(name: str) -> str:
     return name
 
 
+class _ItsOwnLength(io.FileIO):
+    """A file of which no more can be asked for than there is: the lengths that stand in it are not taken at their word,
+    where Python would make room for all that is asked for."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+
+
+def _check_pixels(file: Any, path: Path, option: str) -> None:
+    """Raise BadInputError where an opened picture, no pixel of which has been read, claims more than its file can hold,
+    or would run another program."""
+    if file.format == "EPS":
+        raise BadInputError(f"{option} {path} cannot be opened: it is a PostScript program; save it as PNG")
+    if file.format == "PNG" and file.width * file.height > _PIXELS_A_BYTE * _bytes_of_pixels(path):
+        raise BadInputError(
+            f"{option} {path} cannot be opened: it claims {file.width}x{file.height} pixels and is too short for them"
+        )
+
+
+def _bytes_of_pixels(path: Path) -> int:
+    """Bytes of a PNG's pixels (IDAT), as they are packed; texts beside them say nothing about its size."""
+    size, found, place = path.stat().st_size, 0, 8
+    with open(path, "rb") as file:
+        while place + 8 <= size:
+            file.seek(place)
+            length, kind = struct.unpack(">I4s", file.read(8))
+            if kind == b"IDAT":
+                found += min(length, size - place - 8)
+            place += length + 12
+    return found
+
+
 def open_picture(path: Path, option: str, mode: str = "RGB") -> Image:
     """The picture in ``path``, upright.
 
@@ -117,7 +160,8 @@ def open_picture(path: Path, option: str, mode: str = "RGB") -> Image:
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for, and a device never ends
             raise BadInputError(f"{option} {path} cannot be opened: it is no regular file")
-        with Image.open(path) as file:
+        with _ItsOwnLength(path) as bounded, Image.open(bounded) as file:
+            _check_pixels(file, path, option)
             return ImageOps.exif_transpose(file).convert(mode)
     except BadInputError:
         raise

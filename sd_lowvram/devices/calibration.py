@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from .overhead import Overhead
 from .performance import THIS, Rates
 
 _ROUNDS = 3
+_KERNELS = (512, 3, 3)
+_READ_BYTES = math.prod(_KERNELS) * 2 << 13
 _DOUBLED = 2
 """Pictures: guidance doubles one."""
 
@@ -44,6 +48,9 @@ def calibrate(device: torch.device) -> Rates:
             packing=_packing_rate(device, single) if on_cpu else 0.0,
             vram_bytes=device_memory(device).total,
             source="measured here",
+            queued=not on_cpu,
+            reading=reading_rate(device),
+            reordering=reading_rate(device, channels_last=True),
         )
 
 
@@ -142,8 +149,26 @@ def copy_rate(device: torch.device) -> float:
     return host.nbytes / _seconds(lambda: target.copy_(host, non_blocking=True), device)
 
 
+def reading_rate(device: torch.device, channels_last: bool = False) -> float:
+    """Bytes a second from a mapped file that the page cache has into memory as the streaming engine's ring has it,
+    brought in another order on request; the default where no file can be written."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(b"\1" * _READ_BYTES)
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), _READ_BYTES, access=mmap.ACCESS_COPY)
+    except OSError:
+        return Rates.reordering if channels_last else Rates.reading
+    kernels = torch.frombuffer(mapped, dtype=torch.float16).view(-1, *_KERNELS)
+    pieces = (kernels.permute(0, 2, 3, 1) if channels_last else kernels).chunk(8)
+    chunk = torch.empty_like(pieces[0], memory_format=torch.contiguous_format, pin_memory=device.type == "cuda")
+    return kernels.nbytes / _seconds(lambda: [chunk.copy_(piece) for piece in pieces], device)
+
+
 def _operator_seconds(device: torch.device, flops_a_second: float) -> float:
     """What an operator costs besides its work, in the program at hand."""
+    from torch.utils.flop_counter import FlopCounterMode  # which imports triton, where that is installed
+
     model, inputs = _narrow_unet(device) if "diffusers" in sys.modules else _plain_layers(device)
     seconds = _seconds(lambda: model(*inputs), device)
     with torch.inference_mode(False), torch.no_grad(), Operators() as counted, FlopCounterMode(display=False) as work:
@@ -189,9 +214,10 @@ def measured_overhead(device: torch.device) -> Overhead:
     """What this GPU holds besides tensors, after layers of SD1.5 have run in fp16 at 512x512.
 
     torch takes the libraries' workspaces from its own allocator, so they are what its peak has beyond the tensors: of
-    convolutions at the levels of SD1.5's denoiser and, as a share, of its decoder, maps channels last as plans have
-    them. The context is what the driver counts for this process beyond that allocator; where it does not tell processes
-    apart, what is taken on the device in all.
+    convolutions at the levels of SD1.5's denoiser and, as a share, of its decoder, with the widest map of a picture of
+    2048x2048 where the card has room for it; maps channels last as plans have them. The context is what the driver
+    counts for this process beyond that allocator; where it does not tell processes apart, what is taken on the device
+    in all.
     """
     run, _, _ = _linear(64, 64, 64, device, torch.float16)
     torch.cuda.synchronize(device)
@@ -201,22 +227,30 @@ def measured_overhead(device: torch.device) -> Overhead:
     matrix = max(0, torch.cuda.memory_allocated(device) - before)
     with torch.inference_mode():
         small = max(_workspace(*shape, device)[0] for shape in ((320, 64), (640, 32), (1280, 16), (512, 64)))
-        large = [_workspace(*shape, device) for shape in ((512, 256), (256, 512), (128, 512))]
-    share = max(space / moved if space > small else 0.0 for space, moved in large)
+        shapes = [(512, 256), (256, 512), (128, 512), (512, 1024)]
+        large = [_workspace(*shape, device, 1) for shape in shapes if _has_room(*shape, device)]
+    share = max((space / moved if space > small else 0.0 for space, moved in large), default=0.0)
     return Overhead(_context(device), matrix, small, share)
 
 
-def _workspace(channels: int, side: int, device: torch.device) -> tuple[int, int]:
-    """Bytes of torch's peak in a convolution beyond its own tensors, and bytes that it reads and writes."""
-    run, _, weight_bytes = _convolution(channels, side, device, torch.float16, layout=torch.channels_last)
+def _has_room(channels: int, side: int, device: torch.device) -> bool:
+    """Whether the card has what the probe of such a map takes: while it is drawn, and with its output."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0] >= 4 * 2 * channels * side * side
+
+
+def _workspace(channels: int, side: int, device: torch.device, pictures: int = _DOUBLED) -> tuple[int, int]:
+    """Bytes that a convolution asks torch for beyond its own tensors, and bytes that it reads and writes."""
+    run, _, weight_bytes = _convolution(channels, side, device, torch.float16, pictures, torch.channels_last)
     run()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     output = run()
     torch.cuda.synchronize(device)
+    stats = torch.cuda.memory_stats(device)
+    asked = "requested_bytes.all" if stats.get("requested_bytes.all.peak") else "allocated_bytes.all"  # of whole blocks
     own = output.nbytes if isinstance(output, Tensor) else 0
-    return max(0, torch.cuda.max_memory_allocated(device) - before - own), 2 * own + weight_bytes
+    return stats[f"{asked}.peak"] - stats[f"{asked}.current"], 2 * own + weight_bytes
 
 
 def _context(device: torch.device) -> int:

@@ -1,6 +1,8 @@
-"""What a GPU holds besides tensors: the driver's context, the libraries' workspaces, the allocator's rounding.
+"""What a GPU holds besides tensors: the driver's context and the libraries' workspaces.
 
-A budget holds peak and overhead together. The figures are stated defaults; a machine that was measured has its own.
+The context comes on top of what torch's allocator takes. Workspaces come out of that allocator, between tensors, and
+break its places up: they are counted where they are taken. The figures are stated defaults; a machine that was measured
+has its own.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ class Overhead:
     Attributes:
         context_bytes: the CUDA context with the kernels that are loaded. Seen between 250 MiB (lazy loading of kernels)
             and 800 MiB (without); nothing reports it before it is there.
-        matrix_bytes: cuBLAS' workspace, one for each stream; torch asks for 2 x 4 MiB + 8 x 16 KiB, and for 32 MiB on
-            Hopper.
-        convolution_bytes: cuDNN's workspace on maps of the denoiser's size; 32 MiB holds what its heuristics choose in
-            fp16.
+        matrix_bytes: cuBLAS' workspace, one for each stream, which stays; torch asks for 2 x 4 MiB + 8 x 16 KiB, and
+            for 32 MiB on Hopper.
+        convolution_bytes: cuDNN's workspace for one convolution; 32 MiB holds what its heuristics choose in fp16 on
+            maps of the denoiser's size.
         convolution_share: its workspace on larger maps, as a share of what the convolution reads and writes. In fp16
             with maps channels last, as plans have them, none is expected.
     """
@@ -30,10 +32,10 @@ class Overhead:
     convolution_bytes: int = 32 * MIB
     convolution_share: float = 0.0
 
-    def total(self) -> int:
-        """All of it, but for the workspace of large maps."""
-        return self.context_bytes + self.matrix_bytes + self.convolution_bytes
+    def workspace(self, moved_bytes: int) -> int:
+        """Bytes that a convolution takes while it runs, which reads and writes so many."""
+        return max(self.convolution_bytes, int(self.convolution_share * moved_bytes))
 
-    def more_for(self, convolved_bytes: int) -> int:
-        """Bytes beyond the total where the largest convolution reads and writes so many."""
-        return max(0, int(self.convolution_share * convolved_bytes) - self.convolution_bytes)
+
+NONE = Overhead(0, 0, 0)
+"""Of a device that is no GPU."""

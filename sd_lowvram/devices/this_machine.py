@@ -7,7 +7,7 @@ import functools
 import os
 import platform
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ _Kind = TypeVar("_Kind", Rates, Overhead)
 
 def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
     """The rates of the machine at hand: measured in some seconds, once, and remembered."""
-    where = _place("rates", device)
+    where = place_of_measurement("rates", device)
     rates = None if recalibrate else _read(where, Rates)
     if rates is None:
         rates = calibrate(device)
@@ -31,7 +31,7 @@ def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
 
 def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
     """What ``device``, a GPU, holds besides tensors: as ``doctor --calibrate`` measured it here, else the default."""
-    where = _place("overhead", device)
+    where = place_of_measurement("overhead", device)
     if not recalibrate:
         return _read(where, Overhead) or Overhead()
     measured = measured_overhead(device)
@@ -39,7 +39,24 @@ def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
     return measured
 
 
-def _place(what: str, device: torch.device) -> Path | None:
+def kernel_gains(device: torch.device) -> dict[str, float]:
+    """How many times as fast each kernel of ours is on ``device`` as torch's own operators: as ``doctor --calibrate``
+    measured it here; empty where it has not."""
+    return measured_here("kernels", device) or {}
+
+
+def remember_kernel_gains(device: torch.device, gains: dict[str, float]) -> None:
+    remember(place_of_measurement("kernels", device), gains)
+
+
+def measured_here(what: str, device: torch.device) -> dict[str, Any] | None:
+    """A measurement of ``device`` as it was remembered; None where there is none, or the device is not at hand."""
+    here = device.type == "cpu" or torch.cuda.is_available()
+    known = remembered(place_of_measurement(what, device)) if here else None
+    return known if isinstance(known, dict) else None
+
+
+def place_of_measurement(what: str, device: torch.device) -> Path | None:
     """The file in which a measurement of ``device`` is remembered; None: nowhere."""
     folder = cache_folder()
     return folder / f"{what}-{_machine(device)}.json" if folder else None

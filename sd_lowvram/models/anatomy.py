@@ -141,8 +141,8 @@ class Anatomy:
         computes: the type in which the host lets a component compute, where that is not its weights' own.
         passes: rows of the denoiser's batch for each picture, as the target guides.
         encodes: whether a run of the target starts from a picture.
-        kept: bytes of a component's weights that are on the device while it runs, where its host moves them itself and
-            not whole.
+        moved: whether the host moves components itself when their turn comes, and has no other copy of their weights.
+        kept: bytes of a component's weights that are on the device while it runs, where its host moves them not whole.
         processors: attention processors that the target sets on its denoiser for the time of a run, by path.
     """
 
@@ -161,6 +161,7 @@ class Anatomy:
     computes: Mapping[str, torch.dtype] = field(default_factory=dict)
     passes: int = 2
     encodes: bool = False
+    moved: bool = False
     kept: Mapping[str, int] = field(default_factory=dict)
     processors: Mapping[str, Any] = field(default_factory=dict)
 
@@ -199,6 +200,12 @@ def having(*names: str) -> Callable[[Any], bool]:
 def layer(module: nn.Module) -> Any:
     """The layer itself where a LoRA is wrapped around it: to look at, not to call."""
     return getattr(module, "base_layer", module)
+
+
+def geglu_of(feed_forward: Any) -> nn.Module | None:
+    """The layer of a feed-forward that multiplies half of its ``proj`` with the GELU of the other half, if there."""
+    first: nn.Module = feed_forward.net[0]
+    return first if type(first).__name__ == "GEGLU" and hasattr(first, "proj") else None
 
 
 def is_3x3(conv: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .anatomy import Residual, is_3x3, is_pointwise, layer
+from .anatomy import Residual, has, is_3x3, is_pointwise, layer
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,21 @@ def dissect(vae: Any) -> Autoencoder | None:
     try:
         return Autoencoder(tuple(decoder(vae.decoder)), tuple(encoder(vae.encoder)))
     except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def residual_blocks(vae: Any) -> list[nn.Module]:
+    """The residual blocks of an AutoencoderKL; none of what is built otherwise."""
+    if vae is None or dissect(vae) is None:
+        return []
+    return [module for module in vae.modules() if has(module, "norm1", "conv1", "norm2", "conv2")]
+
+
+def residual(block: Any, *more: Any) -> Residual | None:
+    """The parts of an autoencoder's residual block as it is now; None when it is of another kind."""
+    try:
+        return _resnet(block) if hasattr(block, "nonlinearity") else _ldm_resnet(block)
+    except (AttributeError, ValueError):
         return None
 
 

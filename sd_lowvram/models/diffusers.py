@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -116,9 +117,6 @@ def is_feed_forward(module: nn.Module) -> bool:
     return isinstance(net, nn.ModuleList) and len(net) >= 2 and hasattr(net[0], "proj")
 
 
-_KINDS = ("resnets", "attentions", "downsamplers", "upsamplers")
-
-
 def course(unet: DiffusersUNet) -> Course:
     """The way of a UNet's maps."""
     blocks = [*unet.down_blocks, *([] if unet.mid_block is None else [unet.mid_block]), *unet.up_blocks]
@@ -127,10 +125,17 @@ def course(unet: DiffusersUNet) -> Course:
         last = "attentions" if any(True for _ in _all(block, "attentions")) else "resnets"
         makers += [*_all(block, last), *_all(block, "downsamplers")]
     return Course(
-        stations=(unet.conv_in, *(module for block in blocks for kind in _KINDS for module in _all(block, kind))),
+        stations=(unet.conv_in, *(module for block in blocks for module in _in_turn(block))),
         makers=tuple(makers),
         tail=tuple(module for module in (unet.conv_norm_out, unet.conv_out) if module is not None),
     )
+
+
+def _in_turn(block: Any) -> Iterator[nn.Module]:
+    """The stations of a block: each residual block, with its transformer after it where there is one, and a sampler."""
+    pairs = itertools.zip_longest(_all(block, "resnets"), _all(block, "attentions"))
+    yield from (module for pair in pairs for module in pair if module is not None)
+    yield from (module for kind in ("downsamplers", "upsamplers") for module in _all(block, kind))
 
 
 def _all(block: Any, kind: str) -> Iterator[nn.Module]:

@@ -340,9 +340,10 @@ class Stream:
             return
         self.evict()
         layers = layers_of(self._components)
-        self._tensors = list({id(tensor): tensor for layer in layers for tensor in layer.tensors}.values())
-        self._masters.add(self._tensors)
         self._layout = lay_down(layers, self._policy, self._orders)
+        tensors = *self._layout.streamed_tensors(), *(tensor for layer in layers for tensor in layer.tensors)
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self._masters.add(self._tensors)  # what is copied in every step is pinned before what is copied once
         self._roles = self._layout.roles()
         self._follow(layers)
         self._known, self._contents = known, contents(self._tensors)

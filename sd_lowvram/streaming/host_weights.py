@@ -3,8 +3,9 @@
 A master is what a weight holds while it is not on the device. Copies that are to run beside the compute need pinned
 memory, and pinned memory is memory for good: so masters are pinned up to a share of what there is and of the run's
 budget. Beyond that a master stays where it is, which for a checkpoint that safetensors opened is the file itself,
-mapped into memory and dropped from it at need; its bytes pass through a small pinned ring. Nothing is held twice: what
-gets a pinned copy gives up its first one, unless that is the file.
+mapped into memory and dropped from it at need; its bytes pass through a small pinned ring, and come into the order that
+they are to have on the device (channels last) on their way into it. Nothing is held twice: what gets a pinned copy
+gives up its first one, unless that is the file.
 
 On a CPU-only machine "pinned" memory is ordinary memory in the host's account, and everything else is the same.
 Fidelity: ``bitwise``.
@@ -27,6 +28,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..memory import host_empty, mark_host
 from ..memory.accounts import unmark_host
@@ -35,7 +37,7 @@ from ..memory.host_offload import dense_order, inverse, is_pinned, unpinned
 from ..memory.pinned import pinnable_bytes, pinned_empty, whole_pages
 from ..memory.threads import one_at_a_time
 from ..units import MIB
-from ..weights import all_tensors, same_bits, set_data
+from ..weights import all_tensors, as_copied, same_bits, set_data
 from .schedule import aligned
 
 CHUNK_BYTES, CHUNKS = 8 * MIB, 4
@@ -45,6 +47,10 @@ RING_BYTES = CHUNK_BYTES * CHUNKS
 _SLAB_BYTES = 128 * MIB
 """Locking many small pieces takes long; while one large piece is filled, the first copies of its contents are held
 beside it."""
+
+
+_copied: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Tensors whose contents are copies of what lies in a mapped file."""
 
 
 class Masters:
@@ -107,15 +113,15 @@ class Masters:
     def copy_to(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None = None) -> None:
         """Copy what a tensor holds on the host into ``target`` on the device.
 
-        Where both lie in memory alike, the copy runs on ``stream`` (None: the current one) and does not block, but for
-        the time that the ring needs to be filled: record an event on the stream before ``target`` is read.
+        The copy runs on ``stream`` (None: the current one) and does not block, but for the time that the ring needs to
+        be filled: record an event on the stream before ``target`` is read.
 
         Args:
             source: the contents of a master: ``tensor.data`` outside of the time in which it is lent.
             target: of the same shape and type.
         """
         with torch.no_grad(), torch.inference_mode(False):
-            if self._ring is not None and self._is_slow(source) and (pair := _in_bytes(source, target)):
+            if self._ring is not None and self._is_slow(source) and (pair := _in_order(source, target)):
                 self._ring.copy(*pair, stream)
                 return
             with _on(stream):
@@ -171,7 +177,8 @@ class Masters:
             copy = None
             if kind in copied:
                 given_up = size if kind == "ordinary" else 0
-                copy = slabs.copy_of(data, most - slabs.total - ordinary + given_up)
+                like = as_copied(sharing[0], data)
+                copy = slabs.copy_of(data, like, most - slabs.total - ordinary + given_up)
                 ordinary -= given_up if copy is not None else 0
             if copy is None and kind == "device":
                 copy, ordinary = data.to("cpu"), ordinary + size
@@ -182,6 +189,8 @@ class Masters:
                 self._each.append(_Master(tensor, data if kind == "mapped" else None, data.device, kind == "pinned"))
                 if copy is not None:
                     set_data(tensor, copy)
+                    if kind == "mapped":
+                        _copied[tensor] = True
                 mark_host(tensor.data)
         pinned = slabs.total + sum(places[place][0].nbytes for place, kind in kinds.items() if kind == "pinned")
         self.pinned_bytes, self.held_bytes = self.pinned_bytes + pinned, self.held_bytes + ordinary
@@ -206,6 +215,7 @@ class _Master:
         """Give the tensor back what it held; tensors that are one memory, known by ``moved``, stay so."""
         data = self.tensor.data
         unmark_host(data)
+        _copied.pop(self.tensor, None)
         if self.original is not None and same_bits(data, self.original.to(data.device)):
             set_data(self.tensor, self.original)
         elif data.device != self.device:
@@ -226,15 +236,16 @@ class _Slabs:
         self._pinned = pinned
         self._left: Tensor | None = None
 
-    def copy_of(self, data: Tensor, growth: int) -> Tensor | None:
-        """A copy of ``data`` with its strides; None where no room is left and ``growth`` bytes more are not enough."""
+    def copy_of(self, data: Tensor, like: Tensor, growth: int) -> Tensor | None:
+        """A copy of ``data`` with the strides of ``like``; None where no room is left and ``growth`` bytes more are not
+        enough."""
         if self._left is None or not len(self._left):
             self._left = self._opened(min(growth, self._most - self.total))
         size = self._coming.popleft()
         if self._left is None:
             return None
         room, self._left = self._left[: data.nbytes], self._left[size:]
-        order = dense_order(data)
+        order = dense_order(like)
         return room.view(data.dtype).view([data.shape[dim] for dim in order]).permute(inverse(order)).copy_(data)
 
     def _opened(self, growth: int) -> Tensor | None:
@@ -272,15 +283,16 @@ class _Ring:
         self.reader = ThreadPoolExecutor(1, "sd-lowvram-reader")
 
     def copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
-        """Copy bytes to bytes."""
+        """Copy what :func:`_in_order` gives."""
         with self._lock, _on(stream):
-            for piece, place in zip(source.split(CHUNK_BYTES), target.split(CHUNK_BYTES), strict=True):
+            for piece, place in _pieces(source, target):
                 turn = self._turn
                 self._turn = (turn + 1) % CHUNKS
                 copied = self._copied[turn]
                 if copied is not None:
                     copied.synchronize()
-                place.copy_(self._chunks[turn][: len(piece)].copy_(piece), non_blocking=place.is_cuda)
+                chunk = self._chunks[turn][: place.nbytes].view(place.dtype).view(place.shape)
+                place.copy_(chunk.copy_(piece), non_blocking=place.is_cuda)
                 if place.is_cuda:
                     self._copied[turn] = torch.cuda.current_stream(place.device).record_event()
 
@@ -319,17 +331,34 @@ class _Mapping:
         return "pinned" if torch.cuda.is_available() and tensor.is_pinned() else "ordinary"
 
 
-def mapped_bytes(*modules: nn.Module) -> int:
-    """Bytes of the weights of ``modules`` that lie in mapped files, which need no memory of their own while they wait.
+def in_files(tensors: Iterable[Tensor]) -> list[bool]:
+    """Which of ``tensors`` lie in mapped files, and need no memory of their own while they wait.
 
     Weights without contents, on the meta device or fake, count too: a checkpoint is mapped when it is loaded.
     """
-    mapping, found = _Mapping(), 0
+    mapping = _Mapping()
     with one_at_a_time():
-        for tensor in all_tensors(*modules):
-            empty = tensor.device.type == "meta" or active_fake_mode(tensor) is not None
-            found += tensor.nbytes if empty or mapping.kind(tensor) == "mapped" else 0
-    return found
+        return [
+            tensor.device.type == "meta" or active_fake_mode(tensor) is not None or mapping.kind(tensor) == "mapped"
+            for tensor in tensors
+        ]
+
+
+def bytes_in_files(tensors: Iterable[Tensor]) -> int:
+    """Bytes of those of ``tensors`` for which :func:`in_files` holds."""
+    tensors = list(tensors)
+    return sum(tensor.nbytes for tensor, mapped in zip(tensors, in_files(tensors), strict=True) if mapped)
+
+
+def bytes_also_in_files(tensors: Iterable[Tensor]) -> int:
+    """As :func:`bytes_in_files`, those counted too that masters have a copy of: :meth:`Masters.undo` gives it up."""
+    tensors = list(tensors)
+    return bytes_in_files(tensors) + sum(tensor.nbytes for tensor in tensors if tensor in _copied)
+
+
+def mapped_bytes(*modules: nn.Module) -> int:
+    """Bytes of the weights of ``modules`` that lie in mapped files."""
+    return bytes_in_files(all_tensors(*modules))
 
 
 @dataclass
@@ -369,13 +398,28 @@ def _place(tensor: Tensor) -> _Place:
     return data.untyped_storage()._cdata, data.storage_offset(), data.shape, data.stride(), data.dtype
 
 
-def _in_bytes(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Both as rows of bytes; None where they do not lie in memory alike and without gaps."""
-    order = dense_order(source)
+def _in_order(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Both with their dimensions as ``target`` lies in memory, as rows of bytes where ``source`` lies alike; None where
+    ``target`` has gaps, or another type."""
+    order = dense_order(target)
     source, target = source.permute(order), target.permute(order)
-    if source.dtype != target.dtype or not (source.is_contiguous() and target.is_contiguous()):
+    if source.dtype != target.dtype or not target.is_contiguous():
         return None
+    if not source.is_contiguous():
+        return source, target
     return source.reshape(-1).view(torch.uint8), target.reshape(-1).view(torch.uint8)
+
+
+def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of both that a chunk of the ring holds; ``target`` is contiguous."""
+    if target.nbytes <= CHUNK_BYTES:
+        yield source, target
+    elif len(target) == 1:
+        yield from _pieces(source[0], target[0])
+    else:
+        rows = max(1, len(target) * CHUNK_BYTES // target.nbytes)
+        for parts in zip(source.split(rows), target.split(rows), strict=True):
+            yield from _pieces(*parts)
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..weights import set_data
+from ..weights import as_copied, set_data
 from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
 from .layers import Layer, place_bytes
@@ -115,6 +115,10 @@ class Layout:
         yield from self._parts.lookups
         yield from (layer for block in self.blocks for layer in block.layers)
 
+    def streamed_tensors(self) -> Iterator[Tensor]:
+        """The weights that pass through the ring, in the order of a step; one that comes in parts more than once."""
+        return (tensor for number in self.streamed for tensor in self.blocks[number].tensors)
+
     def roles(self) -> dict[int, tuple[int, ...] | None]:
         """By the id of a layer's module, the numbers of its blocks, none for what stays; None: it is a table."""
         found: dict[int, tuple[int, ...] | None] = {id(layer.module): () for layer in self._parts.staying}
@@ -157,7 +161,8 @@ def _places(pool: Pool, tensors: Sequence[Tensor], block: Block | None, offset: 
     with torch.inference_mode(False), torch.no_grad():
         masters = [tensor.data for tensor in tensors]
         sources = [master if block is None else block.part(master) for master in masters]
-    return list(map(Place, tensors, masters, sources, pool.views(sources, offset)))
+        likes = list(map(as_copied, tensors, sources))
+    return list(map(Place, tensors, masters, sources, pool.views(likes, offset)))
 
 
 def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str]], near: bool = False) -> Layout:

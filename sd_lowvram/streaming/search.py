@@ -55,19 +55,20 @@ def bound(units: Sequence[Unit], device_bytes: int, copies: Copies) -> float:
     """
     compute = sum(unit.seconds for unit in units)
     total = sum(unit.bytes for unit in units)
+    rate = copies.fastest
     if not copies.overlap:
-        return compute + max(0, total - device_bytes) / copies.bandwidth
+        return compute + max(0, total - device_bytes) / rate
     before = [0, *itertools.accumulate(unit.bytes for unit in units)]
     longest: list[float] = []
     first, ahead = 0, -math.inf  # of the stretches that begin at units before first: the latest start of their copies
     for last in range(len(units)):
         longest.append(longest[-1] + units[last - 1].seconds if last else 0.0)
         while first < last and before[last + 1] - before[first] > device_bytes:
-            ahead = max(ahead, longest[first] - before[first] / copies.bandwidth)
+            ahead = max(ahead, longest[first] - before[first] / rate)
             first += 1
-        longest[last] = max(longest[last], ahead + (before[last + 1] - device_bytes) / copies.bandwidth)
+        longest[last] = max(longest[last], ahead + (before[last + 1] - device_bytes) / rate)
     end = longest[-1] + units[-1].seconds if units else 0.0
-    return max(end, (total - device_bytes) / copies.bandwidth)
+    return max(end, (total - device_bytes) / rate)
 
 
 class _Search:

@@ -5,7 +5,8 @@ Nothing is measured here: bytes, seconds and bandwidth come from the caller.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .schedule import Schedule, Unit
@@ -22,21 +23,46 @@ class Copies:
         bandwidth: bytes a second.
         latency: seconds that every fetch costs besides.
         overlap: whether copies run beside the compute; not so where the device is the CPU.
+        reading: bytes a second into the ring, where weights wait in a mapped file or in memory that is not pinned.
+        pinned: bytes of streamed weights, in the order of a step, that need not be read; None: all.
     """
 
     bandwidth: float
     latency: float = 0.0
     overlap: bool = True
+    reading: float = math.inf
+    pinned: int | None = None
 
-    def seconds(self, size: int) -> float:
-        """Of one fetch of ``size`` bytes."""
-        return size / self.bandwidth + self.latency
+    def seconds(self, size: int, read: int = 0) -> float:
+        """Of one fetch of ``size`` bytes, of which ``read`` have to be read.
+
+        A thread of its own reads the next chunks while one is copied: the slower of both decides. A CPU does one after
+        the other.
+        """
+        copying, reading = size / self.bandwidth, read / self.reading
+        return (max(copying, reading) if self.overlap else copying + reading) + self.latency
+
+    def of_fetches(self, sizes: Iterable[int]) -> Iterator[float]:
+        """Seconds of each fetch of a step, in order."""
+        left = self.pinned
+        for size in sizes:
+            read = 0 if left is None else size - min(size, left)
+            left = None if left is None else left - (size - read)
+            yield self.seconds(size, read)
+
+    @property
+    def fastest(self) -> float:
+        """Bytes a second that no fetch passes."""
+        if self.pinned != 0:
+            return self.bandwidth
+        slowest = 1 / self.bandwidth, 1 / self.reading
+        return 1 / (max(slowest) if self.overlap else sum(slowest))
 
 
 def simulate(units: Sequence[Unit], schedule: Schedule, copies: Copies) -> float:
     """Seconds of one step among many: fetches run ahead into the next step."""
     if not copies.overlap:
-        fetched = sum(copies.seconds(units[fetch.unit].bytes) for fetch in schedule.fetches)
+        fetched = sum(copies.of_fetches(units[fetch.unit].bytes for fetch in schedule.fetches))
         return sum(unit.seconds for unit in units) + fetched
     return _Engines(units, schedule, copies).step_seconds()
 
@@ -46,13 +72,14 @@ class _Engines:
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, copies: Copies) -> None:
         place = {fetch.unit: index for index, fetch in enumerate(schedule.fetches)}
+        taken = list(copies.of_fetches(units[fetch.unit].bytes for fetch in schedule.fetches))
         self.rows = []
         between = 0.0
         for number, unit in enumerate(units):
             if number in place:
                 after = schedule.fetches[place[number]].after
                 earlier = place[after] if after < number else place[after] - len(place)
-                self.rows.append((copies.seconds(unit.bytes), earlier, between, unit.seconds))
+                self.rows.append((taken[place[number]], earlier, between, unit.seconds))
                 between = 0.0
             else:
                 between += unit.seconds

@@ -60,6 +60,19 @@ def test_an_impossible_budget_names_the_smallest_that_works(folder: Path) -> Non
     assert "needs at least" in result.output
 
 
+@pytest.mark.slow(12)
+def test_components_that_wait_in_their_file_need_little_memory() -> None:
+    """Of SD1.5's 2.0 GiB of weights those of convolutions come into memory, channels last; of the others what there is
+    no room for stays in the file, and is read when it is copied."""
+    asked = "--model", "sd15", "--vram", "4GB", "--gpu", "rtx2070", "--offload", "component", "--json"
+    mapped, pinned = (run(*asked, "--ram", ram) for ram in ("1.5GB", "3GB"))
+    assert mapped.exit_code == 0, mapped.output
+    plans = [json.loads(told.stdout) for told in (mapped, pinned)]
+    assert [plan["predicted"]["host_bytes"] > 1.5 * GIB for plan in plans] == [False, True]
+    assert plans[0]["minimum_ram_bytes"] == plans[1]["minimum_ram_bytes"] < 1.5 * GIB
+    assert plans[0]["predicted"]["seconds"] > plans[1]["predicted"]["seconds"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

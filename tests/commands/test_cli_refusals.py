@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import struct
+import zlib
 
 import pytest
 from command_line import ENVIRONMENT, LIGHT, LIGHTLY, MAIN
@@ -118,3 +120,20 @@ def test_bad_words_in_one_line(light, tmp_path, words, message):
     done = light(MAIN, *words, folder=tmp_path)
     assert done.returncode in (2, 3) and done.stderr.startswith("sd-lowvram: ") and message in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_pictures_that_would_harm(light, tmp_path):
+    """A PNG of some bytes that claims 13000x13000 pixels, and a program that draws itself."""
+    header = struct.pack(">IIBBBBB", 13000, 13000, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(100))), (b"IEND", b"")]
+    body = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    ]
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(body))
+    (tmp_path / "b.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n")
+    for name, message in (
+        ("a.png", "claims 13000x13000 pixels and is too short"),
+        ("b.png", "it is a PostScript program"),
+    ):
+        done = light(MAIN, "generate", "an apple", "--init-image", name, folder=tmp_path)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

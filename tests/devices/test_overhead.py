@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from sd_lowvram.devices.overhead import Overhead
+import dataclasses
+
+import torch
+
+from sd_lowvram.checkpoints.meta_model import meta_anatomy
+from sd_lowvram.devices.overhead import NONE, Overhead
+from sd_lowvram.planning.stage_costs import Costs
+from sd_lowvram.planning.stages import Shape
+from sd_lowvram.settings import Settings
 from sd_lowvram.units import MIB
 
 
-def test_total():
-    assert Overhead(context_bytes=100, matrix_bytes=10, convolution_bytes=1).total() == 111
-    assert Overhead(convolution_bytes=MIB, convolution_share=0.5).more_for(6 * MIB) == 2 * MIB
-    assert Overhead(convolution_bytes=MIB, convolution_share=0.5).more_for(MIB) == 0
-    assert 480 * MIB < Overhead().total() < 600 * MIB
+def test_a_convolutions_workspace_is_the_larger_of_both_figures() -> None:
+    overhead = Overhead(convolution_bytes=MIB, convolution_share=0.5)
+    assert (overhead.workspace(6 * MIB), overhead.workspace(MIB)) == (3 * MIB, MIB)
+    assert NONE.workspace(6 * MIB) == 0
+
+
+def test_workspaces_are_counted_where_they_are_taken_and_in_no_peak_of_tensors() -> None:
+    anatomy, device = meta_anatomy("sd15", torch.float16), torch.device("cuda")
+    shape = Shape(256, 256, 1, 2)
+    plain = Costs(anatomy, shape, False, device)
+    decode = next(stage for stage in plain.stages if stage.name == "decode")
+    without = plain(decode, Settings())
+    with_them = {
+        overhead: Costs(anatomy, shape, False, device, overhead, like=plain)(decode, Settings())
+        for overhead in (Overhead(convolution_bytes=200 * MIB), Overhead(0, 0, 0, 1.0), Overhead(0, 12 * MIB, 0))
+    }
+    fixed, share, matrix = (cost.reserved_bytes - without.reserved_bytes for cost in with_them.values())
+    assert fixed > 100 * MIB
+    assert 0 < share < fixed
+    assert 0 < matrix <= 20 * MIB
+    for cost in with_them.values():
+        assert dataclasses.replace(cost, reserved_bytes=without.reserved_bytes) == without

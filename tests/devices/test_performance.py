@@ -29,7 +29,7 @@ def test_calibration_measures_something_of_everything() -> None:
     measured = calibration.calibrate(CPU)
     assert 1e8 < measured.half_flops < 1e14 and 1e9 < measured.float_flops < 1e14
     assert 1e8 < measured.bandwidth < 1e13 and 1e8 < measured.copy_bandwidth < 1e13
-    assert 1e7 < measured.packing <= 1e12
+    assert 1e7 < measured.packing <= 1e12 and 1e8 < measured.reading < 1e13
     assert 0 <= measured.launch_seconds < 0.01
 
 
@@ -60,7 +60,7 @@ def test_overhead_of_a_gpu_is_the_default_until_it_was_measured(cache: Any, monk
 
 
 def test_reordered_weights_take_time_where_weights_are_reordered() -> None:
-    cpu = dataclasses.replace(PROFILES["t4"], packing=1e9)
+    cpu = dataclasses.replace(PROFILES["t4"], packing=1e9, queued=False)
     work = dataclasses.replace(NOTHING, packed_bytes=2_000_000_000)
     assert cpu.seconds(work, 4) == pytest.approx(2.0)
     assert PROFILES["t4"].seconds(work, 4) == 0
@@ -70,9 +70,9 @@ def test_a_card_is_asked_for_its_name_once(cache: Any, monkeypatch: Any) -> None
     """A process that was forked gets no answer."""
     card, names = torch.device("cuda", 7), iter(["A card"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: next(names))
-    first = this_machine._place("overhead", card)
+    first = this_machine.place_of_measurement("overhead", card)
     assert first is not None and "A-card" in first.name
-    assert this_machine._place("overhead", card) == first
+    assert this_machine.place_of_measurement("overhead", card) == first
     this_machine._name_of.cache_clear()
 
 
@@ -81,3 +81,30 @@ def test_operators_are_counted_as_a_trace_counts_them() -> None:
     with torch.no_grad(), calibration.Operators() as counted:
         layers(*inputs)
     assert counted.number == trace(layers, *inputs).operators == 40
+
+
+def test_a_guided_step_of_the_rtx2070_is_pinned() -> None:
+    step = dataclasses.replace(NOTHING, flops=1_606_546_882_560, operators=734)  # SD1.5 at 512x512, as traced
+    assert PROFILES["rtx2070"].seconds(step, 2) == pytest.approx(0.171, rel=0.005)
+    assert 1 / PROFILES["h100"].seconds(step, 2) == pytest.approx(54.5, rel=0.005)
+
+
+def test_launches_hide_behind_the_arithmetic_of_large_pictures() -> None:
+    card = PROFILES["rtx2070"]
+    small = dataclasses.replace(NOTHING, flops=10**9, operators=734)
+    large = dataclasses.replace(NOTHING, flops=10**14, operators=734)
+    assert card.seconds(small, 2) == pytest.approx(734 * card.launch_seconds, rel=0.01)
+    assert card.seconds(large, 2) == pytest.approx(1e14 / card.half_flops, rel=0.01)
+    at_once = dataclasses.replace(card, queued=False)  # as a CPU works
+    assert at_once.seconds(small, 2) == pytest.approx(734 * card.launch_seconds + 1e9 / card.half_flops)
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_parts_of_a_run_take_together_what_the_whole_takes(queued: bool) -> None:
+    rates = dataclasses.replace(PROFILES["rtx2070"], queued=queued)
+    parts = [dataclasses.replace(NOTHING, flops=n * 10**11, operators=40 - 9 * n, copied_bytes=n) for n in range(4)]
+    names = ("flops", "operators", "copied_bytes")
+    whole = dataclasses.replace(NOTHING, **{name: sum(getattr(part, name) for part in parts) for name in names})
+    shares = rates.shares(parts, 2)
+    assert sum(shares) == pytest.approx(rates.seconds(whole, 2)) and all(share > 0 for share in shares)
+    assert rates.shares([NOTHING], 2) == [0.0]

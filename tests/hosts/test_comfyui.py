@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 import random_checkpoint
 import torch
 from comfyui_server import PACK, Prompt, RunError, Server, serving, to_prompt
+from command_line import call
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -263,6 +265,29 @@ def test_the_vae_nodes_keep_the_picture(server, decoded) -> None:
     assert (far(decoded["7019"], decoded["8019"]) <= 1).mean() >= 0.999  # encoded, and decoded by the stock node
     for stage in ("decode", "encode"):
         assert any("vae_exact 2" in line for line in server.lines(f"sd-lowvram: {stage} {SIZE}x{SIZE}"))
+
+
+def test_latents_are_saved_first_and_decoded_without_the_host(server, stock) -> None:
+    made = optimized(prompt(), **CHUNKED)
+    for number, choice in (("20", "keep"), ("21", "until decoded")):
+        ours = {"budget": "", "vae_tiles": "exact", "save_latents": choice}
+        saved(made, number, "LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], **ours)
+    seen: set[Path] = set()
+    begun = server.start(made)
+    with ThreadPoolExecutor(1) as waiting:
+        ended = waiting.submit(server.finish, begun)
+        while not ended.done():
+            seen |= set(server.output.glob("*.latents.safetensors"))
+            time.sleep(0.02)
+    pictures = server.pictures(ended.result())
+    [kept] = server.output.glob("*.latents.safetensors")
+    assert len(seen) == 2 and kept in seen and kept.stat().st_mtime < pictures["209"].stat().st_mtime
+    done = call("resume", kept.name, folder=server.output)
+    assert done.returncode == 0, done.stderr
+    picture = kept.with_name(kept.name.replace(".latents.safetensors", ".png"))
+    assert not kept.exists() and (far(picture, pictures["209"]) <= 1).mean() >= 0.999
+    with Image.open(picture) as ours, Image.open(pictures["209"]) as theirs:
+        assert json.loads(ours.info["prompt"]) == json.loads(theirs.info["prompt"])
 
 
 def test_the_report_compares(server, decoded) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import numpy
 import pytest
 import webui_data
+from command_line import call
 from PIL import Image
 from webui_data import KIND, PYTHON, WEBUI
 from webui_server import NAME, Made, RefusedError, Server, serving
@@ -101,6 +103,28 @@ def test_the_picture_is_the_same(server: Server, preset: str) -> None:
     sites = server.sites()
     assert sites["attention"] == UNET_ATTENTIONS + VAE_ATTENTIONS
     assert sites.get("residual_strips", 0) == (RESIDUAL_BLOCKS if preset == "smallest" else 0)
+
+
+def test_latents_are_saved_first_and_decoded_without_the_host(server: Server, data: Path) -> None:
+    def files() -> set[Path]:
+        return set(data.rglob("*.latents.safetensors"))
+
+    for choice in ("until decoded", "keep"):
+        seen: set[Path] = set()
+        with ThreadPoolExecutor(1) as waiting:
+            asked = waiting.submit(server.make, ours={"preset": "exact", "save_latents": choice})
+            while not asked.done():
+                seen |= files()
+                time.sleep(0.02)
+        made = asked.result()
+        assert len(seen) == 1 and len(files()) == (choice == "keep")
+    [kept] = files()
+    done = call("resume", kept.name, folder=kept.parent)
+    assert done.returncode == 0, done.stderr
+    with Image.open(kept.with_name(kept.name.replace(".latents.safetensors", ".png"))) as picture:
+        away = numpy.abs(numpy.asarray(picture.convert("RGB")).astype(int) - made.picture.astype(int)).max(-1)
+        assert picture.info["parameters"].startswith(made.infotext.split("\n")[0])
+    assert not kept.exists() and (away > 1).mean() <= 0.001
 
 
 def test_the_positional_list_does_the_same(server: Server) -> None:

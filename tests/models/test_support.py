@@ -326,7 +326,7 @@ def test_all_that_is_served_is_in_these_tests() -> None:
 
 def test_frames_are_no_latents_of_a_picture() -> None:
     pipe = tiny.pipeline("sd15")
-    with pytest.raises(BadInputError, match="not \\(N, C, h, w\\)"):
+    with pytest.raises(BadInputError, match="takes: \\(N, 4, height, width\\)"):
         sd_lowvram.decode(pipe.vae, torch.zeros(1, 4, 3, 8, 8))
-    with pytest.raises(BadInputError, match="not \\(N, C, H, W\\)"):
+    with pytest.raises(BadInputError, match="takes: \\(N, 3, height, width\\)"):
         sd_lowvram.encode(pipe.vae, torch.zeros(1, 3, 3, 64, 64))

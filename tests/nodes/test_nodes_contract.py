@@ -25,8 +25,11 @@ COMFYUI_DOES = {
     "weights_mib",
     "split_layers",
     "weight_storage",
+    "compile",
+    "packed_weights",
 }
-"""Where weights are, their type and format, and the inference mode, as it keeps one set of them for all workflows."""
+"""Where weights are, their type and format, and the inference mode, as it keeps one set of them for all workflows; and
+torch.compile, for which it has a node."""
 IDS = {
     "LowVRAMOptimizeModel",
     "LowVRAMOptimizeVAE",
@@ -118,19 +121,22 @@ def test_every_knob_is_shown_where_it_says(pack, name) -> None:
 
 def test_all_surfaces_show_all_but_what_comfyui_does_itself() -> None:
     """A knob that leaves a surface out is named here, or fails."""
+    absent = {name: {"node"} for name in COMFYUI_DOES} | {"cuda_graphs": {"node", "panel"}}
     for name, knob in knobs().items():
-        assert set(SURFACES) - set(knob.surfaces) == ({"node"} if name in COMFYUI_DOES else set()), name
+        assert set(SURFACES) - set(knob.surfaces) == absent.get(name, set()), name
 
 
 def test_knobs_come_after_what_a_node_has_and_in_their_order(pack) -> None:
-    """Steps came later, so they come after the knobs that were there."""
+    """Steps and the choice to save latents came later, so they come after the knobs that were there."""
     for name, node in pack.NODE_CLASS_MAPPINGS.items():
         widgets = widgets_of(node)
         ours = [widget for widget in widgets if widget in knobs()]
         assert ours == [knob for knob in knobs() if knob in ours]
-        own = [widget for widget in widgets if widget not in (*knobs(), "steps")]
+        own = [widget for widget in widgets if widget not in (*knobs(), "steps", "save_latents")]
         first = [knob for knob in ours if knobs()[knob].since == "0.1"]
-        assert widgets == own + first + ["steps"] * (name == "LowVRAMPlan") + ours[len(first) :]
+        second = [knob for knob in ours if knobs()[knob].since == "0.2"]
+        steps, save = ["steps"] * (name == "LowVRAMPlan"), ["save_latents"] * (name == "LowVRAMVAEDecode")
+        assert widgets == own + first + steps + second + save + ours[len(first) + len(second) :]
 
 
 def test_people_see_budget_and_size_first(pack) -> None:

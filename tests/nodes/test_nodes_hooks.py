@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import types
 from typing import Any
 
 import comfy_host
+import numpy
 import pytest
 import tiny
 import torch
 from comfy_host import ROOT, Bar, Guider, Interrupted, Model, Patcher, import_pack
+from PIL import Image
+from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensor
+
+from sd_lowvram.commands.decode_saved import decoded
+from sd_lowvram.saved_latents.file import read_saved
+from sd_lowvram.saved_latents.hosted import hosted_of
 
 TEXT = torch.randn(1, 77, 32, generator=torch.Generator().manual_seed(1))
 NOISE = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -143,13 +152,16 @@ def test_a_card_that_is_full_after_all_gets_a_leaner_plan(pack, model) -> None:
     mine, record = node.optimize(model, "", 64, 64, 1)["result"]
     plain, first = Guider(model, TEXT).sample(NOISE), record.plans["denoise"]
 
+    times = iter(range(2))
+
     def full(_: Any, given: tuple[Any, ...]) -> None:
-        if not isinstance(given[0], FakeTensor):
-            hook.remove()
+        if not isinstance(given[0], FakeTensor) and next(times, None) is not None:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     hook = _unet(model).mid_block.register_forward_pre_hook(full)
     assert tiny.relative_error(Guider(mine, TEXT).sample(NOISE), plain) < 1e-5
+    hook.remove()
+    assert len(record.plans["denoise"].rungs) == 2
     assert record.plans["denoise"].predicted.peak_bytes < first.predicted.peak_bytes
     assert any("the UNet ran out of memory" in note for note in record.notes)
     assert not traces_of_us(_unet(model))
@@ -240,12 +252,16 @@ def test_cancel_stops_a_decode_and_leaves_nothing(pack, vae, cancelled) -> None:
     assert not traces_of_us(vae.first_stage_model)
 
 
-def test_out_of_memory_means_smaller_exact_strips_and_no_tiles(pack, vae) -> None:
-    pixels = vae.decode(LATENTS)
-    vae.short = [1]
-    assert tiny.relative_error(optimize_vae(pack, vae).decode(LATENTS), pixels) < 1e-5
+def test_out_of_memory_means_a_leaner_plan_and_no_tiles(pack, vae) -> None:
+    ours = sys.modules[f"{pack.__name__}.nodes.node_request"]
+    optimized = sys.modules[f"{pack.__name__}.nodes.autoencoder"].optimized_vae
+    settings = sys.modules[f"{pack.__name__}.sd_lowvram.settings"].Settings()
+    pixels, asked, record = vae.decode(LATENTS), ours.NodeRequest("", settings), ours.Record()
     vae.short = [1, 1]
-    with pytest.raises(comfy_host.OutOfMemory):
+    assert tiny.relative_error(optimized(vae, asked, record).decode(LATENTS), pixels) < 1e-5
+    assert [rung.name for rung in record.plans["decode"].rungs][1:] == ["smaller strips"] and len(record.notes) == 2
+    vae.short = [1] * 30
+    with pytest.raises(comfy_host.OutOfMemory, match="nothing leaner fits"):
         optimize_vae(pack, vae).decode(LATENTS)
     assert not traces_of_us(vae.first_stage_model)
 
@@ -257,6 +273,54 @@ def test_decode_and_encode_nodes(pack, vae) -> None:
     with_alpha = torch.cat([pixels, torch.ones_like(pixels[..., :1])], dim=-1)
     (latents,) = nodes["LowVRAMVAEEncode"]().encode(with_alpha, vae, "2GB", vae_tiles="exact")
     assert tiny.relative_error(latents["samples"], vae.encode(pixels)) < 1e-5
+
+
+@pytest.mark.parametrize("choice", ["off", "until decoded", "keep"])
+def test_latents_are_saved_first(pack, vae, tmp_path, monkeypatch, choice) -> None:
+    """They are in the file while they are decoded, with the workflow; after a failure they stay, and are decoded."""
+    files = types.SimpleNamespace(
+        get_output_directory=lambda: str(tmp_path), get_full_path=lambda kind, name: f"/models/{kind}/{name}"
+    )
+    monkeypatch.setitem(sys.modules, "folder_paths", files)
+    prompt = {
+        "1": {"inputs": {"ckpt_name": "a.safetensors"}},
+        "2": {"inputs": {"vae": ["1", 2]}},
+        "3": {"inputs": {"vae": ["2", 0], "samples": ["9", 0]}},
+    }
+    told = {"prompt": prompt, "extra_pnginfo": {"workflow": {"nodes": []}, "other": 1}, "unique_id": "3"}
+    node, seen, stock = pack.NODE_CLASS_MAPPINGS["LowVRAMVAEDecode"](), [], type(vae).decode
+
+    def decode(self, latents):
+        seen.extend(tmp_path.iterdir())
+        if fails:
+            raise RuntimeError("of the card")
+        return stock(self, latents)
+
+    monkeypatch.setattr(type(vae), "decode", decode)
+    asked = {"budget": "2GB", "vae_tiles": "exact", "save_latents": choice, **told}
+    fails = False
+    (pixels,) = node.decode({"samples": LATENTS}, vae, **asked)
+    assert len(seen) == (choice != "off") and len([*tmp_path.iterdir()]) == (choice == "keep")
+    for file in tmp_path.iterdir():
+        file.unlink()
+    fails = True
+    with pytest.raises(RuntimeError, match="of the card"):
+        node.decode({"samples": LATENTS}, vae, **asked)
+    left = [*tmp_path.iterdir()]
+    assert len(left) == (choice != "off")
+    if not left:
+        return
+    saved = read_saved(left[0])
+    hosted = hosted_of(left[0], saved)
+    assert hosted.autoencoder == "/models/checkpoints/a.safetensors"
+    assert [sorted(one) for one in hosted.texts] == [["prompt", "workflow"]] * len(LATENTS)
+    vae.first_stage_model.save_pretrained(tmp_path / "vae")
+    result = decoded(left[0], saved, {"model": str(tmp_path / "vae")}, False, Console(quiet=True))
+    assert not left[0].exists() and len(result["files"]) == len(LATENTS)
+    with Image.open(result["files"][0]) as picture:
+        assert json.loads(picture.text["prompt"]) == prompt
+        values = ((pixels[0] / 2 + 0.5).clamp(0, 1) * 255).round()  # this host gives what the autoencoder does
+        assert (torch.from_numpy(numpy.array(picture)) - values).abs().max() <= 1
 
 
 def test_what_comes_to_the_model_is_what_is_planned(pack, model) -> None:

@@ -14,6 +14,7 @@ from sd_lowvram.memory import is_host, pinned
 from sd_lowvram.streaming import host_weights as module
 from sd_lowvram.streaming.host_weights import CHUNK_BYTES, RING_BYTES, host_budget, mapped_bytes
 from sd_lowvram.units import MIB
+from sd_lowvram.weights import lay_last, same_bits
 
 CPU = torch.device("cpu")
 SHAPES = {"small": (3,), "scalar": (), "image": (8, 4, 3, 3), "large": (1300, 4096), "bytes": (77,)}
@@ -143,9 +144,37 @@ def test_strides_are_kept(mapped: dict[str, Tensor]) -> None:
         target = torch.zeros(8, 4, 3, 3, dtype=torch.float16).permute(0, 2, 3, 1)
         masters.copy_to(mapped["image"].permute(0, 2, 3, 1), target)
         assert torch.equal(target, mapped["image"].permute(0, 2, 3, 1))
-    target = torch.zeros(8, 4, 3, 3, dtype=torch.float16)  # other strides than the source: slower, and as right
+    target = torch.zeros(8, 4, 3, 3, dtype=torch.float16)  # other strides than the source, which has no ring to pass
     masters.copy_to(tensor, target)
     assert torch.equal(target, tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("ram", [0, 1 << 30])
+def test_kernels_come_channels_last_out_of_the_order_of_their_file(
+    tmp_path: Path, ram: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of those of which one output is larger than a chunk; whatever bits they hold."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 10)
+    noise = torch.Generator().manual_seed(0)
+    shapes = {"one": (1, 60, 7, 7), "many": (33, 40, 3, 3), "tall": (5, 1, 30, 30), "small": (2, 3, 3, 3)}
+    bits = {
+        name: torch.randint(0, 256, (*shape, dtype.itemsize), generator=noise, dtype=torch.uint8)
+        for name, shape in shapes.items()
+    }
+    save_file({name: data.view(dtype).squeeze(-1) for name, data in bits.items()}, tmp_path / "kernels.safetensors")
+    kernels = {name: nn.Parameter(data, False) for name, data in load_file(tmp_path / "kernels.safetensors").items()}
+    for kernel in kernels.values():
+        lay_last(kernel)
+    masters = masters_of(kernels.values(), ram, CPU)
+    assert (masters.mapped_bytes, masters.pinned_bytes)[ram > 0] >= _nbytes(kernels)
+    for name, kernel in kernels.items():
+        assert kernel.data.is_contiguous(memory_format=torch.channels_last) or _in_file(kernel.data)
+        target = torch.zeros_like(kernel.data, memory_format=torch.channels_last)
+        masters.copy_to(kernel.data, target)
+        assert same_bits(target.contiguous(), bits[name].view(dtype).squeeze(-1))
+    masters.undo()
+    assert all(map(_in_file, kernels.values()))
 
 
 @pytest.mark.parametrize("ram", [0, 1 << 30])

@@ -31,7 +31,12 @@ UNITS = st.lists(
     max_size=12,
 )
 COPIES = st.builds(
-    Copies, bandwidth=st.floats(K / 4, 40 * K), latency=st.sampled_from([0.0, 0.05]), overlap=st.booleans()
+    Copies,
+    bandwidth=st.floats(K / 4, 40 * K),
+    latency=st.sampled_from([0.0, 0.05]),
+    overlap=st.booleans(),
+    reading=st.floats(K / 4, 40 * K),
+    pinned=st.none() | st.integers(0, 200 * K),
 )
 
 
@@ -104,6 +109,29 @@ def test_a_resident_costs_nothing_and_a_fetch_its_latency():
     assert simulate(units, lay_out(units, {0}, K), Copies(K, 0.5, overlap=False)) == pytest.approx(3.5)
 
 
+def test_what_has_to_be_read_takes_as_long_as_reading_it():
+    """The reader fills the ring while its chunks are copied; a CPU does one after the other."""
+    units = [unit(2), unit(4)]
+    mapped = Copies(4 * K, reading=K, pinned=2 * K)
+    assert list(mapped.of_fetches(one.bytes for one in units)) == pytest.approx([0.5, 4.0])
+    assert list(Copies(K, reading=4 * K, pinned=3 * K).of_fetches([2 * K, 4 * K])) == pytest.approx([2.0, 4.0])
+    one_by_one = dataclasses.replace(mapped, overlap=False)
+    assert list(one_by_one.of_fetches(one.bytes for one in units)) == pytest.approx([0.5, 5.0])
+    assert simulate(units, lay_out(units, (), 6 * K), one_by_one) == pytest.approx(7.5)
+    assert simulate(units, lay_out(units, (), 6 * K), mapped) == pytest.approx(5.0)
+
+
+def test_another_schedule_is_best_where_reading_takes_longest():
+    units = [unit(5, 3.0), unit(15, 3.0), unit(21, 6.0), unit(8, 5.0)]
+    pinned = Copies(5 * K)
+    mapped = dataclasses.replace(pinned, reading=2 * K, pinned=0)
+    room = 45 * K
+    of_pinned, of_mapped = (best_schedule(units, room, copies) for copies in (pinned, mapped))
+    assert of_pinned.resident != of_mapped.resident
+    assert [simulate(units, of_pinned, copies) for copies in (pinned, mapped)] == pytest.approx([17.0, 21.5])
+    assert [simulate(units, of_mapped, copies) for copies in (pinned, mapped)] == pytest.approx([18.0, 19.5])
+
+
 def test_prefetch_runs_over_into_the_next_step():
     units = [unit(4, seconds=1.0), *[unit(0, seconds=1.0)] * 3]
     assert simulate(units, lay_out(units, (), 4 * K), Copies(2 * K)) == pytest.approx(4.0)
@@ -161,7 +189,7 @@ def test_of_more_units_the_search_comes_near_the_best_residents():
 @given(UNITS, st.floats(0, 1), COPIES)
 def test_a_step_is_as_long_as_its_compute_or_its_copies_at_least(units, share, copies):
     compute = sum(one.seconds for one in units)
-    copied = sum(copies.seconds(one.bytes) for one in units if one.bytes)
+    copied = sum(copies.of_fetches(one.bytes for one in units if one.bytes))
     seconds = simulate(units, lay_out(units, (), budget(units, share)), copies)
     assert max(compute, copied) - 1e-6 <= seconds <= compute + copied + 1e-6
 
@@ -178,24 +206,23 @@ def test_the_search_gives_the_same_again():
     assert best_schedule(units, 60 * K, Copies(3 * K)) == best_schedule(units, 60 * K, Copies(3 * K))
 
 
-STATED = dataclasses.replace(profile("rtx2070"), half_flops=8e12)
-"""The RTX 2070 as it is compared: 8 TFLOP/s, copies at 12 GB/s."""
+RTX2070 = "RTX 2070 at 13 TFLOP/s, 12 GB/s"
 
 
 @pytest.fixture(scope="module")
 def tables():
     """Full-size UNets on every profile, each traced once."""
-    every = [STATED, *PROFILES.values()]
-    wanted = {("sd15", 512): every, ("sd15", 1024): [STATED], ("sdxl", 1024): every}
+    every = [*PROFILES.values()]
+    wanted = {("sd15", 512): every, ("sd15", 1024): [profile("rtx2070")], ("sdxl", 1024): every}
     return {(model, side): table(model, side, side, cards) for (model, side), cards in wanted.items()}
 
 
 @pytest.mark.parametrize(
     ("side", "most"),
-    [(512, {50: 1.01, 25: 1.15, 10: 1.26}), (1024, {50: 1.001, 25: 1.001, 10: 1.01})],
+    [(512, {50: 1.001, 25: 1.14, 10: 1.27}), (1024, {50: 1.001, 25: 1.001, 10: 1.03})],
 )
 def test_a_step_of_sd15_with_a_part_of_its_weights_on_the_device(tables, side, most):
-    rows = [row for row in tables["sd15", side] if row.device.startswith("RTX 2070 at 8 TFLOP/s, 12 GB/s")]
+    rows = [row for row in tables["sd15", side] if row.device == RTX2070]
     assert {row.share_percent for row in rows} == set(most)
     for row in rows:
         assert row.slowdown["ours"] <= most[row.share_percent]
@@ -204,7 +231,7 @@ def test_a_step_of_sd15_with_a_part_of_its_weights_on_the_device(tables, side, m
 
 def test_no_simple_policy_is_faster_on_any_profile(tables):
     rows = [row for table in tables.values() for row in table]
-    assert len({row.device for row in rows}) == len(PROFILES) + 1
+    assert len({row.device for row in rows}) == len(PROFILES)
     for row in rows:
         times = dict(row.slowdown)
         ours, least = times.pop("ours"), times.pop("bound")
@@ -214,8 +241,8 @@ def test_no_simple_policy_is_faster_on_any_profile(tables):
 
 def test_the_search_is_worth_it(tables):
     """Against the policy of ComfyUI, at a quarter of the weights and 512x512."""
-    row = next(row for row in tables["sd15", 512] if row.share_percent == 25 and "8 TFLOP/s" in row.device)
-    assert row.slowdown["largest first"] - row.slowdown["ours"] > 0.04
+    row = next(row for row in tables["sd15", 512] if row.share_percent == 25 and row.device == RTX2070)
+    assert row.slowdown["largest first"] - row.slowdown["ours"] > 0.03
 
 
 def test_the_bench_prints_json_and_writes_markdown(monkeypatch, capsys, tmp_path, tables):
@@ -224,7 +251,7 @@ def test_the_bench_prints_json_and_writes_markdown(monkeypatch, capsys, tmp_path
     printed = json.loads(capsys.readouterr().out)
     assert printed == [dataclasses.asdict(row) for row in rows] and printed[0]["slowdown"]["ours"] < 1.01
     written = (tmp_path / "schedule.md").read_text(encoding="utf-8")
-    assert "## sd15 512x512, RTX 2070 at 8 TFLOP/s, 12 GB/s: 201 ms a step" in written
+    assert f"## sd15 512x512, {RTX2070}: 171 ms a step" in written
     run(models=("sd15",))
     assert "25 %, 410 MiB" in capsys.readouterr().out
 

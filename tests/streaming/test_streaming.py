@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sd_lowvram.errors import BudgetError, ConflictError
 from sd_lowvram.session import attach, detach, entered, prepare
 from sd_lowvram.streaming.copier import Copier
 from sd_lowvram.streaming.engine import Stream
+from sd_lowvram.streaming.host_weights import host_budget, mapped_bytes
 from sd_lowvram.streaming.pool import Pool
 from sd_lowvram.tracing import trace
 from sd_lowvram.units import MIB
@@ -84,6 +86,31 @@ def test_same_bits(name: str, dtype: torch.dtype) -> None:
             for size in ((8, 16), (8, 8), (8, 16)):
                 assert torch.equal(run(unet, size), expected[size]), settings
             assert attachment.sites["offload"] > 300
+
+
+@pytest.mark.parametrize("way", ["layer", "halves", "little", "component", "component, stored"])
+def test_kernels_stay_in_their_file_and_come_channels_last(way: str, tmp_path: Path) -> None:
+    """The bits of a resident model whose weights are channels last, and nothing held for them; what is changed
+    meanwhile stays changed."""
+    from diffusers import UNet2DConditionModel
+
+    shared("sd15").to(torch.float32).save_pretrained(tmp_path)
+    unet = UNet2DConditionModel.from_pretrained(tmp_path).requires_grad_(False)
+    before = {name: (weight.data_ptr(), weight.stride()) for name, weight in unet.named_parameters()}
+    others: dict[str, Any] = {"channels_last": True, "weight_storage": "int8" if "stored" in way else None}
+    with attached(unet, Settings(**others), device="cpu"):
+        expected = run(unet, (17, 25))
+    settings = WAYS.get(way, Settings(offload="component")).filled(**others)
+    with host_budget(0), attached(unet, settings, device="cpu"):
+        assert mapped_bytes(unet) == weight_bytes(unet) or "stored" in way
+        assert torch.equal(run(unet, (17, 25)), expected)
+        assert torch.equal(run(unet, (17, 25)), expected)
+    assert {name: (weight.data_ptr(), weight.stride()) for name, weight in unet.named_parameters()} == before
+    if "stored" not in way:
+        with attached(unet, settings, device="cpu"):  # in memory that the masters get
+            assert torch.equal(run(unet, (17, 25)), expected)
+            unet.conv_in.weight.data += 1
+        assert unet.conv_in.weight.is_contiguous() and unet.conv_in.weight.mean() > 0.5
 
 
 @pytest.mark.parametrize("way", ["layer", "blocks", "little"])

@@ -57,6 +57,7 @@ def forks_of(setup: str, env: dict[str, str]) -> Iterator[Callable[..., subproce
 def _become(request: dict) -> None:
     """The process that the request asks for, up to its program."""
     signal.alarm(SECONDS)  # one that hangs ends, by a signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has programs in the background ignore it
     os.chdir(request["folder"])
     for stream, path in zip((1, 2), request["streams"], strict=True):
         file = os.open(path, os.O_WRONLY | os.O_CREAT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,11 @@ import webui_ext
 from sd_lowvram import Settings
 from sd_lowvram.devices.performance import PROFILES
 from sd_lowvram.errors import BudgetError
-from sd_lowvram.planning.plan import Predicted, Request
+from sd_lowvram.planning.plan import Plan, Predicted, StagePlan
+from sd_lowvram.planning.request import Request
+from sd_lowvram.saved_latents.file import read_saved
+from sd_lowvram.saved_latents.hosted import hosted_of
+from sd_lowvram.settings import Fidelity
 from sd_lowvram.weights import weight_bytes
 from webui_ext.arguments import arguments
 
@@ -58,6 +63,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "devices": module("modules.devices", device=torch.device("cpu")),
         "ui_components": module("modules.ui_components", InputAccordion=None),
         "sd_models": module("modules.sd_models", model_data=SimpleNamespace(sd_model=None)),
+        "processing": module(
+            "modules.processing", create_infotext=lambda p, *_, index, **__: f"{p.prompts[index]}, told"
+        ),
     }
     monkeypatch.setitem(sys.modules, "modules", module("modules", **parts))
     for name, part in parts.items():
@@ -84,11 +92,15 @@ def foretold(model: Any, chosen: Any, picture: Any) -> Any:
     request = Request(
         picture.width, picture.height, picture.batch, 1 << 33, 1 << 33, torch.device("cpu"), PROFILES["rtx2070"]
     )
-    stages = (SimpleNamespace(name="denoise", activation_bytes=5), SimpleNamespace(name="decode", activation_bytes=7))
-    predicted = Predicted(1 << 30, 1 << 30, 0, 1 << 29, 1 << 29, 0, 1 << 20, 3.0, "denoise")
-    return SimpleNamespace(
-        settings=SETTINGS, request=request, stages=stages, predicted=predicted, timing=None, reasons=()
+    sizes = {"peak_bytes": 1 << 30, "reserved_bytes": 1 << 30, "weights_bytes": 1 << 29, "largest_bytes": 1 << 20}
+    sizes |= {"host_bytes": 0, "held_bytes": 1 << 30}
+    parts = (("denoise", "unet", 5), ("decode", "vae", 7))
+    stages = tuple(
+        StagePlan(name, component, activation_bytes=activations, seconds=1.5, choice={}, **sizes)
+        for name, component, activations in parts
     )
+    predicted = Predicted(1 << 30, 1 << 30, 0, 1 << 29, 1 << 29, 0, 1 << 20, 3.0, "denoise")
+    return Plan(SETTINGS, request, True, predicted, stages, 0, 0, 0, Fidelity.ROUNDING, ())
 
 
 def generation(**more: Any) -> Any:
@@ -255,24 +267,35 @@ def test_more_rows_than_planned_are_planned_anew_and_told(host: Any, script: Any
 def test_a_card_that_is_full_after_all_gets_a_leaner_plan(
     host: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    budgets: list[str] = []
+    asked: list[dict[str, Any]] = []
 
     def planned(model: Any, chosen: Any, picture: Any) -> Any:
-        budgets.append(chosen["vram"])
-        return foretold(model, chosen, picture)
+        asked.append(dict(chosen))
+        plan, less = foretold(model, chosen, picture), len(asked) - 1
+        predicted = dataclasses.replace(plan.predicted, reserved_bytes=plan.predicted.reserved_bytes - less)
+        return dataclasses.replace(plan, predicted=predicted)
+
+    times = iter(range(2))
 
     def full(*_: Any) -> None:
-        hook.remove()
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        if next(times, None) is not None:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(importlib.import_module("webui_ext.run"), "plan_for", planned)
     before, p = state(host.sd_model), generation()
-    script.process(p, {"enabled": True, "vram": "4GB"})
+    script.process(p, {"enabled": True, "vram": "4GB", "attention": "sliced"})
     wanted = denoised(host.sd_model)
     hook = host.sd_model.model.diffusion_model.middle_block.register_forward_pre_hook(full)
     assert torch.equal(denoised(host.sd_model), wanted)
-    assert budgets == ["4GB", f"{(1 << 30) - 1} b"]
-    assert "[sd-lowvram] unet ran out of memory on cpu with a plan of 1 GiB: it goes on" in capsys.readouterr().out
+    hook.remove()
+    assert {one["vram"] for one in asked[1:]} == {f"{(1 << 30) - 1} b"}
+    assert {one["attention"] for one in asked} == {"sliced"}  # and what the plan had chosen besides
+    assert [one["park_skips"] for one in asked[:3]] == ["auto", "off", "auto"]
+    told = capsys.readouterr().out
+    assert "[sd-lowvram] unet ran out of memory on cpu with a plan of 1 GiB: what was cached is given up" in told
+    assert "[sd-lowvram] unet ran out of memory on cpu with a plan of 1 GiB: it goes on" in told
+    script.postprocess_batch(p, None, batch_number=0)
+    assert p.extra_generation_params["Low VRAM ran out"] == "cache emptied + smaller strips"
     script.postprocess(p, None)
     assert state(host.sd_model) == before
 
@@ -408,3 +431,32 @@ def test_weights_of_8_bits_are_widened_in_the_denoiser_alone(
     host.sd_model.float()
     wide = activations(fp8=False)
     assert narrow["denoise"] < 0.8 * wide["denoise"] and narrow["decode"] == wide["decode"]
+
+
+@pytest.mark.parametrize("choice", ["off", "until decoded", "keep"])
+def test_latents_are_saved_from_the_sampling_to_the_pictures(
+    host: Any, script: Any, tmp_path: Path, choice: str
+) -> None:
+    """Each batch has its file; a second pass writes it anew, and so does what the host has painted over."""
+    sampled = torch.randn(2, 4, 8, 8)
+    host.sd_model.sd_checkpoint_info = SimpleNamespace(filename="/models/a.safetensors")
+    host.sd_model.scale_factor = 0.18215
+    p = generation(batch_size=2, outpath_samples=str(tmp_path), iteration=0, subseeds=[0, 0], seeds=[1, 2])
+    p.prompts, p.negative_prompts = ["a cat", "a dog"], ["", ""]
+    script.process(p, {"enabled": True, "vram": "4GB", "save_latents": choice})
+    for batch, latents in ((0, sampled), (0, 2 * sampled), (1, 3 * sampled)):
+        p.iteration, p.sampler = batch, SimpleNamespace(sample=lambda latents=latents: latents)
+        script.process_before_every_sampling(p, x=latents)
+        assert torch.equal(p.sampler.sample(), latents)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == (0 if choice == "off" else 2)
+    for file, latents in zip(files, (2 * sampled, 3 * sampled), strict=False):
+        hosted = hosted_of(file, read_saved(file))
+        assert torch.equal(hosted.latents, latents / host.sd_model.scale_factor)
+        assert hosted.autoencoder == "/models/a.safetensors"
+        assert [one["parameters"] for one in hosted.texts] == ["a cat, told", "a dog, told"]
+    script.post_sample(p, SimpleNamespace(samples=4 * sampled))
+    for file in files[1:]:
+        assert torch.equal(read_saved(file).tensors["latents"], 4 * sampled / host.sd_model.scale_factor)
+    script.postprocess(p, None)
+    assert len([*tmp_path.iterdir()]) == (2 if choice == "keep" else 0)

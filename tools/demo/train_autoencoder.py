@@ -12,7 +12,6 @@ so it may train while the decoder is still being polished.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from pathlib import Path
 
@@ -20,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from data import load
 from diffusers import AutoencoderKL
+
+from sd_lowvram.unets.training import Average, rate
 
 SCALING = 0.18215
 
@@ -83,28 +84,6 @@ def evaluate(vae: AutoencoderKL, pictures: torch.Tensor, latents: torch.Tensor |
         mean = vae.encode(part).latent_dist.mean if latents is None else latents[i : i + 16]
         out.append(psnr(vae.decode(mean).sample, part))
     return torch.cat(out).mean().item()
-
-
-class Average:
-    """Exponential moving average of a module's parameters."""
-
-    def __init__(self, module: torch.nn.Module, decay: float) -> None:
-        self.module, self.decay, self.steps = module, decay, 0
-        self.shadow = {k: v.detach().clone() for k, v in module.state_dict().items()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        self.steps += 1
-        decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        for k, v in self.module.state_dict().items():
-            self.shadow[k].lerp_(v, 1 - decay)
-
-
-def rate(step: int, steps: int, peak: float, warmup: int = 200) -> float:
-    """Linear warm-up, then half a cosine down to 2 % of the peak."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / (steps - warmup)))))
 
 
 def save(file: Path, **state: object) -> None:

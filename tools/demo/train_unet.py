@@ -22,8 +22,10 @@ from data import load
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch.multiprocessing.spawn import spawn
-from train_autoencoder import SCALING, Average, rate, save
+from train_autoencoder import SCALING, save
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from sd_lowvram.unets.training import Average, noise_levels, rate
 
 WIDTH = 192
 TEMPLATES = ("{}", "a {}", "{}", "a {}", "{}", "a {}", "the {}", "a picture of a {}", "an icon of a {}")
@@ -82,11 +84,6 @@ def batch(names: list[list[str]], size: int) -> tuple[torch.Tensor, list[str]]:
         for i in chosen.tolist()
     ]
     return chosen, texts
-
-
-def noise_levels(size: int) -> torch.Tensor:
-    """Timesteps spread evenly over the batch."""
-    return ((torch.arange(size) + torch.rand(size)) * (1000 / size)).long().clamp(max=999)
 
 
 def velocity_loss(model: Model, clean: torch.Tensor, tokens: torch.Tensor, scheduler: DDPMScheduler) -> torch.Tensor:

@@ -1,0 +1,68 @@
+"""Loads the autoencoder alone: of a checkpoint, of a diffusers folder, or from a file of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError
+from .architectures import architecture
+from .inspection import folder_variant
+from .load import explained, typed
+from .safetensors_header import Entry, read_header
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_LEVEL = re.compile(r"decoder\.up\.(\d)\.block\.0\.conv1\.weight")
+
+
+def load_autoencoder(path: Path, dtype: torch.dtype) -> nn.Module:
+    """The autoencoder of ``path``, a diffusers folder or a ``.safetensors`` file, on the CPU.
+
+    Raises:
+        CheckpointError: missing, unreadable, a pickle, or without an autoencoder for pictures.
+    """
+    from diffusers import AutoencoderKL
+
+    if path.is_dir():
+        part = path / "vae" if (path / "vae").is_dir() else path
+        with explained(path):
+            own: Any = {"variant": folder_variant(path, False)} if part != path else {}
+            folder: nn.Module = AutoencoderKL.from_pretrained(
+                part, local_files_only=True, use_safetensors=True, **own, **typed(dtype)
+            )
+        return folder
+    if path.suffix.lower() != ".safetensors":
+        raise CheckpointError(f"{path} is no .safetensors file: give one, or a diffusers folder, with --model")
+    config = _configuration(path, read_header(path).tensors)
+    with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as name:
+        (Path(name) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        with explained(path):
+            file: nn.Module = AutoencoderKL.from_single_file(
+                str(path), config=name, local_files_only=True, **typed(dtype)
+            )
+    return file
+
+
+def _configuration(path: Path, tensors: dict[str, Entry]) -> dict[str, Any]:
+    """The configuration of the autoencoder in a file, by the shapes of its weights."""
+    inner = {name.removeprefix("first_stage_model.").removeprefix("vae."): entry for name, entry in tensors.items()}
+    levels = {int(match[1]): entry for name, entry in inner.items() if (match := _LEVEL.fullmatch(name))}
+    first = inner.get("decoder.conv_in.weight")
+    whole = all(_is_a_level(entry.shape) for entry in levels.values())
+    if first is None or sorted(levels) != [0, 1, 2, 3] or len(first.shape) != 4 or not whole:
+        raise CheckpointError(f"{path} has no autoencoder of Stable Diffusion's kind: give the checkpoint with --model")
+    quantised = {f"use_{name}": f"{name}.weight" in inner for name in ("quant_conv", "post_quant_conv")}
+    sizes = {"block_out_channels": [levels[level].shape[0] for level in range(4)], "latent_channels": first.shape[1]}
+    return {**architecture("sd15")["vae"], **quantised, **sizes}
+
+
+def _is_a_level(shape: Sequence[int]) -> bool:
+    """Whether a level's first convolution has it: a few numbers in a file would else stand for a model of any width."""
+    return len(shape) == 4 and shape[1] >= shape[0] and tuple(shape[2:]) == (3, 3)

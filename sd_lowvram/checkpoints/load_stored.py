@@ -1,0 +1,45 @@
+"""Loads a pipeline whose components keep the number types in which they are stored, so that it is written as it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .inspection import folder_variant, is_pickle, model_path
+from .load import load_pipeline
+from .safetensors_header import read_header
+
+_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def load_as_stored(model: str | None) -> Any:
+    """The pipeline of ``model``, as :func:`load_pipeline` finds it; float32 where the file is a pickle.
+
+    A folder's components keep a type each. A single file is loaded in the type of its UNet.
+
+    Raises:
+        CheckpointError: missing, unreadable, truncated, or of an unknown kind.
+    """
+    path = model_path(model)
+    if not path.is_dir():
+        unread = is_pickle(path, True)
+        return load_pipeline(model, dtype=None if unread else _type_of([path], "model.diffusion_model."))
+    pipe: Any = load_pipeline(model)  # diffusers widens all to float32
+    variant = folder_variant(path, False)
+    for name, part in pipe.components.items():
+        if isinstance(part, nn.Module):
+            files = path.glob(f"{name}/*.safetensors")
+            dtype = _type_of([file for file in files if (".fp16." in file.name) == (variant == "fp16")])
+            nn.Module.to(part, dtype)  # diffusers' own `to` warns of parts kept in float32
+    return pipe
+
+
+def _type_of(files: list[Path], prefix: str = "") -> torch.dtype:
+    """The type of most tensors in ``files`` whose names begin with ``prefix``; float32 without any."""
+    entries = (entry for file in files for entry in read_header(file).tensors.items())
+    types = Counter(entry.dtype for name, entry in entries if name.startswith(prefix))
+    return _TYPES.get(types.most_common(1)[0][0], torch.float32) if types else torch.float32

@@ -1,0 +1,76 @@
+"""``--preview``: small pictures of a run that is under way, beside the place of the picture."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BadInputError
+from ..files.whole import write_whole
+from .streams import note
+from .values import MOST_STEPS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from ..previews.colours import Colours
+    from .inputs import Job
+
+
+def check_preview(every: int | None) -> None:
+    """Raise BadInputError unless ``--preview`` is a number of steps that can be waited for."""
+    if every is not None and not 1 <= every <= MOST_STEPS:
+        raise BadInputError(f"--preview {every} must be from 1 to {MOST_STEPS} steps")
+
+
+def previews(
+    pipe: Any, job: Job, every: int | None, files: list[Path], console: Console
+) -> contextlib.AbstractContextManager[None]:
+    """Inside, a run of ``pipe`` writes a preview of each of ``files`` after every so many steps; at the end they go.
+
+    Args:
+        every: None: there are none.
+    """
+    if every is None:
+        return contextlib.nullcontext()
+    from ..checkpoints.fingerprint import fingerprint
+    from ..checkpoints.inspection import model_path
+    from ..previews.colours import colours_of, of_the_demo
+
+    if job.model is None:
+        return _written(pipe, every, of_the_demo(), files)
+    with console.status("fitting colours of previews"):
+        colours = colours_of(pipe.vae, functools.partial(fingerprint, model_path(job.model)))
+    return _written(pipe, every, colours, files)
+
+
+@contextlib.contextmanager
+def _written(pipe: Any, every: int, colours: Colours, files: list[Path]) -> Iterator[None]:
+    from ..previews.prediction import predicted
+
+    places = [file.with_suffix(".preview.png") for file in files]
+    try:
+        with predicted(pipe, every, functools.partial(_write, pipe.vae_scale_factor, colours, places)):
+            yield
+    finally:
+        for place in places:
+            with contextlib.suppress(OSError):
+                place.unlink(missing_ok=True)
+
+
+def _write(scale: int, colours: Colours, places: list[Path], step: int, latents: Tensor) -> None:
+    from PIL import Image
+
+    from .pictures import png_of
+
+    try:
+        for pixels, place in zip(colours.of(latents).numpy(), places, strict=True):
+            small = Image.fromarray(pixels)
+            picture = small.resize((small.width * scale, small.height * scale), Image.Resampling.BICUBIC)
+            write_whole(png_of(picture, {"parameters": f"preview after step {step}"}), place)
+    except OSError as error:
+        note(f"no preview after step {step}: {error.strerror or error}")
