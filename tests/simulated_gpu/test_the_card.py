@@ -23,7 +23,7 @@ def to_the_device_and_back(ordered: bool) -> torch.Tensor:
         there.copy_(host, non_blocking=True)
     if ordered:
         torch.cuda.current_stream().wait_stream(copies)
-    back = torch.empty(1024).pin_memory()
+    back = torch.zeros(1024).pin_memory()  # memory of before may hold the right answer
     back.copy_(there * 2, non_blocking=True)
     if ordered:
         torch.cuda.current_stream().synchronize()
