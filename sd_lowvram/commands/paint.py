@@ -261,8 +261,8 @@ def sized(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
     )
 
 
-def optimized(job: Job, pipe: Any, device: torch.device, console: Console) -> Any:
-    """The plan for ``job``, shown and attached."""
+def optimized(job: Job, pipe: Any, device: torch.device, console: Console, pictures: int = 1) -> Any:
+    """The plan for ``job`` and others like it, ``pictures`` in all, shown and attached."""
     from .. import optimize
     from .. import plan as foretold
     from ..planning.as_others import attach_own
@@ -272,7 +272,8 @@ def optimized(job: Job, pipe: Any, device: torch.device, console: Console) -> An
     with console.status("planning"):
         plan = (foretold if own else optimize)(
             pipe, vram=job.vram, ram=job.ram, width=job.width, height=job.height, batch=job.batch,
-            steps=max(1, job.steps_run), device=device, settings=job.settings, approximate=job.approximate,
+            steps=max(1, job.steps_run), pictures=pictures, device=device, settings=job.settings,
+            approximate=job.approximate,
         )  # fmt: skip
         if own:
             attach_own(pipe, job.policy or "", plan)

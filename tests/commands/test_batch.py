@@ -6,19 +6,16 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import sqlite3
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from sd_lowvram.commands.batches import driver, painter
-from sd_lowvram.commands.batches.crew import Lost
+from sd_lowvram.commands.batches import painter
 from sd_lowvram.commands.batches.journal import Journal, Picture
 from sd_lowvram.commands.batches.painter import Failed, Painted
 from sd_lowvram.commands.inputs import Job, check_job
-from sd_lowvram.saved_latents.interval import Interval
 
 SMALL = ["--width", 64, "--height", 64, "--steps", 1]
 
@@ -52,7 +49,7 @@ def quick(monkeypatch):
         def __init__(self, share: int = 1) -> None:
             pass
 
-        def attempt(self, job, place):
+        def attempt(self, job, place, pictures):
             seen.append(job.prompt)
             if "interrupt" in job.prompt and seen.count(job.prompt) == 1:
                 raise KeyboardInterrupt
@@ -375,47 +372,6 @@ def test_a_dry_run_makes_nothing(here, quick):
     here("jobs.csv", "--out", "out")
     shown = here("jobs.csv", "--out", "out", "--dry-run")
     assert shown.exit_code == 0 and "1 jobs, 1 of them done" in shown.stdout
-
-
-class Losing:
-    """A crew of two whose workers end over a job that is called "bomb"; the other worker answers."""
-
-    size = 2
-
-    def __init__(self) -> None:
-        self.busy: dict[str, object] = {}
-        self.given: list[str] = []
-
-    def idle(self):
-        return [name for name in ("one", "two") if name not in self.busy]
-
-    def give(self, worker, job, place):
-        self.given.append(job.prompt)
-        self.busy[worker] = job
-
-    def wait(self):
-        worker, job = self.busy.popitem()
-        if "bomb" in job.prompt or ("late" in job.prompt and self.given.count(job.prompt) == 1):
-            return [(worker, Lost(f"its worker {worker} ended"))]
-        return [(worker, Painted((Picture(png(job.prompt), b""),), 1.0, ()))]
-
-    def close(self):
-        pass
-
-
-def test_jobs_of_workers_that_end_are_given_to_others_but_not_forever(tmp_path):
-    from sd_lowvram.commands.batches.jobs import read_jobs
-
-    (tmp_path / "jobs.txt").write_text("a\nbomb\nlate\nb\n")
-    tasks = read_jobs(tmp_path / "jobs.txt", Job(""), {})
-    crew = Losing()
-    with contextlib.closing(Journal(tmp_path)) as journal:
-        entries, _ = journal.take_up(tasks)
-        driver.work(entries, crew, journal, tmp_path, lambda event: None, interval=Interval())
-        jobs = journal.summary()
-    assert [job["state"] for job in jobs] == ["done", "failed", "done", "done"]
-    assert crew.given.count("bomb") == 3 and crew.given.count("late") == 2 and jobs[1]["error"].startswith("its worker")
-    assert os.path.exists(tmp_path / jobs[0]["pictures"][0]["file"])
 
 
 def test_the_live_table(monkeypatch):

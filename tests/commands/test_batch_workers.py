@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -20,10 +21,15 @@ from batches import WARM, jobs, results
 from command_line import ENVIRONMENT, MAIN, command
 from forked import forks_of
 
-from sd_lowvram.commands.batches import over_ray, processes
+from sd_lowvram.commands.batches import driver, over_ray, processes
+from sd_lowvram.commands.batches.alike import pictures_by_line
+from sd_lowvram.commands.batches.crew import Lost
+from sd_lowvram.commands.batches.journal import Journal, Picture
 from sd_lowvram.commands.batches.latents import Place
 from sd_lowvram.commands.batches.over_ray import Lacks, Station
+from sd_lowvram.commands.batches.painter import Painted
 from sd_lowvram.commands.inputs import Job
+from sd_lowvram.saved_latents.interval import Interval
 
 COUNT = 40
 NO_RAY = 'no Ray: pip install "sd-lowvram[ray]"'
@@ -98,6 +104,48 @@ def test_a_worker_that_is_killed_in_a_job_is_gone_on_for(tmp_path, where):
     assert re.search(r"it went on from step \d+ of 30", notes)
 
 
+class Losing:
+    """A crew of two whose workers end over a job that is called "bomb"; the other worker answers."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.busy: dict[str, object] = {}
+        self.given: list[str] = []
+
+    def idle(self):
+        return [name for name in ("one", "two") if name not in self.busy]
+
+    def give(self, worker, job, place, pictures):
+        self.given.append(job.prompt)
+        self.busy[worker] = job
+
+    def wait(self):
+        worker, job = self.busy.popitem()
+        if "bomb" in job.prompt or ("late" in job.prompt and self.given.count(job.prompt) == 1):
+            return [(worker, Lost(f"its worker {worker} ended"))]
+        return [(worker, Painted((Picture(job.prompt.encode(), b""),), 1.0, ()))]
+
+    def close(self):
+        pass
+
+
+def test_jobs_of_workers_that_end_are_given_to_others_but_not_forever(tmp_path):
+    from sd_lowvram.commands.batches.jobs import read_jobs
+
+    (tmp_path / "jobs.txt").write_text("a\nbomb\nlate\nb\n")
+    tasks = read_jobs(tmp_path / "jobs.txt", Job(""), {})
+    crew = Losing()
+    with contextlib.closing(Journal(tmp_path)) as journal:
+        entries, _ = journal.take_up(tasks)
+        counts = pictures_by_line(tasks, crew.size)
+        driver.work(entries, crew, journal, tmp_path, lambda event: None, interval=Interval(), pictures=counts)
+        jobs = journal.summary()
+    assert [job["state"] for job in jobs] == ["done", "failed", "done", "done"]
+    assert crew.given.count("bomb") == 3 and crew.given.count("late") == 2 and jobs[1]["error"].startswith("its worker")
+    assert os.path.exists(tmp_path / jobs[0]["pictures"][0]["file"])
+
+
 def test_one_process_a_card(monkeypatch):
     from sd_lowvram.errors import BadInputError
 
@@ -136,7 +184,7 @@ def test_files_that_a_worker_lacks_are_sent_once(tmp_path, monkeypatch):
     """References are the parts themselves here; which file lies where is what counts."""
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda part: part))
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
-    monkeypatch.setattr(over_ray, "Painter", lambda share: SimpleNamespace(attempt=lambda job, place: job))
+    monkeypatch.setattr(over_ray, "Painter", lambda share: SimpleNamespace(attempt=lambda job, place, pictures: job))
     (tmp_path / "model" / "unet").mkdir(parents=True)
     (tmp_path / "model" / "unet" / "weights").write_bytes(b"weights")
     (tmp_path / "start.png").write_bytes(b"picture")
@@ -146,17 +194,17 @@ def test_files_that_a_worker_lacks_are_sent_once(tmp_path, monkeypatch):
     assert sizes == {model: {"unet/weights": 7}, str(start): {".": 7}}
 
     station, place = Station(1, None), Place(str(tmp_path / "out" / "latents" / "1"))
-    assert station.attempt(job, place, sizes, {}) == job  # they are here
-    assert station.attempt(Job("a", model="elsewhere"), place, {}, {}) == Job("a", model="elsewhere")
+    assert station.attempt(job, place, 1, sizes, {}) == job  # they are here
+    assert station.attempt(Job("a", model="elsewhere"), place, 1, {}, {}) == Job("a", model="elsewhere")
     (tmp_path / "model" / "unet" / "weights").write_bytes(b"others")
-    assert station.attempt(job, place, sizes, {}) == Lacks(model)
+    assert station.attempt(job, place, 1, sizes, {}) == Lacks(model)
     start.unlink()
     sent = {model: {"unet/weights": [b"wei", b"ghts"]}}
-    assert station.attempt(job, place, sizes, sent) == Lacks(str(start))
-    moved = station.attempt(job, place, sizes, {**sent, str(start): {".": [b"picture"]}})
+    assert station.attempt(job, place, 1, sizes, sent) == Lacks(str(start))
+    moved = station.attempt(job, place, 1, sizes, {**sent, str(start): {".": [b"picture"]}})
     assert Path(moved.model).name == "model" and Path(moved.model, "unet", "weights").read_bytes() == b"weights"
     assert moved.init_image.name == "start.png" and moved.init_image.read_bytes() == b"picture"
-    assert station.attempt(job, place, sizes, {}) == moved
+    assert station.attempt(job, place, 1, sizes, {}) == moved
     station.leave()
     assert not moved.init_image.exists()
 

@@ -26,8 +26,8 @@ class Crew(Protocol):
     def idle(self) -> list[str]:
         """Those that can take a job now."""
 
-    def give(self, worker: str, job: Job, place: Place) -> None:
-        """Let an idle worker begin a job, whose latents are kept at ``place``."""
+    def give(self, worker: str, job: Job, place: Place, pictures: int) -> None:
+        """Let an idle worker begin a job, whose latents are kept at ``place``, by a plan for so many ``pictures``."""
 
     def wait(self) -> list[tuple[str, Outcome]]:
         """What came of jobs that have ended by now. Comes back empty-handed when there may be more idle workers.
@@ -51,13 +51,13 @@ class Alone:
 
     def __init__(self) -> None:
         self._painter = Painter()
-        self._given: tuple[Job, Place] | None = None
+        self._given: tuple[Job, Place, int] | None = None
 
     def idle(self) -> list[str]:
         return ["here"] if self._given is None else []
 
-    def give(self, worker: str, job: Job, place: Place) -> None:
-        self._given = job, place
+    def give(self, worker: str, job: Job, place: Place, pictures: int) -> None:
+        self._given = job, place, pictures
 
     def wait(self) -> list[tuple[str, Outcome]]:
         assert self._given is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,12 +71,14 @@ def work(
     tell: Callable[[Event], None],
     *,
     interval: Interval,
+    pictures: Mapping[int, int],
     retries: int = 0,
     stop_on_error: bool = False,
 ) -> None:
     """Let ``crew`` paint ``entries``; each result is in ``folder`` and in the journal before ``tell`` hears of it.
 
     Args:
+        pictures: that a plan for each job makes in all, by the job's line.
         interval: how often the latents of a job are written, from which it goes on when it is begun again.
         retries: how often a job that failed is tried again.
         stop_on_error: begin no more jobs after one that failed for good; those that run are waited for.
@@ -96,7 +98,8 @@ def work(
                 entry = queue.take(worker)
                 journal.begin(entry, worker)
                 tell(Event("begun", entry, worker))
-                crew.give(worker, entry.job, place_in(folder, entry.id, interval))
+                place = place_in(folder, entry.id, interval)
+                crew.give(worker, entry.job, place, pictures[entry.line])
                 running[worker] = entry
         for worker, outcome in crew.wait():
             entry = running.pop(worker)

@@ -16,19 +16,17 @@ from ..guard import as_typed
 from ..inputs import Job
 from ..paint import start_pictures, start_size
 from ..plan import planned
+from .alike import by_shape, pictures_by_line
 from .jobs import Task
 from .journal import finished
-from .painter import model_key, plan_key
 
 
 def dry_run(tasks: Sequence[Task], folder: Path, as_json: bool) -> int:
     """Print a row for each shape; returns the exit code: that of a budget where one cannot hold its jobs."""
     done = finished(folder)
     waiting = [task for task in tasks if task.key not in done]
-    shapes: dict[Any, list[Task]] = {}
-    for task in waiting:
-        shapes.setdefault((model_key(task.job), plan_key(task.job)), []).append(task)
-    rows = [_row(alike) for alike in shapes.values()]
+    pictures = pictures_by_line(tasks, workers=1)
+    rows = [_row(alike, pictures[alike[0].line]) for alike in by_shape(waiting)]
     total = sum(row["seconds"] or 0 for row in rows)
     counts = {"jobs": len(tasks), "done": len(tasks) - len(waiting), "seconds": total}
     if as_json:
@@ -38,14 +36,18 @@ def dry_run(tasks: Sequence[Task], folder: Path, as_json: bool) -> int:
     return BudgetError.exit_code if any(row["refused"] for row in rows) else 0
 
 
-def _row(alike: Sequence[Task]) -> dict[str, Any]:
-    """The plan of jobs of one shape, as plain values; ``seconds`` are those of all of them."""
+def _row(alike: Sequence[Task], pictures: int) -> dict[str, Any]:
+    """The plan of jobs of one shape, as plain values; ``seconds`` are those of all of them.
+
+    Args:
+        pictures: that the plan makes in all, those of jobs that are done included.
+    """
     job = alike[0].job
     width, height = start_size(job, start_pictures(job))
     row = {"lines": [task.line for task in alike], "model": job.model, "width": width, "height": height}
     row |= {"batch": job.batch, "steps": job.steps_run, "peak_bytes": None, "seconds": None, "refused": None}
     try:
-        plan = _plan(job, width, height)
+        plan = _plan(job, width, height, pictures)
     except BudgetError as error:
         return row | {"refused": as_typed(str(error))}
     size = {name: plan["request"][name] for name in ("width", "height")}
@@ -54,10 +56,10 @@ def _row(alike: Sequence[Task]) -> dict[str, Any]:
     return row | size | {"peak_bytes": peak, "seconds": predicted["seconds"] * len(alike)}
 
 
-def _plan(job: Job, width: int | None, height: int | None) -> dict[str, Any]:
+def _plan(job: Job, width: int | None, height: int | None, pictures: int) -> dict[str, Any]:
     asked = {"width": width, "height": height, "batch": job.batch, "steps": max(1, job.steps_run), "model": job.model}
-    asked |= {"guidance": job.guidance is None or job.guidance > 1, "max_size": False, "gpu": None, "pictures": 1}
-    asked |= {"vram": job.vram, "ram": job.ram, "approximate": job.approximate}
+    asked |= {"guidance": job.guidance is None or job.guidance > 1, "max_size": False, "gpu": None}
+    asked |= {"pictures": pictures, "vram": job.vram, "ram": job.ram, "approximate": job.approximate}
     return planned(asked, job.settings, shown=False)
 
 

@@ -76,11 +76,14 @@ class Station:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def attempt(self, job: Job, place: Place, sizes: Sizes, sent: dict[str, dict[str, list[Any]]]) -> Outcome | Lacks:
+    def attempt(
+        self, job: Job, place: Place, pictures: int, sizes: Sizes, sent: dict[str, dict[str, list[Any]]]
+    ) -> Outcome | Lacks:
         """The pictures of ``job``, or why there are none.
 
         Args:
             place: for its latents, if the batch's folder is to be seen from here: elsewhere nobody would find them.
+            pictures: that its plan will make in all.
             sizes: what the files are like where the batch was started; those that are the same here are used.
             sent: the contents of others, as references into the object store.
         """
@@ -92,7 +95,7 @@ class Station:
             if here is None:
                 return Lacks(str(path))
             job = dataclasses.replace(job, **{name: type(path)(here)})
-        return self._painter.attempt(job, place if (batch_of(place) / NAME).is_file() else None)
+        return self._painter.attempt(job, place if (batch_of(place) / NAME).is_file() else None, pictures)
 
     def _here(self, path: str, sizes: dict[str, int], parts: dict[str, list[Any]] | None) -> Path | None:
         if path in self._received:
@@ -146,7 +149,7 @@ class Actors:
         self._share = min(self._size, -(-max(cards, self._size) // machines))
         self._actors = {f"ray-{number}": self._actor() for number in range(1, self._size + 1)}
         self._ready: set[str] = set()
-        self._given: dict[str, tuple[Job, Place]] = {}
+        self._given: dict[str, tuple[Job, Place, int]] = {}
         self._pending: dict[Any, str] = {}
         self._sizes: Sizes = {}
         self._sent: dict[str, dict[str, list[Any]]] = {}
@@ -161,11 +164,11 @@ class Actors:
     def idle(self) -> list[str]:
         return [name for name in self._actors if name in self._ready and name not in self._given]
 
-    def give(self, worker: str, job: Job, place: Place) -> None:
-        self._given[worker] = job, place
+    def give(self, worker: str, job: Job, place: Place, pictures: int) -> None:
+        self._given[worker] = job, place, pictures
         sizes = {} if self._own else self._files_of(job)
         sent = {path: parts for path, parts in self._sent.items() if path in sizes}
-        self._pending[self._actors[worker].attempt.remote(job, place, sizes, sent)] = worker
+        self._pending[self._actors[worker].attempt.remote(job, place, pictures, sizes, sent)] = worker
 
     def wait(self) -> list[tuple[str, Outcome]]:
         try:

@@ -79,24 +79,26 @@ class Painter:
         self._loaded: Any = None
         self._planned: Any = None
 
-    def attempt(self, job: Job, place: Place | None = None) -> Painted | Failed:
+    def attempt(self, job: Job, place: Place | None = None, pictures: int = 1) -> Painted | Failed:
         """The pictures of a checked ``job``, or why there are none.
 
         Args:
             place: for its latents, from which it goes on if they are there; None: they are not kept.
+            pictures: that a plan for it will make in all.
         """
         try:
             with warnings.catch_warnings(record=True) as notes:
                 warnings.filterwarnings("ignore")
                 warnings.filterwarnings("always", module=r"sd_lowvram(\.|$)")
-                return dataclasses.replace(self._paint(job, place), notes=tuple(str(one.message) for one in notes))
+                painted = self._paint(job, place, pictures)
+                return dataclasses.replace(painted, notes=tuple(str(one.message) for one in notes))
         except Exception as error:
             code, message = told(error)
         if code == OURS:  # nobody knows what it left behind
             self._pipe = self._loaded = None
         return Failed(code, message)
 
-    def _paint(self, job: Job, place: Place | None) -> Painted:
+    def _paint(self, job: Job, place: Place | None, planned: int) -> Painted:
         started = time.perf_counter()
         console = Console(quiet=True)
         images = start_pictures(job)
@@ -107,7 +109,7 @@ class Painter:
         # One of its own, as a scheduler keeps something of the run before.
         self._pipe.scheduler = type(self._scheduler).from_config(self._scheduler.config)
         schedule(job, self._pipe)
-        self._plan(job, before, console)
+        self._plan(job, before, planned, console)
         saved = before.saved if before else None
         safety = self._safety(job, images, place, saved) if place else None
         drawn = run(job, self._pipe, images, console, safety)
@@ -133,24 +135,24 @@ class Painter:
         files = output_paths(str(path.with_name(path.name.removesuffix(ENDING) + ".png")), job.batch, 0)
         return safety_of(job, self._pipe, images, files, Precaution(place.interval, place=path, start=saved))
 
-    def _plan(self, job: Job, before: Begun | None, console: Console) -> None:
+    def _plan(self, job: Job, before: Begun | None, pictures: int, console: Console) -> None:
         """Attach a plan for ``job``: that by which it was begun, if it was and there is room for it."""
         if before is not None:
             try:
-                return self._attach(dataclasses.replace(job, settings=before.settings), console)
+                return self._attach(dataclasses.replace(job, settings=before.settings), pictures, console)
             except BudgetError:
                 warnings.warn("its plan has no room any more; with another its last bits may be others", stacklevel=2)
-        return self._attach(job, console)
+        return self._attach(job, pictures, console)
 
-    def _attach(self, job: Job, console: Console) -> None:
+    def _attach(self, job: Job, pictures: int, console: Console) -> None:
         from ...session import restore
 
         assert self._device is not None
-        wanted = plan_key(job)
+        wanted = plan_key(job), pictures
         if self._planned != wanted:
             self._planned = None
             restore(self._pipe)  # what is free is free of the weights, too
-            optimized(job, self._pipe, self._device, console)
+            optimized(job, self._pipe, self._device, console, pictures)
             self._planned = wanted
 
     def _with_share(self, job: Job) -> Job:

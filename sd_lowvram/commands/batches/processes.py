@@ -41,10 +41,10 @@ class Processes:
     def idle(self) -> list[str]:
         return [name for name, worker in self._workers.items() if worker.ready and not worker.busy]
 
-    def give(self, worker: str, job: Job, place: Place) -> None:
+    def give(self, worker: str, job: Job, place: Place, pictures: int) -> None:
         self._workers[worker].busy = True
         with contextlib.suppress(OSError):  # it is dead, and wait() sees that
-            self._workers[worker].line.send((job, place))
+            self._workers[worker].line.send((job, place, pictures))
 
     def wait(self) -> list[tuple[str, Outcome]]:
         found: list[tuple[str, Outcome]] = []

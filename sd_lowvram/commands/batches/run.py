@@ -17,6 +17,7 @@ from ...units import format_time
 from ..inputs import Job
 from ..interrupts import terminated_as_interrupted
 from ..streams import note, tell
+from .alike import pictures_by_line
 from .checks import check_files, check_place
 from .crew import Alone, Crew
 from .driver import work
@@ -75,8 +76,9 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
                     shown(progress, quiet=wanted.quiet, silent=wanted.as_json) as tell_of,
                     _crew(wanted) as crew,
                 ):
+                    pictures = pictures_by_line(tasks, crew.size)
                     work(
-                        entries, crew, journal, wanted.out, tell_of, interval=wanted.interval,
+                        entries, crew, journal, wanted.out, tell_of, interval=wanted.interval, pictures=pictures,
                         retries=wanted.retries, stop_on_error=wanted.stop_on_error,
                     )  # fmt: skip
         except KeyboardInterrupt:
