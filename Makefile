@@ -73,7 +73,7 @@ test-simulated-gpu:
 
 .PHONY: simulated-gpu
 simulated-gpu: $(VENV)/.cuda
-	SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist load tests/simulated_gpu
+	SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/simulated_gpu
 
 # Ten times the hostile inputs of a test run.
 fuzz: $(VENV)/.test

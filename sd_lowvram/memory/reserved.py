@@ -48,11 +48,23 @@ Allocations = Sequence[tuple[int, int]]
 """In their order a number and bytes for what is made, the number and -1 for its end."""
 
 
-def least_reserved(allocations: Allocations, held: int = 0) -> int:
+class Reserved(NamedTuple):
+    """What a card must give for allocations.
+
+    Attributes:
+        least: bytes, where unused segments are given back before torch fails.
+        kept: bytes, where none is given back, as while kernels are recorded.
+    """
+
+    least: int
+    kept: int
+
+
+def reserved(allocations: Allocations, held: int = 0) -> Reserved:
     """Bytes that a card must give for ``allocations`` on one stream, which begin with no unused segment.
 
-    Unused segments are given back before torch fails, so this is less than what it takes where there is enough. Small
-    tensors have a pool of their own, which is filled well: of them the bytes are counted, of the others every place.
+    Small tensors have a pool of their own, which is filled well: of them the bytes are counted, of the others every
+    place.
 
     Args:
         held: bytes that a library took before, and keeps.
@@ -71,7 +83,8 @@ def least_reserved(allocations: Allocations, held: int = 0) -> int:
         else:
             low, step = middle + 1, 2 * step + 1
     # Growing segments begin where the weights end, anywhere in a page.
-    return (low + settings.expandable) * unit + -(-small_bytes // SMALL_SEGMENT) * SMALL_SEGMENT
+    others = settings.expandable * unit + -(-small_bytes // SMALL_SEGMENT) * SMALL_SEGMENT
+    return Reserved(low * unit + others, most.peak_bytes + others)
 
 
 def segment(size: int) -> int:

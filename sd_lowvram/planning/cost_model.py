@@ -143,7 +143,7 @@ class Pricing:
             name=stage.name,
             component=stage.component,
             peak_bytes=cost.activation_bytes + here + resident + held,
-            reserved_bytes=cost.reserved_bytes
+            reserved_bytes=(cost.recorded_bytes if recorded else cost.reserved_bytes)
             + held
             + self._beside
             + self._buffers(here, *beside)

@@ -20,7 +20,7 @@ from ..devices.overhead import NONE, Overhead
 from ..memory.accounts import current_account, is_host, on_cpu, traced_device
 from ..memory.fake_mode import CPU, active_fake_mode
 from ..memory.repeats import followed
-from ..memory.reserved import least_reserved
+from ..memory.reserved import Reserved, reserved
 from ..memory.threads import Redirected, one_at_a_time
 from .collector import no_collection
 from .equal_calls import EqualCalls
@@ -65,6 +65,7 @@ class Figures:
         reserved_bytes: what a GPU must give for ``activation_bytes`` and the libraries' workspaces, as torch's caching
             allocator takes it in segments (on a CPU the former). Where there is more, torch takes more, and gives it
             back before it fails.
+        recorded_bytes: the same where nothing can be given back, as while kernels are recorded.
         spans: operations, bytes moved and operators in their order, module by module.
     """
 
@@ -81,6 +82,7 @@ class Figures:
     operators: int
     packed_bytes: int
     reserved_bytes: int
+    recorded_bytes: int
     spans: tuple[Span, ...] = field(repr=False)
 
     @property
@@ -157,6 +159,7 @@ def trace_equals_once(
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
     activations = ledger.activation_peak + input_bytes
+    given = Reserved(activations, activations) if on_cpu() else reserved(ledger.allocations, overhead.matrix_bytes)
     return MemoryTrace(
         peak_bytes=ledger.peak,
         host_peak_bytes=ledger.host_peak,
@@ -166,7 +169,8 @@ def trace_equals_once(
         largest_bytes=ledger.largest,
         allocated_peak_bytes=ledger.born_peak,
         **tracer.work.totals(),
-        reserved_bytes=activations if on_cpu() else least_reserved(ledger.allocations, overhead.matrix_bytes),
+        reserved_bytes=given.least,
+        recorded_bytes=given.kept,
         timeline=ledger.timeline,
         spans=tuple(span for span in tracer.work.spans if span.operators),
         output=output,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sd_lowvram.memory.caching_allocator import CachingAllocator, CardFullError
 from sd_lowvram.memory.expandable_segments import ExpandableAllocator
-from sd_lowvram.memory.reserved import least_reserved, segment
+from sd_lowvram.memory.reserved import reserved, segment
 from sd_lowvram.units import MIB
 
 
@@ -62,9 +62,9 @@ def test_large_segments_stay_whole_where_torch_is_told_so() -> None:
 
 def test_what_torch_is_told_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     allocations = [(0, 64 * MIB), (0, -1), (1, 12 * MIB), (2, 60 * MIB)]
-    assert least_reserved(allocations) == 124 * MIB
+    assert reserved(allocations).least == 124 * MIB
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.9, max_split_size_mb:32")
-    assert least_reserved(allocations) == 76 * MIB
+    assert reserved(allocations).least == 76 * MIB
 
 
 @pytest.mark.parametrize(
@@ -82,23 +82,27 @@ def test_segments_that_grow_take_pages_and_keep_those_in_use(sizes: list[int], t
 
 def test_segments_that_grow_do_not_break_up(monkeypatch: pytest.MonkeyPatch) -> None:
     allocations = [(0, 40 * MIB), (0, -1), (1, 12 * MIB), (2, 30 * MIB), (1, -1), (2, -1)]
-    plain = least_reserved(allocations)
+    plain = reserved(allocations).least
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert least_reserved(allocations) == 80 * MIB  # and a page for where the weights end
+    assert reserved(allocations).least == 80 * MIB  # and a page for where the weights end
     assert segment(33 * MIB) == 40 * MIB
     monkeypatch.setattr("sys.platform", "win32")  # where torch has none
-    assert least_reserved(allocations) == plain
+    assert reserved(allocations).least == plain
 
 
 def test_a_tensor_in_a_large_segment_keeps_all_of_it() -> None:
     """Of 40 MiB that are free, a tensor of 12 leaves too little for the next 30."""
-    assert least_reserved([(0, 40 * MIB), (0, -1), (1, 12 * MIB), (2, 30 * MIB), (1, -1), (2, -1)]) == 70 * MIB
+    assert reserved([(0, 40 * MIB), (0, -1), (1, 12 * MIB), (2, 30 * MIB), (1, -1), (2, -1)]).least == 70 * MIB
+
+
+def test_what_is_not_in_use_is_kept_where_nothing_can_be_given_back() -> None:
+    assert reserved([(0, 40 * MIB), (0, -1), (1, 60 * MIB), (1, -1)]) == (60 * MIB, 100 * MIB)
 
 
 def test_what_a_library_keeps_takes_a_segment_of_which_the_rest_is_used() -> None:
-    assert least_reserved([(0, 40 * MIB), (0, -1)], held=8 * MIB) == 60 * MIB
-    assert least_reserved([(0, 9 * MIB), (0, -1)], held=8 * MIB) == 20 * MIB
+    assert reserved([(0, 40 * MIB), (0, -1)], held=8 * MIB).least == 60 * MIB
+    assert reserved([(0, 9 * MIB), (0, -1)], held=8 * MIB).least == 20 * MIB
 
 
 _OPERATIONS = st.lists(
@@ -129,7 +133,9 @@ def test_never_less_than_what_is_held_nor_more_than_what_is_taken_where_there_is
             else:
                 blocks[number] = allocator.allocate(size)
         if isinstance(allocator, CachingAllocator):
-            assert most <= least_reserved(allocations) <= allocator.peak_bytes + 2 * MIB
+            least, kept = reserved(allocations)
+            assert most <= least <= allocator.peak_bytes + 2 * MIB
+            assert least <= kept and allocator.peak_bytes <= kept + 2 * MIB
         assert allocator.reserved_bytes >= allocator.allocated_bytes >= sum(live.values())
         for block in blocks.values():
             allocator.free(block)

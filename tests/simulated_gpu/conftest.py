@@ -6,6 +6,7 @@ test-simulated-gpu`` sets it. As ``required`` it makes a skip a failure.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from simulated_card.build import hindrance
 
+_M_MMAP_THRESHOLD = -3
 ASKED = os.environ.get("SIMULATED_GPU", "")
 
 
@@ -30,6 +32,8 @@ if WHY_NOT is None:
     from simulated_card.card import card
 
     card()
+    # Weights of 1 MiB and more are given back to the system as they end; in a heap some GB of a large model stay taken.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

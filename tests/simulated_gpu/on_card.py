@@ -17,6 +17,9 @@ from simulated_card.races import Race, races
 
 GPU = torch.device("cuda", 0)
 
+LARGE = pytest.mark.xdist_group("large")
+"""Of tests that take 8 GB of memory: one at a time, where tests run in several processes."""
+
 SCHEDULES: dict[str, tuple[Schedule, int]] = {
     "eager": ("eager", 0),
     "lazy": ("lazy", 0),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_card import GPU
+from on_card import GPU, LARGE
 from plans_on_card import on_card
 
 from sd_lowvram.devices import calibration
@@ -117,7 +117,8 @@ def libraries(
 
 @pytest.mark.parametrize("libraries", ["none", "nhwc", "fixed"], indirect=True)
 @pytest.mark.parametrize(
-    ("model", "side", "share"), [*(("sd15", 512, share) for share in (0.0, 0.1, 0.3, 0.6, 1.0)), ("sdxl", 1024, 0.0)]
+    ("model", "side", "share"),
+    [*(("sd15", 512, share) for share in (0.0, 0.1, 0.3, 0.6, 1.0)), pytest.param("sdxl", 1024, 0.0, marks=LARGE)],
 )
 def test_a_plan_runs_beside_libraries_that_were_measured(
     gpu: Any, libraries: str, model: str, side: int, share: float

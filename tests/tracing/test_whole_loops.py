@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sd_lowvram.memory import repeats
 from sd_lowvram.memory.repeats import each, representatives, standing_for
+from sd_lowvram.memory.reserved import Reserved
 from sd_lowvram.tracing import ledger, tracer
 from sd_lowvram.tracing.whole_loops import whole_loop
 from sd_lowvram.units import MIB
@@ -33,7 +34,7 @@ def noted(run: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch, whole: 
     """What was allocated in a trace of ``run``, with all passes of its loops or one of each kind."""
     found: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(tracer, "least_reserved", lambda allocations, held: found.append(sizes(allocations)) or 0)
+        patch.setattr(tracer, "reserved", lambda allocations, held: found.append(sizes(allocations)) or Reserved(0, 0))
         patch.setattr(ledger, "_UNTIL_SETTLED", PIECES)  # none is left out
         if whole:
             patch.setattr(repeats, "FakeTensor", type(None))
