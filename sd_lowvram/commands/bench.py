@@ -206,6 +206,32 @@ def finite(out: Out = None, as_json: Json = False, debug: Debug = False) -> None
         show(report, lines(report), as_json)
 
 
+@bench.command("smaller-unets")
+def smaller_unets(
+    student: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--student", help="Base, Small, Tiny, M1, M2 or M3; may be repeated. Left out: all.", metavar="NAME"
+        ),
+    ] = None,
+    size: Annotated[int, typer.Option(help="Of the picture whose passes are timed.")] = 512,
+    pairs: Annotated[int, typer.Option(help="Passes of each side.")] = 5,
+    out: Out = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """SD1.5's UNet with layers cut out: parameters, operations, activations, and passes beside the whole one's here."""
+    with measuring(debug, not as_json):
+        from ..bench.report import show
+        from ..bench.smaller_unets import STUDENTS, lines, run
+
+        check_names("--student", student or (), [*STUDENTS])
+        check_side("size", size)
+        check_count("--pairs", pairs, 1000)
+        report = run(out, size, pairs, tuple(student or STUDENTS))
+        show(report, lines(report), as_json)
+
+
 @bench.command()
 def storage(out: Out = None, as_json: Json = False, debug: Debug = False) -> None:
     """Weights in 8 bits: how far they take the demo model's pictures, and its layers, off."""

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from two_layer_unets import full_size, tiny
 from typer.testing import CliRunner
 
 import sd_lowvram
-from sd_lowvram.checkpoints.architectures import architecture, build_components
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.devices.performance import profile
@@ -21,19 +22,6 @@ from sd_lowvram.errors import BadInputError
 from sd_lowvram.unets.analysis import OTHERS, analysed, by_block
 from sd_lowvram.unets.combine import combined
 from sd_lowvram.unets.prune import cut_by_names, cut_of_kind, pruned
-
-
-@functools.cache
-def full_size() -> Any:
-    return build_components("sd15", torch.float16, "meta", only=("unet",))["unet"]
-
-
-@functools.cache
-def tiny() -> Any:
-    """A UNet of SD1.5's structure, two layers a block, with weights."""
-    config = architecture("sd15")["unet"] | {"block_out_channels": [32, 64, 64, 64], "norm_num_groups": 8}
-    config |= {"cross_attention_dim": 32, "attention_head_dim": 4, "sample_size": 16}
-    return build_components({"unet": config}, seed=3)["unet"]
 
 
 def told(*arguments: str) -> Any:
