@@ -38,13 +38,19 @@ _HEADS = "model", "side", "budget", "peak planned", "peak", "reserved planned", 
 
 
 class Row(NamedTuple):
-    """What was planned and what was, in bytes."""
+    """What was planned and what was, in bytes.
+
+    Attributes:
+        locked: most bytes of host memory that were page-locked, from the plan's attaching on.
+    """
 
     planned_peak: int
     peak: int
     planned_reserved: int
     reserved: int
     ran: bool
+    planned_host: int
+    locked: int
 
 
 def on_card(simulated: Any, model: str, side: int, share: float) -> Row:
@@ -75,6 +81,8 @@ def _on_card(simulated: Any, model: str, side: int, share: float) -> Row:
     plain = plan(pipe, vram="64GB", **sizes)
     least, most = plain.minimum_vram_bytes, plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
     torch.cuda.empty_cache()
+    before = card.pinned
+    card.reset_peaks()
     with card.of_size(_ENOUGH):
         chosen = optimize(pipe, vram=f"{least + int(share * (most - least))} b", **sizes).predicted
     simulated.kernels.forget()
@@ -86,7 +94,8 @@ def _on_card(simulated: Any, model: str, side: int, share: float) -> Row:
         pipe("a red apple", width=side, height=side, num_inference_steps=2, output_type="pt")
     ran = not any("ran out of memory" in str(warning.message) for warning in told)  # and went on with a leaner plan
     held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return Row(chosen.peak_bytes, held[0], chosen.reserved_bytes, held[1], ran)
+    locked = card.pinned_peak - before
+    return Row(chosen.peak_bytes, held[0], chosen.reserved_bytes, held[1], ran, chosen.host_bytes, locked)
 
 
 def main() -> int:

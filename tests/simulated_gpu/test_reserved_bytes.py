@@ -128,3 +128,6 @@ def test_a_plan_runs_beside_libraries_that_were_measured(
     assert (seen.matrix_bytes, seen.convolution_bytes) == (CUBLAS_BYTES, {"fixed": 128 * MIB}.get(libraries, 0))
     assert row.ran
     assert row.reserved <= row.planned_reserved + 2 * MIB
+    assert row.locked <= row.planned_host * 1.02 + MIB
+    if share == 0:
+        assert row.locked >= row.planned_host * 0.9
