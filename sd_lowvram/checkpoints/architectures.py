@@ -7,7 +7,9 @@ base (Podell et al. 2023). The CLIP vocabulary is OpenAI's, MIT, see data/licenc
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,12 +94,19 @@ def build_components(
 
 def _empty(config: dict[str, Any]) -> Any:
     if "_class_name" in config:
-        import diffusers
-
-        return getattr(diffusers, config["_class_name"]).from_config(config)
+        return getattr(library_of(config), config["_class_name"]).from_config(config)
     import transformers
 
     return getattr(transformers, config["architectures"][0])(transformers.CLIPTextConfig(**config))
+
+
+def library_of(config: Mapping[str, Any]) -> Any:
+    """The module with the class that a model's configuration names: diffusers, or the one with our UNet.
+
+    diffusers takes a class of others' from a folder only where its module was imported before.
+    """
+    ours = config.get("_class_name") == "ASDMUNet2DConditionModel"
+    return importlib.import_module("sd_lowvram.models.asdm_unet" if ours else "diffusers")
 
 
 def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from .architectures import write_folder
+from .architectures import library_of, write_folder
 from .inspection import (
     PREDICTIONS,
     SUFFIXES,
@@ -24,6 +24,7 @@ from .inspection import (
     check_channels,
     check_model,
     detect,
+    folder_configuration,
     folder_variant,
     is_pickle,
     kind_of,
@@ -77,6 +78,7 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
     extra = {"safety_checker": None, "requires_safety_checker": False} if prefix == "StableDiffusion" else {}
 
     with explained(folder):
+        library_of(folder_configuration(folder)["unet"])
         return _pipeline_class(prefix, task).from_pretrained(
             folder,
             variant=variant,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from .values import check_given, check_side
 
 if TYPE_CHECKING:
     from ..unets.analysis import Taken
+    from ..unets.changes import Changes
     from ..unets.prune import Cut
 
 unet = typer.Typer(help="Smaller UNets: analyse, prune, combine. They draw other pictures.", no_args_is_help=True)
@@ -80,29 +82,41 @@ def prune(
     ] = None,
     drop: Annotated[list[str] | None, typer.Option(help="dn0.1, up3.1, mid, dn3: what goes; may be repeated.")] = None,
     keep: Annotated[list[str] | None, typer.Option(help="The layers that stay; all others go.")] = None,
+    experts: Annotated[
+        int, typer.Option(help="Of each 3x3 convolution of the outermost blocks, mixed for each picture; 1: as it is.")
+    ] = 1,
+    regions: Annotated[
+        int | None, typer.Option(help="Side of the regions of self-attention there, in tokens; left out: as it is.")
+    ] = None,
+    changed: Annotated[
+        list[str] | None,
+        typer.Option(help="dn0, up3: blocks that get experts and regions, as the result has them; may be repeated."),
+    ] = None,
     out: Out = None,
     dry_run: DryRun = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Cut layers out of a model's UNet; the others keep their weights. Stock diffusers loads the result."""
+    """Cut layers out of a model's UNet; the others keep their weights. Without experts and regions stock diffusers
+    loads the result."""
     with guarded(debug):
         check_given(model=model, kind=kind)
-        if sum(map(bool, (kind, drop, keep))) != 1:
+        changes = _changes(experts, regions, changed or ())
+        if sum(map(bool, (kind, drop, keep))) > 1 or not (kind or drop or keep or changes):
             raise BadInputError("name one cut: --kind base, small or tiny, or what to --drop, or what to --keep")
         checked = _checked_out(out, dry_run)
         empty = empty_unet(model)
         cut = _cut(empty, kind, drop or (), keep or ())
         from ..unets.prune import pruned
 
-        before, after = counted(empty), counted(pruned(empty, cut))
+        before, after = counted(empty), counted(pruned(empty, cut, changes))
         if not dry_run:
             from rich.console import Console
 
             from ..checkpoints.save import save_pipeline
 
             pipe = _loaded(model, Console(stderr=True))
-            pipe.register_modules(unet=pruned(pipe.unet, cut))
+            pipe.register_modules(unet=pruned(pipe.unet, cut, changes))
             save_pipeline(pipe, checked)
         _tell({"out": out and str(out), **after, "before": before}, _compared(before, after, out), as_json)
 
@@ -196,9 +210,26 @@ def _loaded(model: str | None, console: Any) -> Any:
         return load_as_stored(model)
 
 
-def _cut(empty: Any, kind: str | None, drop: Any, keep: Any) -> Cut:
-    from ..unets.prune import cut_by_names, cut_of_kind
+def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> Changes | None:
+    """What is put into the blocks of what is left, None where that is nothing."""
+    if experts < 1:
+        raise BadInputError(f"--experts {experts} leaves no convolution: 1 is the plain one, 2 and more are mixed")
+    if regions is not None and regions < 1:
+        raise BadInputError(f"--regions {regions} is no side of a region: give its tokens, 16 or 32 for example")
+    if experts == 1 and regions is None:
+        if blocks:
+            raise BadInputError("--changed names blocks, and nothing is to change there: give --experts or --regions")
+        return None
+    from ..unets.changes import Changes
 
+    return Changes(experts, regions, tuple(blocks))
+
+
+def _cut(empty: Any, kind: str | None, drop: Any, keep: Any) -> Cut:
+    from ..unets.prune import cut_by_names, cut_of_kind, whole
+
+    if not (kind or drop or keep):
+        return whole(empty.config)
     return cut_of_kind(empty.config, kind) if kind is not None else cut_by_names(empty.config, keep, drop)
 
 

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import NoSiteError
+from ..errors import ConflictError, NoSiteError
 from ..models.anatomy import Anatomy
+from ..models.regional_attention import RegionalAttention
 from ..patches import Patch, wrap
 from ..settings import Settings
 from .strips import needs_graph
@@ -36,10 +37,16 @@ def merge_tokens(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
 
     Raises:
         NoSiteError: the target has no transformer block.
+        ConflictError: it has regional attention.
     """
     denoiser, blocks = anatomy.denoiser, [site.module for site in anatomy.transformer_blocks]
     if denoiser is None or not blocks:
         raise NoSiteError("merge tokens: the model has no transformer block")
+    if any(isinstance(block.get_submodule("attn1"), RegionalAttention) for block in blocks):
+        raise ConflictError(
+            "merge_tokens cannot go with regional attention, which this UNet has in its largest maps and which needs "
+            "every token at its place: leave merge_tokens off"
+        )
     merging = _Merging((settings.merge_tokens or 0) / 100)
     for entry in anatomy.entries[denoiser]:
         yield wrap(anatomy.components[denoiser], entry, merging.step, "merge_tokens")

@@ -4,6 +4,8 @@ Two sweeps: the first writes conv1(act(norm1(x))) + time and gathers norm2's sta
 shortcut(x) + conv2(act(norm2(...))) over what it has read. So beside the block's input there is one map of its output,
 and strips. Convolutions are called on a strip with one row of halo on either side, the surplus rows cropped.
 
+A convolution of several experts is told the means of its whole map, which one more sweep gathers before it.
+
 Source: ours; exact where tiles of others are not, because no statistics are cut. Fidelity: ``rounding``.
 """
 
@@ -19,8 +21,10 @@ from torch import Tensor, nn
 from ..errors import NoSiteError
 from ..memory.repeats import each
 from ..models.anatomy import Anatomy, Residual, layer
+from ..models.cond_conv import CondConv2d
 from ..patches import Patch, wrap
 from ..settings import Settings
+from ..streaming.weight_scopes import kept
 from .strips import Span, Statistics, assembled, needs_graph, spans
 
 FEWEST_ROWS = 8
@@ -71,10 +75,10 @@ def _first_half(
 ) -> tuple[Tensor, Statistics]:
     """conv1(act(norm1(x))) + shift as a new map (N, C, H, W), and its moments."""
     after = Statistics(block.norm2)
-    rows = _Rows(x, block.conv1)
+    rows, given = _Rows(x, block.conv1), _router_input(block, block.conv1, x, before, pieces)
 
     def strip(start: int, stop: int) -> Tensor:
-        part = _convolved(block, block.conv1, rows, before, start, stop)
+        part = _convolved(block, block.conv1, rows, before, start, stop, given)
         part = part if shift is None else part + shift.to(part.dtype)
         after.add(part)
         return part
@@ -84,10 +88,10 @@ def _first_half(
 
 def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span], after: Statistics) -> Tensor:
     """(shortcut(x) + conv2(act(norm2(hidden)))) / scale, written over ``hidden`` where it has the same type."""
-    rows = _Rows(hidden, block.conv2)
+    rows, given = _Rows(hidden, block.conv2), _router_input(block, block.conv2, hidden, after, pieces)
 
     def strip(start: int, stop: int) -> Tensor:
-        part = _convolved(block, block.conv2, rows, after, start, stop)
+        part = _convolved(block, block.conv2, rows, after, start, stop, given)
         straight = x.narrow(2, start, stop - start)
         part = (straight if block.shortcut is None else block.shortcut(straight)) + part
         return part if block.scale == 1 else part / block.scale
@@ -95,11 +99,34 @@ def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span],
     return assembled(strip, pieces, 2, x, out=hidden)
 
 
-def _convolved(block: Residual, conv: nn.Module, rows: _Rows, statistics: Statistics, start: int, stop: int) -> Tensor:
+def _router_input(
+    block: Residual, conv: nn.Module, image: Tensor, statistics: Statistics, pieces: list[Span]
+) -> tuple[Tensor, ...]:
+    """What a convolution of several experts is told besides a strip: means (N, C) of act(norm(map)), whole; nothing
+    for plain ones."""
+    if not isinstance(layer(conv), CondConv2d):
+        return ()
+    total = image.new_zeros(image.shape[:2], dtype=torch.float32)
+    with kept():
+        for start, stop in each(pieces, image):
+            strip = block.act(statistics.normalised(image.narrow(2, start, stop - start)))
+            total += strip.sum((2, 3), dtype=torch.float32)
+    return ((total / image.shape[2:].numel()).to(image.dtype),)
+
+
+def _convolved(
+    block: Residual,
+    conv: nn.Module,
+    rows: _Rows,
+    statistics: Statistics,
+    start: int,
+    stop: int,
+    given: tuple[Tensor, ...],
+) -> Tensor:
     """Rows ``start`` to ``stop`` of conv(act(norm(map)))."""
     strip, above = rows.with_halo(start, stop)
     strip = statistics.normalised(strip)
-    convolved: Tensor = conv(block.act(strip))
+    convolved: Tensor = conv(block.act(strip), *given)
     return convolved.narrow(2, above, stop - start)
 
 

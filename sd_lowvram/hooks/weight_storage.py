@@ -23,6 +23,7 @@ from ..kernels.quantised import quantise, widen
 from ..memory import to_host
 from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
+from ..models.cond_conv import CondConv2d
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import lent_to_call, present_rows
@@ -68,7 +69,7 @@ def quantised_layers(anatomy: Anatomy, name: str, as_loaded: bool = False) -> li
     return [
         module
         for path, module in anatomy.components[name].named_modules()
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, CondConv2d))
         and path not in _KEPT
         and not path.endswith(".image_embeds")  # its owner casts the input to the weight's type before it calls it
         and "lora_" not in path

@@ -229,6 +229,8 @@ def _is_row_by_row(attention: Any) -> bool:
 
 def _mixes(attention: Any) -> bool:
     """Whether the processor chunks the batch, as those of perturbed attention guidance do, or may, being a user's."""
+    if attention.processor is None:  # regional attention
+        return False
     kind = type(attention.processor)
     return "PAG" in kind.__name__ or not kind.__module__.startswith("diffusers.")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import BadInputError
+from .changes import check_unchanged
 from .layers import check_unet
 from .prune import assembled, layers_per_block
 
@@ -18,11 +19,12 @@ def combined(compressed: Any, original: Any, blocks: int) -> Any:
     The first and last convolutions belong to the outermost blocks, the embedding of time to the original.
 
     Raises:
-        BadInputError: no UNets that are known, other widths or kinds of blocks, or a number of blocks that leaves
-            nothing of either.
+        BadInputError: no UNets that are known, other widths or kinds of blocks, a number of blocks that leaves
+            nothing of either, or experts and regions in blocks that are not taken.
     """
     for unet in (compressed, original):
         check_unet(unet)
+    check_unchanged(original)
     if len(compressed.down_blocks) < blocks or not 0 < blocks < len(original.down_blocks):
         least = min(len(compressed.down_blocks), len(original.down_blocks) - 1)
         raise BadInputError(f"{blocks} outermost blocks cannot be of the compressed UNet: from 1 to {least} can")
@@ -36,8 +38,28 @@ def combined(compressed: Any, original: Any, blocks: int) -> Any:
     deep += [f"up_blocks.{number}" for number in range(total - blocks)]
     deep += ["mid_block", "time_embedding", "add_embedding", "class_embedding", "encoder_hid_proj"]
     layers = layers_per_block(compressed.config)[:blocks] + layers_per_block(original.config)[blocks:]
-    config = {**original.config, "layers_per_block": layers}
+    config = {**original.config, "layers_per_block": layers, **_changes(compressed, total, blocks)}
     return assembled(config, [(original, {name: name for name in deep}), (compressed, shallow)])
+
+
+def _changes(compressed: Any, total: int, blocks: int) -> dict[str, Any]:
+    """What the configuration says of experts and regions in the outermost ``blocks``, for a UNet of ``total``."""
+    from ..models.asdm_unet import is_changed
+
+    if not is_changed(compressed.config):
+        return {}
+    ups = len(compressed.up_blocks)
+    outermost = {f"dn{number}": f"dn{number}" for number in range(blocks)}
+    outermost |= {f"up{ups - 1 - number}": f"up{total - 1 - number}" for number in range(blocks)}
+    named = compressed.config["changed_blocks"]
+    left = [name for name in named if name not in outermost]
+    if left:
+        raise BadInputError(
+            f"the compressed UNet has experts or regions in {', '.join(left)}, which would come from the original: "
+            "take more blocks across, with --blocks"
+        )
+    shared = {name: compressed.config[name] for name in ("experts", "regions")}
+    return {**shared, "changed_blocks": [outermost[name] for name in named]}
 
 
 _SHARED = ("in_channels", "out_channels", "cross_attention_dim", "norm_num_groups", "prediction_type")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import BadInputError
+from .changes import Changes, Relatives, changed, check_unchanged
 from .layers import check_unet
 
 KINDS = ("base", "small", "tiny")
@@ -168,20 +169,26 @@ def pruned_config(config: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     return {**config, **changed}
 
 
-def pruned(unet: Any, cut: Cut) -> Any:
+def pruned(unet: Any, cut: Cut, changes: Changes | None = None) -> Any:
     """A UNet of what ``cut`` leaves of ``unet``, with copies of its weights; on the meta device without any.
 
+    Args:
+        changes: what is put into blocks of what is left, named as they are then.
+
     Raises:
-        BadInputError: not a UNet that is known, or innermost blocks are cut that are narrower than what is left.
+        BadInputError: not a UNet that is known; one with changed blocks; innermost blocks are cut that are narrower
+            than what is left; or changes that cannot be made.
     """
     check_unet(unet)
+    check_unchanged(unet)
     widths, blocks = unet.config["block_out_channels"], len(cut.down)
     if blocks < len(widths) and widths[blocks - 1] > widths[blocks]:
         raise BadInputError(
             f"the block before the cut has {widths[blocks - 1]} channels and the one that is cut {widths[blocks]}: the "
             "up layer across has no weights for them"
         )
-    return assembled(pruned_config(unet.config, cut), [(unet, origins(cut, len(unet.down_blocks)))])
+    left = assembled(pruned_config(unet.config, cut), [(unet, origins(cut, len(widths)))])
+    return changed(left, changes or Changes(), unet.state_dict(), relatives(cut, whole(unet.config)))
 
 
 def origins(cut: Cut, blocks: int) -> dict[str, str]:
@@ -200,15 +207,35 @@ def origins(cut: Cut, blocks: int) -> dict[str, str]:
     return found
 
 
+def relatives(cut: Cut, full: Cut) -> Relatives:
+    """For a residual block's layer in what ``cut`` leaves of ``full``, the same layer of those cut in its block."""
+    gone = len(full.down) - len(cut.down)
+    sides = {"down_blocks": (0, full.down, cut.down), "up_blocks": (gone, full.up, cut.up)}
+
+    def found(path: str) -> list[str]:
+        side, _, rest = path.partition(".")
+        number, _, inside = rest.partition(".")
+        if side not in sides or not inside.startswith("resnets."):
+            return []
+        first, before, left = sides[side]
+        layers = [layer for layer in before[first + int(number)] if layer not in left[int(number)]]
+        name = inside.split(".", 2)[2]
+        return [f"{side}.{first + int(number)}.resnets.{layer}.{name}" for layer in layers]
+
+    return found
+
+
 def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, str]]]) -> Any:
     """A UNet of ``config`` with copies of the weights of several: each a UNet, and its paths by those of the new."""
     from diffusers import UNet2DConditionModel
+
+    from ..models.asdm_unet import ASDMUNet2DConditionModel, is_changed
 
     first: Any = parts[0][0]
     # A name under "_use_default_values" would get its default again, whatever stands there now.
     asked = {name: value for name, value in config.items() if not name.startswith("_")}
     with torch.device("meta"):
-        made = UNet2DConditionModel.from_config(asked)
+        made = (ASDMUNet2DConditionModel if is_changed(config) else UNet2DConditionModel).from_config(asked)
     weights: dict[str, torch.Tensor] = {}
     for unet, places in parts:
         state = unet.state_dict()

@@ -1,0 +1,132 @@
+"""Self-attention whose cost grows with the pixels and not with their square: inside regions, and to a pooled map.
+
+A-SDM (2023) names such an attention, global-regional interactive, and its aim; the construction is ours. The layers are
+those of the attention whose place it takes, so that trained weights go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ConflictError
+
+POOLED = 8
+"""The pooled map has so many tokens on a side, whatever the size of the map."""
+
+
+class RegionalAttention(nn.Module):
+    """Of tokens (N, height * width, C): each attends to those of its region, and to the map pooled to 8 x 8 tokens.
+
+    The two results are added, the second times ``gate``, a learned number for each head that is zero at first: then,
+    with a region as large as the map, this is plain attention. A side that regions do not divide has regions of two
+    sizes, one apart; nothing is padded. Pooled are keys and values, which is the same as to project a pooled map.
+    """
+
+    processor = None
+    """Here stands diffusers' way to exchange how an attention is computed: this one is not to be exchanged."""
+
+    def __init__(self, attention: Any, side: int, factor: int) -> None:
+        """
+        Args:
+            attention: of diffusers, whose layers are taken.
+            side: of a region, in tokens, at most.
+            factor: by how much a side of the map is smaller than one of the latents.
+        """
+        super().__init__()
+        self.heads, self.side, self.factor = int(attention.heads), side, factor
+        self.upcast_attention = bool(getattr(attention, "upcast_attention", False))
+        self.to_q, self.to_k, self.to_v = attention.to_q, attention.to_k, attention.to_v
+        self.to_out = attention.to_out
+        self.gate = nn.Parameter(torch.zeros(self.heads))
+        self.latents: tuple[int, int] | None = None
+        """Height and width of the latents of the UNet's call that is under way, which the UNet tells."""
+
+    def forward(self, tokens: Tensor, *context: Any, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
+        height, width = self._sides(tokens.shape[1])
+        if attention_mask is not None:
+            raise ConflictError("regional attention takes no attention mask: call the UNet without one")
+        maps = [layer(tokens).unflatten(1, (height, width)) for layer in (self.to_q, self.to_k, self.to_v)]
+        attended = self._inside_regions(*maps) + self._to_pooled(*maps)
+        del maps
+        for layer in self.to_out:
+            attended = layer(attended)
+        return attended
+
+    def _sides(self, tokens: int) -> tuple[int, int]:
+        height, width = (-(-side // self.factor) for side in self.latents or (0, 0))
+        if height * width != tokens:
+            raise ConflictError(
+                f"regional attention was given {tokens} tokens where the map has {height} x {width}: merge no tokens, "
+                "and call the UNet and not its blocks"
+            )
+        return height, width
+
+    def _inside_regions(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(N, height * width, C) of maps (N, height, width, C)."""
+        height, width = query.shape[1:3]
+        alike = [(rows, columns) for rows in runs(height, self.side) for columns in runs(width, self.side)]
+        if len(alike) == 1:
+            return self._attended(*alike[0], query, key, value).flatten(1, 2)
+        out = torch.empty_like(query)
+        for rows, columns in alike:
+            part = self._attended(rows, columns, query, key, value)
+            out[:, rows.start : rows.stop, columns.start : columns.stop] = part
+        return out.flatten(1, 2)
+
+    def _attended(self, rows: Run, columns: Run, *maps: Tensor) -> Tensor:
+        """Of a rectangle of regions of one size, the results where they belong."""
+        query, key, value = (self._regions(one, rows, columns) for one in maps)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        attended = attended.view(-1, rows.number, columns.number, self.heads, rows.size, columns.size, query.shape[-1])
+        return attended.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, rows.total, columns.total, maps[0].shape[-1])
+
+    def _regions(self, whole: Tensor, rows: Run, columns: Run) -> Tensor:
+        """(N * regions, heads, tokens of a region, width) of a map (N, height, width, C)."""
+        part = whole[:, rows.start : rows.stop, columns.start : columns.stop]
+        part = part.reshape(len(part), rows.number, rows.size, columns.number, columns.size, self.heads, -1)
+        part = part.permute(0, 1, 3, 5, 2, 4, 6)
+        return part.reshape(-1, self.heads, rows.size * columns.size, part.shape[-1])
+
+    def _to_pooled(self, query: Tensor, *others: Tensor) -> Tensor:
+        """(N, height * width, C): all tokens attend to the pooled map; times the gate."""
+        key, value = (self._heads(_pooled(one).flatten(2).transpose(1, 2)) for one in others)
+        attended = F.scaled_dot_product_attention(self._heads(query.flatten(1, 2)), key, value)
+        gated: Tensor = attended * self.gate.view(-1, 1, 1)
+        return gated.transpose(1, 2).flatten(2)
+
+    def _heads(self, tokens: Tensor) -> Tensor:
+        heads: Tensor = tokens.unflatten(2, (self.heads, -1))
+        return heads.transpose(1, 2)
+
+
+def _pooled(whole: Tensor) -> Tensor:
+    height, width = (min(POOLED, side) for side in whole.shape[1:3])
+    return F.adaptive_avg_pool2d(whole.permute(0, 3, 1, 2), (height, width))
+
+
+class Run(NamedTuple):
+    """Neighbouring regions of one size along a side of a map: from where on, how many, of how many tokens each."""
+
+    start: int
+    number: int
+    size: int
+
+    @property
+    def total(self) -> int:
+        return self.number * self.size
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.total
+
+
+def runs(total: int, side: int) -> list[Run]:
+    """The fewest regions of at most ``side`` tokens that make up ``total``, as even as can be, the larger first."""
+    number = -(-total // side)
+    size, larger = divmod(total, number)
+    found = [Run(0, larger, size + 1), Run(larger * (size + 1), number - larger, size)]
+    return [run for run in found if run.number]

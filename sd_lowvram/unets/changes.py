@@ -1,0 +1,119 @@
+"""Puts experts and regional attention into the shallow blocks of a UNet, as A-SDM (2023) does where layers were cut.
+
+Its shallow blocks (dn0, and the up block across) hold few of the parameters and take much of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import BadInputError
+from ..models.cond_conv import CondConv2d
+
+_FIRST_SHARE = 0.9
+"""Of the first expert before anything is trained: the others can be told apart then, and do little harm."""
+
+Relatives = Callable[[str], Iterable[str]]
+"""From the path of a layer in a UNet that was cut to those of the layers that were cut beside it, in the whole one."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What is put into some blocks of a UNet.
+
+    Attributes:
+        experts: of each 3x3 convolution there; 1: it stays as it is.
+        regions: side of a region of self-attention, in tokens; None: it stays as it is.
+        blocks: "dn0", "up3", as the UNet has them; none: the outermost one on each side.
+        seed: of what is drawn for experts of which nothing is inherited.
+    """
+
+    experts: int = 1
+    regions: int | None = None
+    blocks: tuple[str, ...] = ()
+    seed: int = 0
+
+
+def check_unchanged(unet: Any) -> None:
+    """Raise BadInputError where ``unet`` has changed blocks already."""
+    from ..models.asdm_unet import is_changed
+
+    if is_changed(unet.config):
+        raise BadInputError(
+            f"this UNet has experts={unet.config['experts']} and regions={unet.config['regions']} in "
+            f"{', '.join(unet.config['changed_blocks'])} already: give the model that it was made of"
+        )
+
+
+def changed(unet: Any, changes: Changes, whole: Mapping[str, Tensor], relatives: Relatives) -> Any:
+    """A UNet like ``unet`` with ``changes``; ``unet`` itself where there is nothing to change.
+
+    First experts are the layers of ``unet``; the next ones those that were cut beside them, of the same shape; the
+    rest is drawn. Routers begin with the same shares for all pictures, the gates of regional attention with zero.
+
+    Args:
+        whole: the weights of the UNet that was cut, by name.
+        relatives: for a layer of ``unet`` the layers there that are inherited besides.
+
+    Raises:
+        BadInputError: fewer than one expert, a side below 1, a block that is not there, or nothing in it to change.
+    """
+    from ..models.asdm_unet import ASDMUNet2DConditionModel, check_numbers, is_changed
+
+    check_numbers(changes.experts, changes.regions)
+    ours = {"experts": changes.experts, "regions": changes.regions}
+    if not is_changed(ours):
+        return unet
+    blocks = changes.blocks or ("dn0", f"up{len(unet.up_blocks) - 1}")
+    config = {name: value for name, value in unet.config.items() if not name.startswith("_")}
+    with torch.device("meta"):
+        made: Any = ASDMUNet2DConditionModel.from_config({**config, **ours, "changed_blocks": [*blocks]})
+    generator = torch.Generator().manual_seed(changes.seed)
+    weights = unet.state_dict()
+    for path, module in made.named_modules():
+        if isinstance(module, CondConv2d):
+            inherited = [_layer(whole, other) for other in relatives(path)]
+            weights |= _experts(path, module, _layer(weights, path), inherited, generator)
+    missing = {name: empty for name, empty in made.state_dict().items() if name not in weights}
+    if changes.regions is not None and not missing:
+        raise BadInputError(f"{' and '.join(blocks)} have no self-attention that regions could divide: name others")
+    device = next(iter(weights.values())).device
+    weights |= {name: torch.zeros_like(empty, device=device) for name, empty in missing.items()}
+    made.load_state_dict(weights, assign=True)
+    return nn.Module.to(made, unet.dtype).eval().requires_grad_(False)
+
+
+_Layer = tuple[Tensor, Tensor]
+
+
+def _layer(weights: Mapping[str, Tensor], path: str) -> _Layer:
+    return weights[f"{path}.weight"], weights[f"{path}.bias"]
+
+
+def _experts(
+    path: str, module: CondConv2d, kept: _Layer, inherited: list[_Layer], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The weights of a convolution of several experts, by name."""
+    others = [one for one in inherited if one[0].shape == kept[0].shape][: module.experts - 1]
+    drawn = [_drawn(kept, generator) for _ in range(module.experts - 1 - len(others))]
+    kernels, biases = zip(kept, *others, *drawn, strict=True)
+    router = torch.zeros(module.experts)
+    router[0] = torch.tensor(_FIRST_SHARE / (1 - _FIRST_SHARE) * (module.experts - 1)).log()
+    return {
+        f"{path}.weight": torch.cat(kernels),
+        f"{path}.bias": torch.cat(biases),
+        f"{path}.router_weight": kept[0].new_zeros(module.experts, module.in_channels),
+        f"{path}.router_bias": router.to(kept[0]),
+    }
+
+
+def _drawn(kept: _Layer, generator: torch.Generator) -> _Layer:
+    """A layer of the shapes of ``kept`` as torch begins one, uniform, scaled by what goes in."""
+    bound: float = kept[0][0].numel() ** -0.5
+    kernel, bias = (bound * (2 * torch.rand(one.shape, generator=generator) - 1) for one in kept)
+    return kernel.to(kept[0]), bias.to(kept[1])
