@@ -16,11 +16,12 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 from safetensors.torch import load_file
 from test_unet_hooks import TOGETHER, inputs
+from two_layer_unets import tiny as original
 from typer.testing import CliRunner
 
 import sd_lowvram
 from sd_lowvram import Settings
-from sd_lowvram.checkpoints.architectures import architecture, build_components
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.errors import BadInputError, ConflictError
@@ -33,14 +34,6 @@ from sd_lowvram.unets.combine import combined
 from sd_lowvram.unets.prune import Cut, cut_of_kind, pruned, whole
 
 WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
-
-
-@functools.cache
-def original() -> Any:
-    """A UNet of SD1.5's structure, two layers a block, with weights."""
-    config = architecture("sd15")["unet"] | {"block_out_channels": [32, 64, 64, 64], "norm_num_groups": 8}
-    config |= {"cross_attention_dim": 32, "attention_head_dim": 4, "sample_size": 16}
-    return build_components({"unet": config}, seed=3)["unet"]
 
 
 def base() -> Cut:

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
 from test_unet_hooks import TOGETHER, inputs
 from torch.utils.flop_counter import FlopCounterMode
+from two_layer_unets import full_size
+from two_layer_unets import tiny as original
 from typer.testing import CliRunner
 
 import sd_lowvram
 from sd_lowvram import Settings
-from sd_lowvram.checkpoints.architectures import architecture, build_components
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.devices.performance import profile
@@ -33,14 +35,6 @@ from sd_lowvram.unets.changes import Changes
 from sd_lowvram.unets.prune import pruned, whole
 
 SIZES = (512, 1024, 2048)
-
-
-@functools.cache
-def original() -> Any:
-    """A UNet of SD1.5's structure, two layers a block, with weights."""
-    config = architecture("sd15")["unet"] | {"block_out_channels": [32, 64, 64, 64], "norm_num_groups": 8}
-    config |= {"cross_attention_dim": 32, "attention_head_dim": 4, "sample_size": 16}
-    return build_components({"unet": config}, seed=3)["unet"]
 
 
 def gated(unet: Any, gate: float = 0.5) -> Any:
@@ -65,9 +59,8 @@ def called(unet: Any, size: tuple[int, int] = (33, 41), batch: int = 2) -> torch
 
 
 @functools.cache
-def full_size(side: int | None) -> Any:
-    whole_one = build_components("sd15", torch.float16, "meta", only=("unet",))["unet"]
-    return pruned(whole_one, whole(whole_one.config), Changes(regions=side))
+def regional_of_full_size(side: int | None) -> Any:
+    return pruned(full_size(), whole(full_size().config), Changes(regions=side))
 
 
 @functools.cache
@@ -153,7 +146,7 @@ def test_maps_of_inner_blocks_are_found(blocks: tuple[str, ...]) -> None:
 def test_cost_grows_with_the_pixels() -> None:
     regional_costs, plain_costs = (
         [
-            {unit.name: unit for unit in analysed(full_size(side), size, size, rates=profile("rtx2070"))}
+            {unit.name: unit for unit in analysed(regional_of_full_size(side), size, size, rates=profile("rtx2070"))}
             for size in SIZES
         ]
         for side in (32, None)
@@ -169,7 +162,7 @@ def test_cost_grows_with_the_pixels() -> None:
 
 
 def test_torch_counts_the_same() -> None:
-    attention = next(iter(attentions_of(full_size(32)).values()))
+    attention = next(iter(attentions_of(regional_of_full_size(32)).values()))
     counted = []
     for size in SIZES:
         attention.latents = size // 8, size // 8
