@@ -119,14 +119,16 @@ class Search:
             settings = dataclasses.replace(settings, decoder_device=None)
         open_ = settings.attention is None and not settings.deterministic
         chooses = open_ and anatomy.attentions and is_worth_choosing(anatomy, request.device)
+        self._traceable_attention = "sdpa" if chooses else settings.attention
+        ours = open_ and anatomy.attentions and _are_faster(request, triton.ATTENTION)
         self.base = settings.filled(
-            attention="sdpa" if chooses else None,
+            attention="triton" if ours else self._traceable_attention,
             inference_mode=True,
             vae_slices=True if request.batch > 1 and anatomy.vae is not None else None,
             channels_last=True if on_gpu and anatomy.denoiser else None,
         )
         tiled = anatomy.vae is not None and dissect(anatomy.vae) is not None
-        if _fused_is_faster(request) and (anatomy.residual_blocks or tiled):
+        if _are_faster(request, *triton.FUSED) and (anatomy.residual_blocks or tiled):
             self.base = self.base.filled(fused_kernels=True)
         packs = packing_refusal(request.device) is None and bool(packable(anatomy)) and settings.packed_weights is None
         by_winograd = anatomy.vae is not None and _winograd_is_faster(request)
@@ -260,6 +262,7 @@ class Search:
         if self.base.channels_last is False or compiling_refusal(self.request.device) is not None:
             return []
         compiled: dict[str, Any] = {"compile": "regional", "channels_last": True, "fused_kernels": None}
+        compiled |= {"attention": self._traceable_attention}
         return [base for one in self._placements if untraceable(base := dataclasses.replace(one, **compiled)) is None]
 
     def _offloads(self) -> tuple[str, ...]:
@@ -315,12 +318,12 @@ class Search:
         return self.pricing.timing(steps[0], best.settings) if streamed and steps else None
 
 
-def _fused_is_faster(request: Request) -> bool:
-    """Whether every fused kernel was measured to be faster on the card at hand, for which the plan is."""
+def _are_faster(request: Request, *kernels: str) -> bool:
+    """Whether each of these was measured to be faster on the card at hand, for which the plan is, at every shape."""
     if request.device.type != "cuda" or request.rates.name != THIS or triton.refusal(request.device):
         return False
-    gains = kernel_gains(request.device)
-    return bool(gains) and min(gains.values()) > 1
+    gains = [gain for name, gain in kernel_gains(request.device).items() if name.startswith(kernels)]
+    return bool(gains) and min(gains) > 1
 
 
 def _winograd_is_faster(request: Request) -> bool:

@@ -11,23 +11,27 @@ import torch
 
 from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import architecture, build_components
+from sd_lowvram.devices.compiling import Compiling
 from sd_lowvram.devices.performance import THIS, Rates, profile
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.planning import search
+from sd_lowvram.planning import cost_model, search
 from sd_lowvram.planning.plan import Plan, Request
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.units import GIB
 
 HERE = dataclasses.replace(profile("rtx2070"), name=THIS)
 ELSEWHERE = profile("rtx2070")
+NOTHING = Settings()
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], rates: Any = HERE) -> Plan:
+def planned(
+    monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], rates: Any = HERE, settings: Settings = NOTHING
+) -> Plan:
     monkeypatch.setattr(search, "kernel_gains", lambda device: gains)
     monkeypatch.setattr(search.triton, "refusal", lambda device: None)
     anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), only=("unet",)))
     request = Request(64, 64, 1, 4 * GIB, 4 * GIB, torch.device("cuda"), rates)
-    return search.make_plan(anatomy, request, Settings())
+    return search.make_plan(anatomy, request, settings)
 
 
 def test_measured_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +43,30 @@ def test_measured_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_not_measured_or_not_faster(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], rates: Any) -> None:
     assert planned(monkeypatch, gains, rates).settings.fused_kernels is None
+
+
+ATTENTION = {"attention, 40": 1.2, "attention, 512": 1.1}
+
+
+def test_attention_that_was_measured_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(monkeypatch, ATTENTION).settings
+    assert found.attention == "triton" and found.fused_kernels is None
+    assert planned(monkeypatch, {**ATTENTION, "attention, 80": 0.98}).settings.attention is None
+    assert planned(monkeypatch, ATTENTION, ELSEWHERE).settings.attention is None
+    assert planned(monkeypatch, {"group_norm": 1.4, "geglu": 1.1}).settings.attention is None
+
+
+def test_attention_that_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in (Settings(attention="sliced"), Settings(deterministic=True)):
+        assert planned(monkeypatch, ATTENTION, settings=asked).settings.attention == asked.attention
+
+
+def test_compiled_blocks_leave_our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler cannot look through it: plans with it are beside those that are compiled."""
+    monkeypatch.setattr(cost_model, "compiling_of", lambda rates, device: Compiling(1.5, 0.1, 0.1))
+    monkeypatch.setattr(search, "compiling_refusal", lambda device: None)
+    found = planned(monkeypatch, ATTENTION).settings
+    assert found.compile == "regional" and found.attention is None
 
 
 def decoding(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], vram: int = 8 * GIB, name: str = THIS) -> Plan:

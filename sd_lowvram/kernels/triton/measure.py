@@ -1,4 +1,4 @@
-"""How much faster the fused kernels are here than torch's own operators, kernel by kernel and shape by shape."""
+"""How much faster our kernels are here than torch's own operators, kernel by kernel and shape by shape."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import functools
 
 import torch
 
+from ..attention.by_triton import triton
+from ..attention.torch_kernels import fused
 from ..pairs import ratio
-from . import geglu, group_norm
+from . import geglu, group_norm, support
 
 _MAPS = {"denoise": (2, 320, 64, 64), "decode": (1, 128, 512, 512)}
 _TOKENS = (2, 4096, 2 * 1280)
+_HEADS = {40: (2, 8, 4096), 80: (2, 8, 1024), 64: (2, 10, 4096), 512: (1, 1, 4096)}
+"""Batch, heads and tokens by the heads' width: SD1.5's two largest, SDXL's, the autoencoder's middle."""
 
 
 def gains(device: torch.device) -> dict[str, float]:
@@ -26,4 +30,8 @@ def gains(device: torch.device) -> dict[str, float]:
         product = torch.randn(_TOKENS, device=device).half()
         ways = functools.partial(geglu.reference, product), functools.partial(geglu.geglu, product)
         found["geglu"] = ratio(*ways, device)
+        for width, tokens in _HEADS.items():
+            q, k, v = (torch.randn(*tokens, width, device=device).half() for _ in range(3))
+            ways = functools.partial(fused, None, q, k, v), functools.partial(triton, q, k, v)
+            found[f"{support.ATTENTION}, {width}"] = ratio(*ways, device)
     return found

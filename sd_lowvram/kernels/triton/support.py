@@ -17,6 +17,9 @@ from ..attention.problem import capability, device_of_run, is_fake
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OLDEST_TORCH, _OLDEST_CARD = (2, 4), (7, 5)
 
+FUSED, ATTENTION = ("group_norm", "geglu"), "attention"
+"""What names of measured kernels begin with: those of ``fused_kernels``, and those of ``attention="triton"``."""
+
 
 def refusal(device: torch.device) -> str | None:
     """Why Triton's kernels cannot run on ``device``; None where they can. Triton is imported where all else speaks for
