@@ -329,6 +329,15 @@ class Settings:
         stages=("denoise", *_VAE),
         hook=dict.fromkeys(("regional", "whole"), "compiled"),
     )
+    traced: bool | None = _knob(
+        label="Traced",
+        help="have torch write down once what the model does, and run that without Python; needs no compiler",
+        fidelity=_ROUNDING,
+        since="0.2",
+        surfaces=("cli",),  # the hosts' own code acts between its layers, which a traced pass would not call
+        stages=_UNET,
+        hook="traced",
+    )
     packed_weights: bool | None = _knob(
         label="Keep weights in order",
         help="on a processor, keep large weights in the order of its kernels besides, which else bring them into it at "

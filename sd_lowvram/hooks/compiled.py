@@ -90,17 +90,28 @@ def is_compiled(settings: Settings) -> bool:
     return settings.compile in ("regional", "whole")
 
 
+def is_followed(settings: Settings) -> bool:
+    """Whether ``settings`` ask for code that comes of following the model's Python: compiled, or traced."""
+    return is_compiled(settings) or bool(settings.traced)
+
+
 def untraceable(settings: Settings) -> str | None:
-    """Why the other ``settings`` do not go with ``compile``; None where they do."""
+    """Why the other ``settings`` do not go with ``compile`` or ``traced``; None where they do."""
+    asked = "traced=True" if settings.traced else f"compile={settings.compile!r}"
     names = [name for name in _UNTRACEABLE if getattr(settings, name)]
     names += ["offload"] if settings.offload in STREAMED else []
     names += ["precision"] if settings.precision == "fp16-storage" else []
-    names += ["deep_cache"] if settings.deep_cache and settings.compile == "whole" else []
+    names += ["deep_cache"] if settings.deep_cache and (settings.compile == "whole" or settings.traced) else []
+    if settings.traced:  # the denoiser alone, whose weights stay where they are
+        names = [name for name in names if name != "winograd"]
+        names += ["offload"] if settings.offload == "component" else []
+        names += ["compile"] if is_compiled(settings) else []
+        names += ["cuda_graphs"] if settings.cuda_graphs else []
     if not names:
         return None
     return (
-        f"compile={settings.compile!r} cannot go with {names[0]}={getattr(settings, names[0])!r}, which acts inside of "
-        "what is compiled: leave one of them off"
+        f"{asked} cannot go with {names[0]}={getattr(settings, names[0])!r}, which acts inside of what is "
+        f"{'traced' if settings.traced else 'compiled'}: leave one of them off"
     )
 
 

@@ -1,10 +1,9 @@
 """Passes of the denoiser recorded once as CUDA graphs, and replayed: the processor launches no kernel by itself then.
 
 The first call of a kind runs as it is, the second is recorded, and every later one copies what it is given into the
-recording's tensors and replays it. Calls are of a kind where types, shapes, autocast and all that is no tensor are
-equal, and where the model is: a LoRA, an adapter's strength or a weight at another place has calls recorded anew. All
-recordings share one pool of memory, which goes when another component runs. Fidelity: ``bitwise``, by the same kernels.
-Source: PyTorch's notes on CUDA graphs.
+recording's tensors and replays it. What a kind is, :mod:`alike_calls` says: a LoRA, an adapter's strength or a weight
+at another place has calls recorded anew. All recordings share one pool of memory, which goes when another component
+runs. Fidelity: ``bitwise``, by the same kernels. Source: PyTorch's notes on CUDA graphs.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..compat import autocast_dtype
 from ..errors import NoSiteError, SettingsError, ran_out
 from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
+from .alike_calls import facts_of, kind_of
 from .strips import needs_graph
 
 _MOST = 4
 """Recordings that are kept: each has inputs of its own, while their pool is shared."""
-
-_PLAIN = (bool, int, float, str)
 
 _MOST_KINDS = 32
 """Of calls, among which some come again: a denoiser whose every call is another is not recorded."""
@@ -106,11 +103,10 @@ class _Recordings:
         """Around a call of the denoiser."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        known = all(isinstance(leaf, (Tensor, *_PLAIN, torch.dtype, torch.device, type(None))) for leaf in leaves)
-        if self._refused or not known or not self._recordable(tensors):
+        kind = kind_of(leaves, spec, "cuda")
+        if self._refused or kind is None or not self._recordable(tensors):
             return original(*args, **kwargs)
-        facts = _facts(self._unet)
-        kind = spec, tuple(map(_told, leaves)), autocast_dtype("cuda")
+        facts = facts_of(self._unet)
         with self._lock, torch.cuda.device(tensors[0].device):
             if not self._same(facts):
                 return original(*args, **kwargs)
@@ -198,35 +194,3 @@ class _Recordings:
         self._kept.clear()
         self._met.clear()
         self._pool = self._facts = None
-
-
-def _told(leaf: Any) -> Any:
-    """What tells one call's argument from another's: its kind where it is a tensor, else its value."""
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
-    return leaf
-
-
-def _facts(unet: nn.Module) -> Any:
-    """What a recorded pass has taken in of the model besides its weights' values; None: of others' hooks, too."""
-    found: list[Any] = []
-    for module in unet.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return None
-        found.append(id(module))
-        for held in (module, getattr(module, "processor", None)):
-            found += [_value(value) for name, value in getattr(held, "__dict__", {}).items() if _counts(name, value)]
-        held_tensors = (*module._parameters.values(), *module._buffers.values())
-        found += [tensor.data_ptr() for tensor in held_tensors if tensor is not None]
-    return hash(tuple(found))
-
-
-def _counts(name: str, value: Any) -> bool:
-    """Whether it is a setting, such as an adapter's strength."""
-    return isinstance(value, (*_PLAIN, list, tuple, dict)) and (not name.startswith("_") or "adapter" in name)
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    return tuple(one for one in value if isinstance(one, _PLAIN)) if isinstance(value, (list, tuple)) else value

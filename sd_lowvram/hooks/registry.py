@@ -42,6 +42,7 @@ _ORDER = (
     "residual_strips",
     "transformer_chunks",
     "cuda_graphs",
+    "traced",
     "deep_cache",
     "skip_parking",
     "guidance_in_turn",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..hooks.compiled import is_compiled, untraceable
+from ..hooks.compiled import is_followed, untraceable
 from ..hooks.packed_weights import moves_weights
 from ..settings import Settings
 from .stages import Stage
@@ -89,7 +89,7 @@ def goes_with(choice: Choice, base: Settings) -> bool:
     """Whether ``choice`` can be taken with the weights placed and stored, and the blocks compiled, as ``base`` says."""
     if base.cuda_graphs and choice.get("park_skips"):
         return False
-    if is_compiled(base):
+    if is_followed(base):
         return untraceable(base.filled(**choice)) is None
     return not choice.get("packed_weights") or (base.precision in (None, "fp32") and not moves_weights(base))
 

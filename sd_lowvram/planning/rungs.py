@@ -27,6 +27,7 @@ _STRIPS = (
     "compile",
     "packed_weights",
     "cuda_graphs",
+    "traced",
 )
 _MAPS, _WEIGHTS, _DECODER = ("park_skips", "vae_map"), ("offload", "weights_mib"), ("decoder_device",)
 

@@ -23,7 +23,7 @@ from ..devices.support import support_of
 from ..devices.this_machine import kernel_gains
 from ..errors import BudgetError, LowVRAMError, SettingsError
 from ..hooks.attention import is_worth_choosing
-from ..hooks.compiled import compilable, is_compiled, untraceable
+from ..hooks.compiled import compilable, is_followed, untraceable
 from ..hooks.cuda_graphs import unrecordable
 from ..hooks.offload import STREAMED
 from ..hooks.packed_weights import packable
@@ -106,6 +106,8 @@ class Search:
         settings = compilable(settings, request.device)
         if settings.cuda_graphs and (why := unrecordable(anatomy, settings, request.device)) is not None:
             raise SettingsError(why)
+        if is_followed(settings) and (why := untraceable(settings)) is not None:
+            raise SettingsError(why)
         settings = applicable(settings, anatomy, request.device)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_mib * MIB if settings.largest_mib else math.inf
@@ -117,7 +119,8 @@ class Search:
         decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":
             settings = dataclasses.replace(settings, decoder_device=None)
-        open_ = settings.attention is None and not settings.deterministic
+        followed = is_followed(settings)
+        open_ = settings.attention is None and not settings.deterministic and not followed
         chooses = open_ and anatomy.attentions and is_worth_choosing(anatomy, request.device)
         self._traceable_attention = "sdpa" if chooses else settings.attention
         ours = open_ and anatomy.attentions and _are_faster(request, triton.ATTENTION)
@@ -128,7 +131,7 @@ class Search:
             channels_last=True if on_gpu and anatomy.denoiser else None,
         )
         tiled = anatomy.vae is not None and dissect(anatomy.vae) is not None
-        if _are_faster(request, *triton.FUSED) and (anatomy.residual_blocks or tiled):
+        if not followed and _are_faster(request, *triton.FUSED) and (anatomy.residual_blocks or tiled):
             self.base = self.base.filled(fused_kernels=True)
         packs = packing_refusal(request.device) is None and bool(packable(anatomy)) and settings.packed_weights is None
         by_winograd = anatomy.vae is not None and _winograd_is_faster(request)
@@ -266,9 +269,9 @@ class Search:
         return [base for one in self._placements if untraceable(base := dataclasses.replace(one, **compiled)) is None]
 
     def _offloads(self) -> tuple[str, ...]:
-        if self.base.cuda_graphs:
+        if self.base.cuda_graphs or self.base.traced:
             return ("none",)
-        unstreamed = self.base.deep_cache is not None or self.base.packed_weights or is_compiled(self.base)
+        unstreamed = self.base.deep_cache is not None or self.base.packed_weights or is_followed(self.base)
         if not support_of(self.request.device).streams or unstreamed:
             return "none", "component"
         streams = self.pricing.anatomy.denoiser is not None

@@ -218,5 +218,5 @@ def _figures(spans: list[Any], **others: int) -> Figures:
 
 
 def _as_traced(settings: Settings) -> Settings:
-    """``settings`` without what runs the same operators in another way: compiled or recorded code is not traced."""
-    return dataclasses.replace(settings, compile=None, cuda_graphs=None)
+    """``settings`` without what runs the same operators in another way: code that was compiled or recorded."""
+    return dataclasses.replace(settings, compile=None, cuda_graphs=None, traced=None)
