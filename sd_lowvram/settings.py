@@ -366,6 +366,15 @@ class Settings:
         stages=_UNET,
         hook="cuda_graphs",
     )
+    fused_qkv: bool | None = _knob(
+        label="Fused projections",
+        help="make the queries, keys and values of an attention by one product in place of three, in the same memory",
+        fidelity=_ROUNDING,
+        since="0.2",
+        surfaces=("cli",),  # the hosts' own code moves weights between calls
+        stages=_UNET,
+        hook="fused_qkv",
+    )
 
     def __post_init__(self) -> None:
         for name, knob, value in self.decided():

@@ -35,7 +35,7 @@ from .strips import needs_graph
 
 _UNTRACEABLE = (
     *("attention", "deterministic", "merge_tokens", "fused_kernels", "weight_storage", "packed_weights", "winograd"),
-    *("feed_forward_chunks", "residual_strips", "transformer_chunks", "guidance_in_turn", "park_skips"),
+    *("fused_qkv", "feed_forward_chunks", "residual_strips", "transformer_chunks", "guidance_in_turn", "park_skips"),
 )
 """Knobs whose hooks act inside the blocks, by what a compiler cannot look through."""
 

@@ -38,6 +38,7 @@ _ORDER = (
     "vae_fast",
     "vae_slices",
     "offload",
+    "fused_qkv",
     "feed_forward",
     "residual_strips",
     "transformer_chunks",

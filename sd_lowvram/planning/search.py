@@ -25,6 +25,7 @@ from ..errors import BudgetError, LowVRAMError, SettingsError
 from ..hooks.attention import is_worth_choosing
 from ..hooks.compiled import compilable, is_followed, untraceable
 from ..hooks.cuda_graphs import unrecordable
+from ..hooks.fused_qkv import refuse_moved
 from ..hooks.offload import STREAMED
 from ..hooks.packed_weights import packable
 from ..hooks.registry import applicable
@@ -108,13 +109,15 @@ class Search:
             raise SettingsError(why)
         if is_followed(settings) and (why := untraceable(settings)) is not None:
             raise SettingsError(why)
+        if settings.fused_qkv:
+            refuse_moved(settings)
         settings = applicable(settings, anatomy, request.device)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_mib * MIB if settings.largest_mib else math.inf
         on_gpu = self.pricing.on_gpu
         narrower = approximate and settings.precision is None
         self.precisions = (None, "fp16" if on_gpu else "bf16") if narrower else (None,)
-        in_bytes = approximate and self.pricing.costs.quantised
+        in_bytes = approximate and self.pricing.costs.quantised and not settings.fused_qkv
         self.storages = (None, "int8") if in_bytes else (None,)  # nearer to full weights than fp8, and of the same size
         decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":
@@ -269,7 +272,7 @@ class Search:
         return [base for one in self._placements if untraceable(base := dataclasses.replace(one, **compiled)) is None]
 
     def _offloads(self) -> tuple[str, ...]:
-        if self.base.cuda_graphs or self.base.traced:
+        if self.base.cuda_graphs or self.base.traced or self.base.fused_qkv:
             return ("none",)
         unstreamed = self.base.deep_cache is not None or self.base.packed_weights or is_followed(self.base)
         if not support_of(self.request.device).streams or unstreamed:
