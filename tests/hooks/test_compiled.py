@@ -20,6 +20,7 @@ from sd_lowvram import Settings, attached, progress, restore
 from sd_lowvram.api import optimize
 from sd_lowvram.errors import ConflictError, SettingsError
 from sd_lowvram.kernels import compiler
+from sd_lowvram.memory import measured_peak
 
 pytestmark = pytest.mark.skipif(
     compiler.refusal(torch.device("cpu")) is not None, reason=f"{compiler.refusal(torch.device('cpu'))}"
@@ -129,10 +130,13 @@ def test_inductors_code_gives_the_same_picture_and_its_files_lie_in_our_cache(
     vae = tiny.tiniest().vae
     latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        plain = vae.decode(latents).sample
+        plain, held = vae.decode(latents).sample, measured_peak(lambda: vae.decode(latents))
         named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         with attached(vae, REGIONAL, device="cpu"):
             assert tiny.relative_error(vae.decode(latents).sample, plain) < 1e-5
+            assert measured_peak(lambda: vae.decode(latents)) <= 1.02 * held, (
+                "plans count what the model holds as it is"
+            )
         assert torch.equal(vae.decode(latents).sample, plain)
     assert any((tmp_path / "compiled").rglob("*.so"))
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (named, None)
