@@ -3,6 +3,7 @@
 Keys and values of all tokens are made once, chunk by chunk, and then every chunk of queries runs through the block's
 own attention, under the host's own processor, whose projections of keys and values answer with what is there. That
 holds for processors in which a query's row does not depend on the other queries; blocks with any other are left alone.
+Attention in regions goes by bands of these.
 
 Source: ours; chunks of queries are from the self-attention of Rabe and Staats 2021. Fidelity: ``rounding``.
 """
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NoSiteError
-from ..models.anatomy import Anatomy, TokenAttention, Transformer
+from ..models.anatomy import Anatomy, AttentionInRegions, TokenAttention, Transformer
 from ..patches import Patch, roles_of, set_patch, wrap
 from ..settings import Settings
 from .feed_forward import FEWEST_TOKENS
+from .regional_bands import in_bands
 from .strips import Span, assembled, needs_graph, spans
 
 
@@ -54,13 +56,18 @@ def _in_chunks(
     parts = None if whole else look(block, *args, **kwargs)
     if parts is None:
         return original(tokens, *args, **kwargs)
-    first, *others = parts.attentions
-    out = _attended(first, tokens, None, pieces)
-    for attention in others:
-        out = _attended(attention, out, out, pieces)
+    out: Tensor | None = None
+    for attention in parts.attentions:
+        if isinstance(attention, AttentionInRegions):
+            out = in_bands(attention, tokens, chunks)
+        else:
+            out = _attended(attention, tokens if out is None else out, out, pieces)
+    assert out is not None
+
+    attended = out
 
     def fed(start: int, stop: int) -> Tensor:
-        part = out[:, start:stop]
+        part = attended[:, start:stop]
         fed_forward: Tensor = parts.feed_forward(parts.norm(part))
         return fed_forward + part
 

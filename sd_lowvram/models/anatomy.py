@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .calls import Predict, Shape, Stage, StepInputs
+from .regional_attention import RegionalAttention
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,19 @@ class TokenAttention:
 
 
 @dataclass(frozen=True)
-class Transformer:
-    """A transformer block: its attentions one after the other, then ``x + feed_forward(norm(x))``."""
+class AttentionInRegions:
+    """``x + attention(norm(x))``, in which rows of queries see those of their region and a pooled map."""
 
-    attentions: tuple[TokenAttention, ...]
+    norm: nn.Module
+    attention: RegionalAttention
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A transformer block: its attentions one after the other, of which the first may be one in regions, then
+    ``x + feed_forward(norm(x))``."""
+
+    attentions: tuple[TokenAttention | AttentionInRegions, ...]
     norm: nn.Module
     feed_forward: nn.Module
 

@@ -10,9 +10,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import calls_diffusers, support
-from .anatomy import Anatomy, Course, Residual, TokenAttention, Transformer, Verbs, has, having, is_3x3, is_pointwise
+from .anatomy import (
+    Anatomy,
+    AttentionInRegions,
+    Course,
+    Residual,
+    TokenAttention,
+    Transformer,
+    Verbs,
+    has,
+    having,
+    is_3x3,
+    is_pointwise,
+)
 from .interfaces import DiffusersUNet, KLAutoencoder
 from .latents import latent_channels
+from .regional_attention import RegionalAttention
 
 
 def components_of(target: Any) -> dict[str, nn.Module]:
@@ -193,7 +206,14 @@ def transformer(
     leave = leave or "gligen" in extra or isinstance(encoder_hidden_states, (tuple, list))
     if leave or any(mask is not None and mask.shape[1] > 1 for mask in masks):
         return None
-    parts = [_token_attention(block.norm1, block.attn1, None, {"attention_mask": attention_mask, **extra})]
+    own = isinstance(block.attn1, RegionalAttention)
+    if own and attention_mask is not None:
+        return None
+    parts: list[TokenAttention | AttentionInRegions] = [
+        AttentionInRegions(block.norm1, block.attn1)
+        if own
+        else _token_attention(block.norm1, block.attn1, None, {"attention_mask": attention_mask, **extra})
+    ]
     if block.attn2 is not None:
         given = {"attention_mask": encoder_attention_mask, **extra}
         parts.append(_token_attention(block.norm2, block.attn2, encoder_hidden_states, given))
@@ -224,12 +244,13 @@ def _is_plain(block: Any) -> bool:
 
 def _is_row_by_row(attention: Any) -> bool:
     mixes = (getattr(attention, name, None) for name in ("group_norm", "spatial_norm", "norm_cross"))
-    return type(attention.processor).__name__ in _ROW_BY_ROW and not any(mixes)
+    known = type(attention.processor).__name__ in _ROW_BY_ROW or isinstance(attention, RegionalAttention)
+    return known and not any(mixes)
 
 
 def _mixes(attention: Any) -> bool:
     """Whether the processor chunks the batch, as those of perturbed attention guidance do, or may, being a user's."""
-    if attention.processor is None:  # regional attention
+    if isinstance(attention, RegionalAttention):
         return False
     kind = type(attention.processor)
     return "PAG" in kind.__name__ or not kind.__module__.startswith("diffusers.")

@@ -6,6 +6,7 @@ those of the attention whose place it takes, so that trained weights go on.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -45,18 +46,35 @@ class RegionalAttention(nn.Module):
         self.latents: tuple[int, int] | None = None
         """Height and width of the latents of the UNet's call that is under way, which the UNet tells."""
 
-    def forward(self, tokens: Tensor, *context: Any, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
-        height, width = self._sides(tokens.shape[1])
+    def forward(
+        self, tokens: Tensor, *context: Any, attention_mask: Tensor | None = None, band: Band | None = None, **_: Any
+    ) -> Tensor:
+        """
+        Args:
+            band: what ``tokens`` are, where they are only some of the map's rows.
+
+        Raises:
+            ConflictError: a mask, or other tokens than the map has.
+        """
         if attention_mask is not None:
             raise ConflictError("regional attention takes no attention mask: call the UNet without one")
-        maps = [layer(tokens).unflatten(1, (height, width)) for layer in (self.to_q, self.to_k, self.to_v)]
-        attended = self._inside_regions(*maps) + self._to_pooled(*maps)
-        del maps
+        if band is None:
+            height, width = self.sides(tokens.shape[1])
+            rows = region_sizes(height, self.side)
+        else:
+            rows, width = band.rows, tokens.shape[1] // sum(band.rows)
+        query, key, value = (layer(tokens).unflatten(1, (-1, width)) for layer in (self.to_q, self.to_k, self.to_v))
+        pooled = (band.keys, band.values) if band is not None else (pooled_map(key), pooled_map(value))
+        attended = self._inside_regions(rows, query, key, value)
+        del key, value
+        attended = attended + self._to_pooled(query, *pooled)
+        del query
         for layer in self.to_out:
             attended = layer(attended)
         return attended
 
-    def _sides(self, tokens: int) -> tuple[int, int]:
+    def sides(self, tokens: int) -> tuple[int, int]:
+        """Height and width of the map, which must have so many ``tokens``."""
         height, width = (-(-side // self.factor) for side in self.latents or (0, 0))
         if height * width != tokens:
             raise ConflictError(
@@ -65,16 +83,16 @@ class RegionalAttention(nn.Module):
             )
         return height, width
 
-    def _inside_regions(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(N, height * width, C) of maps (N, height, width, C)."""
-        height, width = query.shape[1:3]
-        alike = [(rows, columns) for rows in runs(height, self.side) for columns in runs(width, self.side)]
+    def _inside_regions(self, rows: list[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(N, height * width, C) of maps (N, height, width, C), whose regions are of the heights ``rows``."""
+        columns = region_sizes(query.shape[2], self.side)
+        alike = [*itertools.product(runs(rows), runs(columns))]
         if len(alike) == 1:
             return self._attended(*alike[0], query, key, value).flatten(1, 2)
         out = torch.empty_like(query)
-        for rows, columns in alike:
-            part = self._attended(rows, columns, query, key, value)
-            out[:, rows.start : rows.stop, columns.start : columns.stop] = part
+        for down, across in alike:
+            part = self._attended(down, across, query, key, value)
+            out[:, down.start : down.stop, across.start : across.stop] = part
         return out.flatten(1, 2)
 
     def _attended(self, rows: Run, columns: Run, *maps: Tensor) -> Tensor:
@@ -91,10 +109,11 @@ class RegionalAttention(nn.Module):
         part = part.permute(0, 1, 3, 5, 2, 4, 6)
         return part.reshape(-1, self.heads, rows.size * columns.size, part.shape[-1])
 
-    def _to_pooled(self, query: Tensor, *others: Tensor) -> Tensor:
-        """(N, height * width, C): all tokens attend to the pooled map; times the gate."""
-        key, value = (self._heads(_pooled(one).flatten(2).transpose(1, 2)) for one in others)
-        attended = F.scaled_dot_product_attention(self._heads(query.flatten(1, 2)), key, value)
+    def _to_pooled(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """(N, height * width, C): all tokens attend to those of the pooled map (N, tokens, C); times the gate."""
+        attended = F.scaled_dot_product_attention(
+            self._heads(query.flatten(1, 2)), self._heads(keys), self._heads(values)
+        )
         gated: Tensor = attended * self.gate.view(-1, 1, 1)
         return gated.transpose(1, 2).flatten(2)
 
@@ -103,9 +122,24 @@ class RegionalAttention(nn.Module):
         return heads.transpose(1, 2)
 
 
-def _pooled(whole: Tensor) -> Tensor:
-    height, width = (min(POOLED, side) for side in whole.shape[1:3])
-    return F.adaptive_avg_pool2d(whole.permute(0, 3, 1, 2), (height, width))
+class Band(NamedTuple):
+    """Whole rows of regions, one below the other, and what the map pools to.
+
+    Attributes:
+        rows: the heights of these regions.
+        keys, values: of the pooled map (N, tokens, C).
+    """
+
+    rows: list[int]
+    keys: Tensor
+    values: Tensor
+
+
+def pooled_map(whole: Tensor, height: int = POOLED) -> Tensor:
+    """The tokens (N, at most height * 8, C) of a pooled map (N, height, width, C)."""
+    sides = min(height, whole.shape[1]), min(POOLED, whole.shape[2])
+    pooled: Tensor = F.adaptive_avg_pool2d(whole.permute(0, 3, 1, 2), sides)
+    return pooled.flatten(2).transpose(1, 2)
 
 
 class Run(NamedTuple):
@@ -124,9 +158,16 @@ class Run(NamedTuple):
         return self.start + self.total
 
 
-def runs(total: int, side: int) -> list[Run]:
+def region_sizes(total: int, side: int) -> list[int]:
     """The fewest regions of at most ``side`` tokens that make up ``total``, as even as can be, the larger first."""
     number = -(-total // side)
     size, larger = divmod(total, number)
-    found = [Run(0, larger, size + 1), Run(larger * (size + 1), number - larger, size)]
-    return [run for run in found if run.number]
+    return [size + 1] * larger + [size] * (number - larger)
+
+
+def runs(sizes: list[int]) -> list[Run]:
+    """Regions of ``sizes`` with neighbours of one size together."""
+    found: list[Run] = []
+    for size, alike in itertools.groupby(sizes):
+        found.append(Run(found[-1].stop if found else 0, len([*alike]), size))
+    return found

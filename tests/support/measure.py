@@ -118,6 +118,16 @@ def _denoise(**settings: Any) -> Call:
     return _unet_call(_unet(), 2, 32, 24)._replace(settings=settings)
 
 
+def _denoise_changed(**settings: Any) -> Call:
+    """With experts and regions in the outermost blocks."""
+    from sd_lowvram.unets.changes import Changes
+    from sd_lowvram.unets.prune import pruned, whole
+
+    unet = _unet()
+    changed = pruned(unet, whole(unet.config), Changes(experts=2, regions=8))
+    return _unet_call(changed, 2, 32, 24)._replace(settings=settings)
+
+
 EXACT = {"vae_tiles": "exact", "vae_strip_mib": 1}
 UNET_HOOKS = {
     "feed_forward_chunks": 4,
@@ -153,6 +163,8 @@ CASES: dict[str, Callable[[], Call]] = {
     "unet, halves": lambda: _denoise(offload="halves"),
     "unet, layers split": lambda: _denoise(**LAYERS, split_layers=True),
     "unet, smallest": lambda: _denoise(**UNET_HOOKS, **FUSED, **LAYERS),
+    "unet, experts and regions": _denoise_changed,
+    "unet, experts and regions, smallest": lambda: _denoise_changed(**UNET_HOOKS, **FUSED, **LAYERS),
     "unet, diffusers' slices": _sliced_unet,
     "text encoder": _text_encoder,
     "parking": _parking,

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from two_layer_unets import full_size
 from two_layer_unets import tiny as original
 from typer.testing import CliRunner
+from unet_bounds import BOUNDS, SMALLEST
 
 import sd_lowvram
 from sd_lowvram import Settings
@@ -29,7 +30,8 @@ from sd_lowvram.errors import BadInputError, ConflictError
 from sd_lowvram.hooks.attention import kernels_that_ran
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.models.asdm_unet import ASDMUNet2DConditionModel
-from sd_lowvram.models.regional_attention import RegionalAttention, runs
+from sd_lowvram.models.regional_attention import Band, RegionalAttention, region_sizes, runs
+from sd_lowvram.tracing import trace
 from sd_lowvram.unets.analysis import analysed
 from sd_lowvram.unets.changes import Changes
 from sd_lowvram.unets.prune import pruned, whole
@@ -81,10 +83,11 @@ def asked(*arguments: str) -> str:
 
 @pytest.mark.parametrize(("total", "side"), [(64, 32), (65, 32), (7, 4), (10, 3), (5, 8), (9, 1), (1, 1)])
 def test_regions_make_up_a_side_as_evenly_as_they_can(total: int, side: int) -> None:
-    found = runs(total, side)
-    sizes = [run.size for run in found for _ in range(run.number)]
+    sizes = region_sizes(total, side)
     assert sum(sizes) == total and len(sizes) == -(-total // side)
     assert max(sizes) <= side and max(sizes) - min(sizes) <= 1
+    found = runs(sizes)
+    assert [run.size for run in found for _ in range(run.number)] == sizes
     assert [run.start for run in found] == [0, found[0].stop][: len(found)]
 
 
@@ -96,9 +99,7 @@ def expected(attention: RegionalAttention, tokens: torch.Tensor, height: int, wi
     )
     rows, columns = (
         torch.tensor([number for number, one in enumerate(sizes) for _ in range(one)])
-        for sizes in (
-            [run.size for run in runs(side, attention.side) for _ in range(run.number)] for side in (height, width)
-        )
+        for sizes in (region_sizes(side, attention.side) for side in (height, width))
     )
     region = (rows[:, None] * 1000 + columns).flatten()
     inside = F.scaled_dot_product_attention(query, key, value, region[:, None] == region)
@@ -217,6 +218,35 @@ def test_guidance_goes_in_turn_through_regions_too(monkeypatch: pytest.MonkeyPat
     with sd_lowvram.attached(regional(), Settings(guidance_in_turn=True), device="cpu"):
         called(regional())
     assert batches == [1] * 10
+
+
+@pytest.mark.parametrize(("size", "bands"), [((33, 41), [14, 13, 6]), ((24, 16), [16, 8]), ((7, 64), [7])])
+def test_chunks_are_bands_of_regions(size: tuple[int, int], bands: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    forward = RegionalAttention.forward
+
+    def noted(self: RegionalAttention, tokens: torch.Tensor, *args: Any, band: Band | None = None, **kw: Any) -> Any:
+        seen.extend([] if band is None else [sum(band.rows)])
+        return forward(self, tokens, *args, band=band, **kw)
+
+    before = called(regional(), size)
+    monkeypatch.setattr(RegionalAttention, "forward", noted)
+    with sd_lowvram.attached(regional(), Settings(transformer_chunks=2 if size == (24, 16) else 4), device="cpu"):
+        assert tiny.relative_error(called(regional(), size), before) < 1e-5
+    assert seen == 5 * bands
+
+
+@pytest.mark.slow(5)
+def test_the_least_memory_is_no_more_than_of_the_plain_unet() -> None:
+    """Full-size SD1.5 at 2048x2048 in fp16, every shallow layer changed: strips and bands hold what they should."""
+    latents = torch.empty(2, 4, 256, 256, dtype=torch.float16, device="meta")
+    text = torch.empty(2, 77, 768, dtype=torch.float16, device="meta")
+    peaks = []
+    for changes in (Changes(), Changes(experts=2, regions=32)):
+        unet = pruned(full_size(), whole(full_size().config), changes)
+        with torch.inference_mode(), sd_lowvram.attached(unet, SMALLEST, device="cpu"):
+            peaks.append(trace(unet, latents, torch.tensor(1), text, return_dict=False).activation_peak_bytes)
+    assert peaks[1] <= 1.02 * peaks[0] < BOUNDS[2048]
 
 
 def test_attention_in_8_bits_and_by_a_backend_is_the_layers_own() -> None:
