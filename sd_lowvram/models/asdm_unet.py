@@ -18,6 +18,9 @@ from .regional_attention import RegionalAttention
 
 __all__ = ["ASDMUNet2DConditionModel", "ModelMixin"]  # in the latter's name diffusers looks for how a class is loaded
 
+MOST_EXPERTS = 64
+"""CondConv (2019) goes up to 32."""
+
 _NAME = re.compile(r"(dn|up)(\d+)|mid")
 
 
@@ -42,10 +45,10 @@ class ASDMUNet2DConditionModel(UNet2DConditionModel):
             changed_blocks: "dn0", "mid", "up3".
 
         Raises:
-            BadInputError: fewer than one expert, a side below 1, or a block that is not there.
+            BadInputError: experts below 1 or above 64, a side below 1, or a block that is not there.
         """
         super().__init__(**config)
-        check_numbers(experts, regions)
+        check_changes(experts, regions, changed_blocks)
         self.register_to_config(experts=experts, regions=regions, changed_blocks=[*changed_blocks])
         for name in changed_blocks:
             block, factor = _block(self, name)
@@ -72,12 +75,18 @@ def _with_all_names() -> inspect.Signature:
 ASDMUNet2DConditionModel.__init__.__signature__ = _with_all_names()  # type: ignore[attr-defined]
 
 
-def check_numbers(experts: Any, regions: Any) -> None:
-    """Raise BadInputError unless both are whole numbers above 0, or the second None."""
-    if type(experts) is not int or experts < 1:
-        raise BadInputError(f"experts {experts!r} is no number of experts: 1 is the plain convolution, 2 and more mix")
+def check_changes(experts: Any, regions: Any, blocks: Any = ()) -> None:
+    """Raise BadInputError unless these are a number of experts, the side of a region or None, and names."""
+    if type(experts) is not int or not 1 <= experts <= MOST_EXPERTS:
+        raise BadInputError(
+            f"experts {experts!r} is no number of experts: 1 is the plain convolution, 2 to {MOST_EXPERTS} are mixed"
+        )
     if regions is not None and (type(regions) is not int or regions < 1):
         raise BadInputError(f"regions {regions!r} is no side of a region: give the tokens of a side, 16 or 32")
+    if not isinstance(blocks, (list, tuple)) or not all(isinstance(name, str) for name in blocks):
+        raise BadInputError(
+            f"changed_blocks {blocks!r} is no list of blocks: give their names, dn0 and up3 for example"
+        )
 
 
 def is_changed(config: Mapping[str, Any]) -> bool:

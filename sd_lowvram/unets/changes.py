@@ -61,11 +61,11 @@ def changed(unet: Any, changes: Changes, whole: Mapping[str, Tensor], relatives:
         relatives: for a layer of ``unet`` the layers there that are inherited besides.
 
     Raises:
-        BadInputError: fewer than one expert, a side below 1, a block that is not there, or nothing in it to change.
+        BadInputError: experts below 1 or above 64, a side below 1, a block that is not there, or nothing to change.
     """
-    from ..models.asdm_unet import ASDMUNet2DConditionModel, check_numbers, is_changed
+    from ..models.asdm_unet import ASDMUNet2DConditionModel, check_changes, is_changed
 
-    check_numbers(changes.experts, changes.regions)
+    check_changes(changes.experts, changes.regions)
     ours = {"experts": changes.experts, "regions": changes.regions}
     if not is_changed(ours):
         return unet

@@ -307,6 +307,7 @@ def test_routers_and_experts_are_trained_and_evaluated(ground: Path) -> None:
         (["--drop", "mid", "--changed", "dn0"], "--changed names blocks, and nothing is to change there"),
         (["--experts", "2", "--changed", "dn9"], "has no block 'dn9': it has dn0 to dn3, mid, and up0 to up3"),
         (["--drop", "mid", "--experts", "2", "--changed", "mid"], "no block 'mid': it has dn0 to dn3, and up0 to up3"),
+        (["--experts", "65"], "experts 65 is no number of experts: 1 is the plain convolution, 2 to 64 are mixed"),
         (["--experts", "1"], "name one cut"),
     ],
 )
@@ -324,8 +325,15 @@ def test_changed_models_are_not_cut_again(ground: Path) -> None:
         pruned(torch.nn.Linear(2, 2), base(), Changes(experts=2))
 
 
-@pytest.mark.parametrize("value", [0, "many", None, 1.5])
+@pytest.mark.parametrize("value", [0, "many", None, 1.5, True, 65, 10**30])
 def test_a_configuration_that_makes_no_sense_is_told(value: Any, ground: Path) -> None:
     config = json.loads((ground / "model" / "unet" / "config.json").read_text(encoding="utf-8"))
     with pytest.raises(BadInputError, match="is no number of experts"):
         build_components({"unet": {**config, "experts": value}}, device="meta")
+
+
+@pytest.mark.parametrize("value", [None, 5, [5], "dn0", {"dn0": 1}])
+def test_names_that_are_none_are_told(value: Any, ground: Path) -> None:
+    config = json.loads((ground / "model" / "unet" / "config.json").read_text(encoding="utf-8"))
+    with pytest.raises(BadInputError, match="is no list of blocks"):
+        build_components({"unet": {**config, "changed_blocks": value}}, device="meta")

@@ -13,6 +13,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
+from PIL import Image
 from test_unet_hooks import TOGETHER, inputs
 from torch.utils.flop_counter import FlopCounterMode
 from two_layer_unets import full_size
@@ -314,6 +315,23 @@ def test_a_folder_is_loaded_wherever_models_are(tmp_path: Path) -> None:
     assert listed["parameters"] == sum(weight.numel() for weight in pipe.unet.parameters())
     config = json.loads(Path(model, "unet", "config.json").read_text(encoding="utf-8"))
     assert (config["regions"], config["experts"], config["changed_blocks"]) == (4, 2, ["dn0", "up3"])
+
+
+@pytest.mark.slow(15)
+def test_gates_are_opened_by_training(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "pictures").mkdir()
+    for number, colour in enumerate(("red", "green")):
+        Image.new("RGB", (40, 40), colour).save(tmp_path / "pictures" / f"{number}.png")
+        (tmp_path / "pictures" / f"{number}.txt").write_text(f"a {colour} box", encoding="utf-8")
+    asked("unet", "prune", "--regions", "4", "--out", str(tmp_path / "model"))
+    given = ["--student", str(tmp_path / "model"), "--data", str(tmp_path / "pictures"), "--steps", "2", "--batch", "2"]
+    asked("unet", "distil", *given, "--rate", "1e-2", "--out", str(tmp_path / "trained"))
+    gates = [
+        [one.gate for one in attentions_of(load_pipeline(tmp_path / name).unet).values()]
+        for name in ("model", "trained")
+    ]
+    assert len(gates[0]) == 3 and not any(gate.any() for gate in gates[0]) and all(gate.all() for gate in gates[1])
 
 
 def test_stock_diffusers_loads_regions_as_plain_attention(tmp_path: Path) -> None:
