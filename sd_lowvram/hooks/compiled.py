@@ -34,7 +34,7 @@ from .offload import STREAMED
 from .strips import needs_graph
 
 _UNTRACEABLE = (
-    *("attention", "deterministic", "merge_tokens", "fused_kernels", "weight_storage", "packed_weights", "winograd"),
+    *("attention", "deterministic", "merge_tokens", "fused_kernels", "weight_storage", "winograd"),
     *("fused_qkv", "feed_forward_chunks", "residual_strips", "transformer_chunks", "guidance_in_turn", "park_skips"),
 )
 """Knobs whose hooks act inside the blocks, by what a compiler cannot look through."""
@@ -106,7 +106,7 @@ def untraceable(settings: Settings) -> str | None:
         names = [name for name in names if name != "winograd"]
         names += ["offload"] if settings.offload == "component" else []
         names += ["compile"] if is_compiled(settings) else []
-        names += ["cuda_graphs"] if settings.cuda_graphs else []
+        names += [name for name in ("cuda_graphs", "packed_weights") if getattr(settings, name)]
     if not names:
         return None
     return (

@@ -24,6 +24,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.layers import contents
 from ..units import MIB
+from .compiled import is_compiled
 from .offload import STREAMED
 
 _LEAST_BYTES = 4 * MIB
@@ -54,12 +55,17 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
     if not layers:
         raise NoSiteError("packed weights: the model has no denoiser with convolutions of 4 MiB or more")
     copies = _Copies(anatomy, layers)
+    compiles = is_compiled(settings)
+    if compiles:
+        packed.provide_operator()
     for conv in layers:
-        yield wrap(conv, "_conv_forward", functools.partial(copies.called, conv), "packed_weights")
+        around = functools.partial(_in_code, copies) if compiles else functools.partial(copies.called, conv)
+        yield wrap(conv, "_conv_forward", around, "packed_weights")
     for name, component in anatomy.components.items():
-        around = copies.entered if name == anatomy.denoiser else copies.elsewhere
+        entered = copies.entered_by_code if compiles else copies.entered
+        taking = entered if name == anatomy.denoiser else copies.elsewhere
         for entry in anatomy.entries[name]:
-            yield wrap(component, entry, around, "packing")
+            yield wrap(component, entry, taking, "packing")
 
 
 def moves_weights(settings: Settings) -> bool:
@@ -113,6 +119,17 @@ class _Copies:
                     self._keep(station, (len(x), height, width))
         return original(*args, **kwargs)
 
+    def entered_by_code(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same where blocks are compiled, whose code takes what there is: all of the weights as they are now."""
+        if any(made[0] != contents([conv.weight]) for conv, made in self._made.items()):
+            self._shape = None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with packed.kept({conv.weight.data_ptr(): made[1] for conv, made in self._made.items()}):
+                return original(*args, **kwargs)
+
+        return self.entered(run, *args, **kwargs)
+
     def _keep(self, station: nn.Module, shape: tuple[int, int, int]) -> None:
         batch, *sides = shape
         for conv in station.modules():
@@ -146,6 +163,18 @@ class _Copies:
         self._made.clear()
         self._shape = None
         return original(*args, **kwargs)
+
+
+def _in_code(
+    copies: _Copies, original: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Around what a convolution does, where it may be compiled: of no layer, so that equal ones share their code."""
+    conv = original.__self__
+    if not torch.compiler.is_compiling() or args or kwargs:
+        return copies.called(conv, original, x, weight, bias, *args, **kwargs)
+    how = (list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups)
+    result: Tensor = torch.ops.sd_lowvram.convolve_kept(x, weight, bias, *how)
+    return result
 
 
 def _how(conv: nn.Conv2d) -> packed.How:

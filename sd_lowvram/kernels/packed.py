@@ -6,10 +6,14 @@ the convolution itself: at 4x4 pixels of 1280 channels three times as long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..memory.fake_mode import active_fake_mode
@@ -41,6 +45,48 @@ def pack(weight: Tensor, how: How, shape: Sequence[int]) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(weight.detach(), *how, list(shape))
     return packed
+
+
+_kept: ContextVar[Mapping[int, Tensor]] = ContextVar("weights in order, by the place of what they are made of")
+
+
+@contextlib.contextmanager
+def kept(copies: Mapping[int, Tensor]) -> Iterator[None]:
+    """Within the block compiled code finds these."""
+    token = _kept.set(copies)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+@functools.cache
+def provide_operator() -> None:
+    """Make the convolution known to compilers, which look through none that is made in Python.
+
+    It takes what is kept of its weight, if there is something, and else runs as torch's own; maps come channels last.
+    """
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+        padding, stride, dilation, groups = how
+        copy = _kept.get({}).get(weight.data_ptr()) if x.dtype == torch.float32 else None
+        if copy is None:
+            result = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        else:
+            result = convolve(x, copy, bias, How(*how))
+        return result.contiguous(memory_format=torch.channels_last)
+
+    def fake(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+        padding, stride, dilation, groups = how
+        result = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        return torch.empty_like(result, memory_format=torch.channels_last)
+
+    arguments = "Tensor x, Tensor weight, Tensor? bias, int[] padding, int[] stride, int[] dilation, int groups"
+    operator: Any = torch.library.custom_op(_NAME, run, mutates_args=(), schema=f"({arguments}) -> Tensor")
+    operator.register_fake(fake)
+
+
+_NAME = "sd_lowvram::convolve_kept"
 
 
 def convolve(x: Tensor, packed: Tensor, bias: Tensor | None, how: How) -> Tensor:

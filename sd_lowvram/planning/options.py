@@ -90,7 +90,8 @@ def goes_with(choice: Choice, base: Settings) -> bool:
     if base.cuda_graphs and choice.get("park_skips"):
         return False
     if is_followed(base):
-        return untraceable(base.filled(**choice)) is None
+        gain_unknown = choice.get("packed_weights")  # compiling was measured without
+        return not gain_unknown and untraceable(base.filled(**choice)) is None
     return not choice.get("packed_weights") or (base.precision in (None, "fp32") and not moves_weights(base))
 
 

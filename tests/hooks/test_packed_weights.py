@@ -12,8 +12,9 @@ from diffusers import UNet2DConditionModel
 from sd_lowvram import Settings, attached, plan, restore
 from sd_lowvram.api import optimize
 from sd_lowvram.errors import NoSiteError, SettingsError
-from sd_lowvram.kernels import packed
+from sd_lowvram.kernels import compiler, packed
 
+CPU = torch.device("cpu")
 PACKED = Settings(packed_weights=True)
 pytestmark = pytest.mark.skipif(
     packed.refusal(torch.device("cpu")) is not None, reason=f"{packed.refusal(torch.device('cpu'))}"
@@ -101,3 +102,29 @@ def test_refusals(unet: Any) -> None:
         pass
     with pytest.raises(SettingsError, match="the device is cuda"), attached(unet, PACKED, device="cuda"):
         pass
+
+
+@pytest.mark.slow(40)
+@pytest.mark.skipif(compiler.refusal(CPU) is not None, reason=f"{compiler.refusal(CPU)}")
+def test_compiled_blocks_take_them_and_share_their_code_as_before(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ran = call(unet), list[torch.Tensor]()
+    convolve = packed.convolve
+    monkeypatch.setattr(packed, "convolve", lambda x, copy, *more: ran.append(copy) or convolve(x, copy, *more))
+    pieces = []
+    for more in ({}, {"packed_weights": True}):
+        compiler.forget()
+        before = compiler.codes()
+        settings = Settings(compile="regional", channels_last=True, **more)
+        with torch.no_grad(), attached(unet, settings, device="cpu") as attachment:
+            assert tiny.relative_error(call(unet), plain) < 1e-5
+            pieces.append(compiler.codes() - before)
+            large = attachment.sites.get("packed_weights", 0)
+            assert len(ran) == large
+            if more:
+                unet.down_blocks[1].resnets[0].conv2.weight.mul_(1.5)
+                during = call(unet)
+                assert len(ran) == 2 * large >= 8 and compiler.codes() == before + pieces[-1]
+    assert pieces[0] == pieces[1]
+    after = call(unet)
+    unet.down_blocks[1].resnets[0].conv2.weight.div_(1.5)
+    assert tiny.relative_error(during, after) < 1e-5 < tiny.relative_error(after, plain)
