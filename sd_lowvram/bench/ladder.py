@@ -21,6 +21,7 @@ from .. import progress
 from ..devices.info import default_device
 from ..hooks.packed_weights import packable
 from ..kernels import compiler
+from ..kernels.triton import support as triton
 from ..session import anatomy_of, attached
 from ..settings import Fidelity, Settings, knobs
 from .in_turn import compared
@@ -66,7 +67,7 @@ def rungs(source: str, device: torch.device, large: bool) -> tuple[list[Rung], d
     Args:
         large: whether the model has convolutions whose weights a CPU may keep in order.
     """
-    return _on_gpu(source) if device.type == "cuda" else _on_cpu(source, device, large)
+    return _on_gpu(source, device) if device.type == "cuda" else _on_cpu(source, device, large)
 
 
 def _on_cpu(source: str, device: torch.device, large: bool) -> tuple[list[Rung], dict[str, str]]:
@@ -101,7 +102,7 @@ def _on_cpu(source: str, device: torch.device, large: bool) -> tuple[list[Rung],
 _WAYS = ("regional", "whole")
 
 
-def _on_gpu(source: str) -> tuple[list[Rung], dict[str, str]]:
+def _on_gpu(source: str, device: torch.device) -> tuple[list[Rung], dict[str, str]]:
     half, last = {"precision": "fp16"}, {"precision": "fp16", "channels_last": True}
     fused = {**last, "fused_kernels": True}
     if source == "B":
@@ -125,7 +126,11 @@ def _on_gpu(source: str) -> tuple[list[Rung], dict[str, str]]:
     found.append(Rung("recorded as CUDA graphs", None, {**last, "cuda_graphs": True}))
     found += [Rung(f"compiled, {way}", None, {"compile": way, **last}) for way in _WAYS]
     found.append(Rung("compiled, regional, recorded", None, {"compile": "regional", "cuda_graphs": True, **last}))
-    return found, {"packed weights": "they are kept in the order of a CPU's kernels"}
+    lacking = {"fused_kernels": triton.refusal(device), "compile": compiler.refusal(device)}
+    lacking["cuda_graphs"] = "a recording is of NVIDIA's runtime" if torch.version.hip else None
+    left = {knobs()[name].label.lower(): why for name, why in lacking.items() if why is not None}
+    found = [rung for rung in found if not any(lacking.get(name) for name in rung.knobs)]
+    return found, {**left, "packed weights": "they are kept in the order of a CPU's kernels"}
 
 
 def has_bfloat16() -> bool:

@@ -15,7 +15,7 @@ import tiny
 import torch
 
 from sd_lowvram.bench import gpu as bench
-from sd_lowvram.bench import models, trial
+from sd_lowvram.bench import ladder, models, trial
 from sd_lowvram.bench.gpu import attention, peaks, sizes, streaming, workspaces
 from sd_lowvram.devices import this_machine
 from sd_lowvram.devices.performance import PROFILES
@@ -50,6 +50,20 @@ def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def told(row: dict[str, Any]) -> bool:
     """Whether all figures of a row are there."""
     return all(value is not None and not (isinstance(value, float) and math.isnan(value)) for value in row.values())
+
+
+@pytest.mark.parametrize("source", ["B", "E"])
+def test_the_ladder_has_rows_for_a_card(gpu: Any, source: str) -> None:
+    """Of the demo model; what needs Triton is left out, by name, as there is no compiler for this card."""
+    replays = gpu.card.replays
+    report = ladder.run(source, model="demo", size=64, pairs=1)
+    rows = {row["name"]: row for row in report["rows"]}
+    assert {"half precision", "fused QKV products, ours", "recorded as CUDA graphs"} <= rows.keys()
+    assert ("traced" in rows) == (source == "B")
+    assert gpu.card.replays >= replays + 2
+    assert all(told({**row, "published": 0}) and row["seconds"] > 0 for row in rows.values())
+    assert {"fused kernels", "compile", "packed weights"} <= report["left_out"].keys()
+    assert not any(name.startswith(("compiled", "fused kernels")) for name in rows)
 
 
 @pytest.mark.parametrize("part", [part for part in bench.PARTS if part != "correctness"])

@@ -84,9 +84,12 @@ class Kernels:
             return function(*args, **kwargs)
         self._own.inside = True
         start = time.thread_time()
+        tracing = torch._C._get_tracing_state()
+        torch._C._set_tracing_state(None)  # of a card's kernel torch.jit.trace sees the call alone
         try:
             return function(*args, **kwargs)
         finally:
+            torch._C._set_tracing_state(tracing)
             self._own.seconds = self.seconds + time.thread_time() - start
             self._own.inside = False
 
