@@ -89,13 +89,20 @@ def _kernel_gains(device: Any) -> dict[str, float]:
     from ..devices.this_machine import remember_kernel_gains
     from ..kernels.triton.support import refusal
 
+    found: dict[str, float] = {}
     if device.type == "cpu":
-        from ..kernels.winograd import gains
-    elif device.type == "cuda" and refusal(device) is None:
-        from ..kernels.triton.measure import gains
-    else:
-        return {}
-    found = gains(device)
+        from ..kernels.winograd import gains as of_winograd
+
+        found |= of_winograd(device)
+    elif device.type == "cuda":
+        if refusal(device) is None:
+            from ..kernels.triton.measure import gains as of_triton
+
+            found |= of_triton(device)
+        if importlib.util.find_spec("diffusers") is not None:
+            from ..bench.compile_gain import measured_recording
+
+            found |= measured_recording(device)
     remember_kernel_gains(device, found)
     return found
 

@@ -39,6 +39,10 @@ def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
     return measured
 
 
+RECORDED = "recorded passes"
+"""Among what is measured of kernels: replaying them as a CUDA graph."""
+
+
 def kernel_gains(device: torch.device) -> dict[str, float]:
     """How many times as fast each kernel of ours is on ``device`` as torch's own operators: as ``doctor --calibrate``
     measured it here; empty where it has not."""

@@ -112,6 +112,8 @@ def reasons(
         sentences.append(
             f"{left} left: compiled, expected to be {compiling.gain:.1f} times as fast from the second run on"
         )
+    if chosen.cuda_graphs:
+        sentences.append(f"{left} left: the denoiser's passes are recorded once and replayed")
     if chosen.packed_weights:
         sentences.append(f"{left} left beside large weights that are kept in the order of the CPU's kernels, too")
     if best.seconds >= LONG:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..devices.performance import THIS
 from ..devices.support import support_of
-from ..devices.this_machine import kernel_gains
+from ..devices.this_machine import RECORDED, kernel_gains
 from ..errors import BudgetError, LowVRAMError, SettingsError
 from ..hooks.attention import is_worth_choosing
 from ..hooks.compiled import compilable, is_followed, untraceable
@@ -151,7 +151,7 @@ class Search:
         """
         best = None
         runs = map(
-            self._runs, [*self._placements, *self._compiled]
+            self._runs, [*self._placements, *self._compiled, *self._recorded]
         )  # in digits that sums of the same times in another order share
         for run in heapq.merge(*runs, key=lambda run: float(f"{run.seconds:.9g}")):
             if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:
@@ -271,6 +271,18 @@ class Search:
         compiled |= {"attention": self._traceable_attention}
         return [base for one in self._placements if untraceable(base := dataclasses.replace(one, **compiled)) is None]
 
+    @functools.cached_property
+    def _recorded(self) -> list[Settings]:
+        """Those of the placements with which the denoiser's passes can be recorded, where that was measured to be
+        faster on the card; hosts' own code acts between its layers, which a recorded pass would not call."""
+        anatomy = self.pricing.anatomy
+        if self.base.cuda_graphs is not None or anatomy.unet is None or anatomy.family != "diffusers" or anatomy.kept:
+            return []
+        if is_followed(self.base) or not _are_faster(self.request, RECORDED):
+            return []
+        found = [dataclasses.replace(one, cuda_graphs=True) for one in self._placements]
+        return [one for one in found if unrecordable(anatomy, one, self.request.device) is None]
+
     def _offloads(self) -> tuple[str, ...]:
         if self.base.cuda_graphs or self.base.traced or self.base.fused_qkv:
             return ("none",)
@@ -326,7 +338,9 @@ class Search:
 
 def _are_faster(request: Request, *kernels: str) -> bool:
     """Whether each of these was measured to be faster on the card at hand, for which the plan is, at every shape."""
-    if request.device.type != "cuda" or request.rates.name != THIS or triton.refusal(request.device):
+    if request.device.type != "cuda" or request.rates.name != THIS:
+        return False
+    if kernels != (RECORDED,) and triton.refusal(request.device):
         return False
     gains = [gain for name, gain in kernel_gains(request.device).items() if name.startswith(kernels)]
     return bool(gains) and min(gains) > 1

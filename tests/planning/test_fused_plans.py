@@ -13,6 +13,7 @@ from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import architecture, build_components
 from sd_lowvram.devices.compiling import Compiling
 from sd_lowvram.devices.performance import THIS, Rates, profile
+from sd_lowvram.devices.this_machine import RECORDED
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning import cost_model, search
 from sd_lowvram.planning.plan import Plan, Request
@@ -67,6 +68,21 @@ def test_compiled_blocks_leave_our_attention(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(search, "compiling_refusal", lambda device: None)
     found = planned(monkeypatch, ATTENTION).settings
     assert found.compile == "regional" and found.attention is None
+
+
+def test_recording_that_was_measured_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, found = planned(monkeypatch, {}), planned(monkeypatch, {RECORDED: 1.5})
+    assert plain.settings.cuda_graphs is None and found.settings.cuda_graphs is True
+    assert found.fidelity == plain.fidelity and found.predicted.seconds < plain.predicted.seconds
+    assert "recorded once and replayed" in " ".join(found.reasons)
+    for other in (
+        planned(monkeypatch, {RECORDED: 0.99}),
+        planned(monkeypatch, {RECORDED: 1.5}, ELSEWHERE),
+        planned(monkeypatch, {RECORDED: 1.5}, settings=Settings(cuda_graphs=False)),
+        planned(monkeypatch, {RECORDED: 1.5}, settings=Settings(park_skips=True)),
+        planned(monkeypatch, {RECORDED: 1.5}, settings=Settings(offload="layer")),
+    ):
+        assert not other.settings.cuda_graphs
 
 
 def decoding(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], vram: int = 8 * GIB, name: str = THIS) -> Plan:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import sd_lowvram
 from sd_lowvram import Settings, attached
+from sd_lowvram.bench.compile_gain import measured_recording
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.planning import request
 
@@ -183,3 +184,10 @@ def test_plans_hold_what_recordings_take(gpu: Any, model: str, side: int) -> Non
         del pipe
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def test_what_recording_gains_is_measured(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.kernels, "computes", False)
+    replays = gpu.card.replays
+    (gain,) = measured_recording(GPU).values()
+    assert gain > 0 and gpu.card.replays >= replays + 3
