@@ -91,10 +91,12 @@ def optimize(
     """
     size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
     request = _request(target, vram, ram, **size, device=device)
-    return _attach(target, request, settings or Settings(), approximate)
+    return attach_plan_for(target, request, settings or Settings(), approximate)
 
 
-def _attach(target: Any, request: Request, settings: Settings, approximate: bool, rungs: tuple[Rung, ...] = ()) -> Plan:
+def attach_plan_for(
+    target: Any, request: Request, settings: Settings, approximate: bool, rungs: tuple[Rung, ...] = ()
+) -> Plan:
     """Plan ``request`` and attach it in place of what is attached to ``target``.
 
     Args:
@@ -105,7 +107,7 @@ def _attach(target: Any, request: Request, settings: Settings, approximate: bool
     def replan(width: int, height: int, batch: int, passes: int) -> None:
         now = _plan_of(target)
         came = dataclasses.replace(now.request, width=width, height=height, batch=batch, passes=passes)
-        _attach(target, came, settings, approximate, now.rungs)
+        attach_plan_for(target, came, settings, approximate, now.rungs)
 
     def go_leaner(short: Shortage) -> Plan:
         now = _plan_of(target)

@@ -6,17 +6,23 @@ import dataclasses
 import json
 from typing import Annotated, Any
 
+import typer
+
 from ..saved_latents.interval import parse_interval
 from .guard import guarded
-from .inputs import RUN, Job, check_job, option
+from .inputs import PICTURE, RUN, Job, check_job, option
 from .knobs import with_fields, with_knobs
 from .previews import check_preview
+from .unet_schedule import check_alone, paint_scheduled, parse_schedule
 from .values import checked_settings
+
+_OFTEN = "1min"
 
 
 @with_knobs
 @with_fields(Job)
 def generate(
+    context: typer.Context,
     job: Job,
     latents_every: Annotated[
         str,
@@ -27,7 +33,7 @@ def generate(
             panel=RUN,
             metavar="INTERVAL",
         ),
-    ] = "1min",
+    ] = _OFTEN,
     keep_latents: Annotated[
         bool, option("--keep-latents", text="Leave the latents beside the picture when it is there.", panel=RUN)
     ] = False,
@@ -41,6 +47,26 @@ def generate(
             metavar="STEPS",
         ),
     ] = None,
+    unet_schedule: Annotated[
+        str | None,
+        option(
+            "--unet-schedule",
+            text='UNets that take the steps in turn, "small:10,full:15": full is the model\'s own, --unet names the '
+            "others. The steps add up to --steps, or say how many there are. Another picture; no latents are kept.",
+            panel=PICTURE,
+            metavar="NAME:STEPS,...",
+        ),
+    ] = None,
+    unet: Annotated[
+        list[str] | None,
+        option(
+            "--unet",
+            text="A UNet for --unet-schedule: a folder that unet prune, combine or distil wrote, or a unet folder in "
+            "one. May be repeated.",
+            panel=PICTURE,
+            metavar="NAME=PATH",
+        ),
+    ] = None,
     as_json: Annotated[bool, option("--json", text="Print one JSON object and nothing else.", panel=RUN)] = False,
     quiet: Annotated[bool, option("--quiet", "-q", text="Print only the files' names.", panel=RUN)] = False,
     debug: Annotated[bool, option("--debug", text="Show the traceback of an error.", panel=RUN)] = False,
@@ -48,14 +74,24 @@ def generate(
 ) -> None:
     """Make a picture from a prompt, within the memory that you state."""
     with guarded(debug):
+        stated = context.get_parameter_source("steps")
+        is_default = stated is None or stated.name == "DEFAULT"
+        parts = parse_schedule(unet_schedule, unet or (), None if is_default else job.steps)
+        if parts:
+            job = dataclasses.replace(job, steps=sum(part.steps for part in parts))
         job = check_job(dataclasses.replace(job, settings=checked_settings(settings or {}, job.policy)))
         interval = parse_interval(latents_every, "--latents-every")
         check_preview(preview)
+        if parts:
+            check_alone(job, latents_every != _OFTEN, keep_latents, preview)
         from rich.console import Console
 
         from .paint import Precaution, paint
 
         console = Console(stderr=True, quiet=quiet or as_json)
+        if parts:
+            print_result(paint_scheduled(job, parts, console), as_json, quiet)
+            return
         print_result(paint(job, console, Precaution(interval, keep_latents), preview), as_json, quiet)
 
 

@@ -1,0 +1,74 @@
+"""Loads a UNet by itself: of a diffusers folder, or the ``unet`` folder in one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError
+from .load import explained, typed
+from .safetensors_header import read_header
+
+if TYPE_CHECKING:
+    import torch
+
+
+def unet_folder(path: Path) -> Path:
+    """The folder with a UNet's configuration and weights: ``path``, or ``unet`` in it.
+
+    Raises:
+        CheckpointError: there is none, or its weights are missing or truncated.
+    """
+    path = path.expanduser()
+    found = next((one for one in (path / "unet", path) if (one / "config.json").is_file()), None)
+    if found is None or configuration_of_unet(found).get("_class_name") != "UNet2DConditionModel":
+        raise CheckpointError(
+            f"there is no UNet at {path}: give a folder that `unet prune`, `combine` or `distil` wrote, or the unet "
+            "folder of a diffusers model"
+        )
+    files = sorted(found.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{found} has no weights: it must hold diffusion_pytorch_model.safetensors")
+    for file in files:
+        read_header(file)
+    return found
+
+
+def configuration_of_unet(folder: Path) -> dict[str, Any]:
+    """The configuration of the UNet in ``folder``; with what it predicts, where a scheduler beside it tells that.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    config = _table(folder / "config.json")
+    scheduler = folder.parent / "scheduler" / "scheduler_config.json"
+    told = _table(scheduler).get("prediction_type") if scheduler.is_file() else None
+    return {**config, "prediction_type": told} if told else config
+
+
+def _table(file: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{file} cannot be read: it is no table")
+    return table
+
+
+def load_unet(folder: Path, dtype: torch.dtype | None) -> Any:
+    """The UNet in ``folder``, as :func:`unet_folder` finds it, on the CPU.
+
+    Raises:
+        CheckpointError: its files do not make a UNet.
+    """
+    from diffusers import UNet2DConditionModel
+
+    names = [file.name for file in folder.glob("*.safetensors")]
+    variant = "fp16" if all(".fp16." in name for name in names) else None
+    with explained(folder):
+        unet: Any = UNet2DConditionModel.from_pretrained(
+            str(folder), variant=variant, local_files_only=True, use_safetensors=True, **typed(dtype)
+        )
+        return unet.eval().requires_grad_(False)

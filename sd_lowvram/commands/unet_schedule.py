@@ -1,0 +1,184 @@
+"""``generate --unet-schedule``: what was typed, and a run whose UNet changes between steps."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..checkpoints.inspection import model_path
+from ..errors import BadInputError
+from .inputs import Job
+from .values import MOST_STEPS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OWN = "full"
+"""The name of the model's own UNet."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+class Part(NamedTuple):
+    """Steps of one UNet; ``path`` None: the model's own."""
+
+    name: str
+    path: Path | None
+    steps: int
+
+
+def parse_schedule(text: str | None, named: Sequence[str], steps: int | None) -> tuple[Part, ...]:
+    """The parts of a schedule "small:10,full:15"; () where there is none.
+
+    Args:
+        named: "small=PATH" each, split at the first "=".
+        steps: of the run; None: the schedule says how many.
+
+    Raises:
+        BadInputError: not of this form, an unknown or unused name, fewer than one step, or another sum than ``steps``.
+    """
+    paths = _paths(named)
+    if text is None:
+        if paths:
+            raise BadInputError(f"--unet {next(iter(paths))} is in no --unet-schedule: state when it has its turn")
+        return ()
+    parts = tuple(_part(one.strip(), paths) for one in text.split(","))
+    unused = [name for name in paths if name not in {part.name for part in parts}]
+    if unused:
+        raise BadInputError(f"--unet {unused[0]} is not in --unet-schedule {text!r}: name it there, or leave it out")
+    total = sum(part.steps for part in parts)
+    if steps is not None and total != steps:
+        raise BadInputError(f"the steps of --unet-schedule {text!r} add up to {total} and --steps is {steps}")
+    if total > MOST_STEPS:
+        raise BadInputError(f"the steps of --unet-schedule {text!r} add up to {total}: at most {MOST_STEPS} are served")
+    return parts
+
+
+def _paths(named: Sequence[str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for one in named:
+        name, equals, path = one.partition("=")
+        if not equals or not path or not _NAME.fullmatch(name):
+            raise BadInputError(f"--unet {one!r} must be NAME=PATH, the name of letters, digits and _.-: small=FOLDER")
+        if name == OWN or name in found:
+            whose = "is the model's own UNet" if name == OWN else "was given before"
+            raise BadInputError(f"--unet {one!r}: the name {name} {whose}; choose another")
+        found[name] = Path(path)
+    return found
+
+
+def _part(one: str, paths: dict[str, Path]) -> Part:
+    name, _, count = one.rpartition(":")
+    if not _NAME.fullmatch(name) or not re.fullmatch(r"-?\d{1,9}", count, re.ASCII):
+        raise BadInputError(f"--unet-schedule has {one!r} where NAME:STEPS is needed: small:10,full:15")
+    if int(count) < 1:
+        raise BadInputError(f"--unet-schedule {one!r}: a UNet takes at least 1 step; leave it out, or give it some")
+    if name != OWN and name not in paths:
+        known = ", ".join((OWN, *paths))
+        raise BadInputError(
+            f"--unet-schedule names {name!r}, which is unknown: known are {known}; --unet {name}=FOLDER"
+        )
+    return Part(name, paths.get(name), int(count))
+
+
+def check_alone(job: Job, latents_every: bool, keep_latents: bool, preview: int | None) -> None:
+    """Raise BadInputError where a schedule of UNets goes with options that know of one UNet alone."""
+    refused = {
+        f"--init-image {job.init_image}": job.init_image is not None,
+        f"--policy {job.policy}": job.policy is not None,
+        f"--memory-plot {job.memory_plot}": job.memory_plot is not None,
+        f"--deep-cache {job.settings.deep_cache}": job.settings.deep_cache is not None,
+        "--cuda-graphs": bool(job.settings.cuda_graphs),
+        "--latents-every": latents_every,
+        "--keep-latents": keep_latents,
+        f"--preview {preview}": preview is not None,
+    }
+    for option, is_there in refused.items():
+        if is_there:
+            raise BadInputError(f"{option} and --unet-schedule exclude each other: leave one of them out")
+
+
+def paint_scheduled(job: Job, parts: Sequence[Part], console: Console) -> dict[str, Any]:
+    """Make and save the picture of a checked ``job`` by UNets in turn; plain values for ``--json``.
+
+    No latents are kept on the way: a run that is ended begins again.
+
+    Raises:
+        LowVRAMError: with the exit code that the command line gives.
+    """
+    from ..checkpoints.load_unet import load_unet
+    from ..unets.schedule import scheduled
+    from . import paint
+    from .interrupts import heed_interrupts, terminated_as_interrupted
+    from .memory_plot import measured_run
+    from .pictures import check_writable, output_paths, parameters_text, save_picture
+    from .show import show_plan
+
+    files = output_paths(job.output, job.batch, job.seed or 0)
+    paint.note_unknown_words(job)
+    check_writable(files[0], 1)
+    path = paint.checked_model(job, {})
+    folders = _checked_folders(job, parts)
+    started = time.perf_counter()
+    with console.status("loading"):
+        pipe, device = paint.load(job, path)
+        paint.schedule(job, pipe)
+        own = {OWN: pipe.unet}
+        unets = own | {name: load_unet(folder, pipe.unet.dtype) for name, folder in folders.items()}
+    heed_interrupts()
+    loaded = time.perf_counter()
+    job = paint.sized(job, pipe, {})
+    check_writable(files[0], job.batch * ((job.width or 0) * (job.height or 0) * 4 + (64 << 10)))
+    turns = [(unets[part.name], part.steps) for part in parts]
+    within: dict[str, Any] = {"vram": job.vram, "ram": job.ram, "width": job.width, "height": job.height}
+    within |= {"device": device, "settings": job.settings, "approximate": job.approximate, "batch": job.batch}
+    with console.status("planning") as told, scheduled(pipe, turns, **within) as plan, terminated_as_interrupted():
+        told.stop()
+        planned = time.perf_counter()
+        show_plan(console, plan)
+        console.print(f"seed: {job.seed}", highlight=False)
+        pictures, taken = measured_run(job, pipe, plan, lambda: paint.run(job, pipe, {}, console))
+        values = paint.parameters(job, pipe, plan) | {"Low VRAM UNets": schedule_text(parts)}
+    for number, (picture, file) in enumerate(zip(pictures, files, strict=True)):
+        values["Seed"] = (job.seed or 0) + number
+        save_picture(picture, file, parameters_text(job.prompt, job.negative, values))
+    seconds = {"load": loaded - started, "plan": planned - loaded, "run": time.perf_counter() - planned}
+    return {
+        "files": [str(file) for file in files],
+        "latents": None,
+        "seed": job.seed,
+        "width": job.width,
+        "height": job.height,
+        "attention": values["Low VRAM attention"],
+        "unets": [{"name": part.name, "steps": part.steps} for part in parts],
+        "seconds": {stage: round(value, 3) for stage, value in seconds.items()},
+        "plan": plan.as_dict(),
+        "measured": taken and taken.as_dict(),
+        "memory_plot": None,
+    }
+
+
+def schedule_text(parts: Sequence[Part]) -> str:
+    """The schedule as it is typed, for the picture's text."""
+    return " ".join(f"{part.name}:{part.steps}" for part in parts)
+
+
+def _checked_folders(job: Job, parts: Sequence[Part]) -> dict[str, Path]:
+    """Where the UNets beside the model's own are; they match it, which is known before anything is loaded."""
+    from ..checkpoints.inspection import PICKLES, configuration
+    from ..checkpoints.load_unet import configuration_of_unet, unet_folder
+    from ..unets.schedule import check_match
+
+    folders = {part.name: unet_folder(part.path) for part in parts if part.path is not None}
+    model = model_path(job.model)
+    if model.suffix.lower() in PICKLES:  # tells of its UNet when it is loaded
+        return folders
+    own = configuration_of_unet(model / "unet") if model.is_dir() else configuration(job.model)["unet"]
+    for name, folder in folders.items():
+        other = configuration_of_unet(folder)
+        told = "prediction_type" in own and "prediction_type" in other
+        check_match(own, other if told else {**other, "prediction_type": own.get("prediction_type")}, (OWN, name))
+    return folders

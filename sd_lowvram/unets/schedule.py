@@ -1,0 +1,230 @@
+"""Several UNets in one run, after A-SDM (2023): a small one for some steps, the whole one for the others.
+
+The run is one trajectory of one scheduler. Between two steps the pipeline's UNet is put in place of the other with the
+hooks of a plan of its own: one of them is on the device, the others wait in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..api import attach_plan_for
+from ..errors import BadInputError, BudgetError
+from ..patches import set_patch, wrap
+from ..planning.merged import in_turn
+from ..planning.plan import Plan
+from ..planning.request import Request, request_for
+from ..planning.search import make_plan
+from ..session import anatomy_of, restore
+from ..settings import Settings
+from ..units import format_size, parse_size
+from ..weights import all_tensors
+from .layers import check_unet
+
+Part = tuple[Any, int]
+"""A UNet, and how many steps it takes."""
+
+
+class _Turn(NamedTuple):
+    unet: Any
+    steps: int
+    request: Request
+
+
+@contextlib.contextmanager
+def scheduled(
+    pipe: Any,
+    parts: Sequence[Part],
+    *,
+    vram: int | float | str | None = None,
+    ram: int | float | str | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    batch: int = 1,
+    device: torch.device | str | None = None,
+    settings: Settings | None = None,
+    approximate: bool = False,
+) -> Iterator[Plan]:
+    """Within the block ``pipe`` runs with the UNets of ``parts`` in turn, each by a plan of its own within one budget::
+
+        with scheduled(pipe, [(small, 10), (pipe.unet, 15)], vram="4GB") as plan:
+            image = pipe("a red apple", num_inference_steps=25).images[0]
+
+    Afterwards the pipeline has its own UNet again and nothing attached to it, bit for bit. Fidelity: ``bitwise`` where
+    the own UNet takes all steps; with another one it draws another picture. Where the device runs out of memory, a
+    UNet's own plan goes leaner, as with :func:`sd_lowvram.optimize`, for as long as its turn lasts.
+
+    Args:
+        pipe: a diffusers pipeline of SD1.x, SD2.x or SDXL that starts from noise.
+        parts: UNets, on the CPU, with their numbers of steps, first first; a UNet may come again. The steps together
+            are those of every run in the block.
+        vram, ram, width, height, batch, device, settings, approximate: as for :func:`sd_lowvram.optimize`. What waits
+            in host memory counts against a ``ram`` that is stated.
+
+    Returns:
+        The plan of the run as a whole: each stage with the most that it takes under any of the UNets.
+
+    Raises:
+        BadInputError: no parts, fewer than one step, UNets that do not match, settings that keep what another UNet
+            would have computed (``deep_cache``, ``cuda_graphs``), a pipeline that starts from a picture, or, when a run
+            begins, another number of steps.
+        BudgetError: one of them does not fit.
+    """
+    fixed = settings or Settings()
+    check_parts(pipe, parts)
+    check_settings(fixed)
+    own = pipe.unet
+    restore(pipe)
+    size = {"width": width, "height": height, "batch": batch, "device": device}
+    with _put_back(pipe, own):
+        turns = [_turn(pipe, part, parts, vram, ram, size) for part in parts]
+        plans = []
+        for turn in turns:
+            pipe.register_modules(unet=turn.unet)
+            plans.append(make_plan(anatomy_of(pipe), turn.request, fixed, approximate))
+        following = _Following(turns, functools.partial(_take, pipe, fixed, approximate))
+        following.take(0)
+        with contextlib.ExitStack() as stack:
+            for entry, around in (("set_timesteps", following.begin), ("step", following.after_step)):
+                stack.callback(set_patch(wrap(pipe.scheduler, entry, around, "unet schedule")))
+            yield in_turn(plans, [_waiting(unet, parts) for unet, _ in parts])
+
+
+@contextlib.contextmanager
+def _put_back(pipe: Any, own: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        restore(pipe)
+        pipe.register_modules(unet=own)
+
+
+def _take(pipe: Any, settings: Settings, approximate: bool, turn: _Turn) -> None:
+    """Put the UNet of ``turn`` and the hooks of its plan in place of what is there: the old one leaves first."""
+    restore(pipe)
+    pipe.register_modules(unet=turn.unet)
+    attach_plan_for(pipe, turn.request, settings, approximate)
+
+
+class _Following:
+    """Counts a scheduler's steps, and gives each turn to its UNet between two of them."""
+
+    def __init__(self, turns: Sequence[_Turn], put_on: Callable[[_Turn], None]) -> None:
+        self._turns = turns
+        self._put_on = put_on
+        self._of_step = [number for number, turn in enumerate(turns) for _ in range(turn.steps)]
+        self._now: int | None = None
+        self._calls = self._total = 0
+
+    def take(self, number: int) -> None:
+        if number != self._now:
+            self._now = None  # where it fails, nothing is on
+            self._put_on(self._turns[number])
+            self._now = number
+
+    def begin(self, original: Callable[..., Any], steps: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        steps = kwargs.pop("num_inference_steps", steps)
+        if steps != len(self._of_step):
+            raise BadInputError(
+                f"the UNets' steps add up to {len(self._of_step)} and the run has {steps}: give it num_inference_steps="
+                f"{len(self._of_step)}"
+            )
+        result = original(steps, *args, **kwargs)
+        self._calls = 0
+        self._total = len(original.__self__.timesteps)  # type: ignore[attr-defined]
+        self.take(0)
+        return result
+
+    def after_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._calls += 1
+        if self._calls < self._total:
+            # Some schedulers ask twice a step, all but the last (heun), or twice for the first (plms).
+            self.take(self._of_step[self._calls * len(self._of_step) // self._total])
+        return result
+
+
+def _turn(pipe: Any, part: Part, parts: Sequence[Part], vram: Any, ram: Any, size: dict[str, Any]) -> _Turn:
+    """The turn of ``part``, within what the UNets that wait leave of the budget."""
+    unet, steps = part
+    pipe.register_modules(unet=unet)
+    left = None
+    if ram is not None:
+        waiting = _waiting(unet, parts)
+        left = parse_size(ram, "ram") - waiting
+        if left <= 0:
+            raise BudgetError(
+                f"ram {format_size(left + waiting)} cannot hold the UNets that wait for their turn, which take "
+                f"{format_size(waiting)}: raise it, or leave it out",
+                needed_bytes=waiting, stage="denoise", limit="ram", by_size=False,
+            )  # fmt: skip
+    budget = None if vram is None else parse_size(vram, "vram")
+    return _Turn(unet, steps, request_for(anatomy_of(pipe), vram=budget, ram=left, steps=steps, **size))
+
+
+def _waiting(unet: Any, parts: Sequence[Part]) -> int:
+    """Bytes of the other UNets while ``unet`` has its turn."""
+    others = {id(other): other for other, _ in parts if other is not unet}
+    return sum(tensor.numel() * tensor.element_size() for tensor in all_tensors(*others.values()))
+
+
+_ALIKE = (
+    *("in_channels", "out_channels", "cross_attention_dim", "prediction_type", "encoder_hid_dim_type"),
+    *("addition_embed_type", "addition_time_embed_dim", "projection_class_embeddings_input_dim"),
+    *("class_embed_type", "time_cond_proj_dim"),
+)
+"""What a pipeline gives to its UNet and takes from it; what is inside, and the size it was made for, are its own."""
+
+
+def check_match(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> None:
+    """Raise BadInputError unless UNets of these configurations, of so called models, can take turns in one run."""
+    for key in _ALIKE:
+        first, second = _width(one.get(key)), _width(other.get(key))
+        if first != second:
+            raise BadInputError(
+                f"the UNets {names[0]} and {names[1]} do not match: {key} is {first} in {names[0]} and {second} in "
+                f"{names[1]}; take UNets that were cut from one model"
+            )
+
+
+def _width(value: Any) -> Any:
+    """A width that is given block by block, of which a smaller UNet has fewer, as one where it is one."""
+    return value[0] if isinstance(value, (list, tuple)) and len({*value}) == 1 else value
+
+
+def check_parts(pipe: Any, parts: Sequence[Part]) -> None:
+    """Raise BadInputError unless ``parts`` are UNets that can take turns in ``pipe``."""
+    if not parts:
+        raise BadInputError("a schedule of UNets needs at least one (UNet, steps)")
+    check_unet(getattr(pipe, "unet", None))
+    if anatomy_of(pipe).encodes:
+        raise BadInputError(
+            f"{type(pipe).__name__} starts from a picture and leaves steps out: a schedule of UNets is for runs that "
+            "start from noise"
+        )
+    for unet, steps in parts:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise BadInputError(f"{steps!r} steps of a UNet must be a whole number of at least 1")
+        check_unet(unet)
+        check_match(pipe.unet.config, unet.config, ("of the pipeline", "of the schedule"))
+        if unet.dtype != pipe.unet.dtype:
+            raise BadInputError(f"a UNet of the schedule is in {unet.dtype} and the pipeline's in {pipe.unet.dtype}")
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise BadInputError where ``settings`` ask for what is kept from step to step, of one UNet for another."""
+    if settings.deep_cache is not None:
+        raise BadInputError(
+            f"deep_cache={settings.deep_cache} and a schedule of UNets exclude each other: deep features of one UNet "
+            "are none of the other's"
+        )
+    if settings.cuda_graphs:
+        raise BadInputError(
+            "cuda_graphs and a schedule of UNets exclude each other: what is recorded of a UNet lies on the device "
+            "while another has its turn"
+        )
