@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from .architectures import library_of
 from .load import explained, typed
 from .safetensors_header import read_header
 
 if TYPE_CHECKING:
     import torch
+
+
+_CLASSES = ("UNet2DConditionModel", "ASDMUNet2DConditionModel")
 
 
 def unet_folder(path: Path) -> Path:
@@ -22,7 +26,7 @@ def unet_folder(path: Path) -> Path:
     """
     path = path.expanduser()
     found = next((one for one in (path / "unet", path) if (one / "config.json").is_file()), None)
-    if found is None or configuration_of_unet(found).get("_class_name") != "UNet2DConditionModel":
+    if found is None or configuration_of_unet(found).get("_class_name") not in _CLASSES:
         raise CheckpointError(
             f"there is no UNet at {path}: give a folder that `unet prune`, `combine` or `distil` wrote, or the unet "
             "folder of a diffusers model"
@@ -63,12 +67,11 @@ def load_unet(folder: Path, dtype: torch.dtype | None) -> Any:
     Raises:
         CheckpointError: its files do not make a UNet.
     """
-    from diffusers import UNet2DConditionModel
-
+    config = _table(folder / "config.json")
     names = [file.name for file in folder.glob("*.safetensors")]
     variant = "fp16" if all(".fp16." in name for name in names) else None
     with explained(folder):
-        unet: Any = UNet2DConditionModel.from_pretrained(
+        unet: Any = getattr(library_of(config), config["_class_name"]).from_pretrained(
             str(folder), variant=variant, local_files_only=True, use_safetensors=True, **typed(dtype)
         )
         return unet.eval().requires_grad_(False)

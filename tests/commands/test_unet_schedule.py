@@ -59,6 +59,13 @@ def test_a_picture_by_two_unets(small: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(file.name for file in files.values())
 
 
+def test_a_unet_of_experts_and_regions_has_its_turn(tmp_path: Path) -> None:
+    pruned_too = ["unet", "prune", "--drop", "mid", "--experts", "2", "--regions", "2", "--out", str(tmp_path / "e2")]
+    assert CliRunner().invoke(app, pruned_too, catch_exceptions=False).exit_code == 0
+    told = made("--unet", f"e2={tmp_path / 'e2'}", "--unet-schedule", "e2:1,full:1", "-o", tmp_path / "a.png")
+    assert [one["name"] for one in told["unets"]] == ["e2", "full"]
+
+
 def test_paths_may_have_colons_and_equals_signs() -> None:
     parts = parse_schedule("a:2,full:3", [r"a=C:\models\x=y"], None)
     assert parts == (Part("a", Path(r"C:\models\x=y"), 2), Part("full", None, 3))
