@@ -78,6 +78,8 @@ def scheduled(
     fixed = settings or Settings()
     check_parts(pipe, parts)
     check_settings(fixed)
+    if len({id(unet) for unet, _ in parts}) > 1:  # nor does a plan choose by itself what is refused
+        fixed = fixed.filled(cuda_graphs=False)
     own = pipe.unet
     restore(pipe)
     size = {"width": width, "height": height, "batch": batch, "device": device}
