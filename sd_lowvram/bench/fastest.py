@@ -75,6 +75,8 @@ def _ways(device: torch.device, compiled: bool, large: bool) -> tuple[list[tuple
     if why is None:
         regional = Settings(compile="regional", channels_last=True)
         found += [(part, "compiled, channels last", regional) for part in (_LOSSLESS, _DECODE)]
+        if packed.refusal(device) is None and large:
+            found.append((_LOSSLESS, "compiled, packed weights", regional.filled(packed_weights=True)))
     else:
         left["compiled"] = why
     return sorted(found, key=lambda way: way[0] == _DECODE), left

@@ -94,6 +94,8 @@ def _on_cpu(source: str, device: torch.device, large: bool) -> tuple[list[Rung],
     why = compiler.refusal(device)
     if why is None:
         found += [Rung(f"compiled, {way}, channels last", None, {"compile": way, **last}) for way in _WAYS]
+        packs = {"compile": "regional", **last, "packed_weights": True}
+        found += [Rung("compiled, regional, packed weights", None, packs)] if large else []
     else:
         left["compiled"] = why
     return found, left
