@@ -85,11 +85,13 @@ class Kernels:
         self._own.inside = True
         start = time.thread_time()
         tracing = torch._C._get_tracing_state()
-        torch._C._set_tracing_state(None)  # of a card's kernel torch.jit.trace sees the call alone
+        if tracing is not None:  # torch refuses the call, even with None, where tracing is excluded
+            torch._C._set_tracing_state(None)  # of a card's kernel torch.jit.trace sees the call alone
         try:
             return function(*args, **kwargs)
         finally:
-            torch._C._set_tracing_state(tracing)
+            if tracing is not None:
+                torch._C._set_tracing_state(tracing)
             self._own.seconds = self.seconds + time.thread_time() - start
             self._own.inside = False
 
