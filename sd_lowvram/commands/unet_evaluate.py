@@ -56,7 +56,7 @@ def _evaluated(student: str, teacher: str | None, data: Path, draw: Any, pairs: 
 
     from ..models import anatomy_of_components
     from ..models.latents import native_size
-    from ..unets.evaluate import evaluated
+    from ..unets.evaluate import evaluated, ground_of
     from ..unets.frozen import frozen_features
     from ..unets.supervision import check_match
     from ..unets.training_pictures import captioned_pictures, read_pictures
@@ -67,7 +67,7 @@ def _evaluated(student: str, teacher: str | None, data: Path, draw: Any, pairs: 
     _check_kind(large.unet)
     side = native_size(anatomy_of_components("diffusers", {"unet": large.unet}))
     known = torch.cat([*read_pictures(items, side)])
-    rows: dict[str, Any] = evaluated(large, small, items, known, features, draw)
+    rows: dict[str, Any] = evaluated(large, small, ground_of(items, known, features, draw), draw)
     seconds = _step_seconds(large.unet, small.unet, pairs)
     for name, model, each in zip(("teacher", "student"), (teacher, student), seconds, strict=True):
         rows[name] |= {"step_seconds": each, **counted(empty_unet(model))}

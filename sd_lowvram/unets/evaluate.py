@@ -19,7 +19,8 @@ from ..errors import BadInputError
 from .frozen import Features
 from .training_pictures import Captioned
 
-_AT_ONCE = 8
+AT_ONCE = 8
+"""Pictures of a call."""
 _SEEN = 16
 """The side of the small pictures by which a prompt's own is found again."""
 
@@ -40,17 +41,26 @@ class Draw:
     seed: int = 0
 
 
-def evaluated(
-    teacher: Any, student: Any, items: Sequence[Captioned], known: Tensor, features: Features, draw: Draw
-) -> dict[str, dict[str, float]]:
-    """The measures of the "student", of the "teacher", and of the teacher from "other seeds", the yardstick.
+@dataclass(frozen=True)
+class Ground:
+    """What drawn pictures are measured against.
 
-    Each is a dictionary: "psnr" (dB, mean over pictures) and "difference" (mean, of 255) from the teacher's pictures of
-    the same seeds, "retrieved" (the share of pictures to which the prompt's own training picture is the nearest),
-    "frechet" and "score" of :func:`frechet_distance` and :func:`picture_score`.
+    Attributes:
+        prompts: of the pictures to draw; ``places``: where each one's own picture is among the training pictures.
+        known: the training pictures (pictures, 3, H, W) of -1..1; ``seen``: their features (pictures, channels).
+    """
+
+    prompts: list[str]
+    places: Tensor
+    known: Tensor
+    seen: Tensor
+    features: Features
+
+
+def ground_of(items: Sequence[Captioned], known: Tensor, features: Features, draw: Draw) -> Ground:
+    """The prompts of ``draw``, evenly over ``items``, and what they are measured against.
 
     Args:
-        teacher, student: pipelines of diffusers.
         known: the training pictures (pictures, 3, H, W) of -1..1, in the order of ``items``.
 
     Raises:
@@ -60,31 +70,47 @@ def evaluated(
         raise BadInputError(f"{draw.pictures} pictures cannot be compared: from 2 to {len(items)} can, one a caption")
     places = torch.linspace(0, len(items) - 1, draw.pictures).round().long()
     prompts = [items[place].captions[0] for place in places.tolist()]
+    return Ground(prompts, places, known, _pooled(features, known), features)
+
+
+def evaluated(teacher: Any, student: Any, ground: Ground, draw: Draw) -> dict[str, dict[str, float]]:
+    """:func:`measures` of the "student", of the "teacher", and of the teacher from "other seeds", the yardstick.
+
+    Args:
+        teacher, student: pipelines of diffusers.
+    """
     runs = {"teacher": (teacher, 0), "student": (student, 0), "other seeds": (teacher, draw.pictures)}
     drawn = {
-        name: _drawn(pipe, prompts, draw, offset, turn, len(runs))
+        name: drawn_by(pipe, ground, draw, offset, (turn, len(runs)))
         for turn, (name, (pipe, offset)) in enumerate(runs.items())
     }
-    seen = _pooled(features, known)
+    return {name: measures(drawn[name], drawn["teacher"], ground) for name in ("student", "teacher", "other seeds")}
 
-    def measures(pictures: Tensor) -> dict[str, float]:
-        found = _pooled(features, pictures)
-        return {
-            **agreement(pictures, drawn["teacher"]),
-            "retrieved": float((nearest(pictures, known) == places).float().mean()),
-            "frechet": frechet_distance(found, seen),
-            "score": picture_score(found, seen),
-        }
 
-    return {name: measures(drawn[name]) for name in ("student", "teacher", "other seeds")}
+def measures(pictures: Tensor, teacher: Tensor, ground: Ground) -> dict[str, float]:
+    """ "psnr" (dB, mean over pictures) and "difference" (mean, of 255) from the teacher's pictures of the same seeds,
+    "retrieved" (the share of pictures to which the prompt's own training picture is the nearest), "frechet" and "score"
+    of :func:`frechet_distance` and :func:`picture_score`."""
+    found = _pooled(ground.features, pictures)
+    return {
+        **agreement(pictures, teacher),
+        "retrieved": float((nearest(pictures, ground.known) == ground.places).float().mean()),
+        "frechet": frechet_distance(found, ground.seen),
+        "score": picture_score(found, ground.seen),
+    }
 
 
 @torch.inference_mode()
-def _drawn(pipe: Any, prompts: Sequence[str], draw: Draw, offset: int, turn: int, turns: int) -> Tensor:
-    """(prompts, 3, H, W) of -1..1, on the CPU."""
+def drawn_by(pipe: Any, ground: Ground, draw: Draw, offset: int = 0, turn: tuple[int, int] = (0, 1)) -> Tensor:
+    """The pictures of a pipeline (prompts, 3, H, W) of -1..1, on the CPU.
+
+    Args:
+        offset: added to the seed of every picture.
+        turn: the number of this run, and of how many, for progress.
+    """
     parts = []
-    for start in range(0, len(prompts), _AT_ONCE):
-        some = [*prompts[start : start + _AT_ONCE]]
+    for start in range(0, len(ground.prompts), AT_ONCE):
+        some = ground.prompts[start : start + AT_ONCE]
         seeds = [draw.seed + offset + start + place for place in range(len(some))]
         made = pipe(
             some,
@@ -94,7 +120,8 @@ def _drawn(pipe: Any, prompts: Sequence[str], draw: Draw, offset: int, turn: int
             output_type="pt",
         )
         parts.append(made.images.float().cpu() * 2 - 1)
-        progress.report("pictures", turn * len(prompts) + start + len(some), turns * len(prompts))
+        count = len(ground.prompts)
+        progress.report("pictures", turn[0] * count + start + len(some), turn[1] * count)
     return torch.cat(parts)
 
 
@@ -114,7 +141,7 @@ def nearest(pictures: Tensor, known: Tensor) -> Tensor:
 @torch.inference_mode()
 def _pooled(features: Features, pictures: Tensor) -> Tensor:
     """(pictures, channels): the means of the deepest maps."""
-    return torch.cat([features(some)[-1].mean(dim=(2, 3)) for some in pictures.split(_AT_ONCE)]).double().cpu()
+    return torch.cat([features(some)[-1].mean(dim=(2, 3)) for some in pictures.split(AT_ONCE)]).double().cpu()
 
 
 def frechet_distance(ours: Tensor, theirs: Tensor) -> float:

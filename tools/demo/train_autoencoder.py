@@ -3,6 +3,7 @@
     python tools/demo/train_autoencoder.py --work WORK joint      # encoder and decoder
     python tools/demo/train_autoencoder.py --work WORK freeze     # fixes the encoder, writes the latents
     python tools/demo/train_autoencoder.py --work WORK decoder    # the decoder alone, on those latents (optional)
+    python tools/demo/train_autoencoder.py --work WORK shipped    # none of these: the autoencoder of the shipped model
 
 `freeze` folds the per-channel mean and deviation of the latents into the two 1x1 convolutions beside
 the bottleneck, exactly, so that the scaling factor is SD1.5's 0.18215. The UNet trains on WORK/latents.pt,
@@ -23,6 +24,7 @@ from diffusers import AutoencoderKL
 from sd_lowvram.unets.training import Average, rate
 
 SCALING = 0.18215
+SHIPPED = Path(__file__).resolve().parents[2] / "sd_lowvram" / "demo" / "model"
 
 
 def build() -> AutoencoderKL:
@@ -188,27 +190,36 @@ def freeze(args: argparse.Namespace) -> None:
     vae.quant_conv.bias[4:] -= 2 * scale.log()
     vae.post_quant_conv.bias += vae.post_quant_conv.weight[:, :, 0, 0] @ shift
     vae.post_quant_conv.weight *= scale[None, :, None, None]
-    # what is stored is float16, so the latents are those of the stored encoder
-    vae.half().float()
+    vae.half().float()  # what is stored is float16, so the latents are those of the stored encoder
+    write_frozen(vae, pictures, args.work)
+    print(f"PSNR {before:.2f} dB before, {evaluate(vae, pictures):.2f} dB folded and in float16")
+
+
+@torch.no_grad()
+def shipped(args: argparse.Namespace) -> None:
+    """Write what `freeze` does, of the autoencoder in the package."""
+    write_frozen(AutoencoderKL.from_pretrained(SHIPPED / "vae").float(), to_tensors(args.work)[0], args.work)
+
+
+def write_frozen(vae: AutoencoderKL, pictures: torch.Tensor, work: Path) -> None:
     latents = torch.cat([vae.encode(p).latent_dist.mean for p in pictures.split(16)])
-    torch.save(vae.state_dict(), args.work / "frozen.pt")
-    torch.save(latents, args.work / "latents.pt")
+    torch.save(vae.state_dict(), work / "frozen.pt")
+    torch.save(latents, work / "latents.pt")
     scaled = latents * SCALING
     print(f"scaled latents: means {scaled.mean((0, 2, 3)).tolist()}, deviations {scaled.std((0, 2, 3)).tolist()}")
-    print(f"PSNR {before:.2f} dB before, {evaluate(vae, pictures):.2f} dB folded and in float16")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the data step")
-    parser.add_argument("phase", choices=("joint", "freeze", "decoder"))
+    parser.add_argument("phase", choices=("joint", "freeze", "decoder", "shipped"))
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--batch", type=int, help="default: 16 crops of 64x64, or 6 whole pictures")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.batch = args.batch or (16 if args.phase == "joint" else 6)
-    freeze(args) if args.phase == "freeze" else train(args)
+    {"freeze": freeze, "shipped": shipped}.get(args.phase, train)(args)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ TEMPLATES = ("{}", "a {}", "{}", "a {}", "{}", "a {}", "the {}", "a picture of a
 
 
 class Model(torch.nn.Module):
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, layers: int = 1) -> None:
         super().__init__()
         self.text_encoder = CLIPTextModel(
             CLIPTextConfig(
@@ -55,7 +55,7 @@ class Model(torch.nn.Module):
             down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
             up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
             block_out_channels=(64, 96, 128, 160),
-            layers_per_block=1,
+            layers_per_block=layers,
             cross_attention_dim=WIDTH,
             attention_head_dim=4,  # the number of heads, as in SD1.5
             norm_num_groups=16,
@@ -124,7 +124,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
     tokenize = CLIPTokenizer.from_pretrained(args.work / "tokenizer")
     latents = torch.load(args.work / "latents.pt") * SCALING
     names = list(captions.values())
-    model = Model(len(tokenize))
+    model = Model(len(tokenize), args.layers)
     model.unet.set_attn_processor(AttnProcessor())  # its backward pass is the faster one on a CPU
     model.unet.to(memory_format=torch.channels_last)
     scheduler = DDPMScheduler(**SCHEDULE)
@@ -133,6 +133,8 @@ def train(rank: int, args: argparse.Namespace) -> None:
     file, step = args.work / "unet.pt", 0
     if file.exists():
         state = torch.load(file)
+        if state.get("layers", 1) != args.layers:
+            raise SystemExit(f"{file} has {state.get('layers', 1)} layers a block: give --layers the same")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         average.shadow, average.steps, step = state["average"], state["step"], state["step"]
@@ -160,7 +162,8 @@ def train(rank: int, args: argparse.Namespace) -> None:
             print(f"step {step} loss {running / 50:.4f} {pace:.2f} s/step", flush=True)
             running = 0.0
         if rank == 0 and (step % 200 == 0 or step == args.until):
-            save(file, model=model.state_dict(), optimizer=optimizer.state_dict(), average=average.shadow, step=step)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "average": average.shadow}
+            save(file, **state, layers=args.layers, step=step)
 
 
 def main() -> None:
@@ -168,6 +171,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the data step and of `freeze`")
     parser.add_argument("--steps", type=int, default=4500, help="length of the rate's schedule")
     parser.add_argument("--until", type=int, help="stop at this step (default: the schedule's end)")
+    parser.add_argument("--layers", type=int, default=1, help="residual units a block; SD1.5 has 2")
     parser.add_argument("--batch", type=int, default=32, help="prompts a step in every process")
     parser.add_argument("--processes", type=int, default=2, help="one a core; gradients are averaged")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
