@@ -58,8 +58,10 @@ def run(
         students: of :data:`STUDENTS`.
         unet: makes the whole UNet.
     """
+    from ..unets.analysis import counted
+
     whole = unet()
-    rows = [{"name": "whole", **_counted(whole)}]
+    rows = [{"name": "whole", **counted(whole, _COUNTED_AT)}]
     for number, name in enumerate(students):
         rows.append(_row(whole, name, side, pairs))
         progress.report("UNets", number + 1, len(students))
@@ -77,11 +79,17 @@ def run(
 
 
 def _row(whole: Any, name: str, side: int, pairs: int) -> dict[str, Any]:
+    from ..unets.analysis import counted
+
     student = made(whole, name)
     call = _given(whole.config, side)
     with torch.inference_mode():
         times = compared(functools.partial(call, whole), functools.partial(call, student), pairs, torch.device("cpu"))
-    row = {"name": name, **_counted(student), **{one: times[one] for one in ("plain_seconds", "seconds", "ratio")}}
+    row = {
+        "name": name,
+        **counted(student, _COUNTED_AT),
+        **{one: times[one] for one in ("plain_seconds", "seconds", "ratio")},
+    }
     del student
     gc.collect()
     return row
@@ -103,18 +111,6 @@ def _given(config: Any, side: int) -> Callable[[Any], torch.Tensor]:
     latents = torch.randn(1, config["in_channels"], side // 8, side // 8, generator=noise)
     text = torch.randn(1, 77, config["cross_attention_dim"], generator=noise)
     return lambda unet: unet(latents, 500, text, return_dict=False)[0]
-
-
-def _counted(unet: Any) -> dict[str, Any]:
-    from ..devices.performance import profile
-    from ..unets.analysis import analysed
-
-    units = analysed(unet, _COUNTED_AT, _COUNTED_AT, rates=profile("rtx2070"))
-    return {
-        "parameters": sum(unit.parameters for unit in units),
-        "operations": sum(unit.operations for unit in units),
-        "peak_bytes": max(unit.peak_bytes for unit in units),
-    }
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:

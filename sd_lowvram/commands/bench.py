@@ -13,13 +13,14 @@ from ..plots.style import check_plots
 from ..policies.named import help_text
 from .bench_policies import cards, fit, max_size, peers, same, steps, variance, warmup
 from .bench_speed import fastest, ladder
+from .bench_students import students
 from .guard import guarded
 from .measuring import Debug, Json, Out, measuring
 from .values import check_count, check_given, check_names, check_run, check_side
 
 _MOST_BUDGETS = 100
 bench = typer.Typer(help="Measure: both sides in one process in turn, ratio of medians.", no_args_is_help=True)
-for one in (warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest):
+for one in (warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, students):
     bench.command()(one)
 
 Models = Annotated[

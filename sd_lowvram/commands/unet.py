@@ -51,6 +51,7 @@ def analyse(
     with guarded(debug):
         from rich.console import Console
 
+        from ..unets.analysis import totals
         from .show import Bars
 
         check_given(model=model, gpu=gpu)
@@ -68,7 +69,8 @@ def analyse(
             from ..plots.unet_units import analysis_png
 
             write_whole(analysis_png(taken, _title(model), "foretold" if rates else "measured"), plot)
-        _tell({"units": [asdict(unit) for unit in taken], **_totals(taken)}, _lines(taken), as_json)
+        told = {"units": [asdict(unit) for unit in taken], **totals(taken), "seconds": _seconds(taken)}
+        _tell(told, _lines(taken), as_json)
 
 
 @unet.command()
@@ -107,6 +109,7 @@ def prune(
         checked = _checked_out(out, dry_run)
         empty = empty_unet(model)
         cut = _cut(empty, kind, drop or (), keep or ())
+        from ..unets.analysis import counted
         from ..unets.prune import pruned
 
         before, after = counted(empty), counted(pruned(empty, cut, changes))
@@ -135,6 +138,7 @@ def combine(
     with guarded(debug):
         check_given(model=model, compressed=compressed)
         checked = _checked_out(out, dry_run)
+        from ..unets.analysis import counted
         from ..unets.combine import combined
 
         empty = empty_unet(model)
@@ -242,17 +246,8 @@ def _taken(unet: Any, width: int | None, height: int | None, rates: Any) -> list
     return analysed(unet, width or own, height or own, rates=rates)
 
 
-def counted(unet: Any) -> dict[str, Any]:
-    """What a step of a UNet without weights takes at its own size, no times among it."""
-    totals = _totals(_taken(unet, None, None, _rates("rtx2070")))
-    del totals["seconds"]
-    return totals
-
-
-def _totals(taken: list[Taken]) -> dict[str, Any]:
-    sums = ("parameters", "bytes", "operations", "seconds")
-    totals = {name: sum(getattr(unit, name) for unit in taken) for name in sums}
-    return {**totals, "peak_bytes": max(unit.peak_bytes for unit in taken)}
+def _seconds(taken: list[Taken]) -> float:
+    return sum(unit.seconds for unit in taken)
 
 
 def _tell(values: dict[str, Any], lines: list[str], as_json: bool) -> None:
@@ -261,15 +256,15 @@ def _tell(values: dict[str, Any], lines: list[str], as_json: bool) -> None:
 
 def _lines(taken: list[Taken]) -> list[str]:
     """A table of units, and of blocks."""
-    from ..unets.analysis import by_block
+    from ..unets.analysis import by_block, totals
 
-    totals = _totals(taken)
+    operations, seconds = totals(taken)["operations"], _seconds(taken)
     rows = [("unit", "parameters", "operations", "of them", "time", "of it", "activations")]
     for unit in [*taken, *by_block(taken)[:-1]]:
-        shares = (unit.operations / totals["operations"], unit.seconds / totals["seconds"])
-        counted = f"{unit.parameters / 1e6:.1f} M", f"{unit.operations / 1e9:.1f} G", f"{shares[0]:.1%}"
+        shares = (unit.operations / operations, unit.seconds / seconds)
+        amounts = f"{unit.parameters / 1e6:.1f} M", f"{unit.operations / 1e9:.1f} G", f"{shares[0]:.1%}"
         times = f"{1e3 * unit.seconds:.1f} ms", f"{shares[1]:.1%}"
-        rows.append((unit.name, *counted, *times, format_size(unit.peak_bytes)))
+        rows.append((unit.name, *amounts, *times, format_size(unit.peak_bytes)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     aligned = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     return [*aligned[: len(taken) + 1], "", aligned[0].replace("unit ", "block", 1), *aligned[len(taken) + 1 :]]

@@ -12,7 +12,7 @@ import typer
 from ..errors import BadInputError
 from ..units import format_size
 from .guard import guarded
-from .unet import Debug, Json, counted, empty_unet
+from .unet import Debug, Json, empty_unet
 from .values import check_given
 
 
@@ -52,66 +52,21 @@ def evaluate(
 
 
 def _evaluated(student: str, teacher: str | None, data: Path, draw: Any, pairs: int, semantic: str) -> dict[str, Any]:
-    import torch
-
-    from ..models import anatomy_of_components
-    from ..models.latents import native_size
-    from ..unets.evaluate import evaluated, ground_of
+    from ..bench.students import step_times
+    from ..unets.analysis import counted
+    from ..unets.evaluate import evaluated, ground_of, pipeline_to_draw
     from ..unets.frozen import frozen_features
     from ..unets.supervision import check_match
-    from ..unets.training_pictures import captioned_pictures, read_pictures
+    from ..unets.training_pictures import captioned_pictures
 
     items, features = captioned_pictures(data), frozen_features(semantic)
-    large, small = (_pipeline(model) for model in (teacher, student))
+    large, small = (pipeline_to_draw(model) for model in (teacher, student))
     check_match(large.unet, small.unet)
-    _check_kind(large.unet)
-    side = native_size(anatomy_of_components("diffusers", {"unet": large.unet}))
-    known = torch.cat([*read_pictures(items, side)])
-    rows: dict[str, Any] = evaluated(large, small, ground_of(items, known, features, draw), draw)
-    seconds = _step_seconds(large.unet, small.unet, pairs)
-    for name, model, each in zip(("teacher", "student"), (teacher, student), seconds, strict=True):
-        rows[name] |= {"step_seconds": each, **counted(empty_unet(model))}
+    rows: dict[str, Any] = evaluated(large, small, ground_of(large, items, features, draw), draw)
+    times = step_times(large.unet, small.unet, pairs)
+    for name, model, seconds in (("teacher", teacher, "plain_seconds"), ("student", student, "seconds")):
+        rows[name] |= {"step_seconds": times[seconds], **counted(empty_unet(model))}
     return {"draw": asdict(draw), "features": semantic, "pairs": pairs, "rows": rows}
-
-
-def _pipeline(model: str | None) -> Any:
-    """In float32, without a bar of its own."""
-    import torch
-
-    from ..checkpoints.load import load_pipeline
-
-    pipe: Any = load_pipeline(model, dtype=torch.float32)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def _check_kind(unet: Any) -> None:
-    if unet.config.get("addition_embed_type") is not None:
-        raise BadInputError("SDXL cannot be evaluated yet: SD1.x, SD2.x and the demo model can")
-    if unet.config["in_channels"] != unet.config["out_channels"]:
-        raise BadInputError(
-            f"a UNet of {unet.config['in_channels']} input channels (inpainting, depth) cannot be evaluated: give the "
-            "plain text-to-image model"
-        )
-
-
-def _step_seconds(teacher: Any, student: Any, pairs: int) -> tuple[float, float]:
-    """The medians of a guided step's UNet call, in turn."""
-    import torch
-
-    from ..bench.in_turn import compared
-
-    config = teacher.config
-    latents = torch.zeros(2, config["in_channels"], config["sample_size"], config["sample_size"])
-    text = torch.zeros(2, 77, config["cross_attention_dim"])
-    with torch.inference_mode():
-        times = compared(
-            lambda: teacher(latents, 500, text).sample,
-            lambda: student(latents, 500, text).sample,
-            pairs,
-            torch.device("cpu"),
-        )
-    return times["plain_seconds"], times["seconds"]
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

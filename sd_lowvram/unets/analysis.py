@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .. import progress
-from ..devices.performance import Rates
+from ..devices.performance import Rates, profile
 from ..models import anatomy_of_components
 from ..models.calls import Shape, denoise_step
+from ..models.latents import native_size
 from ..tracing import MemoryTrace, trace
 from ..weights import weight_bytes
 from .layers import Unit, units_of
@@ -77,6 +78,19 @@ def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates |
         Taken(name, parameters, size, operations[name], seconds[name], peaks[name])
         for name, (parameters, size) in weights.items()
     ]
+
+
+def counted(unet: Any, side: int | None = None) -> dict[str, int]:
+    """What a guided step of ``unet`` takes at its own size, or for a picture of ``side`` pixels: "parameters", "bytes",
+    "operations" and "peak_bytes", times not among it; the meta device will do."""
+    side = side or native_size(anatomy_of_components("diffusers", {"unet": unet}))
+    return totals(analysed(unet, side, side, rates=profile("rtx2070")))
+
+
+def totals(taken: Sequence[Taken]) -> dict[str, int]:
+    """Of all units together: sums, and the largest peak."""
+    sums = {name: sum(getattr(unit, name) for unit in taken) for name in ("parameters", "bytes", "operations")}
+    return {**sums, "peak_bytes": max(unit.peak_bytes for unit in taken)}
 
 
 def by_block(taken: list[Taken]) -> list[Taken]:

@@ -6,7 +6,6 @@ The measures are those of A-SDM (2023), Frechet distance and inception score, ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import progress
+from ..checkpoints.load import load_pipeline
 from ..errors import BadInputError
+from ..models import anatomy_of_components
+from ..models.latents import native_size
 from .frozen import Features
-from .training_pictures import Captioned
+from .training_pictures import Captioned, read_pictures
 
 AT_ONCE = 8
 """Pictures of a call."""
@@ -57,17 +59,36 @@ class Ground:
     features: Features
 
 
-def ground_of(items: Sequence[Captioned], known: Tensor, features: Features, draw: Draw) -> Ground:
-    """The prompts of ``draw``, evenly over ``items``, and what they are measured against.
-
-    Args:
-        known: the training pictures (pictures, 3, H, W) of -1..1, in the order of ``items``.
+def pipeline_to_draw(model: str | None) -> Any:
+    """The pipeline of ``model`` in float32, without a progress bar of its own.
 
     Raises:
-        BadInputError: more pictures are asked for than there are, or fewer than two.
+        BadInputError: SDXL, or a UNet that takes more than latents.
+        CheckpointError: missing, unreadable, truncated, or of an unknown kind.
+    """
+    pipe: Any = load_pipeline(model, dtype=torch.float32)
+    config = pipe.unet.config
+    if config.get("addition_embed_type") is not None:
+        raise BadInputError("SDXL cannot be evaluated yet: SD1.x, SD2.x and the demo model can")
+    if config["in_channels"] != config["out_channels"]:
+        raise BadInputError(
+            f"a UNet of {config['in_channels']} input channels (inpainting, depth) cannot be evaluated: give the "
+            "plain text-to-image model"
+        )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def ground_of(teacher: Any, items: list[Captioned], features: Features, draw: Draw) -> Ground:
+    """The prompts of ``draw``, evenly over ``items``, and what they are measured against, at the teacher's own size.
+
+    Raises:
+        BadInputError: more pictures are asked for than there are, or fewer than two; a file that is no picture.
     """
     if not 2 <= draw.pictures <= len(items):
         raise BadInputError(f"{draw.pictures} pictures cannot be compared: from 2 to {len(items)} can, one a caption")
+    side = native_size(anatomy_of_components("diffusers", {"unet": teacher.unet}))
+    known = torch.cat([*read_pictures(items, side)])
     places = torch.linspace(0, len(items) - 1, draw.pictures).round().long()
     prompts = [items[place].captions[0] for place in places.tolist()]
     return Ground(prompts, places, known, _pooled(features, known), features)

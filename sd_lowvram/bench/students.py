@@ -1,0 +1,249 @@
+"""``sd-lowvram bench students``: what distilled UNets are worth beside their teacher, and what they save; the tables of
+A-SDM (2023) in our terms, its figures beside.
+
+The students lie in one folder, each in a folder of its name: ``cut``, the model before it was trained, ``trained``, the
+one after, and ``course.json``, how long that took; what is not there is left out. Where ``base`` is trained, it also
+takes turns with the teacher within one run, as in S1, S2 and S3 of the source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BadInputError
+from ..files.whole import write_whole
+from ..units import format_size
+from .in_turn import compared
+from .report import table, written
+
+PUBLISHED = {
+    "teacher": "12.832 / 36.653 / 0.297",
+    "base": "14.426 / 33.403 / 0.288",
+    "small": "17.120 / 31.271 / 0.268",
+    "tiny": "18.670 / 27.730 / 0.257",
+    "base-e2": "14.963 / 33.522 / 0.288",
+    "small-e2": "16.056 / 31.740 / 0.274",
+    "tiny-e2": "17.470 / 28.720 / 0.263",
+    "m1": "13.049 / 37.848 / 0.298",
+    "m2": "11.840 / 36.560 / 0.296",
+    "m3": "20.037 / 22.338 / 0.249",
+    "m4": "13.377 / 37.957 / 0.298",
+    "m5": "13.222 / 37.726 / 0.299",
+    "s1": "12.900 / 35.651 / 0.297",
+    "s2": "13.529 / 34.560 / 0.294",
+    "s3": "13.548 / 36.720 / 0.295",
+}
+"""FID, inception score and CLIP score of SD1.5 on COCO, by the student's name."""
+
+_OWN = "teacher"
+SCHEDULES = {
+    "s1": (("base", 0.4), (_OWN, 0.6)),
+    "s2": ((_OWN, 0.6), ("base", 0.4)),
+    "s3": ((_OWN, 0.4), ("base", 0.6)),
+}
+"""Who takes which share of the steps: 10 and 15 of 25 in the source."""
+
+CUT, TRAINED = "cut", "trained"
+OTHERS = "other seeds"
+_STEPS_TIMED = 5
+_SHOWN = 10
+
+
+def run(
+    students: Path,
+    data: Path,
+    teacher: str | None = None,
+    out: Path | None = None,
+    sheet: Path | None = None,
+    draw: Any = None,
+    pairs: int = 15,
+    semantic: str = "efficientnet",
+) -> dict[str, Any]:
+    """Draw with the teacher and with every student, and measure steps on the CPU; with ``out`` written as Markdown, and
+    as JSON beside it, with ``sheet`` some of the pictures as a PNG.
+
+    Args:
+        students, data: folders, of students and of captioned pictures.
+        draw: a :class:`sd_lowvram.unets.evaluate.Draw`; None: its defaults.
+
+    Raises:
+        BadInputError: no students, or one that does not match the teacher.
+    """
+    from ..unets.evaluate import Draw, drawn_by, ground_of, measures, pipeline_to_draw
+    from ..unets.frozen import frozen_features
+    from ..unets.training_pictures import captioned_pictures
+
+    draw = draw or Draw()
+    runs = _runs(students)
+    pipe = pipeline_to_draw(teacher)
+    ground = ground_of(pipe, captioned_pictures(data), frozen_features(semantic), draw)
+    turns = len(runs) + 2
+    theirs = drawn_by(pipe, ground, draw, turn=(0, turns))
+    shown = {_OWN: theirs, OTHERS: drawn_by(pipe, ground, draw, draw.pictures, (1, turns))}
+    rows: dict[str, dict[str, Any]] = {name: {TRAINED: measures(each, theirs, ground)} for name, each in shown.items()}
+    rows[_OWN] |= _saved(pipe.unet, pipe.unet, pairs)
+    for turn, (name, state) in enumerate(runs, 2):
+        with _in_place(pipe, students, name, state, draw.steps) as unet:
+            pictures = drawn_by(pipe, ground, draw, turn=(turn, turns))
+        row = rows.setdefault(name, {})
+        row[state] = measures(pictures, theirs, ground)
+        if unet is None:
+            row |= _shared(SCHEDULES[name], rows)
+        elif "ratio" not in row:
+            row |= _course(students / name) | _saved(pipe.unet, unet, pairs)
+        shown[name if state == TRAINED else f"{name}, {state}"] = pictures
+    if sheet is not None:
+        _show(shown, ground.prompts, sheet)
+    asked = {"draw": asdict(draw), "features": semantic, "pairs": pairs, "threads": torch.get_num_threads()}
+    report = {**asked, "torch": torch.__version__, "rows": [{"name": name, **row} for name, row in rows.items()]}
+    return written(report, lines, out)
+
+
+def _show(pictures: dict[str, Tensor], prompts: Sequence[str], sheet: Path) -> None:
+    """Some of the pictures, evenly, in a row for each who drew them."""
+    from ..plots.picture_rows import picture_rows_png
+
+    places = torch.linspace(0, len(prompts) - 1, min(_SHOWN, len(prompts))).round().long()
+    few = {name: each[places] for name, each in pictures.items()}
+    write_whole(picture_rows_png(few, [prompts[place] for place in places.tolist()]), sheet)
+
+
+def _runs(students: Path) -> list[tuple[str, str]]:
+    """Names and states, schedules after what they need."""
+    if not students.is_dir():
+        raise BadInputError(f"{students} is no folder of students")
+    states = (CUT, TRAINED)
+    found = [
+        (folder.name, state)
+        for folder in sorted(students.iterdir(), key=_place)
+        for state in states
+        if (folder / state / "model_index.json").is_file()
+    ]
+    if not found:
+        raise BadInputError(
+            f"{students} has no students: each is a folder with {CUT} and {TRAINED} in it, models that `unet prune`, "
+            "`combine` and `distil` wrote"
+        )
+    return [*found, *((name, TRAINED) for name in SCHEDULES if ("base", TRAINED) in found)]
+
+
+def _place(folder: Path) -> tuple[int, str]:
+    """The order of the source's tables, what it does not have behind."""
+    known = [*PUBLISHED]
+    return (known.index(folder.name) if folder.name in known else len(known)), folder.name
+
+
+@contextlib.contextmanager
+def _in_place(pipe: Any, students: Path, name: str, state: str, steps: int) -> Iterator[Any]:
+    """Inside, ``pipe`` draws with the student's UNet, which is yielded, or by a schedule; then None is."""
+    from ..checkpoints.load_unet import load_unet
+    from ..unets.evaluate import AT_ONCE
+    from ..unets.schedule import scheduled
+    from ..unets.supervision import check_match
+
+    own = pipe.unet
+    if name not in SCHEDULES:
+        unet = load_unet(students / name / state / "unet", torch.float32)
+        check_match(own, unet)
+        try:
+            pipe.register_modules(unet=unet)
+            yield unet
+        finally:
+            pipe.register_modules(unet=own)
+        return
+    base = load_unet(students / "base" / TRAINED / "unet", torch.float32)
+    shares = SCHEDULES[name]
+    first = round(steps * shares[0][1])
+    takes = [own if who == _OWN else base for who, _ in shares]
+    with scheduled(pipe, [(takes[0], first), (takes[1], steps - first)], batch=AT_ONCE, device="cpu"):
+        yield None
+
+
+def _saved(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
+    from ..unets.analysis import counted
+
+    times = step_times(teacher, student, pairs)
+    return {**counted(student), **{name: times[name] for name in ("plain_seconds", "seconds", "ratio")}}
+
+
+def step_times(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
+    """:func:`compared` of guided steps on the CPU: seconds of one step each; a pair is of several steps of both."""
+    config = teacher.config
+    latents = torch.zeros(2, config["in_channels"], config["sample_size"], config["sample_size"])
+    text = torch.zeros(2, 77, config["cross_attention_dim"])
+
+    def steps(unet: Any) -> Callable[[], Tensor]:
+        return lambda: [unet(latents, 500, text).sample for _ in range(_STEPS_TIMED)][-1]
+
+    with torch.inference_mode():
+        found = compared(steps(teacher), steps(student), pairs, torch.device("cpu"))
+    return {**found, **{name: found[name] / _STEPS_TIMED for name in ("plain_seconds", "seconds")}}
+
+
+def _shared(shares: Sequence[tuple[str, float]], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A step of a schedule, by the steps of those who share it; the largest of them is what must have room."""
+    seconds = sum(share * rows[who]["seconds"] for who, share in shares)
+    whole = rows[_OWN]["seconds"]
+    operations = sum(share * rows[who]["operations"] for who, share in shares)
+    largest = {name: max(rows[who][name] for who, _ in shares) for name in ("parameters", "bytes", "peak_bytes")}
+    return {**largest, "operations": operations, "plain_seconds": whole, "seconds": seconds, "ratio": whole / seconds}
+
+
+def _course(student: Path) -> dict[str, Any]:
+    file = student / "course.json"
+    return {"course": json.loads(file.read_text(encoding="utf-8"))} if file.is_file() else {}
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """What :func:`run` found, as Markdown."""
+    draw = report["draw"]
+    yield "# Smaller UNets, trained: what they are worth, and what they save"
+    yield ""
+    yield (
+        f"{draw['pictures']} pictures of {draw['steps']} steps, guidance {draw['guidance']:g}, each beside the "
+        "teacher's of the same seed, before training (*cut*) and after: PSNR, *difference* (mean, of 255). "
+        "*Retrieved*: how many pictures' nearest training picture is their prompt's own. *Fréchet* distance and "
+        "*score* over features of "
+        f"{report['features']}, from the training pictures. *Step*: guided, on this CPU, {report['threads']} threads, "
+        f"torch {report['torch']}, beside the teacher's in turn, medians of {report['pairs']} pairs of {_STEPS_TIMED} "
+        "steps; of schedules by the steps that each UNet takes. The teacher from other seeds is the yardstick: "
+        "agreement below it says that the same thing was drawn, not the same picture. Published: FID, inception score "
+        "and CLIP score of A-SDM 2023, SD1.5 on COCO. By `sd-lowvram bench students`."
+    )
+    yield ""
+    heads = ["UNet", "parameters", "operations", "activations", "step", "faster"]
+    heads += ["cut", "retrieved", "trained", "difference", "retrieved", "Fréchet", "score", "steps of training"]
+    yield from table([*heads, "published"], (_cells(row, report) for row in report["rows"]))
+
+
+def _cells(row: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    name, whole, pictures = row["name"], report["rows"][0], report["draw"]["pictures"]
+    saved = ["-"] * 5
+    if "ratio" in row:
+        amounts = f"{row['parameters'] / 1e6:.2f} M", f"{row['operations'] / whole['operations']:.3f}"
+        times = f"{1e3 * row['seconds']:.1f} ms", f"{row['ratio']:.2f}"
+        saved = [*amounts, format_size(row["peak_bytes"]), *times]
+    drawn = [_agreed(row.get(state), name, pictures) for state in (CUT, TRAINED)]
+    after = row.get(TRAINED)
+    rest = ["-"] * 3
+    if after:
+        rest = [f"{after['difference']:.2f}", f"{after['frechet']:.3f}", f"{after['score']:.1f}"]
+    course = str(row["course"]["steps"]) if "course" in row and after else "-"
+    return [
+        name, *saved, *drawn[0], drawn[1][0], rest[0], drawn[1][1], *rest[1:], course, PUBLISHED.get(name, "-")
+    ]  # fmt: skip
+
+
+def _agreed(found: dict[str, float] | None, name: str, pictures: int) -> tuple[str, str]:
+    if found is None:
+        return "-", "-"
+    psnr = "-" if name == _OWN else f"{found['psnr']:.1f} dB"
+    return psnr, f"{round(found['retrieved'] * pictures)} of {pictures}"
