@@ -136,6 +136,7 @@ $(VENV)/.standalone: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.standalone
 	$(PIP) install --quiet -c constraints.txt -e '.[test]'
 	$(PIP) install --quiet -c constraints.txt --no-deps stable-diffusion-sdkit
+	$(PIP) install --quiet -c constraints.txt -e '.[train]'
 	@$(PIP) install --quiet -c constraints.txt -e '.[ray]' || echo 'no Ray for batches: the test of a cluster is skipped' >&2
 	@touch $@
 
