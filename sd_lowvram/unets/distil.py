@@ -30,6 +30,8 @@ from .training_pictures import Encoded
 _UNCAPTIONED = 0.1
 """The share of samples without a text, for guidance."""
 _DECAY = 0.998
+_FEW_TOKENS = 1024
+"""The largest maps whose attention matrix is kept as it is on a CPU."""
 
 Told = Callable[[int, dict[str, float]], None]
 
@@ -84,6 +86,9 @@ def distil(
     device = accelerator.device
     trained = copy.deepcopy(student).float().to(memory_format=torch.channels_last)
     _choose_trained(trained, course.blocks)
+    processors = trained.attn_processors
+    if device.type == "cpu" and data.latents[0, 0].numel() <= _FEW_TOKENS:
+        _attend_plainly(trained)
     teacher = copy.deepcopy(teacher).float().to(device, memory_format=torch.channels_last).requires_grad_(False)
     features = frozen_features(course.semantic, device) if course.semantic else None
     vae = copy.deepcopy(vae).float().to(device).requires_grad_(False) if features else None
@@ -121,6 +126,7 @@ def distil(
     if not accelerator.is_main_process:
         return None
     inner.load_state_dict(average.shadow)
+    inner.set_attn_processor(processors)
     return inner.cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
 
 
@@ -147,6 +153,15 @@ def _choose_trained(unet: Any, blocks: int | None) -> None:
     outer = (*unet.down_blocks[:blocks], *unet.up_blocks[-blocks:], unet.conv_in, unet.conv_norm_out, unet.conv_out)
     for part in outer:
         part.requires_grad_(True)
+
+
+def _attend_plainly(unet: Any) -> None:
+    """Keep attention's matrices: on a CPU the way back through torch's fused attention takes half as long again."""
+    from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+    processors = unet.attn_processors
+    plain = {key: AttnProcessor() if type(one) is AttnProcessor2_0 else one for key, one in processors.items()}
+    unet.set_attn_processor(plain)
 
 
 def _samples(data: Encoded, course: Course, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
