@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ CUT, TRAINED = "cut", "trained"
 OTHERS = "other seeds"
 _STEPS_TIMED = 5
 _SHOWN = 10
+_FEW = 32
+"""So many prompts tell what a cut is worth before it is trained: little."""
 
 
 def run(
@@ -84,24 +86,32 @@ def run(
     draw = draw or Draw()
     runs = _runs(students)
     pipe = pipeline_to_draw(teacher)
-    ground = ground_of(pipe, captioned_pictures(data), frozen_features(semantic), draw)
-    turns = len(runs) + 2
-    theirs = drawn_by(pipe, ground, draw, turn=(0, turns))
-    shown = {_OWN: theirs, OTHERS: drawn_by(pipe, ground, draw, draw.pictures, (1, turns))}
-    rows: dict[str, dict[str, Any]] = {name: {TRAINED: measures(each, theirs, ground)} for name, each in shown.items()}
+    draws = {TRAINED: draw, CUT: replace(draw, pictures=min(_FEW, draw.pictures))}
+    items, features = captioned_pictures(data), frozen_features(semantic)
+    grounds = {state: ground_of(pipe, items, features, each) for state, each in draws.items()}
+    turns = len(runs) + 3
+    theirs = {
+        state: drawn_by(pipe, grounds[state], draws[state], turn=(turn, turns)) for turn, state in enumerate(draws)
+    }
+    others = drawn_by(pipe, grounds[TRAINED], draw, draw.pictures, (2, turns))
+    shown = {_OWN: theirs[TRAINED], OTHERS: others}
+    rows: dict[str, dict[str, Any]] = {
+        name: {TRAINED: measures(pictures, theirs[TRAINED], grounds[TRAINED])} for name, pictures in shown.items()
+    }
     rows[_OWN] |= _saved(pipe.unet, pipe.unet, pairs)
-    for turn, (name, state) in enumerate(runs, 2):
+    for turn, (name, state) in enumerate(runs, 3):
         with _in_place(pipe, students, name, state, draw.steps) as unet:
-            pictures = drawn_by(pipe, ground, draw, turn=(turn, turns))
+            pictures = drawn_by(pipe, grounds[state], draws[state], turn=(turn, turns))
         row = rows.setdefault(name, {})
-        row[state] = measures(pictures, theirs, ground)
+        row[state] = measures(pictures, theirs[state], grounds[state])
         if unet is None:
             row |= _shared(SCHEDULES[name], rows)
         elif "ratio" not in row:
             row |= _course(students / name) | _saved(pipe.unet, unet, pairs)
-        shown[name if state == TRAINED else f"{name}, {state}"] = pictures
+        if state == TRAINED:
+            shown[name] = pictures
     if sheet is not None:
-        _show(shown, ground.prompts, sheet)
+        _show(shown, grounds[TRAINED].prompts, sheet)
     asked = {"draw": asdict(draw), "features": semantic, "pairs": pairs, "threads": torch.get_num_threads()}
     report = {**asked, "torch": torch.__version__, "rows": [{"name": name, **row} for name, row in rows.items()]}
     return written(report, lines, out)
@@ -226,12 +236,13 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 
 def _cells(row: dict[str, Any], report: dict[str, Any]) -> list[str]:
     name, whole, pictures = row["name"], report["rows"][0], report["draw"]["pictures"]
+    few = min(_FEW, pictures)
     saved = ["-"] * 5
     if "ratio" in row:
         amounts = f"{row['parameters'] / 1e6:.2f} M", f"{row['operations'] / whole['operations']:.3f}"
         times = f"{1e3 * row['seconds']:.1f} ms", f"{row['ratio']:.2f}"
         saved = [*amounts, format_size(row["peak_bytes"]), *times]
-    drawn = [_agreed(row.get(state), name, pictures) for state in (CUT, TRAINED)]
+    drawn = _agreed(row.get(CUT), name, few), _agreed(row.get(TRAINED), name, pictures)
     after = row.get(TRAINED)
     rest = ["-"] * 3
     if after:
