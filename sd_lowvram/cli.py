@@ -28,6 +28,7 @@ from .commands.things import things
 from .commands.unet import unet
 from .commands.unet_distil import distil
 from .commands.unet_evaluate import evaluate
+from .commands.unet_lora import lora
 
 app = typer.Typer(
     name="sd-lowvram",
@@ -48,6 +49,7 @@ app.command()(install)
 app.add_typer(bench, name="bench")
 unet.command()(distil)
 unet.command()(evaluate)
+unet.command()(lora)
 app.add_typer(unet, name="unet")
 
 

@@ -18,7 +18,7 @@ from .values import check_given, check_side
 if TYPE_CHECKING:
     from ..unets.analysis import Taken
     from ..unets.changes import Changes
-    from ..unets.prune import Cut
+    from ..unets.cuts import Cut
 
 unet = typer.Typer(help="Smaller UNets: analyse, prune, combine. They draw other pictures.", no_args_is_help=True)
 
@@ -230,7 +230,8 @@ def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> Change
 
 
 def _cut(empty: Any, kind: str | None, drop: Any, keep: Any) -> Cut:
-    from ..unets.prune import cut_by_names, cut_of_kind, whole
+    from ..unets.cuts import whole
+    from ..unets.prune import cut_by_names, cut_of_kind
 
     if not (kind or drop or keep):
         return whole(empty.config)

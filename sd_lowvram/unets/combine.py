@@ -9,8 +9,9 @@ from typing import Any
 
 from ..errors import BadInputError
 from .changes import check_unchanged
+from .cuts import layers_per_block, put_together
 from .layers import check_unet
-from .prune import assembled, layers_per_block
+from .prune import assembled
 
 
 def combined(compressed: Any, original: Any, blocks: int) -> Any:
@@ -39,6 +40,7 @@ def combined(compressed: Any, original: Any, blocks: int) -> Any:
     deep += ["mid_block", "time_embedding", "add_embedding", "class_embedding", "encoder_hid_proj"]
     layers = layers_per_block(compressed.config)[:blocks] + layers_per_block(original.config)[blocks:]
     config = {**original.config, "layers_per_block": layers, **_changes(compressed, total, blocks)}
+    config |= put_together(compressed.config, original.config, blocks)
     return assembled(config, [(original, {name: name for name in deep}), (compressed, shallow)])
 
 

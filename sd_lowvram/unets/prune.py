@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from ..errors import BadInputError
 from .changes import Changes, Relatives, changed, check_unchanged
+from .cuts import KEPT, Cut, cut_again, whole
 from .layers import check_unet
 
 KINDS = ("base", "small", "tiny")
@@ -29,35 +29,6 @@ _ALWAYS = (
     *("conv_norm_out", "conv_out"),
 )
 """What no cut takes."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What of a UNet is kept.
-
-    Attributes:
-        down: for each down block that is kept, from the outside in, the layers of it.
-        up: for each up block that is kept, from the inside out.
-        mid: whether the middle block is kept.
-    """
-
-    down: tuple[tuple[int, ...], ...]
-    up: tuple[tuple[int, ...], ...]
-    mid: bool
-
-
-def whole(config: Mapping[str, Any]) -> Cut:
-    """Nothing is cut."""
-    layers = layers_per_block(config)
-    down = tuple(tuple(range(number)) for number in layers)
-    up = tuple(tuple(range(number + 1)) for number in reversed(layers))
-    return Cut(down, up, config.get("mid_block_type", "mid") is not None)
-
-
-def layers_per_block(config: Mapping[str, Any]) -> list[int]:
-    """Of each down block, from the outside in; its up block across has one more."""
-    given, blocks = config["layers_per_block"], len(config["down_block_types"])
-    return [given] * blocks if isinstance(given, int) else [*given]
 
 
 def cut_of_kind(config: Mapping[str, Any], kind: str) -> Cut:
@@ -166,7 +137,7 @@ def pruned_config(config: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
             changed[name] = [*config[name][:blocks]]
     if not cut.mid:
         changed["mid_block_type"] = None
-    return {**config, **changed}
+    return {**config, **changed, **cut_again(config, cut)}
 
 
 def pruned(unet: Any, cut: Cut, changes: Changes | None = None) -> Any:
@@ -233,7 +204,7 @@ def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, 
 
     first: Any = parts[0][0]
     # A name under "_use_default_values" would get its default again, whatever stands there now.
-    asked = {name: value for name, value in config.items() if not name.startswith("_")}
+    asked = {name: value for name, value in config.items() if name == KEPT or not name.startswith("_")}
     with torch.device("meta"):
         made = (ASDMUNet2DConditionModel if is_changed(config) else UNet2DConditionModel).from_config(asked)
     weights: dict[str, torch.Tensor] = {}
@@ -250,12 +221,19 @@ def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, 
 
 def _narrowed(name: str, weight: torch.Tensor, shape: torch.Size, hidden: int) -> torch.Tensor:
     """The weight of the innermost up layer for a map of ``hidden`` channels, where the block that was cut before it
-    gave more: the last of those go, the skip connection's behind them stay."""
+    gave more."""
     if not name.startswith("up_blocks.0.resnets.0."):
         return weight
-    for axis, (old, new) in enumerate(zip(weight.shape, shape, strict=True)):
-        if old > new:
-            weight = torch.cat(
-                [weight.narrow(axis, 0, hidden), weight.narrow(axis, old - new + hidden, new - hidden)], axis
-            )
+    for axis, new in enumerate(shape):
+        weight = narrowed(weight, axis, new, hidden)
     return weight
+
+
+def narrowed(weight: torch.Tensor, axis: int, channels: int, hidden: int) -> torch.Tensor:
+    """``weight`` with so many ``channels`` along ``axis``: of a map with more than ``hidden`` the last of those go, the
+    skip connection's behind them stay."""
+    more = weight.shape[axis] - channels
+    if more <= 0:
+        return weight
+    kept = channels - hidden
+    return torch.cat([weight.narrow(axis, 0, hidden), weight.narrow(axis, hidden + more, kept)], axis)

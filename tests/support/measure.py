@@ -121,7 +121,8 @@ def _denoise(**settings: Any) -> Call:
 def _denoise_changed(**settings: Any) -> Call:
     """With experts and regions in the outermost blocks."""
     from sd_lowvram.unets.changes import Changes
-    from sd_lowvram.unets.prune import pruned, whole
+    from sd_lowvram.unets.cuts import whole
+    from sd_lowvram.unets.prune import pruned
 
     unet = _unet()
     changed = pruned(unet, whole(unet.config), Changes(experts=2, regions=8))

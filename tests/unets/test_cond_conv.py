@@ -32,7 +32,8 @@ from sd_lowvram.models.cond_conv import CondConv2d
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.unets.changes import Changes
 from sd_lowvram.unets.combine import combined
-from sd_lowvram.unets.prune import Cut, cut_of_kind, pruned, whole
+from sd_lowvram.unets.cuts import Cut, whole
+from sd_lowvram.unets.prune import cut_of_kind, pruned
 
 WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 

@@ -36,7 +36,8 @@ from sd_lowvram.settings import Fidelity
 from sd_lowvram.tracing import trace
 from sd_lowvram.unets.analysis import analysed
 from sd_lowvram.unets.changes import Changes
-from sd_lowvram.unets.prune import pruned, whole
+from sd_lowvram.unets.cuts import whole
+from sd_lowvram.unets.prune import pruned
 
 SIZES = (512, 1024, 2048)
 

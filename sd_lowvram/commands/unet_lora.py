@@ -1,0 +1,56 @@
+"""``sd-lowvram unet lora``: a LoRA that fits a UNet from which layers were cut."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import OutputError
+from .guard import guarded
+from .unet import Debug, Json, empty_unet
+from .values import check_given
+
+
+def lora(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="What `unet prune`, `combine` or `distil` wrote.", metavar="PATH")
+    ],
+    lora: Annotated[Path, typer.Option("--lora", help="A LoRA of the whole model, .safetensors.", metavar="FILE")],
+    out: Annotated[Path, typer.Option("--out", help="The new file, .safetensors.", metavar="FILE")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a LoRA of the whole model for a smaller one, whose layers are counted anew; what changes layers that were
+    cut is left out and named. For diffusers, ComfyUI and the WebUIs alike."""
+    with guarded(debug):
+        check_given(model=model)
+        if out.suffix.lower() != ".safetensors":
+            raise OutputError(f"--out {out} must end in .safetensors")
+        if out.exists():
+            raise OutputError(f"--out {out} is there already: name a new file")
+        from safetensors.torch import save
+
+        from ..files.whole import write_whole
+        from ..unets.lora import lora_for
+
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = lora_for(empty_unet(model), lora)
+        left_out = [str(one.message) for one in told if one.category is UserWarning]
+        write_whole(save({name: tensor.contiguous() for name, tensor in found.items()}, _about(lora)), out)
+        if as_json:
+            print(json.dumps({"out": str(out), "tensors": len(found), "left_out": left_out}, indent=2))
+        else:
+            print("\n".join([*left_out, f"written: {out}"]))
+
+
+def _about(lora: Path) -> dict[str, str]:
+    """What the file says of itself: trigger words and the like."""
+    from safetensors import safe_open
+
+    with safe_open(lora, framework="pt") as file:
+        return file.metadata() or {}

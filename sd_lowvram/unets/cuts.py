@@ -1,0 +1,96 @@
+"""What of a UNet is kept where layers are cut, and its record in the configuration: a LoRA counts the layers of the
+whole UNet.
+
+diffusers carries a field that begins with an underscore from file to file and passes it over otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import CheckpointError
+
+KEPT = "_kept_layers"
+"""The field of the configuration."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of a UNet is kept.
+
+    Attributes:
+        down: for each down block that is kept, from the outside in, the layers of it.
+        up: for each up block that is kept, from the inside out.
+        mid: whether the middle block is kept.
+    """
+
+    down: tuple[tuple[int, ...], ...]
+    up: tuple[tuple[int, ...], ...]
+    mid: bool
+
+
+def whole(config: Mapping[str, Any]) -> Cut:
+    """Nothing is cut."""
+    layers = layers_per_block(config)
+    down = tuple(tuple(range(number)) for number in layers)
+    up = tuple(tuple(range(number + 1)) for number in reversed(layers))
+    return Cut(down, up, config.get("mid_block_type", "mid") is not None)
+
+
+def layers_per_block(config: Mapping[str, Any]) -> list[int]:
+    """Of each down block, from the outside in; its up block across has one more."""
+    given, blocks = config["layers_per_block"], len(config["down_block_types"])
+    return [given] * blocks if isinstance(given, int) else [*given]
+
+
+def recorded(config: Mapping[str, Any]) -> tuple[list[int], Cut]:
+    """The layers of each down block of the whole UNet, and what of it is here; all of it where nothing is recorded.
+
+    Raises:
+        CheckpointError: the record does not fit the configuration.
+    """
+    note = config.get(KEPT)
+    if note is None:
+        return layers_per_block(config), whole(config)
+    try:
+        down, up = (tuple(tuple(map(int, kept)) for kept in note[side]) for side in ("down", "up"))
+        layers, cut = [int(number) for number in note["layers"]], Cut(down, up, bool(note["mid"]))
+    except (TypeError, KeyError, ValueError):
+        raise CheckpointError(f"the UNet's configuration is damaged: {KEPT} is {note!r}") from None
+    here = whole(config)
+    same = [[len(kept) for kept in side] for side in (cut.down, cut.up)]
+    if same != [[len(kept) for kept in side] for side in (here.down, here.up)] or len(layers) < len(down):
+        raise CheckpointError(f"the UNet's configuration is damaged: {KEPT} tells of other layers than it has")
+    return layers, cut
+
+
+def note_of(layers: Sequence[int], cut: Cut) -> dict[str, Any]:
+    """What :func:`recorded` reads."""
+    return {KEPT: {"layers": [*layers], **asdict(cut)}}
+
+
+def cut_again(config: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
+    """The note of what ``cut`` leaves of a UNet of ``config``, which may be cut itself."""
+    layers, before = recorded(config)
+    gone = len(before.up) - len(cut.up)
+    down = _of(before.down, cut.down)
+    return note_of(layers, Cut(down, _of(before.up[gone:], cut.up), before.mid and cut.mid))
+
+
+def put_together(compressed: Mapping[str, Any], original: Mapping[str, Any], blocks: int) -> dict[str, Any]:
+    """The note of a UNet with the outermost ``blocks`` of one and the inner ones of the other.
+
+    Both were cut from UNets of the same layers, or nothing is noted: then the layers are counted as they are.
+    """
+    (layers, outer), (others, inner) = recorded(compressed), recorded(original)
+    if layers[:blocks] != others[:blocks] or len(layers) != len(others):
+        return {KEPT: None}
+    deep = len(inner.up) - blocks
+    cut = Cut((*outer.down[:blocks], *inner.down[blocks:]), (*inner.up[:deep], *outer.up[-blocks:]), inner.mid)
+    return note_of(others, cut)
+
+
+def _of(before: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(block[layer] for layer in layers) for block, layers in zip(before, kept, strict=False))

@@ -1,0 +1,203 @@
+"""Gives a LoRA that was trained on a whole UNet the layer numbers of a UNet that was cut from it.
+
+A cut counts the layers that are left anew: of SD1.5's up blocks base keeps the first and the last, and the last is then
+the second. A LoRA loaded as it is would put what it has for the middle layer on the last one.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import BadInputError, CheckpointError
+from .cuts import Cut, recorded
+from .layers import check_unet
+from .prune import narrowed
+
+Layer = tuple[str, int, int]
+"""Side ("down", "up" or "mid"), block, and layer there."""
+_SAMPLER, _BEYOND = 1000, -1
+"""In place of a layer's number, and of a block's."""
+
+_DIFFUSERS = re.compile(r"(down|up)_blocks([._])(\d+)([._])(resnets|attentions|downsamplers|upsamplers)([._])(\d+)")
+_COMPVIS = re.compile(r"(input|output)_blocks([._])(\d+)")
+_MIDDLE = re.compile(r"(mid|middle)_block[._]")
+_TENSORS = (
+    *(
+        "lora_up.",
+        "lora_down.",
+        "lora_mid.",
+        "lora_A.",
+        "lora_B.",
+        "lora.up.",
+        "lora.down.",
+        "_lora.up.",
+        "_lora.down.",
+    ),
+    *("hada_", "lokr_", "dora_scale", "lora_magnitude_vector", "oft_"),
+)
+"""What the tensors of LoRAs are called."""
+_TAKES = re.compile(r"(lora_down|lora_A|lora\.down)\.(\w+\.)?weight$")
+"""What takes the map that a layer is given."""
+_INNERMOST = re.compile(
+    r"up_blocks[._]0[._]resnets[._]0[._](conv1|conv_shortcut)\b|output_blocks[._]0[._]0[._](in_layers|skip_connection)"
+)
+_TEXT = ("text_encoder", "lora_te", "te1.", "te2.")
+
+
+def lora_for(unet: Any, lora: Mapping[str, Tensor] | str | Path) -> dict[str, Tensor]:
+    """The LoRA for a UNet that `unet prune`, `combine` or `distil` made, as its loaders take it::
+
+        pipe.load_lora_weights(lora_for(pipe.unet, "style.safetensors"))
+
+    What is for layers that were cut is left out, and one warning names them. All else, text encoders among it, stays
+    as it is, and for a UNet of which nothing was cut the whole LoRA does. Fidelity: ``bitwise`` to cutting the model
+    after the LoRA was fused into it.
+
+    Args:
+        unet: a UNet2DConditionModel; the meta device will do.
+        lora: its tensors by name, or a .safetensors file: names of diffusers, PEFT or kohya, layers counted as in
+            diffusers or as in CompVis' checkpoints (``input_blocks``).
+
+    Raises:
+        CheckpointError: a file that cannot be read, or the UNet's record of what was cut is damaged.
+        BadInputError: no LoRA; one of which nothing is left; one with layers that the UNet does not have and no record
+            of which were cut.
+    """
+    check_unet(unet)
+    given = _read(lora) if isinstance(lora, (str, Path)) else dict(lora)
+    if not any(mark in name for name in given for mark in _TENSORS):
+        raise BadInputError(f"{_told(lora)} is no LoRA: none of its {len(given)} tensors is called as theirs are")
+    layers, cut = recorded(unet.config)
+    new_places, numbers = _places(layers, cut), _Numbers(layers, cut)
+    found: dict[str, Tensor] = {}
+    gone: set[Layer] = set()
+    for name, tensor in given.items():
+        layer = _layer_of(name, numbers)
+        if layer is None:
+            found[name] = tensor
+        elif layer not in new_places:
+            raise BadInputError(_beyond(lora, layer))
+        elif (place := new_places[layer]) is None:
+            gone.add(layer)
+        else:
+            new = _renamed(name, place, numbers)
+            found[new] = _narrowed(new, tensor, unet)
+    told = ", ".join(map(_called, sorted(gone)))
+    if gone and all(name.startswith(_TEXT) for name in found):
+        raise BadInputError(f"nothing of {_told(lora)} is left for this UNet: it changes layers that were cut, {told}")
+    if gone:
+        warnings.warn(f"layers that were cut are left out of {_told(lora)}: {told}", stacklevel=2)
+    return found
+
+
+def _places(layers: Sequence[int], cut: Cut) -> dict[Layer, Layer | None]:
+    """Each layer of the whole UNet and its place in the one that was cut, None where it is gone."""
+    gone = len(layers) - len(cut.down)
+    kept = {("down", number): (number, here) for number, here in enumerate(cut.down)}
+    kept |= {("up", gone + number): (number, here) for number, here in enumerate(cut.up)}
+    found: dict[Layer, Layer | None] = {("mid", 0, 0): ("mid", 0, 0) if cut.mid else None}
+    for side, counts in (("down", layers), ("up", [number + 1 for number in reversed(layers)])):
+        for block, count in enumerate(counts):
+            new, here = kept.get((side, block), (0, ()))
+            for layer in range(count):
+                found[side, block, layer] = (side, new, here.index(layer)) if layer in here else None
+            if block < len(layers) - 1:
+                last = side == "down" and new == len(cut.down) - 1
+                found[side, block, _SAMPLER] = (side, new, _SAMPLER) if here and not last else None
+    return found
+
+
+class _Numbers:
+    """CompVis' numbers of layers: in the whole UNet, and in the one that was cut."""
+
+    def __init__(self, layers: Sequence[int], cut: Cut) -> None:
+        self.layers = dict(_counted(layers))
+        self.here = {layer: number for number, layer in _counted([len(kept) for kept in cut.down])}
+
+
+def _counted(layers: Sequence[int]) -> Iterator[tuple[tuple[str, int], Layer]]:
+    """("input", 1), ("down", 0, 0) and so on; an up block's sampler is in the number of its last layer."""
+    number = 1  # behind the first convolution
+    for block, count in enumerate(layers):
+        kinds = [*range(count), *([_SAMPLER] if block < len(layers) - 1 else [])]
+        for layer in kinds:
+            yield ("input", number), ("down", block, layer)
+            number += 1
+    number = 0
+    for block, count in enumerate(reversed(layers)):
+        for layer in range(count + 1):
+            yield ("output", number), ("up", block, layer)
+            number += 1
+
+
+def _layer_of(name: str, numbers: _Numbers) -> Layer | None:
+    """The layer of the whole UNet that a tensor is for; None: no layer's."""
+    if _MIDDLE.search(name):
+        return "mid", 0, 0
+    if found := _DIFFUSERS.search(name):
+        return found[1], int(found[3]), _SAMPLER if found[5].endswith("samplers") else int(found[7])
+    if (found := _COMPVIS.search(name)) and (found[1], int(found[3])) != ("input", 0):
+        number = found[1], int(found[3])
+        return numbers.layers.get(number, ("down" if number[0] == "input" else "up", _BEYOND, number[1]))
+    return None
+
+
+def _renamed(name: str, place: Layer, numbers: _Numbers) -> str:
+    """The name for the layer at ``place`` of the UNet that was cut."""
+    side, block, layer = place
+    if side == "mid":
+        return name
+    if found := _DIFFUSERS.search(name):
+        number = found[7] if layer == _SAMPLER else layer
+        new = f"{side}_blocks{found[2]}{block}{found[4]}{found[5]}{found[6]}{number}"
+    else:
+        found = _COMPVIS.search(name)
+        assert found is not None
+        new = f"{found[1]}_blocks{found[2]}{numbers.here[place][1]}"
+    return name[: found.start()] + new + name[found.end() :]
+
+
+def _narrowed(name: str, tensor: Tensor, unet: Any) -> Tensor:
+    """What the innermost up layer takes where the block before it, which was cut, gave more channels."""
+    if not (_INNERMOST.search(name) and _TAKES.search(name) and tensor.ndim > 1):
+        return tensor
+    wanted = unet.up_blocks[0].resnets[0].conv1.in_channels
+    return narrowed(tensor, 1, wanted, unet.config["block_out_channels"][-1])
+
+
+def _read(file: str | Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the LoRA {file} cannot be read: {error}") from None
+
+
+def _beyond(lora: Any, layer: Layer) -> str:
+    side, block, number = layer
+    numbered = f"{'input' if side == 'down' else 'output'} block number {number} of a checkpoint"
+    which = numbered if block == _BEYOND else _called(layer)
+    return (
+        f"{_told(lora)} changes {which}, which this UNet does not have, and nothing tells that it was cut: make the "
+        "cut again with `unet prune`, which notes it, or take a LoRA of this very model"
+    )
+
+
+def _called(layer: Layer) -> str:
+    """As `unet prune` names it."""
+    side, block, number = layer
+    if side == "mid":
+        return side
+    return f"{'dn' if side == 'down' else side}{block}.{'sample' if number == _SAMPLER else number}"
+
+
+def _told(lora: Any) -> str:
+    return Path(lora).name if isinstance(lora, (str, Path)) else "the LoRA"
