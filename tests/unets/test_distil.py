@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -55,6 +56,8 @@ def test_killed_and_started_again_it_ends_with_the_same_weights(ground: Path) ->
     command[command.index(str(ground / "killed"))] = str(ground / "whole")
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     killed, whole, first = (load_file(ground / name / WEIGHTS) for name in ("killed", "whole", "student"))
+    config = json.loads((ground / "whole" / "unet" / "config.json").read_text(encoding="utf-8"))
+    assert config["_kept_layers"]["mid"] is False  # what a LoRA is counted by
     assert killed.keys() == whole.keys() and all(torch.equal(killed[name], whole[name]) for name in whole)
     assert not torch.equal(whole["conv_in.weight"], first["conv_in.weight"])
     assert whole["conv_in.weight"].dtype == first["conv_in.weight"].dtype
