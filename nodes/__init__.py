@@ -10,6 +10,7 @@ from typing import Any
 from .decoding import LowVRAMVAEDecode, LowVRAMVAEEncode
 from .optimising import LowVRAMOptimizeModel, LowVRAMOptimizeVAE
 from .reporting import LowVRAMPlan, LowVRAMReport
+from .scheduling import LowVRAMUNetSchedule
 
 _NODES: dict[str, tuple[type[Any], str]] = {
     "LowVRAMOptimizeModel": (LowVRAMOptimizeModel, "Optimize Model (low VRAM)"),
@@ -18,6 +19,7 @@ _NODES: dict[str, tuple[type[Any], str]] = {
     "LowVRAMVAEEncode": (LowVRAMVAEEncode, "VAE Encode (low VRAM)"),
     "LowVRAMPlan": (LowVRAMPlan, "Plan (low VRAM)"),
     "LowVRAMReport": (LowVRAMReport, "Report (low VRAM)"),
+    "LowVRAMUNetSchedule": (LowVRAMUNetSchedule, "UNet Schedule (low VRAM)"),
 }
 
 NODE_CLASS_MAPPINGS = {name: node for name, (node, _) in _NODES.items()}

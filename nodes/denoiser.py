@@ -69,6 +69,13 @@ def optimized_model(
     return clone, hooks.record
 
 
+def wrappers_of(model: ModelPatcher) -> list[_Denoiser]:
+    """What :func:`optimized_model` has put on ``model``."""
+    by_door = getattr(model, "wrappers", {}).values()
+    found = {wrapper.__self__ for by_key in by_door for wrapper in by_key.get(_KEY, ())}
+    return [one for one in found if isinstance(one, _Denoiser)]
+
+
 class _Denoiser:
     """The wrappers of one clone, with the plans that it has made and the hooks that are ready for them."""
 
@@ -83,6 +90,7 @@ class _Denoiser:
         self._calls = 0
         self._batch = 1
         self.record = record
+        self.settings = self._node_request.settings
         plan = record.plan_of("denoise", anatomy.unet)
         record.plans.pop("denoise", None)
         if plan is not None:

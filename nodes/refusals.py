@@ -16,13 +16,20 @@ _VAES = "the VAEs of SD1.x, SD2.x, SDXL, SD3, FLUX and what shares one of theirs
 _LATENTS = ("SD15", "SDXL", "SD3", "Flux")
 """The host's formats of latents that those VAEs make."""
 
+SCHEDULE = "sd-lowvram schedule"
+"""The key of the wrappers of a MODEL that shares its steps with another."""
+
 
 def denoiser_of(model: ModelPatcher) -> Anatomy:
     """The anatomy of a MODEL's UNet, which computes as the host lets it.
 
     Raises:
-        BadInputError: no UNet that we know.
+        BadInputError: no UNet that we know, or two that share a run's steps.
     """
+    if any(SCHEDULE in by_key for by_key in getattr(model, "wrappers", {}).values()):
+        raise BadInputError(
+            "this MODEL is a schedule of two: put the low VRAM nodes before UNet Schedule, on each of its models"
+        )
     unet = model.get_model_object("diffusion_model")
     anatomy, why = _known(unet)
     if anatomy is None or anatomy.denoiser is None:

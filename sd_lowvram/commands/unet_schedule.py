@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,16 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..checkpoints.inspection import model_path
 from ..errors import BadInputError
+from ..unets.turns import NAME, OWN, parse_turns
 from .inputs import Job
 from .values import MOST_STEPS
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-OWN = "full"
-"""The name of the model's own UNet."""
-
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class Part(NamedTuple):
@@ -45,10 +40,8 @@ def parse_schedule(text: str | None, named: Sequence[str], steps: int | None) ->
         if paths:
             raise BadInputError(f"--unet {next(iter(paths))} is in no --unet-schedule: state when it has its turn")
         return ()
-    parts = tuple(_part(one.strip(), paths) for one in text.split(","))
-    unused = [name for name in paths if name not in {part.name for part in parts}]
-    if unused:
-        raise BadInputError(f"--unet {unused[0]} is not in --unet-schedule {text!r}: name it there, or leave it out")
+    turns = parse_turns(text, paths, "--unet-schedule", "; --unet {name}=FOLDER")
+    parts = tuple(Part(name, paths.get(name), count) for name, count in turns)
     total = sum(part.steps for part in parts)
     if steps is not None and total != steps:
         raise BadInputError(f"the steps of --unet-schedule {text!r} add up to {total} and --steps is {steps}")
@@ -61,27 +54,13 @@ def _paths(named: Sequence[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for one in named:
         name, equals, path = one.partition("=")
-        if not equals or not path or not _NAME.fullmatch(name):
+        if not equals or not path or not NAME.fullmatch(name):
             raise BadInputError(f"--unet {one!r} must be NAME=PATH, the name of letters, digits and _.-: small=FOLDER")
         if name == OWN or name in found:
             whose = "is the model's own UNet" if name == OWN else "was given before"
             raise BadInputError(f"--unet {one!r}: the name {name} {whose}; choose another")
         found[name] = Path(path)
     return found
-
-
-def _part(one: str, paths: dict[str, Path]) -> Part:
-    name, _, count = one.rpartition(":")
-    if not _NAME.fullmatch(name) or not re.fullmatch(r"-?\d{1,9}", count, re.ASCII):
-        raise BadInputError(f"--unet-schedule has {one!r} where NAME:STEPS is needed: small:10,full:15")
-    if int(count) < 1:
-        raise BadInputError(f"--unet-schedule {one!r}: a UNet takes at least 1 step; leave it out, or give it some")
-    if name != OWN and name not in paths:
-        known = ", ".join((OWN, *paths))
-        raise BadInputError(
-            f"--unet-schedule names {name!r}, which is unknown: known are {known}; --unet {name}=FOLDER"
-        )
-    return Part(name, paths.get(name), int(count))
 
 
 def check_alone(job: Job, latents_every: bool, keep_latents: bool, preview: int | None) -> None:

@@ -81,7 +81,7 @@ def test_paths_may_have_colons_and_equals_signs() -> None:
         (["--unet-schedule", "small,full:3"], "NAME:STEPS is needed"),
         (["--unet-schedule", "small:1,"], "NAME:STEPS is needed"),
         (["--unet-schedule", ""], "NAME:STEPS is needed"),
-        (["--unet-schedule", "full:3"], "--unet small is not in --unet-schedule"),
+        (["--unet-schedule", "full:3"], "small is not in --unet-schedule"),
         (["--unet-schedule", "small:600,full:600"], "at most 1000"),
         ([], "--unet small is in no --unet-schedule"),
         (["--unet", "small=x"], "was given before"),

@@ -74,8 +74,16 @@ _SVD = {
     "use_temporal_attention": True,
     "disable_temporal_crossattention": False,
 }
+_BASE = {
+    **_SD15,
+    "num_res_blocks": [1, 1, 1, 1],
+    "transformer_depth": [1, 1, 1, 0],
+    "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0],
+}
+"""As `unet prune --kind base` leaves it."""
 KINDS = {
     "sd15": ("SD15", _SD15),
+    "base": ("SD15", _BASE),
     "inpaint": ("SD15", {**_SD15, "in_channels": 9}),
     "instruct": ("SD15_instructpix2pix", {**_SD15, "in_channels": 8}),
     "sd2v": ("SD20", _SD2),

@@ -95,3 +95,50 @@ def test_the_rows_that_come_are_planned(facts) -> None:
 def test_a_step_holds_what_was_planned_in_the_type_of_its_arithmetic(facts, storage) -> None:
     planned, held = facts["peaks"][storage]
     assert held <= planned + max(planned // 50, 2 << 20) and held >= planned * 0.8
+
+
+@pytest.fixture(scope="module")
+def turns() -> dict[str, Any]:
+    (found,) = inside("comfyui_schedule.py")
+    return dict(found)
+
+
+def test_two_models_take_turns_as_samplings_in_a_row_do(turns) -> None:
+    found = turns["pictures"]
+    in_a_row = {name: found.pop(name) for name in ("small first", "full first", "full, small, full")}
+    assert all(far < 1e-5 for far in in_a_row.values()), in_a_row
+    assert len(found) == 6 and all(value is True for value in found.values()), found
+    assert turns["calls"].pop("heun") == [6, 3]
+    assert len(turns["calls"]) == 5 and all(calls == [3, 2] for calls in turns["calls"].values())
+
+
+def test_each_model_in_a_schedule_keeps_its_loras_and_its_hooks(turns) -> None:
+    found = turns["patched"]
+    assert found["lora"] < 1e-5 and found["without it"] > 1e-2 and found["hooked"] < 1e-4
+    assert all(sites["feed_forward"] > 0 and sites["guidance_in_turn"] > 0 for sites in found["sites"])
+
+
+def test_the_host_is_asked_for_the_model_whose_turn_it_is(turns) -> None:
+    assert turns["loads"] == {
+        "small first": [["small"], ["full"]],
+        "full first": [["full"], ["small"]],
+        "full, small, full": [["full"], ["small"], ["full"]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("steps", "add up to 5 and the sampler runs 7: write as many"),
+        ("another family", "adm_in_channels is None in one and 1600 in the other"),
+        ("no UNet", "Flux denoises with a transformer"),
+        ("twice", "this MODEL is a schedule of two"),
+        ("optimized after", "put the low VRAM nodes before UNet Schedule"),
+        ("planned after", "put the low VRAM nodes before UNet Schedule"),
+        ("deep features", "deep_cache and a schedule in which a model has more than one turn"),
+    ],
+)
+def test_what_a_schedule_cannot_do_is_told(turns, what, why) -> None:
+    told = turns["refusals"][what]
+    assert told.startswith("BadInputError: ") and why in told and "\n" not in told
+    assert turns["refusals"]["deep features, one turn each"] == turns["refusals"]["after all"] == ""

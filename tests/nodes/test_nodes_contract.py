@@ -37,6 +37,7 @@ IDS = {
     "LowVRAMVAEEncode",
     "LowVRAMPlan",
     "LowVRAMReport",
+    "LowVRAMUNetSchedule",
 }
 
 

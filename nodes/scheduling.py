@@ -1,0 +1,64 @@
+"""The node that lets two MODELs share one run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..sd_lowvram.errors import BadInputError
+from ..sd_lowvram.unets.turns import Turn, parse_turns
+from .interfaces import ModelPatcher
+from .optimising import CATEGORY
+from .turns import scheduled_model
+
+_SMALL = "small"
+_DEFAULT = "small:10,full:15"
+
+
+class LowVRAMUNetSchedule:
+    """MODEL and a smaller MODEL, which take the steps of a run in turn."""
+
+    DESCRIPTION = (
+        "A smaller model takes some of the steps of a run, the whole one the others, within one sampling: after A-SDM, "
+        "which finds the small one first best. Draws another picture than either alone."
+    )
+    CATEGORY = CATEGORY
+    FUNCTION = "schedule"
+    RETURN_TYPES = ("MODEL",)
+    RETURN_NAMES = ("model",)
+    OUTPUT_TOOLTIPS = ("the model for the sampler",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "model": (
+                    "MODEL",
+                    {"tooltip": "the whole model, called full in the schedule; guidance is its own"},
+                ),
+                _SMALL: ("MODEL", {"tooltip": "one that was cut from it, called small in the schedule"}),
+                "schedule": (
+                    "STRING",
+                    {
+                        "default": _DEFAULT,
+                        "tooltip": "who takes how many steps, one after the other: small:10,full:15. Together they are "
+                        "the steps that the sampler runs",
+                    },
+                ),
+            }
+        }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, schedule: str | None = None) -> bool | str:
+        try:
+            if schedule is not None:
+                _turns(schedule)
+        except BadInputError as error:
+            return str(error)
+        return True
+
+    def schedule(self, model: ModelPatcher, small: ModelPatcher, schedule: str) -> tuple[ModelPatcher]:
+        return (scheduled_model(model, small, _turns(schedule)),)
+
+
+def _turns(schedule: str) -> tuple[Turn, ...]:
+    return parse_turns(schedule, (_SMALL,), "schedule")
