@@ -32,6 +32,9 @@ def evaluate(
     semantic: Annotated[
         str, typer.Option(help="The frozen network of the Frechet distance and the score: efficientnet or vgg16.")
     ] = "efficientnet",
+    torchmetrics: Annotated[
+        bool, typer.Option("--torchmetrics", help="Also FID, inception and CLIP score; their weights must be at hand.")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -47,22 +50,27 @@ def evaluate(
 
         draw = Draw(pictures, steps, guidance, seed)
         with Bars(Console(stderr=True), not as_json).running():
-            found = _evaluated(student, teacher, data, draw, pairs, semantic)
+            found = _evaluated(student, teacher, data, draw, pairs, semantic, torchmetrics)
         print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
 
 
-def _evaluated(student: str, teacher: str | None, data: Path, draw: Any, pairs: int, semantic: str) -> dict[str, Any]:
+def _evaluated(
+    student: str, teacher: str | None, data: Path, draw: Any, pairs: int, semantic: str, torchmetrics: bool
+) -> dict[str, Any]:
     from ..bench.students import step_times
     from ..unets.analysis import counted
     from ..unets.evaluate import evaluated, ground_of, pipeline_to_draw
     from ..unets.frozen import frozen_features
+    from ..unets.published_measures import published_measures
     from ..unets.supervision import check_match
     from ..unets.training_pictures import captioned_pictures
 
     items, features = captioned_pictures(data), frozen_features(semantic)
     large, small = (pipeline_to_draw(model) for model in (teacher, student))
     check_match(large.unet, small.unet)
-    rows: dict[str, Any] = evaluated(large, small, ground_of(large, items, features, draw), draw)
+    ground = ground_of(large, items, features, draw)
+    more = published_measures(ground.known) if torchmetrics else None
+    rows: dict[str, Any] = evaluated(large, small, ground, draw, more)
     times = step_times(large.unet, small.unet, pairs)
     for name, model, seconds in (("teacher", teacher, "plain_seconds"), ("student", student, "seconds")):
         rows[name] |= {"step_seconds": times[seconds], **counted(empty_unet(model))}
@@ -73,11 +81,15 @@ def _lines(found: dict[str, Any]) -> list[str]:
     """A line for each of the three rows, then what they say."""
     from ..bench.report import table
 
-    heads = ["", "PSNR", "difference", "retrieved", "Frechet", "score", "step", "parameters", "activations"]
+    published = {"fid": "FID", "inception_score": "inception", "clip_score": "CLIP"}
+    published = {key: head for key, head in published.items() if key in found["rows"]["teacher"]}
+    heads = ["", "PSNR", "difference", "retrieved", "Frechet", "score", *published.values()]
+    heads += ["step", "parameters", "activations"]
     cells = []
     for name, row in found["rows"].items():
         agreed = ("-", "-") if name == "teacher" else (f"{row['psnr']:.1f} dB", f"{row['difference']:.2f}")
         drawn = [name, *agreed, f"{row['retrieved']:.0%}", f"{row['frechet']:.3f}", f"{row['score']:.2f}"]
+        drawn += [f"{row[key]:.3f}" for key in published]
         measured = ["-", "-", "-"]
         if "step_seconds" in row:
             counted = f"{row['parameters'] / 1e6:.1f} M", format_size(row["peak_bytes"])
@@ -90,4 +102,5 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"{draw['pictures']} pictures of {draw['steps']} steps, the teacher's and the student's from the same seeds; "
         "difference: of 255. Retrieved: the nearest training picture is the prompt's own.",
         f"Frechet distance and score: over the features of {found['features']}, from the training pictures.",
+        *(["FID, inception and CLIP score: torchmetrics'; FID from the training pictures."] if published else []),
     ]

@@ -19,6 +19,7 @@ from ..errors import BadInputError
 from ..models import anatomy_of_components
 from ..models.latents import native_size
 from .frozen import Features
+from .published_measures import Measures
 from .training_pictures import Captioned, read_pictures
 
 AT_ONCE = 8
@@ -94,18 +95,23 @@ def ground_of(teacher: Any, items: list[Captioned], features: Features, draw: Dr
     return Ground(prompts, places, known, _pooled(features, known), features)
 
 
-def evaluated(teacher: Any, student: Any, ground: Ground, draw: Draw) -> dict[str, dict[str, float]]:
+def evaluated(
+    teacher: Any, student: Any, ground: Ground, draw: Draw, more: Measures | None = None
+) -> dict[str, dict[str, float]]:
     """:func:`measures` of the "student", of the "teacher", and of the teacher from "other seeds", the yardstick.
 
     Args:
         teacher, student: pipelines of diffusers.
+        more: other measures, of pictures and their prompts.
     """
     runs = {"teacher": (teacher, 0), "student": (student, 0), "other seeds": (teacher, draw.pictures)}
     drawn = {
         name: drawn_by(pipe, ground, draw, offset, (turn, len(runs)))
         for turn, (name, (pipe, offset)) in enumerate(runs.items())
     }
-    return {name: measures(drawn[name], drawn["teacher"], ground) for name in ("student", "teacher", "other seeds")}
+    names = ("student", "teacher", "other seeds")
+    others = {name: more(drawn[name], ground.prompts) if more else {} for name in names}
+    return {name: {**measures(drawn[name], drawn["teacher"], ground), **others[name]} for name in names}
 
 
 def measures(pictures: Tensor, teacher: Tensor, ground: Ground) -> dict[str, float]:
