@@ -116,14 +116,17 @@ class _Turns:
         return next(model for name, model in self._models.items() if name != OWN)
 
     def _load(self, name: str, shape: Any, conds: Any) -> Any:
-        """Have the host load a model; what it says of it."""
+        """Have the host load a model, as it does before a sampling; what it says of it."""
         from comfy import sampler_helpers
         from comfy.model_patcher import create_model_options_clone
+        from comfy.patcher_extension import WrappersMP
 
         model = self._models[name]
         options = create_model_options_clone(model.model_options)  # type: ignore[attr-defined]
-        if name != OWN:
-            sampler_helpers.prepare_model_patcher(model, {}, options)
+        sampler_helpers.prepare_model_patcher(model, {}, options)
+        wrappers = options["transformer_options"].setdefault("wrappers", {})
+        around = wrappers.get(WrappersMP.PREPARE_SAMPLING, {})
+        wrappers[WrappersMP.PREPARE_SAMPLING] = {key: some for key, some in around.items() if key != SCHEDULE}
         loaded = sampler_helpers.prepare_sampling(model, shape, conds, options)
         if name != OWN and not self._options:
             model.pre_run()  # type: ignore[attr-defined]

@@ -67,6 +67,7 @@ def patched(nodes: dict[str, Any]) -> dict[str, Any]:
     made = [
         node.optimize(each, "1024GB", 8 * inside.SIDE, 8 * inside.SIDE, 1, **knobs)["result"] for each in (own, small)
     ]
+    asked = counted_loads(made)
     hooked = sampled(scheduled(nodes, made[0][0], made[1][0], text))
     plain = sampled(scheduled(nodes, own, inside.model("base", seed=1), text))
     wanted = in_a_row(own, small, text)
@@ -75,7 +76,22 @@ def patched(nodes: dict[str, Any]) -> dict[str, Any]:
         "without it": far(wanted, plain),
         "hooked": far(wanted, hooked),
         "sites": [record.sites for _, record in made],
+        "asked": asked,
     }
+
+
+def counted_loads(made: list[Any]) -> list[int]:
+    """How often our hooks tell the host what each of two models needs, from now on."""
+    asked = [0, 0]
+    for place, (model, _) in enumerate(made):
+        (around,) = model.wrappers["prepare_sampling"]["sd-lowvram"]
+
+        def watched(*args: Any, _place: int = place, _around: Any = around, **kwargs: Any) -> Any:
+            asked[_place] += 1
+            return _around(*args, **kwargs)
+
+        model.wrappers["prepare_sampling"]["sd-lowvram"] = [watched]
+    return asked
 
 
 def calls(nodes: dict[str, Any]) -> dict[str, list[int]]:

@@ -116,6 +116,7 @@ def test_each_model_in_a_schedule_keeps_its_loras_and_its_hooks(turns) -> None:
     found = turns["patched"]
     assert found["lora"] < 1e-5 and found["without it"] > 1e-2 and found["hooked"] < 1e-4
     assert all(sites["feed_forward"] > 0 and sites["guidance_in_turn"] > 0 for sites in found["sites"])
+    assert found["asked"] == [2, 1]  # by its own plan's bytes: the whole one around the sampling, and at its turn
 
 
 def test_the_host_is_asked_for_the_model_whose_turn_it_is(turns) -> None:

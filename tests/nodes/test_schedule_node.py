@@ -130,7 +130,7 @@ def test_what_wraps_the_other_model_is_called(pack: Any, models: Any, log: list[
 
     def around(apply: Any, call: dict[str, Any]) -> Tensor:
         log.append("around")
-        assert call["c"]["transformer_options"].keys() == {"sample_sigmas", "mine"}
+        assert call["c"]["transformer_options"].keys() == {"sample_sigmas", "mine", "wrappers"}
         result: Tensor = apply(call["input"], call["timestep"], **call["c"])
         return result
 
