@@ -72,7 +72,7 @@ def optimized_model(
 def wrappers_of(model: ModelPatcher) -> list[_Denoiser]:
     """What :func:`optimized_model` has put on ``model``."""
     by_door = getattr(model, "wrappers", {}).values()
-    found = {wrapper.__self__ for by_key in by_door for wrapper in by_key.get(_KEY, ())}
+    found = {getattr(wrapper, "__self__", None) for by_key in by_door for wrapper in by_key.get(_KEY, ())}
     return [one for one in found if isinstance(one, _Denoiser)]
 
 

@@ -16,9 +16,13 @@ class ModelPatcher(Protocol):
 
     Attributes:
         model: the host's BaseModel around the UNet, which it has as ``diffusion_model``.
+        model_options: patches of attention and blocks, and functions that take part in guidance.
+        wrappers: functions around parts of a sampling, by part and by who put them there, outermost first.
     """
 
     model: Any
+    model_options: dict[str, Any]
+    wrappers: dict[str, dict[str, list[Callable[..., Any]]]]
     load_device: torch.device
 
     def clone(self: Self) -> Self: ...

@@ -7,20 +7,21 @@ it is, by its own rules: it makes room at the other's cost where memory is short
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
 from ..sd_lowvram.unets.turns import OWN, Turn
+from .call_options import passed_on
 from .denoiser import wrappers_of
 from .interfaces import ModelPatcher
-from .refusals import SCHEDULE, denoiser_of
+from .matching import check_control, check_pair
+from .refusals import SCHEDULE
 
-_AS_CALLED = ("cond_or_uncond", "uuids", "sigmas", "sample_sigmas")
-"""What the sampler tells a call of the UNet, whichever model it goes to."""
-_ALIKE = ("in_channels", "out_channels", "context_dim", "adm_in_channels")
 _CLOSE = 1e-4
 """A sigma that is so near to a step's own is that step's: samplers add a little noise, and round."""
 
@@ -32,20 +33,22 @@ def scheduled_model(own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn
         BadInputError: not UNets that we know, two that do not match, a schedule within a schedule, or deep features
             that one would keep while the other has its turn.
     """
-    for model in (own, small):
-        denoiser_of(model)
-        _check_deep_cache(model, turns)
-    _check_match(own, small)
+    check_pair(own, small, turns)
     from comfy.patcher_extension import WrappersMP
 
     clone = own.clone()
-    taking = _Turns(clone, small, turns)
+    taking = _Turns(own, small, turns)
     for door, wrapper in (
         (WrappersMP.OUTER_SAMPLE, taking.outer_sample),
         (WrappersMP.PREPARE_SAMPLING, taking.prepare_sampling),
         (WrappersMP.APPLY_MODEL, taking.apply_model),
     ):
+        there = clone.wrappers.pop(door, {})
         clone.add_wrapper_with_key(door, SCHEDULE, wrapper)
+        clone.wrappers[door].update(there)  # inside of ours: they are called in turns of their own model only
+    around = clone.model_options.get("model_function_wrapper")
+    if around is not None:
+        clone.model_options["model_function_wrapper"] = taking.in_own_turns(around)
     return clone
 
 
@@ -53,10 +56,11 @@ class _Turns:
     """The wrappers of one clone: which model's turn it is, and which one the host was asked to load last."""
 
     def __init__(self, own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn]) -> None:
-        self._models = {OWN: own, **{name: small for name, _ in turns if name != OWN}}
+        self._own, self._small = own, small
         self._of_step = [name for name, steps in turns for _ in range(steps)]
         self._options: dict[str, Any] = {}
-        self._loaded = OWN
+        self._load: dict[bool, Callable[[], Any]] = {}
+        self._loaded = True
 
     def outer_sample(
         self, executor: Any, noise: Tensor, latents: Any, sampler: Any, sigmas: Tensor, *args: Any, **kwargs: Any
@@ -66,22 +70,51 @@ class _Turns:
             raise BadInputError(
                 f"the steps of the schedule add up to {len(self._of_step)} and the sampler runs {steps}: write as many"
             )
-        self._loaded, self._options = OWN, {}
+        self._options = {}
         try:
-            return executor(noise, latents, sampler, sigmas, *args, **kwargs)
+            return self._planned(executor)(noise, latents, sampler, sigmas, *args, **kwargs)
         finally:
             if self._options:
                 self._small.cleanup()  # type: ignore[attr-defined]
-            self._options = {}
+            self._options, self._load = {}, {}
+
+    def _planned(self, executor: Any) -> Any:
+        """``executor`` within what Optimize Model has put around a sampling of the small model."""
+        ours = [hooks.outer_sample for hooks in wrappers_of(self._small)]
+        if not ours:
+            return executor
+        from comfy.patcher_extension import WrapperExecutor
+
+        guider = copy.copy(executor.class_obj)
+        guider.model_patcher = self._small
+        return WrapperExecutor.new_class_executor(executor, guider, ours).execute
 
     def prepare_sampling(
         self, executor: Any, model: ModelPatcher, shape: Any, conds: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Load the model that begins, and what conditioning needs."""
-        if self._of_step[0] == OWN:
-            return executor(model, shape, conds, *args, **kwargs)
-        _, conds, others = self._load(self._of_step[0], shape, conds)
+        """Load the model that begins, and what conditioning needs; ``model`` is the sampler's, with what nodes behind
+        ours have put on it."""
+        self._load = {
+            True: functools.partial(executor, model, shape, conds, *args, **kwargs),
+            False: functools.partial(self._load_small, shape, conds),
+        }
+        self._loaded = self._of_step[0] == OWN
+        _, conds, others = self._load[self._loaded]()
         return model.model, conds, others
+
+    def _load_small(self, shape: Any, conds: Any) -> Any:
+        """Have the host load the small model, with its own wrappers; what it says of it."""
+        from comfy import sampler_helpers
+        from comfy.model_patcher import create_model_options_clone
+
+        model = self._small
+        options = create_model_options_clone(model.model_options)
+        sampler_helpers.prepare_model_patcher(model, {}, options)
+        loaded = sampler_helpers.prepare_sampling(model, shape, conds, options)
+        if not self._options:
+            model.pre_run()  # type: ignore[attr-defined]
+            self._options = options
+        return loaded
 
     def apply_model(
         self,
@@ -95,76 +128,46 @@ class _Turns:
         **kwargs: Any,
     ) -> Any:
         told = transformer_options or {}
-        name = self._of_step[_step(t, told["sample_sigmas"])]
-        if name != self._loaded:
-            self._load(name, (max(1, len(x) // 2), *x.shape[1:]), {})
-        if name == OWN:
+        own = self._is_own(t, told)
+        if own != self._loaded:
+            self._load[own]()
+            self._loaded = own
+        if own:
             return executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
-        self._check_control(control)
-        options = dict(self._options["transformer_options"])
-        options |= {key: told[key] for key in _AS_CALLED if key in told}
+        whole, base = executor.class_obj.diffusion_model, self._small.model
+        check_control(whole, base.diffusion_model, control)
+        options = self._passed_on(told, whole, base.diffusion_model)
         call = {"c_concat": c_concat, "c_crossattn": c_crossattn, "control": control, "transformer_options": options}
         around = self._options.get("model_function_wrapper")
-        apply = self._small.model.apply_model
         if around is None:
-            return apply(x, t, **call, **kwargs)
+            return base.apply_model(x, t, **call, **kwargs)
         given = {"input": x, "timestep": t, "c": {**call, **kwargs}, "cond_or_uncond": told.get("cond_or_uncond")}
-        return around(apply, given)
+        return around(base.apply_model, given)
 
-    @property
-    def _small(self) -> ModelPatcher:
-        return next(model for name, model in self._models.items() if name != OWN)
+    def in_own_turns(self, around: Callable[..., Any]) -> Callable[..., Any]:
+        """What another node has put around calls of the own model, in that one's turns only."""
 
-    def _load(self, name: str, shape: Any, conds: Any) -> Any:
-        """Have the host load a model, as it does before a sampling; what it says of it."""
-        from comfy import sampler_helpers
-        from comfy.model_patcher import create_model_options_clone
-        from comfy.patcher_extension import WrappersMP
+        def called(apply: Callable[..., Any], given: dict[str, Any]) -> Any:
+            if self._is_own(given["timestep"], given["c"]["transformer_options"]):
+                return around(apply, given)
+            return apply(given["input"], given["timestep"], **given["c"])
 
-        model = self._models[name]
-        options = create_model_options_clone(model.model_options)  # type: ignore[attr-defined]
-        sampler_helpers.prepare_model_patcher(model, {}, options)
-        wrappers = options["transformer_options"].setdefault("wrappers", {})
-        around = wrappers.get(WrappersMP.PREPARE_SAMPLING, {})
-        wrappers[WrappersMP.PREPARE_SAMPLING] = {key: some for key, some in around.items() if key != SCHEDULE}
-        loaded = sampler_helpers.prepare_sampling(model, shape, conds, options)
-        if name != OWN and not self._options:
-            model.pre_run()  # type: ignore[attr-defined]
-            self._options = options
-        self._loaded = name
-        return loaded
+        return called
 
-    def _check_control(self, control: Any) -> None:
-        if control is None:
-            return
-        own, small = (len(model.model.diffusion_model.input_blocks) for model in (self._models[OWN], self._small))
-        if own != small:
+    def _is_own(self, sigma: Tensor, told: dict[str, Any]) -> bool:
+        if "sample_sigmas" not in told:
             raise BadInputError(
-                f"a ControlNet gives maps for the {own} input blocks of the whole UNet, and the smaller one of the "
-                f"schedule has {small}: let it act in steps of the whole one only, by its start and end"
+                "what samples here does not tell its sigmas, by which a schedule goes: take KSampler or SamplerCustom"
             )
+        return self._of_step[_step(sigma, told["sample_sigmas"])] == OWN
+
+    def _passed_on(self, told: dict[str, Any], whole: Any, small: Any) -> dict[str, Any]:
+        before = self._own.model_options.get("transformer_options", {})
+        one, other = ((len(unet.input_blocks), len(unet.output_blocks)) for unet in (whole, small))
+        return passed_on(told, before, self._options["transformer_options"], one == other)
 
 
 def _step(sigma: Tensor, sigmas: Tensor) -> int:
     """The step that a call of the UNet belongs to, by the noise that it is called at."""
     begun = int((sigmas[:-1] >= sigma.max() * (1 - _CLOSE)).sum())
     return max(0, begun - 1)
-
-
-def _check_match(own: ModelPatcher, small: ModelPatcher) -> None:
-    one, other = (model.model.model_config.unet_config for model in (own, small))
-    apart = [name for name in _ALIKE if one.get(name) != other.get(name)]
-    if apart:
-        told = ", ".join(f"{name} is {one.get(name)} in one and {other.get(name)} in the other" for name in apart)
-        raise BadInputError(f"the two models do not match, {told}: take a model and one that was cut from it")
-
-
-def _check_deep_cache(model: ModelPatcher, turns: Sequence[Turn]) -> None:
-    """Deep features that are used again between steps belong to the steps before them: a turn must not come again."""
-    names = [name for name, _ in turns]
-    again = len({*names}) < len(names)
-    if again and any(wrapper.settings.deep_cache is not None for wrapper in wrappers_of(model)):
-        raise BadInputError(
-            "deep_cache and a schedule in which a model has more than one turn exclude each other: its features are "
-            "those of many steps before; set deep_cache to 0 in Optimize Model, or give each model one turn"
-        )

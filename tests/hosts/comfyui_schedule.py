@@ -21,7 +21,7 @@ TEXTS = {"small first": "small:2,full:3", "full first": "full:3,small:2", "full,
 def main(host: str) -> None:
     inside.enter(Path(host))
     nodes = inside.our_nodes()
-    checks = (pictures, patched, calls, loads, refusals)
+    checks = (pictures, patched, behind, calls, loads, refusals)
     print(json.dumps({check.__name__: check(nodes) for check in checks}))
 
 
@@ -69,9 +69,13 @@ def patched(nodes: dict[str, Any]) -> dict[str, Any]:
     ]
     asked = counted_loads(made)
     hooked = sampled(scheduled(nodes, made[0][0], made[1][0], text))
+    asked = [*asked]
     plain = sampled(scheduled(nodes, own, inside.model("base", seed=1), text))
     wanted = in_a_row(own, small, text)
+    sampled(scheduled(nodes, made[0][0], made[1][0], text), batch=2)
+    request = made[1][1].plans["denoise"].request
     return {
+        "batch and passes of the small one": [request.batch, request.passes],
         "lora": far(wanted, with_lora),
         "without it": far(wanted, plain),
         "hooked": far(wanted, hooked),
@@ -92,6 +96,37 @@ def counted_loads(made: list[Any]) -> list[int]:
 
         model.wrappers["prepare_sampling"]["sd-lowvram"] = [watched]
     return asked
+
+
+def behind(nodes: dict[str, Any]) -> dict[str, Any]:
+    """What stands behind our node, or takes part in guidance: how far from samplings in a row in which each model has
+    it; how often a function around the own model's calls was called."""
+    own, small = inside.model("sd15"), inside.model("base", seed=1)
+    text = TEXTS["small first"]
+    made, name = scheduled(nodes, own, small, text), "diffusion_model.output_blocks.7.0.in_layers.2.weight"
+    weight = own.model_state_dict(name)[name]
+    with_lora = [model.clone() for model in (own, made)]
+    for model in with_lora:
+        model.add_patches({name: ("diff", (torch.ones_like(weight) / 20,))}, 1.0, 1.0)
+    found = {
+        "lora": far(in_a_row(with_lora[0], small, text), sampled(with_lora[1])),
+        "without it": far(in_a_row(own, small, text), sampled(with_lora[1])),
+    }
+    for stock, before in (("PAG", True), ("PAG", False), ("SAG", False), ("HyperTile", False)):
+        each = [inside.patched(model, stock) for model in (own, small)]
+        given = scheduled(nodes, each[0], small, text) if before else inside.patched(made, stock)
+        wanted, result = in_a_row(*each, text), sampled(given)
+        found[f"{stock} {'before' if before else 'behind'}"] = far(wanted, result)
+    times = []
+
+    def around(apply: Callable[..., Any], given: dict[str, Any]) -> Any:
+        times.append(1)
+        return apply(given["input"], given["timestep"], **given["c"])
+
+    wrapped = own.clone()
+    wrapped.set_model_unet_function_wrapper(around)
+    sampled(scheduled(nodes, wrapped, small, text))
+    return {**found, "around": len(times)}
 
 
 def calls(nodes: dict[str, Any]) -> dict[str, list[int]]:
@@ -145,6 +180,7 @@ def refusals(nodes: dict[str, Any]) -> dict[str, str]:
     return {
         "steps": error(lambda: sampled(made, steps=7)),
         "another family": error(lambda: node.schedule(own, inside.model("sdxl"), TEXTS["small first"])),
+        "another prediction": error(lambda: node.schedule(own, predicting(small), TEXTS["small first"])),
         "no UNet": error(lambda: node.schedule(own, inside.model("flux"), TEXTS["small first"])),
         "twice": error(lambda: node.schedule(made, small, TEXTS["small first"])),
         "optimized after": error(lambda: nodes["LowVRAMOptimizeModel"]().optimize(made, "", 0, 0, 1)),
@@ -153,6 +189,13 @@ def refusals(nodes: dict[str, Any]) -> dict[str, str]:
         "deep features, one turn each": error(lambda: node.schedule(deep, small, TEXTS["full first"])),
         "after all": error(lambda: sampled(made)),
     }
+
+
+def predicting(model: Any) -> Any:
+    """``model`` as the stock node ModelSamplingDiscrete has it predict velocity."""
+    from comfy_extras.nodes_model_advanced import ModelSamplingDiscrete
+
+    return ModelSamplingDiscrete().patch(model, "v_prediction", False)[0]
 
 
 def sampled(

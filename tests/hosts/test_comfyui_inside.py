@@ -116,7 +116,14 @@ def test_each_model_in_a_schedule_keeps_its_loras_and_its_hooks(turns) -> None:
     found = turns["patched"]
     assert found["lora"] < 1e-5 and found["without it"] > 1e-2 and found["hooked"] < 1e-4
     assert all(sites["feed_forward"] > 0 and sites["guidance_in_turn"] > 0 for sites in found["sites"])
-    assert found["asked"] == [2, 1]  # by its own plan's bytes: the whole one around the sampling, and at its turn
+    assert found["asked"] == [1, 1]  # by its own plan's bytes, at its turn
+    assert found["batch and passes of the small one"] == [2, 2]
+
+
+def test_what_stands_behind_a_schedule_takes_part(turns) -> None:
+    found = turns["behind"]
+    assert found.pop("without it") > 1e-4 and found.pop("around") == 3
+    assert len(found) == 5 and all(far < 1e-5 for far in found.values()), found
 
 
 def test_the_host_is_asked_for_the_model_whose_turn_it_is(turns) -> None:
@@ -132,6 +139,7 @@ def test_the_host_is_asked_for_the_model_whose_turn_it_is(turns) -> None:
     [
         ("steps", "add up to 5 and the sampler runs 7: write as many"),
         ("another family", "adm_in_channels is None in one and 1600 in the other"),
+        ("another prediction", "prediction is EPS in one and V_PREDICTION in the other"),
         ("no UNet", "Flux denoises with a transformer"),
         ("twice", "this MODEL is a schedule of two"),
         ("optimized after", "put the low VRAM nodes before UNet Schedule"),

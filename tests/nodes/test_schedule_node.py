@@ -17,17 +17,25 @@ from torch import Tensor
 
 SIGMAS = torch.tensor([8.0, 4.0, 2.0, 1.0, 0.5, 0.0])
 NOISE = torch.zeros(1, 4, 8, 8)
+NOTHING = {"c_concat": None, "c_crossattn": None}
+
+
+class EPS: ...
+
+
+class V_PREDICTION(EPS): ...
 
 
 class Scheduled(Patcher):
     """A MODEL whose own model tells when it is called, loaded, begun and ended."""
 
-    def __init__(self, name: str, unet: Any, log: list[str], **config: Any) -> None:
+    def __init__(self, name: str, unet: Any, log: list[str], prediction: type = EPS, **config: Any) -> None:
         super().__init__(Model(unet))
         self.name, self.log = name, log
         unet_config = {"in_channels": 4, "out_channels": 4, "context_dim": 768, **config}
         self.model.model_config = types.SimpleNamespace(unet_config=unet_config)
-        self.model.apply_model = self.call
+        self.model.apply_model = self.apply
+        self.model.model_sampling = type("ModelSampling", (prediction,), {})()
 
     def clone(self) -> Any:
         made = copy.copy(self)
@@ -35,9 +43,16 @@ class Scheduled(Patcher):
         made.model_options = copy.deepcopy(self.model_options)
         return made
 
-    def call(self, x: Tensor, t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def call(self, x: Tensor, t: Tensor, *args: Any) -> Tensor:
         self.log.append(f"{self.name} {float(t.max()):g}")
+        self.told = args[3]
         return x
+
+    def apply(self, x: Tensor, t: Tensor, *, transformer_options: dict[str, Any], **given: Any) -> Tensor:
+        doors = transformer_options.get("wrappers", {}).get("apply_model", {}).values()
+        call = Executor(self.call, self.model, [one for some in doors for one in some])
+        result: Tensor = call(x, t, given.pop("c_concat"), given.pop("c_crossattn"), None, transformer_options)
+        return result
 
     def pre_run(self) -> None:
         self.log.append(f"{self.name} begins")
@@ -46,18 +61,27 @@ class Scheduled(Patcher):
         self.log.append(f"{self.name} ends")
 
 
+def executor(original: Any, owner: Any, wrappers: list[Any]) -> Any:
+    return types.SimpleNamespace(execute=Executor(original, owner, wrappers))
+
+
 @pytest.fixture
 def pack(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
     modules = comfy_host.host_modules()
     helpers, patcher = types.ModuleType("comfy.sampler_helpers"), types.ModuleType("comfy.model_patcher")
 
     def load(model: Any, shape: Any, conds: Any, options: Any) -> tuple[Any, Any, list[Any]]:
+        assert conds == {"positive": []}  # with them ControlNets stay loaded
         model.log.append(f"load {model.name} for {tuple(shape)}")
         return model.model, conds, []
 
-    vars(helpers).update(prepare_model_patcher=lambda model, conds, options: None, prepare_sampling=load)
+    def prepare(model: Any, conds: Any, options: dict[str, Any]) -> None:
+        options["transformer_options"] |= {"wrappers": model.wrappers} if model.wrappers else {}
+
+    vars(helpers).update(prepare_model_patcher=prepare, prepare_sampling=load)
     vars(patcher).update(create_model_options_clone=copy.deepcopy)
     modules["comfy"].sampler_helpers, modules["comfy"].model_patcher = helpers, patcher  # type: ignore[attr-defined]
+    vars(modules["comfy.patcher_extension"])["WrapperExecutor"] = types.SimpleNamespace(new_class_executor=executor)
     for name, module in {**modules, "comfy.sampler_helpers": helpers, "comfy.model_patcher": patcher}.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -72,6 +96,7 @@ def log() -> list[str]:
 @pytest.fixture
 def models(log: list[str]) -> tuple[Scheduled, Scheduled]:
     unet = tiny.components("sd15")["unet"]
+    unet.input_blocks = unet.output_blocks = [0] * 12
     return Scheduled("full", unet, log), Scheduled("small", copy.deepcopy(unet), log)
 
 
@@ -90,10 +115,12 @@ def sample(model: Scheduled, sigmas: Tensor = SIGMAS, fail_at: float = -1.0, con
             if one == fail_at:
                 raise MemoryError
             call = model.through("apply_model", model.call, model.model)
-            assert call(noise, one.expand(2), None, None, control, {"sample_sigmas": sigmas}) is noise
+            options = {**model.model_options["transformer_options"], "sample_sigmas": sigmas}
+            assert call(noise, one.expand(2), None, None, control, options) is noise
 
     door = [one for some in model.wrappers["outer_sample"].values() for one in some]
-    Executor(inner, None, door)(NOISE, None, None, sigmas)
+    guider = types.SimpleNamespace(model_patcher=model, model_options=model.model_options, cfg=7.0)
+    Executor(inner, guider, door)(NOISE, None, None, sigmas)
 
 
 def test_each_step_is_called_on_the_model_whose_turn_it_is(pack: Any, models: Any, log: list[str]) -> None:
@@ -130,13 +157,65 @@ def test_what_wraps_the_other_model_is_called(pack: Any, models: Any, log: list[
 
     def around(apply: Any, call: dict[str, Any]) -> Tensor:
         log.append("around")
-        assert call["c"]["transformer_options"].keys() == {"sample_sigmas", "mine", "wrappers"}
+        assert call["c"]["transformer_options"].keys() == {"sample_sigmas", "mine"}
         result: Tensor = apply(call["input"], call["timestep"], **call["c"])
         return result
 
     small.model_options = {"transformer_options": {"mine": 1}, "model_function_wrapper": around}
     sample(schedule(pack, own, small, "small:2,full:3"))
     assert log.count("around") == 3
+
+
+def test_the_model_that_comes_to_the_sampler_is_loaded(pack: Any, models: Any, log: list[str]) -> None:
+    """A LoRA that stands behind our node is on a clone of what it gives out."""
+    behind = schedule(pack, *models, "full:1,small:2,full:2").clone()
+    behind.name = "behind"
+    sample(behind)
+    assert [line.split()[1] for line in log if line.startswith("load")] == ["behind", "small", "behind"]
+
+
+@pytest.mark.parametrize("blocks", [12, 8])
+def test_patches_from_behind_come_to_both(pack: Any, models: Any, blocks: int) -> None:
+    """Those before our node stay with their model; blocks that are numbered otherwise are none of the small one's."""
+    own, small = models
+    small.model.diffusion_model.input_blocks = [0] * blocks
+    first, middle = ("input", 1), ("middle", 0)
+    own.model_options = {"transformer_options": {"patches": {"x": [1]}, "patches_replace": {"attn1": {first: 2}}}}
+    small.model_options = {"transformer_options": {"patches": {"x": [3]}}}
+    behind = schedule(pack, own, small, "full:2,small:3").clone()
+    there = behind.model_options["transformer_options"]
+    there["patches"] = {"x": [1, 4], "y": [5]}
+    there["patches_replace"] = {"attn1": {first: 2, ("input", 2): 6, middle: 7}}
+    sample(behind)
+    told = small.told
+    assert told["patches"] == {"x": [3, 4], "y": [5]}
+    assert told["patches_replace"] == {"attn1": {middle: 7} | ({("input", 2): 6} if blocks == 12 else {})}
+    assert small.model_options == {"transformer_options": {"patches": {"x": [3]}}}
+
+
+def test_what_calls_the_own_model_leaves_the_others_turns(pack: Any, models: Any, log: list[str]) -> None:
+    own, small = models
+    own.model_options["model_function_wrapper"] = lambda apply, call: (
+        log.append("around") or apply(call["input"], call["timestep"], **call["c"])
+    )
+    made = schedule(pack, own, small, "small:2,full:3")
+    for sigma in SIGMAS[:5]:
+        call = {"input": NOISE, "timestep": sigma, "c": {**NOTHING, "transformer_options": {"sample_sigmas": SIGMAS}}}
+        made.model_options["model_function_wrapper"](own.apply, call)
+    assert log == ["full 8", "full 4", "around", "full 2", "around", "full 1", "around", "full 0.5"]
+    with pytest.raises(ValueError, match="does not tell its sigmas"):
+        made.through("apply_model", own.call, own.model)(NOISE, SIGMAS[:1], None, None, None, {})
+
+
+def test_each_model_is_optimized_for_the_sampling(pack: Any, models: Any, caplog: Any) -> None:
+    optimize = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize
+    made = [optimize(model, "8GB", 64, 64, 1, feed_forward_chunks=2)["result"] for model in models]
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            sample(schedule(pack, made[0][0], made[1][0], "small:2,full:3"))
+    told = [record.message for record in caplog.records if "calls of the UNet" in record.message]
+    assert [line.split(", ")[1] for line in told] == ["6 calls of the UNet", "3 calls of the UNet"] * 2
+    assert all(record.sites["feed_forward"] == 16 for _, record in made)
 
 
 def test_the_steps_are_those_of_the_sampler(pack: Any, models: Any, log: list[str]) -> None:
@@ -159,6 +238,9 @@ def test_two_models_that_do_not_match_are_refused(pack: Any, models: Any, log: l
     own, small = models
     other = Scheduled("small", small.model.diffusion_model, log, context_dim=1024)
     with pytest.raises(ValueError, match="context_dim is 768 in one and 1024 in the other"):
+        schedule(pack, own, other, "small:2,full:3")
+    other = Scheduled("small", small.model.diffusion_model, log, prediction=V_PREDICTION)
+    with pytest.raises(ValueError, match="prediction is EPS in one and V_PREDICTION in the other"):
         schedule(pack, own, other, "small:2,full:3")
     made = schedule(pack, own, small, "small:2,full:3")
     with pytest.raises(ValueError, match="this MODEL is a schedule of two"):

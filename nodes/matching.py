@@ -1,0 +1,62 @@
+"""Whether two MODELs can take turns in one sampling; a sentence where they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..sd_lowvram.errors import BadInputError
+from ..sd_lowvram.unets.turns import Turn
+from .denoiser import wrappers_of
+from .interfaces import ModelPatcher
+from .refusals import denoiser_of
+
+_ALIKE = ("in_channels", "out_channels", "context_dim", "adm_in_channels")
+
+
+def check_pair(own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn]) -> None:
+    """Raise BadInputError unless the two are UNets that we know, one fits in the other's place, and neither keeps deep
+    features while the other has its turn."""
+    for model in (own, small):
+        denoiser_of(model)
+        _check_deep_cache(model, turns)
+    one, other = _told(own), _told(small)
+    apart = [name for name in one if one[name] != other[name]]
+    if apart:
+        told = ", ".join(f"{name} is {one[name]} in one and {other[name]} in the other" for name in apart)
+        raise BadInputError(f"the two models do not match, {told}: take a model and one that was cut from it")
+
+
+def check_control(own: Any, small: Any, control: Any) -> None:
+    """Raise BadInputError where the maps of a ControlNet for ``own`` come to a UNet ``small`` of fewer blocks."""
+    if control is None:
+        return
+    theirs, has = len(own.input_blocks), len(small.input_blocks)
+    if theirs != has:
+        raise BadInputError(
+            f"a ControlNet gives maps for the {theirs} input blocks of the whole UNet, and the smaller one of the "
+            f"schedule has {has}: let it act in steps of the whole one only, by its start and end"
+        )
+
+
+def _told(model: ModelPatcher) -> dict[str, Any]:
+    """What both must have alike, a node's change of the prediction counted in."""
+    config = model.model.model_config.unet_config
+    bases = [base.__name__ for base in type(model.get_model_object("model_sampling")).__mro__]
+    prediction = next((base for base in bases if base in _PREDICTIONS), "unknown")
+    return {**{name: config.get(name) for name in _ALIKE}, "prediction": prediction}
+
+
+_PREDICTIONS = ("V_PREDICTION", "X0", "EDM", "EPS")
+"""The host's names; the first that is among a sampling's bases, as they follow one another, is its own."""
+
+
+def _check_deep_cache(model: ModelPatcher, turns: Sequence[Turn]) -> None:
+    """Deep features that are used again between steps belong to the steps before them: a turn must not come again."""
+    names = [name for name, _ in turns]
+    again = len({*names}) < len(names)
+    if again and any(wrapper.settings.deep_cache is not None for wrapper in wrappers_of(model)):
+        raise BadInputError(
+            "deep_cache and a schedule in which a model has more than one turn exclude each other: its features are "
+            "those of many steps before; set deep_cache to 0 in Optimize Model, or give each model one turn"
+        )
