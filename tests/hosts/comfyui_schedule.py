@@ -111,6 +111,9 @@ def behind(nodes: dict[str, Any]) -> dict[str, Any]:
     found = {
         "lora": far(in_a_row(with_lora[0], small, text), sampled(with_lora[1])),
         "without it": far(in_a_row(own, small, text), sampled(with_lora[1])),
+        "a lora for some steps": far(
+            in_a_row(own, with_lora[0], text), sampled(scheduled(nodes, own, with_lora[0], text))
+        ),
     }
     for stock, before in (("PAG", True), ("PAG", False), ("SAG", False), ("HyperTile", False)):
         each = [inside.patched(model, stock) for model in (own, small)]

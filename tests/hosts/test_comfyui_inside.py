@@ -123,7 +123,7 @@ def test_each_model_in_a_schedule_keeps_its_loras_and_its_hooks(turns) -> None:
 def test_what_stands_behind_a_schedule_takes_part(turns) -> None:
     found = turns["behind"]
     assert found.pop("without it") > 1e-4 and found.pop("around") == 3
-    assert len(found) == 5 and all(far < 1e-5 for far in found.values()), found
+    assert len(found) == 6 and all(far < 1e-5 for far in found.values()), found
 
 
 def test_the_host_is_asked_for_the_model_whose_turn_it_is(turns) -> None:
