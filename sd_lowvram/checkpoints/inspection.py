@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ..errors import CheckpointError
 from .architectures import MODELS, NAMES, architecture
 from .safetensors_header import Header, read_header, read_values
+from .unet_layout import KEPT, NOTED, Layout, configured, layout_of, layout_of_names
 
 Task = Literal["txt2img", "img2img", "inpaint"]
 Prediction = Literal["epsilon", "v_prediction"]
@@ -32,11 +33,14 @@ _NO_PICKLE = "it is a pickle, and a pickle can run any program; get it as .safet
 
 @dataclass(frozen=True)
 class Kind:
-    """What a single file holds: the built-in architecture, the input channels of its UNet, and what it predicts."""
+    """What a single file holds: the built-in architecture, the input channels of its UNet, what it predicts, and the
+    layers of its UNet with the note of which these are, None where they are the architecture's."""
 
     name: str
     in_channels: int = 4
     prediction: Prediction = "epsilon"
+    layout: Layout | None = None
+    kept: Any = None
 
 
 def check_model(path: Path, task: Task, allow_pickle: bool = False) -> None:
@@ -186,6 +190,8 @@ def _deviation(values: list[float]) -> float:
 def single_file_config(kind: Kind, prediction: str) -> dict[str, Any]:
     """The architecture of ``kind``, with what the file itself decides written into it."""
     config = architecture(kind.name)
+    if kind.layout is not None:
+        config["unet"] = configured(config["unet"], kind.layout) | {KEPT: kind.kept}
     config["unet"]["in_channels"] = kind.in_channels
     config["scheduler"]["prediction_type"] = prediction
     if kind.name == "sd21" and prediction == "epsilon":
@@ -210,7 +216,7 @@ def detect(header: Header, path: Path, deviation: Callable[[str], float]) -> Kin
     first = header.shape(_UNET + "input_blocks.0.0.weight")
     if not first:
         raise CheckpointError(f"{path} is no SD1.x, SD2.x or SDXL checkpoint: it looks like {describe(header)}")
-    blocks = (f"{_UNET}input_blocks.{i}.1.transformer_blocks.0.attn2.to_k.weight" for i in (1, 2, 4))
+    blocks = (f"{_UNET}input_blocks.{i}.1.transformer_blocks.0.attn2.to_k.weight" for i in (1, 2, 3, 4))
     context = next((header.shape(name)[-1] for name in blocks if header.shape(name)), 0)
     parts = {
         768: ("sd15", ("cond_stage_model.transformer.text_model.",)),
@@ -229,7 +235,36 @@ def detect(header: Header, path: Path, deviation: Callable[[str], float]) -> Kin
         raise CheckpointError(
             f"{path} has a UNet whose input is of shape {first}: 4 channels, or 9 for inpainting, work"
         )
-    return Kind(name, first[1], _prediction(name, header, deviation))
+    layout = _layout(name, header, path)
+    return Kind(name, first[1], _prediction(name, header, deviation), layout, layout and _note(header, path))
+
+
+def _layout(name: str, header: Header, path: Path) -> Layout | None:
+    """Of the UNet in a file, None where it is the architecture's own.
+
+    Raises:
+        CheckpointError: its blocks are not those of a UNet, or of SDXL's with layers cut.
+    """
+    found = layout_of_names(key.removeprefix(_UNET) for key in header.tensors if key.startswith(_UNET))
+    own = layout_of(architecture(name)["unet"])
+    if found is None or len(found.layers) > len(own.layers):
+        raise CheckpointError(
+            f"{path} has a UNet whose blocks do not go together: weights are missing, or it is of another kind"
+        )
+    if found != own and name == "sdxl":
+        raise CheckpointError(
+            f"{path} is SDXL with layers cut out of its UNet: such a model loads from a diffusers folder"
+        )
+    return None if found == own else found
+
+
+def _note(header: Header, path: Path) -> Any:
+    """What the file's metadata tell of which layers were cut; none where another program cut them."""
+    text = header.metadata.get(NOTED)
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: its {NOTED} cannot be understood ({error})") from None
 
 
 def _prediction(name: str, header: Header, deviation: Callable[[str], float]) -> Prediction:
@@ -238,8 +273,9 @@ def _prediction(name: str, header: Header, deviation: Callable[[str], float]) ->
         return "v_prediction"
     if stated == "epsilon" or name != "sd21":
         return "epsilon"
-    bias = _UNET + "output_blocks.11.1.transformer_blocks.0.norm1.bias"
-    predicts_v = bias not in header.tensors or deviation(bias) > 0.09
+    biases = (f"{_UNET}output_blocks.{place}.1.transformer_blocks.0.norm1.bias" for place in range(11, 0, -1))
+    last = next((bias for bias in biases if bias in header.tensors), None)
+    predicts_v = last is None or deviation(last) > 0.09
     return "v_prediction" if predicts_v else "epsilon"
 
 

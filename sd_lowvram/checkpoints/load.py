@@ -98,10 +98,19 @@ def _load_file(
         raise CheckpointError(f"prediction {prediction!r} is unknown: choose {' or '.join(PREDICTIONS)}")
     config = single_file_config(kind, prediction or kind.prediction)
     pipeline = _pipeline_class(config["pipeline"], task)
+    own = {} if kind.layout is None else {"unet": _cut_unet(path, config["unet"], dtype)}
     with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
         write_folder(config, pipeline.__name__, Path(folder))
         with explained(path):
-            return pipeline.from_single_file(str(path), config=folder, local_files_only=True, **typed(dtype))
+            return pipeline.from_single_file(str(path), config=folder, local_files_only=True, **own, **typed(dtype))
+
+
+def _cut_unet(path: Path, config: dict[str, Any], dtype: torch.dtype | None) -> Any:
+    import torch
+
+    from .load_cut_unet import load_cut_unet
+
+    return load_cut_unet(path, config, dtype or torch.float32)
 
 
 def typed(dtype: torch.dtype | None) -> dict[str, Any]:

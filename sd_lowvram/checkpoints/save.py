@@ -1,4 +1,4 @@
-"""Writes a pipeline to disk as a diffusers folder, all of it or nothing."""
+"""Writes a pipeline to disk as a diffusers folder or a single file, all of it or nothing."""
 
 from __future__ import annotations
 
@@ -8,25 +8,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import OutputError
+from .inspection import PICKLES
 from .load import silent
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
-def check_new_folder(folder: Path, option: str) -> None:
-    """Raise OutputError unless nothing, or an empty folder, is at ``folder``."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OutputError(f"{option} {folder} is there already: name a new folder")
+def is_single_file(target: Path) -> bool:
+    """Whether ``target`` names a single file, not a folder."""
+    return target.suffix.lower() == ".safetensors"
 
 
-def save_pipeline(pipe: DiffusionPipeline, folder: Path) -> None:
-    """Write ``pipe`` to the new ``folder``, which appears when all is written.
+def check_new(target: Path, option: str) -> None:
+    """Raise OutputError unless nothing, or an empty folder, is at ``target``, or where it names a pickle."""
+    if target.suffix.lower() in PICKLES:
+        raise OutputError(f"{option} {target} would be a pickle: single files are written as .safetensors")
+    kind = "file" if is_single_file(target) else "folder"
+    if target.exists() and (kind == "file" or not target.is_dir() or any(target.iterdir())):
+        raise OutputError(f"{option} {target} is there already: name a new {kind}")
+
+
+def save_pipeline(pipe: DiffusionPipeline, target: Path) -> None:
+    """Write ``pipe`` to the new folder, or ``.safetensors`` file, ``target``, which appears when all is written.
 
     Raises:
+        BadInputError: a single file cannot hold this model.
         OSError: it cannot be written; nothing is left then.
     """
-    target = folder.absolute()
+    target = target.absolute()
+    if is_single_file(target):
+        from .save_single_file import save_single_file
+
+        save_single_file(pipe, target)
+    else:
+        _save_folder(pipe, target)
+
+
+def _save_folder(pipe: DiffusionPipeline, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".sd-lowvram-", dir=target.parent) as beside:
         made = Path(beside, target.name)

@@ -28,7 +28,11 @@ Model = Annotated[
                  "left out: the demo model.", metavar="PATH"),
 ]  # fmt: skip
 Side = Annotated[int | None, typer.Option(help="Of the picture, in pixels; left out: the model's own.")]
-Out = Annotated[Path | None, typer.Option("--out", help="New folder for the whole pipeline.", metavar="FOLDER")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="New folder for the whole pipeline, or new .safetensors file (SD1.x, SD2.x).",
+                 metavar="PATH"),
+]  # fmt: skip
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Count without weights: nothing is loaded or written.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -112,7 +116,9 @@ def prune(
         from ..unets.analysis import counted
         from ..unets.prune import pruned
 
-        before, after = counted(empty), counted(pruned(empty, cut, changes))
+        made = pruned(empty, cut, changes)
+        check_layout(out, model, made)
+        before, after = counted(empty), counted(made)
         if not dry_run:
             from rich.console import Console
 
@@ -143,6 +149,7 @@ def combine(
 
         empty = empty_unet(model)
         made = combined(empty_unet(compressed), empty, blocks)
+        check_layout(out, model, made)
         before, after = counted(empty), counted(made)
         if not dry_run:
             from rich.console import Console
@@ -162,15 +169,28 @@ def _check_sides(width: int | None, height: int | None) -> None:
 
 
 def _checked_out(out: Path | None, dry_run: bool) -> Path:
-    """The folder to write to, which must be new; asked before anything is loaded."""
+    """The folder or file to write to, which must be new; asked before anything is loaded."""
     if dry_run:
         return Path()
     if out is None:
         raise BadInputError("--out is missing: name a new folder for the model, or look first with --dry-run")
-    from ..checkpoints.save import check_new_folder
+    from ..checkpoints.save import check_new
 
-    check_new_folder(out, "--out")
+    check_new(out, "--out")
     return out
+
+
+def check_layout(out: Path | None, model: str | None, made: Any) -> None:
+    """Raise BadInputError where ``out`` is a single file that cannot hold ``model`` with the UNet ``made``."""
+    from ..checkpoints.save import is_single_file
+
+    if out is not None and is_single_file(out):
+        import torch
+
+        from ..checkpoints.meta_model import meta_components
+        from ..checkpoints.save_single_file import check_single_file
+
+        check_single_file({**meta_components(model, torch.float16, ("vae", "text_encoder")), "unet": made})
 
 
 def _check_plot(plot: Path | None) -> None:

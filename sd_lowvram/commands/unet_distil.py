@@ -10,7 +10,7 @@ import typer
 
 from ..errors import BadInputError
 from .guard import guarded
-from .unet import Debug, Json
+from .unet import Debug, Json, check_layout, empty_unet
 from .values import check_given
 
 
@@ -19,7 +19,10 @@ def distil(
     data: Annotated[
         Path, typer.Option(help="Pictures, each with a .txt of its name, a caption a line.", metavar="FOLDER")
     ],
-    out: Annotated[Path, typer.Option("--out", help="New folder for the trained pipeline.", metavar="FOLDER")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="New folder for the trained pipeline, or new .safetensors file.", metavar="PATH"),
+    ],
     teacher: Annotated[
         str | None, typer.Option(help="The model to learn from; left out: the demo model.", metavar="PATH")
     ] = None,
@@ -50,6 +53,7 @@ def distil(
 
         course = Course(steps, batch, rate, seed, blocks, semantic, "bf16" if bf16 else "no", every)
         checkpoint = _checkpoint_of(out)
+        check_layout(out, student, empty_unet(student))
         console = Console(stderr=True)
         with Bars(console, not as_json).running():
             last = _trained(student, teacher, data, out, course, checkpoint, as_json)
@@ -59,9 +63,9 @@ def distil(
 
 def _checkpoint_of(out: Path) -> Path:
     """The file beside ``out`` that an ended run goes on from; ``out`` must be new."""
-    from ..checkpoints.save import check_new_folder
+    from ..checkpoints.save import check_new
 
-    check_new_folder(out, "--out")
+    check_new(out, "--out")
     target = out.absolute()
     return target.with_name(target.name + ".training.pt")
 

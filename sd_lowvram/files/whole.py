@@ -38,10 +38,16 @@ def temporary_beside(path: Path) -> Iterator[tuple[Any, Path]]:
 
 def write_whole(data: bytes, path: Path) -> None:
     """Let ``path`` hold ``data``, or what it held before, whatever ends the program or the machine."""
+    with appearing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextlib.contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """The name of an empty file beside ``path``, which is at ``path`` when the block has ended without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary_beside(path) as (file, temporary):
-        file.write(data)
-        file.flush()
+        yield temporary
         os.fsync(file.fileno())
         # mkstemp lets only the owner read; this file gets what any new one gets.
         mask = os.umask(0)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..checkpoints.unet_layout import layers_per_block
 from ..errors import BadInputError
 from .changes import check_unchanged
-from .cuts import layers_per_block, put_together
+from .cuts import put_together
 from .layers import check_unet
 from .prune import assembled
 

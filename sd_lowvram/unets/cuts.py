@@ -1,7 +1,5 @@
 """What of a UNet is kept where layers are cut, and its record in the configuration: a LoRA counts the layers of the
 whole UNet.
-
-diffusers carries a field that begins with an underscore from file to file and passes it over otherwise.
 """
 
 from __future__ import annotations
@@ -10,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..checkpoints.unet_layout import KEPT, layers_per_block
 from ..errors import CheckpointError
-
-KEPT = "_kept_layers"
-"""The field of the configuration."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +33,6 @@ def whole(config: Mapping[str, Any]) -> Cut:
     down = tuple(tuple(range(number)) for number in layers)
     up = tuple(tuple(range(number + 1)) for number in reversed(layers))
     return Cut(down, up, config.get("mid_block_type", "mid") is not None)
-
-
-def layers_per_block(config: Mapping[str, Any]) -> list[int]:
-    """Of each down block, from the outside in; its up block across has one more."""
-    given, blocks = config["layers_per_block"], len(config["down_block_types"])
-    return [given] * blocks if isinstance(given, int) else [*given]
 
 
 def recorded(config: Mapping[str, Any]) -> tuple[list[int], Cut]:

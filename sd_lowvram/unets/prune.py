@@ -13,17 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoints.unet_layout import KEPT, Layout, configured
 from ..errors import BadInputError
 from .changes import Changes, Relatives, changed, check_unchanged
-from .cuts import KEPT, Cut, cut_again, whole
+from .cuts import Cut, cut_again, whole
 from .layers import check_unet
 
 KINDS = ("base", "small", "tiny")
-_BY_BLOCK = (
-    *("attention_head_dim", "num_attention_heads", "cross_attention_dim"),
-    *("transformer_layers_per_block", "only_cross_attention"),
-)
-"""What a configuration may give block by block."""
 _ALWAYS = (
     *("conv_in", "time_embedding", "add_embedding", "class_embedding", "encoder_hid_proj"),
     *("conv_norm_out", "conv_out"),
@@ -124,20 +120,7 @@ def _check_path(full: Cut, cut: Cut) -> None:
 
 def pruned_config(config: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     """The configuration of what ``cut`` leaves."""
-    blocks, gone = len(cut.down), len(config["down_block_types"]) - len(cut.down)
-    layers = [len(kept) for kept in cut.down]
-    changed: dict[str, Any] = {
-        "down_block_types": [*config["down_block_types"][:blocks]],
-        "up_block_types": [*config["up_block_types"][gone:]],
-        "block_out_channels": [*config["block_out_channels"][:blocks]],
-        "layers_per_block": layers[0] if len({*layers}) == 1 else layers,
-    }
-    for name in _BY_BLOCK:
-        if isinstance(config.get(name), (list, tuple)):
-            changed[name] = [*config[name][:blocks]]
-    if not cut.mid:
-        changed["mid_block_type"] = None
-    return {**config, **changed, **cut_again(config, cut)}
+    return {**configured(config, Layout(tuple(map(len, cut.down)), cut.mid)), **cut_again(config, cut)}
 
 
 def pruned(unet: Any, cut: Cut, changes: Changes | None = None) -> Any:

@@ -14,6 +14,7 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small import narrow, save_single_file
 from typer.testing import CliRunner
 
 from sd_lowvram.checkpoints.architectures import build_components, write_folder
@@ -95,15 +96,7 @@ def test_built_in_names_need_no_weights() -> None:
 
 
 def test_a_checkpoint_is_planned_from_its_header(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    narrow = {
-        "model.diffusion_model.input_blocks.0.0.weight": torch.zeros(320, 4, 3, 3),
-        "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": torch.zeros(320, 768),
-        "first_stage_model.decoder.conv_in.weight": torch.zeros(1),
-        "cond_stage_model.transformer.text_model.embeddings.position_ids": torch.zeros(1),
-    }
-    save_file(narrow, tmp_path / "model.safetensors")
+    save_single_file(build_components(narrow("sd15", vocabulary=600), torch.float16), tmp_path / "model.safetensors")
     unet = meta_anatomy(str(tmp_path / "model.safetensors"), torch.float16).components["unet"]
     full = build_components("sd15", dtype=torch.float16, device="meta", only=("unet",))["unet"]
     assert sum(p.numel() for p in unet.parameters()) == sum(p.numel() for p in full.parameters()) > 800 * MIB

@@ -9,12 +9,12 @@ from typing import Any
 import numpy
 import pytest
 import safetensors.torch
-import small
 import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from sd_lowvram.checkpoints.architectures import architecture, build_components
+from sd_lowvram.checkpoints.single_file_names import vae_state
 from sd_lowvram.cli import app
 from sd_lowvram.saved_latents.file import Saved, write_saved
 from sd_lowvram.saved_latents.hosted import Hosted, write_hosted
@@ -40,7 +40,7 @@ def test_decoded_by_the_autoencoder_of(vae, tmp_path, kind) -> None:
         model = tmp_path / "model"
         vae.save_pretrained(model / "vae")
     else:
-        state = small.vae_state(vae)
+        state = vae_state(vae)
         if kind == "file":
             state = {name.removeprefix("first_stage_model."): one for name, one in state.items()}
         safetensors.torch.save_file({name: one.contiguous() for name, one in state.items()}, model)

@@ -1,0 +1,100 @@
+"""Writes a pipeline of SD1.x or SD2.x as a single file in the layout of CompVis and Stability, all of it or nothing.
+
+A file says nothing of a model but names, shapes and, to loaders that look there, what it predicts. So it is written
+only of models that are told whole by these: those with the widths of SD1.5 or SD2.1, whose layers may be cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import BadInputError
+from ..files.whole import appearing
+from .architectures import build_components
+from .inspection import Kind, single_file_config
+from .single_file_names import single_file_state
+from .unet_layout import KEPT, NOTED, layout_of
+
+_FREE = {
+    "unet": ("sample_size", "layers_per_block", "upcast_attention", "dropout"),
+    "vae": ("sample_size", "force_upcast", "latents_mean", "latents_std"),
+}
+"""What may differ from the built-in architecture: the file tells it, or it changes no more than rounding."""
+_OF_TEXT = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("hidden_act", "layer_norm_eps", "max_position_embeddings", "vocab_size"),
+)
+_INSTEAD = "name a folder with --out"
+
+
+def check_single_file(parts: Mapping[str, Any]) -> None:
+    """Raise BadInputError unless a single file can hold the model of ``parts``, which need no weights.
+
+    Args:
+        parts: unet, vae and text_encoder.
+    """
+    unet = parts["unet"].config
+    _check_plain(unet)
+    name = {768: "sd15", 1024: "sd21", 2048: "sdxl"}.get(unet["cross_attention_dim"])
+    if name == "sdxl":
+        raise BadInputError(f"this model is SDXL, and single files are written of SD1.x and SD2.x: {_INSTEAD}")
+    if name is None:
+        raise BadInputError(
+            "single files are told apart by the width of their text, 768 for SD1.x and 1024 for SD2.x, and this "
+            f"model's is {unet['cross_attention_dim']}: {_INSTEAD}"
+        )
+    if unet["in_channels"] not in (4, 9):
+        raise BadInputError(f"a UNet of {unet['in_channels']} input channels loads from no single file: {_INSTEAD}")
+    told = Kind(name, unet["in_channels"], layout=layout_of(unet))
+    usual: dict[str, Any] = build_components(single_file_config(told, told.prediction), device="meta")
+    for part, free in _FREE.items():
+        ours, theirs = dict(parts[part].config), dict(usual[part].config)
+        _check_alike(part, ours, {key: value for key, value in theirs.items() if key not in free})
+    texts = ({key: getattr(one["text_encoder"].config, key) for key in _OF_TEXT} for one in (parts, usual))
+    _check_alike("text_encoder", *texts)
+
+
+def _check_plain(unet: Mapping[str, Any]) -> None:
+    if unet.get("experts", 1) != 1:
+        raise BadInputError(f"single files have no place for experts of convolutions (CondConv): {_INSTEAD}")
+    if unet.get("regions") is not None:
+        raise BadInputError(f"single files have no place for regions of self-attention (GRI): {_INSTEAD}")
+
+
+def _check_alike(part: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    for key, usual in theirs.items():
+        if not key.startswith("_") and _plain(ours.get(key)) != _plain(usual):
+            raise BadInputError(
+                f"{key} of this model's {part} is {ours.get(key)}, and whoever loads a single file takes {usual}, "
+                f"since the file does not tell it: {_INSTEAD}"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """One value for what a configuration may give once, or equal for every block."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return value[0] if len({*map(str, value)}) == 1 else [*value]
+
+
+def save_single_file(pipe: Any, file: Path) -> None:
+    """Write UNet, autoencoder and text encoder of ``pipe`` to the new ``file``, each in its type.
+
+    Raises:
+        BadInputError: a single file cannot hold this model.
+        OSError: it cannot be written; nothing is left then.
+    """
+    from safetensors.torch import save_file
+
+    parts = {name: getattr(pipe, name) for name in ("unet", "vae", "text_encoder")}
+    check_single_file(parts)
+    state = single_file_state(parts)
+    predicts = "v" if pipe.scheduler.config.prediction_type == "v_prediction" else "epsilon"
+    metadata = {"format": "pt", "modelspec.prediction_type": predicts}
+    if note := pipe.unet.config.get(KEPT):
+        metadata[NOTED] = json.dumps(note)
+    with appearing(file) as temporary:
+        save_file(state, temporary, metadata)

@@ -1,0 +1,96 @@
+"""How many layers a UNet of SD1.x's and SD2.x's kind has: by its configuration, and by the names in a single file.
+
+A single file tells that by the numbers of its ``input_blocks`` and ``output_blocks`` alone: every layer and every
+sampler on the way down has one, every layer on the way up has one. ComfyUI counts them in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+_BY_BLOCK = (
+    *("attention_head_dim", "num_attention_heads", "cross_attention_dim"),
+    *("transformer_layers_per_block", "only_cross_attention"),
+)
+"""What a configuration may give block by block."""
+KEPT = "_kept_layers"
+"""The field of a configuration that notes which layers of the whole UNet these are, see ``unets.cuts``. diffusers
+carries one that begins with an underscore from file to file, and passes it over otherwise."""
+NOTED = "sd_lowvram.kept_layers"
+"""The same in the metadata of a single file, as JSON."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is left of a UNet that layers were cut out of.
+
+    Attributes:
+        layers: of each down block, from the outside in; the up block across has one more.
+        mid: whether there is a middle block.
+    """
+
+    layers: tuple[int, ...]
+    mid: bool = True
+
+
+def layers_per_block(config: Mapping[str, Any]) -> list[int]:
+    """Of each down block, from the outside in; its up block across has one more."""
+    given, blocks = config["layers_per_block"], len(config["down_block_types"])
+    return [given] * blocks if isinstance(given, int) else [*given]
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout:
+    """Of the UNet of a configuration."""
+    return Layout(tuple(layers_per_block(config)), config.get("mid_block_type", "mid") is not None)
+
+
+def configured(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """The configuration of what is left of ``config``'s UNet; of its blocks the outermost stay."""
+    blocks, gone = len(layout.layers), len(config["down_block_types"]) - len(layout.layers)
+    changed: dict[str, Any] = {
+        "down_block_types": [*config["down_block_types"][:blocks]],
+        "up_block_types": [*config["up_block_types"][gone:]],
+        "block_out_channels": [*config["block_out_channels"][:blocks]],
+        "layers_per_block": layout.layers[0] if len({*layout.layers}) == 1 else [*layout.layers],
+    }
+    for name in _BY_BLOCK:
+        if isinstance(config.get(name), (list, tuple)):
+            changed[name] = [*config[name][:blocks]]
+    if not layout.mid:
+        changed["mid_block_type"] = None
+    return {**config, **changed}
+
+
+_NUMBERED = re.compile(r"(input|output)_blocks\.(\d{1,4})\.0\.(op|in_layers)\.")
+
+
+def layout_of_names(names: Iterable[str]) -> Layout | None:
+    """Of the UNet in a single file, by the ``names`` of its weights in it, from ``input_blocks`` on.
+
+    None where no UNet has such blocks: numbers are missing, or the two sides do not go together.
+    """
+    kinds: dict[str, dict[int, str]] = {"input": {}, "output": {}}
+    mid = False
+    for name in names:
+        mid = mid or name.startswith("middle_block.")
+        if found := _NUMBERED.match(name):
+            kinds[found[1]][int(found[2])] = found[3]
+    down, up = kinds["input"], kinds["output"]
+    layers = tuple(map(len, _runs([down.get(number, "") for number in range(1, len(down) + 1)])))
+    whole = {*down} == {*range(1, len(down) + 1)} and {*up} == {*range(len(up))}
+    paired = len(up) == sum(layers) + len(layers) and {*up.values()} == {"in_layers"}
+    return Layout(layers, mid) if whole and paired and all(layers) else None
+
+
+def _runs(kinds: list[str]) -> list[list[str]]:
+    """The layers of each block, which samplers part."""
+    found, rest = [], [*kinds]
+    while True:
+        found.append([*takewhile("in_layers".__eq__, rest)])
+        if len(found[-1]) == len(rest):
+            return found
+        rest = rest[len(found[-1]) + 1 :]
