@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import progress
 from ..errors import BadInputError
 from ..files.whole import write_whole
 from ..units import format_size
@@ -68,6 +69,7 @@ def run(
     draw: Any = None,
     pairs: int = 15,
     semantic: str = "efficientnet",
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Draw with the teacher and with every student, and measure steps on the CPU; with ``out`` written as Markdown, and
     as JSON beside it, with ``sheet`` some of the pictures as a PNG.
@@ -75,6 +77,7 @@ def run(
     Args:
         students, data: folders, of students and of captioned pictures.
         draw: a :class:`sd_lowvram.unets.evaluate.Draw`; None: its defaults.
+        dtype: of all that is computed but the measures.
 
     Raises:
         BadInputError: no students, or one that does not match the teacher.
@@ -85,7 +88,7 @@ def run(
 
     draw = draw or Draw()
     runs = _runs(students)
-    pipe = pipeline_to_draw(teacher)
+    pipe = pipeline_to_draw(teacher, dtype)
     draws = {TRAINED: draw, CUT: replace(draw, pictures=min(_FEW, draw.pictures))}
     items, features = captioned_pictures(data), frozen_features(semantic)
     grounds = {state: ground_of(pipe, items, features, each) for state, each in draws.items()}
@@ -98,23 +101,31 @@ def run(
     rows: dict[str, dict[str, Any]] = {
         name: {TRAINED: measures(pictures, theirs[TRAINED], grounds[TRAINED])} for name, pictures in shown.items()
     }
-    rows[_OWN] |= _saved(pipe.unet, pipe.unet, pairs)
     for turn, (name, state) in enumerate(runs, 3):
-        with _in_place(pipe, students, name, state, draw.steps) as unet:
+        with _in_place(pipe, students, name, state, draw.steps):
             pictures = drawn_by(pipe, grounds[state], draws[state], turn=(turn, turns))
-        row = rows.setdefault(name, {})
-        row[state] = measures(pictures, theirs[state], grounds[state])
-        if unet is None:
-            row |= _shared(SCHEDULES[name], rows)
-        elif "ratio" not in row:
-            row |= _course(students / name) | _saved(pipe.unet, unet, pairs)
+        rows.setdefault(name, {})[state] = measures(pictures, theirs[state], grounds[state])
         if state == TRAINED:
             shown[name] = pictures
+    _time(pipe.unet, students, dict(runs), rows, pairs)
     if sheet is not None:
         _show(shown, grounds[TRAINED].prompts, sheet)
     asked = {"draw": asdict(draw), "features": semantic, "pairs": pairs, "threads": torch.get_num_threads()}
+    asked["dtype"] = str(dtype).removeprefix("torch.")
     report = {**asked, "torch": torch.__version__, "rows": [{"name": name, **row} for name, row in rows.items()]}
     return written(report, lines, out)
+
+
+def _time(teacher: Any, students: Path, states: dict[str, str], rows: dict[str, dict[str, Any]], pairs: int) -> None:
+    """Put into ``rows`` what a step of each takes, and how long the student was trained."""
+    rows[_OWN] |= _saved(teacher, teacher, pairs)
+    for number, (name, state) in enumerate(states.items()):
+        if name in SCHEDULES:
+            rows[name] |= _shared(SCHEDULES[name], rows)
+        else:
+            unet = _student(students, name, state, teacher)
+            rows[name] |= _course(students / name) | _saved(teacher, unet, pairs)
+        progress.report("times", number + 1, len(states))
 
 
 def _show(pictures: dict[str, Tensor], prompts: Sequence[str], sheet: Path) -> None:
@@ -152,29 +163,34 @@ def _place(folder: Path) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def _in_place(pipe: Any, students: Path, name: str, state: str, steps: int) -> Iterator[Any]:
-    """Inside, ``pipe`` draws with the student's UNet, which is yielded, or by a schedule; then None is."""
-    from ..checkpoints.load_unet import load_unet
+def _in_place(pipe: Any, students: Path, name: str, state: str, steps: int) -> Iterator[None]:
+    """Inside, ``pipe`` draws with the student's UNet, or by a schedule."""
     from ..unets.evaluate import AT_ONCE
     from ..unets.schedule import scheduled
-    from ..unets.supervision import check_match
 
     own = pipe.unet
     if name not in SCHEDULES:
-        unet = load_unet(students / name / state / "unet", torch.float32)
-        check_match(own, unet)
         try:
-            pipe.register_modules(unet=unet)
-            yield unet
+            pipe.register_modules(unet=_student(students, name, state, own))
+            yield
         finally:
             pipe.register_modules(unet=own)
         return
-    base = load_unet(students / "base" / TRAINED / "unet", torch.float32)
+    base = _student(students, "base", TRAINED, own)
     shares = SCHEDULES[name]
     first = round(steps * shares[0][1])
     takes = [own if who == _OWN else base for who, _ in shares]
     with scheduled(pipe, [(takes[0], first), (takes[1], steps - first)], batch=AT_ONCE, device="cpu"):
-        yield None
+        yield
+
+
+def _student(students: Path, name: str, state: str, teacher: Any) -> Any:
+    from ..checkpoints.load_unet import load_unet
+    from ..unets.supervision import check_match
+
+    unet = load_unet(students / name / state / "unet", teacher.dtype)
+    check_match(teacher, unet)
+    return unet
 
 
 def _saved(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
@@ -187,8 +203,9 @@ def _saved(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
 def step_times(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
     """:func:`compared` of guided steps on the CPU: seconds of one step each; a pair is of several steps of both."""
     config = teacher.config
-    latents = torch.zeros(2, config["in_channels"], config["sample_size"], config["sample_size"])
-    text = torch.zeros(2, 77, config["cross_attention_dim"])
+    kind = {"dtype": teacher.dtype}
+    latents = torch.zeros(2, config["in_channels"], config["sample_size"], config["sample_size"], **kind)
+    text = torch.zeros(2, 77, config["cross_attention_dim"], **kind)
 
     def steps(unet: Any) -> Callable[[], Tensor]:
         return lambda: [unet(latents, 500, text).sample for _ in range(_STEPS_TIMED)][-1]
@@ -218,8 +235,9 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield "# Smaller UNets, trained: what they are worth, and what they save"
     yield ""
     yield (
-        f"{draw['pictures']} pictures of {draw['steps']} steps, guidance {draw['guidance']:g}, each beside the "
-        "teacher's of the same seed, before training (*cut*) and after: PSNR, *difference* (mean, of 255). "
+        f"{draw['pictures']} pictures of {draw['steps']} steps in {report['dtype']}, guidance {draw['guidance']:g}, "
+        "each beside the teacher's of the same seed, before training (*cut*) and after: PSNR, *difference* (mean, "
+        "of 255). "
         "*Retrieved*: how many pictures' nearest training picture is their prompt's own. *Fréchet* distance and "
         "*score* over features of "
         f"{report['features']}, from the training pictures. *Step*: guided, on this CPU, {report['threads']} threads, "

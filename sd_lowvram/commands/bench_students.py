@@ -29,6 +29,7 @@ def students(
     steps: Annotated[int, typer.Option(help="Of each picture.")] = 25,
     guidance: Annotated[float, typer.Option(help="Of each picture.")] = 4.0,
     pairs: Annotated[int, typer.Option(help="Times that steps of both are timed, in turn.")] = 15,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Draw and time in bfloat16, where the CPU has it.")] = False,
     sheet: Annotated[
         Path | None, typer.Option("--sheet", help="Show some pictures of each in this PNG file.", metavar="FILE")
     ] = None,
@@ -45,9 +46,12 @@ def students(
             raise BadInputError(f"--guidance {guidance} must lie between 0 and 100; 4 to 8 is usual")
         if sheet is not None and sheet.suffix.lower() != ".png":
             raise OutputError(f"--sheet {sheet} must end in .png")
+        import torch
+
         from ..bench.report import show
         from ..bench.students import lines, run
         from ..unets.evaluate import Draw
 
-        report = run(students, data, teacher, out, sheet, Draw(pictures, steps, guidance), pairs)
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        report = run(students, data, teacher, out, sheet, Draw(pictures, steps, guidance), pairs, dtype=dtype)
         show(report, lines(report), as_json)

@@ -60,14 +60,14 @@ class Ground:
     features: Features
 
 
-def pipeline_to_draw(model: str | None) -> Any:
-    """The pipeline of ``model`` in float32, without a progress bar of its own.
+def pipeline_to_draw(model: str | None, dtype: torch.dtype = torch.float32) -> Any:
+    """The pipeline of ``model`` in ``dtype``, without a progress bar of its own.
 
     Raises:
         BadInputError: SDXL, or a UNet that takes more than latents.
         CheckpointError: missing, unreadable, truncated, or of an unknown kind.
     """
-    pipe: Any = load_pipeline(model, dtype=torch.float32)
+    pipe: Any = load_pipeline(model, dtype=dtype)
     config = pipe.unet.config
     if config.get("addition_embed_type") is not None:
         raise BadInputError("SDXL cannot be evaluated yet: SD1.x, SD2.x and the demo model can")
