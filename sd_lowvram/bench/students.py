@@ -216,12 +216,14 @@ def step_times(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
 
 
 def _shared(shares: Sequence[tuple[str, float]], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A step of a schedule, by the steps of those who share it; the largest of them is what must have room."""
-    seconds = sum(share * rows[who]["seconds"] for who, share in shares)
+    """A step of a schedule, by the steps of those who share it, each beside the teacher's; the largest of them is what
+    must have room."""
     whole = rows[_OWN]["seconds"]
+    relative = sum(share * (1 if who == _OWN else 1 / rows[who]["ratio"]) for who, share in shares)
     operations = sum(share * rows[who]["operations"] for who, share in shares)
     largest = {name: max(rows[who][name] for who, _ in shares) for name in ("parameters", "bytes", "peak_bytes")}
-    return {**largest, "operations": operations, "plain_seconds": whole, "seconds": seconds, "ratio": whole / seconds}
+    times = {"plain_seconds": whole, "seconds": whole * relative, "ratio": 1 / relative}
+    return {**largest, "operations": operations, **times}
 
 
 def _course(student: Path) -> dict[str, Any]:
@@ -247,7 +249,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         "and CLIP score of A-SDM 2023, SD1.5 on COCO. By `sd-lowvram bench students`."
     )
     yield ""
-    heads = ["UNet", "parameters", "operations", "activations", "step", "faster"]
+    heads = ["UNet", "parameters", "operations", "activations", "teacher's step", "step", "faster"]
     heads += ["cut", "retrieved", "trained", "difference", "retrieved", "Fréchet", "score", "steps of training"]
     yield from table([*heads, "published"], (_cells(row, report) for row in report["rows"]))
 
@@ -255,10 +257,10 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 def _cells(row: dict[str, Any], report: dict[str, Any]) -> list[str]:
     name, whole, pictures = row["name"], report["rows"][0], report["draw"]["pictures"]
     few = min(_FEW, pictures)
-    saved = ["-"] * 5
+    saved = ["-"] * 6
     if "ratio" in row:
         amounts = f"{row['parameters'] / 1e6:.2f} M", f"{row['operations'] / whole['operations']:.3f}"
-        times = f"{1e3 * row['seconds']:.1f} ms", f"{row['ratio']:.2f}"
+        times = (*(f"{1e3 * row[one]:.1f} ms" for one in ("plain_seconds", "seconds")), f"{row['ratio']:.2f}")
         saved = [*amounts, format_size(row["peak_bytes"]), *times]
     drawn = _agreed(row.get(CUT), name, few), _agreed(row.get(TRAINED), name, pictures)
     after = row.get(TRAINED)

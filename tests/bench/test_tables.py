@@ -25,6 +25,7 @@ from sd_lowvram.bench import (
     schedule,
     smaller_unets,
     storage,
+    students,
     vae,
     winograd,
 )
@@ -47,6 +48,7 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "published": published.lines,
     "schedule": schedule.lines,
     "simulated/simulated-gpu": lambda values: _on_card("bench").lines(values),
+    "smaller_unets": students.lines,
     "storage": storage.lines,
     "unets": smaller_unets.lines,
     "vae": vae.lines,
