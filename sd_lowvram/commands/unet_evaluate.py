@@ -15,6 +15,11 @@ from .guard import guarded
 from .unet import Debug, Json, empty_unet
 from .values import check_given
 
+_PUBLISHED = (
+    "FID, inception and CLIP score: torchmetrics'; FID from the training pictures. Papers have the first two of "
+    "thousands of pictures; of few they tell little."
+)
+
 
 def evaluate(
     student: Annotated[str, typer.Option(help="The smaller model.", metavar="PATH")],
@@ -61,15 +66,16 @@ def _evaluated(
     from ..unets.analysis import counted
     from ..unets.evaluate import evaluated, ground_of, pipeline_to_draw
     from ..unets.frozen import frozen_features
-    from ..unets.published_measures import published_measures
+    from ..unets.published_measures import at_hand, published_measures
     from ..unets.supervision import check_match
     from ..unets.training_pictures import captioned_pictures
 
+    weights = at_hand() if torchmetrics else None  # before anything is drawn
     items, features = captioned_pictures(data), frozen_features(semantic)
     large, small = (pipeline_to_draw(model) for model in (teacher, student))
     check_match(large.unet, small.unet)
     ground = ground_of(large, items, features, draw)
-    more = published_measures(ground.known) if torchmetrics else None
+    more = published_measures(ground.known, weights) if weights else None
     rows: dict[str, Any] = evaluated(large, small, ground, draw, more)
     times = step_times(large.unet, small.unet, pairs)
     for name, model, seconds in (("teacher", teacher, "plain_seconds"), ("student", student, "seconds")):
@@ -102,5 +108,5 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"{draw['pictures']} pictures of {draw['steps']} steps, the teacher's and the student's from the same seeds; "
         "difference: of 255. Retrieved: the nearest training picture is the prompt's own.",
         f"Frechet distance and score: over the features of {found['features']}, from the training pictures.",
-        *(["FID, inception and CLIP score: torchmetrics'; FID from the training pictures."] if published else []),
+        *([_PUBLISHED] if published else []),
     ]

@@ -1,13 +1,14 @@
 """FID, inception score and CLIP score as papers have them, by torchmetrics; nothing is fetched.
 
-They are of use for thousands of pictures: of a hundred FID tells little.
+They are of use for thousands of pictures: of a hundred FID tells little, and the inception score is of ten groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,36 +17,71 @@ from ..errors import BadInputError
 
 CLIP = "openai/clip-vit-large-patch14"
 """The model of torchmetrics' CLIPScore, where none is named."""
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _AT_ONCE = 16
 
 Measures = Callable[[Tensor, Sequence[str]], dict[str, float]]
 """Pictures (count, 3, H, W) of -1..1 and their prompts to "fid", "inception_score" and "clip_score"."""
 
 
-def published_measures(known: Tensor) -> Measures:
-    """The three measures, with what they need at hand.
+class AtHand(NamedTuple):
+    """The file with the weights of the Inception network, and the folder of the CLIP model."""
+
+    inception: Path
+    clip: Path
+
+
+def at_hand() -> AtHand:
+    """Where the weights lie.
+
+    Raises:
+        BadInputError: a package or weights are missing; it says which, and where they are looked for.
+    """
+    try:
+        import torchmetrics  # noqa: F401
+        from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
+    except ImportError as error:
+        raise BadInputError(
+            f"FID, inception score and CLIP score need torchmetrics and torch-fidelity, and here {error}: "
+            'pip install "torchmetrics>=1.8" torch-fidelity'
+        ) from None
+    file = Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[1]
+    folder, missing = _clip_folder(), []
+    if not file.is_file():
+        missing.append(f"those of the Inception network are looked for at {file} ({URL_INCEPTION_V3})")
+    if folder is None:
+        missing.append(f"those of {CLIP} are looked for in Hugging Face's cache (hf download {CLIP})")
+    if missing or folder is None:
+        raise BadInputError(f"weights are not at hand: {'; '.join(missing)}")
+    return AtHand(file, folder)
+
+
+def published_measures(known: Tensor, weights: AtHand) -> Measures:
+    """The three measures.
 
     Args:
         known: the real pictures that FID compares with (count, 3, H, W) of -1..1.
 
     Raises:
-        BadInputError: a package or a file of weights is missing; it says which, and where it is looked for.
+        BadInputError: weights cannot be read.
     """
-    inception, (model, processor) = _inception(), _clip()
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.inception import InceptionScore
     from torchmetrics.multimodal.clip_score import CLIPScore
 
-    fid = FrechetInceptionDistance(normalize=True, reset_real_features=False, feature_extractor_weights_path=inception)
+    model, processor = clip_of(weights.clip)
+    file = str(weights.inception)
+    score, clip = InceptionScore(_classes(file), normalize=True), CLIPScore(lambda: (model, processor))
+    fid = FrechetInceptionDistance(normalize=True, reset_real_features=False, feature_extractor_weights_path=file)
     _in_parts(known, lambda part, _: fid.update(part / 2 + 0.5, real=True))
 
     def measures(pictures: Tensor, prompts: Sequence[str]) -> dict[str, float]:
-        score, clip = InceptionScore(normalize=True), CLIPScore(lambda: (model, processor))
         _in_parts(pictures, lambda part, _: fid.update(part / 2 + 0.5, real=False))
         _in_parts(pictures, lambda part, _: score.update(part / 2 + 0.5))
         _in_parts(pictures, lambda part, at: clip.update(_bytes(part), [*prompts[at : at + len(part)]]))
-        found = {"fid": fid.compute(), "inception_score": score.compute()[0], "clip_score": clip.compute()}
-        fid.reset()
+        found = {"fid": fid.compute(), "inception_score": _score_of(score), "clip_score": clip.compute()}
+        for each in (fid, score, clip):
+            each.reset()
         return {name: float(value) for name, value in found.items()}
 
     return measures
@@ -61,30 +97,59 @@ def _bytes(pictures: Tensor) -> Tensor:
     return ((pictures + 1) * 127.5).round().byte()
 
 
-def _inception() -> str:
-    """The file with the weights of the Inception network that FID and the inception score are of."""
+def _classes(file: str) -> Any:
+    """The Inception network up to the classes of the inception score."""
+    from torchmetrics.image.fid import NoTrainInceptionV3
+
     try:
-        import torchmetrics  # noqa: F401
-        from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
-    except ImportError as error:
-        raise BadInputError(
-            f"FID, inception score and CLIP score need torchmetrics and torch-fidelity, and here {error}: "
-            "pip install torchmetrics torch-fidelity"
-        ) from None
-    file = Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[1]
-    if not file.is_file():
-        raise BadInputError(f"the Inception network's weights are not at hand: {file} is missing ({URL_INCEPTION_V3})")
-    return str(file)
+        return NoTrainInceptionV3("inception-v3-compat", ["logits_unbiased"], file)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise BadInputError(f"the Inception network's weights {file} cannot be read: {error}") from None
 
 
-def _clip() -> tuple[Any, Any]:
-    """The CLIP model and what prepares its inputs, from Hugging Face's cache."""
+def _score_of(score: Any) -> Tensor:
+    """The mean over its ten groups, which are drawn by lot: the same lot every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        found: Tensor = score.compute()[0]
+    return found
+
+
+def _clip_folder() -> Path | None:
+    """The folder of the CLIP model in Hugging Face's cache; None: it is not there, or without weights."""
     from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(CLIP, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+    return folder if any((folder / name).is_file() for name in _WEIGHTS) else None
+
+
+def clip_of(folder: Path) -> tuple[Any, Any]:
+    """The CLIP model and what prepares its inputs, as torchmetrics takes them.
+
+    Raises:
+        BadInputError: the folder cannot be read.
+    """
     from transformers import CLIPModel, CLIPProcessor
 
     try:
-        folder = snapshot_download(CLIP, local_files_only=True)
-        model = CLIPModel.from_pretrained(folder, local_files_only=True)
-        return model.eval(), CLIPProcessor.from_pretrained(folder, local_files_only=True)
+        model = CLIPModel.from_pretrained(folder, local_files_only=True).eval()
+        processor = CLIPProcessor.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise BadInputError(f"the weights of {CLIP} are not in Hugging Face's cache: {error}") from None
+        raise BadInputError(f"the model {CLIP} in {folder} cannot be read: {error}") from None
+    for name in ("get_image_features", "get_text_features"):
+        setattr(model, name, _as_tensor(getattr(model, name)))
+    return model, processor
+
+
+def _as_tensor(features: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Since transformers 5 the features come in an output of several; torchmetrics takes the tensor alone."""
+
+    def taken(*args: Any, **kwargs: Any) -> Tensor:
+        found = features(*args, **kwargs)
+        alone: Tensor = getattr(found, "pooler_output", found)
+        return alone
+
+    return taken
