@@ -204,11 +204,13 @@ class Costs:
         key: tuple[Any, ...] = kind.__name__, component, facts
         if key not in self._known:
             place = place_of("traces", lambda: (*key, self._fake.fingerprint(component), self._device.type))
-            try:
-                self._known[key] = kind(**remembered(place))
-            except TypeError:  # nothing, or something else
-                self._known[key] = count()
-                remember(place, self._known[key])
+            found: _Kind | None = None
+            with contextlib.suppress(TypeError):  # nothing is remembered, or something else
+                found = kind(**remembered(place))
+            if found is None:  # after the error, or a broken model's own would be told as one that came of it
+                found = count()
+                remember(place, found)
+            self._known[key] = found
         result: _Kind = self._known[key]
         return result
 

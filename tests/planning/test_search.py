@@ -302,6 +302,14 @@ def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> 
     assert make_plan(anatomy, request(GIB), Settings()) == first
 
 
+def test_what_a_broken_model_raises_is_all_that_is_told() -> None:
+    parts = build_components(tiny.config("sd15"), device="meta")
+    parts["unet"].conv_out = torch.nn.Conv2d(3, 4, 3, device="meta")
+    with pytest.raises(RuntimeError, match="channels") as told:
+        make_plan(anatomy_of_components("diffusers", parts), request(GIB), Settings())
+    assert told.value.__context__ is None
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
