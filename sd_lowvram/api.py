@@ -103,6 +103,18 @@ def attach_plan_for(
         rungs: what the run has given up already, by a plan for another size.
     """
     chosen = make_plan(anatomy_of(target), request, settings, approximate).after(rungs)
+    return attach_plan(target, chosen, settings, approximate)
+
+
+def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool) -> Plan:
+    """Attach ``chosen`` in place of what is attached to ``target``.
+
+    Args:
+        settings, approximate: what it was planned with, and plans that take its place are.
+
+    Returns:
+        What is attached: a leaner one where the move of the weights ran out of memory.
+    """
 
     def replan(width: int, height: int, batch: int, passes: int) -> None:
         now = _plan_of(target)

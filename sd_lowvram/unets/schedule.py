@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..api import attach_plan_for
+from ..api import attach_plan
 from ..errors import BadInputError, BudgetError
 from ..patches import set_patch, wrap
 from ..planning.merged import in_turn
 from ..planning.plan import Plan
 from ..planning.request import Request, request_for
 from ..planning.search import make_plan
-from ..session import anatomy_of, restore
+from ..session import anatomy_of, attachments, restore
 from ..settings import Settings
 from ..units import format_size, parse_size
 from ..weights import all_tensors
@@ -30,10 +31,17 @@ Part = tuple[Any, int]
 """A UNet, and how many steps it takes."""
 
 
-class _Turn(NamedTuple):
+@dataclass
+class _Turn:
+    """A UNet's steps.
+
+    Attributes:
+        plan: by which the UNet runs: a leaner one, or one for another size, where its last steps came to that.
+    """
+
     unet: Any
     steps: int
-    request: Request
+    plan: Plan
 
 
 @contextlib.contextmanager
@@ -57,7 +65,7 @@ def scheduled(
 
     Afterwards the pipeline has its own UNet again and nothing attached to it, bit for bit. Fidelity: ``bitwise`` where
     the own UNet takes all steps; with another one it draws another picture. Where the device runs out of memory, a
-    UNet's own plan goes leaner, as with :func:`sd_lowvram.optimize`, for as long as its turn lasts.
+    UNet's own plan goes leaner, as with :func:`sd_lowvram.optimize`, and stays so within the block.
 
     Args:
         pipe: a diffusers pipeline of SD1.x, SD2.x or SDXL that starts from noise.
@@ -84,17 +92,18 @@ def scheduled(
     restore(pipe)
     size = {"width": width, "height": height, "batch": batch, "device": device}
     with _put_back(pipe, own):
-        turns = [_turn(pipe, part, parts, vram, ram, size) for part in parts]
-        plans = []
-        for turn in turns:
-            pipe.register_modules(unet=turn.unet)
-            plans.append(make_plan(anatomy_of(pipe), turn.request, fixed, approximate))
-        following = _Following(turns, functools.partial(_take, pipe, fixed, approximate))
+        requests = [_request(pipe, part, parts, vram, ram, size) for part in parts]
+        turns = []
+        for (unet, steps), request in zip(parts, requests, strict=True):
+            pipe.register_modules(unet=unet)
+            turns.append(_Turn(unet, steps, make_plan(anatomy_of(pipe), request, fixed, approximate)))
+        plan = in_turn([turn.plan for turn in turns], [_waiting(unet, parts) for unet, _ in parts])
+        following = _Following(turns, functools.partial(_change, pipe, fixed, approximate))
         following.take(0)
         with contextlib.ExitStack() as stack:
             for entry, around in (("set_timesteps", following.begin), ("step", following.after_step)):
                 stack.callback(set_patch(wrap(pipe.scheduler, entry, around, "unet schedule")))
-            yield in_turn(plans, [_waiting(unet, parts) for unet, _ in parts])
+            yield plan
 
 
 @contextlib.contextmanager
@@ -106,27 +115,30 @@ def _put_back(pipe: Any, own: Any) -> Iterator[None]:
         pipe.register_modules(unet=own)
 
 
-def _take(pipe: Any, settings: Settings, approximate: bool, turn: _Turn) -> None:
-    """Put the UNet of ``turn`` and the hooks of its plan in place of what is there: the old one leaves first."""
+def _change(pipe: Any, settings: Settings, approximate: bool, old: _Turn | None, new: _Turn) -> None:
+    """Put the UNet of ``new`` and the hooks of its plan in place of those of ``old``, which leave first."""
+    if old is not None:
+        old.plan = next((one.plan for one in reversed(attachments(pipe)) if one.plan), old.plan)
     restore(pipe)
-    pipe.register_modules(unet=turn.unet)
-    attach_plan_for(pipe, turn.request, settings, approximate)
+    pipe.register_modules(unet=new.unet)
+    attach_plan(pipe, new.plan, settings, approximate)
 
 
 class _Following:
     """Counts a scheduler's steps, and gives each turn to its UNet between two of them."""
 
-    def __init__(self, turns: Sequence[_Turn], put_on: Callable[[_Turn], None]) -> None:
+    def __init__(self, turns: Sequence[_Turn], change: Callable[[_Turn | None, _Turn], None]) -> None:
         self._turns = turns
-        self._put_on = put_on
+        self._change = change
         self._of_step = [number for number, turn in enumerate(turns) for _ in range(turn.steps)]
         self._now: int | None = None
         self._calls = self._total = 0
 
     def take(self, number: int) -> None:
         if number != self._now:
+            old = None if self._now is None else self._turns[self._now]
             self._now = None  # where it fails, nothing is on
-            self._put_on(self._turns[number])
+            self._change(old, self._turns[number])
             self._now = number
 
     def begin(self, original: Callable[..., Any], steps: int | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +163,8 @@ class _Following:
         return result
 
 
-def _turn(pipe: Any, part: Part, parts: Sequence[Part], vram: Any, ram: Any, size: dict[str, Any]) -> _Turn:
-    """The turn of ``part``, within what the UNets that wait leave of the budget."""
+def _request(pipe: Any, part: Part, parts: Sequence[Part], vram: Any, ram: Any, size: dict[str, Any]) -> Request:
+    """For the turn of ``part``, within what the UNets that wait leave of the budget."""
     unet, steps = part
     pipe.register_modules(unet=unet)
     left = None
@@ -166,7 +178,7 @@ def _turn(pipe: Any, part: Part, parts: Sequence[Part], vram: Any, ram: Any, siz
                 needed_bytes=waiting, stage="denoise", limit="ram", by_size=False,
             )  # fmt: skip
     budget = None if vram is None else parse_size(vram, "vram")
-    return _Turn(unet, steps, request_for(anatomy_of(pipe), vram=budget, ram=left, steps=steps, **size))
+    return request_for(anatomy_of(pipe), vram=budget, ram=left, steps=steps, **size)
 
 
 def _waiting(unet: Any, parts: Sequence[Part]) -> int:

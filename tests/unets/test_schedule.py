@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import sd_lowvram
 from sd_lowvram import Settings
@@ -136,6 +137,31 @@ def test_the_peak_is_the_larger_one_and_holds(pipe: Any) -> None:
             pipe("a red apple", num_inference_steps=2)
     for stage in run.stages:
         assert stage.peak_bytes <= max(one.held_bytes for one in plan.stages)
+
+
+def test_each_unet_keeps_its_plan_also_a_leaner_one(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, small, planned = pipe.unet, smaller(pipe), []
+    size = {**ROOM, "width": 64, "height": 64}
+    with scheduled(pipe, [(small, 1), (own, 1)], **size):
+        expected = latents(pipe, 2)
+
+    def full(_: Any, given: Any) -> None:
+        if isinstance(given[1], FakeTensor):  # traced for a plan
+            return
+        planned.append(attachments(pipe)[-1].plan)
+        if len(planned) < 3:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes.")
+
+    with scheduled(pipe, [(small, 1), (own, 1)], **size):
+        hook = own.mid_block.register_forward_pre_hook(full)
+        with pytest.warns(UserWarning, match="unet ran out of memory on cpu"):
+            first = latents(pipe, 2)
+        monkeypatch.setattr("sd_lowvram.api.make_plan", lambda *_: pytest.fail("planned again"))
+        second = latents(pipe, 2)
+        hook.remove()
+    assert [len(plan.rungs) for plan in planned] == [0, 1, 2, 2]  # the small one's turn in between
+    for found in (first, second):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
