@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +15,23 @@ import torch
 from small import single_file_state
 
 from sd_lowvram.checkpoints.architectures import build_components
+from sd_lowvram.checkpoints.single_file_names import unet_state
+from sd_lowvram.unets.prune import cut_of_kind, pruned
 
-UNET = "model.diffusion_model."
+
+def write(name: str | dict[str, Any], file: str | Path, seed: int = 0) -> None:
+    """Weights that keep the size of what passes through them, of a built-in architecture or of a configuration."""
+    write_state(single_file_state(build_components(name, torch.float16, "meta")), file, seed)
 
 
-def write(
-    name: str | dict[str, Any], file: str | Path, seed: int = 0, named: Callable[[str], str | None] | None = None
-) -> None:
-    """Weights that keep the size of what passes through them, of a built-in architecture or a configuration like one.
+def write_base_unet(file: str | Path) -> None:
+    """The UNet alone of SD1.5 whose layers the cut "base" took."""
+    unet = build_components("sd15", torch.float16, "meta", ("unet",))["unet"]
+    write_state(unet_state(pruned(unet, cut_of_kind(unet.config, "base"))), file, seed=1)
 
-    One tensor at a time is in memory.
 
-    Args:
-        named: a tensor's name in the file, by its name in the whole model; None where it is left out.
-    """
-    state = single_file_state(build_components(name, torch.float16, "meta"))
-    if named is not None:
-        state = {new: tensor for key, tensor in state.items() if (new := named(key)) is not None}
+def write_state(state: dict[str, torch.Tensor], file: str | Path, seed: int) -> None:
+    """Weights of these names and shapes; one tensor at a time is in memory."""
     header, end = {}, 0
     for key, tensor in state.items():
         start, end = end, end + 2 * tensor.numel()
@@ -45,20 +43,6 @@ def write(
         for key, tensor in state.items():
             out.write(_drawn(key, tensor.shape, noise).half().numpy().tobytes())
     os.replace(f"{file}.part", file)
-
-
-def of_base(key: str) -> str | None:
-    """The name of an SD1.x UNet's tensor once the cut "base" has taken a layer of each block; of nothing else."""
-    if not key.startswith(UNET):
-        return None
-    found = re.match(r"(input|output)_blocks\.(\d+)\.", key[len(UNET) :])
-    if found is None or (found[2] == "0" and found[1] == "input"):
-        return key
-    side = found[1]
-    level, place = divmod(int(found[2]) - (side == "input"), 3)
-    if place == 1:
-        return None
-    return f"{UNET}{side}_blocks.{2 * level + (place == 2) + (side == 'input')}.{key[len(UNET) + found.end() :]}"
 
 
 def _drawn(name: str, shape: torch.Size, noise: torch.Generator) -> torch.Tensor:

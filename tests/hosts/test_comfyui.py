@@ -62,7 +62,7 @@ def host(tmp_path_factory) -> Iterator[Path]:
     lora = tmp_path_factory.mktemp("lora") / LORA
     save_file(lora_weights(), str(lora))
     small = tmp_path_factory.mktemp("small") / SMALL
-    random_checkpoint.write("sd15", small, seed=1, named=random_checkpoint.of_base)
+    random_checkpoint.write_base_unet(small)
     links = (
         (host / "custom_nodes" / PACK, ROOT),
         (host / "models" / "checkpoints" / NAME, Path(checkpoint)),
