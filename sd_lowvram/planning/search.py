@@ -117,7 +117,8 @@ class Search:
         on_gpu = self.pricing.on_gpu
         narrower = approximate and settings.precision is None
         self.precisions = (None, "fp16" if on_gpu else "bf16") if narrower else (None,)
-        in_bytes = approximate and self.pricing.costs.quantised and not settings.fused_qkv
+        by_layers = settings.fused_qkv or settings.packed_weights  # which take weights as they are
+        in_bytes = approximate and self.pricing.costs.quantised and not by_layers
         self.storages = (None, "int8") if in_bytes else (None,)  # nearer to full weights than fp8, and of the same size
         decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":

@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 
 from sd_lowvram import Settings, attached, plan, restore
 from sd_lowvram.api import optimize
-from sd_lowvram.errors import NoSiteError, SettingsError
+from sd_lowvram.errors import BudgetError, NoSiteError, SettingsError
 from sd_lowvram.kernels import compiler, packed
 
 CPU = torch.device("cpu")
@@ -83,6 +83,18 @@ def test_a_plan_takes_them_where_there_is_room(unet: Any) -> None:
     assert plan(unet, vram="4GB", settings=PACKED, **size).settings.packed_weights is True
     tight = plan(unet, vram=f"{chosen.predicted.peak_bytes - 1} B", **size)
     assert not tight.settings.packed_weights
+
+
+def test_a_plan_that_must_take_them_stores_nothing_in_bytes(unet: Any) -> None:
+    asked: dict[str, Any] = {"width": 128, "height": 128, "device": "cpu", "settings": PACKED, "approximate": True}
+    with pytest.raises(BudgetError, match="at least") as told:
+        plan(unet, vram="20MB", **asked)
+    chosen = optimize(unet, vram=f"{told.value.needed_bytes} B", **asked)
+    try:
+        assert chosen.settings.packed_weights is True and chosen.settings.weight_storage is None
+        assert call(unet, batch=1).isfinite().all()
+    finally:
+        restore(unet)
 
 
 def test_gradients_go_the_models_own_way(unet: Any) -> None:
