@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.problem import empty_output
-from .support import launching
+from .launch import launching
 
 WIDEST = 256
 """Channels of a head that a program holds at once."""

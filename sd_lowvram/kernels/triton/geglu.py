@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..attention.problem import is_fake
 from .gelu import by_erf
-from .support import launching
+from .launch import launching
 
 
 def reference(product: Tensor) -> Tensor:

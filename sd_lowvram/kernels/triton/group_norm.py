@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..attention.problem import is_fake
-from .support import launching
+from .launch import launching
 
 _TILE = 1024
 _CHUNK = 16384

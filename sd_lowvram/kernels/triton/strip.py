@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ..attention.problem import is_fake
 from .group_norm import tile_of
-from .support import launching
+from .launch import launching
 
 Border = tuple[int, int, int, int]
 """Columns at the left and right, rows at the top and bottom, as torch's ``pad`` takes them."""

@@ -1,12 +1,10 @@
-"""Where Triton's kernels can run, what a launch needs, and what a trace sees in place of one."""
+"""Where Triton's kernels can run."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,8 +58,3 @@ def takes(x: Tensor) -> bool:
     """Whether the kernels can take ``x``: its type, and its device or the one that it stands for in a trace."""
     device = device_of_run(x.device) if is_fake(x) else x.device
     return x.dtype in TYPES and x.numel() > 0 and refusal(device) is None
-
-
-def launching(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside, kernels are launched on the card of ``x``."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
