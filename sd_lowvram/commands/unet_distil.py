@@ -62,12 +62,16 @@ def distil(
 
 
 def _checkpoint_of(out: Path) -> Path:
-    """The file beside ``out`` that an ended run goes on from; ``out`` must be new."""
+    """The file beside ``out`` that an ended run goes on from and can be written; ``out`` must be new."""
     from ..checkpoints.save import check_new
+    from .pictures import check_writable
 
     check_new(out, "--out")
     target = out.absolute()
-    return target.with_name(target.name + ".training.pt")
+    checkpoint = target.with_name(target.name + ".training.pt")
+    if not checkpoint.exists():
+        check_writable(checkpoint, 1 << 20)
+    return checkpoint
 
 
 def _trained(

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +21,7 @@ from torch import Tensor
 from .. import progress
 from ..errors import BadInputError, CheckpointError
 from ..files.whole import temporary_beside
+from .digests import digest_of
 from .frozen import Features, frozen_features
 from .supervision import check_match, clean_of, features_terms, maps_of, semantic_term
 from .training import Average, min_snr_weights, noise_levels, rate
@@ -82,7 +82,7 @@ def distil(
     check_match(teacher, student)
     prediction = schedule.config.prediction_type
     _check_kind(teacher, prediction)
-    accelerator = Accelerator(mixed_precision=course.precision)
+    accelerator = Accelerator(mixed_precision="no")  # another would be the process's from then on
     device = accelerator.device
     trained = copy.deepcopy(student).float().to(memory_format=torch.channels_last)
     _choose_trained(trained, course.blocks)
@@ -98,7 +98,7 @@ def distil(
     trained, optimizer = accelerator.prepare(trained, optimizer)
     average = Average(inner, _DECAY)
     identity = _identity(course, accelerator.num_processes, teacher, student, data)
-    step = _gone_on(checkpoint, identity, inner, optimizer, average)
+    step = _gone_on(checkpoint, identity, course.steps, inner, optimizer, average)
     lesson = _Lesson(teacher, trained, inner, vae, features, schedule.alphas_cumprod.to(device), prediction)
     since: list[dict[str, float]] = []
     progress.report("distil", step, course.steps)
@@ -107,7 +107,7 @@ def distil(
             group["lr"] = rate(step, course.steps, course.rate, min(200, course.steps // 10 + 1))
         place = step * accelerator.num_processes + accelerator.process_index
         samples = [part.to(device) for part in _samples(data, course, place)]
-        with accelerator.autocast():
+        with torch.autocast(device.type, torch.bfloat16, enabled=course.precision == "bf16"):
             terms = lesson.terms(*samples)
         optimizer.zero_grad()
         accelerator.backward(torch.stack([*terms.values()]).sum())
@@ -225,13 +225,8 @@ def _identity(course: Course, processes: int, teacher: Any, student: Any, data: 
     """What must be the same for a run to go on; more steps may be asked for, and checkpoints at other places."""
     named = asdict(course)
     del named["steps"], named["every"]
-    models = {"teacher": _digest(teacher.state_dict().values()), "student": _digest(student.state_dict().values())}
-    return {**named, **models, "data": _digest([data.latents, *data.texts]), "processes": processes}
-
-
-def _digest(tensors: Iterable[Tensor]) -> str:
-    sums = [tensor.double().sum().item() for tensor in tensors]
-    return hashlib.sha256(repr(sums).encode()).hexdigest()[:8]
+    models = {name: digest_of(one.state_dict().values()) for name, one in (("teacher", teacher), ("student", student))}
+    return {**named, **models, "data": data.digest, "processes": processes}
 
 
 def _keep(file: Path, identity: dict[str, Any], unet: Any, optimizer: Any, average: Average, step: int) -> None:
@@ -242,6 +237,7 @@ def _keep(file: Path, identity: dict[str, Any], unet: Any, optimizer: Any, avera
         "average": average.shadow,
         "step": step,
     }
+    file.parent.mkdir(parents=True, exist_ok=True)
     with temporary_beside(file) as (opened, temporary):  # as it comes: of SD1.5 it is 13 GB
         torch.save(state, opened)
         opened.flush()
@@ -251,8 +247,9 @@ def _keep(file: Path, identity: dict[str, Any], unet: Any, optimizer: Any, avera
         os.replace(temporary, file)
 
 
-def _gone_on(file: Path, identity: dict[str, Any], unet: Any, optimizer: Any, average: Average) -> int:
-    """The step at which the checkpoint stands, with all that it held put in place; 0 without one."""
+def _gone_on(file: Path, identity: dict[str, Any], steps: int, unet: Any, optimizer: Any, average: Average) -> int:
+    """The step at which the checkpoint stands, no more than ``steps``, with all that it held put in place; 0 without
+    one."""
     if not file.exists():
         return 0
     state = None
@@ -266,6 +263,10 @@ def _gone_on(file: Path, identity: dict[str, Any], unet: Any, optimizer: Any, av
                 f"{file} was made with {name} {state['course'].get(name)}, and {value} is asked for: give the same, or "
                 "another --out"
             )
+    if state["step"] > steps:
+        raise BadInputError(
+            f"{file} stands at step {state['step']}, and {steps} steps are asked for: give no fewer, or another --out"
+        )
     unet.load_state_dict(state["student"])
     optimizer.load_state_dict(state["optimizer"])
     average.shadow = {name: value.to(average.shadow[name].device) for name, value in state["average"].items()}

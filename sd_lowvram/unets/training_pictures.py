@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BadInputError
+from .digests import digest_of
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _AT_ONCE = 16
@@ -40,7 +41,7 @@ def captioned_pictures(folder: Path) -> list[Captioned]:
 
 def _captions(file: Path) -> tuple[str, ...]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()  # some editors put a mark at its beginning
     except (OSError, UnicodeDecodeError):
         raise BadInputError(
             f"a picture's caption cannot be read: {file} must be a text file, a caption a line"
@@ -52,7 +53,7 @@ def _captions(file: Path) -> tuple[str, ...]:
 
 
 def read_pictures(items: list[Captioned], side: int) -> Iterator[Tensor]:
-    """The pictures on white, ``side`` x ``side``, in batches (count, 3, side, side) of -1..1.
+    """The pictures upright, on white, the square in their middle, in batches (count, 3, side, side) of -1..1.
 
     Raises:
         BadInputError: a file that is no picture.
@@ -63,16 +64,16 @@ def read_pictures(items: list[Captioned], side: int) -> Iterator[Tensor]:
 
 def _read(file: Path, side: int) -> Tensor:
     import numpy as np
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(file) as opened:
-            picture = opened.convert("RGBA")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
+            picture = ImageOps.exif_transpose(opened).convert("RGBA")
+    except Exception as error:  # PIL raises whatever the damaged part of a file provokes
         raise BadInputError(f"{file} cannot be read as a picture: {error}") from None
     ground = Image.new("RGBA", picture.size, "white")
     ground.alpha_composite(picture)
-    small = np.asarray(ground.convert("RGB").resize((side, side), Image.Resampling.LANCZOS))
+    small = np.asarray(ImageOps.fit(ground.convert("RGB"), (side, side), Image.Resampling.LANCZOS))
     return torch.from_numpy(small.copy()).permute(2, 0, 1).float() / 127.5 - 1
 
 
@@ -84,24 +85,29 @@ class Encoded:
         latents: (pictures, channels, H/8, W/8), scaled as the denoiser has them.
         texts: for each picture the embeddings of its captions (captions, tokens, width).
         empty: the embedding of no text (1, tokens, width).
+        digest: of the pictures and captions, and of the models that brought them into this form.
     """
 
     latents: Tensor
     texts: list[Tensor]
     empty: Tensor
+    digest: str
 
 
 @torch.no_grad()
 def encoded(pipe: Any, items: list[Captioned], side: int) -> Encoded:
     """The pictures and captions through a pipeline's autoencoder and text encoder, on the CPU at the end."""
     scale = pipe.vae.config.scaling_factor
-    latents = [
-        (pipe.vae.encode(part.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode() * scale).float().cpu()
-        for part in read_pictures(items, side)
-    ]
+    models = [*pipe.vae.state_dict().values(), *pipe.text_encoder.state_dict().values()]
+    latents, digests = [], [digest_of(models, *(caption for item in items for caption in ("", *item.captions)))]
+    for part in read_pictures(items, side):
+        given = part.to(pipe.vae.device, pipe.vae.dtype)
+        latents.append((pipe.vae.encode(given).latent_dist.mode() * scale).float().cpu())
+        digests.append(digest_of([part]))
 
     def embedded(texts: list[str]) -> Tensor:
         found: Tensor = pipe.encode_prompt(texts, pipe.text_encoder.device, 1, False)[0]
         return found.float().cpu()
 
-    return Encoded(torch.cat(latents), [embedded([*item.captions]) for item in items], embedded([""]))
+    texts = [embedded([*item.captions]) for item in items]
+    return Encoded(torch.cat(latents), texts, embedded([""]), digest_of([], *digests))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
+from sd_lowvram.unets.distil import Course, distil
 from sd_lowvram.unets.supervision import clean_of
 from sd_lowvram.unets.training import min_snr_weights, noise_levels
+from sd_lowvram.unets.training_pictures import captioned_pictures, encoded
 
 WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 STEPS = 12
@@ -61,6 +65,33 @@ def test_killed_and_started_again_it_ends_with_the_same_weights(ground: Path) ->
     assert killed.keys() == whole.keys() and all(torch.equal(killed[name], whole[name]) for name in whole)
     assert not torch.equal(whole["conv_in.weight"], first["conv_in.weight"])
     assert whole["conv_in.weight"].dtype == first["conv_in.weight"].dtype
+
+
+@pytest.mark.slow(30)
+def test_it_goes_on_with_another_number_of_threads_in_a_folder_that_is_new(ground: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        for count, steps in ((1, 1), (2, 2)):
+            torch.set_num_threads(count)
+            run = CliRunner().invoke(app, asked(ground, "new/folder/out", "--json", steps=steps))
+            assert run.exit_code == 0, run.output
+            out = ground / "new" / "folder" / "out"
+            shutil.move(out, out.with_name(str(count)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.load(ground / "new" / "folder" / "out.training.pt", weights_only=True)["step"] == 2
+    run = CliRunner().invoke(app, asked(ground, "new/folder/out", steps=1))
+    assert run.exit_code == 2 and "stands at step 2, and 1 steps are asked for" in " ".join(run.output.split())
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_what_comes_back_is_a_plain_unet(ground: Path, tmp_path: Path, precision: str) -> None:
+    pipe = load_pipeline(None)
+    data = encoded(pipe, captioned_pictures(ground / "pictures"), 64)
+    course = Course(1, 2, precision=precision)
+    made = distil(pipe.unet, pipe.unet, pipe.vae, pipe.scheduler, data, course, tmp_path / "x.pt", lambda *_: None)
+    assert "forward" not in vars(made)
+    assert {weight.dtype for weight in made.parameters()} == {torch.float32}
 
 
 @pytest.mark.slow(15)

@@ -70,8 +70,8 @@ def cut(name: str, student: Student, args: argparse.Namespace, state: str, base:
 
 def train(name: str, student: Student, args: argparse.Namespace) -> None:
     folder: Path = args.runs / name
-    start = cut(name, student, args, "start", "trained") if student.blocks else folder / "cut"
     if not (folder / "trained").exists():
+        start = cut(name, student, args, "start", "trained") if student.blocks else folder / "cut"
         course = {"steps": args.steps, "batch": args.batch, "rate": args.rate}
         told = [word for key, value in course.items() for word in (f"--{key}", value)]
         models = ("--teacher", args.teacher, "--student", start, "--data", args.data)
