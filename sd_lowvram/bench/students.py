@@ -21,6 +21,8 @@ from torch import Tensor
 from .. import progress
 from ..errors import BadInputError
 from ..files.whole import write_whole
+from ..models import anatomy_of_components
+from ..models.latents import native_size, scale_factor
 from ..units import format_size
 from .in_turn import compared
 from .report import table, written
@@ -82,7 +84,7 @@ def run(
     Raises:
         BadInputError: no students, or one that does not match the teacher.
     """
-    from ..unets.evaluate import Draw, drawn_by, ground_of, measures, pipeline_to_draw
+    from ..unets.evaluate import Draw, drawn_by, ground_of, measures, pipeline_to_draw, prompts_of
     from ..unets.frozen import frozen_features
     from ..unets.training_pictures import captioned_pictures
 
@@ -91,7 +93,9 @@ def run(
     pipe = pipeline_to_draw(teacher, dtype)
     draws = {TRAINED: draw, CUT: replace(draw, pictures=min(_FEW, draw.pictures))}
     items, features = captioned_pictures(data), frozen_features(semantic)
-    grounds = {state: ground_of(pipe, items, features, each) for state, each in draws.items()}
+    ground = ground_of(pipe, items, features, draw)
+    few, places = prompts_of(items, draws[CUT])
+    grounds = {TRAINED: ground, CUT: replace(ground, prompts=few, places=places)}
     turns = len(runs) + 3
     theirs = {
         state: drawn_by(pipe, grounds[state], draws[state], turn=(turn, turns)) for turn, state in enumerate(draws)
@@ -108,12 +112,13 @@ def run(
         if state == TRAINED:
             shown[name] = pictures
     _time(pipe.unet, students, dict(runs), rows, pairs)
-    if sheet is not None:
-        _show(shown, grounds[TRAINED].prompts, sheet)
     asked = {"draw": asdict(draw), "features": semantic, "pairs": pairs, "threads": torch.get_num_threads()}
     asked["dtype"] = str(dtype).removeprefix("torch.")
     report = {**asked, "torch": torch.__version__, "rows": [{"name": name, **row} for name, row in rows.items()]}
-    return written(report, lines, out)
+    written(report, lines, out)
+    if sheet is not None:
+        _show(shown, grounds[TRAINED].prompts, sheet)
+    return report
 
 
 def _time(teacher: Any, students: Path, states: dict[str, str], rows: dict[str, dict[str, Any]], pairs: int) -> None:
@@ -204,7 +209,9 @@ def step_times(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
     """:func:`compared` of guided steps on the CPU: seconds of one step each; a pair is of several steps of both."""
     config = teacher.config
     kind = {"dtype": teacher.dtype}
-    latents = torch.zeros(2, config["in_channels"], config["sample_size"], config["sample_size"], **kind)
+    anatomy = anatomy_of_components("diffusers", {"unet": teacher})
+    side = native_size(anatomy) // scale_factor(anatomy)
+    latents = torch.zeros(2, config["in_channels"], side, side, **kind)
     text = torch.zeros(2, 77, config["cross_attention_dim"], **kind)
 
     def steps(unet: Any) -> Callable[[], Tensor]:

@@ -9,6 +9,7 @@ import typer
 
 from ..errors import BadInputError, OutputError
 from .measuring import Debug, Json, Out, measuring
+from .pictures import check_writable
 from .values import check_count, check_given
 
 
@@ -46,6 +47,8 @@ def students(
             raise BadInputError(f"--guidance {guidance} must lie between 0 and 100; 4 to 8 is usual")
         if sheet is not None and sheet.suffix.lower() != ".png":
             raise OutputError(f"--sheet {sheet} must end in .png")
+        for file in filter(None, (sheet, out)):
+            check_writable(file, 1 << 20)
         import torch
 
         from ..bench.report import show

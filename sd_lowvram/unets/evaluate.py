@@ -50,7 +50,8 @@ class Ground:
 
     Attributes:
         prompts: of the pictures to draw; ``places``: where each one's own picture is among the training pictures.
-        known: the training pictures (pictures, 3, H, W) of -1..1; ``seen``: their features (pictures, channels).
+        known: the training pictures, small (pictures, 3, 16, 16) of -1..1; ``seen``: their features (pictures,
+            channels), of their full size.
     """
 
     prompts: list[str]
@@ -81,18 +82,35 @@ def pipeline_to_draw(model: str | None, dtype: torch.dtype = torch.float32) -> A
 
 
 def ground_of(teacher: Any, items: list[Captioned], features: Features, draw: Draw) -> Ground:
-    """The prompts of ``draw``, evenly over ``items``, and what they are measured against, at the teacher's own size.
+    """The prompts of ``draw``, and what they are measured against, at the teacher's own size.
 
     Raises:
-        BadInputError: more pictures are asked for than there are, or fewer than two; a file that is no picture.
+        BadInputError: as :func:`prompts_of`; a file that is no picture.
+    """
+    prompts, places = prompts_of(items, draw)
+    known, seen = [], []
+    for part in read_pictures(items, own_side(teacher)):  # a few at a time: thousands would not fit
+        known.append(_small(part))
+        seen.append(_pooled(features, part))
+        progress.report("training pictures", sum(map(len, known)), len(items))
+    return Ground(prompts, places, torch.cat(known), torch.cat(seen), features)
+
+
+def prompts_of(items: list[Captioned], draw: Draw) -> tuple[list[str], Tensor]:
+    """The prompts of ``draw``, evenly over ``items``, and their places there.
+
+    Raises:
+        BadInputError: more pictures are asked for than there are, or fewer than two.
     """
     if not 2 <= draw.pictures <= len(items):
         raise BadInputError(f"{draw.pictures} pictures cannot be compared: from 2 to {len(items)} can, one a caption")
-    side = native_size(anatomy_of_components("diffusers", {"unet": teacher.unet}))
-    known = torch.cat([*read_pictures(items, side)])
     places = torch.linspace(0, len(items) - 1, draw.pictures).round().long()
-    prompts = [items[place].captions[0] for place in places.tolist()]
-    return Ground(prompts, places, known, _pooled(features, known), features)
+    return [items[place].captions[0] for place in places.tolist()], places
+
+
+def own_side(pipe: Any) -> int:
+    """The side in pixels of the pictures that a pipeline draws."""
+    return native_size(anatomy_of_components("diffusers", {"unet": pipe.unet}))
 
 
 def evaluated(
@@ -161,8 +179,11 @@ def agreement(pictures: Tensor, others: Tensor) -> dict[str, float]:
 
 def nearest(pictures: Tensor, known: Tensor) -> Tensor:
     """For each picture the place of the nearest of ``known``, both scaled down to 16x16."""
-    small, all_known = (functional.adaptive_avg_pool2d(each, _SEEN).flatten(1) for each in (pictures, known))
-    return torch.cdist(small, all_known).argmin(dim=1)
+    return torch.cdist(_small(pictures).flatten(1), _small(known).flatten(1)).argmin(dim=1)
+
+
+def _small(pictures: Tensor) -> Tensor:
+    return functional.adaptive_avg_pool2d(pictures, _SEEN)
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ They are of use for thousands of pictures: of a hundred FID tells little, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -56,11 +56,11 @@ def at_hand() -> AtHand:
     return AtHand(file, folder)
 
 
-def published_measures(known: Tensor, weights: AtHand) -> Measures:
+def published_measures(known: Iterable[Tensor], weights: AtHand) -> Measures:
     """The three measures.
 
     Args:
-        known: the real pictures that FID compares with (count, 3, H, W) of -1..1.
+        known: the real pictures that FID compares with, in batches (count, 3, H, W) of -1..1.
 
     Raises:
         BadInputError: weights cannot be read.
@@ -73,7 +73,8 @@ def published_measures(known: Tensor, weights: AtHand) -> Measures:
     file = str(weights.inception)
     score, clip = InceptionScore(_classes(file), normalize=True), CLIPScore(lambda: (model, processor))
     fid = FrechetInceptionDistance(normalize=True, reset_real_features=False, feature_extractor_weights_path=file)
-    _in_parts(known, lambda part, _: fid.update(part / 2 + 0.5, real=True))
+    for some in known:
+        _in_parts(some, lambda part, _: fid.update(part / 2 + 0.5, real=True))
 
     def measures(pictures: Tensor, prompts: Sequence[str]) -> dict[str, float]:
         _in_parts(pictures, lambda part, _: fid.update(part / 2 + 0.5, real=False))

