@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .inspection import folder_variant, is_pickle, model_path
+from .inspection import Task, configuration, folder_variant, is_pickle, model_path
 from .load import load_pipeline
 from .safetensors_header import read_header
 
@@ -17,7 +17,8 @@ _TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load_as_stored(model: str | None) -> Any:
-    """The pipeline of ``model``, as :func:`load_pipeline` finds it; float32 where the file is a pickle.
+    """The pipeline of ``model``, as :func:`load_pipeline` finds it, for inpainting where that is what it is made for;
+    float32 where the file is a pickle.
 
     A folder's components keep a type each. A single file is loaded in the type of its UNet.
 
@@ -25,10 +26,12 @@ def load_as_stored(model: str | None) -> Any:
         CheckpointError: missing, unreadable, truncated, or of an unknown kind.
     """
     path = model_path(model)
+    unread = not path.is_dir() and is_pickle(path, True)
+    inpaints = not unread and configuration(model)["unet"].get("in_channels") == 9
+    task: Task = "inpaint" if inpaints else "txt2img"
     if not path.is_dir():
-        unread = is_pickle(path, True)
-        return load_pipeline(model, dtype=None if unread else _type_of([path], "model.diffusion_model."))
-    pipe: Any = load_pipeline(model)  # diffusers widens all to float32
+        return load_pipeline(model, task, None if unread else _type_of([path], "model.diffusion_model."))
+    pipe: Any = load_pipeline(model, task)  # diffusers widens all to float32
     variant = folder_variant(path, False)
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module):

@@ -127,7 +127,7 @@ def prune(
             pipe = _loaded(model, Console(stderr=True))
             pipe.register_modules(unet=pruned(pipe.unet, cut, changes))
             save_pipeline(pipe, checked)
-        _tell({"out": out and str(out), **after, "before": before}, _compared(before, after, out), as_json)
+        _tell_cut(before, after, None if dry_run else out, as_json)
 
 
 @unet.command()
@@ -160,7 +160,7 @@ def combine(
             pipe, other = _loaded(model, console), _loaded(compressed, console)
             pipe.register_modules(unet=combined(other.unet, pipe.unet, blocks))
             save_pipeline(pipe, checked)
-        _tell({"out": out and str(out), **after, "before": before}, _compared(before, after, out), as_json)
+        _tell_cut(before, after, None if dry_run else out, as_json)
 
 
 def _check_sides(width: int | None, height: int | None) -> None:
@@ -170,9 +170,9 @@ def _check_sides(width: int | None, height: int | None) -> None:
 
 def _checked_out(out: Path | None, dry_run: bool) -> Path:
     """The folder or file to write to, which must be new; asked before anything is loaded."""
-    if dry_run:
-        return Path()
     if out is None:
+        if dry_run:
+            return Path()
         raise BadInputError("--out is missing: name a new folder for the model, or look first with --dry-run")
     from ..checkpoints.save import check_new
 
@@ -289,6 +289,11 @@ def _lines(taken: list[Taken]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     aligned = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     return [*aligned[: len(taken) + 1], "", aligned[0].replace("unit ", "block", 1), *aligned[len(taken) + 1 :]]
+
+
+def _tell_cut(before: dict[str, Any], after: dict[str, Any], written: Path | None, as_json: bool) -> None:
+    values = {"out": None if written is None else str(written), **after, "before": before}
+    _tell(values, _compared(before, after, written), as_json)
 
 
 def _compared(was: dict[str, Any], now: dict[str, Any], out: Path | None) -> list[str]:

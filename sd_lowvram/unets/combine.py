@@ -27,9 +27,9 @@ def combined(compressed: Any, original: Any, blocks: int) -> Any:
     for unet in (compressed, original):
         check_unet(unet)
     check_unchanged(original)
-    if len(compressed.down_blocks) < blocks or not 0 < blocks < len(original.down_blocks):
-        least = min(len(compressed.down_blocks), len(original.down_blocks) - 1)
-        raise BadInputError(f"{blocks} outermost blocks cannot be of the compressed UNet: from 1 to {least} can")
+    most = min(len(compressed.down_blocks), len(original.down_blocks)) - 1  # the innermost gives its map to no other
+    if not 1 <= blocks <= most:
+        raise BadInputError(f"{blocks} outermost blocks cannot be of the compressed UNet: from 1 to {most} can")
     _check_alike(compressed.config, original.config, blocks)
     total = len(original.down_blocks)
     shallow = {f"down_blocks.{number}": f"down_blocks.{number}" for number in range(blocks)}

@@ -123,6 +123,21 @@ def pruned_config(config: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     return {**configured(config, Layout(tuple(map(len, cut.down)), cut.mid)), **cut_again(config, cut)}
 
 
+_OF_THE_MIDDLE = ("block_out_channels", "attention_head_dim", "num_attention_heads", "transformer_layers_per_block")
+
+
+def _check_middle(config: Mapping[str, Any], cut: Cut) -> None:
+    """Refuse a middle block that would follow a block unlike the one that it was made for."""
+    blocks = len(cut.down)
+    for name in _OF_THE_MIDDLE if cut.mid else ():
+        given = config.get(name)
+        if isinstance(given, (list, tuple)) and given[blocks - 1] != given[-1]:
+            raise BadInputError(
+                f"the middle block was made for the innermost blocks, which are cut: {name} is {given[-1]} there and "
+                f"{given[blocks - 1]} in what is left; drop mid, too"
+            )
+
+
 def pruned(unet: Any, cut: Cut, changes: Changes | None = None) -> Any:
     """A UNet of what ``cut`` leaves of ``unet``, with copies of its weights; on the meta device without any.
 
@@ -131,10 +146,11 @@ def pruned(unet: Any, cut: Cut, changes: Changes | None = None) -> Any:
 
     Raises:
         BadInputError: not a UNet that is known; one with changed blocks; innermost blocks are cut that are narrower
-            than what is left; or changes that cannot be made.
+            than what is left, or without the middle block that was made for them; or changes that cannot be made.
     """
     check_unet(unet)
     check_unchanged(unet)
+    _check_middle(unet.config, cut)
     widths, blocks = unet.config["block_out_channels"], len(cut.down)
     if blocks < len(widths) and widths[blocks - 1] > widths[blocks]:
         raise BadInputError(

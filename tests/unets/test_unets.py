@@ -237,6 +237,9 @@ def test_an_analysis_is_drawn_and_told(tmp_path: Path) -> None:
         (["prune", "--model", "sd15", "--kind", "base", "--out", "/tmp/never"], "architecture without weights"),
         (["combine", "--compressed", "sdxl", "--model", "sd15", "--dry-run"], "do not match: cross_attention_dim"),
         (["combine", "--compressed", "sd15", "--model", "sd15", "--blocks", "4", "--dry-run"], "from 1 to 3 can"),
+        (["prune", "--drop", "dn3", "--drop", "up0", "--dry-run"], "the middle block was made for the innermost"),
+        (["prune", "--model", "sdxl", "--drop", "dn2", "--drop", "up0", "--dry-run"], "drop mid, too"),
+        (["prune", "--drop", "mid", "--dry-run", "--out", "/"], "is there already"),
         (["analyse", "--dry-run"], "name a card with --gpu"),
         (["analyse", "--plot", "units.txt"], "must end in .png"),
         (["analyse", "--width", "100"], "no multiple of 8"),
@@ -244,6 +247,32 @@ def test_an_analysis_is_drawn_and_told(tmp_path: Path) -> None:
 )
 def test_bad_input_is_told(arguments: list[str], why: str) -> None:
     assert why in refused(*arguments)
+
+
+def test_all_blocks_of_a_tiny_unet_cannot_be_the_outermost() -> None:
+    """Its innermost one gives its map to no other."""
+    whole = tiny()
+    small = pruned(whole, cut_of_kind(whole.config, "tiny"))
+    with pytest.raises(BadInputError, match=f"from 1 to {len(small.down_blocks) - 1} can"):
+        combined(small, whole, len(small.down_blocks))
+
+
+def test_a_dry_run_does_not_say_that_it_wrote(tmp_path: Path) -> None:
+    asked = "prune", "--drop", "mid", "--dry-run", "--out", str(tmp_path / "new")
+    assert told(*asked)["out"] is None
+    shown = CliRunner().invoke(app, ["unet", *asked])
+    assert shown.exit_code == 0 and "written" not in shown.stdout and not [*tmp_path.iterdir()]
+
+
+def test_a_model_for_inpainting_is_cut(tmp_path: Path) -> None:
+    pipe: Any = load_pipeline(None)
+    config = {**pipe.unet.config, "in_channels": 9}
+    pipe.register_modules(unet=type(pipe.unet).from_config(config))
+    pipe.save_pretrained(tmp_path / "whole")
+    out = str(tmp_path / "cut")
+    assert told("prune", "--model", str(tmp_path / "whole"), "--drop", "mid", "--out", out)["out"] == out
+    made: Any = load_pipeline(out, "inpaint")
+    assert made.unet.config.in_channels == 9 and made.unet.mid_block is None
 
 
 def test_only_unets_that_are_known_are_taken() -> None:
