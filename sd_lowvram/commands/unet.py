@@ -44,7 +44,8 @@ def analyse(
     width: Side = None,
     height: Side = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Foretell times for a card, such as rtx2070; left out: measured here.")
+        str | None,
+        typer.Option(help="Foretell times for a card, such as rtx2070; left out: measured on this CPU (float32)."),
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG file.", metavar="FILE")] = None,
     dry_run: DryRun = False,
@@ -54,6 +55,7 @@ def analyse(
     """What every unit takes in a guided step: weights, operations, time, memory of activations."""
     with guarded(debug):
         from rich.console import Console
+        from torch import nn
 
         from ..unets.analysis import totals
         from .show import Bars
@@ -65,7 +67,7 @@ def analyse(
             raise BadInputError("--dry-run measures no times: name a card with --gpu, rtx2070 for example")
         rates = _rates(gpu)
         console = Console(stderr=True)
-        loaded = empty_unet(model) if rates else _loaded(model, console).unet
+        loaded = empty_unet(model) if rates else nn.Module.float(_loaded(model, console).unet)  # as a CPU runs it
         with Bars(console, not as_json).running():
             taken = _taken(loaded, width, height, rates)
         if plot is not None:

@@ -215,6 +215,8 @@ def test_an_analysis_is_drawn_and_told(tmp_path: Path) -> None:
     found = told("analyse", "--width", "64", "--height", "64", "--gpu", "rtx2070", "--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG") and found["units"][-1]["name"] == OTHERS
     assert found["parameters"] == sum(unit["parameters"] for unit in found["units"])
+    measured = told("analyse", "--width", "64", "--height", "64")  # in float32, where the file holds float16
+    assert measured["bytes"] == 4 * measured["parameters"] == 2 * found["bytes"]
     shown = CliRunner().invoke(app, ["unet", "analyse", "--width", "64", "--height", "64"])
     assert shown.exit_code == 0 and "up3.1.attn" in shown.stdout and "mid  " in shown.stdout
 
