@@ -107,7 +107,7 @@ def distil(
             group["lr"] = rate(step, course.steps, course.rate, min(200, course.steps // 10 + 1))
         place = step * accelerator.num_processes + accelerator.process_index
         samples = [part.to(device) for part in _samples(data, course, place)]
-        with torch.autocast(device.type, torch.bfloat16, enabled=course.precision == "bf16"):
+        with _computing(device, course.precision):
             terms = lesson.terms(*samples)
         optimizer.zero_grad()
         accelerator.backward(torch.stack([*terms.values()]).sum())
@@ -128,6 +128,10 @@ def distil(
     inner.load_state_dict(average.shadow)
     inner.set_attn_processor(processors)
     return inner.cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
+
+
+def _computing(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
 
 
 def _check_kind(unet: Any, prediction: str) -> None:
