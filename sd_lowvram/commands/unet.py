@@ -261,11 +261,10 @@ def _cut(empty: Any, kind: str | None, drop: Any, keep: Any) -> Cut:
 
 
 def _taken(unet: Any, width: int | None, height: int | None, rates: Any) -> list[Taken]:
-    from ..models import anatomy_of_components
-    from ..models.latents import native_size
     from ..unets.analysis import analysed
+    from ..unets.layers import own_side
 
-    own = native_size(anatomy_of_components("diffusers", {"unet": unet}))
+    own = own_side(unet)
     return analysed(unet, width or own, height or own, rates=rates)
 
 

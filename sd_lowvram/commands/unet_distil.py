@@ -84,9 +84,8 @@ def _trained(
     from ..checkpoints.load import load_pipeline
     from ..checkpoints.load_stored import load_as_stored
     from ..checkpoints.save import save_pipeline
-    from ..models import anatomy_of_components
-    from ..models.latents import native_size
     from ..unets.distil import distil as train
+    from ..unets.layers import own_side
     from ..unets.supervision import check_match
     from ..unets.training_pictures import captioned_pictures, encoded
 
@@ -94,7 +93,7 @@ def _trained(
     large, small = load_pipeline(teacher, dtype=torch.float32), load_as_stored(student)
     own, last = small.unet.dtype, {}
     check_match(large.unet, small.unet)
-    side = native_size(anatomy_of_components("diffusers", {"unet": large.unet}))
+    side = own_side(large.unet)
 
     def tell(step: int, terms: dict[str, float]) -> None:
         last.update(terms)

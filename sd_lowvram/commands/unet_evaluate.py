@@ -64,8 +64,9 @@ def _evaluated(
 ) -> dict[str, Any]:
     from ..bench.students import step_times
     from ..unets.analysis import counted
-    from ..unets.evaluate import evaluated, ground_of, own_side, pipeline_to_draw
+    from ..unets.evaluate import evaluated, ground_of, pipeline_to_draw
     from ..unets.frozen import frozen_features
+    from ..unets.layers import own_side
     from ..unets.published_measures import at_hand, published_measures
     from ..unets.supervision import check_match
     from ..unets.training_pictures import captioned_pictures, read_pictures
@@ -75,7 +76,7 @@ def _evaluated(
     large, small = (pipeline_to_draw(model) for model in (teacher, student))
     check_match(large.unet, small.unet)
     ground = ground_of(large, items, features, draw)
-    more = published_measures(read_pictures(items, own_side(large)), weights) if weights else None
+    more = published_measures(read_pictures(items, own_side(large.unet)), weights) if weights else None
     rows: dict[str, Any] = evaluated(large, small, ground, draw, more)
     times = step_times(large.unet, small.unet, pairs)
     for name, model, seconds in (("teacher", teacher, "plain_seconds"), ("student", student, "seconds")):

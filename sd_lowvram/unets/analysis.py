@@ -18,10 +18,9 @@ from .. import progress
 from ..devices.performance import Rates, profile
 from ..models import anatomy_of_components
 from ..models.calls import Shape, denoise_step
-from ..models.latents import native_size
 from ..tracing import MemoryTrace, trace
 from ..weights import weight_bytes
-from .layers import Unit, units_of
+from .layers import Unit, own_side, units_of
 
 _ROUNDS = 3
 OTHERS = "others"
@@ -83,7 +82,7 @@ def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates |
 def counted(unet: Any, side: int | None = None) -> dict[str, int]:
     """What a guided step of ``unet`` takes at its own size, or for a picture of ``side`` pixels: "parameters", "bytes",
     "operations" and "peak_bytes", times not among it; the meta device will do."""
-    side = side or native_size(anatomy_of_components("diffusers", {"unet": unet}))
+    side = side or own_side(unet)
     return totals(analysed(unet, side, side, rates=profile("rtx2070")))
 
 

@@ -16,9 +16,8 @@ from torch.nn import functional
 from .. import progress
 from ..checkpoints.load import load_pipeline
 from ..errors import BadInputError
-from ..models import anatomy_of_components
-from ..models.latents import native_size
 from .frozen import Features
+from .layers import own_side
 from .published_measures import Measures
 from .training_pictures import Captioned, read_pictures
 
@@ -89,7 +88,7 @@ def ground_of(teacher: Any, items: list[Captioned], features: Features, draw: Dr
     """
     prompts, places = prompts_of(items, draw)
     known, seen = [], []
-    for part in read_pictures(items, own_side(teacher)):  # a few at a time: thousands would not fit
+    for part in read_pictures(items, own_side(teacher.unet)):  # a few at a time: thousands would not fit
         known.append(_small(part))
         seen.append(_pooled(features, part))
         progress.report("training pictures", sum(map(len, known)), len(items))
@@ -106,11 +105,6 @@ def prompts_of(items: list[Captioned], draw: Draw) -> tuple[list[str], Tensor]:
         raise BadInputError(f"{draw.pictures} pictures cannot be compared: from 2 to {len(items)} can, one a caption")
     places = torch.linspace(0, len(items) - 1, draw.pictures).round().long()
     return [items[place].captions[0] for place in places.tolist()], places
-
-
-def own_side(pipe: Any) -> int:
-    """The side in pixels of the pictures that a pipeline draws."""
-    return native_size(anatomy_of_components("diffusers", {"unet": pipe.unet}))
 
 
 def evaluated(

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import BadInputError
+from ..models import anatomy_of_components
+from ..models.latents import native_size
 
 
 class Unit(NamedTuple):
@@ -25,6 +27,11 @@ class Unit(NamedTuple):
     name: str
     path: str
     module: nn.Module
+
+
+def own_side(unet: Any) -> int:
+    """The side in pixels of the pictures that ``unet`` was made for."""
+    return native_size(anatomy_of_components("diffusers", {"unet": unet}))
 
 
 def check_unet(unet: Any) -> None:
