@@ -126,7 +126,7 @@ class _Denoiser:
 
     def prepare_sampling(self, executor: Any, model: ModelPatcher, *args: Any, **kwargs: Any) -> Any:
         plan = self.record.plans["denoise"]
-        spare = host.room(self._device) - plan.request.vram
+        spare = host.budget("", self._device) - plan.request.vram
         needed = _activation_bytes(plan) + max(0, spare)
         with host.replaced(model.model, "memory_required", lambda *args, **kwargs: needed):
             return executor(model, *args, **kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..sd_lowvram.devices.info import free_vram
+from ..sd_lowvram.devices.this_machine import budget_of
 from ..sd_lowvram.progress import listen
 from ..sd_lowvram.units import parse_size
 from .interfaces import ModelPatcher
@@ -20,18 +21,18 @@ from .loading import Loading
 
 
 def budget(written: str, device: torch.device) -> int:
-    """Bytes in a node's budget; when it is empty, what is free plus what the host would unload to make room.
+    """Bytes in a node's budget; when it is empty, what this process can have once the host has unloaded its models.
 
     Raises:
         BadInputError: it is no size.
     """
     if written.strip():
         return parse_size(written, "budget")
-    return room(device)
+    return budget_of(device, room(device))
 
 
 def room(device: torch.device) -> int:
-    """Bytes on ``device`` that are free, or that the host's own models hold and would give up."""
+    """Bytes for tensors on ``device``: free, or held by the host's own models, which it would give up."""
     from comfy import model_management as host
 
     held = sum(loaded.model_loaded_memory() for loaded in host.current_loaded_models if loaded.device == device)

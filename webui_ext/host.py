@@ -19,6 +19,7 @@ from modules import devices, shared
 from torch import Tensor, nn
 
 from sd_lowvram.devices.info import available_ram, free_vram
+from sd_lowvram.devices.this_machine import budget_of
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.units import parse_size
@@ -137,14 +138,16 @@ def device() -> torch.device:
 
 
 def budget(text: str, model: Any, where: torch.device) -> tuple[int, int]:
-    """Bytes for the run as the user states them, or what is free now with the model's own weights counted as free; and
-    how many of them the host's other modules hold on the device, the text encoders above all."""
+    """Bytes for the run as the user states them, or what this process can have now with the model's own weights counted
+    as free; and how many of them the host's other modules hold on the device, the text encoders above all."""
     if is_blueprint(model):
-        return parse_size(text, "vram") if text else free_vram(where), model.other_bytes
+        return parse_size(text, "vram") if text else budget_of(where, free_vram(where)), model.other_bytes
     ours = _bytes_on(where, all_tensors(*anatomy_of(model).components.values()))
     shell = all_tensors(model) if isinstance(model, nn.Module) and not moves_weights(model) else []
     others = max(0, _bytes_on(where, shell) - ours)
-    return (parse_size(text, "vram") if text else free_vram(where) + ours + others), others
+    if text:
+        return parse_size(text, "vram"), others
+    return budget_of(where, free_vram(where) + ours + others), others
 
 
 def _bytes_on(where: torch.device, tensors: list[Tensor]) -> int:

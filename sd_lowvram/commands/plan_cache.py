@@ -54,9 +54,10 @@ def _free_vram() -> int:
     if has_no_gpu():
         return _free_ram()
     from ..devices.info import default_device, free_vram
+    from ..devices.this_machine import budget_of
 
     device = default_device()
-    return _free_ram() if device.type == "cpu" else free_vram(device)
+    return _free_ram() if device.type == "cpu" else budget_of(device, free_vram(device))
 
 
 def _free_ram() -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .info import context_memory
 from .overhead import Overhead
 from .performance import THIS, Rates
 
@@ -217,7 +218,7 @@ def measured_overhead(device: torch.device) -> Overhead:
     convolutions at the levels of SD1.5's denoiser and, as a share, of its decoder, with the widest map of a picture of
     2048x2048 where the card has room for it; maps channels last as plans have them. The context is what the driver
     counts for this process beyond that allocator; where it does not tell processes apart, what is taken on the device
-    in all.
+    in all, up to the default.
     """
     run, _, _ = _linear(64, 64, 64, device, torch.float16)
     torch.cuda.synchronize(device)
@@ -230,7 +231,8 @@ def measured_overhead(device: torch.device) -> Overhead:
         shapes = [(512, 256), (256, 512), (128, 512), (512, 1024)]
         large = [_workspace(*shape, device, 1) for shape in shapes if _has_room(*shape, device)]
     share = max((space / moved if space > small else 0.0 for space, moved in large), default=0.0)
-    return Overhead(_context(device), matrix, small, share)
+    torch.cuda.empty_cache()
+    return Overhead(context_memory(device, Overhead().context_bytes), matrix, small, share)
 
 
 def _has_room(channels: int, side: int, device: torch.device) -> bool:
@@ -251,14 +253,3 @@ def _workspace(channels: int, side: int, device: torch.device, pictures: int = _
     asked = "requested_bytes.all" if stats.get("requested_bytes.all.peak") else "allocated_bytes.all"  # of whole blocks
     own = output.nbytes if isinstance(output, Tensor) else 0
     return stats[f"{asked}.peak"] - stats[f"{asked}.current"], 2 * own + weight_bytes
-
-
-def _context(device: torch.device) -> int:
-    from .info import process_memory
-
-    torch.cuda.empty_cache()
-    taken = process_memory(device)
-    if taken is None:
-        free, total = torch.cuda.mem_get_info(device)
-        taken = total - free
-    return max(0, taken - torch.cuda.memory_reserved(device))

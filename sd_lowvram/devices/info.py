@@ -155,6 +155,23 @@ def process_memory(device: torch.device) -> int | None:
     return next((process.usedGpuMemory for process in running or () if process.pid == os.getpid()), None)
 
 
+def context_memory(device: torch.device, assumed: int) -> int:
+    """Bytes that the driver's context of this process takes on a GPU.
+
+    Args:
+        assumed: what it takes where the driver does not tell processes apart. What the card holds besides may then be
+            another program's, so this is the most that is answered.
+    """
+    import torch
+
+    tensors = torch.cuda.memory_reserved(device)
+    own = process_memory(device)
+    if own is not None:
+        return max(0, own - tensors)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, min(assumed, total - free - tensors))
+
+
 def driver_version() -> str:
     """NVIDIA's driver, or "" where NVML does not say."""
     version: str | bytes | None = _ask_nvml(lambda nvml: nvml.nvmlSystemGetDriverVersion())

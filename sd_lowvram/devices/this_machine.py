@@ -13,6 +13,7 @@ import torch
 
 from ..cache import cache_folder, remember, remembered
 from .calibration import calibrate, measured_overhead
+from .info import context_memory
 from .overhead import Overhead
 from .performance import Rates
 
@@ -37,6 +38,20 @@ def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
     measured = measured_overhead(device)
     remember(where, measured)
     return measured
+
+
+def budget_of(device: torch.device, free: int) -> int:
+    """What a budget is where nobody states one: all that this process can have of ``device``.
+
+    A plan takes the driver's context off its budget, also of one that is stated. What is free is free beside the
+    context, which is there by now, so that its bytes are added here.
+
+    Args:
+        free: bytes that tensors of the run can have, those counted that lie there already.
+    """
+    if device.type != "cuda":
+        return free
+    return free + context_memory(device, overhead_of(device).context_bytes)
 
 
 RECORDED = "recorded passes"

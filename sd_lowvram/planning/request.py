@@ -10,7 +10,7 @@ import torch
 from ..devices.info import available_ram, default_device, free_vram
 from ..devices.overhead import NONE, Overhead
 from ..devices.performance import THIS, Rates
-from ..devices.this_machine import overhead_of, rates_of
+from ..devices.this_machine import budget_of, overhead_of, rates_of
 from ..errors import BadInputError
 from ..models.anatomy import Anatomy
 from ..streaming.host_weights import mapped_bytes
@@ -97,7 +97,8 @@ def request_for(
     """The request for a run of ``anatomy``'s models.
 
     Args:
-        vram, ram: bytes; None: what is free now, the weights that lie there already counted as free.
+        vram, ram: bytes, on a GPU those of the driver's context included; None: what this process can have now, the
+            weights that lie there already counted as free.
         width, height: of the picture in pixels; None: the model's own size.
         batch: pictures at a time.
         pictures: in all.
@@ -116,7 +117,7 @@ def request_for(
         width=width,
         height=height,
         batch=batch,
-        vram=vram if vram is not None else free_vram(where) + _held(anatomy, where),
+        vram=vram if vram is not None else budget_of(where, free_vram(where) + _held(anatomy, where)),
         ram=ram if ram is not None else available_ram() + _held(anatomy, torch.device("cpu")),
         device=where,
         rates=rates_of(where) if rates is None else rates,
