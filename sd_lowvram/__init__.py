@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .api import decode, encode, max_size, optimize, plan
     from .planning.memory_profile import measured
     from .planning.search import Plan
+    from .saved_latents.resumable import resumable
     from .session import attached, restore
     from .settings import Fidelity, Settings
     from .tracing import MemoryTrace, trace
@@ -37,6 +38,7 @@ __all__ = [
     "optimize",
     "plan",
     "restore",
+    "resumable",
     "trace",
 ]
 
@@ -44,6 +46,7 @@ _HOMES = {
     ".api": ("decode", "encode", "max_size", "optimize", "plan"),
     ".planning.memory_profile": ("measured",),
     ".planning.plan": ("Plan",),
+    ".saved_latents.resumable": ("resumable",),
     ".session": ("attached", "restore"),
     ".settings": ("Fidelity", "Settings"),
     ".tracing": ("MemoryTrace", "trace"),

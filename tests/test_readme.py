@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
 
 from sd_lowvram.commands.knobs import fidelity_words
 from sd_lowvram.devices import support
 from sd_lowvram.settings import Knob, knobs
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 LEVELS = (support.TESTED, support.SIMULATED, support.UNTESTED)
 
@@ -32,3 +39,58 @@ def test_what_may_be_expected_of_devices_is_what_doctor_tells() -> None:
         rows = [line.split("|") for line in README.splitlines() if line.startswith("| ")]
         levels = [row[2].strip() for row in rows if one.name in row[1] and row[2].strip() in LEVELS]
         assert levels == [one.level], one.name
+
+
+PYTHON = [
+    (page.name, block)
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+]
+
+OTHER_VALUES = (
+    {'"a red apple"': '"a blue car"', "manual_seed(1)": "manual_seed(2)"},
+    {'"4GB"': '"3GB"', "1024": "512", '"a red apple"': '"a blue car"'},
+)
+"""For each Python block of README and docs, in their order: what stands in it the second time."""
+
+
+def test_every_block_of_python_is_run() -> None:
+    assert len(PYTHON) == len(OTHER_VALUES)
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("number", range(len(OTHER_VALUES)))
+def test_blocks_of_python_run_as_they_are_printed_and_with_other_values(number: int, tmp_path, monkeypatch) -> None:
+    """``pipe`` is a small pipeline with random weights. Where it goes on from a file, the first run is ended."""
+    monkeypatch.chdir(tmp_path)
+    _, block = PYTHON[number]
+    other = block
+    for printed, value in OTHER_VALUES[number].items():
+        assert printed in other, f"{printed} does not stand in block {number}"
+        other = other.replace(printed, value)
+    pipe, fresh = tiny.pipeline("sd15"), tiny.pipeline("sd15")
+    for one in (pipe, fresh):  # a call without a seed gets one: planning draws numbers, too
+        monkeypatch.setattr(one, "check_inputs", lambda *_, **__: torch.manual_seed(0))
+    expected = [picture_of(text, fresh) for text in (block, other)]
+    assert expected[0] != expected[1]
+    if "resumable" in block:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(pipe.vae, "decode", interrupted)
+            exec(block, {"pipe": pipe})
+        (left,) = tmp_path.glob("*.safetensors")
+        with pytest.warns(UserWarning, match="is of another call"):
+            assert picture_of(other, pipe) == expected[1]
+        assert not left.exists()
+    assert [picture_of(text, pipe) for text in (block, other)] == expected
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def picture_of(block: str, pipe: Any) -> bytes:
+    """The bytes of ``image`` when ``block`` has run on ``pipe``."""
+    names: dict[str, Any] = {"pipe": pipe}
+    exec(block, names)
+    pixels: bytes = names["image"].tobytes()
+    return pixels

@@ -72,6 +72,10 @@ class Keeper:
         """Whether the steps that come have been done before."""
         return self._start is not None
 
+    def begin_anew(self) -> None:
+        """Compute all steps: the file is of another run, and goes when this one is first written."""
+        self._start, self._held = None, 0
+
     def after(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """What the pipeline goes on with after ``step``, from 1.
 

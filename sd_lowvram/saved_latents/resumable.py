@@ -1,0 +1,118 @@
+"""A pipeline's call that goes on where an earlier one, with the same arguments, was ended."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import BadInputError
+from ..patches import set_patch, wrap
+from .file import read_saved
+from .interval import Interval, parse_interval
+from .keeping import Keeper, Safety, kept
+from .same_call import digest, digests_of_arguments, digests_of_pipeline
+
+_CALL = "call"
+"""The name of the digests in what the file tells of its run."""
+
+_LATENTS, _CALLBACK, _NEEDED = "latents", "callback_on_step_end", "callback_on_step_end_tensor_inputs"
+
+
+def resumable(pipe: Any, path: str | os.PathLike[str], *, every: str = "1min") -> Callable[..., Any]:
+    """``pipe`` as a function that is called as the pipeline is, and goes on where the same call was ended before.
+
+    Its latents are written to ``path`` (some MB) now and then, before the decode, and when an error or Ctrl-C ends it.
+    Called again with the same arguments, it passes over the steps that are done and returns the bits of an unbroken
+    call. The file goes when the picture is there. It belongs to one call: of another (another prompt, seed, size,
+    guidance scale, picture or mask to start from, scheduler, number of steps, model, LoRA, precision or version)
+    nothing is used, the call begins anew and a warning names what differs. A callback of your own is called for the
+    steps that are computed; it is not compared.
+
+    Args:
+        pipe: a pipeline of diffusers that denoises with a UNet, with or without a plan of ours.
+        path: of the file; a name that ends in ``.latents.safetensors`` is usual.
+        every: how often it is written: "30s", "5min", "10steps", or "never" but before the decode.
+
+    Returns:
+        a function with the arguments of ``pipe(...)``, and what it returns. ``generator`` must be among them: a
+        generator, or a list of them, seeded as for the call that was ended.
+
+    Raises:
+        BadInputError: here, where ``pipe`` cannot go on from a step or ``every`` is no interval; by the function, where
+            there is no generator, or ``path`` holds something else or is damaged.
+    """
+    taken = inspect.signature(pipe.__call__).parameters if callable(pipe) else {}
+    if getattr(pipe, "unet", None) is None or not {"generator", _CALLBACK, _NEEDED} <= taken.keys():
+        raise BadInputError(
+            f"{type(pipe).__name__} cannot go on from saved latents: that takes a pipeline of diffusers with a unet, "
+            f"whose call takes generator and {_CALLBACK}, as StableDiffusionPipeline does"
+        )
+    return functools.partial(_called, pipe, Path(path), parse_interval(every, "every"))
+
+
+def _called(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: Any) -> Any:
+    arguments = inspect.signature(pipe.__call__).bind(*args, **kwargs)
+    given = arguments.arguments.get("generator")
+    if not given:
+        raise BadInputError(
+            "a call that shall go on later needs a generator: give generator=torch.Generator().manual_seed(1), with a "
+            "seed of yours"
+        )
+    start = read_saved(path) if path.exists() else None
+    call = digests_of_pipeline(pipe) | digests_of_arguments(arguments)
+    safety = Safety(path, lambda: {_CALL: call}, interval=interval, start=start)
+    generators = list(given) if isinstance(given, list | tuple) else [given]
+    with kept(pipe, generators, safety) as keeper:
+        compare = _Compare(keeper, call, start.about.get(_CALL) if start else None, path)
+        undo = set_patch(wrap(pipe.unet, "forward", compare))
+        try:
+            theirs, needed = arguments.arguments[_CALLBACK], arguments.arguments[_NEEDED]
+            arguments.arguments[_CALLBACK] = functools.partial(_after_step, keeper, theirs)
+            arguments.arguments[_NEEDED] = [*needed, *({_LATENTS} - {*needed})]
+            made = pipe(*arguments.args, **arguments.kwargs)
+        finally:
+            undo()
+    path.unlink(missing_ok=True)
+    return made
+
+
+def _after_step(keeper: Keeper, theirs: Any, pipe: Any, step: int, time: Any, values: dict[str, Any]) -> Any:
+    """The pipeline's callback: ours, and then that of the caller for a step that was computed."""
+    passed_over = keeper.passes_over
+    values = keeper.after(step + 1, values)
+    return values if theirs is None or passed_over else theirs(pipe, step, time, values)
+
+
+class _Compare:
+    """Looks at the denoiser's first call, in which all that was made of the arguments comes together: the conditions
+    and the first latents, with a picture, a mask or control maps in them. Where it is not that of ``before``, or the
+    arguments are not, the keeper begins anew."""
+
+    def __init__(self, keeper: Keeper, call: dict[str, str], before: Any, path: Path) -> None:
+        self._keeper, self._call, self._before, self._path = keeper, call, before, path
+        self._seen = False
+
+    def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._seen:
+            self._seen = True
+            self._call["conditions and first latents"] = digest([args, kwargs])
+            if self._keeper.passes_over:
+                self._check()
+        return original(*args, **kwargs)
+
+    def _check(self) -> None:
+        before = self._before if isinstance(self._before, dict) else {}
+        others = [name for name in (*self._call, *(before.keys() - self._call.keys())) if
+                  before.get(name) != self._call.get(name)]  # fmt: skip
+        if others:
+            shown = ", ".join(others[:8]) + (", ..." if len(others) > 8 else "")
+            warnings.warn(
+                f"{self._path} is of another call (what differs: {shown}): this one begins anew and takes its place",
+                stacklevel=2,
+            )
+            self._keeper.begin_anew()
