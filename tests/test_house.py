@@ -30,6 +30,6 @@ def test_every_public_name_is_there_and_no_other() -> None:
 
     assert sd_lowvram.__all__ == [
         "Fidelity", "MemoryTrace", "Plan", "Settings", "attached", "decode", "encode", "errors", "max_size", "measured",
-        "optimize", "plan", "restore", "trace",
+        "optimize", "plan", "restore", "resumable", "trace",
     ]  # fmt: skip
     assert all(hasattr(sd_lowvram, name) for name in sd_lowvram.__all__)
