@@ -87,6 +87,10 @@ class BudgetError(LowVRAMError):
         self.by_size = by_size
 
 
+class PlanningError(LowVRAMError):
+    """What a model raises while it is planned: the message names the part and the picture, the cause is that error."""
+
+
 class NotFiniteError(LowVRAMError):
     """Values that are no numbers, which would become a black picture."""
 

@@ -21,7 +21,7 @@ from typing import Any
 from ..devices.performance import THIS
 from ..devices.support import support_of
 from ..devices.this_machine import RECORDED, kernel_gains
-from ..errors import BudgetError, LowVRAMError, SettingsError
+from ..errors import BudgetError, LowVRAMError, PlanningError, SettingsError
 from ..hooks.attention import is_worth_choosing
 from ..hooks.compiled import compilable, is_followed, untraceable
 from ..hooks.cuda_graphs import unrecordable
@@ -254,6 +254,8 @@ class Search:
                 for name in self.pricing.anatomy.components:
                     self.pricing.costs.weights(name, base)
                 found |= dict.fromkeys(self._with_rooms(base))
+            except PlanningError:
+                raise
             except LowVRAMError as error:
                 refused = refused or error
         if refused is not None and not found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..cache import place_of, remember, remembered
 from ..devices.overhead import NONE, Overhead
+from ..errors import LowVRAMError, PlanningError, ran_out
 from ..hooks.offload import policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
 from ..memory import kernels_of
@@ -86,6 +87,7 @@ class Costs:
         self._anatomy = anatomy
         self._device = device
         self._overhead = overhead
+        self._shape = shape
         self._stages_of = functools.partial(stages, shape=shape, encodes=encodes)
         self._fake: FakeModel = like._fake if like else FakeModel(anatomy, device)
         self._known: dict[Any, Any] = like._known if like else {}
@@ -174,11 +176,33 @@ class Costs:
         """
         settings = _as_traced(settings.of_stage(stage.name))
         key = stage.name, stage.component
-        fake = next(one for one in self._stages_of(self._fake.anatomy) if (one.name, one.component) == key)
+        with self._named(stage.component):
+            fake = next(one for one in self._stages_of(self._fake.anatomy) if (one.name, one.component) == key)
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         equals = {} if whole or settings.offload else self._fake.equals(stage.component)
-        with self._fake.running(stage.component, settings, timing), torch.no_grad(), kernels:
+        running = self._fake.running(stage.component, settings, timing)
+        with self._named(stage.component), running, torch.no_grad(), kernels:
             return trace_equals_once(fake.run, fake.inputs(), {}, equals, self._overhead)
+
+    @contextlib.contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Within the block, which plans the component ``name``, whatever the model raises says so.
+
+        Raises:
+            PlanningError: something else than our own errors and memory that is full.
+        """
+        try:
+            yield
+        except LowVRAMError:
+            raise
+        except Exception as error:
+            if ran_out(error):
+                raise
+            shape, kind = self._shape, type(self._anatomy.components[name]).__name__
+            what = f"{name} ({kind}) cannot be planned for {shape.width}x{shape.height}, batch {shape.batch}"
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            advice = "take off what others have set on the model, or load it anew"
+            raise PlanningError(f"{what}, as it raises {told}: {advice}") from error
 
     @functools.cached_property
     def _called_with(self) -> dict[tuple[str, str], Any]:
@@ -208,7 +232,8 @@ class Costs:
             with contextlib.suppress(TypeError):  # nothing is remembered, or something else
                 found = kind(**remembered(place))
             if found is None:  # after the error, or a broken model's own would be told as one that came of it
-                found = count()
+                with self._named(component):
+                    found = count()
                 remember(place, found)
             self._known[key] = found
         result: _Kind = self._known[key]

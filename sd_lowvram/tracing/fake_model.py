@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import traceback
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..errors import LowVRAMError, PlanningError, ran_out
 from ..memory.accounts import unmark_host
 from ..memory.threads import one_at_a_time
 from ..models import anatomy_of_components
@@ -38,13 +40,62 @@ def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     memo: dict[int, Any] = {id(tensor): fake_of(_as_loaded(tensor), mode) for tensor in all_tensors(*components)}
     memo |= {id(hooks): OrderedDict() for hooks in _without_hooks(components)}
     finish = copied_without((module for component in components for module in component.modules()), memo)
-    copies = {name: copy.deepcopy(component, memo) for name, component in anatomy.components.items()}
+    copies = _copied(anatomy.components, memo)
     finish()
     made = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
         made.components[made.denoiser or ""].get_submodule(path).processor = processor
     called = {name: getattr(anatomy, name) for name in ("verbs", "computes", "passes", "encodes")}
     return dataclasses.replace(made, **called)
+
+
+_MOST_SHARED = 100
+"""Things that cannot be copied, each found by a copy that failed, after which planning gives up."""
+
+
+def _copied(components: Mapping[str, nn.Module], memo: dict[int, Any]) -> dict[str, Any]:
+    """Deep copies by name. What cannot be copied, such as a lock or a random generator that an extension has left on a
+    module, is shared with the original: a trace on fake tensors does not change it.
+
+    Args:
+        memo: for ``copy.deepcopy``; it is filled as by that.
+    """
+    for _ in range(_MOST_SHARED):
+        tried, copies = dict(memo), {}  # a copy that failed leaves unfinished ones in its memo
+        try:
+            for name, component in components.items():
+                copies[name] = copy.deepcopy(component, tried)
+        except Exception as error:
+            leaf = _that_cannot_be_copied(error)
+            if ran_out(error) or isinstance(error, LowVRAMError):
+                raise
+            if isinstance(error, RecursionError) or isinstance(leaf, nn.Module):
+                raise PlanningError(_uncopied(name, component, leaf, error)) from error
+            memo.update({id(one): one for one in (leaf, *_alike(components, leaf))})
+        else:
+            memo.update(tried)
+            return copies
+    raise PlanningError(_uncopied(name, component, leaf, f"more than {_MOST_SHARED} such things"))
+
+
+def _uncopied(name: str, component: nn.Module, leaf: Any, why: object) -> str:
+    said = " ".join(str(why).split())
+    what = f"{name} ({type(component).__name__}) cannot be copied to be planned, as its {type(leaf).__name__} cannot"
+    return f"{what} ({said}): take off what others have set on the model, or load it anew"
+
+
+def _that_cannot_be_copied(error: Exception) -> Any:
+    """What ``copy.deepcopy`` was given in the innermost of its calls that ``error`` went through."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next(frame.f_locals["x"] for frame in reversed(frames) if frame.f_code is copy.deepcopy.__code__)
+
+
+def _alike(components: Mapping[str, nn.Module], leaf: Any) -> Iterator[Any]:
+    """What is of the class of ``leaf`` and set on any of the modules: a copy for each that fails would take long."""
+    if not isinstance(leaf, (dict, list, tuple, set)):
+        for component in components.values():
+            for module in component.modules():
+                yield from (value for value in vars(module).values() if type(value) is type(leaf))
 
 
 def fingerprint(component: nn.Module) -> str:

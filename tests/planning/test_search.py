@@ -14,7 +14,7 @@ import sd_lowvram
 from sd_lowvram import Fidelity, Settings
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import PROFILES, profile
-from sd_lowvram.errors import BadInputError, BudgetError
+from sd_lowvram.errors import BadInputError, BudgetError, PlanningError
 from sd_lowvram.hooks.offload import STREAMED
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models import anatomy_of_components
@@ -305,9 +305,9 @@ def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> 
 def test_what_a_broken_model_raises_is_all_that_is_told() -> None:
     parts = build_components(tiny.config("sd15"), device="meta")
     parts["unet"].conv_out = torch.nn.Conv2d(3, 4, 3, device="meta")
-    with pytest.raises(RuntimeError, match="channels") as told:
+    with pytest.raises(PlanningError, match=r"unet \(UNet2DConditionModel\) .* RuntimeError: .*channels") as told:
         make_plan(anatomy_of_components("diffusers", parts), request(GIB), Settings())
-    assert told.value.__context__ is None
+    assert told.value.__cause__ is not None and told.value.__cause__.__context__ is None
 
 
 @pytest.mark.parametrize(
