@@ -120,7 +120,9 @@ def _of_knob(name: str, knob: Knob) -> Argument:
     if knob.type is int:
         return Argument(name, label, f"{knob.help}; 0: automatic", "number", 0, maximum=knob.maximum, knob=True)
     choices = knob.choices or ("on", "off")
-    return Argument(name, label, knob.help, "choice", AUTO, (AUTO, *(one for one in choices if one != AUTO)), knob=True)
+    changing = [one for one in knob.choices if one != AUTO and not knob.fidelity_of(one).lossless]
+    told = f"{knob.help}; {', '.join(changing)}: another picture, however close" if changing else knob.help
+    return Argument(name, label, told, "choice", AUTO, (AUTO, *(one for one in choices if one != AUTO)), knob=True)
 
 
 def read(values: Sequence[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,12 @@ _WEIGHTS = {
 FETCHED = "the WebUI fetches layers of the model as it needs them"
 """A plan's reason where a host that moves weights itself does not keep them whole."""
 
+DECIDES = "the WebUI itself decides what stays on the card"
+"""How a plan's reason begins where the host keeps what it has room for, whatever the budget."""
+
+BREAKS = "more than this budget"
+"""How such a reason ends where what it keeps breaks the budget."""
+
 _known: OrderedDict[Hashable, str] = OrderedDict()
 _asked: dict[str, int] = {}
 _lock = threading.Lock()
@@ -77,6 +83,9 @@ def sentence(make: Callable[[], Plan], size: str) -> str:
     steps = plan.request.steps
     text = f"{size} fits: {total} of {format_size(plan.request.vram)}, "
     text += f"about {_time(predicted.seconds)} for {steps} step{'s' if steps != 1 else ''}"
+    if any(reason.endswith(BREAKS) for reason in plan.reasons):
+        text = text.replace(" fits: ", " would take ", 1)
+        return _line("not kept", "; ".join([text, *_chosen(plan)]))
     return _line("fits", "; ".join([text, *_chosen(plan)]))
 
 
@@ -84,7 +93,7 @@ def _chosen(plan: Plan) -> list[str]:
     """What is out of the ordinary in a plan. Its own reasons name budgets without the text encoders' share."""
     settings = plan.settings
     told = [] if settings.offload in (None, "none") else [_WEIGHTS.get(settings.offload, settings.offload)]
-    told = [reason for reason in plan.reasons if reason == FETCHED] or told
+    told = [reason for reason in plan.reasons if reason == FETCHED or reason.startswith(DECIDES)] or told
     if settings.vae_tiles == "exact":
         told.append("decoded in exact strips")
     if settings.decoder_device == "cpu":

@@ -14,10 +14,10 @@ from sd_lowvram.errors import LowVRAMError
 
 from . import checkpoint_preview, estimate, host, run
 from .arguments import TITLE, read
-from .picture import Picture, side
+from .picture import Picture, side, steps_run
 
-_SIZES = ("width", "height", "batch_size", "steps", "cfg_scale")
-_HIRES = ("hr", "hr_scale", "hr_resize_x", "hr_resize_y")
+_SIZES = ("width", "height", "batch_size", "steps", "cfg_scale", "denoising_strength")
+_HIRES = ("hr", "hr_scale", "hr_resize_x", "hr_resize_y", "hires_steps")
 _RESIZE_BY = ("by_scale", "scale", "scale_resolution_preview")
 """Whether "Resize by" is the open one of img2img's tabs for sizes, its factor, and what the page says it makes."""
 
@@ -106,19 +106,20 @@ def _pictures(sizes: dict[str, Any], model: Any, encodes: bool) -> list[Picture]
         if not told:
             return []
         asked = float(told[-1][0]), float(told[-1][1])
-    scale = sizes["cfg_scale"]
+    scale, steps = sizes["cfg_scale"], max(1, int(sizes["steps"] or 1))
     first = Picture(
         width=side(asked[0], encodes),
         height=side(asked[1], encodes),
         batch=max(1, int(sizes["batch_size"] or 1)),
-        steps=max(1, int(sizes["steps"] or 1)),
+        steps=steps_run(steps, sizes["denoising_strength"]) if encodes else steps,
         passes=host.passes(model, 1 if scale is None else scale),
         encodes=encodes,
     )
     if not sizes.get("hr"):
         return [first]
     width, height = (side(one, encodes=True) for one in _hires(asked, sizes))
-    return [first, dataclasses.replace(first, width=width, height=height, encodes=True)]
+    second = int(sizes["hires_steps"] or 0) or steps  # all of them run, whatever the denoising strength
+    return [first, dataclasses.replace(first, width=width, height=height, steps=second, encodes=True)]
 
 
 _MADE = re.compile(r"(\d+)x(\d+)")

@@ -12,10 +12,13 @@ from typing import Any
 from modules import shared
 from torch import nn
 
+from sd_lowvram.devices.info import free_vram
 from sd_lowvram.models.anatomy import Anatomy
+from sd_lowvram.units import format_size
 from sd_lowvram.weights import all_tensors, weight_bytes
 
 from . import host
+from .estimate import BREAKS, DECIDES
 
 _BLOCKS = ("time_embed", "input_blocks", "middle_block", "output_blocks")
 
@@ -32,6 +35,29 @@ def ways(model: Any, found: Anatomy) -> Iterator[dict[str, int]]:
         yield {found.denoiser or "": _largest_block(found.unet)}
     else:
         yield {}
+
+
+_FOR_INFERENCE = 1 << 30
+"""Bytes that Forge and reForge leave free beside the weights, unless their own sliders say otherwise."""
+
+
+def decision(found: Anatomy, fetched: bool) -> str:
+    """What Forge and reForge will keep of the model on the device, which they decide by what is free there.
+
+    Args:
+        fetched: whether the plan is for layers that are fetched, as the budget cannot hold the largest component.
+    """
+    where = host.device()
+    parts = list(found.components.values())
+    weights = {id(tensor): tensor.numel() * tensor.element_size() for tensor in all_tensors(*parts)}
+    here = sum(
+        tensor.numel() * tensor.element_size() for tensor in all_tensors(*parts) if tensor.device.type == where.type
+    )
+    free, whole = free_vram(where), sum(weights.values())
+    if where.type != "cpu" and free + here < whole + _FOR_INFERENCE:
+        return f"{DECIDES}: with {format_size(free)} free some layers stay, and the others come for their call"
+    kept = f"{DECIDES}: with {format_size(free)} free it keeps all {format_size(whole)} of the model"
+    return f"{kept}, {BREAKS}" if fetched else kept
 
 
 def _largest_block(unet: Any) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from modules import shared
+
 from . import host
 
 _FACTOR = 8
@@ -39,6 +41,14 @@ def side(pixels: float, encodes: bool = False) -> int:
     return max(_FACTOR, _FACTOR * (-(-whole // _FACTOR) if encodes else whole // _FACTOR))
 
 
+def steps_run(steps: int, strength: float | None) -> int:
+    """The steps that the host runs of ``steps`` where it starts from a picture, by its denoising strength: those of the
+    rest of the schedule, unless its own setting asks for all. DDIM, PLMS and UniPC run one less."""
+    if strength is None or getattr(shared.opts, "img2img_fix_steps", False):
+        return steps
+    return min(steps, int(min(strength, 0.999) * steps) + 1)
+
+
 def asked_of(p: Any, model: Any, encodes: bool) -> Picture:
     """The picture of the generation ``p``; of its first pass, where a hires fix follows.
 
@@ -49,7 +59,7 @@ def asked_of(p: Any, model: Any, encodes: bool) -> Picture:
         width=side(p.width, encodes),
         height=side(p.height, encodes),
         batch=p.batch_size,
-        steps=p.steps,
+        steps=steps_run(p.steps, getattr(p, "denoising_strength", None)) if encodes else p.steps,
         passes=passes_of(p, model),
         encodes=encodes or bool(getattr(p, "enable_hr", False)),
     )

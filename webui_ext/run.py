@@ -26,7 +26,7 @@ from sd_lowvram.units import format_size
 
 from . import host, loading, switching
 from .arguments import NAME, chosen_of, settings_of
-from .estimate import FETCHED
+from .estimate import DECIDES, FETCHED
 from .memory_estimate import lowered
 from .picture import Picture, side
 from .refusal import as_answer
@@ -70,6 +70,8 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
         plan = _first(ways, anatomy, request, settings)
     except BudgetError as error:
         raise _in_the_users_words(error, chosen, vram, others) from None
+    if host.swaps_layers(model):
+        plan = _told_who_decides(plan, anatomy)
     predicted = plan.predicted
     peak, reserved = predicted.peak_bytes + others, predicted.reserved_bytes + others
     predicted = dataclasses.replace(predicted, peak_bytes=peak, reserved_bytes=reserved)
@@ -88,6 +90,13 @@ def _plan(kept: Mapping[str, int], anatomy: Anatomy, request: Request, settings:
     with host.precision_of_attention(), host.in_the_type_it_computes_in(anatomy):
         plan = make_plan(dataclasses.replace(anatomy, kept=kept), request, settings)
     return dataclasses.replace(plan, reasons=(*plan.reasons, FETCHED)) if kept else plan
+
+
+def _told_who_decides(plan: Plan, anatomy: Anatomy) -> Plan:
+    """``plan`` with the reason that the host keeps what it has room for, whatever the budget."""
+    fetched = FETCHED in plan.reasons
+    reasons = tuple(reason for reason in plan.reasons if reason != FETCHED)
+    return dataclasses.replace(plan, reasons=(*reasons, loading.decision(anatomy, fetched)))
 
 
 def _in_the_users_words(error: BudgetError, chosen: Mapping[str, Any], vram: int, others: int) -> BudgetError:
@@ -149,8 +158,8 @@ def _told(plan: Plan, attachment: Attachment) -> str:
     peak = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
     told = f"{request.width}x{request.height}, batch {request.batch}: peak {peak} of {format_size(request.vram)}, "
-    fetched = f"{FETCHED}; " if FETCHED in plan.reasons else ""
-    return f"{told}about {predicted.seconds:.0f} s; {fetched}sites: {sites or 'none'}"
+    weights = "".join(f"{reason}; " for reason in plan.reasons if reason == FETCHED or reason.startswith(DECIDES))
+    return f"{told}about {predicted.seconds:.0f} s; {weights}sites: {sites or 'none'}"
 
 
 def _again(
@@ -203,12 +212,18 @@ def _attachable(model: Any, settings: Settings) -> Settings:
     return settings
 
 
-def follow(model: Any, width: int, height: int, batch: int, passes: int) -> None:
-    """Plan anew where the host has loaded another model in the midst of a generation, or comes to a larger picture."""
+def follow(model: Any, width: int, height: int, batch: int, passes: int, steps: int | None = None) -> None:
+    """Plan anew where the host has loaded another model in the midst of a generation, or comes to a larger picture.
+
+    Args:
+        steps: of the pass that comes, where it has a number of its own.
+    """
     if not _running:
         return
     running = _running[-1]
-    picture = dataclasses.replace(running.picture, width=width, height=height, batch=batch, passes=passes)
+    picture = dataclasses.replace(
+        running.picture, width=width, height=height, batch=batch, passes=passes, steps=steps or running.picture.steps
+    )
     if running.model is not model or picture.load > running.picture.load:
         start(model, running.chosen, picture, rungs())
 

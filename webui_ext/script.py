@@ -68,7 +68,8 @@ class LowVRAMScript(scripts.Script):
             return
         with aloud(p.sampler, "sample", "sample_img2img"):  # perhaps the second pass of a hires fix
             model = shared.sd_model
-            run.follow(model, 8 * latents.shape[3], 8 * latents.shape[2], len(latents), passes_of(p, model))
+            steps = (getattr(p, "hr_second_pass_steps", 0) or p.steps) if getattr(p, "is_hr_pass", False) else None
+            run.follow(model, 8 * latents.shape[3], 8 * latents.shape[2], len(latents), passes_of(p, model), steps)
         saving.watch(p)
 
     def post_sample(self, p: Any, ps: Any, *values: Any) -> None:

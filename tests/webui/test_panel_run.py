@@ -238,6 +238,30 @@ def test_rows_of_the_denoiser_are_those_that_the_host_runs(
     assert passes(generation(cfg_scale=scale, all_prompts=prompts), model) == rows
 
 
+@pytest.mark.parametrize(("strength", "steps"), [(0.75, 16), (1.0, 20), (0.0, 1), (0.1, 3)])
+def test_steps_are_those_that_run(host: Any, strength: float, steps: int) -> None:
+    picture, model = importlib.import_module("webui_ext.picture"), compvis.LatentDiffusion()
+    p = generation(steps=20, denoising_strength=strength)
+    assert picture.asked_of(p, model, encodes=True).steps == steps
+    assert picture.asked_of(p, model, encodes=False).steps == 20
+    host.opts.img2img_fix_steps = True
+    assert picture.asked_of(p, model, encodes=True).steps == 20
+
+
+def test_the_line_counts_the_steps_of_both_passes(host: Any) -> None:
+    line, model = importlib.import_module("webui_ext.line"), compvis.LatentDiffusion()
+    asked = {"width": 64, "height": 64, "batch_size": 1, "steps": 20, "cfg_scale": 5, "denoising_strength": 0.75}
+    assert [one.steps for one in line._pictures(asked, model, True)] == [16]
+    hires = {"hr": True, "hr_scale": 2, "hr_resize_x": 0, "hr_resize_y": 0, "hires_steps": 7}
+    assert [one.steps for one in line._pictures(asked | hires, model, False)] == [20, 7]
+    assert [one.steps for one in line._pictures(asked | hires | {"hires_steps": 0}, model, False)] == [20, 20]
+
+
+def test_a_knob_says_which_of_its_values_change_the_picture() -> None:
+    told = {one.name: one.help for one in arguments()}
+    assert "another picture" in told["precision"] and "another picture" not in told["attention"]
+
+
 def test_a_model_that_edits_pictures_guides_three_ways(host: Any) -> None:
     passes, model = importlib.import_module("webui_ext.picture").passes_of, compvis.LatentDiffusion()
     model.cond_stage_key = "edit"
@@ -395,7 +419,9 @@ def moved(flags: dict[str, bool]) -> Any:
 
 
 @pytest.mark.parametrize("flags", [{"lowvram": True}, {}], ids=["lowvram", "forge"])
-def test_weights_are_planned_as_the_host_leaves_them(host: Any, flags: dict[str, bool]) -> None:
+def test_weights_are_planned_as_the_host_leaves_them(
+    host: Any, flags: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, run = moved(flags), importlib.import_module("webui_ext.run")
     picture = importlib.import_module("webui_ext.picture").Picture(64, 64, 1, 2)
     host.cmd_opts = SimpleNamespace(**flags)
@@ -403,9 +429,19 @@ def test_weights_are_planned_as_the_host_leaves_them(host: Any, flags: dict[str,
     weights = {name: weight_bytes(part) for name, part in run.host.anatomy(model).components.items()}
     budget = f"{max(weights['vae'] + (4 << 20), weights['unet'] // 2) >> 20}MB"
     plan = run.plan_for(model, chosen | {"vram": budget}, picture)
-    assert plan.predicted.peak_bytes < weights["unet"] and run.FETCHED in plan.reasons
+    assert plan.predicted.peak_bytes < weights["unet"] and (run.FETCHED in plan.reasons) == bool(flags)
     whole = run.plan_for(model, chosen | {"vram": "16GB"}, picture)
-    assert (run.FETCHED in whole.reasons) == bool(flags)  # Forge keeps all while there is room
+    assert (run.FETCHED in whole.reasons) == bool(flags)
+    if not flags:  # Forge keeps all while there is room, whatever the budget
+        estimate = importlib.import_module("webui_ext.estimate")
+        assert "keeps all 18.9 MiB of the model, more than this budget" in plan.reasons[-1]
+        assert 'data-verdict="not kept"' in estimate.sentence(lambda: plan, "64x64")
+        told = estimate.sentence(lambda: whole, "64x64")
+        assert "fits: " in told and "keeps all 18.9 MiB of the model" in told and "one part of the model" not in told
+        host_of = importlib.import_module("webui_ext.loading")
+        monkeypatch.setattr(host_of, "free_vram", lambda where: 1 << 30)
+        monkeypatch.setattr(host_of.host, "device", lambda: torch.device("cuda"))
+        assert "some layers stay" in host_of.decision(run.host.anatomy(model), True)
     host.cmd_opts = SimpleNamespace(medvram=True)
     if flags:
         with pytest.raises(BudgetError):
