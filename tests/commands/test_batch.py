@@ -10,6 +10,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from command_line import call
 from PIL import Image
 
 from sd_lowvram.commands.batches import painter
@@ -410,3 +411,17 @@ def test_columns_are_the_options_of_generate():
     of_a_run = {"as_json", "quiet", "debug", "memory_plot", "latents_every", "keep_latents", "preview"}
     of_a_run |= {"context", "unet_schedule", "unet"}  # the context is typer's, and no option
     assert set(columns()) == set(inspect.signature(generate).parameters) - of_a_run
+
+
+@pytest.mark.slow(20)
+def test_a_damaged_journal_is_told_in_one_sentence(tmp_path):
+    """In a process of its own; every page but the first two is overwritten. Another folder helps, as it says."""
+    (tmp_path / "jobs.txt").write_text("a red apple\n")
+    made = call("batch", "jobs.txt", "--out", "out", *SMALL, folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    journal = tmp_path / "out" / "journal.sqlite"
+    pages = journal.read_bytes()
+    journal.write_bytes(pages[:8192] + b"\xaa" * (len(pages) - 8192))
+    done = call("batch", "jobs.txt", "--out", "out", *SMALL, folder=tmp_path)
+    assert done.returncode == 2 and "journal.sqlite is damaged" in done.stderr and "fault" not in done.stderr
+    assert call("batch", "jobs.txt", "--out", "other", *SMALL, folder=tmp_path).returncode == 0

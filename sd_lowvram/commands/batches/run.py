@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from .checks import check_files, check_place
 from .crew import Alone, Crew
 from .driver import work
 from .jobs import Task, read_jobs
+from .journal import NAME as JOURNAL
 from .journal import Changes, Journal
 from .latents import tidy
 from .processes import Processes, places
@@ -64,7 +66,7 @@ def check(wanted: Wanted, base: Job, chosen: dict[str, Any]) -> list[Task]:
 def run(tasks: Sequence[Task], wanted: Wanted) -> int:
     """Make what has no result yet, and tell how it ended; returns the exit code, that of the first job that failed."""
     check_place(wanted.out)
-    with contextlib.closing(Journal(wanted.out)) as journal:
+    with _damage_told(wanted.out), contextlib.closing(Journal(wanted.out)) as journal:
         sweep(wanted.out)  # nobody else is at work here: the journal is this process's
         entries, changes = journal.take_up(tasks)
         _tell_changes(changes, wanted.jobs, len(tasks) - len(entries))
@@ -88,6 +90,17 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
             tidy(wanted.out)
             write_sheet(wanted.out, wanted.jobs.stem, journal)
         return _ended(progress, changes, journal, wanted)
+
+
+@contextlib.contextmanager
+def _damage_told(folder: Path) -> Iterator[None]:
+    """A journal that turns out to be damaged when it is read is bad input; of what else goes wrong SQLite tells."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if type(error) is not sqlite3.DatabaseError:  # a full disk, for one
+            raise
+        raise BadInputError(f"{folder / JOURNAL} is damaged ({error}): give another --out") from error
 
 
 @contextlib.contextmanager
