@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .errors import BadInputError
 from .hooks.precision import force_upcast
-from .memory.threads import one_at_a_time
+from .memory.threads import at_rest
 from .models.anatomy import Anatomy
 from .models.latents import latent_channels, pixel_channels, scale_factor
 from .planning.fallback import Shortage, fallback, leaner, shortage
@@ -22,7 +22,7 @@ from .planning.plan import Plan, Rung
 from .planning.replan import guard
 from .planning.request import DEFAULT_STEPS, Request, request_for
 from .planning.search import make_plan
-from .session import anatomy_of, attach, attached, attachments, restore
+from .session import Attachment, anatomy_of, attach, attached, attachments, restore
 from .settings import Settings
 from .streaming.host_weights import host_budget
 from .units import parse_size
@@ -147,9 +147,11 @@ def _put_on(
 ) -> None:
     """Attach ``chosen`` in place of what is attached to ``target``, with what watches over it."""
     parked = max(stage.parked_bytes for stage in chosen.stages)
-    with one_at_a_time(), host_budget(chosen.request.ram, parked):
+    device = chosen.request.device
+    coming = Attachment(anatomy_of(target), chosen.settings, device)
+    with at_rest(coming.modules(), coming.places), host_budget(chosen.request.ram, parked):
         restore(target)
-        attachment = attach(target, chosen.settings, chosen.request.device, chosen.timing)
+        attachment = attach(target, chosen.settings, device, chosen.timing)
         attachment.plan = chosen
         attachment.add(fallback(attachment.anatomy, go_leaner))
         attachment.add(guard(attachment.anatomy, chosen.request, replan))

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from .errors import LowVRAMError
 from .hooks.offload import step_groups
 from .hooks.registry import active_hooks, applicable
 from .memory.rooms import ROOMS
 from .memory.segments import begin_stage
-from .memory.threads import one_at_a_time
+from .memory.threads import Place, at_rest, carries, every_place, place_of, turn
 from .models import dissect
 from .models.anatomy import Anatomy
 from .models.support import refusal
@@ -84,22 +85,45 @@ class Attachment:
             for name, component in group.items():
                 for entry in self.anatomy.entries[name]:
                     again = functools.partial(getattr, component, entry)
-                    yield wrap(component, entry, functools.partial(self._alone, begin, again), "threads")
+                    alone = functools.partial(self._alone, self._places(name), begin, again)
+                    yield wrap(component, entry, alone, "threads")
+
+    def modules(self) -> Iterable[nn.Module]:
+        """The models that carry what is attached."""
+        return self.anatomy.components.values()
+
+    @property
+    def places(self) -> set[Place]:
+        """All that other threads leave alone while this is attached or taken off."""
+        return {place for name in self.anatomy.components for place in self._places(name)}
+
+    def _places(self, name: str) -> set[Place]:
+        """Where a component runs: what it is given and gives back lies on the device, also when it is the decoder on
+        the CPU. TF32 is a switch of the whole process: what runs with it runs beside nothing."""
+        if self.settings.precision == "tf32":
+            return {*every_place(), place_of(self.device)}
+        on_cpu = self.settings.decoder_device == "cpu" and name == self.anatomy.autoencoder
+        return {place_of(device) for device in (self.device, *([torch.device("cpu")] if on_cpu else []))}
 
     def _alone(
         self,
+        places: Iterable[Place],
         begin: Callable[[], None],
         again: Callable[[], Callable[..., Any]],
         original: Callable[..., Any],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call ``original`` when no other thread is in a call of a model that carries hooks."""
-        with one_at_a_time():
+        """Call ``original`` when no other thread calls a model that carries hooks and runs where this does."""
+        with turn(places):
             if self._undo:
                 begin()
                 return original(*args, **kwargs)
         return again()(*args, **kwargs)  # this has been taken off while the thread waited
+
+    def add_undoing(self, undo: Callable[[], None]) -> None:
+        """Have ``undo`` called when this is taken off."""
+        self._undo.append(undo)
 
     def undo(self) -> None:
         """Take everything off, last set first off; an error in one undoing does not keep the others from running."""
@@ -131,10 +155,20 @@ def attach(target: Any, settings: Settings, device: torch.device, timing: Timing
         timing: how long a step's modules take, from the plan: what weights stay is chosen by it.
     """
     attachment = Attachment(anatomy_of(target), settings, device, timing)
-    with one_at_a_time():
-        attachment.apply()
-        vars(target).setdefault(RECORD, []).append(attachment)
+    with at_rest(attachment.modules(), attachment.places):
+        _put_on(target, attachment)
     return attachment
+
+
+def _put_on(target: Any, attachment: Attachment) -> None:
+    forget = carries(attachment, attachment.places)
+    try:
+        attachment.apply()
+    except BaseException:
+        forget()
+        raise
+    attachment.add_undoing(forget)
+    vars(target).setdefault(RECORD, []).append(attachment)
 
 
 def prepare(target: Any, settings: Settings, device: torch.device) -> Attachment:
@@ -152,11 +186,11 @@ def prepare(target: Any, settings: Settings, device: torch.device) -> Attachment
 def entered(target: Any, attachment: Attachment) -> Iterator[None]:
     """Within the block ``target`` runs with an attachment from :func:`prepare`; it may be entered again and again.
 
-    It is one call's: other threads that call a model with hooks wait until it ends.
+    It is one call's: other threads that call a model with hooks on the same device wait until it ends.
     """
-    with one_at_a_time():
-        attachment.apply()
-        vars(target).setdefault(RECORD, []).append(attachment)
+    with turn(attachment.places):
+        with at_rest(attachment.modules()):
+            _put_on(target, attachment)
         try:
             yield
         finally:
@@ -165,7 +199,7 @@ def entered(target: Any, attachment: Attachment) -> Iterator[None]:
 
 def detach(target: Any, attachment: Attachment) -> None:
     """Take one attachment off, in whatever order they came."""
-    with one_at_a_time():
+    with at_rest(attachment.modules(), attachment.places):
         records = vars(target).get(RECORD, [])
         if attachment in records:
             records.remove(attachment)
@@ -181,7 +215,9 @@ def attachments(target: Any) -> list[Attachment]:
 
 def restore(target: Any) -> None:
     """Take everything of ours off ``target``, bit for bit; nothing happens when there is nothing."""
-    with one_at_a_time(), contextlib.ExitStack() as stack:
+    present = attachments(target)
+    models = [model for attachment in present for model in attachment.modules()]
+    with at_rest(models), contextlib.ExitStack() as stack:
         for attachment in attachments(target):
             stack.callback(detach, target, attachment)
 

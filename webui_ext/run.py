@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sd_lowvram.errors import BudgetError
-from sd_lowvram.memory.threads import one_at_a_time
+from sd_lowvram.memory.threads import at_rest
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.fallback import Shortage, fallback, leaner
 from sd_lowvram.planning.plan import Plan, Rung
@@ -20,7 +20,7 @@ from sd_lowvram.planning.reasons import remedy
 from sd_lowvram.planning.replan import guard
 from sd_lowvram.planning.request import Request, request_for
 from sd_lowvram.planning.search import make_plan
-from sd_lowvram.session import Attachment, attach, detach
+from sd_lowvram.session import Attachment, anatomy_of, attach, detach
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import format_size
 
@@ -138,10 +138,16 @@ def start(
 
 def _put_on(model: Any, chosen: Mapping[str, Any], picture: Picture, plan: Plan) -> tuple[Plan, Attachment]:
     """Attach ``plan`` in place of what is attached, and tell of it."""
-    with one_at_a_time(), contextlib.ExitStack() as stack:  # a live preview decodes in a thread of its own
+    settings = _attachable(model, plan.settings)
+    coming = Attachment(anatomy_of(model), settings, plan.request.device)
+    models = [*coming.modules(), *(one for running in _running for one in running.attachment.modules())]
+    with (
+        at_rest(models, coming.places),
+        contextlib.ExitStack() as stack,
+    ):  # a live preview decodes in a thread of its own
         stop()
         stack.enter_context(host.precision_of_attention())
-        attachment = attach(model, _attachable(model, plan.settings), plan.request.device, plan.timing)
+        attachment = attach(model, settings, plan.request.device, plan.timing)
         stack.callback(detach, model, attachment)
         attachment.plan = plan
         attachment.add(lowered(model, plan))

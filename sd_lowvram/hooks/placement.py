@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..memory import host_account, to_host
 from ..memory.accounts import mark_host, unmark_host
 from ..memory.segments import begin_stage
-from ..memory.threads import one_at_a_time
+from ..memory.threads import place_of, turn
 from ..streaming.device_io import run_at
 from ..streaming.layers import place_bytes
 from ..streaming.pool import Pool
@@ -63,7 +63,7 @@ def convert_in_one_buffer(
     wanted = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
     tensors = [tensor for tensor in all_tensors(component) if tensor.is_floating_point()]
     if any(tensor.dtype != dtype for dtype in wanted for tensor in tensors):
-        with one_at_a_time():
+        with turn({place_of(device)}):
             begin_stage(device)
             contents = [tensor.data for tensor in tensors]
             for tensor, data in zip(tensors, _in_one_buffer(contents, device, *wanted), strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,7 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MA
 _locked: dict[int, int] = {}
 """By address, the bytes that are locked. Single operations on it are atomic: pages may die in any thread."""
 _told: set[str] = set()
+_locking = threading.Lock()
 
 
 def can_pin() -> bool:
@@ -69,6 +71,11 @@ def pinned_empty(nbytes: int) -> Tensor | None:
     size = whole_pages(nbytes)
     if size == 0:
         return None
+    with _locking:  # the share is of the process, and threads at several devices ask for it
+        return _pinned_pages(size, nbytes)
+
+
+def _pinned_pages(size: int, nbytes: int) -> Tensor | None:
     if size > pinnable_bytes():
         _tell(f"more than {PINNED_SHARE:.0%} of the host's memory would be locked", size)
         return None
@@ -138,5 +145,5 @@ def _tell(why: str, size: int) -> None:
         warnings.warn(
             f"{format_size(size)} of host memory are not page-locked ({why}): copies between them and the GPU no "
             "longer run beside the compute",
-            stacklevel=4,
+            stacklevel=5,
         )

@@ -8,6 +8,7 @@ once, which is what plans count.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,30 +37,33 @@ class Rooms:
     def __init__(self) -> None:
         self._used: dict[int, int] = {}
         self._idle: list[Room] = []
-        self._parking = 0
+        self._parking: set[object] = set()
+        self._taking = threading.Lock()
         self._most = 0
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Inside, rooms wait for the next map; they go when nobody is inside any longer."""
-        self._parking += 1
+        inside = object()
+        self._parking.add(inside)
         try:
             yield
         finally:
-            self._parking -= 1
+            self._parking.discard(inside)
             if not self._parking:
                 self._most = 0
                 self._idle.clear()
 
     def take(self, nbytes: int) -> Room | None:
         """Room for a map of so many bytes; None where they cannot be pinned."""
-        in_use = sum([*self._used.values()]) + nbytes
-        self._most = max(self._most, in_use)
-        room = next((one for one in [*self._idle] if len(one.bytes) == nbytes and self._is_taken(one)), None)
-        room = self._fresh(nbytes, self._most - in_use) if room is None else room
-        if room is not None:
-            self._used[id(room)] = nbytes
-        return room
+        with self._taking:  # models on several devices share what may be locked
+            in_use = sum([*self._used.values()]) + nbytes
+            self._most = max(self._most, in_use)
+            room = next((one for one in [*self._idle] if len(one.bytes) == nbytes and self._is_taken(one)), None)
+            room = self._fresh(nbytes, self._most - in_use) if room is None else room
+            if room is not None:
+                self._used[id(room)] = nbytes
+            return room
 
     def leave(self, room: Room, copied: torch.cuda.Event | None) -> None:
         """Hand ``room`` on, whose last copy ends with ``copied``."""

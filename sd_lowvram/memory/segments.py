@@ -12,22 +12,24 @@ import torch
 
 from .accounts import tracing
 
-_stepping: weakref.WeakSet[object] = weakref.WeakSet()
-"""The run of which the last call was a step; empty after a call of another kind."""
+_stepping: dict[torch.device, weakref.ref[object]] = {}
+"""By device the run of which its last call was a step; none after a call of another kind."""
 
 
 def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
     """Give unused segments back; between two steps of one run only where the GPU could not do without them.
 
     Args:
-        steps_of: of whose steps this is one; None: a stage that runs once. Called in one thread at a time.
+        steps_of: of whose steps this is one; None: a stage that runs once. Called in one thread at a time for a device.
     """
-    if device.type != "cuda" or tracing() or (steps_of in _stepping and not _is_short(device)):
+    if device.type != "cuda" or tracing():
         return
-    torch.cuda.empty_cache()
-    _stepping.clear()
+    last = _stepping.pop(device, None)
     if steps_of is not None:
-        _stepping.add(steps_of)
+        _stepping[device] = weakref.ref(steps_of)
+        if last is not None and last() is steps_of and not _is_short(device):
+            return
+    torch.cuda.empty_cache()
 
 
 def _is_short(device: torch.device) -> bool:

@@ -32,7 +32,7 @@ class Deaths:
     def look(self) -> None:
         """Where torch reports no death, look for the dead."""
         if not STORAGES_ARE_OBJECTS:
-            for key in [key for key, reference in self._references.items() if reference.expired()]:
+            for key in [key for key, reference in [*self._references.items()] if reference.expired()]:
                 self._gone(key)
 
     def forget(self) -> None:
@@ -44,5 +44,5 @@ class Deaths:
             self._gone(key)
 
     def _gone(self, key: int) -> None:
-        del self._references[key]
-        self._report(key)
+        if self._references.pop(key, None) is not None:  # another thread may have found it too
+            self._report(key)

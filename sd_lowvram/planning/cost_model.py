@@ -17,6 +17,7 @@ from ..hooks.offload import STREAMED, step_groups
 from ..hooks.precision import Arithmetic, arithmetic
 from ..memory.pinned import most_pinned_bytes
 from ..memory.reserved import segment
+from ..memory.threads import at_rest
 from ..models.anatomy import Anatomy
 from ..models.latents import latent_channels, latent_size
 from ..settings import Fidelity, Settings
@@ -56,6 +57,7 @@ class Pricing:
         self.costs: Costs = Costs(anatomy, request.shape, request.encodes, *where, like.costs if like else None)
         self.on_gpu = request.device.type != "cpu"
         self._known: dict[tuple[Any, ...], StagePlan] = {}
+        self._bytes_in_files: dict[str, tuple[int, int]] | None = None
         self._timings: dict[Any, Timing] = {}
         self._arithmetics: dict[tuple[str, str | None], Arithmetic] = {}
 
@@ -228,13 +230,18 @@ class Pricing:
             self.ram.holds((found.host_bytes + parked if found.pinned_bytes is None else self.request.ram) + more)
         return found
 
-    @functools.cached_property
+    @property
     def _in_files(self) -> dict[str, tuple[int, int]]:
         """Bytes of each component's weights that are used as they lie in a file, if they are not converted; and of
         these, those of convolutions' kernels, which channels last brings in another order."""
-        parts = self.anatomy.components.items()
-        both = ((name, all_tensors(part), reordered(part)) for name, part in parts)
-        return {name: (bytes_also_in_files(own), bytes_also_in_files(kernels)) for name, own, kernels in both}
+        if self._bytes_in_files is None:
+            parts = self.anatomy.components
+            with at_rest(parts.values()):  # lent weights lie elsewhere
+                self._bytes_in_files = {
+                    name: (bytes_also_in_files(all_tensors(part)), bytes_also_in_files(reordered(part)))
+                    for name, part in parts.items()
+                }
+        return self._bytes_in_files
 
     def as_traced(self, stage: Stage, settings: Settings) -> Settings:
         """``settings`` as they act on one stage; weights that stay or move whole are added up without a trace."""

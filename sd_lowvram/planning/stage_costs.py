@@ -19,7 +19,7 @@ from ..hooks.offload import policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
 from ..memory import kernels_of
 from ..memory.reserved import allocator_settings
-from ..memory.threads import one_at_a_time
+from ..memory.threads import at_rest
 from ..models.anatomy import Anatomy
 from ..settings import Settings
 from ..streaming.layout import Policy, lay_down
@@ -90,6 +90,7 @@ class Costs:
         self._shape = shape
         self._stages_of = functools.partial(stages, shape=shape, encodes=encodes)
         self._fake: FakeModel = like._fake if like else FakeModel(anatomy, device)
+        self._quantised: frozenset[str] | None = None
         self._known: dict[Any, Any] = like._known if like else {}
 
     @functools.cached_property
@@ -116,12 +117,15 @@ class Costs:
 
         return self._once(Weights, name, (resident, waits, policy.split), count)
 
-    @functools.cached_property
+    @property
     def quantised(self) -> frozenset[str]:
         """Components of which weights can be stored in 8 bits."""
-        with one_at_a_time():
+        if self._quantised is None:
             parts = self._anatomy.components
-            return frozenset(name for name in parts if quantised_layers(self._anatomy, name, as_loaded=True))
+            with at_rest(parts.values()):
+                found = (name for name in parts if quantised_layers(self._anatomy, name, as_loaded=True))
+                self._quantised = frozenset(found)
+        return self._quantised
 
     def __call__(self, stage: Stage, settings: Settings, timing: Timing | None = None) -> Figures:
         """The cost of ``stage``; settings that do not touch it make no difference.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..errors import LowVRAMError
 from ..memory.fake_mode import active_fake_mode
 from ..memory.segments import release_segments
-from ..memory.threads import one_at_a_time
+from ..memory.threads import place_of, turn
 from ..patches import Patch, set_patch, take_off, wrap
 from . import weight_scopes as lending
 from .copier import Copied, Copier
@@ -149,7 +149,7 @@ class Stream:
         if self._runs_here():
             return original(*args, **kwargs)
         refuse_unseen(next(iter(self._components.values())))
-        with one_at_a_time():
+        with turn({place_of(self._device)}):
             try:
                 self._begin()
                 self._thread = threading.get_ident()

@@ -35,7 +35,7 @@ from ..memory.accounts import unmark_host
 from ..memory.fake_mode import active_fake_mode
 from ..memory.host_offload import dense_order, inverse, is_pinned, unpinned
 from ..memory.pinned import pinnable_bytes, pinned_empty, whole_pages
-from ..memory.threads import one_at_a_time
+from ..memory.threads import at_rest
 from ..units import MIB
 from ..weights import all_tensors, as_copied, same_bits, set_data
 from .schedule import aligned
@@ -337,11 +337,10 @@ def in_files(tensors: Iterable[Tensor]) -> list[bool]:
     Weights without contents, on the meta device or fake, count too: a checkpoint is mapped when it is loaded.
     """
     mapping = _Mapping()
-    with one_at_a_time():
-        return [
-            tensor.device.type == "meta" or active_fake_mode(tensor) is not None or mapping.kind(tensor) == "mapped"
-            for tensor in tensors
-        ]
+    return [
+        tensor.device.type == "meta" or active_fake_mode(tensor) is not None or mapping.kind(tensor) == "mapped"
+        for tensor in tensors
+    ]
 
 
 def bytes_in_files(tensors: Iterable[Tensor]) -> int:
@@ -358,7 +357,8 @@ def bytes_also_in_files(tensors: Iterable[Tensor]) -> int:
 
 def mapped_bytes(*modules: nn.Module) -> int:
     """Bytes of the weights of ``modules`` that lie in mapped files."""
-    return bytes_in_files(all_tensors(*modules))
+    with at_rest(modules):
+        return bytes_in_files(all_tensors(*modules))
 
 
 @dataclass

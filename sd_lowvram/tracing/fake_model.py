@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
 import traceback
 from collections import OrderedDict
@@ -21,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import LowVRAMError, PlanningError, ran_out
 from ..memory.accounts import unmark_host
-from ..memory.threads import one_at_a_time
+from ..memory.threads import at_rest
 from ..models import anatomy_of_components
 from ..models.anatomy import Anatomy
 from ..patches import copied_without
@@ -129,21 +128,25 @@ class FakeModel:
         self._device = device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._mode.cache_enabled = False  # op_cache takes its place, and asks less
+        self._copy: Anatomy | None = None
         self._parts: dict[str, Anatomy] = {}
         self._converted: dict[str, Attachment] = {}
         self._layers: dict[Any, list[Layer]] = {}
         self._equals: dict[str, dict[nn.Module, int]] = {}
         self._fingerprints: dict[str, str] = {}
 
-    @functools.cached_property
+    @property
     def anatomy(self) -> Anatomy:
-        with one_at_a_time():
-            return fake_copy(self._model, self._mode)
+        """The copy. Python 3.11's ``cached_property`` would keep other threads' copies waiting for this one."""
+        if self._copy is None:
+            with at_rest(self._model.components.values()):
+                self._copy = fake_copy(self._model, self._mode)
+        return self._copy
 
     def fingerprint(self, name: str) -> str:
         """What a component's copy hangs on; nothing is copied for it."""
         if name not in self._fingerprints:
-            with one_at_a_time():
+            with at_rest([self._model.components[name]]):
                 self._fingerprints[name] = fingerprint(self._model.components[name])
         return self._fingerprints[name]
 

@@ -31,13 +31,14 @@ def traced_attention(book: Booking) -> Iterator[None]:
     """
     from ..kernels.attention.problem import problem_of
     from ..kernels.attention.registry import held_bytes
-    from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, kernel_to_book
+    from ..kernels.attention.torch_kernels import SWITCHES, TORCHS_ATTENTION, kernel_to_book
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         mask = kwargs.get("attn_mask", args[0] if args else None)
         if not isinstance(query, FakeTensor):
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-        kernel = kernel_to_book() or chosen_kernel(query, value, mask)
+        with SWITCHES.left_alone():
+            kernel = kernel_to_book() or chosen_kernel(query, value, mask)
         if kernel == "math":
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         batch, heads, queries, _ = query.shape

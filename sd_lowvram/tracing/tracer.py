@@ -21,7 +21,7 @@ from ..memory.accounts import current_account, is_host, on_cpu, traced_device
 from ..memory.fake_mode import CPU, active_fake_mode
 from ..memory.repeats import followed
 from ..memory.reserved import Reserved, reserved
-from ..memory.threads import Redirected, one_at_a_time
+from ..memory.threads import Redirected, at_rest
 from .collector import no_collection
 from .equal_calls import EqualCalls
 from .fake_tensors import Registry, fake_of, faked, modules_of
@@ -150,7 +150,7 @@ def trace_equals_once(
     made = active_fake_mode(*tensors, *itertools.islice(fakes, 1))
     mode = made or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = _Tracer(mode, overhead)
-    alone = contextlib.nullcontext() if made else one_at_a_time()  # a model of fakes is nobody else's
+    alone = contextlib.nullcontext() if made else at_rest(modules)  # a model of fakes is nobody else's
     with alone, torch.no_grad(), mode, traced_device(CPU), no_collection(), faked(modules, tracer.fake_weight):
         ledger = tracer.ledger
         inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))

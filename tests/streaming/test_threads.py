@@ -19,6 +19,7 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import LowVRAMError
 from sd_lowvram.kernels.attention.torch_kernels import BUILTIN
+from sd_lowvram.memory.threads import Switch, place_of, turn
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.request import Request
 from sd_lowvram.planning.search import make_plan
@@ -251,3 +252,86 @@ def test_somebody_elses_function_put_on_top_meanwhile_stays(monkeypatch: pytest.
     assert torch.equal(F.scaled_dot_product_attention(q, q, q), expected + 1)
     trace(lambda x: F.scaled_dot_product_attention(x, x, x), q)
     assert F.scaled_dot_product_attention is theirs
+
+
+def in_threads(*calls: Callable[[], Any]) -> list[BaseException]:
+    """Make each call in a thread of its own; what they raised. None of them takes longer than a minute."""
+    raised: list[BaseException] = []
+
+    def make(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=make, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return raised
+
+
+CARDS = [{place_of(torch.device("cuda", index))} for index in range(2)]
+CPU = {place_of(torch.device("cpu"))}
+
+
+def test_threads_on_two_devices_do_not_wait_for_each_other() -> None:
+    together = threading.Barrier(2, timeout=30)
+
+    def run(places: Any) -> None:
+        with turn(places):
+            together.wait()
+
+    assert in_threads(*(lambda places=places: run(places) for places in CARDS)) == []
+
+
+def test_what_takes_two_devices_takes_them_in_one_order() -> None:
+    def run(*places: Any) -> None:
+        for _ in range(2000):
+            with turn([*places[0], *places[1]]):
+                pass
+
+    assert (
+        in_threads(*(lambda ways=ways: run(*ways) for ways in [(CPU, CARDS[0]), (CARDS[0], CPU), (CARDS[1], CPU)]))
+        == []
+    )
+
+
+def test_calls_within_calls_that_would_wait_for_each_other_are_refused() -> None:
+    together = threading.Barrier(2, timeout=30)
+    ended: list[Any] = []
+
+    def run(outer: Any, inner: Any) -> None:
+        with turn(outer):
+            together.wait()
+            with turn(inner):
+                ended.append(inner)
+
+    raised = in_threads(lambda: run(*CARDS), lambda: run(*CARDS[::-1]))
+    assert len(ended) == 1 and len(raised) == 1
+    assert isinstance(raised[0], LowVRAMError) and "one model after the other" in str(raised[0])
+
+
+def test_a_switch_is_not_set_while_others_read_it() -> None:
+    switch, seen, state = Switch(), set[tuple[str, ...]](), list[str]()
+
+    @contextlib.contextmanager
+    def holding(name: str) -> Iterator[None]:
+        state.append(name)
+        yield
+        state.remove(name)
+
+    def read() -> None:
+        for _ in range(500):
+            with switch.left_alone():
+                seen.add(tuple(state))
+
+    def change(name: str) -> None:
+        for _ in range(500):
+            with switch.set_by(holding(name)):
+                seen.add(tuple(state) if tuple(state) != (name,) else ())
+
+    assert in_threads(read, read, lambda: change("flash"), lambda: change("efficient")) == []
+    assert seen == {()}

@@ -6,9 +6,10 @@ nothing more from them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ...compat import only_kernel
 from ...errors import SettingsError
-from ...memory.threads import Redirected
+from ...memory.threads import Redirected, Switch
 from .bounded import SCORE_BYTES, mask_4d, sliced
 from .problem import Problem, capability, empty_output, problem_of
 
@@ -27,8 +28,12 @@ BUILTIN = torch._C._nn.scaled_dot_product_attention
 
 TORCHS_ATTENTION = Redirected(torch.nn.functional, "scaled_dot_product_attention")
 
-_switches = threading.RLock()
-"""Which kernels torch may choose from it keeps in switches of the whole process."""
+SWITCHES = Switch()
+"""Which kernels torch may choose from it keeps in switches of the whole process, which models on other devices read at
+the same time."""
+
+_is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
+"""Whether torch's compiler follows what runs, to which locks are unknown; absent before torch 2.2."""
 
 
 def fused(
@@ -194,9 +199,10 @@ def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
         return emulated(kernel, q, k, v, mask, scale)
     if mask is not None:
         mask = _torch_mask(mask, problem)
-    if kernel == "torch" or kernel == _choice(q, k, v, mask, scale):
-        return BUILTIN(q, k, v, attn_mask=mask, scale=scale)
-    with _switches, only_kernel(kernel):
+    with contextlib.nullcontext() if _is_compiling() else SWITCHES.left_alone():
+        if kernel == "torch" or kernel == _choice(q, k, v, mask, scale):
+            return BUILTIN(q, k, v, attn_mask=mask, scale=scale)
+    with SWITCHES.set_by(only_kernel(kernel)):
         return BUILTIN(q, k, v, attn_mask=mask, scale=scale)
 
 
