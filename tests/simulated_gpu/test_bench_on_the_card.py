@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import patient
 import pytest
 import tiny
 import torch
@@ -93,7 +93,7 @@ def test_every_part_ends_and_no_row_is_empty(gpu: Any, tiny_bench: None, tmp_pat
 @pytest.mark.parametrize(("way", "fault"), [("streamed", "nothing waits for copies"), ("smallest", "")])
 def test_the_sanitizer_finds_what_is_planted_and_nothing_else(gpu: Any, way: str, fault: str) -> None:
     script = Path(__file__).with_name("sanitized_on_card.py")
-    run = subprocess.run([sys.executable, script, way, fault], capture_output=True, text=True, check=False, timeout=300)
+    run = patient.run([sys.executable, script, way, fault])
     assert run.returncode == 0, run.stderr[-2000:]
     row = json.loads(run.stdout.splitlines()[-1])
     assert row["unsimulated"] == 0

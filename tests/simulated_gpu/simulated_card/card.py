@@ -57,8 +57,8 @@ class Card:
             ("sim_log", [flag], None),
             ("sim_log_size", [], size),
             ("sim_log_read", [address], None),
-            ("sim_used", [], size),
-            ("sim_peak", [], size),
+            ("sim_used", [flag], size),
+            ("sim_peak", [flag], size),
             ("sim_pinned", [], size),
             ("sim_pinned_peak", [], size),
             ("sim_pinnable", [size], None),
@@ -105,12 +105,12 @@ class Card:
 
     @property
     def used(self) -> int:
-        """Device memory that is allocated, in bytes; the allocator's segments, not its blocks."""
-        return int(self._runtime.sim_used())
+        """Memory of the first device that is allocated, in bytes; the allocator's segments, not its blocks."""
+        return int(self._runtime.sim_used(0))
 
     @property
     def peak(self) -> int:
-        return int(self._runtime.sim_peak())
+        return int(self._runtime.sim_peak(0))
 
     @property
     def pinned(self) -> int:

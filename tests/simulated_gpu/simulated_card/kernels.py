@@ -7,6 +7,7 @@ to libraries, allocate as those do.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -83,12 +84,15 @@ class Kernels:
         if getattr(self._own, "inside", False):  # one kernel may call another
             return function(*args, **kwargs)
         self._own.inside = True
+        device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if _is_on_card(leaf)), None)
+        there = contextlib.nullcontext() if device is None else torch.cuda.device(device)
         start = time.thread_time()
         tracing = torch._C._get_tracing_state()
         if tracing is not None:  # torch refuses the call, even with None, where tracing is excluded
             torch._C._set_tracing_state(None)  # of a card's kernel torch.jit.trace sees the call alone
         try:
-            return function(*args, **kwargs)
+            with there:
+                return function(*args, **kwargs)
         finally:
             if tracing is not None:
                 torch._C._set_tracing_state(tracing)
@@ -127,7 +131,7 @@ class Kernels:
         self, compute: Callable[[], Any], twins: _Twins, reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> Any:
         """Run ``compute``, which has twins for the device's tensors; what it makes is made on the device too."""
-        stream = torch._C._cuda_getCurrentRawStream(0)
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         made: list[tuple[Tensor, Tensor]] = []
         grown: list[tuple[Tensor, Tensor]] = []
 
@@ -192,7 +196,7 @@ class Kernels:
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Between devices torch's own copy, over the runtime's; within the card a kernel."""
-        if not (target.is_cuda and source.is_cuda):
+        if target.device != source.device:
             if not self.computes and source.nbytes > _SMALL:
                 return target
             copied: Tensor = _aten.copy_.default._op_dk(
@@ -265,6 +269,10 @@ class Kernels:
     ) -> Any:  # fmt: skip
         seed = torch.empty((), dtype=torch.int64)
         return (*self._attention(q, k, v, bias, causal, scale), seed, seed)
+
+
+def _is_on_card(leaf: Any) -> bool:
+    return (isinstance(leaf, Tensor) and leaf.is_cuda) or (isinstance(leaf, torch.device) and leaf.type == "cuda")
 
 
 def _operator(name: str) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from .card import Entry
 
-_RECORD, _WAIT, _DEVICE_SYNC, _STREAM_SYNC, _EVENT_SYNC, _READ, _WRITE, _COPY = 1, 2, 3, 4, 5, 10, 11, 12
+_RECORD, _WAIT, _STREAM_SYNC, _EVENT_SYNC, _READ, _WRITE, _COPY = 1, 2, 4, 5, 10, 11, 12
 _STAGED, _BLOCKING = 1, 2
 _HOST = -1
 _CELL = 14
@@ -78,9 +78,6 @@ class _Replay:
         elif kind == _WAIT:
             self._learn(stream, self._clocks[_HOST])
             self._learn(stream, self._events.get(entry.event, {}))
-        elif kind == _DEVICE_SYNC:
-            for clock in list(self._clocks.values()):
-                self._learn(_HOST, clock)
         elif kind == _STREAM_SYNC:
             self._learn(_HOST, self._clocks[stream])
         elif kind == _EVENT_SYNC:

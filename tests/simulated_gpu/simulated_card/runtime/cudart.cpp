@@ -1,4 +1,4 @@
-// A CUDA runtime whose one device is memory of this process, under torch's own CUDA build.
+// A CUDA runtime whose devices are memory of this process, under torch's own CUDA build.
 //
 // Streams are queues of copies, waits and records; the schedule decides how late they run: at once, as late as events
 // allow, or anywhere between, from a seed. Kernels are run by Python over the same bytes, at once, after all that their
@@ -28,10 +28,10 @@ constexpr size_t PAGE = 4096, DEVICE_PAGE = 2 * MIB;
 constexpr int OUT_OF_MEMORY = 2, INVALID_VALUE = 1, NOT_READY = 600, NOT_SUPPORTED = 801, CAPTURE_FORBIDS = 900;
 
 // What the log says; races.py reads it.
-enum Happening { RECORD = 1, WAIT = 2, DEVICE_SYNC = 3, STREAM_SYNC = 4, EVENT_SYNC = 5, READ = 10, WRITE = 11, COPY = 12 };
+enum Happening { RECORD = 1, WAIT = 2, STREAM_SYNC = 4, EVENT_SYNC = 5, READ = 10, WRITE = 11, COPY = 12 };
 enum CopyKind { BESIDE = 0, STAGED = 1, BLOCKING = 2 };  // of the host: never waits; reads first; waits for the end
 struct Entry { int happening, stream, event, way; uintptr_t source, target; size_t bytes; };
-constexpr int HOST = -1, ALL = -2;
+constexpr int HOST = -1;
 
 struct Stream;
 struct Moment { double milliseconds = 0; };
@@ -62,25 +62,29 @@ struct Task {
 struct Graph { int id; std::vector<Task> tasks; };
 struct Stream {
   int id;
+  int device;
   std::deque<Task> queue;
   uint64_t done = 0, asked = 0;
   Graph *capturing = nullptr;
 };
 
 enum Type { PINNED = 1, DEVICE = 2 };
-struct Range { size_t bytes; Type type; };
+struct Range { size_t bytes; Type type; int device; };
 
 enum Schedule { EAGER, LAZY, RANDOM };
 
+constexpr int DEVICES = 2;  // of the same size
+thread_local int current_device = 0;
+
 std::recursive_mutex mutex;
-std::map<void *, Stream *> streams;
+std::map<std::pair<int, void *>, Stream *> streams;  // by their device and handle: each device has one without
 std::map<uintptr_t, Range> ranges;
 std::vector<Entry> entries;
 bool logging = false;
 int schedule = EAGER, next_stream = 1, next_event = 1, next_graph = 1, last_error = 0;
 std::mt19937_64 chance;
 size_t card_bytes = size_t(4) << 30, context_bytes = 300 * MIB;
-size_t used = 0, peak = 0, pinned = 0, pinned_peak = 0, pinnable = SIZE_MAX;
+size_t used[DEVICES] = {}, peak[DEVICES] = {}, pinned = 0, pinned_peak = 0, pinnable = SIZE_MAX;
 long unsimulated = 0, allocations = 0, replays = 0;
 std::map<const void *, std::string> kernels;
 std::map<std::string, long> launched;
@@ -93,9 +97,12 @@ void note(Happening what, int stream, int event = 0, uintptr_t source = 0, uintp
   if (logging) entries.push_back({what, stream, event, way, source, target, bytes});
 }
 
+std::map<void *, int> devices_of_streams;
+
 Stream *stream_of(void *handle) {
-  Stream *&stream = streams[handle];
-  if (!stream) stream = new Stream{handle ? next_stream++ : 0};
+  const int device = handle ? devices_of_streams.emplace(handle, current_device).first->second : current_device;
+  Stream *&stream = streams[{device, handle}];
+  if (!stream) stream = new Stream{handle || device ? next_stream++ : 0, device};
   return stream;
 }
 
@@ -128,6 +135,12 @@ void run_until(Stream *stream, uint64_t ticket) {
 
 void run_all(Stream *stream) { run_until(stream, stream->asked); }
 void run_everything() { for (auto &known : streams) run_all(known.second); }
+void run_device(int device) {  // and the host knows it
+  for (auto &known : streams) if (known.second->device == device && known.second->asked) {
+    run_all(known.second);
+    note(STREAM_SYNC, known.second->id);
+  }
+}
 
 // In a random schedule any stream may get on at any call.
 void wander() {
@@ -155,7 +168,7 @@ const Range *range_of(const void *address) {
 void *mapped(size_t bytes, Type type) {
   void *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (address == MAP_FAILED) return nullptr;
-  ranges[uintptr_t(address)] = {bytes, type};
+  ranges[uintptr_t(address)] = {bytes, type, current_device};
   return address;
 }
 
@@ -183,12 +196,12 @@ void sim_schedule(int kind, uint64_t seed) { LOCKED; run_everything(); schedule 
 void sim_log(int on) { LOCKED; logging = on; entries.clear(); }
 size_t sim_log_size() { LOCKED; return entries.size(); }
 void sim_log_read(Entry *out) { LOCKED; std::copy(entries.begin(), entries.end(), out); }
-size_t sim_used() { LOCKED; return used; }
-size_t sim_peak() { LOCKED; return peak; }
+size_t sim_used(int device) { LOCKED; return used[device]; }
+size_t sim_peak(int device) { LOCKED; return peak[device]; }
 size_t sim_pinned() { LOCKED; return pinned; }
 void sim_pinnable(size_t bytes) { LOCKED; pinnable = bytes; }
 size_t sim_pinned_peak() { LOCKED; return pinned_peak; }
-void sim_reset_peaks() { LOCKED; peak = used; pinned_peak = pinned; }
+void sim_reset_peaks() { LOCKED; std::copy(used, used + DEVICES, peak); pinned_peak = pinned; }
 long sim_allocations() { LOCKED; return allocations; }
 long sim_unsimulated() { LOCKED; return unsimulated; }
 void sim_print_unsimulated() { LOCKED; for (auto &one : launched) fprintf(stderr, "%6ld %.160s\n", one.second, one.first.c_str()); }
@@ -217,9 +230,13 @@ long sim_replays() { LOCKED; return replays; }
 
 // ---- the device
 
-int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
-int cudaGetDevice(int *device) { *device = 0; return 0; }
-int cudaSetDevice(int device) { return device == 0 ? 0 : failed(101); }
+int cudaGetDeviceCount(int *count) { *count = DEVICES; return 0; }
+int cudaGetDevice(int *device) { *device = current_device; return 0; }
+int cudaSetDevice(int device) {
+  if (device < 0 || device >= DEVICES) return failed(101);
+  current_device = device;
+  return 0;
+}
 int cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cudaRuntimeGetVersion(int *version) { *version = 13000; return 0; }
 int cudaGetDeviceProperties(cudaDeviceProp *p, int) {
@@ -250,11 +267,11 @@ int cudaDeviceGetAttribute(int *value, int attribute, int) {
 }
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { if (least) *least = 0; if (greatest) *greatest = -5; return 0; }
 int cudaDeviceCanAccessPeer(int *can, int, int) { *can = 0; return 0; }
-int cudaDeviceGetPCIBusId(char *text, int size, int) { snprintf(text, size, "0000:01:00.0"); return 0; }
+int cudaDeviceGetPCIBusId(char *text, int size, int device) { snprintf(text, size, "0000:%02x:00.0", device + 1); return 0; }
 int cudaMemGetInfo(size_t *free, size_t *total) {
   LOCKED;
   *total = card_bytes;
-  *free = card_bytes - std::min(card_bytes, used + context_bytes);
+  *free = card_bytes - std::min(card_bytes, used[current_device] + context_bytes);
   return 0;
 }
 int cudaGetLastError() { LOCKED; return std::exchange(last_error, 0); }
@@ -278,23 +295,22 @@ int cudaMalloc(void **address, size_t bytes) {
   wander();
   const size_t taken = rounded(bytes, DEVICE_PAGE);
   *address = nullptr;
-  if (used + context_bytes + taken > card_bytes) return failed(OUT_OF_MEMORY);
+  if (used[current_device] + context_bytes + taken > card_bytes) return failed(OUT_OF_MEMORY);
   *address = mapped(taken, DEVICE);
   if (!*address) return failed(OUT_OF_MEMORY);
   memset(*address, 0xff, std::min(bytes, 4 * MIB));  // not a number: what is read before it is written shows
-  used += taken;
-  peak = std::max(peak, used);
+  used[current_device] += taken;
+  peak[current_device] = std::max(peak[current_device], used[current_device]);
   ++allocations;
   return 0;
 }
 int cudaFree(void *address) {
   LOCKED;
   if (!address) return 0;
-  run_everything();
-  note(DEVICE_SYNC, ALL);
   auto found = ranges.find(uintptr_t(address));
   if (found == ranges.end()) return failed(INVALID_VALUE);
-  used -= found->second.bytes;
+  run_device(found->second.device);
+  used[found->second.device] -= found->second.bytes;
   munmap(address, found->second.bytes);
   ranges.erase(found);
   return 0;
@@ -327,7 +343,7 @@ int cudaFreeHost(void *address) {
 int cudaHostRegister(void *address, size_t bytes, unsigned) {
   LOCKED;
   if (pinned + bytes > pinnable) return failed(OUT_OF_MEMORY);
-  ranges[uintptr_t(address)] = {bytes, PINNED};
+  ranges[uintptr_t(address)] = {bytes, PINNED, current_device};
   pinned += bytes;
   pinned_peak = std::max(pinned_peak, pinned);
   return 0;
@@ -346,7 +362,7 @@ int cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *addr
   LOCKED;
   memset(attributes, 0, sizeof *attributes);
   const Range *range = range_of(address);
-  attributes->device = range ? 0 : -2;
+  attributes->device = range ? range->device : -2;
   attributes->type = !range ? cudaMemoryTypeUnregistered
                      : range->type == PINNED ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
   (range && range->type == DEVICE ? attributes->devicePointer : attributes->hostPointer) = range ? (void *)address : nullptr;
@@ -416,9 +432,9 @@ int cudaStreamSynchronize(void *handle) {
 }
 int cudaDeviceSynchronize() {
   LOCKED;
-  for (auto &known : streams) if (known.second->capturing) return failed(CAPTURE_FORBIDS);
-  run_everything();
-  note(DEVICE_SYNC, ALL);
+  for (auto &known : streams)
+    if (known.second->capturing && known.second->device == current_device) return failed(CAPTURE_FORBIDS);
+  run_device(current_device);
   return 0;
 }
 int cudaStreamQuery(void *handle) {

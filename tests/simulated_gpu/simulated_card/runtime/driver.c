@@ -1,11 +1,11 @@
-// The driver's library as far as torch opens it: one device, whose context is there already, and no function to look up.
+// The driver's library as far as torch opens it: two devices, whose contexts are there already, and no function to look up.
 #include <stddef.h>
 
 enum { SUCCESS = 0, NOT_FOUND = 500 };
 
 int cuInit(unsigned flags) { return SUCCESS; }
 int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
-int cuDeviceGetCount(int *count) { *count = 1; return SUCCESS; }
+int cuDeviceGetCount(int *count) { *count = 2; return SUCCESS; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return SUCCESS; }
 int cuCtxGetCurrent(void **context) { *context = (void *)1; return SUCCESS; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return SUCCESS; }
