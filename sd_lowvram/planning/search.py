@@ -296,8 +296,13 @@ class Search:
         return ("none", "component", "blocks", "halves", "layer") if streams else ("none", "component", "layer")
 
     def _with_rooms(self, base: Settings) -> list[Settings]:
-        """``base`` with every room for streamed blocks that is tried; the same whatever the budget."""
+        """``base`` with every room for streamed weights that is tried; the same whatever the budget.
+
+        Single layers are tried whole and split: split ones need less room, which a faster way to run a step may have.
+        """
         denoiser = self.pricing.anatomy.denoiser
+        if base.offload == "layer" and base.split_layers is None:
+            return [base, dataclasses.replace(base, split_layers=True)]
         if base.offload != "blocks" or base.weights_mib is not None or denoiser is None:
             return [base]
         weights = self.pricing.costs.weights(denoiser, base)
