@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices.info import host_memory
+from ..devices.info import host_memory, own_ram
 from ..units import format_size
 from .accounts import host_account
 
 PINNED_SHARE = 0.5
-"""Of the host memory that this process may use: locked pages can be neither swapped nor dropped, and the system, the
-file cache, and other programs live in the rest."""
+"""Of the host memory that other programs leave to this process: locked pages can be neither swapped nor dropped, and
+the file cache, and whatever is started next, live in the rest."""
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: the pages are locked for all devices."""
@@ -46,8 +46,12 @@ def pinned_bytes() -> int:
 
 
 def most_pinned_bytes() -> int:
-    """The most that this process may lock."""
-    return int(PINNED_SHARE * host_memory().total)
+    """The most that this process may lock: a share of what is free and what it holds already.
+
+    Weights in ordinary memory give their bytes up as they are locked, so that this stays the same meanwhile.
+    """
+    memory = host_memory()
+    return int(PINNED_SHARE * min(memory.total, memory.free + own_ram()))
 
 
 def pinnable_bytes() -> int:
@@ -77,7 +81,7 @@ def pinned_empty(nbytes: int) -> Tensor | None:
 
 def _pinned_pages(size: int, nbytes: int) -> Tensor | None:
     if size > pinnable_bytes():
-        _tell(f"more than {PINNED_SHARE:.0%} of the host's memory would be locked", size)
+        _tell(f"more than {PINNED_SHARE:.0%} of the host's memory that other programs leave would be locked", size)
         return None
     try:
         pages = _Pages(-1, size, **_PRIVATE)

@@ -37,6 +37,8 @@ from .stages import CONTROL, Stage
 _ASSUMED_CPU_FLOPS = 1e11
 """Operations a second of a CPU that decodes beside a GPU: an assumption, as no profile has it."""
 
+_PINNED_STEP = 256 * MIB
+
 
 def _key(base: Settings, stage: Stage, choice: Choice) -> tuple[Any, ...]:
     return base, stage.name, stage.component, tuple(choice.items())
@@ -56,6 +58,7 @@ class Pricing:
         where = request.device, request.overhead
         self.costs: Costs = Costs(anatomy, request.shape, request.encodes, *where, like.costs if like else None)
         self.on_gpu = request.device.type != "cpu"
+        self._locks_all = False
         self._known: dict[tuple[Any, ...], StagePlan] = {}
         self._bytes_in_files: dict[str, tuple[int, int]] | None = None
         self._timings: dict[Any, Timing] = {}
@@ -135,6 +138,9 @@ class Pricing:
         waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
         masters = self._masters(settings, max(0, waiting), cost.host_peak_bytes)
         copied = 0 if stays or self.anatomy.moved else here  # the masters stay where they are
+        locks = self.on_gpu and not self.anatomy.moved
+        locked = waiting if masters.pinned_bytes is None else min(waiting, masters.pinned_bytes)
+        locked, unlocked = (locked, waiting - locked) if locks and not stays else (0, 0)
         widened = weights[stage.component] if stays and self._arithmetic(stage.component, settings).overflows else 0
         held = max(0, widened - cost.activation_bytes)  # of a type too narrow, until all are in the wider one
         recorded = bool(settings.cuda_graphs) and stage.component == self.anatomy.denoiser
@@ -164,6 +170,8 @@ class Pricing:
             slowdown=step.seconds / plain if step and plain else 1.0,
             parked_bytes=cost.host_peak_bytes,
             least_host_bytes=masters.least_bytes + cost.host_peak_bytes,
+            locked_bytes=(locked + cost.host_peak_bytes + (RING_BYTES if unlocked else 0)) if locks else 0,
+            unlocked_bytes=unlocked,
         )
 
     def _computed(self, stage: Stage, settings: Settings, cost: Figures) -> float:
@@ -221,14 +229,40 @@ class Pricing:
         for name, (size, _) in self._in_files.items() if settings.weight_storage is None else ():
             if not self._arithmetic(name, settings).converted:
                 mapped += size
-        here = self.request.rates.name == THIS  # of other machines' memory nothing is known
-        pinnable = max(0, most_pinned_bytes() - parked) if here else None
+        pinnable = None if self._pinnable is None else max(0, self._pinnable - parked)
         found = masters_of(weights, mapped, self.request.ram - parked, pinnable)
+        if self._locks_all:
+            return dataclasses.replace(found, pinned_bytes=None)
         if found.pinned_bytes is None:
             self.ram.holds(weights + parked + RING_BYTES)
         for more in (0, 1):  # what is taken hangs on the budget itself, or not
             self.ram.holds((found.host_bytes + parked if found.pinned_bytes is None else self.request.ram) + more)
         return found
+
+    @functools.cached_property
+    def _pinnable(self) -> int | None:
+        """The most that may be page-locked, the same for a whole search; None: all, as of other machines' memory
+        nothing is known. In steps, so that what is remembered of one plan serves the next."""
+        if self.request.rates.name != THIS:
+            return None
+        most = most_pinned_bytes()
+        return most - most % min(_PINNED_STEP, max(1, most // 8))
+
+    def unlocked_seconds(self, run: Candidate) -> float:
+        """What ``run`` takes longer because some of its weights are not page-locked."""
+        if not run.unlocked_bytes:
+            return 0.0
+        pairs = list(zip(self.costs.stages, run.stages, strict=True))
+
+        def seconds() -> float:
+            return sum(self._priced(run.settings, stage, planned.choice).seconds for stage, planned in pairs)
+
+        self._locks_all = True
+        try:
+            least = seconds()
+        finally:
+            self._locks_all = False
+        return seconds() - least
 
     @property
     def _in_files(self) -> dict[str, tuple[int, int]]:

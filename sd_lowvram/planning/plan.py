@@ -25,6 +25,7 @@ class Predicted:
         largest_bytes: the largest single allocation.
         seconds: text, all steps, decoding, and moving the weights.
         stage: the one with the peak.
+        locked_bytes: of ``host_bytes``, those that are page-locked for copies to and from a GPU.
     """
 
     peak_bytes: int
@@ -36,6 +37,7 @@ class Predicted:
     largest_bytes: int
     seconds: float
     stage: str
+    locked_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class StagePlan:
     ``reserved_bytes`` are what the device must give for ``peak_bytes`` of tensors and the libraries' workspaces, as
     torch's allocator takes it in segments; ``held_bytes`` are those of both accounts at one moment: what the allocator
     sees where that is the CPU; ``why`` says why it is not faster; ``parked_bytes`` of ``host_bytes`` are maps, the
-    others weights, which take as much of the budget as is useful to them: ``least_host_bytes`` would do. ``slowdown``
-    is how many times as long a step takes with its weights streamed.
+    others weights, which take as much of the budget as is useful to them: ``least_host_bytes`` would do. Of both,
+    ``locked_bytes`` are page-locked; ``unlocked_bytes`` of the weights are not, in memory or in the file, and are read
+    when they are copied. ``slowdown`` is how many times as long a step takes with its weights streamed.
     """
 
     name: str
@@ -63,6 +66,8 @@ class StagePlan:
     why: str = ""
     parked_bytes: int = 0
     least_host_bytes: int = 0
+    locked_bytes: int = 0
+    unlocked_bytes: int = 0
     slowdown: float = 1.0
 
 
@@ -111,6 +116,14 @@ class Candidate:
         return max(stage.least_host_bytes for stage in self.stages)
 
     @property
+    def locked_bytes(self) -> int:
+        return max(stage.locked_bytes for stage in self.stages)
+
+    @property
+    def unlocked_bytes(self) -> int:
+        return max(stage.unlocked_bytes for stage in self.stages)
+
+    @property
     def largest_bytes(self) -> int:
         return max(stage.largest_bytes for stage in self.stages)
 
@@ -126,6 +139,7 @@ class Candidate:
             largest_bytes=self.largest_bytes,
             seconds=self.seconds,
             stage=self.worst.name,
+            locked_bytes=self.locked_bytes,
         )
 
 

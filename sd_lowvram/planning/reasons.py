@@ -86,9 +86,17 @@ def described(stage: StagePlan) -> str:
 
 
 def reasons(
-    request: Request, best: Candidate, following: Candidate | None, compiling: Compiling | None = None
+    request: Request,
+    best: Candidate,
+    following: Candidate | None,
+    compiling: Compiling | None = None,
+    unlocked_seconds: float = 0.0,
 ) -> tuple[str, ...]:
-    """Sentences on what was chosen, what it costs, and what the next larger budget would buy."""
+    """Sentences on what was chosen, what it costs, and what the next larger budget would buy.
+
+    Args:
+        unlocked_seconds: what it takes longer as not all weights that wait are page-locked.
+    """
     worst, chosen = best.worst, best.settings
     budget = format_size(request.vram)
     sentences = [f"peak {format_size(best.needed_bytes)} of {budget}, reached in {worst.name}"]
@@ -103,6 +111,8 @@ def reasons(
     if chosen.offload == "layer":
         slower = f": a step takes {streamed.slowdown:.2f} times as long" if streamed is not None else ""
         sentences.append(f"the weights of one layer and the next on the device at a time, the least memory{slower}")
+    if best.locked_bytes:
+        sentences.append(_locked(best, unlocked_seconds))
     if chosen.vae_tiles == "exact":
         sentences.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
     if chosen.decoder_device == "cpu":
@@ -128,3 +138,12 @@ def reasons(
             f"instead of {format_time(best.seconds)}"
         )
     return tuple(sentences)
+
+
+def _locked(best: Candidate, seconds: float) -> str:
+    """What of the host's memory is page-locked, and what it costs that the rest is not."""
+    told = f"{format_size(best.locked_bytes)} of host memory page-locked for copies"
+    if not best.unlocked_bytes:
+        return told
+    rest = f"{format_size(best.unlocked_bytes)} of weights are not and are read when they are copied"
+    return f"{told}; {rest}" + (f", {format_time(seconds)} of the run" if seconds > 0 else ", at no cost in time")

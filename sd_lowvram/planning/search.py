@@ -83,7 +83,7 @@ def planned(search: Search) -> Plan:
         minimum_peak_bytes=smallest.peak_bytes,
         minimum_vram_bytes=smallest.needed_bytes,
         minimum_ram_bytes=smallest.least_host_bytes,
-        reasons=reasons(request, best, following, search.pricing.compiling),
+        reasons=reasons(request, best, following, search.pricing.compiling, search.pricing.unlocked_seconds(best)),
         fidelity=search.pricing.fidelity(best.settings),
         next_faster=following,
         timing=search.timing(best),
@@ -211,7 +211,8 @@ class Search:
 
         More room for streamed weights leaves no less of them in host memory, and holds no more.
         """
-        least_rooms = {(one.weight_storage, one.precision, one.offload): one for one in reversed(self._placements)}
+        ways = operator.attrgetter("weight_storage", "precision", "offload", "split_layers")
+        least_rooms = {ways(one): one for one in reversed(self._placements)}
         return self._least(least_rooms.values(), "host_bytes", self._held)
 
     def too_large(self) -> BudgetError:

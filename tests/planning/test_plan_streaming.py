@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import build_components
-from sd_lowvram.devices.performance import profile
+from sd_lowvram.devices.info import Memory
+from sd_lowvram.devices.performance import THIS, profile
 from sd_lowvram.errors import BudgetError
+from sd_lowvram.memory import pinned
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.patches import Change
 from sd_lowvram.planning.cost_model import Pricing
@@ -172,3 +174,32 @@ def test_what_is_copied_in_every_step_is_pinned_before_what_stays(tmp_path: Path
         assert 0.9 * room <= stream._masters.pinned_bytes <= room
     assert layout.residents and all(in_file[number] for number in layout.residents)
     assert not in_file[layout.streamed[0]] and in_file[layout.streamed[-1]]
+
+
+@pytest.mark.parametrize("offload", ["layer", "component"])
+def test_what_is_locked_is_a_share_of_what_is_free_and_told(anatomy: Any, offload: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pinned, "own_ram", lambda: 0)
+    here = dataclasses.replace(RATES, name=THIS, reading=4e8, reordering=2e8)
+
+    def plan(free_mib: int, ram: int = 4 * GIB) -> Any:
+        monkeypatch.setattr(pinned, "host_memory", lambda: Memory(16 * GIB, free_mib * MIB))
+        return make_plan(anatomy, Request(128, 128, 1, GIB, ram, GPU, here), Settings(offload=offload))
+
+    weights = weight_bytes(anatomy.unet)
+    plenty, busy, bounded = plan(12000), plan(96), plan(12000, RING_BYTES + 8 * MIB)
+    assert plenty.predicted.locked_bytes >= 0.9 * weights
+    assert any("page-locked" in reason and "are not" not in reason for reason in plenty.reasons)
+    assert 0 < busy.predicted.locked_bytes <= 48 * MIB
+    assert 0 < bounded.predicted.locked_bytes <= RING_BYTES + 8 * MIB
+    for less in (busy, bounded):
+        (told,) = (reason for reason in less.reasons if "page-locked" in reason)
+        assert "are read when they are copied" in told
+        assert less.predicted.seconds > plenty.predicted.seconds
+        assert "of the run" in told
+
+
+def test_other_programs_memory_is_not_locked(monkeypatch: Any) -> None:
+    monkeypatch.setattr(pinned, "host_memory", lambda: Memory(16 * GIB, 6 * GIB))
+    for own, most in ((0, 3), (4, 5), (14, 8)):
+        monkeypatch.setattr(pinned, "own_ram", lambda own=own: own * GIB)
+        assert pinned.most_pinned_bytes() == most * GIB
