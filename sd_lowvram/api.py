@@ -17,6 +17,7 @@ from .memory.threads import at_rest
 from .models.anatomy import Anatomy
 from .models.latents import latent_channels, pixel_channels, scale_factor
 from .planning.fallback import Shortage, fallback, leaner, shortage
+from .planning.followed_calls import told_of_autograd
 from .planning.max_size import largest_plans
 from .planning.plan import Plan, Rung
 from .planning.replan import guard
@@ -155,6 +156,7 @@ def _put_on(
         attachment.plan = chosen
         attachment.add(fallback(attachment.anatomy, go_leaner))
         attachment.add(guard(attachment.anatomy, chosen.request, replan))
+        attachment.add(told_of_autograd(attachment.anatomy))
 
 
 def _plan_of(target: Any) -> Plan:

@@ -136,6 +136,15 @@ def first_tensor(tree: Any) -> Tensor | None:
     return next((leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)), None)
 
 
+def needs_graph(module: nn.Module, *trees: Any) -> bool:
+    """Whether autograd follows a call of ``module``: it is on, and a weight or a tensor of the arguments, nested as
+    they may be in ``trees``, requires gradients."""
+    if not torch.is_grad_enabled():
+        return False
+    given = (leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor))
+    return any(tensor.requires_grad for tensor in (*given, *module.parameters()))
+
+
 def cast_activations(tree: Any, dtype: torch.dtype) -> Any:
     """``tree`` with its floating activations in ``dtype``. Timesteps, with at most one dimension, keep their type."""
     return map_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() and t.dim() > 1 else t)

@@ -29,9 +29,8 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, is_foreign, wrap
 from ..settings import Settings
 from ..streaming.layers import is_compiled as is_compiled_module
-from ..weights import loaded_dtype, own_tensors
+from ..weights import loaded_dtype, needs_graph, own_tensors
 from .offload import STREAMED
-from .strips import needs_graph
 
 _UNTRACEABLE = (
     *("attention", "deterministic", "merge_tokens", "fused_kernels", "weight_storage", "winograd"),

@@ -23,8 +23,8 @@ from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
+from ..weights import needs_graph
 from .alike_calls import facts_of, kind_of
-from .strips import needs_graph
 
 _MOST = 4
 """Recordings that are kept: each has inputs of its own, while their pool is shared."""

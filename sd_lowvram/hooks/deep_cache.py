@@ -20,8 +20,8 @@ from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
+from ..weights import needs_graph
 from .offload import STREAMED
-from .strips import needs_graph
 
 _MOST_CALLS = 8
 """Calls of a denoiser at one step, for conditions of their own, that are told apart."""
@@ -42,7 +42,7 @@ def deep_cache(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
             f"deep_cache={settings.deep_cache} passes over layers that offload={settings.offload!r} fetches at every "
             "step: set offload to none or component"
         )
-    reuse = _Reuse(settings.deep_cache or 1)
+    reuse = _Reuse(anatomy.components[anatomy.denoiser or ""], settings.deep_cache or 1)
     for number, module in enumerate(deep):
         around = functools.partial(reuse.station, module, number, number == len(deep) - 1)
         yield wrap(module, "forward", around, "deep_cache")
@@ -77,7 +77,8 @@ class _Reuse:
     Steps are told apart by their timesteps, which fall within a run.
     """
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, denoiser: nn.Module, interval: int) -> None:
+        self._denoiser = denoiser
         self._interval = interval
         self._steps = 0
         self._timestep: float | None = None
@@ -90,7 +91,7 @@ class _Reuse:
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around a call of the denoiser."""
         sample, timestep = _sample_and_timestep(args, kwargs)
-        if sample is None:
+        if sample is None or needs_graph(self._denoiser, args, kwargs):  # all layers, or some would lack their input
             return original(*args, **kwargs)
         self._begin(None if active_fake_mode(sample) else timestep)
         self._call = (self._calls, tuple(sample.shape), sample.dtype)
@@ -115,7 +116,7 @@ class _Reuse:
         self, module: nn.Module, number: int, last: bool, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Around a call of a deep module, of which there is more than one where a batch goes part by part."""
-        if self._call is None or needs_graph(module, args, kwargs):
+        if self._call is None:
             return original(*args, **kwargs)
         turn = self._turns[number] = self._turns.get(number, -1) + 1
         key = self._call, number, turn

@@ -16,7 +16,8 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .strips import assembled, needs_graph, spans
+from ..weights import needs_graph
+from .strips import assembled, spans
 
 FEWEST_TOKENS = 256
 """With fewer rows a matrix product starves."""

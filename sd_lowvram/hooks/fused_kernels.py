@@ -26,7 +26,7 @@ from ..models import autoencoder
 from ..models.anatomy import Anatomy, Residual, geglu_of
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .strips import needs_graph
+from ..weights import needs_graph
 
 Look = Callable[..., Residual | None]
 

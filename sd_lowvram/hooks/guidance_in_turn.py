@@ -18,10 +18,9 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import together
-from ..weights import placed
+from ..weights import needs_graph, placed
 from .arguments import are_watched, batch_of, last_are_there, part_of, shares
 from .offloaded_tensor import Waiting
-from .strips import needs_graph
 
 
 def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:

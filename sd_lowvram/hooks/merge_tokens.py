@@ -25,7 +25,7 @@ from ..models.anatomy import Anatomy
 from ..models.regional_attention import RegionalAttention
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .strips import needs_graph
+from ..weights import needs_graph
 
 _CONTEXTS = ("encoder_hidden_states", "context", "attention_mask", "mask", "value")
 _SCORES = 1 << 24

@@ -24,12 +24,14 @@ from ..models.anatomy import Anatomy
 from ..models.latents import dtype_of
 from ..patches import Change, Patch, replace, wrap
 from ..settings import Fidelity, Settings
+from ..streaming.followed import exchanged
 from ..streaming.weight_scopes import lent_to_call
 from ..weights import (
     all_tensors,
     cast_activations,
     loaded_dtype,
     narrows,
+    needs_graph,
     own_tensors,
     remember_loaded,
     same_bits,
@@ -243,6 +245,7 @@ def _widened_layers(component: nn.Module) -> Iterator[Patch]:
 
 def _run_widened(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     args, kwargs = cast_activations((args, kwargs), torch.float32)
-    floating = (tensor for tensor in own_tensors(module) if tensor.is_floating_point())
-    with lent_to_call(floating, Tensor.float):
+    floating = [tensor for tensor in own_tensors(module) if tensor.is_floating_point()]
+    follows = needs_graph(module, args, kwargs)
+    with exchanged(module, floating, Tensor.float) if follows else lent_to_call(floating, Tensor.float):
         return original(*args, **kwargs)

@@ -25,7 +25,8 @@ from ..models.cond_conv import CondConv2d
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import kept
-from .strips import Span, Statistics, assembled, needs_graph, spans
+from ..weights import needs_graph
+from .strips import Span, Statistics, assembled, spans
 
 FEWEST_ROWS = 8
 """Of these, two more are computed for the halo."""

@@ -17,9 +17,9 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
+from ..weights import needs_graph
 from .arguments import changed
 from .offloaded_tensor import Waiting, recalled
-from .strips import needs_graph
 
 
 def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:

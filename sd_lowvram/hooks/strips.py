@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..kernels.triton.support import takes
 from ..memory.repeats import each
 from ..streaming.weight_scopes import kept
-from ..weights import first_tensor, placed
+from ..weights import placed
 
 Span = tuple[int, int]
 
@@ -43,14 +43,6 @@ def assembled(
             out = placed(out, make(start, stop), dim, start, pieces[-1][1])
     assert out is not None
     return out
-
-
-def needs_graph(module: nn.Module, *tensors: Any) -> bool:
-    """Whether gradients will be asked of this call: then the module runs as it is."""
-    if not torch.is_grad_enabled():
-        return False
-    held = (first_tensor(tensors), *module.parameters())
-    return any(tensor is not None and tensor.requires_grad for tensor in held)
 
 
 class Statistics:

@@ -23,9 +23,9 @@ from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
+from ..weights import needs_graph
 from .alike_calls import facts_of, kind_of
 from .compiled import untraceable
-from .strips import needs_graph
 
 _MOST_KINDS = 32
 """Of calls, among which some come again: a denoiser whose every call is another is not followed."""

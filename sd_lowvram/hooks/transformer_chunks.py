@@ -22,9 +22,10 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy, AttentionInRegions, TokenAttention, Transformer
 from ..patches import Patch, roles_of, set_patch, wrap
 from ..settings import Settings
+from ..weights import needs_graph
 from .feed_forward import FEWEST_TOKENS
 from .regional_bands import in_bands
-from .strips import Span, assembled, needs_graph, spans
+from .strips import Span, assembled, spans
 
 
 def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:

@@ -34,7 +34,7 @@ from ..patches import Patch, replace
 from ..settings import Settings
 from ..streaming.weight_scopes import kept
 from ..units import MIB
-from ..weights import placed, room
+from ..weights import needs_graph, placed, room
 from .maps import AnyMap, Given, Map, Strip, load, spans
 from .overflow import Watch, is_finite, piece
 from .strips import Statistics
@@ -56,7 +56,7 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         raise NoSiteError("exact tiles: the target has no autoencoder")
     _steps(vae)
     for part, stage in ((vae.decoder, "decode"), (vae.encoder, "encode")):
-        around = functools.partial(_exactly, vae, settings, stage)
+        around = functools.partial(_exactly, vae, part, settings, stage)
         yield Patch(part, "forward", functools.partial(functools.partial, around), exclusive=True, hook="vae_exact")
     if getattr(vae, "use_tiling", False):
         yield replace(vae, "use_tiling", False, "vae_exact")
@@ -75,9 +75,16 @@ def _steps(vae: KLAutoencoder) -> Autoencoder:
 
 
 def _exactly(
-    vae: Any, settings: Settings, stage: str, original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+    vae: Any,
+    part: nn.Module,
+    settings: Settings,
+    stage: str,
+    original: Callable[..., Tensor],
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:  # strips that overwrite each other keep no graph
+    if needs_graph(part, x):  # strips that overwrite each other keep no graph
         return original(x, *args, **kwargs)
     steps = _steps(vae)  # now, because a LoRA may have been loaded since
     return run_exact(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)

@@ -5,7 +5,8 @@ Source: ours; scales for each output channel as is usual in quantisation. Fideli
 Halves the bytes of a 16-bit model on the device and over the bus. The autoencoder keeps its weights, as its errors go
 straight into the picture, and so do the first and last convolution of a UNet. The originals wait in host memory, or in
 the file that they are mapped from, and come back when the hook goes. LoRAs keep their whole effect while they are
-layers of their own; fused into 8 bits they would lose it, which is refused.
+layers of their own; fused into 8 bits they would lose it, which is refused. Where autograd follows a call, gradients
+are those of what it computed; the stored weights get none, and a backward that asks for theirs is refused.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from ..models.anatomy import Anatomy
 from ..models.cond_conv import CondConv2d
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
+from ..streaming.followed import exchanged
 from ..streaming.weight_scopes import lent_to_call, present_rows
-from ..weights import loaded_dtype, remember_loaded, set_data
+from ..weights import loaded_dtype, needs_graph, remember_loaded, set_data
 
 _REFUSED = {
     "fuse_lora": "a LoRA cannot be fused into weights of 8 bits: use it unfused, or restore(), fuse it and optimize()",
@@ -51,7 +53,7 @@ def weight_storage(anatomy: Anatomy, settings: Settings, device: torch.device) -
             if key not in stored:  # tied layers share one
                 stored[key] = _Stored(layer.weight, settings.weight_storage or "", device)
                 yield Change(stored[key].store, hook="weight_storage")
-            yield wrap(layer, "forward", stored[key].run, hook="weight_storage")
+            yield wrap(layer, "forward", functools.partial(stored[key].run, layer), hook="weight_storage")
         if layers:
             yield from _refusals(component)
     if not stored:
@@ -102,12 +104,13 @@ class _Stored:
         self._kind = kind
         self._device = device
         self._scale = self._original = weight
+        self._trained = weight.requires_grad
         self._widen = self._widened  # told by its identity, so always the same object
 
     def store(self) -> Callable[[], None]:
         """Exchange the contents for 8 bits; returns the undoing."""
         weight, before = self._weight, self._weight.data
-        trained, home = weight.requires_grad, before.device
+        self._trained, home = weight.requires_grad, before.device
         with torch.inference_mode(False), torch.no_grad():
             eight, self._scale = _quantised(before, self._kind, self._device)
             self._original = before if before.device.type == "cpu" else to_host(before, pin=False)
@@ -120,15 +123,26 @@ class _Stored:
             with torch.inference_mode(False):
                 if weight.dtype == eight.dtype:  # else the host has loaded other weights since
                     set_data(weight, self._original.to(home))
-                weight.requires_grad_(trained)
+                weight.requires_grad_(self._trained)
                 self._original = self._scale = weight
 
         return undo
 
-    def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, layer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The layer's forward with the weight widened."""
+        if needs_graph(layer, args, kwargs) or (self._trained and torch.is_grad_enabled()):
+            with exchanged(layer, [layer.weight], functools.partial(self._followed, self._scale)):
+                return original(*args, **kwargs)
         with lent_to_call([self._weight], self._widen):
             return original(*args, **kwargs)
+
+    def _followed(self, scale: Tensor, weight: Tensor) -> Tensor:
+        """The widened weight for a call that autograd follows."""
+        data = weight.detach()
+        wide = data if data.is_floating_point() else widen(data, scale.to(data.device))
+        trained = torch.zeros((), requires_grad=self._trained, device=wide.device)
+        followed: Tensor = _Untrainable.apply(wide, trained)  # type: ignore[no-untyped-call]
+        return followed
 
     def _widened(self, data: Tensor) -> Tensor:
         if data.is_floating_point():
@@ -136,6 +150,21 @@ class _Stored:
         if self._scale.device != data.device:
             self._scale = self._scale.to(data.device)
         return widen(data, self._scale[present_rows()])
+
+
+class _Untrainable(torch.autograd.Function):
+    """A widened weight whose own gradient nobody may have: the weight is integers, and would silently stay as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor, trained: Tensor) -> Tensor:
+        return wide.view_as(wide)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ConflictError(
+            "weights of 8 bits get no gradients: for those of the inputs call requires_grad_(False) on the model "
+            "before optimize(), and to train the weights use Settings without weight_storage"
+        )
 
 
 def _quantised(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:

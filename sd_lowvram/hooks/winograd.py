@@ -25,7 +25,7 @@ from ..kernels.winograd import convolve, transformed
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .strips import needs_graph
+from ..weights import needs_graph
 
 _TILE = 4
 _NARROWEST = 64

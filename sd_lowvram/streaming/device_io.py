@@ -47,8 +47,8 @@ def sent(result: Any, home: torch.device) -> Any:
 
 
 def looked_up(device: torch.device, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Rows of a table in host memory; only these travel to ``device``."""
+    """Rows of a table in host memory; only these travel to ``device``, and gradients back to them."""
     with host_account():
         args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to("cpu"))
         found = original(*args, **kwargs)
-    return to_device(found, device)
+    return found.to(actual_device(device)) if found.requires_grad else to_device(found, device)

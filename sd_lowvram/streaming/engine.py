@@ -9,6 +9,9 @@ A block is fetched as soon as nobody needs the bytes that it will lie in: the bl
 run was seen to use them, and fetches run ahead in that order, also into the next step. A run that goes another way is
 served all the same, only later.
 
+A call that autograd follows passes no ring, whose bytes are others by the backward: each layer is given copies that
+autograd can make again (:mod:`followed`), and on a CPU its masters.
+
 Source: basujindal's split model and diffusers' group offloading for the idea; the ring of bytes is ours.
 Fidelity: ``bitwise``; layers split by rows ``rounding``.
 """
@@ -27,13 +30,16 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LowVRAMError
+from ..memory.accounts import actual_device, weights_account
 from ..memory.fake_mode import active_fake_mode
 from ..memory.segments import release_segments
 from ..memory.threads import place_of, turn
 from ..patches import Patch, set_patch, take_off, wrap
+from ..weights import needs_graph
 from . import weight_scopes as lending
 from .copier import Copied, Copier
 from .device_io import looked_up, refuse_unseen, run_at
+from .followed import exchanged
 from .host_weights import Masters
 from .layers import Layer, contents, layers_of, signature, version
 from .layout import STAYING, Policy, lay_down
@@ -90,6 +96,8 @@ class Stream:
         self._layout = lay_down((), policy, {})
         self._copier = Copier(self._masters, torch.device("cpu"))
         self._thread: int | None = None
+        self._followed = False
+        self._layers: dict[int, Layer] = {}
         self._seen: dict[int, None] = {}
         self._last: int | None = None
         self._room_taken: torch.cuda.Event | None = None
@@ -151,6 +159,7 @@ class Stream:
         refuse_unseen(next(iter(self._components.values())))
         with turn({place_of(self._device)}):
             try:
+                self._followed = any(needs_graph(part, args, kwargs) for part in self._components.values())
                 self._begin()
                 self._thread = threading.get_ident()
                 result = run_at(self._device, original, *args, **kwargs)
@@ -159,7 +168,7 @@ class Stream:
                 self._abandon()
                 raise
             finally:
-                self._thread = None
+                self._thread, self._followed = None, False
         return result
 
     def _runs_here(self) -> bool:
@@ -173,6 +182,8 @@ class Stream:
         numbers = self._roles[id(module)]
         if numbers is None:
             return looked_up(self._device, original, *args, **kwargs)
+        if self._followed:
+            return self._run_followed(module, original, *args, **kwargs)
         if len(numbers) > 1:
             return self._run_in_parts(module, numbers, original, *args, **kwargs)
         for number in numbers:
@@ -182,6 +193,14 @@ class Stream:
         finally:
             for number in numbers:
                 self._busy[number] -= 1
+
+    def _run_followed(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        device = actual_device(self._device)
+        away = [tensor for tensor in self._layers[id(module)].tensors if tensor.device != device]
+        if not away:
+            return original(*args, **kwargs)
+        with exchanged(module, away, functools.partial(_brought, device=device)):
+            return original(*args, **kwargs)
 
     def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, input: Tensor) -> Tensor:
         rows = [(number, self._layout.blocks[number].rows or (0, 0)) for number in numbers]
@@ -203,6 +222,9 @@ class Stream:
     def _begin(self) -> None:
         self._turns.take(self)
         self._survey()
+        if self._followed:
+            self.evict()
+            return
         if not self._layout.open:
             self._layout.take_room(self._device)
             self._copier = Copier(self._masters, torch.device("cpu") if self._is_fake() else self._device)
@@ -213,6 +235,8 @@ class Stream:
         self._seen = {}
 
     def _end(self) -> None:
+        if self._followed:
+            return
         for number in list(self._lent):
             self._take_back(number)
         self._last = None
@@ -345,6 +369,7 @@ class Stream:
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self._masters.add(self._tensors)  # what is copied in every step is pinned before what is copied once
         self._roles = self._layout.roles()
+        self._layers = {id(layer.module): layer for layer in self._layout.layers()}
         self._follow(layers)
         self._known, self._contents = known, contents(self._tensors)
 
@@ -378,3 +403,9 @@ class Stream:
 
     def _is_fake(self) -> bool:
         return active_fake_mode(*self._tensors[:1]) is not None
+
+
+def _brought(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on ``device`` that autograd follows; it does not block the host where the master is pinned."""
+    with weights_account():
+        return tensor.to(device, non_blocking=True)
