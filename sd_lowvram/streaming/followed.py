@@ -43,7 +43,8 @@ def exchanged(module: nn.Module, tensors: Iterable[Tensor], convert: Convert) ->
 
     try:
         for inner in module.modules():
-            for held in (inner._parameters, inner._buffers):
+            tables: list[dict[str, Any]] = [inner._parameters, inner._buffers]
+            for held in tables:
                 for name, tensor in held.items():
                     if id(tensor) in copies:
                         before.append((held, name, tensor))

@@ -6,13 +6,13 @@ import warnings
 from collections import Counter
 
 import pytest
+import tiny
 import torch
+from gradients import WANTED, Case, every_knob, named, tolerance
 
 from sd_lowvram import Settings, attached, optimize, restore
 from sd_lowvram.errors import LowVRAMError
 from sd_lowvram.session import attachments
-from tests.support import tiny
-from tests.support.gradients import WANTED, Case, every_knob, named, tolerance
 
 PLAIN: dict[tuple[str, str], list[torch.Tensor]] = {}
 COUNTS: Counter[str] = Counter()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import tiny
 import torch
 from torch import Tensor
 
 from sd_lowvram import Settings
 from sd_lowvram.settings import Fidelity, knobs
-
-from . import tiny
 
 BESIDE: dict[str, dict[str, Any]] = {
     "attention_mib": {"attention": "sliced"},
