@@ -51,6 +51,8 @@ def computes_in_float32(settings: Settings) -> bool:
 def test_gradients(part: str, settings: Settings, wanted: str) -> None:
     if (part, wanted) == ("vae", "text"):
         return
+    if settings.channels_last and (part, wanted) == ("vae", "some parameters"):
+        pytest.skip("torch 2.13 itself crashes: GroupNorm's backward on a CPU, channels last, by its weights alone")
     case = Case(part, wanted)
     expected = plain(case)
     try:
