@@ -14,11 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram import Settings
 from sd_lowvram.errors import SettingsError
+from sd_lowvram.kernels.attention import by_triton
 from sd_lowvram.kernels.attention.bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
 from sd_lowvram.kernels.attention.choice import attention, choose_backend
 from sd_lowvram.kernels.attention.problem import Problem, problem_of
 from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends, held_bytes, kernel_name
 from sd_lowvram.kernels.attention.torch_kernels import choose_kernel, refusal
+from sd_lowvram.kernels.triton.support import takes
 from sd_lowvram.memory import kernels_of, measured_peak
 from sd_lowvram.tracing import trace
 
@@ -401,3 +403,19 @@ def test_workspaces_on_a_gpu(dtype):
                 held = measured_peak(lambda q=q, k=k, v=v, run=BACKENDS[backend]: run(q, k, v)) - output
                 foretold = held_bytes(backend, problem_of(q, k, v))
                 assert foretold - 24 * MIB <= max(held, 1.05 * held) and held <= 1.01 * foretold + 8 * MIB, backend
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True)])
+def test_bf16_is_computed_on_ampere_and_newer(monkeypatch, capability, runs):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("sd_lowvram.kernels.attention.problem.capability", lambda device: capability)
+    monkeypatch.setattr("sd_lowvram.kernels.attention.torch_kernels.capability", lambda device: capability)
+    monkeypatch.setattr("sd_lowvram.kernels.triton.support.refusal", lambda device: None)
+    device = torch.device("cuda")
+    narrow, half = (Problem(1, 8, 64, 64, 40, 40, dtype, device, real=False) for dtype in (torch.bfloat16, torch.half))
+    assert (refusal("efficient", narrow) is None) == (by_triton.refusal(narrow) is None) == runs
+    assert refusal("efficient", half) is by_triton.refusal(half) is None
+    assert choose_kernel(narrow, 1 << 20) == ("flash" if runs else "sliced")
+    monkeypatch.setattr("sd_lowvram.kernels.triton.support.device_of_run", lambda _: device)
+    assert takes(torch.empty(4, dtype=torch.bfloat16, device="meta")) == runs
+    assert takes(torch.empty(4, dtype=torch.half, device="meta"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...errors import SettingsError
 from ..triton import support
 from .bounded import SCORE_BYTES
-from .problem import Problem, problem_of
+from .problem import Problem, has_bf16, problem_of
 from .torch_kernels import REMEDY, emulated
 
 _NARROW, _WIDEST = 256, 512
@@ -48,6 +49,8 @@ def refusal(problem: Problem) -> str | None:
     """Why the kernels cannot run this problem; None when they can."""
     if problem.dtype not in support.TYPES:
         return f"they compute in fp32, fp16 and bf16, not in {str(problem.dtype).removeprefix('torch.')}"
+    if problem.dtype == torch.bfloat16 and not has_bf16(problem.device):
+        return "they compute in bf16 on an Ampere GPU or newer"
     if problem.value_width > _WIDEST:
         return f"head width {problem.value_width} is above {_WIDEST}"
     return support.refusal(problem.device)

@@ -87,6 +87,12 @@ def capability(device: torch.device) -> tuple[int, int]:
     return 7, 5
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether fused kernels compute in bf16 there: on Ampere and newer, and of a card that is not here it is not known
+    that they do not."""
+    return device.type != "cuda" or not torch.cuda.is_available() or capability(device) >= (8, 0)
+
+
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
     """(batch, heads, queries, value width), in memory (batch, queries, heads, value width)."""
     batch, heads, queries, _ = q.shape

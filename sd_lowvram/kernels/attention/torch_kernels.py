@@ -21,7 +21,7 @@ from ...compat import only_kernel
 from ...errors import SettingsError
 from ...memory.threads import Redirected, Switch
 from .bounded import SCORE_BYTES, mask_4d, sliced
-from .problem import Problem, capability, empty_output, problem_of
+from .problem import Problem, capability, empty_output, has_bf16, problem_of
 
 BUILTIN = torch._C._nn.scaled_dot_product_attention
 """torch's own function, also while somebody has put another into torch.nn.functional."""
@@ -150,6 +150,8 @@ def _efficient_rules(problem: Problem) -> str | None:
         return f"torch has it for CUDA, not for {problem.device.type}"
     if problem.dtype == torch.float64:
         return "it does not compute in float64"
+    if problem.dtype == torch.bfloat16 and not has_bf16(problem.device):
+        return "it computes in bf16 on an Ampere GPU or newer"
     step = 4 if problem.dtype == torch.float32 else 8
     if problem.width % step or problem.value_width % step:
         return f"head widths {problem.width} and {problem.value_width} must be multiples of {step}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..attention.problem import capability, device_of_run, is_fake
+from ..attention.problem import capability, device_of_run, has_bf16, is_fake
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OLDEST_TORCH, _OLDEST_CARD = (2, 4), (7, 5)
@@ -57,4 +57,5 @@ def _is_installed() -> bool:
 def takes(x: Tensor) -> bool:
     """Whether the kernels can take ``x``: its type, and its device or the one that it stands for in a trace."""
     device = device_of_run(x.device) if is_fake(x) else x.device
-    return x.dtype in TYPES and x.numel() > 0 and refusal(device) is None
+    computed = x.dtype in TYPES and (x.dtype != torch.bfloat16 or has_bf16(device))
+    return computed and x.numel() > 0 and refusal(device) is None
