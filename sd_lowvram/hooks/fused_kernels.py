@@ -68,13 +68,13 @@ def _fused_block(
     block: nn.Module,
     original: Callable[..., Tensor],
     x: Tensor,
-    time: Tensor | None = None,
     *args: Any,
     **kw: Any,
 ) -> Tensor:
-    parts = look(block, *args, *kw.values()) if x.dim() == 4 and _runs(block, x, time) else None
+    time, *more = (*args, *kw.values(), None)[: max(1, len(args) + len(kw))]  # by place or, in autoencoders, by name
+    parts = look(block, *more) if x.dim() == 4 and _runs(block, x, time) else None
     if parts is None or not _is_plain(parts):
-        return original(x, time, *args, **kw)
+        return original(x, *args, **kw)
     hidden: Tensor = parts.conv1(_activated(parts.norm1, x))
     shift = parts.shift(time)
     hidden = hidden if shift is None else hidden + shift

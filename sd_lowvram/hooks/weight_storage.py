@@ -130,7 +130,8 @@ class _Stored:
 
     def run(self, layer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The layer's forward with the weight widened."""
-        if needs_graph(layer, args, kwargs) or (self._trained and torch.is_grad_enabled()):
+        copied = layer.weight is not self._weight  # by the engine, as the whole call is one that autograd follows
+        if copied or needs_graph(layer, args, kwargs) or (self._trained and torch.is_grad_enabled()):
             with exchanged(layer, [layer.weight], functools.partial(self._followed, self._scale)):
                 return original(*args, **kwargs)
         with lent_to_call([self._weight], self._widen):
