@@ -18,6 +18,8 @@ from .stages import scale_factor
 
 Replan = Callable[[int, int, int, int], None]
 _replanning = threading.local()
+_INPUTS = ("sample", "x", "z")
+"""What denoisers and autoencoders call their first argument, where a caller names it and in whatever order."""
 
 
 def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]:
@@ -54,7 +56,7 @@ class _Watch:
     planned: object
 
     def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        x = first_tensor((args, kwargs))
+        x = _input(args, kwargs)
         again = getattr(_replanning, "call", None) is x  # a plan that still is too small for it is not made twice
         if x is None or isinstance(x, FakeTensor) or again:
             return original(*args, **kwargs)
@@ -73,6 +75,12 @@ class _Watch:
             return getattr(self.component, self.entry)(*args, **kwargs)
         finally:
             _replanning.call = before
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The map that a component is called with: by position, or by the names that the families give it."""
+    named = (kwargs[name] for name in _INPUTS if name in kwargs)
+    return first_tensor(args) if args else first_tensor(list(named))
 
 
 def _rows_of_the_denoiser(came: int, request: Request) -> tuple[int, int]:

@@ -1,0 +1,100 @@
+"""Which calls the guard plans anew, told by the sizes that come: where the threshold lies, and what is asked then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+import sd_lowvram
+from sd_lowvram.session import attachments
+
+PLANNED = {"width": 64, "height": 64, "batch": 2}
+"""Four rows of the denoiser, 8x8 latent pixels each."""
+
+AS_PLANNED = [
+    ("unet", (4, 4, 8, 8)),
+    ("unet", (2, 4, 8, 8)),
+    ("unet", (1, 4, 8, 8)),
+    ("unet", (2, 4, 16, 8)),
+    ("unet", (1, 4, 16, 16)),
+    ("decode", (2, 4, 8, 8)),
+    ("decode", (1, 4, 16, 8)),
+    ("encode", (2, 3, 64, 64)),
+]
+"""No more pixels in all than were planned, however they are shared among rows."""
+
+LARGER = [
+    ("unet", (4, 4, 16, 8), (64, 128, 2, 2)),
+    ("unet", (4, 4, 8, 16), (128, 64, 2, 2)),
+    ("unet", (2, 4, 24, 8), (64, 192, 1, 2)),
+    ("unet", (6, 4, 8, 8), (64, 64, 3, 2)),
+    ("unet", (8, 4, 8, 8), (64, 64, 4, 2)),
+    ("unet", (5, 4, 8, 8), (64, 64, 2, 3)),
+    ("decode", (2, 4, 9, 8), (64, 72, 2, 2)),
+    ("decode", (3, 4, 8, 8), (64, 64, 3, 2)),
+    ("encode", (2, 3, 64, 72), (72, 64, 2, 2)),
+    ("encode", (3, 3, 64, 64), (64, 64, 3, 2)),
+]
+"""What comes, and the width, height, pictures and passes for which the next plan is made: never less than what came."""
+
+
+@pytest.fixture
+def pipe() -> Any:
+    return tiny.pipeline("sd15")
+
+
+def call(pipe: Any, entry: str, shape: tuple[int, ...], by_name: bool = False) -> None:
+    """One call of a part, with its inputs by position, or by name and the conditions before the latents."""
+    x = torch.zeros(shape)
+    with torch.no_grad():
+        if entry != "unet":
+            getattr(pipe.vae, entry)(x)
+        elif by_name:
+            text = torch.zeros(len(x), 77, 32)
+            pipe.unet(encoder_hidden_states=text, timestep=torch.tensor(1), sample=x)
+        else:
+            pipe.unet(x, torch.tensor(1), torch.zeros(len(x), 77, 32))
+
+
+def size(plan: Any) -> tuple[int, int, int, int]:
+    return plan.request.width, plan.request.height, plan.request.batch, plan.request.passes
+
+
+@pytest.mark.parametrize(("entry", "shape"), AS_PLANNED)
+def test_what_was_planned_for_keeps_its_plan(pipe: Any, entry: str, shape: tuple[int, ...]) -> None:
+    plan = sd_lowvram.optimize(pipe, vram="1GB", device="cpu", **PLANNED)
+    call(pipe, entry, shape)
+    assert attachments(pipe)[0].plan is plan
+
+
+@pytest.mark.parametrize(("entry", "shape", "asked"), LARGER)
+def test_what_is_larger_is_planned_for_what_came(
+    pipe: Any, entry: str, shape: tuple[int, ...], asked: tuple[int, ...]
+) -> None:
+    first = sd_lowvram.optimize(pipe, vram="1GB", device="cpu", **PLANNED)
+    call(pipe, entry, shape)
+    (now,) = attachments(pipe)
+    assert size(now.plan) == asked
+    assert now.plan.request.vram == first.request.vram
+    call(pipe, entry, shape)
+    assert attachments(pipe) == [now]
+
+
+def test_a_call_by_name_is_looked_at_by_its_latents(pipe: Any) -> None:
+    sd_lowvram.optimize(pipe, vram="1GB", device="cpu", **PLANNED)
+    call(pipe, "unet", (4, 4, 16, 8), by_name=True)
+    assert size(attachments(pipe)[0].plan) == (64, 128, 2, 2)
+
+
+def test_pictures_that_are_guided_thrice_are_counted_so(pipe: Any) -> None:
+    """Once planned for three passes, six rows are two pictures, as planned, and nine are three."""
+    sd_lowvram.optimize(pipe, vram="1GB", device="cpu", **PLANNED)
+    call(pipe, "unet", (5, 4, 8, 8))
+    (planned,) = attachments(pipe)
+    call(pipe, "unet", (6, 4, 8, 8))
+    assert attachments(pipe) == [planned]
+    call(pipe, "unet", (9, 4, 8, 8))
+    assert size(attachments(pipe)[0].plan) == (64, 64, 3, 3)
