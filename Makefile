@@ -39,7 +39,8 @@ help:
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
 	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into benchmarks/results'
 	@echo '             [GPU_PYTHON=python3]   with an environment that is there already, as docs/gpu.md says'
-	@echo 'make gpu-pack [GPU_VERSION=3.12]    what that one needs beside torch for CUDA, as wheels, into $(GPU_PACK)'
+	@echo 'make gpu-pack [GPU_VERSION=3.12]    the tree and what that one needs beside torch, as one file: $(GPU_PACK).tar.gz'
+	@echo '             [GPU_HAS="transformers"] what it has already'
 	@echo 'make clean                          remove the environment and everything built'
 	@echo 'PYTHON=python3.12 chooses the Python (3.10 or newer)'
 
@@ -110,9 +111,11 @@ $(GPU_SITE)/.whole: $(GPU_PACKED)
 		--target "$(GPU_SITE)" $(GPU_PACKED)
 	@touch $@
 
-# The versions of constraints.txt, for Linux on x86_64; GPU_HAS="numpy pillow" names what need not be carried.
+# The tree without the demo model, and wheels in the versions of constraints.txt, for Linux on x86_64. GPU_HAS="numpy
+# pillow" names what need not be carried.
 gpu-pack: $(VENV)/.test
-	$(BIN)/python tools/gpu_pack.py "$(GPU_PACK)" $(if $(GPU_VERSION),--python $(GPU_VERSION)) $(if $(GPU_HAS),--there $(GPU_HAS))
+	$(BIN)/python tools/gpu_pack.py "$(GPU_PACK)" $(if $(GPU_VERSION),--python $(GPU_VERSION)) \
+		$(if $(GPU_HAS),--there $(GPU_HAS)) $(if $(GPU_MOST),--most $(GPU_MOST))
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
@@ -156,4 +159,4 @@ $(VENV)/.gradio: $(VENV)/.test
 	@touch $@
 
 clean:
-	rm -rf "$(VENV)" "$(GPU_VENV)" "$(GPU_PACK)" build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf "$(VENV)" "$(GPU_VENV)" "$(GPU_PACK)" "$(GPU_PACK).tar.gz" build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

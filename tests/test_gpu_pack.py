@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -56,7 +57,7 @@ def test_all_that_is_imported_is_wanted(gpu_pack: ModuleType) -> None:
     files += [test for test in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in test.read_text(encoding="utf-8")]
     own = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"sd_lowvram"}
     environment = gpu_pack.target(f"3.{sys.version_info.minor}")
-    carried = {*gpu_pack.WANTED, *gpu_pack.brought_by_torch(environment)}
+    carried = {*gpu_pack.WANTED, *gpu_pack.brought_by(["torch"], environment)}
     carried |= {"xformers"}  # a backend where it is there
     names = importlib.metadata.packages_distributions()
     for file in files:
@@ -90,15 +91,37 @@ def test_there_is_no_pack(
     assert not list(tmp_path.iterdir())  # an old one must not be taken for a part of it
 
 
-def test_a_pack_of_a_size(gpu_pack: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_is_carried(
+    gpu_pack: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(gpu_pack, "WANTED", ("numpy", "painter"))
     monkeypatch.setattr(gpu_pack, "_download", lambda folder, python, names: [wheel(folder, name) for name in asked])
-    asked = ["numpy", "painter"]
-    assert 0 < gpu_pack.collect(tmp_path, "3.12") < 1000
-    assert {one.name for one in tmp_path.iterdir()} == {"numpy-1-py3-none-any.whl", "painter-1-py3-none-any.whl"}
+    monkeypatch.setattr(gpu_pack, "tree", lambda: ["Makefile", "removed.py", "sd_lowvram/__init__.py"])
+    asked, folder, file = ["numpy", "painter"], tmp_path / "pack", tmp_path / "pack.tar.gz"
+
+    def packed(*arguments: str) -> set[str]:
+        gpu_pack.main([str(folder), "--python", "3.12", *arguments])
+        assert str(file) in capsys.readouterr().out
+        with tarfile.open(file) as archive:
+            return {name.removeprefix("sd-lowvram/") for name in archive.getnames()}
+
+    own = {"Makefile", "sd_lowvram/__init__.py"}
+    assert packed() == own | {"gpu-pack/numpy-1-py3-none-any.whl", "gpu-pack/painter-1-py3-none-any.whl"}
     asked = ["painter"]
-    gpu_pack.collect(tmp_path, "3.12", there=["numpy"])
-    assert {one.name for one in tmp_path.iterdir()} == {"painter-1-py3-none-any.whl"}
-    monkeypatch.setattr(gpu_pack, "MOST_BYTES", 10)
-    with pytest.raises(gpu_pack.PackError, match="more than"):
-        gpu_pack.collect(tmp_path, "3.12", there=["numpy"])
+    assert packed("--there", "numpy") == own | {"gpu-pack/painter-1-py3-none-any.whl"}
+    with pytest.raises(SystemExit, match=r"more than 0: its largest wheels are painter .* GPU_HAS="):
+        packed("--there", "numpy", "--most", "0")
+    assert not file.exists()
+
+
+def test_what_is_there_brings_what_it_requires(gpu_pack: ModuleType) -> None:
+    brought = gpu_pack.brought_by(["Transformers"], gpu_pack.target("3.12"))
+    assert {"transformers", "numpy", "tokenizers"} <= brought and "diffusers" not in brought
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="of a checkout")
+def test_the_tree_is_small(gpu_pack: ModuleType) -> None:
+    """With the wheels that torch and transformers leave to be carried, 16 MiB, it stays below 25 MiB, unpacked too."""
+    paths = gpu_pack.tree()
+    assert "Makefile" in paths and not any(path.endswith(".safetensors") for path in paths)
+    assert sum((ROOT / path).stat().st_size for path in paths if (ROOT / path).exists()) < 8 << 20

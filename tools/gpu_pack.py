@@ -1,9 +1,11 @@
-"""Wheels for a machine that has torch for CUDA and no network: all that `make gpu` needs there beside torch.
+"""One file for a machine that has torch for CUDA and no network: this tree, and what `make gpu` needs there as wheels.
 
-    python tools/gpu_pack.py gpu-pack --python 3.12
+    python tools/gpu_pack.py gpu-pack --python 3.12 --there transformers
 
-What is needed is read from the wheels themselves: each names what it requires, down to what torch brings along. The
-versions are those of constraints.txt where they hold for the other machine's Python.
+collects the wheels in ``gpu-pack`` and writes ``gpu-pack.tar.gz``. What is needed is read from the wheels themselves:
+each names what it requires, down to what torch, and whatever else is there, brings along. The versions are those of
+constraints.txt where they hold for the other machine's Python. Of the tree all files go that git knows, as they are
+now, but for the demo model's: on a card all is measured with random weights.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,7 +27,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_BYTES = 60 << 20
+MOST_MIB = 25
+LEFT_OUT = "sd_lowvram/demo/model/"
+"""Four fifths of the tree."""
 WANTED = (
     "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow", "psutil", "nvidia-ml-py",
     "typer", "rich", "pytest", "hypothesis",
@@ -67,10 +72,10 @@ def applying(lines: Iterable[str], environment: dict[str, str], extras: Iterable
             yield requirement
 
 
-def brought_by_torch(environment: dict[str, str]) -> set[str]:
-    """The names of torch and of all that is installed with it, on the other machine too."""
+def brought_by(names: Iterable[str], environment: dict[str, str]) -> set[str]:
+    """``names`` and all that is installed with them, on the other machine too, as far as they are known here."""
     found: set[str] = set()
-    waiting = ["torch"]
+    waiting = [str(canonicalize_name(name)) for name in names]
     while waiting:
         name = waiting.pop()
         if name in found:
@@ -88,10 +93,10 @@ def lacking(folder: Path, python: str, there: Iterable[str], wanted: Iterable[st
     """What ``wanted``, and the wheels in ``folder``, require and do not find there; empty where the pack is complete.
 
     Args:
-        there: names of what the other machine has besides torch.
+        there: names of what the other machine has besides torch; what they require is there too.
     """
     environment = target(python)
-    there = brought_by_torch(environment) | UNUSED | {canonicalize_name(name) for name in there}
+    there = brought_by(("torch", *there), environment) | UNUSED
     wheels = {canonicalize_name(metadata["Name"]): metadata for metadata in map(_metadata, folder.glob("*.whl"))}
     needed: dict[str, SpecifierSet] = {}
     waiting = [Requirement(name) for name in wanted]
@@ -115,15 +120,15 @@ def _metadata(wheel: Path) -> email.message.Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def collect(folder: Path, python: str, there: Iterable[str] = ()) -> int:
-    """Fill ``folder`` with the wheels, none from before among them; returns their bytes.
+def collect(folder: Path, python: str, there: Iterable[str] = ()) -> None:
+    """Fill ``folder`` with the wheels, none from before among them.
 
     Args:
         python: the version of the machine with the GPU, such as "3.12".
         there: names of what it has besides torch.
 
     Raises:
-        PackError: no such Python, no index, a wheel that is not to be had, or more than ``MOST_BYTES``.
+        PackError: no such Python, no index, or a wheel that is not to be had.
     """
     if not _PYTHON.fullmatch(python) or int(python[2:]) < 10:
         raise PackError(f"--python {python}: a version such as 3.12 is needed, 3.10 or newer")
@@ -139,10 +144,6 @@ def collect(folder: Path, python: str, there: Iterable[str] = ()) -> int:
             raise PackError(f"what was downloaded for {', '.join(sorted(missing))} goes by other names")
         _download(folder, python, [f"{name}{pins.get(name, versions)}" for name, versions in sorted(missing.items())])
         before = missing
-    size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
-    if size > MOST_BYTES:
-        raise PackError(f"{folder} has {size / 2**20:.0f} MiB, more than {MOST_BYTES >> 20} MiB")
-    return size
 
 
 def _download(folder: Path, python: str, requirements: list[str]) -> None:
@@ -157,18 +158,53 @@ def _download(folder: Path, python: str, requirements: list[str]) -> None:
         raise PackError(f"not all wheels for Python {python} are to be had ({''.join(last).removeprefix('ERROR: ')})")
 
 
+def tree() -> list[str]:
+    """Of this checkout, what is carried: paths below its root."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        raise PackError(f"{ROOT} is no checkout of git's, which knows what belongs to the tree")
+    return [path for path in listed.stdout.split("\0") if path and not path.startswith(LEFT_OUT)]
+
+
+def carried(folder: Path, most_bytes: int) -> Path:
+    """The tree with the wheels of ``folder`` in its gpu-pack/, as one file beside ``folder``.
+
+    Raises:
+        PackError: no checkout, or it has more than ``most_bytes``.
+    """
+    file, wheels = folder.with_name(f"{folder.name}.tar.gz"), sorted(folder.glob("*.whl"))
+    paths = [(ROOT / path, path) for path in tree() if (ROOT / path).exists()]
+    with tarfile.open(file, "w:gz") as archive:
+        for source, path in [*paths, *((wheel, f"gpu-pack/{wheel.name}") for wheel in wheels)]:
+            archive.add(source, f"sd-lowvram/{path}", recursive=False)
+    if file.stat().st_size > most_bytes:
+        size, largest = file.stat().st_size, sorted(wheels, key=lambda wheel: -wheel.stat().st_size)[:4]
+        file.unlink()
+        told = ", ".join(f"{one.name.partition('-')[0]} {one.stat().st_size / 2**20:.1f}" for one in largest)
+        raise PackError(
+            f"it has {size / 2**20:.1f} MiB, more than {most_bytes >> 20}: its largest wheels are {told}; "
+            "GPU_HAS= (--there) names what the other machine has already, GPU_MOST= (--most) another limit"
+        )
+    return file
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Collect the wheels that `make gpu` needs beside torch for CUDA.")
+    parser = argparse.ArgumentParser(description="Pack this tree with what `make gpu` needs beside torch for CUDA.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default=f"3.{sys.version_info.minor}", help="of the machine with the GPU")
     parser.add_argument("--there", nargs="+", default=(), metavar="NAME", help="what it has besides torch")
+    parser.add_argument("--most", type=int, default=MOST_MIB, metavar="MIB", help="that can be carried")
     asked = parser.parse_args(arguments)
     try:
-        size = collect(asked.folder, asked.python, asked.there)
+        collect(asked.folder, asked.python, asked.there)
+        file = carried(asked.folder, asked.most << 20)
     except PackError as error:
         sys.exit(f"no pack: {error}")
-    count = len(list(asked.folder.glob("*.whl")))
-    print(f"{asked.folder}: {count} wheels, {size / 2**20:.0f} MiB, for Python {asked.python} on Linux x86_64")
+    sizes = [wheel.stat().st_size for wheel in asked.folder.glob("*.whl")]
+    print(
+        f"{file}: {file.stat().st_size / 2**20:.1f} MiB, {len(sizes)} wheels of {sum(sizes) / 2**20:.1f} MiB among it, "
+        f"for Python {asked.python} on Linux x86_64"
+    )
 
 
 if __name__ == "__main__":
