@@ -7,11 +7,13 @@ import sys
 import types
 
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import sd_lowvram
 from sd_lowvram import Settings
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.kernels.attention import by_triton
@@ -333,7 +335,7 @@ def test_sdpa_never_falls_to_the_math_kernel():
     [
         ("flash", {"value_width": 32}, "head width 64"),
         ("efficient", {}, "CUDA, not for cpu"),
-        ("xformers", {}, "not installed"),
+        ("xformers", {}, "CUDA, not on cpu"),
     ],
 )
 def test_a_forced_kernel_says_why_it_cannot_run(backend, change, says):
@@ -367,6 +369,24 @@ def test_choice_of_a_backend():
     function = attention(Settings(attention="sliced", attention_mib=1), CPU)
     assert error(function(q, k, v), exact(q, k, v)) < 1e-5
     assert measured_peak(lambda: function(q, k, v)) <= MIB + q.numel() * 4
+
+
+@pytest.mark.parametrize(("device", "says"), [(CPU, "runs on CUDA, not on cpu"), (CUDA, "is not installed")])
+def test_where_xformers_is_missing_torchs_kernels_take_its_place_and_that_is_told(monkeypatch, device, says):
+    monkeypatch.setitem(sys.modules, "xformers", None)
+    with pytest.warns(UserWarning, match=f"xformers {says}.*'sdpa' takes its place"):
+        assert choose_backend(Settings(attention="xformers"), device) == "sdpa"
+
+
+@pytest.mark.skipif(available_backends(CPU)["xformers"] is None, reason="xformers runs here")
+def test_a_picture_is_made_where_xformers_is_asked_for_and_missing():
+    pipe = tiny.pipeline("sd15")
+    plain = tiny.run(pipe)
+    with pytest.warns(UserWarning, match="'sdpa' takes its place"):
+        sd_lowvram.optimize(pipe, vram="4GB", width=64, height=64, settings=Settings(attention="xformers"))
+    assert tiny.relative_error(tiny.run(pipe), plain) < 1e-4
+    sd_lowvram.restore(pipe)
+    assert torch.equal(tiny.run(pipe), plain)
 
 
 def test_xformers_is_called_in_its_own_layout(monkeypatch):

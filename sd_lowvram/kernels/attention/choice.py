@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 
@@ -10,6 +11,7 @@ from ...errors import SettingsError
 from ...settings import Settings
 from .determinism import repeats
 from .registry import BACKENDS, AttentionFunction, available_backends, is_present, score_bytes
+from .torch_kernels import xformers_refusal
 
 _FASTEST_FIRST = ("sdpa", "fused-softmax", "sliced")  # flash and efficient are what sdpa chooses from
 
@@ -26,10 +28,16 @@ def attention(settings: Settings, device: torch.device) -> AttentionFunction:
 def choose_backend(settings: Settings, device: torch.device) -> str:
     """The name of the backend: the one that is asked for, else the fastest; with ``deterministic`` only proved ones.
 
+    Where xformers is asked for and cannot run, a warning says so and torch's own kernels take its place, as in the
+    programs that made it known: it is an optional speed-up there, and whatever runs gives the same picture.
+
     Raises:
         SettingsError: it cannot run on ``device``, or has not repeated its bits there; the message says what would do.
     """
     name = settings.attention
+    if name == "xformers" and (why := xformers_refusal(device)):
+        name = _FASTEST_FIRST[0]
+        warnings.warn(f"attention='xformers': {why}. attention={name!r} takes its place", stacklevel=2)
     if name is not None:
         why = available_backends(device)[name]
         if why:

@@ -186,13 +186,15 @@ def in_clean_thread(function: Any) -> Any:
 
 def xformers_refusal(device: torch.device) -> str | None:
     """Why xformers cannot run on ``device``; None when it should."""
+    if device.type != "cuda":  # where installing it would not help
+        return f"xformers runs on CUDA, not on {device.type}"
     try:
         import xformers.ops  # noqa: F401
     except ImportError:
         return "xformers is not installed (pip install xformers)"
     except Exception as error:  # a build against another torch fails in its own ways
         return f"xformers is broken here ({error})"
-    return None if device.type == "cuda" else f"xformers runs on CUDA, not on {device.type}"
+    return None
 
 
 def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
