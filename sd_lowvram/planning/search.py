@@ -251,14 +251,15 @@ class Search:
         refused: LowVRAMError | None = None
         for storage, precision, offload in ways:
             base = self.base.filled(weight_storage=storage, precision=precision, offload=offload)
-            try:
-                for name in self.pricing.anatomy.components:
-                    self.pricing.costs.weights(name, base)
-                found |= dict.fromkeys(self._with_rooms(base))
-            except PlanningError:
-                raise
-            except LowVRAMError as error:
-                refused = refused or error
+            for split in self._splits(base):
+                try:
+                    for name in self.pricing.anatomy.components:
+                        self.pricing.costs.weights(name, split)
+                    found |= dict.fromkeys(self._with_rooms(split))
+                except PlanningError:
+                    raise
+                except LowVRAMError as error:
+                    refused = refused or error
         if refused is not None and not found:
             raise refused
         return list(found)
@@ -296,14 +297,17 @@ class Search:
         streams = self.pricing.anatomy.denoiser is not None
         return ("none", "component", "blocks", "halves", "layer") if streams else ("none", "component", "layer")
 
-    def _with_rooms(self, base: Settings) -> list[Settings]:
-        """``base`` with every room for streamed weights that is tried; the same whatever the budget.
+    @staticmethod
+    def _splits(base: Settings) -> list[Settings]:
+        """``base`` with single layers whole, and split: split ones need less room, which a faster way to run a step
+        may have."""
+        if base.offload != "layer" or base.split_layers is not None:
+            return [base]
+        return [base, dataclasses.replace(base, split_layers=True)]
 
-        Single layers are tried whole and split: split ones need less room, which a faster way to run a step may have.
-        """
+    def _with_rooms(self, base: Settings) -> list[Settings]:
+        """``base`` with every room for streamed weights that is tried; the same whatever the budget."""
         denoiser = self.pricing.anatomy.denoiser
-        if base.offload == "layer" and base.split_layers is None:
-            return [base, dataclasses.replace(base, split_layers=True)]
         if base.offload != "blocks" or base.weights_mib is not None or denoiser is None:
             return [base]
         weights = self.pricing.costs.weights(denoiser, base)

@@ -13,9 +13,10 @@ from test_search import request
 
 from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import build_components
+from sd_lowvram.errors import BudgetError
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.max_size import RATIOS, largest, largest_plans
-from sd_lowvram.planning.search import Search
+from sd_lowvram.planning.search import make_plan
 from sd_lowvram.units import MIB
 
 
@@ -46,5 +47,6 @@ def test_the_next_larger_size_does_not_fit() -> None:
         width, height = (8 * side for side in RATIOS[name])
         assert plan.request.width * height == plan.request.height * width
         larger = dataclasses.replace(asked, width=plan.request.width + width, height=plan.request.height + height)
-        smallest = Search(anatomy, larger, Settings(), approximate=False).smallest()
-        assert smallest is not None and smallest.needed_bytes > asked.vram >= plan.minimum_vram_bytes
+        assert plan.predicted.peak_bytes + plan.predicted.overhead_bytes <= asked.vram >= plan.minimum_vram_bytes
+        with pytest.raises(BudgetError):
+            make_plan(anatomy, larger, Settings())
