@@ -30,7 +30,7 @@ BUDGET = (
     },
 )
 MODEL = ("MODEL", {"tooltip": "a model of SD1.x, SD2.x or SDXL, as its loader or a LoRA gives it"})
-VAE = ("VAE", {"tooltip": "the VAE of SD1.x, SD2.x, SDXL, SD3, FLUX or a model that shares one of theirs"})
+VAE = ("VAE", {"tooltip": "the VAE of SD1.x, SD2.x, SDXL, SD3, FLUX.1 or a model that shares one of theirs"})
 PLAN = (
     "LOWVRAM_PLAN",
     {

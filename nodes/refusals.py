@@ -12,7 +12,7 @@ from . import host
 from .interfaces import HostVAE, ModelPatcher
 
 _MODELS = "SD1.x, SD2.x, SDXL and its refiner, with 4, 8 or 9 channels"
-_VAES = "the VAEs of SD1.x, SD2.x, SDXL, SD3, FLUX and what shares one of theirs"
+_VAES = "the VAEs of SD1.x, SD2.x, SDXL, SD3, FLUX.1 and what shares one of theirs"
 _LATENTS = ("SD15", "SDXL", "SD3", "Flux")
 """The host's formats of latents that those VAEs make."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,29 @@ def test_what_may_be_expected_of_devices_is_what_doctor_tells() -> None:
         rows = [line.split("|") for line in README.splitlines() if line.startswith("| ")]
         levels = [row[2].strip() for row in rows if one.name in row[1] and row[2].strip() in LEVELS]
         assert levels == [one.level], one.name
+
+
+HOSTS = {"ComfyUI": "test_comfyui*.py", "AUTOMATIC1111, Forge": "test_webui*.py"}
+"""The tests in real hosts, by the heads of the columns that tell of them."""
+UNTRIED = ("meant to, not tried", "not tried", "not served")
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_what_the_table_of_models_says_of_a_host_is_what_its_tests_run(host: str) -> None:
+    head, *lines = (line.split(" | ") for line in README.partition("| model | ")[2].partition("\n\n")[0].splitlines())
+    column = [cell.strip("| ") for cell in head].index(host) + 1
+    cells = {line[0].strip("| "): line[column].strip("| ") for line in lines[1:]}
+    tried = {row for file in (ROOT / "tests" / "hosts").glob(HOSTS[host]) for row in rows_served(file)}
+    assert {row for row, cell in cells.items() if cell not in UNTRIED} == tried
+
+
+def rows_served(file: Path) -> Iterator[str]:
+    """The rows that tests in ``file`` are marked with, or one of their parameters is."""
+    for test in vars(importlib.import_module(file.stem)).values():
+        marks = list(getattr(test, "pytestmark", ()))
+        lists = [mark.args[1] for mark in marks if mark.name == "parametrize"]
+        marks += [mark for values in lists for one in values for mark in getattr(one, "marks", ())]
+        yield from (mark.args[0] for mark in marks if mark.name == "serves")
 
 
 PYTHON = [

@@ -66,6 +66,8 @@ def is_unet(module: Any) -> bool:
 def is_autoencoder(module: Any) -> bool:
     if not (isinstance(module, nn.Module) and has(module, "encoder", "decoder", "encode", "decode")):
         return False
+    if support.packs_latents(module):
+        return False
     return has(module.decoder, "conv_in", "mid", "up", "norm_out", "conv_out") and not support.is_of_video(module)
 
 

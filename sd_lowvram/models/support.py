@@ -81,6 +81,8 @@ def _why(part: str, module: Any) -> str:
         return "makes video"
     if part.startswith("text_encoder"):
         return "reads prompts with a text encoder other than CLIP"
+    if autoencoder and packs_latents(module):
+        return "packs its latents behind a batch norm, as FLUX.2's do"
     if autoencoder:
         return f"{'has' if part else 'is'} an autoencoder of another kind"
     if "Transformer" in kind or any(isinstance(getattr(module, name, None), nn.ModuleList) for name in _BLOCKS):
@@ -95,6 +97,12 @@ _UNETS = (("down_blocks", "up_blocks", "conv_in"), ("input_blocks", "output_bloc
 
 _BLOCKS = ("transformer_blocks", "double_blocks", "joint_blocks", "blocks", "layers")
 """What the transformers of diffusers and of ComfyUI call their rows of blocks."""
+
+
+def packs_latents(autoencoder: nn.Module) -> bool:
+    """Whether its own ``decode`` unpacks the latents, 2x2 behind a batch norm (ComfyUI's of FLUX.2): its decoder sees
+    others than it is given."""
+    return getattr(autoencoder, "bn", None) is not None
 
 
 def is_of_video(module: nn.Module) -> bool:

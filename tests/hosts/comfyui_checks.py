@@ -12,6 +12,7 @@ from typing import Any
 
 import comfyui_inside as inside
 import torch
+from comfyui_matrix import ON
 
 PIXELS = 8 * inside.SIDE
 
@@ -19,7 +20,7 @@ PIXELS = 8 * inside.SIDE
 def main(host: str) -> None:
     inside.enter(Path(host))
     nodes = inside.our_nodes()
-    checks = (refusals, autoencoders, rows, peaks)
+    checks = (refusals, autoencoders, pictures, rows, peaks)
     print(json.dumps({check.__name__: check(nodes) for check in checks}))
 
 
@@ -28,6 +29,9 @@ def refusals(nodes: dict[str, Any]) -> dict[str, str]:
     told = {kind: _error(lambda kind=kind: _ours(nodes, inside.model(kind))) for kind in inside.REFUSED}
     model, vae = inside.model("sd15"), inside.autoencoder("taesd")
     told["taesd"] = _error(lambda: nodes["LowVRAMOptimizeVAE"]().optimize(vae, ""))
+    if inside.knows_flux2():
+        packed = inside.autoencoder("flux2")
+        told["flux2"] = _error(lambda: nodes["LowVRAMVAEDecode"]().decode({"samples": packed}, packed, ""))
     told["taesd in a plan"] = _error(lambda: nodes["LowVRAMPlan"]().plan(model, vae, "", PIXELS, PIXELS, 1))
     return told
 
@@ -45,6 +49,29 @@ def _distances(nodes: dict[str, Any], vae: Any) -> dict[str, float]:
         pixels = vae.decode(latents)
         decoded, encoded = ours.decode(latents), ours.encode(pixels)
         return {"decode": _far(pixels, decoded), "encode": _far(vae.encode(pixels), encoded)}
+
+
+def pictures(nodes: dict[str, Any]) -> dict[str, float]:
+    """How far samplings with every knob on are from the stock ones, relative, by the kind of picture."""
+    noise = torch.Generator().manual_seed(4)
+    begun = {"samples": torch.randn(1, 4, inside.SIDE, inside.SIDE, generator=noise)}
+    masked = {
+        **begun,
+        "noise_mask": (torch.rand(1, 1, 8 * inside.SIDE, 8 * inside.SIDE, generator=noise) > 0.5).float(),
+    }
+    fast = {"cfg": 1.0, "steps": 4}
+    found = {}
+    for name, stock, run in (
+        ("img2img", None, {"start": begun, "denoise": 0.6, "steps": 4}),
+        ("inpainting", None, {"start": masked, "steps": 2}),
+        ("LCM", "LCM", {**fast, "sampler": "lcm", "scheduler": "sgm_uniform"}),
+        ("Turbo", None, {**fast, "sampler": "euler_ancestral", "scheduler": "normal", "steps": 1}),
+        ("Lightning", None, {**fast, "scheduler": "sgm_uniform"}),
+        ("ControlNet", None, {"control": inside.control_net()}),
+    ):
+        model = inside.patched(inside.model("sd15"), stock)
+        found[name] = _far(inside.sample(model, **run), inside.sample(_ours(nodes, model, **ON)[0], **run))
+    return found
 
 
 def rows(nodes: dict[str, Any]) -> dict[str, list[int]]:
@@ -74,8 +101,8 @@ def peaks(nodes: dict[str, Any]) -> dict[str, list[int]]:
     return found
 
 
-def _ours(nodes: dict[str, Any], model: Any, side: int = PIXELS) -> tuple[Any, Any]:
-    made: tuple[Any, Any] = nodes["LowVRAMOptimizeModel"]().optimize(model, "1024GB", side, side, 1)["result"]
+def _ours(nodes: dict[str, Any], model: Any, side: int = PIXELS, **knobs: Any) -> tuple[Any, Any]:
+    made: tuple[Any, Any] = nodes["LowVRAMOptimizeModel"]().optimize(model, "1024GB", side, side, 1, **knobs)["result"]
     return made
 
 

@@ -86,6 +86,7 @@ KINDS = {
     "base": ("SD15", _BASE),
     "inpaint": ("SD15", {**_SD15, "in_channels": 9}),
     "instruct": ("SD15_instructpix2pix", {**_SD15, "in_channels": 8}),
+    "sd2": ("SD20", _SD2),
     "sd2v": ("SD20", _SD2),
     "sdxl": ("SDXL", _SDXL),
     "refiner": ("SDXLRefiner", _REFINER),
@@ -174,8 +175,9 @@ def model(kind: str, storage: str = "fp32", seed: int = 0) -> Any:
     made = getattr(comfy.supported_models, name)(config)
     made.set_inference_dtype(*STORAGE[storage])
     keys = {"v_pred": torch.zeros(0)} if kind == "sd2v" else {}
-    if kind == "sd2v":  # the host looks at these statistics to tell which prediction it makes
-        keys["output_blocks.11.1.transformer_blocks.0.norm1.bias"] = torch.randn(64)
+    if kind in ("sd2", "sd2v"):  # the host looks at these statistics to tell which prediction it makes
+        spread = 1.0 if kind == "sd2v" else 0.01
+        keys["output_blocks.11.1.transformer_blocks.0.norm1.bias"] = spread * torch.randn(64)
     base = made.get_model(keys, "", device=torch.device("cpu"))
     fill(base.diffusion_model, seed)
     cpu = torch.device("cpu")
@@ -187,7 +189,7 @@ _PICTURES |= {"num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
 
 
 def autoencoder(kind: str, seed: int = 0) -> Any:
-    """A VAE as the host's loader makes it of a state dict: of "sd15", of "flux" with 16 channels, or "taesd"."""
+    """A VAE as the host's loader makes it of a state dict: of "sd15", of "flux" with 16 channels, "flux2", or "taesd"."""
     import comfy.sd
     from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
     from comfy.taesd.taesd import TAESD
@@ -202,10 +204,19 @@ def autoencoder(kind: str, seed: int = 0) -> Any:
             encoder_config={"target": f"{parts}.Encoder", "params": config},
             decoder_config={"target": f"{parts}.Decoder", "params": config},
         )
+    elif kind == "flux2":
+        model = AutoencoderKL(ddconfig={**_PICTURES, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32)
     else:
         model = AutoencoderKL(ddconfig={**_PICTURES, "z_channels": 4}, embed_dim=4)
     fill(model, seed)
     return comfy.sd.VAE(sd=model.state_dict())
+
+
+def knows_flux2() -> bool:
+    """Whether this ComfyUI has FLUX.2's model, and so its autoencoder."""
+    import comfy.supported_models
+
+    return hasattr(comfy.supported_models, "Flux2")
 
 
 def fill(module: torch.nn.Module, seed: int) -> None:
@@ -235,16 +246,47 @@ def conditions(model: Any, seed: int = 1) -> tuple[Any, Any]:
     return made[0], made[1]
 
 
-def sample(model: Any, *, cfg: float = 5.0, batch: int = 1, side: int = SIDE, steps: int = STEPS) -> torch.Tensor:
-    """Latents as the stock KSampler makes them; the process's random numbers start anew, as ToMe draws from them."""
+def sample(
+    model: Any,
+    *,
+    cfg: float = 5.0,
+    batch: int = 1,
+    side: int = SIDE,
+    steps: int = STEPS,
+    sampler: str = "euler",
+    scheduler: str = "normal",
+    denoise: float = 1.0,
+    start: dict[str, torch.Tensor] | None = None,
+    control: Any = None,
+) -> torch.Tensor:
+    """Latents as the stock KSampler makes them; the process's random numbers start anew, as ToMe draws from them.
+
+    Args:
+        start: LATENT to begin from; None: zeros of ``batch`` and ``side``.
+        control: of :func:`control_net`.
+    """
     import nodes
 
-    positive, negative = conditions(model)
-    latents = {"samples": torch.zeros(batch, 4, side, side)}
+    given = conditions(model)
+    if control is not None:
+        hint = torch.rand(1, 8 * side, 8 * side, 3, generator=torch.Generator().manual_seed(5))
+        given = nodes.ControlNetApplyAdvanced().apply_controlnet(*given, control, hint, 1.0, 0.0, 1.0)
+    latents = {"samples": torch.zeros(batch, 4, side, side)} if start is None else start
     torch.manual_seed(0)
     with torch.inference_mode():
-        (made,) = nodes.KSampler().sample(model, 7, steps, cfg, "euler", "normal", positive, negative, latents)
+        (made,) = nodes.KSampler().sample(model, 7, steps, cfg, sampler, scheduler, *given, latents, denoise)
     return made["samples"]
+
+
+def control_net() -> Any:
+    """A CONTROL_NET for "sd15" as the host's loader makes it, with random weights."""
+    import comfy.cldm.cldm
+    import comfy.controlnet
+
+    config = {name: value for name, value in _SD15.items() if name != "out_channels"}
+    made = comfy.cldm.cldm.ControlNet(**config, hint_channels=3, num_heads=8)
+    fill(made, 3)
+    return comfy.controlnet.ControlNet(made, load_device=torch.device("cpu"))
 
 
 STOCK: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -265,6 +307,7 @@ STOCK: dict[str, tuple[str, str, dict[str, Any]]] = {
             "upscale_method": "bicubic",
         },
     ),
+    "LCM": ("model_advanced", "ModelSamplingDiscrete", {"sampling": "lcm", "zsnr": False}),
     "RescaleCFG": ("model_advanced", "RescaleCFG", {"multiplier": 0.7}),
     "ToMe": ("tomesd", "TomePatchModel", {"ratio": 0.3}),
 }

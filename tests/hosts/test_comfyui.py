@@ -299,6 +299,7 @@ def test_the_report_compares(server, decoded) -> None:
     assert "denoise" in report and "decode" in report and "residual_strips 22" in report
 
 
+@pytest.mark.serves("LoRA")
 def test_loras_have_their_full_effect(server) -> None:
     small = 128
     without = server.pictures(server.run(prompt(small)))["7"]

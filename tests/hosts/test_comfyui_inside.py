@@ -17,7 +17,19 @@ import pytest
 COMFYUI = os.environ.get("COMFYUI_DIR")
 PYTHON = os.environ.get("COMFYUI_PYTHON", sys.executable)
 HERE = Path(__file__).parent
-KINDS = ("sd15", "inpaint", "instruct", "sd2v", "sdxl", "refiner")
+WHOLE = "SD1.x, SDXL: txt2img, img2img, inpainting with 4 channels"
+SD2 = "SD2.x, epsilon and v-prediction"
+KINDS = {
+    "sd15": WHOLE,
+    "inpaint": "inpainting checkpoints with 9 channels",
+    "instruct": "InstructPix2Pix, 8 channels",
+    "sd2": SD2,
+    "sd2v": SD2,
+    "sdxl": WHOLE,
+    "refiner": "SDXL refiner",
+}
+"""Kinds of checkpoints, each with its row of README's table of models."""
+serves = pytest.mark.serves
 
 pytestmark = pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs")
 
@@ -37,7 +49,8 @@ def inside(script: str, *arguments: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@serves("PAG")
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=serves(row)) for kind, row in KINDS.items()])
 def test_equal_pictures_beside_every_stock_node_in_every_storage(kind, capsys) -> None:
     """Each side of ours, with a plan that changes nothing and with every knob on."""
     cases = inside("comfyui_matrix.py", kind)
@@ -46,7 +59,7 @@ def test_equal_pictures_beside_every_stock_node_in_every_storage(kind, capsys) -
         farthest = max(case.get("relative", float("inf")) for case in cases)
         equal = f"{len(cases) - len(unequal)} of {len(cases)} cases of {kind}"
         print(f" {equal} are equal, their relative error {farthest:.0e} at most")
-    assert len(cases) == 3 * (2 + 7 * 4)
+    assert len(cases) == 3 * (2 + 8 * 4)
     assert unequal == []
 
 
@@ -56,6 +69,7 @@ def facts() -> dict[str, Any]:
     return dict(found)
 
 
+@serves("AnimateDiff, SVD and other video; all else")
 @pytest.mark.parametrize(
     ("kind", "name", "works"),
     [
@@ -71,12 +85,36 @@ def test_other_models_are_refused_in_the_hosts_words(facts, kind, name, works) -
     assert ("Its VAE works: Optimize VAE" in told) == works and "diffusers" not in told and "\n" not in told
 
 
+@serves("TAESD in place of the VAE")
 @pytest.mark.parametrize("where", ["taesd", "taesd in a plan"])
 def test_a_small_vae_is_sent_to_the_stock_nodes(facts, where) -> None:
     told = facts["refusals"][where]
     assert told.startswith("BadInputError: TAESD ") and "stock VAE Decode" in told and "\n" not in told
 
 
+@serves("FLUX.2")
+def test_an_autoencoder_that_packs_its_latents_is_refused_by_name(facts) -> None:
+    if "flux2" not in facts["refusals"]:
+        pytest.skip("this ComfyUI knows no FLUX.2")
+    told = facts["refusals"]["flux2"]
+    assert told.startswith("BadInputError: AutoencoderKL packs its latents") and "FLUX.2" in told
+    assert "stock VAE Decode" in told and "\n" not in told
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("img2img", marks=serves(WHOLE)),
+        pytest.param("inpainting", marks=serves(WHOLE)),
+        *(pytest.param(kind, marks=serves("LCM, Turbo, Lightning")) for kind in ("LCM", "Turbo", "Lightning")),
+        pytest.param("ControlNet", marks=serves("ControlNet (one, several, union), T2I-Adapter")),
+    ],
+)
+def test_pictures_of_every_kind_are_equal_with_every_knob_on(facts, kind) -> None:
+    assert facts["pictures"][kind] < 1e-4
+
+
+@serves("SD3, FLUX.1, Z-Image, Chroma")
 @pytest.mark.parametrize("kind", ["sd15", "flux"])
 def test_exact_tiles_hold_on_the_hosts_autoencoders(facts, kind) -> None:
     assert all(far < 1e-5 for far in facts["autoencoders"][kind].values())

@@ -96,6 +96,7 @@ def test_off_means_off(server: Server, bare: dict[str, Any]) -> None:
     assert packages() == bare["packages"]
 
 
+@pytest.mark.serves("SD1.x, SDXL: txt2img, img2img, inpainting with 4 channels")
 @pytest.mark.parametrize("preset", ["exact", "exact and fastest", "smallest"])
 def test_the_picture_is_the_same(server: Server, preset: str) -> None:
     ours = server.make(ours={"preset": preset})
@@ -169,6 +170,7 @@ def test_what_cannot_be_is_refused_with_the_limit_in_question(server: Server, wr
     server.make()
 
 
+@pytest.mark.serves("LCM, Turbo, Lightning")
 @pytest.mark.parametrize("prompt", ["a red cube", "a red cube AND a blue ball"])
 @pytest.mark.parametrize("scale", [1, 5])
 def test_every_guidance_is_planned_once(server: Server, prompt: str, scale: float) -> None:
@@ -194,6 +196,7 @@ def as_png(made: Made) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+@pytest.mark.serves("SDXL refiner")
 def test_a_refiner_is_planned_and_attached_at_the_switch(server: Server) -> None:
     asked: dict[str, Any] = {"refiner_checkpoint": "second", "refiner_switch_at": 0.5, "steps": 4}
     before = len(server.plans())
@@ -276,6 +279,7 @@ def test_hires_fix_is_planned_anew(server: Server, upscaler: str) -> None:
     assert ours.picture.shape == (256, 256, 3)
 
 
+@pytest.mark.serves("SD1.x, SDXL: txt2img, img2img, inpainting with 4 channels")
 def test_img2img(server: Server) -> None:
     start = {"init_images": [as_png(server.make())], "denoising_strength": 0.6}
     ours = server.make("img2img", ours={"vae_tiles": "exact"}, **start)
@@ -312,6 +316,7 @@ def test_deterministic_in_two_processes(server: Server, data: Path) -> None:
 
 
 @only_a1111
+@pytest.mark.serves("LoRA")
 @pytest.mark.parametrize("prompt", ["a red cube", "a red cube <lora:first:1>"])
 def test_a_quarter_of_the_weights_on_the_device(server: Server, prompt: str) -> None:
     plain = server.make(prompt=prompt, ours={})

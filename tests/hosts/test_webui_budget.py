@@ -58,6 +58,7 @@ def check(watched: list[dict[str, Any]], steps: int) -> None:
 
 
 @only_a1111
+@pytest.mark.serves("SDXL refiner")
 @pytest.mark.parametrize("asked", [SWITCHED, REFINER], ids=["base and refiner", "refiner"])
 def test_sdxl_keeps_the_budget(sdxl: Server, asked: dict[str, Any]) -> None:
     """The budget is too small for plain steps of the model that holds more: the base, where it takes part."""

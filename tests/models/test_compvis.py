@@ -271,6 +271,14 @@ def test_what_hosts_keep_models_in() -> None:
     assert list(vars(engine)) == ["forge_objects"]
 
 
+def test_an_autoencoder_that_packs_its_latents_is_refused_by_name() -> None:
+    """ComfyUI's of FLUX.2: what its decoder sees is not what it is given."""
+    packed = compvis.vae()
+    packed.bn = nn.BatchNorm2d(16)
+    with pytest.raises(UnsupportedModelError, match=r"packs its latents behind a batch norm, as FLUX.2's"):
+        sd_lowvram.decode(packed, torch.zeros(1, 16, 4, 4), vram="4GB")
+
+
 def test_a_shell_of_another_denoiser_is_refused() -> None:
     shell = compvis.LatentDiffusion()
     shell.model.diffusion_model = nn.Linear(2, 2)
