@@ -172,6 +172,8 @@ def model(kind: str, storage: str = "fp32", seed: int = 0) -> Any:
     import comfy.supported_models
 
     name, config = {**KINDS, **REFUSED}[kind]
+    if kind == "flux" and knows_flux2():
+        config = {**config, "txt_ids_dims": []}
     made = getattr(comfy.supported_models, name)(config)
     made.set_inference_dtype(*STORAGE[storage])
     keys = {"v_pred": torch.zeros(0)} if kind == "sd2v" else {}
@@ -189,7 +191,7 @@ _PICTURES |= {"num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
 
 
 def autoencoder(kind: str, seed: int = 0) -> Any:
-    """A VAE as the host's loader makes it of a state dict: of "sd15", of "flux" with 16 channels, "flux2", or "taesd"."""
+    """A VAE as the host's loader makes it of a state dict: of "sd15", "flux" with 16 channels, "flux2", or "taesd"."""
     import comfy.sd
     from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
     from comfy.taesd.taesd import TAESD
