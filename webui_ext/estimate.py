@@ -34,7 +34,7 @@ DECIDES = "the WebUI itself decides what stays on the card"
 """How a plan's reason begins where the host keeps what it has room for, whatever the budget."""
 
 BREAKS = "more than this budget"
-"""How such a reason ends where what it keeps breaks the budget."""
+"""How such a reason ends where what is kept breaks the budget."""
 
 _known: OrderedDict[Hashable, str] = OrderedDict()
 _asked: dict[str, int] = {}
@@ -78,22 +78,26 @@ def sentence(make: Callable[[], Plan], size: str) -> str:
         return _line("does not fit", f"{size} does not fit: {error}")
     except LowVRAMError as error:
         return complaint(f"{size}: {error}")
-    predicted = plan.predicted
+    predicted, steps, decides = plan.predicted, plan.request.steps, decision_in(plan)
+    budget = format_size(plan.request.vram)
+    about = f"about {_time(predicted.seconds)} for {steps} step{'s' if steps != 1 else ''}"
+    if decides.endswith(BREAKS):
+        return _line("not kept", "; ".join([f"{size} takes more than {budget}, {about}", *_chosen(plan)]))
     total = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
-    steps = plan.request.steps
-    text = f"{size} fits: {total} of {format_size(plan.request.vram)}, "
-    text += f"about {_time(predicted.seconds)} for {steps} step{'s' if steps != 1 else ''}"
-    if any(reason.endswith(BREAKS) for reason in plan.reasons):
-        text = text.replace(" fits: ", " would take ", 1)
-        return _line("not kept", "; ".join([text, *_chosen(plan)]))
-    return _line("fits", "; ".join([text, *_chosen(plan)]))
+    fits = f"{size} fits into {budget}" if decides else f"{size} fits: {total} of {budget}"
+    return _line("fits", "; ".join([f"{fits}, {about}", *_chosen(plan)]))
+
+
+def decision_in(plan: Plan) -> str:
+    """The reason of a plan for a host that decides itself what stays on the card; "" for another."""
+    return next((reason for reason in plan.reasons if reason.startswith(DECIDES)), "")
 
 
 def _chosen(plan: Plan) -> list[str]:
     """What is out of the ordinary in a plan. Its own reasons name budgets without the text encoders' share."""
     settings = plan.settings
     told = [] if settings.offload in (None, "none") else [_WEIGHTS.get(settings.offload, settings.offload)]
-    told = [reason for reason in plan.reasons if reason == FETCHED or reason.startswith(DECIDES)] or told
+    told = [decides] if (decides := decision_in(plan)) else [FETCHED] if FETCHED in plan.reasons else told
     if settings.vae_tiles == "exact":
         told.append("decoded in exact strips")
     if settings.decoder_device == "cpu":

@@ -1,7 +1,12 @@
-"""Axes for the X/Y/Z grid, one for each argument but the switch: using one turns the panel on for its pictures."""
+"""Axes for the X/Y/Z grid, one for each argument but the switch: using one turns the panel on for its pictures.
+
+What we refuse of a grid's pictures is a drawing of the reason in its place, where the host would leave it blank.
+"""
 
 from __future__ import annotations
 
+import functools
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +15,21 @@ from modules import scripts
 from sd_lowvram.errors import BadInputError
 
 from .arguments import TITLE, Argument, arguments
+from .refusal import Refused
 
 OVERRIDES = "sd_lowvram_axes"
 """The attribute of a generation under which the axes leave their values."""
 
 
 def add_axes() -> None:
-    """Append our axes to the grid script's, once."""
+    """Append our axes to the grid script's, and have it draw our reasons, once."""
     modules = [data.module for data in scripts.scripts_data if data.script_class.__module__ == "xyz_grid.py"]
     for module in modules[:1]:
         present = {option.label for option in module.axis_options}
         wanted = [one for one in arguments() if one.name != "enabled"]
         module.axis_options.extend(_axis(module, one) for one in wanted if _label(one) not in present)
+        if getattr(module.process_images, "func", None) is not _or_the_reason:
+            module.process_images = functools.partial(_or_the_reason, module.process_images, module.Processed)
 
 
 def _label(argument: Argument) -> str:
@@ -53,3 +61,25 @@ def _confirm(argument: Argument) -> Callable[[Any, Any], None]:
                 raise RuntimeError(str(error)) from None
 
     return confirm
+
+
+def _or_the_reason(make: Callable[[Any], Any], processed: Callable[..., Any], p: Any) -> Any:
+    """What the host makes of ``p``, or why we refuse it."""
+    try:
+        return make(p)
+    except Refused as refused:
+        reason = str(refused)
+        return processed(p, [_drawn(reason, p.width, p.height)], p.seed, reason, infotexts=[reason])
+
+
+def _drawn(text: str, width: int, height: int) -> Any:
+    """``text`` on a picture of this size, in letters that let all of it stand there."""
+    from modules.images import get_font
+    from PIL import Image, ImageDraw
+
+    letters = max(6, min(32, int((width * height / len(text)) ** 0.5)))
+    lines = textwrap.wrap(text, max(1, int(width / letters / 0.6)))
+    picture = Image.new("RGB", (width, height), "white")
+    font = get_font(letters)
+    ImageDraw.Draw(picture).multiline_text((letters / 2, letters / 2), "\n".join(lines), "#c00", font)
+    return picture

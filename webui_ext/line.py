@@ -13,7 +13,7 @@ import gradio as gr
 from sd_lowvram.errors import LowVRAMError
 
 from . import checkpoint_preview, estimate, host, run
-from .arguments import TITLE, read
+from .arguments import TITLE, arguments, read
 from .picture import Picture, side, steps_run
 
 _SIZES = ("width", "height", "batch_size", "steps", "cfg_scale", "denoising_strength")
@@ -55,8 +55,12 @@ class Line:
         controls, line = self.ours
         inputs = [*(self.theirs[name] for name in self.names), *controls]
         event = {"fn": self.tell, "inputs": inputs, "outputs": [line], "show_progress": "minimal", "queue": False}
+        enabled = controls[[one.name for one in arguments()].index("enabled")]
+        enabled.change(**event)  # also when it goes off, which empties the line
+        event["_js" if gr.__version__.startswith("3.") else "js"] = _while_on(inputs.index(enabled), len(inputs))
         for component in inputs:
-            component.change(**event)
+            if component is not enabled:
+                component.change(**event)
         gr.context.Context.root_block.load(**event)
 
     def tell(self, *values: Any) -> Any:
@@ -78,6 +82,16 @@ class Line:
         key = tuple(pictures), tuple(chosen.items()), *shown
         text = estimate.answer(self.tab, key, host.queue(), _teller(model, chosen, pictures))
         return gr.update() if text is None else text
+
+
+def _while_on(switch: int, count: int) -> str:
+    """What the page runs before it asks us: while the panel is off it waits for ever, and asks nothing.
+
+    Args:
+        switch: the place of "enabled" among the values.
+        count: of our inputs, behind which gradio puts the outputs.
+    """
+    return f"(...values) => values[{switch}] ? values.slice(0, {count}) : new Promise(() => {{}})"
 
 
 def _is_hidden_number(component: Any, elem_id: str | None) -> bool:

@@ -6,6 +6,7 @@ what is free and fetch the other layers for their call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from sd_lowvram.devices.info import free_vram
 from sd_lowvram.models.anatomy import Anatomy
+from sd_lowvram.planning.plan import Plan
 from sd_lowvram.units import format_size
 from sd_lowvram.weights import all_tensors, weight_bytes
 
@@ -38,26 +40,40 @@ def ways(model: Any, found: Anatomy) -> Iterator[dict[str, int]]:
 
 
 _FOR_INFERENCE = 1 << 30
-"""Bytes that Forge and reForge leave free beside the weights, unless their own sliders say otherwise."""
+"""Bytes that Forge and reForge leave free beside the weights, where they do not say how many."""
+_MANAGEMENT = ("backend.memory_management", "ldm_patched.modules.model_management")
+"""Forge's and reForge's own."""
 
 
-def decision(found: Anatomy, fetched: bool) -> str:
-    """What Forge and reForge will keep of the model on the device, which they decide by what is free there.
+def decision(model: Any, found: Anatomy, plan: Plan) -> str:
+    """What Forge and reForge will keep of the model on the device, and what a run by ``plan`` takes there with it.
 
-    Args:
-        fetched: whether the plan is for layers that are fetched, as the budget cannot hold the largest component.
+    They decide by what is free, not by a budget: on a CPU they keep everything, on a card as many of the model's parts
+    as there is room for, the text encoders among them, down to one, and of that at last only some layers.
     """
     where = host.device()
-    parts = list(found.components.values())
-    weights = {id(tensor): tensor.numel() * tensor.element_size() for tensor in all_tensors(*parts)}
-    here = sum(
-        tensor.numel() * tensor.element_size() for tensor in all_tensors(*parts) if tensor.device.type == where.type
-    )
-    free, whole = free_vram(where), sum(weights.values())
-    if where.type != "cpu" and free + here < whole + _FOR_INFERENCE:
-        return f"{DECIDES}: with {format_size(free)} free some layers stay, and the others come for their call"
-    kept = f"{DECIDES}: with {format_size(free)} free it keeps all {format_size(whole)} of the model"
-    return f"{kept}, {BREAKS}" if fetched else kept
+    texts = getattr(getattr(getattr(model, "forge_objects", None), "clip", None), "cond_stage_model", None)
+    parts = [*found.components.values(), *([texts] if isinstance(texts, nn.Module) else [])]
+    here = sum(tensor.nbytes for tensor in all_tensors(*parts) if tensor.device.type == where.type)
+    free, whole = free_vram(where), weight_bytes(*parts)
+    sizes = {name: weight_bytes(part) for name, part in found.components.items()}
+    room = max(0, free + here - _for_inference())
+    if where.type == "cpu" or whole <= room:
+        told, kept = f"keeps all {format_size(whole)} of the model", dict.fromkeys(sizes, whole)
+    elif max(sizes.values()) <= room:
+        told, kept = "keeps one part of the model at a time", sizes
+    else:
+        told = "keeps some layers, and the others come for their call"
+        kept = {name: min(size, room) for name, size in sizes.items()}
+    stages = (one.reserved_bytes - one.weights_bytes + kept.get(one.component, 0) for one in plan.stages)
+    takes = max(stages) + plan.predicted.overhead_bytes
+    text = f"{DECIDES}: with {format_size(free)} free it {told}, and this takes {format_size(takes)}"
+    return f"{text}, {BREAKS}" if takes > plan.request.vram else text
+
+
+def _for_inference() -> int:
+    managing = next((sys.modules[name] for name in _MANAGEMENT if name in sys.modules), None)
+    return int(getattr(managing, "minimum_inference_memory", lambda: _FOR_INFERENCE)())
 
 
 def _largest_block(unet: Any) -> int:

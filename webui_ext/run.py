@@ -26,7 +26,7 @@ from sd_lowvram.units import format_size
 
 from . import host, loading, switching
 from .arguments import NAME, chosen_of, settings_of
-from .estimate import DECIDES, FETCHED
+from .estimate import FETCHED, decision_in
 from .memory_estimate import lowered
 from .picture import Picture, side
 from .refusal import as_answer
@@ -71,7 +71,7 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
     except BudgetError as error:
         raise _in_the_users_words(error, chosen, vram, others) from None
     if host.swaps_layers(model):
-        plan = _told_who_decides(plan, anatomy)
+        plan = _told_who_decides(model, plan, anatomy)
     predicted = plan.predicted
     peak, reserved = predicted.peak_bytes + others, predicted.reserved_bytes + others
     predicted = dataclasses.replace(predicted, peak_bytes=peak, reserved_bytes=reserved)
@@ -92,11 +92,10 @@ def _plan(kept: Mapping[str, int], anatomy: Anatomy, request: Request, settings:
     return dataclasses.replace(plan, reasons=(*plan.reasons, FETCHED)) if kept else plan
 
 
-def _told_who_decides(plan: Plan, anatomy: Anatomy) -> Plan:
+def _told_who_decides(model: Any, plan: Plan, anatomy: Anatomy) -> Plan:
     """``plan`` with the reason that the host keeps what it has room for, whatever the budget."""
-    fetched = FETCHED in plan.reasons
     reasons = tuple(reason for reason in plan.reasons if reason != FETCHED)
-    return dataclasses.replace(plan, reasons=(*reasons, loading.decision(anatomy, fetched)))
+    return dataclasses.replace(plan, reasons=(*reasons, loading.decision(model, anatomy, plan)))
 
 
 def _in_the_users_words(error: BudgetError, chosen: Mapping[str, Any], vram: int, others: int) -> BudgetError:
@@ -161,11 +160,14 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Picture, plan: Plan)
 
 def _told(plan: Plan, attachment: Attachment) -> str:
     request, predicted = plan.request, plan.predicted
+    budget, decides = format_size(request.vram), decision_in(plan)
     peak = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
+    size = f"{request.width}x{request.height}, batch {request.batch}"
+    memory = f"budget {budget}" if decides else f"peak {peak} of {budget}"
+    moved = decides or (FETCHED if FETCHED in plan.reasons else "")
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
-    told = f"{request.width}x{request.height}, batch {request.batch}: peak {peak} of {format_size(request.vram)}, "
-    weights = "".join(f"{reason}; " for reason in plan.reasons if reason == FETCHED or reason.startswith(DECIDES))
-    return f"{told}about {predicted.seconds:.0f} s; {weights}sites: {sites or 'none'}"
+    about = f"about {predicted.seconds:.0f} s"
+    return "; ".join(filter(None, (f"{size}: {memory}, {about}", moved, f"sites: {sites or 'none'}")))
 
 
 def _again(

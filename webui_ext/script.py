@@ -13,6 +13,7 @@ from sd_lowvram.errors import BadInputError, BudgetError
 from . import checkpoint_preview, controls, host, infotext, run, saving
 from .aloud import aloud
 from .arguments import NAME, TITLE, read
+from .estimate import BREAKS, decision_in
 from .grid import OVERRIDES
 from .line import Line
 from .options import defaults
@@ -98,7 +99,9 @@ def _begin(p: Any, chosen: Mapping[str, Any], encodes: bool) -> None:
     model = shared.sd_model
     picture = asked_of(p, model, encodes)
     _foresee_refiner(p, chosen, picture)
-    run.start(model, chosen, picture)
+    plan, _ = run.start(model, chosen, picture)
+    if (decides := decision_in(plan)).endswith(BREAKS):
+        p.comment(f"{NAME}: {decides}")
     saving.begin(p, chosen["save_latents"])
     p.extra_generation_params[infotext.KEY] = infotext.write(chosen)
     if host.moves_weights(model) and any(chosen[name] not in ("auto", 0) for name in host.WEIGHTS):

@@ -137,16 +137,19 @@ def grid_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         def __init__(self, label: str, type: Any, apply: Any, **more: Any) -> None:
             self.label, self.type, self.apply, self.more = label, type, apply, more
 
-    module = SimpleNamespace(axis_options=[], AxisOption=AxisOption)
+    module = SimpleNamespace(axis_options=[], AxisOption=AxisOption, process_images=None, Processed=None)
     owner = type("Script", (), {"__module__": "xyz_grid.py"})
     modules, scripts = ModuleType("modules"), ModuleType("modules.scripts")
     scripts.scripts_data = [SimpleNamespace(script_class=owner, module=module)]  # type: ignore[attr-defined]
     modules.scripts = scripts  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "modules", modules)
     monkeypatch.setitem(sys.modules, "modules.scripts", scripts)
-    monkeypatch.delitem(sys.modules, "webui_ext.grid", raising=False)
+    monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(HTTPException=Exception))
+    for name in ("grid", "refusal"):
+        monkeypatch.delitem(sys.modules, f"webui_ext.{name}", raising=False)
     yield module
-    sys.modules.pop("webui_ext.grid", None)
+    for name in ("grid", "refusal"):
+        sys.modules.pop(f"webui_ext.{name}", None)
 
 
 def test_axes_are_added_once_and_cells_share_nothing(grid_script: Any) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import ImageFont
 
 import webui_ext
 from sd_lowvram import Settings
@@ -259,7 +263,8 @@ def test_the_line_counts_the_steps_of_both_passes(host: Any) -> None:
 
 def test_a_knob_says_which_of_its_values_change_the_picture() -> None:
     told = {one.name: one.help for one in arguments()}
-    assert "another picture" in told["precision"] and "another picture" not in told["attention"]
+    assert "fp16, bf16, fp16-storage, autocast-fp16, autocast-bf16: another picture" in told["precision"]
+    assert "fp8, int8: another picture" in told["weight_storage"] and "another picture" not in told["attention"]
 
 
 def test_a_model_that_edits_pictures_guides_three_ways(host: Any) -> None:
@@ -419,9 +424,7 @@ def moved(flags: dict[str, bool]) -> Any:
 
 
 @pytest.mark.parametrize("flags", [{"lowvram": True}, {}], ids=["lowvram", "forge"])
-def test_weights_are_planned_as_the_host_leaves_them(
-    host: Any, flags: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_planned_as_the_host_leaves_them(host: Any, flags: dict[str, bool]) -> None:
     model, run = moved(flags), importlib.import_module("webui_ext.run")
     picture = importlib.import_module("webui_ext.picture").Picture(64, 64, 1, 2)
     host.cmd_opts = SimpleNamespace(**flags)
@@ -432,20 +435,126 @@ def test_weights_are_planned_as_the_host_leaves_them(
     assert plan.predicted.peak_bytes < weights["unet"] and (run.FETCHED in plan.reasons) == bool(flags)
     whole = run.plan_for(model, chosen | {"vram": "16GB"}, picture)
     assert (run.FETCHED in whole.reasons) == bool(flags)
-    if not flags:  # Forge keeps all while there is room, whatever the budget
-        estimate = importlib.import_module("webui_ext.estimate")
-        assert "keeps all 18.9 MiB of the model, more than this budget" in plan.reasons[-1]
-        assert 'data-verdict="not kept"' in estimate.sentence(lambda: plan, "64x64")
-        told = estimate.sentence(lambda: whole, "64x64")
-        assert "fits: " in told and "keeps all 18.9 MiB of the model" in told and "one part of the model" not in told
-        host_of = importlib.import_module("webui_ext.loading")
-        monkeypatch.setattr(host_of, "free_vram", lambda where: 1 << 30)
-        monkeypatch.setattr(host_of.host, "device", lambda: torch.device("cuda"))
-        assert "some layers stay" in host_of.decision(run.host.anatomy(model), True)
     host.cmd_opts = SimpleNamespace(medvram=True)
     if flags:
         with pytest.raises(BudgetError):
             run.plan_for(model, chosen | {"vram": budget}, picture)
+
+
+KEPT = [
+    # MiB that are free on the card, and those of the model that stay there: the UNet has 12.3 of 18.9, the text 4 more
+    (1100, 22.9, "keeps all 22.9 MiB of the model"),
+    (1024 + 14, 12.3, "keeps one part of the model at a time"),
+    (1024 + 4, 4, "keeps some layers, and the others come for their call"),
+]
+
+
+@pytest.mark.parametrize(("free", "kept", "says"), KEPT)
+def test_what_forge_decides_is_told_and_held_against_the_budget(
+    host: Any, monkeypatch: pytest.MonkeyPatch, free: int, kept: float, says: str
+) -> None:
+    loading, estimate = (importlib.import_module(f"webui_ext.{name}") for name in ("loading", "estimate"))
+    model = moved({})
+    model.forge_objects.clip = SimpleNamespace(cond_stage_model=torch.nn.Linear(1 << 10, 1 << 10, bias=False))
+    monkeypatch.setattr(loading, "free_vram", lambda where: free << 20)
+    monkeypatch.setattr(loading.host, "device", lambda: torch.device("cuda"))
+    chosen, picture = {"vram": "4GB"}, importlib.import_module("webui_ext.picture").Picture(64, 64, 1, 2)
+    plan = foretold(model, chosen, picture)  # of 1 GiB, half of it weights
+    takes = (1 << 29) + int(kept * (1 << 20))
+    for vram, verdict in ((takes + (1 << 20), "fits"), (takes - (1 << 20), "not kept")):
+        asked = dataclasses.replace(plan, request=dataclasses.replace(plan.request, vram=vram))
+        decision = loading.decision(model, loading.host.anatomy(model), asked)
+        asked = dataclasses.replace(asked, reasons=(decision,))
+        told = estimate.sentence(lambda asked=asked: asked, "64x64")
+        assert says in told and f'data-verdict="{verdict}"' in told and "one part of the model on the card" not in told
+
+
+def test_a_budget_that_forge_does_not_keep_is_told_with_the_pictures(host: Any, capsys: Any) -> None:
+    """It keeps the whole model where there is room, beside a plan for layers that are fetched."""
+    script = importlib.import_module("webui_ext.script").LowVRAMScript()
+    script.is_img2img, host.sd_model, host.cmd_opts = False, moved({}), SimpleNamespace()
+    for budget, kept in (("12MB", False), ("16GB", True)):
+        p = generation()
+        script.process(p, {"enabled": True, "vram": budget})
+        assert p.init() == "begun"
+        told = "\n".join([*p.told, capsys.readouterr().out])
+        assert "keeps all 18.9 MiB of the model" in told and "peak" not in told
+        assert ("more than this budget" in told) != kept and bool(p.told) != kept
+        script.postprocess(p, None)
+
+
+@pytest.fixture
+def page(host: Any) -> Any:
+    """The page's controls as the line connects them: what each asks for when it changes, by its id."""
+
+    class Control:
+        def __init__(self, elem_id: str) -> None:
+            self.elem_id = elem_id
+
+        def change(self, **event: Any) -> None:
+            page.asks[self.elem_id] = event
+
+    page = SimpleNamespace(asks={}, Control=Control)
+    root = SimpleNamespace(load=lambda **event: Control.change(SimpleNamespace(elem_id="load"), **event))
+    vars(sys.modules["gradio"]).update(
+        context=SimpleNamespace(Context=SimpleNamespace(root_block=root)), __version__="3.41.2"
+    )
+    line = importlib.import_module("webui_ext.line").Line("txt2img")
+    line.place([Control(one.name) for one in arguments()], Control("line"))
+    for name in line.names:
+        line.offer(Control(f"txt2img_{name}"), f"txt2img_{name}")
+    return page
+
+
+def test_while_the_panel_is_off_no_control_of_the_page_asks_anything(page: Any) -> None:
+    """Gradio runs the script with the values of inputs and outputs, and asks with what its promise gives."""
+    asks = dict(page.asks)
+    assert "_js" not in asks.pop("enabled") and {"txt2img_width", "txt2img_steps", "vram", "load"} <= set(asks)
+    assert {event["_js"] for event in asks.values()} == {asks["load"]["_js"]}
+    inputs = [one.elem_id for one in asks["load"]["inputs"]]
+    if not shutil.which("node"):
+        pytest.skip("no node to run the page's script")
+    for enabled in (True, False):
+        values = [enabled if name == "enabled" else place for place, name in enumerate(inputs)]
+        asked = f"Promise.resolve(({asks['load']['_js']})(...{json.dumps([*values, 'the line'])}))"
+        asked += ".then(given => console.log(JSON.stringify(given)))"
+        ran = subprocess.run(["node", "-e", asked], check=True, capture_output=True, text=True, timeout=60)
+        assert ran.stdout == (f"{json.dumps(values, separators=(',', ':'))}\n" if enabled else "")
+
+
+def test_a_picture_of_a_grid_over_the_budget_says_why_in_its_place(
+    host: Any, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host leaves a picture blank whose generation fails, and goes on with the next."""
+
+    def process_images(p: Any) -> Any:
+        script.process(p, False)
+        if getattr(p, "broken", False):
+            raise ValueError("none of ours")
+        return p.init()
+
+    def processed(p: Any, pictures: list[Any], seed: int, info: str, infotexts: list[str]) -> Any:
+        return SimpleNamespace(images=pictures, seed=seed, info=info, infotexts=infotexts)
+
+    def option(label: str, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(label=label)
+
+    theirs = SimpleNamespace(process_images=process_images, Processed=processed, axis_options=[], AxisOption=option)
+    owner = type("Script", (), {"__module__": "xyz_grid.py"})
+    sys.modules["modules.scripts"].scripts_data.append(SimpleNamespace(script_class=owner, module=theirs))  # type: ignore[attr-defined]
+    fonts = module("modules.images", get_font=lambda size: ImageFont.load_default())
+    monkeypatch.setitem(sys.modules, "modules.images", fonts)
+    grid = importlib.import_module("webui_ext.grid")
+    grid.add_axes()
+    grid.add_axes()
+    cells = [generation(seed=7, **{grid.OVERRIDES: {"enabled": True, "vram": vram}}) for vram in ("4GB", "1MB")]
+    made, refused = map(theirs.process_images, cells)
+    assert made == "begun" and "1 MiB cannot hold it" in refused.info and refused.infotexts == [refused.info]
+    [picture] = refused.images
+    assert picture.size == (64, 64) and len(picture.getcolors()) > 1 and refused.seed == 7
+    with pytest.raises(ValueError, match="none of ours"):
+        theirs.process_images(generation(broken=True))
+    script.postprocess(cells[0], None)
 
 
 def test_weights_of_8_bits_are_widened_in_the_denoiser_alone(
