@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import NoSiteError, SettingsError, ran_out
 from ..memory.fake_mode import active_fake_mode
+from ..memory.pinned import recording
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
@@ -170,7 +171,7 @@ class _Recordings:
         casts_kept = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # weights that were cast before the pass are gone after it
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with recording(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 results, shape = tree_flatten(original(*args, **kwargs))
         finally:
             torch.set_autocast_cache_enabled(casts_kept)

@@ -1,7 +1,8 @@
 """Host memory that is page-locked at its exact size, so that copies to and from the device need not block.
 
 torch's own pinned memory comes in powers of two and is kept when nobody holds it any longer: a map of 65 MiB locks
-128 MiB for good. Here ordinary pages are registered with the driver, and unlocked with the last tensor in them.
+128 MiB for good. Here ordinary pages are registered with the driver, and unlocked by :func:`unlock_ended` when the last
+tensor in them has gone: that waits for devices, and tensors end at any moment.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ _PORTABLE = 1
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 _locked: dict[int, int] = {}
-"""By address, the bytes that are locked. Single operations on it are atomic: pages may die in any thread."""
+"""By address, the bytes that are locked. Single operations on it are atomic: any thread unlocks pages."""
+_ended: list[_Pages] = []
+"""Pages that are locked, and nobody holds any longer. Single operations on it are atomic, too."""
 _told: set[str] = set()
 _locking = threading.Lock()
+_waiting = threading.Lock()
+"""Of the thread that waits for all devices, or that records kernels: a wait would end the recording."""
 
 
 def can_pin() -> bool:
@@ -56,6 +61,7 @@ def most_pinned_bytes() -> int:
 
 def pinnable_bytes() -> int:
     """The most that may still be locked by this process."""
+    unlock_ended()
     return max(0, most_pinned_bytes() - pinned_bytes())
 
 
@@ -65,7 +71,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def pinned_empty(nbytes: int) -> Tensor | None:
-    """Uninitialised pinned bytes, which are unlocked and freed with the last tensor that lies in them.
+    """Uninitialised pinned bytes, which :func:`unlock_ended` frees when the last tensor that lies in them has gone.
 
     Returns None, and says why once, where so many cannot be locked: ordinary memory is slower there, and as right.
 
@@ -101,14 +107,41 @@ class _Pages(mmap.mmap):
     """Anonymous pages, held by the tensors in them.
 
     Attributes:
-        locked_at: their address, if they are locked. The process' end unlocks what is left.
+        locked_at: their address, if they are locked; else 0. The process' end unlocks what is left.
     """
 
-    locked_at: int | None = None
+    locked_at = 0
 
     def __del__(self) -> None:  # a weak reference would tell when they are gone
-        if self.locked_at is not None and not sys.is_finalizing():
-            _unlock(self.locked_at)
+        # The garbage collector may be the caller, in any thread and in the midst of anything.
+        if self.locked_at and not sys.is_finalizing():
+            _ended.append(self)
+
+
+def unlock_ended() -> None:
+    """Unlock and free the pages of which the last tensor has gone, when the copies that are under way have ended.
+
+    Those stay for the next call where this thread, or we in another one, record kernels: nobody may wait for a device
+    then.
+    """
+    if not _ended or _is_recording() or not _waiting.acquire(blocking=False):
+        return
+    try:
+        ended = [_ended.pop() for _ in range(len(_ended))]
+        with contextlib.suppress(RuntimeError):  # of a device that has failed: its copies are over
+            _wait()
+        for pages in ended:
+            torch.cuda.cudart().cudaHostUnregister(pages.locked_at)
+            _locked.pop(pages.locked_at, None)
+    finally:
+        _waiting.release()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Inside, which records kernels, no thread of ours waits for all devices."""
+    with _waiting:
+        yield
 
 
 def _lock(address: int, size: int) -> str | None:
@@ -124,11 +157,9 @@ def _lock(address: int, size: int) -> str | None:
     return str(runtime.cudaGetErrorString(error))
 
 
-def _unlock(address: int) -> None:
-    with contextlib.suppress(RuntimeError):  # of a device that has failed: its copies are over
-        _wait()
-    torch.cuda.cudart().cudaHostUnregister(address)
-    _locked.pop(address, None)
+def _is_recording() -> bool:
+    used = torch.cuda.current_device() in _used_devices()
+    return used and torch.cuda.is_current_stream_capturing()
 
 
 def _wait() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .pinned import pinnable_bytes, pinned_empty
+from .pinned import pinnable_bytes, pinned_empty, unlock_ended
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Rooms:
             self._parking.discard(inside)
             if not self._parking:
                 self._most = 0
-                self._idle.clear()
+                self.give_up()
 
     def take(self, nbytes: int) -> Room | None:
         """Room for a map of so many bytes; None where they cannot be pinned."""
@@ -75,6 +75,7 @@ class Rooms:
     def give_up(self) -> None:
         """Free the rooms that wait."""
         self._idle.clear()
+        unlock_ended()
 
     def _fresh(self, nbytes: int, may_wait: int) -> Room | None:
         """New room; of the others, ``may_wait`` bytes may go on waiting."""

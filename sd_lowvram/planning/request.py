@@ -12,6 +12,7 @@ from ..devices.overhead import NONE, Overhead
 from ..devices.performance import THIS, Rates
 from ..devices.this_machine import budget_of, overhead_of, rates_of
 from ..errors import BadInputError
+from ..memory.pinned import unlock_ended
 from ..models.anatomy import Anatomy
 from ..streaming.host_weights import mapped_bytes
 from ..weights import all_tensors
@@ -113,6 +114,7 @@ def request_for(
     width, height = width if width is not None else native, height if height is not None else native
     check_size(width, height, batch, scale_factor(anatomy))
     where = torch.device(device) if device is not None else default_device()
+    unlock_ended()  # of models that have gone: that memory is free
     return Request(
         width=width,
         height=height,

@@ -34,7 +34,7 @@ from ..memory import host_empty, mark_host
 from ..memory.accounts import unmark_host
 from ..memory.fake_mode import active_fake_mode
 from ..memory.host_offload import dense_order, inverse, is_pinned, unpinned
-from ..memory.pinned import pinnable_bytes, pinned_empty, whole_pages
+from ..memory.pinned import pinnable_bytes, pinned_empty, unlock_ended, whole_pages
 from ..memory.threads import at_rest
 from ..units import MIB
 from ..weights import all_tensors, as_copied, same_bits, set_data
@@ -139,8 +139,8 @@ class Masters:
     def undo(self) -> None:
         """Give the tensors back what they held, where it was; what was changed meanwhile keeps its new contents, and
         nothing stays pinned that was not."""
-        self._put_back(0)
         self._ring = None
+        self._put_back(0)
         self._mapped.clear()
         self._known.clear()
 
@@ -149,6 +149,7 @@ class Masters:
         with torch.no_grad(), torch.inference_mode(False):
             while len(self._each) > first:
                 self._each.pop().undo(moved)
+                unlock_ended()  # the memory of what has its own again, before more is taken for others
 
     def _is_slow(self, source: Tensor) -> bool:
         """Whether ``source`` has to pass the ring."""

@@ -15,6 +15,8 @@ from simulated_card.card import Card, Schedule, card
 from simulated_card.kernels import HostWatch, Kernels
 from simulated_card.races import Race, races
 
+from sd_lowvram.memory.pinned import unlock_ended
+
 GPU = torch.device("cuda", 0)
 
 LARGE = pytest.mark.xdist_group("large")
@@ -93,6 +95,7 @@ class Simulated:
         """Bytes of tensors on the device, and of pinned memory that somebody holds."""
         gc.collect()
         torch.cuda.synchronize()
+        unlock_ended()
         torch._C._host_emptyCache()
         return torch.cuda.memory_allocated(), self.card.pinned
 

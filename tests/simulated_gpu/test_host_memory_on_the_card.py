@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,51 @@ def test_rooms_of_maps_are_used_again_and_are_never_more_than_maps_were(gpu: Any
         del between
     assert seen.clean, seen
     assert gpu.card.pinned == before
+
+
+def in_a_circle(nbytes: int) -> None:
+    """Pinned pages that the garbage collector alone will find."""
+    circle: list[Any] = [host_empty([nbytes], torch.uint8)]
+    circle.append(circle)
+
+
+def test_the_garbage_collector_waits_for_no_device(gpu: Any, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(pinned, "_wait", lambda: waits.append(1))
+    in_a_circle(5 * MIB)
+    in_a_circle(3 * MIB)
+    gc.collect()
+    assert gpu.card.pinned - before == 8 * MIB and not waits
+    assert pinned.pinnable_bytes() > 0
+    assert gpu.card.pinned == before and waits == [1]
+
+
+def test_pages_may_end_while_kernels_are_recorded(gpu: Any, before: int) -> None:
+    """A device that is waited for ends a recording on it, in whichever thread."""
+    value = torch.zeros(4, device=GPU)
+    threads = ThreadPoolExecutor(1)
+    for another in (False, True):
+        graph, tensor = torch.cuda.CUDAGraph(), host_empty([5 * MIB], torch.uint8)
+        with pinned.recording(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            value.add_(1)
+            del tensor
+            threads.submit(pinned.pinnable_bytes).result() if another else pinned.pinnable_bytes()
+        graph.replay()
+        assert gpu.card.pinned - before == 5 * MIB
+        pinned.unlock_ended()
+        assert gpu.card.pinned == before
+    assert value.tolist() == [2.0] * 4
+
+
+def test_pages_may_end_while_others_record_kernels(gpu: Any, before: int) -> None:
+    value = torch.zeros(4, device=GPU)
+    graph, tensor = torch.cuda.CUDAGraph(), host_empty([5 * MIB], torch.uint8)
+    with torch.cuda.graph(graph):
+        value.add_(1)
+        del tensor
+        assert pinned.pinnable_bytes() > 0
+    graph.replay()
+    assert value.tolist() == [1.0] * 4
 
 
 def test_masters_are_pinned_at_their_size(gpu: Any, before: int) -> None:

@@ -25,7 +25,8 @@ namespace {
 
 constexpr size_t MIB = size_t(1) << 20;
 constexpr size_t PAGE = 4096, DEVICE_PAGE = 2 * MIB;
-constexpr int OUT_OF_MEMORY = 2, INVALID_VALUE = 1, NOT_READY = 600, NOT_SUPPORTED = 801, CAPTURE_FORBIDS = 900;
+constexpr int OUT_OF_MEMORY = 2, INVALID_VALUE = 1, NOT_READY = 600, NOT_SUPPORTED = 801, CAPTURE_FORBIDS = 900,
+              CAPTURE_SPOILT = 901;
 
 // What the log says; races.py reads it.
 enum Happening { RECORD = 1, WAIT = 2, STREAM_SYNC = 4, EVENT_SYNC = 5, READ = 10, WRITE = 11, COPY = 12 };
@@ -59,7 +60,7 @@ struct Task {
   void *argument = nullptr;
   uint64_t ticket = 0;
 };
-struct Graph { int id; std::vector<Task> tasks; };
+struct Graph { int id; std::vector<Task> tasks; bool spoilt = false; };
 struct Stream {
   int id;
   int device;
@@ -91,6 +92,7 @@ std::map<std::string, long> launched;
 int (*run_captured)(int number, void *stream) = nullptr;
 
 int failed(int error) { return error ? last_error = error : 0; }
+int spoils(Graph *capture) { capture->spoilt = true; return failed(CAPTURE_FORBIDS); }
 
 void note(Happening what, int stream, int event = 0, uintptr_t source = 0, uintptr_t target = 0, size_t bytes = 0,
           int way = BESIDE) {
@@ -281,6 +283,7 @@ const char *cudaGetErrorString(int error) {
     case 0: return "no error";
     case OUT_OF_MEMORY: return "out of memory";
     case CAPTURE_FORBIDS: return "operation not permitted when stream is capturing";
+    case CAPTURE_SPOILT: return "operation failed due to a previous error during capture";
     default: return "an error of the simulated CUDA runtime";
   }
 }
@@ -425,7 +428,7 @@ int cudaStreamDestroy(void *handle) { LOCKED; run_all(stream_of(handle)); return
 int cudaStreamSynchronize(void *handle) {
   LOCKED;
   Stream *stream = stream_of(handle);
-  if (stream->capturing) return failed(CAPTURE_FORBIDS);
+  if (stream->capturing) return spoils(stream->capturing);
   run_all(stream);
   note(STREAM_SYNC, stream->id);
   return 0;
@@ -433,7 +436,7 @@ int cudaStreamSynchronize(void *handle) {
 int cudaDeviceSynchronize() {
   LOCKED;
   for (auto &known : streams)
-    if (known.second->capturing && known.second->device == current_device) return failed(CAPTURE_FORBIDS);
+    if (known.second->capturing && known.second->device == current_device) return spoils(known.second->capturing);
   run_device(current_device);
   return 0;
 }
@@ -527,7 +530,10 @@ int cudaStreamEndCapture(void *handle, Graph **graph) {
   *graph = stream_of(handle)->capturing;
   if (!*graph) return failed(INVALID_VALUE);
   for (auto &known : streams) if (known.second->capturing == *graph) known.second->capturing = nullptr;
-  return 0;
+  if (!(*graph)->spoilt) return 0;
+  delete *graph;
+  *graph = nullptr;
+  return failed(CAPTURE_SPOILT);
 }
 int cudaStreamIsCapturing(void *handle, int *status) { LOCKED; *status = stream_of(handle)->capturing ? 1 : 0; return 0; }
 int cudaStreamGetCaptureInfo(void *handle, int *status, unsigned long long *id, Graph **graph, const void **dependencies,
