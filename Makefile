@@ -74,7 +74,8 @@ test-simulated-gpu:
 
 .PHONY: simulated-gpu
 simulated-gpu: $(VENV)/.cuda
-	SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/simulated_gpu
+	SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/simulated_gpu \
+		$(wildcard tests/benchmarks/simulated_gpu)
 
 # Ten times the hostile inputs of a test run.
 fuzz: $(VENV)/.test
@@ -88,6 +89,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(if $(wildcard benchmarks/*.py),$(BIN)/mypy -p benchmarks)
 	$(BIN)/mypy nodes
 	$(BIN)/mypy --explicit-package-bases webui_ext scripts install.py
 	MYPYPATH=tools/demo $(BIN)/mypy --explicit-package-bases tools/demo/*.py tools/tiles_crop.py tools/gpu_pack.py
@@ -102,7 +104,7 @@ GPU_RUN = $(if $(GPU_PACKED),PYTHONPATH="$(CURDIR)/$(GPU_SITE)") $(or $(GPU_PYTH
 gpu: $(if $(GPU_PYTHON),$(if $(GPU_PACKED),$(GPU_SITE)/.whole),$(VENV)/.test)
 	@failed=0; \
 	$(if $(filter-out tests,$(PART)),,$(GPU_RUN) -m pytest -m gpu $$(grep -rlF mark.gpu --include='test_*.py' tests) || failed=$$?;) \
-	$(if $(filter tests,$(PART)),,$(GPU_RUN) -m sd_lowvram bench gpu $(if $(PART),--part $(PART)) $(if $(AGAIN),--again) || failed=$$?;) \
+	$(if $(filter tests,$(PART)),,$(GPU_RUN) -m benchmarks gpu $(if $(PART),--part $(PART)) $(if $(AGAIN),--again) || failed=$$?;) \
 	exit $$failed
 
 $(GPU_SITE)/.whole: $(GPU_PACKED)

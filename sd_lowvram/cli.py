@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import sys
 from typing import Annotated
 
 try:
@@ -14,16 +10,13 @@ except ImportError:
     raise SystemExit('the command line needs more packages: pip install "sd-lowvram[standalone]"') from None
 
 from .commands.batch import batch
-from .commands.bench import bench
 from .commands.doctor import doctor
 from .commands.generate import generate
 from .commands.install import install
-from .commands.interrupts import remember_interrupts
 from .commands.one_line import OneLine
 from .commands.plan import plan
-from .commands.report import report
+from .commands.program import run
 from .commands.resume import resume
-from .commands.streams import open_all
 from .commands.things import things
 from .commands.unet import unet
 from .commands.unet_distil import distil
@@ -44,9 +37,7 @@ app.command()(batch)
 app.command()(plan)
 app.command()(things)
 app.command()(doctor)
-app.command()(report)
 app.command()(install)
-app.add_typer(bench, name="bench")
 unet.command()(distil)
 unet.command()(evaluate)
 unet.command()(lora)
@@ -72,16 +63,4 @@ def _main(
 
 def main() -> None:
     """Run the command line; exit codes are those of commands/guard.py."""
-    # Idle threads of torch spin by default, and starve each other where another program computes too: 30 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # torch's profiler, which counts bytes for --memory-plot, is talkative.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    open_all()
-    remember_interrupts()
-    try:
-        app(prog_name="sd-lowvram")
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to undo: the system ends the program at once
-        if "triton" not in sys.modules:  # its newer versions report all objects that are left as leaks
-            gc.freeze()  # Python looks through all of torch's objects on its way out, which takes a second
+    run(app, "sd-lowvram")

@@ -77,7 +77,7 @@ def _compiling(device: Any) -> dict[str, float] | None:
 
     if refusal(device) is not None or importlib.util.find_spec("diffusers") is None:
         return None
-    from ..bench.compile_gain import measured_compiling
+    from ..planning.compile_gain import measured_compiling
 
     found = measured_compiling(device)
     remember_compiling(device, found)
@@ -100,7 +100,7 @@ def _kernel_gains(device: Any) -> dict[str, float]:
 
             found |= of_triton(device)
         if importlib.util.find_spec("diffusers") is not None:
-            from ..bench.compile_gain import measured_recording
+            from ..planning.compile_gain import measured_recording
 
             found |= measured_recording(device)
     remember_kernel_gains(device, found)

@@ -145,14 +145,14 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     import torch
 
     from ..checkpoints.meta_model import meta_anatomy
-    from ..devices.info import default_device
+    from ..devices.info import default_device, dtype_on
     from ..devices.performance import profile
     from ..planning.request import request_for
 
     rates = profile(asked["gpu"]) if asked["gpu"] else None
     device = torch.device("cuda") if rates else default_device()
     vram = rates.vram_bytes if rates and asked["vram"] is None else asked["vram"]
-    anatomy = meta_anatomy(asked["model"], torch.float32 if device.type == "cpu" else torch.float16)
+    anatomy = meta_anatomy(asked["model"], dtype_on(device))
     size: dict[str, Any] = {name: asked[name] for name in ("width", "height", "batch", "steps", "pictures")}
     passes = 2 if asked["guidance"] else 1
     return anatomy, request_for(anatomy, **size, passes=passes, device=device, rates=rates, vram=vram, ram=asked["ram"])

@@ -62,9 +62,8 @@ def evaluate(
 def _evaluated(
     student: str, teacher: str | None, data: Path, draw: Any, pairs: int, semantic: str, torchmetrics: bool
 ) -> dict[str, Any]:
-    from ..bench.students import step_times
     from ..unets.analysis import counted
-    from ..unets.evaluate import evaluated, ground_of, pipeline_to_draw
+    from ..unets.evaluate import evaluated, ground_of, pipeline_to_draw, step_times
     from ..unets.frozen import frozen_features
     from ..unets.layers import own_side
     from ..unets.published_measures import at_hand, published_measures
@@ -86,7 +85,7 @@ def _evaluated(
 
 def _lines(found: dict[str, Any]) -> list[str]:
     """A line for each of the three rows, then what they say."""
-    from ..bench.report import table
+    from ..files.tables import table
 
     published = {"fid": "FID", "inception_score": "inception", "clip_score": "CLIP"}
     published = {key: head for key, head in published.items() if key in found["rows"]["teacher"]}

@@ -57,6 +57,13 @@ def default_device() -> torch.device:
 
 
 @functools.cache
+def dtype_on(device: torch.device) -> torch.dtype:
+    """The type in which models compute there where no other is asked for."""
+    import torch
+
+    return torch.float32 if device.type == "cpu" else torch.float16
+
+
 def _warn_missing(package: str, instead: str) -> None:
     warnings.warn(f"{package} is not installed: {instead} (pip install {package})", stacklevel=3)
 

@@ -2,7 +2,7 @@
 
 A GPU works off what the program has launched. Small pictures take the time of the launches, large ones that of the
 arithmetic, and between the two each waits for the other at times: the cube root of the sum of both cubes is what the
-published times of an RTX 2070 follow (`bench published`: 169 sizes of picture). Its rates are fitted to the 13 squares
+published times of an RTX 2070 follow (`benchmarks/published.md`: 169 sizes). Its rates are fitted to the 13 squares
 among them, with a guided step of SD1.5 at 512x512 pinned to 0.171 s. The other profiles take the makers' figures for
 dense fp16 matrix work, fp32 arithmetic and bus, times the share of them that the RTX 2070 reached, and launches as
 fast as those of the published H100. They tell a plan's time to a factor of about two; calibration tells it better.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import autocast_dtype
+from ..devices.info import dtype_on
 from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend
@@ -79,8 +80,7 @@ def _is_of_old(attention: Any) -> bool:
 def _has_kernel(attention: Any, device: torch.device) -> bool:
     width = int(layer(attention.to_q).out_features) // int(attention.heads)
     here = device.type == "cpu" or torch.cuda.is_available()
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
-    problem = Problem(1, int(attention.heads), 1, 1, width, width, dtype, device, real=here)
+    problem = Problem(1, int(attention.heads), 1, 1, width, width, dtype_on(device), device, real=here)
     return any(refusal(kernel, problem) is None for kernel in ("flash", "efficient"))
 
 

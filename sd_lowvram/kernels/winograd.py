@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..devices.pairs import ratio
 from ..memory.repeats import each
 from ..weights import placed
-from .pairs import ratio
 
 SIDES = (2, 4, 6, 8)
 """Outputs of a tile, along a side."""

@@ -6,6 +6,7 @@ The measures are those of A-SDM (2023), Frechet distance and inception score, ov
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,17 @@ from torch.nn import functional
 
 from .. import progress
 from ..checkpoints.load import load_pipeline
+from ..devices.pairs import compared
 from ..errors import BadInputError
+from ..models import anatomy_of_components
+from ..models.latents import native_size, scale_factor
 from .frozen import Features
 from .layers import own_side
 from .published_measures import Measures
 from .training_pictures import Captioned, read_pictures
 
 AT_ONCE = 8
+STEPS_TIMED = 5
 """Pictures of a call."""
 _SEEN = 16
 """The side of the small pictures by which a prompt's own is found again."""
@@ -212,3 +217,20 @@ def picture_score(ours: Tensor, known: Tensor) -> float:
     logs = (-torch.cdist(ours, known).square() / unit).log_softmax(dim=1)
     mean = logs.exp().mean(dim=0).clamp_min(1e-300).log()
     return float((logs.exp() * (logs - mean)).sum(dim=1).mean().exp())
+
+
+def step_times(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
+    """:func:`compared` of guided steps on the CPU: seconds of one step each; a pair is of several steps of both."""
+    config = teacher.config
+    kind = {"dtype": teacher.dtype}
+    anatomy = anatomy_of_components("diffusers", {"unet": teacher})
+    side = native_size(anatomy) // scale_factor(anatomy)
+    latents = torch.zeros(2, config["in_channels"], side, side, **kind)
+    text = torch.zeros(2, 77, config["cross_attention_dim"], **kind)
+
+    def steps(unet: Any) -> Callable[[], Tensor]:
+        return lambda: [unet(latents, 500, text).sample for _ in range(STEPS_TIMED)][-1]
+
+    with torch.inference_mode():
+        found = compared(steps(teacher), steps(student), pairs, torch.device("cpu"))
+    return {**found, **{name: found[name] / STEPS_TIMED for name in ("plain_seconds", "seconds")}}

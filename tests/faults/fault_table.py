@@ -25,8 +25,8 @@ from forked import forks_of  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from sd_lowvram import progress  # noqa: E402
-from sd_lowvram.bench.report import table  # noqa: E402
 from sd_lowvram.checkpoints.load import load_pipeline  # noqa: E402
+from sd_lowvram.files.tables import table  # noqa: E402
 from sd_lowvram.files.whole import write_whole  # noqa: E402
 
 FAULTS = {

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import sd_lowvram
-from sd_lowvram.bench.models import demo_pipeline
+from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.errors import BadInputError, SettingsError
 from sd_lowvram.planning.as_others import attach_own, way_of
@@ -20,6 +20,12 @@ from sd_lowvram.policies.offloading import CALLS
 from sd_lowvram.session import attachments
 
 CPU = torch.device("cpu")
+
+
+def demo_pipeline() -> Any:
+    pipe: Any = load_pipeline(None, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 @pytest.fixture(scope="module")

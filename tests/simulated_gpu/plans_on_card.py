@@ -67,16 +67,16 @@ def on_card(simulated: Any, model: str, side: int, share: float) -> Row:
 
 
 def _on_card(simulated: Any, model: str, side: int, share: float) -> Row:
+    import full_size
     import torch
 
     from sd_lowvram import optimize, plan
-    from sd_lowvram.bench.models import random_pipeline
     from sd_lowvram.devices.this_machine import overhead_of
 
     card = simulated.card
     with card.of_size(_ENOUGH):
         overhead_of(torch.device("cuda", 0), recalibrate=True)
-        pipe = random_pipeline(model, torch.device("cuda"))
+        pipe = full_size.pipeline(model, torch.device("cuda"))
     sizes: Any = {"width": side, "height": side, "device": "cuda", "ram": "64GB"}
     plain = plan(pipe, vram="64GB", **sizes)
     least, most = plain.minimum_vram_bytes, plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
@@ -119,7 +119,7 @@ def main() -> int:
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The report as Markdown."""
-    from sd_lowvram.bench.report import table
+    from sd_lowvram.files.tables import table
 
     yield _HEAD
     yield from table(_HEADS, ([*map(str, row[:-1]), "yes" if row[-1] else "**no**"] for row in report["rows"]))

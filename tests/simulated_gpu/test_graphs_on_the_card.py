@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import families
+import full_size
 import pytest
 import tiny
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 
 import sd_lowvram
 from sd_lowvram import Settings, attached
-from sd_lowvram.bench.compile_gain import measured_recording
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.planning import request
+from sd_lowvram.planning.compile_gain import measured_recording
 
 GRAPHS = Settings(cuda_graphs=True)
 SIZE = {"width": 64, "height": 64, "device": "cuda"}
@@ -154,7 +155,6 @@ def test_what_waits_for_the_card_is_told_and_runs_as_it_is(gpu: Any, pipe: Any, 
 @pytest.mark.parametrize(("model", "side"), [("sd15", 512), pytest.param("sdxl", 1024, marks=LARGE)])
 def test_plans_hold_what_recordings_take(gpu: Any, model: str, side: int) -> None:
     """Full size, shapes only, on a card that has just what the plan needs until the decode."""
-    from sd_lowvram.bench.models import random_pipeline
     from sd_lowvram.devices.this_machine import overhead_of
 
     gpu.kernels.computes = False
@@ -165,7 +165,7 @@ def test_plans_hold_what_recordings_take(gpu: Any, model: str, side: int) -> Non
     try:
         with gpu.card.of_size(40 << 30):
             overhead_of(torch.device("cuda", 0), recalibrate=True)
-            pipe = random_pipeline(model, torch.device("cuda"))
+            pipe = full_size.pipeline(model, torch.device("cuda"))
             size: Any = {"width": side, "height": side, "device": "cuda", "ram": "64GB"}
             plan = sd_lowvram.optimize(pipe, vram="40GB", settings=GRAPHS, **size)
         gpu.kernels.forget()

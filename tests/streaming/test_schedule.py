@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sd_lowvram.bench.schedule import run, table
-from sd_lowvram.devices.performance import PROFILES, profile
-from sd_lowvram.errors import BadInputError, BudgetError
+from sd_lowvram.errors import BudgetError
 from sd_lowvram.streaming.policies import POLICIES
 from sd_lowvram.streaming.schedule import ALIGNMENT, Unit, aligned, lay_out
 from sd_lowvram.streaming.search import best_schedule, bound
@@ -204,60 +201,3 @@ def test_a_unit_that_does_not_fit_is_refused():
 def test_the_search_gives_the_same_again():
     units = [unit(1 + number * 7 % 11, seconds=number % 3) for number in range(40)]
     assert best_schedule(units, 60 * K, Copies(3 * K)) == best_schedule(units, 60 * K, Copies(3 * K))
-
-
-RTX2070 = "RTX 2070 at 13 TFLOP/s, 12 GB/s"
-
-
-@pytest.fixture(scope="module")
-def tables():
-    """Full-size UNets on every profile, each traced once."""
-    every = [*PROFILES.values()]
-    wanted = {("sd15", 512): every, ("sd15", 1024): [profile("rtx2070")], ("sdxl", 1024): every}
-    return {(model, side): table(model, side, side, cards) for (model, side), cards in wanted.items()}
-
-
-@pytest.mark.parametrize(
-    ("side", "most"),
-    [(512, {50: 1.001, 25: 1.14, 10: 1.27}), (1024, {50: 1.001, 25: 1.001, 10: 1.03})],
-)
-def test_a_step_of_sd15_with_a_part_of_its_weights_on_the_device(tables, side, most):
-    rows = [row for row in tables["sd15", side] if row.device == RTX2070]
-    assert {row.share_percent for row in rows} == set(most)
-    for row in rows:
-        assert row.slowdown["ours"] <= most[row.share_percent]
-        assert row.device_mib <= 1640 * row.share_percent / 100  # of the 1,639 MiB of weights in fp16
-
-
-def test_no_simple_policy_is_faster_on_any_profile(tables):
-    rows = [row for table in tables.values() for row in table]
-    assert len({row.device for row in rows}) == len(PROFILES)
-    for row in rows:
-        times = dict(row.slowdown)
-        ours, least = times.pop("ours"), times.pop("bound")
-        assert least - 1e-6 <= ours <= min(times.values()) + 1e-9
-        assert ours >= 1 - 1e-6
-
-
-def test_the_search_is_worth_it(tables):
-    """Against the policy of ComfyUI, at a quarter of the weights and 512x512."""
-    row = next(row for row in tables["sd15", 512] if row.share_percent == 25 and row.device == RTX2070)
-    assert row.slowdown["largest first"] - row.slowdown["ours"] > 0.03
-
-
-def test_the_bench_prints_json_and_writes_markdown(monkeypatch, capsys, tmp_path, tables):
-    monkeypatch.setattr("sd_lowvram.bench.schedule.table", lambda model, width, height, cards: tables[model, height])
-    rows = run(json=True, models=("sd15",), out=tmp_path / "schedule.md")
-    printed = json.loads(capsys.readouterr().out)
-    assert printed == [dataclasses.asdict(row) for row in rows] and printed[0]["slowdown"]["ours"] < 1.01
-    written = (tmp_path / "schedule.md").read_text(encoding="utf-8")
-    assert f"## sd15 512x512, {RTX2070}: 171 ms a step" in written
-    run(models=("sd15",))
-    assert "25 %, 410 MiB" in capsys.readouterr().out
-
-
-def test_the_bench_refuses_what_it_does_not_know():
-    with pytest.raises(BadInputError, match="'sd3' is none of sd15"):
-        run(models=("sd3",))
-    with pytest.raises(BadInputError, match="rtx9999"):
-        run(gpus=("rtx9999",))

@@ -41,6 +41,18 @@ def parts(name: str, **unet: Any) -> dict[str, Any]:
     return {**small, **build_components(config)}
 
 
+def pipeline(name: str, device: torch.device) -> Any:
+    """A pipeline of full size in float16, its weights drawn on ``device`` and in host memory."""
+    import tiny
+
+    from sd_lowvram.checkpoints.architectures import architecture, build_components
+
+    built = build_components(architecture(name), torch.float16, str(device))
+    parts = {part: torch.nn.Module.to(module, "cpu") for part, module in built.items()}
+    torch.cuda.empty_cache()
+    return tiny.pipeline(name, **parts)
+
+
 def enlarged(kind: Any, side: int) -> Any:
     """``kind`` with pictures of ``side`` pixels where the row has small ones; the image encoder's stay its own."""
     import families

@@ -79,13 +79,13 @@ def _schedule(name: str) -> dict[str, Any]:
     return {**schedule, "steps_offset": 1, "clip_sample": False}
 
 
-def pipeline(name: str, task: str = "", seed: int = 0) -> Any:
-    """A new pipeline of family ``name``; ``task`` is "", "Img2Img" or "Inpaint"."""
+def pipeline(name: str, task: str = "", seed: int = 0, **parts: Any) -> Any:
+    """A new pipeline of family ``name``; ``task`` is "", "Img2Img" or "Inpaint"; ``parts`` in place of its own."""
     import diffusers
 
     prefix = "StableDiffusionXL" if name == "sdxl" else "StableDiffusion"
     extra = {} if name == "sdxl" else {"requires_safety_checker": False}
-    pipe = getattr(diffusers, f"{prefix}{task}Pipeline")(**components(name, seed), **extra)
+    pipe = getattr(diffusers, f"{prefix}{task}Pipeline")(**{**components(name, seed), **parts}, **extra)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

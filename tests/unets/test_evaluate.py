@@ -11,9 +11,8 @@ from PIL import Image
 from two_layer_unets import tiny
 from typer.testing import CliRunner
 
-from sd_lowvram.bench.students import step_times
 from sd_lowvram.cli import app
-from sd_lowvram.unets.evaluate import agreement, frechet_distance, nearest, picture_score
+from sd_lowvram.unets.evaluate import agreement, frechet_distance, nearest, picture_score, step_times
 
 COLOURS = ("red", "green", "blue")
 

@@ -1,7 +1,7 @@
 """Cuts and trains the students of A-SDM's tables (2023), by the commands that everybody has.
 
     python tools/demo/smaller_unets.py --teacher MODEL --data PICTURES --runs RUNS
-    sd-lowvram bench students --teacher MODEL --data PICTURES --students RUNS --out benchmarks/smaller_unets.md
+    python -m benchmarks students --teacher MODEL --data PICTURES --students RUNS --out benchmarks/smaller_unets.md
 
 MODEL has two layers a block (`train_unet.py --layers 2`), PICTURES is what `folder.py` wrote. Ended at any time, the
 same command goes on. RUNS/NAME gets `cut`, `trained` and `course.json`, and `base` comes first: what is put together

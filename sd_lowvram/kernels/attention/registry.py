@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...devices.info import dtype_on
 from ...settings import Settings
 from ..triton import support
 from . import torch_kernels
@@ -37,8 +38,7 @@ BACKENDS: dict[str, AttentionFunction] = {
 def available_backends(device: torch.device) -> dict[str, str | None]:
     """Every backend, and why it cannot run on ``device``: None where it can, for the shapes that suit it."""
     real = is_present(device)
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
-    problem = Problem(1, 1, 16, 16, 64, 64, dtype, device, real=real)
+    problem = Problem(1, 1, 16, 16, 64, 64, dtype_on(device), device, real=real)
     reasons: dict[str, str | None] = dict.fromkeys(BACKENDS)
     reasons |= {kernel: torch_kernels.refusal(kernel, problem) for kernel in ("flash", "efficient")}
     reasons["xformers"] = torch_kernels.xformers_refusal(device)

@@ -6,9 +6,9 @@ import functools
 
 import torch
 
+from ...devices.pairs import ratio
 from ..attention.by_triton import triton
 from ..attention.torch_kernels import fused
-from ..pairs import ratio
 from . import geglu, group_norm, support
 
 _MAPS = {"denoise": (2, 320, 64, 64), "decode": (1, 128, 512, 512)}

@@ -1,0 +1,76 @@
+"""What plans foretell of SD1.5 on cards: seconds and peak by card and size, ours beside diffusers as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sd_lowvram import progress
+from sd_lowvram.checkpoints.meta_model import meta_anatomy
+from sd_lowvram.devices.performance import profile
+from sd_lowvram.errors import BudgetError
+from sd_lowvram.files.tables import table
+from sd_lowvram.files.whole import write_json
+from sd_lowvram.planning.request import request_for
+from sd_lowvram.planning.search import make_plan
+from sd_lowvram.settings import Settings
+from sd_lowvram.units import GIB, MIB, format_time
+
+from .tables import begun, written
+
+CARDS = ("rtx2070", "gtx1650", "rtx3060", "rtx4090")
+SIDES = (512, 1024, 2048)
+POLICIES = ("diffusers-default", "ours")
+_STEPS = 20
+_RAM = 32 * GIB
+
+
+def run(cards: Sequence[str] = CARDS, *, out: Path | None) -> dict[str, Any]:
+    """Foretell the pictures in fp16; writes ``out`` and JSON, card by card, and goes on with what lacks."""
+    report = begun({"model": "sd15", "steps": _STEPS, "how": "foretold"}, out)
+    known = [row["card"] for row in report["rows"]]
+    for card in progress.counted("cards", [card for card in cards if card not in known]):
+        cells = [{"side": side, "policy": name, **_cell(card, side, name)} for side in SIDES for name in POLICIES]
+        rates = profile(card)
+        report["rows"].append({"card": card, "title": rates.title, "vram_bytes": rates.vram_bytes, "cells": cells})
+        if out is not None:
+            write_json(report, out.with_suffix(".json"))
+    return written(report, lines, out)
+
+
+def _cell(card: str, side: int, name: str) -> dict[str, Any]:
+    rates = profile(card)
+    anatomy = meta_anatomy("sd15", torch.float16)
+    sizes: dict[str, Any] = {"width": side, "height": side, "steps": _STEPS, "device": "cuda", "rates": rates}
+    request = request_for(anatomy, vram=rates.vram_bytes, ram=_RAM, **sizes)
+    try:
+        predicted = make_plan(anatomy, request, Settings.policy(name)).predicted
+    except BudgetError as error:
+        return {"needed_bytes": error.needed_bytes}
+    return {"seconds": predicted.seconds, "peak_bytes": predicted.peak_bytes}
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The table as Markdown."""
+    yield "# SD1.5 on cards, foretold"
+    yield ""
+    yield (
+        f"Squares in fp16, {report['steps']} steps with guidance: time and peak as plans foretell them for all of a "
+        "card's memory. Nothing ran on a card. Written by `python -m benchmarks cards`."
+    )
+    yield ""
+    heads = [f"{side}x{side}, {name}" for side in SIDES for name in POLICIES]
+    yield from table(("card", "memory", *heads), map(_row, report["rows"]))
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    return [row["title"], f"{row['vram_bytes'] / GIB:.0f} GiB", *map(_told, row["cells"])]
+
+
+def _told(cell: dict[str, Any]) -> str:
+    if "seconds" not in cell:
+        return f"needs {cell['needed_bytes'] / MIB:.0f} MiB"
+    return f"{format_time(cell['seconds'])}, {cell['peak_bytes'] / MIB:.0f} MiB"

@@ -1,0 +1,118 @@
+"""``fastest``: a guided step of SD1.5 and a decode as fast as they get here, beside diffusers' own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_lowvram import progress
+from sd_lowvram.devices.info import default_device
+from sd_lowvram.devices.pairs import compared
+from sd_lowvram.files.tables import table
+from sd_lowvram.hooks.packed_weights import packable
+from sd_lowvram.kernels import compiler, packed
+from sd_lowvram.session import anatomy_of, attached
+from sd_lowvram.settings import Settings
+
+from .ladder import has_bfloat16, inputs, step
+from .models import demo_pipeline, random_pipeline
+from .pictures import facts
+from .tables import written
+
+_LOSSLESS, _HALF, _DECODE = "lossless step", "step with bfloat16 allowed", "lossless decode"
+
+
+def run(
+    model: str = "sd15", *, pairs: int = 15, decode_pairs: int = 3, compiled: bool = False, out: Path | None = None
+) -> dict[str, Any]:
+    """Measure steps at 256x256 and decodes at 512x512 (of the demo model at 128x128), inference mode on both sides.
+
+    Args:
+        compiled: what takes minutes to compile too.
+    """
+    device = default_device()
+    pipe = demo_pipeline() if model == "demo" else random_pipeline(model, torch.device("cpu"))
+    sizes = (128, 128) if model == "demo" else (256, 512)
+    ways, left_out = _ways(device, compiled, bool(packable(anatomy_of(pipe.unet))))
+    rows = []
+    with torch.inference_mode():
+        for part, name, settings in progress.counted("ways", ways):
+            decodes = part == _DECODE
+            target = pipe.vae if decodes else pipe.unet
+            call = functools.partial(_decode if decodes else step, given=_given(pipe, decodes, sizes[decodes], device))
+            plain = copy.deepcopy(target)
+            with attached(target, settings, device=device):
+                count = decode_pairs if decodes else pairs
+                found = compared(functools.partial(call, plain), functools.partial(call, target), count, device)
+            rows.append({"part": part, "name": name, "pairs": count, **found})
+    shared = {"sizes": list(sizes), "rows": rows, "left_out": left_out}
+    return written(facts(None if model == "demo" else model, **shared), lines, out)
+
+
+def _ways(device: torch.device, compiled: bool, large: bool) -> tuple[list[tuple[str, str, Settings]], dict[str, str]]:
+    """What is measured, and why the rest is not."""
+    last, left = Settings(channels_last=True), {}
+    found = []
+    why = packed.refusal(device) or (None if large else "the model has no convolutions that are large enough")
+    if why is None:
+        found.append((_LOSSLESS, "packed weights", Settings(packed_weights=True)))
+    else:
+        left["packed weights"] = why
+    found.append((_LOSSLESS, "fused QKV products", Settings(fused_qkv=True)))
+    half = Settings(precision="bf16", channels_last=True)
+    if has_bfloat16():
+        found.append((_HALF, "bfloat16, channels last", half))
+    else:
+        left[_HALF] = "this CPU has no instructions for 16 bits, and torch would imitate them"
+    found.append((_DECODE, "channels last", last))
+    if device.type == "cpu" and large:  # a demo model's layers are narrow as well
+        found.append((_DECODE, "winograd", Settings(winograd=True)))
+    why = compiler.refusal(device) or (None if compiled else "not asked for (--compiled)")
+    if why is None:
+        regional = Settings(compile="regional", channels_last=True)
+        found += [(part, "compiled, channels last", regional) for part in (_LOSSLESS, _DECODE)]
+        if packed.refusal(device) is None and large:
+            found.append((_LOSSLESS, "compiled, packed weights", regional.filled(packed_weights=True)))
+    else:
+        left["compiled"] = why
+    return sorted(found, key=lambda way: way[0] == _DECODE), left
+
+
+def _given(pipe: Any, decodes: bool, size: int, device: torch.device) -> Any:
+    if not decodes:
+        return inputs(pipe.unet, size, device)
+    return torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _decode(vae: Any, given: Tensor) -> Tensor:
+    pixels: Tensor = vae.decode(given, return_dict=False)[0]
+    return pixels
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The figures as Markdown."""
+    side, decode = report["sizes"]
+    yield "# As fast as it gets, beside diffusers as it is"
+    yield ""
+    yield (
+        f"{report['model']} in float32 on {report['device']} with {report['threads']} threads (torch "
+        f"{report['torch']}): guided steps at {side}x{side}, decodes at {decode}x{decode}; both sides in inference "
+        "mode, in turn within one process, medians. Written by `python -m benchmarks fastest`."
+    )
+    yield ""
+    heads = ("of", "way", "diffusers, s", "ours, s", "times as fast", "error", "pairs", "first call, seconds more")
+    yield from table(heads, map(_cells, report["rows"]))
+    for name, why in report["left_out"].items():
+        yield ""
+        yield f"Left out: {name}: {why}."
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    times = [f"{row['plain_seconds']:.2f}", f"{row['seconds']:.2f}", f"{row['ratio']:.2f}"]
+    return [row["part"], row["name"], *times, f"{row['error']:.0e}", str(row["pairs"]), f"{row['warm_up_seconds']:.1f}"]

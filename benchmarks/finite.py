@@ -1,0 +1,113 @@
+"""``python -m benchmarks finite``: what it costs to look whether decoded values are numbers, by strips and at the end.
+
+Decodes with the looks and without them, in pairs within one process, each of a pair first in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_lowvram import progress
+from sd_lowvram.checkpoints.architectures import autoencoder, build_components
+from sd_lowvram.checkpoints.load_autoencoder import load_autoencoder
+from sd_lowvram.demo import MODEL_PATH
+from sd_lowvram.devices.pairs import now
+from sd_lowvram.files.tables import table
+from sd_lowvram.hooks import overflow, vae_exact, vae_whole
+from sd_lowvram.session import attached
+from sd_lowvram.settings import Settings
+
+from .tables import written
+
+SIDES = {"demo": 512, "sd15": 128}
+"""Of the pictures in pixels, by the autoencoder: that of the demo model, and a full-size one with random weights."""
+
+_LOOKED_AT = {"plain": "off", "exact strips": "exact"}
+
+
+def run(out: Path | None = None, pairs: int = 9) -> dict[str, Any]:
+    """Measure, also into ``out`` as Markdown and JSON beside it; on a GPU if there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report = {
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "pairs": pairs,
+        "rows": [row for model, side in SIDES.items() for row in _rows(model, side, pairs, device)],
+    }
+    return written(report, lines, out)
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    yield "# What looking for values that are no numbers costs"
+    yield ""
+    yield (
+        f"Decodes in float32 on {report['device']}, {report['threads']} threads, torch {report['torch']}: medians of "
+        f"{report['pairs']} pairs, with the looks and without. Written by `python -m benchmarks finite --out FILE`."
+    )
+    yield ""
+    heads = ("autoencoder", "side", "decode", "looks", "seconds with", "without", "ratio")
+    yield from table(heads, ([
+        row["model"], str(row["side"]), row["way"], str(row["looks"]), f"{row['with']:.3f}", f"{row['without']:.3f}",
+        f"{row['with'] / row['without']:.3f}",
+    ] for row in report["rows"]))  # fmt: skip
+
+
+def _rows(model: str, side: int, pairs: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    vae = _built(model).to(device).eval().requires_grad_(False)
+    noise = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, 4, side // 8, side // 8, generator=noise).to(device)
+    for way, tiles in _LOOKED_AT.items():
+        with attached(vae, Settings(vae_tiles=tiles), device=device), torch.inference_mode():
+            looks = _looks(vae, latents)
+            seconds: dict[bool, list[float]] = {True: [], False: []}
+            for pair in progress.counted(f"{model}, {way}", range(pairs)):
+                for with_looks in (pair % 2 == 0, pair % 2 == 1):
+                    with contextlib.nullcontext() if with_looks else _seen_by(lambda values: True):
+                        begun = now(device)
+                        vae.decode(latents)
+                        seconds[with_looks].append(now(device) - begun)
+        medians = {"with": statistics.median(seconds[True]), "without": statistics.median(seconds[False])}
+        yield {"model": model, "side": side, "way": way, "looks": looks, **medians}
+
+
+@contextlib.contextmanager
+def _seen_by(look: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Inside, ``look`` tells whether values are numbers."""
+    before = overflow.is_finite
+    modules: tuple[Any, ...] = (overflow, vae_exact, vae_whole)
+    for module in modules:
+        module.is_finite = look
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.is_finite = before
+
+
+def _looks(vae: Any, latents: Tensor) -> int:
+    """How often one decode looks."""
+    count = 0
+
+    def seen(_: Tensor) -> bool:
+        nonlocal count
+        count += 1
+        return True
+
+    with _seen_by(seen):
+        vae.decode(latents)
+    return count
+
+
+def _built(model: str) -> Any:
+    if model == "demo":
+        return load_autoencoder(MODEL_PATH, torch.float32)
+    return build_components({"vae": autoencoder(model)}, torch.float32, "cpu", only=("vae",))["vae"]

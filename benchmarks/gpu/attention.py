@@ -1,0 +1,61 @@
+"""Every attention backend at SD1.5's largest level: error, determinism over many runs, time, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sd_lowvram import progress
+from sd_lowvram.devices.info import dtype_on
+from sd_lowvram.errors import SettingsError
+from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends
+
+from ..attention import measured, rows_table
+from .record import Case, Record
+
+LATENTS = (64, 128, 256)
+_RUNS = 20
+
+
+def run(device: torch.device, record: Record) -> None:
+    """One row for each backend and size; of a backend that is not here, each has ``failed``."""
+    for backend, missing in progress.counted("attention", available_backends(device).items()):
+        cases = [{"backend": backend, "latents": side} for side in LATENTS]
+        if missing is None:
+            record.fill(cases, trial_attention, device=str(device))
+        else:
+            record.add(cases[0], {"failed": missing})
+
+
+def trial_attention(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Each backend beside torch's choice at its size: self-attention of a guided batch, 8 heads of width 40."""
+    with torch.inference_mode():
+        for case in cases:
+            yield _row(torch.device(device), case["backend"], case["latents"])
+
+
+def _row(device: torch.device, backend: str, side: int) -> dict[str, Any]:
+    shape = 2, 8, side * side, side * side, 40
+    try:
+        row = measured(backend, shape, dtype_on(device), device, BACKENDS["sdpa"], _RUNS)
+        return row or {"failed": f"{side}x{side} does not suit it"}
+    except (SettingsError, torch.cuda.OutOfMemoryError) as error:  # what leaves the device as it was
+        return {"failed": f"at {side}x{side}: {' '.join(str(error).split())[:200]}"}
+
+
+def lines(part: dict[str, Any]) -> Iterator[str]:
+    """The part as Markdown."""
+    yield "## Attention"
+    yield ""
+    yield "Self-attention of SD1.5's first level, a guided batch, 8 heads of width 40. *Error*: relative, to"
+    yield f"float64, on some of the rows. *Same bits*: in all of {_RUNS} runs. *Traced*, *measured*: peaks above"
+    yield "the arguments. *Host*: until the call returned; *device*: between the events around it; medians."
+    yield ""
+    ran = [row for row in part["rows"] if "shape" in row]
+    yield from rows_table(sorted(ran, key=lambda row: row["shape"]), "sdpa")
+    for row in part["rows"]:
+        if "shape" not in row:
+            yield ""
+            yield f"Not measured: {row['backend']}: {row.get('failed') or row['error']}"

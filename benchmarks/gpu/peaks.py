@@ -1,0 +1,152 @@
+"""Predicted beside measured peaks: plans of Stable Diffusion at several sizes and budgets, each run once."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sd_lowvram.files.tables import table
+from sd_lowvram.units import GIB, MIB
+
+from ..calls import timed_calls
+from ..models import random_pipeline
+from .record import Case, Record, in_order, room_for, side_by_side
+
+SHAPES = (("sd15", 512), ("sd15", 1024), ("sd15", 2048), ("sdxl", 1024))
+SHARES = (0.0, 0.1, 0.5, 1.0)
+"""Budgets between the least that works and that of everything resident at once, whose plan is the plain one."""
+_PLENTY = "1000 TB"
+_LARGEST_BYTES = 14 * GIB
+"""What the largest of the plans takes of a card, with its context."""
+
+
+def run(device: torch.device, record: Record) -> None:
+    """One row for each plan, 16 in all; each has ``within``: whether the prediction is as near as it has to be.
+
+    The plans of a size share a process, and with it the model and what was traced of it; sizes go side by side.
+    """
+
+    def measure(cases: Sequence[Case]) -> None:
+        record.fill(cases, trial_peaks, device=str(device))
+
+    sizes = [[{"model": model, "side": side, "share": share} for share in SHARES] for model, side in SHAPES]
+    side_by_side("peaks", measure, sizes, room_for(device, _LARGEST_BYTES))
+
+
+def trial_peaks(device: str, cases: Sequence[Case], steps: int = 2) -> Iterator[dict[str, Any]]:
+    """For each of ``cases``: plan, run, and tell both peaks in bytes; a CPU's is that of its allocator, host memory
+    with it. Ends early where a run leaves something on the device."""
+    from sd_lowvram import plan, restore
+
+    where = torch.device(device)
+    for (model, side), shares in itertools.groupby(cases, lambda case: (case["model"], case["side"])):
+        pipe = random_pipeline(model, where)
+        sizes: dict[str, Any] = {"width": side, "height": side, "device": where}
+        plain = plan(pipe, vram=_PLENTY, **sizes)
+        most = plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
+        for case in shares:
+            vram = plain.minimum_vram_bytes + int(case["share"] * (most - plain.minimum_vram_bytes)) + MIB
+            yield _peak(pipe, vram, sizes, steps)
+            restore(pipe)
+            if held_on(where):
+                return
+
+
+def held_on(device: torch.device) -> int:
+    """Bytes of tensors that are still on the device; what the allocator kept besides is given back."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    _library_bytes(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(pipe: Any, vram: int, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
+    from sd_lowvram import optimize
+    from sd_lowvram.planning.memory_profile import measured
+
+    where = sizes["device"]
+    start = time.perf_counter()
+    chosen = optimize(pipe, vram=f"{vram} b", **sizes)
+    planned = time.perf_counter() - start
+    with measured(pipe) as run, timed_calls(pipe, where) as calls:
+        pipe(
+            "a red apple", width=sizes["width"], height=sizes["height"], num_inference_steps=steps, output_type="pt"
+        )  # fmt: skip
+    on_cpu = where.type == "cpu"
+    predicted = max(stage.held_bytes for stage in chosen.stages) if on_cpu else chosen.predicted.peak_bytes
+    libraries = _library_bytes(where)
+    return {
+        "vram": vram,
+        "settings": {name: value for name, _, value in chosen.settings.decided()},
+        "stage": chosen.predicted.stage,
+        "predicted_bytes": predicted,
+        "measured_bytes": run.peak_bytes,
+        "library_bytes": libraries,
+        "predicted_reserved_bytes": chosen.predicted.reserved_bytes,
+        "reserved_bytes": run.reserved_bytes,
+        "plan_seconds": planned,
+        "predicted_seconds": chosen.predicted.seconds * steps / chosen.request.steps,
+        "measured_seconds": run.seconds,
+        **calls.figures(sum),
+        "stages": run.as_dict()["stages"],
+        "within": within(predicted, run.peak_bytes - libraries),
+    }
+
+
+def within(predicted: int, measured: int) -> bool:
+    """Whether the prediction is at most 5 % or 24 MiB above, and at most 1 % or 8 MiB below what was measured."""
+    return -max(measured // 100, 8 * MIB) <= predicted - measured <= max(measured // 20, 24 * MIB)
+
+
+def _library_bytes(device: torch.device) -> int:
+    """Of torch's own allocations, those that are cuBLAS' workspaces: a plan counts them in its overhead."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if device.type != "cuda" or clear is None:
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    clear()
+    return before - torch.cuda.memory_allocated(device)
+
+
+def lines(part: dict[str, Any]) -> Iterator[str]:
+    """The part as Markdown."""
+    yield "## Peaks"
+    yield ""
+    yield "Plans at budgets from the least that works to the one of everything resident, two steps each. *Measured* is"
+    yield "the largest `torch.cuda.max_memory_allocated` of any stage; cuBLAS' workspace, a part of the overhead, is"
+    yield "taken off. *Within*: at most 5 % or 24 MiB above the measurement, 1 % or 8 MiB below it. *To reserve*: what"
+    yield "the plan says that the allocator needs of the card; *reserved*: what it had, which may be more. *Plan*:"
+    yield "seconds until the plan was there and attached. *Host*: seconds until the calls of the models returned,"
+    yield "Python's and torch's work and what they waited for; *device*: between the events around those calls, gaps"
+    yield "included: where both are as long, the device waited for the host. Sizes may have run side by side."
+    yield ""
+    yield from table(_HEADS, map(_cells, in_order(part["rows"], "model", "side", "share")))
+
+
+_HEADS = (
+    "model", "picture", "budget MiB", "offload", "stage", "predicted MiB", "measured MiB", "difference", "within",
+    "to reserve MiB", "reserved MiB", "plan s", "host s", "device s",
+)  # fmt: skip
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    what = [row["model"], f"{row['side']}x{row['side']}"]
+    if "error" in row:
+        return [*what, row["error"].replace("|", "/"), *[""] * (len(_HEADS) - 3)]
+    predicted, measured = row["predicted_bytes"], row["measured_bytes"] - row["library_bytes"]
+    plan = [f"{row['vram'] // MIB}", row["settings"].get("offload", "none"), row["stage"]]
+    apart = f"{100 * (predicted - measured) / max(measured, 1):+.1f} %"
+    within = "yes" if row["within"] else "**no**"
+    seconds = [row["plan_seconds"], row["host_seconds"], row["device_seconds"]]
+    return [
+        *what, *plan, f"{predicted / MIB:.0f}", f"{measured / MIB:.0f}", apart, within,
+        f"{row['predicted_reserved_bytes'] / MIB:.0f}", f"{row['reserved_bytes'] / MIB:.0f}",
+        *("" if one is None else f"{one:.1f}" for one in seconds),
+    ]  # fmt: skip

@@ -1,0 +1,292 @@
+"""A step with weights streamed, by us at several shares of the weights on the device and by each way of diffusers'."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sd_lowvram import progress
+from sd_lowvram.devices.calibration import copy_rate
+from sd_lowvram.files.tables import table
+from sd_lowvram.units import MIB
+
+from ..calls import timed_calls
+from ..models import embeddings, random_denoiser
+from ..tables import milliseconds
+from .peaks import held_on
+from .record import Case, Record
+
+SHARES = (100, 50, 25, 10)
+"""Per cent of the UNet's weight bytes that are on the device, ring included."""
+BASELINES = ("resident", "model offload", "group offload, leaves", "group offload, blocks", "sequential offload")
+TASKS = (("sd15", 512), ("sdxl", 1024))
+_WARM, _STEPS = 3, 10
+_SIMULATED = 0.15
+_PLENTY = "1000 TB"
+
+
+def run(device: torch.device, record: Record) -> None:
+    """For each model: a row for every way, ours again at the device bytes of diffusers' ways, and the simulated steps.
+
+    One at a time, as their times are compared; those of a model share a process, unless one leaves something behind.
+    """
+    for model, side in progress.counted("streaming", TASKS):
+        task = {"model": model, "side": side}
+        ways = [{"way": "ours", "share": share} for share in SHARES] + [{"way": way} for way in BASELINES]
+        record.fill([task | way for way in ways], trial_steps, device=str(device))
+        record.fill([task | way for way in _instead(record, task)], trial_steps, device=str(device))
+        simulated = [task | {"way": "simulated", "share": share} for share in SHARES[1:]]
+        record.fill(simulated, trial_units, device=str(device))
+
+
+def _instead(record: Record, task: Case) -> Iterator[Case]:
+    """Our way with the bytes on the device that each of diffusers' streaming ways took."""
+    resident = record.find(task | {"way": "ours", "share": 100}) or {}
+    for way in BASELINES[2:]:
+        theirs = record.find(task | {"way": way}) or {}
+        if "peak_bytes" in resident and "peak_bytes" in theirs:
+            activations = resident["peak_bytes"] - resident["weights_bytes"]
+            yield {"way": "ours", "instead_of": way, "room_mib": max(1, (theirs["peak_bytes"] - activations) // MIB)}
+
+
+def claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What is promised of a model's rows, with the figures that hold or break it."""
+    rows = [row for row in rows if "step_seconds" in row]
+    by_way = {row["way"]: row for row in rows if row["way"] in BASELINES}
+    for row in rows:
+        if row.get("instead_of") in by_way:
+            theirs = by_way[row["instead_of"]]
+            ratio = theirs["step_seconds"] / row["step_seconds"]
+            least = 2.0 if row["instead_of"].startswith("sequential") else 1.0
+            fair = row["peak_bytes"] <= theirs["peak_bytes"]
+            claim = f"at the device bytes of {row['instead_of']}, {least:g} times as fast or more"
+            yield {"claim": claim, "figure": ratio, "holds": fair and ratio >= least, "same_bytes": fair}
+    simulated = _simulated(rows)
+    for row in rows:
+        if row["way"] == "ours" and row.get("share") in simulated:
+            ratio = row["step_seconds"] / simulated[row["share"]]
+            claim = f"{row['share']} % on the device: a step as long as simulated, to {_SIMULATED:.0%}"
+            yield {"claim": claim, "figure": ratio, "holds": abs(ratio - 1) <= _SIMULATED}
+
+
+def _simulated(rows: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """The simulated seconds of a step, by the share of the weights on the device."""
+    return {row["share"]: row["step_seconds"] for row in rows if row["way"] == "simulated" and "step_seconds" in row}
+
+
+def trial_steps(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """For each of ``cases``: median seconds of a denoising step, and the most bytes on the device during the run.
+
+    Ours take turns on one model; diffusers' ways cannot all be taken off, and each gets its own. Ends early where one
+    leaves something on the device.
+    """
+    from sd_lowvram import restore
+
+    where = torch.device(device)
+    pipe = None
+    for case in cases:
+        if pipe is None or case["way"] != "ours":
+            pipe = None  # what was there goes before the next is drawn
+            held_on(where)
+            pipe = random_denoiser(case["model"], where)
+        yield _steps(pipe, where, case)
+        if case["way"] == "ours":
+            restore(pipe)
+        else:
+            pipe = None
+        if held_on(where):
+            return
+
+
+def _steps(pipe: Any, where: torch.device, case: Case) -> dict[str, Any]:
+    from sd_lowvram.errors import BudgetError
+    from sd_lowvram.memory import measured_peak
+    from sd_lowvram.weights import weight_bytes
+
+    side, weights = case["side"], weight_bytes(pipe.unet)
+    settings: dict[str, Any] = {}
+    if case["way"] == "ours":
+        room = case["room_mib"] if "room_mib" in case else max(1, weights * case["share"] // 100 // MIB)
+        settings = {"offload": "none"} if case.get("share") == 100 else {"offload": "blocks", "weights_mib": room}
+    try:
+        _place(pipe, where, side, case["way"], settings)
+    except BudgetError:
+        if "room_mib" not in case:
+            raise
+        settings = {"offload": "layer"}  # less room than blocks can do with: the least that there is
+        _place(pipe, where, side, case["way"], settings)
+    given = embeddings(pipe, where)
+    _denoise(pipe, given, side, 2)
+    start = time.perf_counter()
+    with timed_calls(pipe, where, "unet") as calls:
+        times = _denoise(pipe, given, side, _WARM + _STEPS)
+    whole = time.perf_counter() - start
+    # the peak in a run of its own: watching it may cost time; what stays on the device counts too
+    before = torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
+    peak = before + measured_peak(lambda: _denoise(pipe, given, side, 2))
+    return {
+        "settings": settings,
+        "weights_bytes": weights,
+        "step_seconds": statistics.median(times[_WARM:]),
+        "slowest_seconds": max(times[_WARM:]),
+        **calls.figures(statistics.median, first=_WARM),
+        "run_seconds": whole,
+        "peak_bytes": peak,
+    }
+
+
+def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[str, Any]) -> None:
+    """Have the weights where ``way`` puts them."""
+    if way == "ours":
+        from sd_lowvram import Settings, optimize
+
+        optimize(pipe, vram=_PLENTY, width=side, height=side, device=device, settings=Settings(**settings))
+        return
+    if way == "resident":
+        pipe.to(device)
+    elif way == "model offload":
+        pipe.enable_model_cpu_offload(device=device)
+    elif way == "sequential offload":
+        pipe.enable_sequential_cpu_offload(device=device)
+    else:
+        leaves = way.endswith("leaves")
+        pipe.enable_group_offload(
+            onload_device=device,
+            offload_device=torch.device("cpu"),
+            offload_type="leaf_level" if leaves else "block_level",
+            num_blocks_per_group=None if leaves else 1,
+            use_stream=True,
+        )
+
+
+def _moment(device: torch.device) -> Any:
+    """This moment of a run, for :func:`_seconds`; nothing waits for the device before that asks."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(first: Any, later: Any) -> float:
+    """Seconds between two moments."""
+    if isinstance(later, float):
+        return float(later - first)
+    later.synchronize()
+    return float(first.elapsed_time(later) / 1000)
+
+
+def _denoise(pipe: Any, given: dict[str, Any], side: int, steps: int) -> list[float]:
+    """Seconds of every step; copies run ahead as they do in any run."""
+    device = next(iter(given.values())).device
+    moments = [_moment(device)]
+
+    def mark(*_: Any) -> dict[str, Any]:
+        moments.append(_moment(device))
+        return {}
+
+    pipe(
+        **given, width=side, height=side, num_inference_steps=steps, guidance_scale=5.0, output_type="latent",
+        callback_on_step_end=mark,
+    )  # fmt: skip
+    return [_seconds(start, end) for start, end in itertools.pairwise(moments)]
+
+
+def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """For each of ``cases``, a step as the simulator foretells it from block times and a copy rate measured here."""
+    from sd_lowvram import Settings, plan
+    from sd_lowvram.hooks.offload import policy_of
+    from sd_lowvram.streaming.layers import layers_of
+    from sd_lowvram.streaming.layout import lay_down
+    from sd_lowvram.streaming.schedule import Unit
+    from sd_lowvram.streaming.simulator import Copies, simulate
+    from sd_lowvram.weights import weight_bytes
+
+    where, (model, side) = torch.device(device), (cases[0]["model"], cases[0]["side"])
+    pipe = random_denoiser(model, where)
+    rooms = [max(1, weight_bytes(pipe.unet) * case["share"] // 100 // MIB) for case in cases]
+    sizes: dict[str, Any] = {"vram": _PLENTY, "width": side, "height": side, "device": where}
+    chosen = [plan(pipe, settings=Settings(offload="blocks", weights_mib=room), **sizes) for room in rooms]
+    copies = Copies(copy_rate(where), overlap=where.type == "cuda")
+    layers = layers_of({"unet": pipe.unet})
+    pipe.to(where)
+    given = embeddings(pipe, where)
+    step = statistics.median(_denoise(pipe, given, side, _WARM + _STEPS)[_WARM:])
+    for one in chosen:
+        policy = policy_of(one.settings, True, one.timing)
+        starts = _block_starts(pipe, given, side, lay_down(layers, policy, {}).blocks, where)
+        layout = lay_down(layers, policy, {"unet": sorted(starts, key=lambda block: starts[block])})
+        moments = [starts[block.name] for block in layout.blocks]
+        ends = [*moments[1:], moments[0] + step]  # the last one's share reaches to the next step's first
+        units = [
+            Unit(block.name, block.bytes, max(0.0, end - start))
+            for block, start, end in zip(layout.blocks, moments, ends, strict=True)
+        ]
+        foretold = simulate(units, layout.schedule, copies)
+        yield {"step_seconds": foretold, "copy_rate": copies.bandwidth, "resident_step_seconds": step}
+
+
+def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.device) -> dict[str, float]:
+    """When every block begins in a step, in seconds since the first one did; medians of a few steps."""
+    marks: list[tuple[str, Any]] = []
+    handles = [
+        block.layers[0].module.register_forward_pre_hook(
+            lambda *_, name=block.name: marks.append((name, _moment(device)))
+        )
+        for block in blocks
+    ]
+    try:
+        _denoise(pipe, given, side, _WARM + _STEPS)
+    finally:
+        for handle in handles:
+            handle.remove()
+    per_step = len(marks) // (_WARM + _STEPS)
+    times: dict[str, list[float]] = {block.name: [] for block in blocks}
+    for first in range(_WARM * per_step, len(marks), per_step):
+        for name, moment in marks[first : first + per_step]:
+            times[name].append(_seconds(marks[first][1], moment))
+    return {name: statistics.median(moments) for name, moments in times.items()}
+
+
+def lines(part: dict[str, Any]) -> Iterator[str]:
+    """The part as Markdown."""
+    yield "## Streamed weights"
+    for model, side in dict.fromkeys((row["model"], row["side"]) for row in part["rows"]):
+        rows = [row for row in part["rows"] if row["model"] == model]
+        yield ""
+        yield f"{model} at {side}x{side} with guidance, the UNet alone; medians of {_STEPS} steps. *Host*: until the"
+        yield "call of the UNet returned, Python's and torch's work and what they waited for; *device*: between the"
+        yield "events around that call, gaps included: where both are as long, the device waited for the host. *Peak*:"
+        yield "of torch's allocator, all that is on the device. *Simulated*: from measured block times and copy rate."
+        yield ""
+        resident = next((row.get("step_seconds") for row in rows if row["way"] == "resident"), None)
+        simulated = _simulated(rows)
+        yield from table(_HEADS, (_cells(row, resident, simulated) for row in rows if row["way"] != "simulated"))
+        for row in rows:
+            if row["way"] == "simulated" and "error" in row:
+                yield ""
+                yield f"Not simulated: {row['share']} % on the device: {row['error']}"
+        for claim in claims(rows):
+            verdict = "holds" if claim["holds"] else "**does not hold**"
+            yield ""
+            yield f"- {claim['claim']}: {verdict} ({claim['figure']:.2f})"
+
+
+_HEADS = "way", "weights on the device", "step ms", "/ resident", "simulated ms", "host ms", "device ms", "peak MiB"
+
+
+def _cells(row: dict[str, Any], resident: float | None, simulated: dict[int, float]) -> list[str]:
+    way = row["way"] + (f", at the bytes of {row['instead_of']}" if "instead_of" in row else "")
+    held = f"{row['share']} %" if "share" in row else f"{row['room_mib']} MiB" if "room_mib" in row else ""
+    if "error" in row:
+        return [way, held, row["error"].replace("|", "/"), *[""] * (len(_HEADS) - 3)]
+    ratio = f"{row['step_seconds'] / resident:.2f}" if resident else ""
+    expected = simulated.get(row["share"]) if row["way"] == "ours" and "share" in row else None
+    times = [row["step_seconds"], expected, row["host_seconds"], row["device_seconds"]]
+    step, *others = milliseconds(*times)
+    return [way, held, step, ratio, *others, f"{row['peak_bytes'] / MIB:.0f}"]

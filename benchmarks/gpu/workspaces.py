@@ -1,0 +1,89 @@
+"""What convolutions take beside their maps: the workspaces of cuDNN, by shape, which no tensor shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sd_lowvram.devices.info import dtype_on
+from sd_lowvram.files.tables import table
+from sd_lowvram.memory import measured_peak
+from sd_lowvram.units import MIB
+
+from ..calls import timed_runs
+from ..tables import milliseconds
+from .peaks import held_on
+from .record import Case, Record
+
+SHAPES = (
+    (2, 320, 320, 64), (2, 640, 640, 32), (2, 1280, 1280, 16), (2, 320, 320, 128), (2, 320, 320, 256),
+    (1, 512, 512, 64), (1, 512, 512, 128), (1, 512, 512, 256), (1, 512, 256, 256), (1, 256, 256, 512),
+    (1, 256, 128, 512), (1, 128, 128, 512), (1, 128, 3, 512),
+    (1, 512, 512, 512), (1, 512, 256, 512), (1, 256, 256, 1024), (1, 256, 128, 1024), (1, 128, 128, 1024),
+    (1, 512, 512, 1024),
+)  # fmt: skip
+"""(pictures, channels, channels of the output, side of the map): UNets in guided batches, decoders up to 1024x1024,
+and the widest map of one of 2048x2048."""
+_RUNS = 5
+FORMATS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
+
+
+def run(device: torch.device, record: Record) -> None:
+    """One row for each shape and memory format."""
+    names = ("pictures", "channels", "out_channels", "side")
+    shapes = [dict(zip(names, shape, strict=True)) for shape in SHAPES]
+    record.fill(
+        [shape | {"format": name} for shape in shapes for name in FORMATS], trial_workspaces, device=str(device)
+    )
+
+
+def trial_workspaces(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """For each of ``cases``, a convolution of 3x3: the most bytes beside its maps and weights, and the reserved."""
+    for case in cases:
+        yield _row(torch.device(device), case)
+
+
+@torch.inference_mode()
+def _row(device: torch.device, case: Case) -> dict[str, Any]:
+    held_on(device)
+    memory_format = FORMATS[case["format"]]
+    place: Any = {"device": device, "dtype": dtype_on(device)}
+    convolution = torch.nn.Conv2d(case["channels"], case["out_channels"], 3, padding=1, **place)
+    torch.nn.Module.to(convolution, memory_format=memory_format)  # type: ignore[call-overload]
+    shape = case["pictures"], case["channels"], case["side"], case["side"]
+    maps = torch.randn(shape, **place).to(memory_format=memory_format)
+    output = convolution(maps)  # kernels are loaded, and algorithms chosen, at the first call
+    output_bytes = output.numel() * output.element_size()
+    del output
+    peak = measured_peak(lambda: convolution(maps))
+    on_gpu = device.type == "cuda"
+    return {
+        "map_bytes": maps.numel() * maps.element_size() + output_bytes,
+        "workspace_bytes": peak - output_bytes,
+        "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else 0,
+        **timed_runs(lambda: convolution(maps), _RUNS, device),
+    }
+
+
+def lines(part: dict[str, Any]) -> Iterator[str]:
+    """The part as Markdown."""
+    yield "## Workspaces of convolutions"
+    yield ""
+    yield "Convolutions of 3x3 in fp16. *Workspace*: the most that was allocated beside input, weights and output,"
+    yield "copies in another memory format among it. *Reserved*: all that the allocator had of the card. *Host*: until"
+    yield f"the call returned; *device*: between the events around it; medians of {_RUNS} calls."
+    yield ""
+    yield from table(_HEADS, map(_cells, part["rows"]))
+
+
+_HEADS = "map", "channels", "format", "input and output MiB", "workspace MiB", "reserved MiB", "host ms", "device ms"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    what = [f"{row['pictures']} x {row['side']}x{row['side']}", f"{row['channels']} to {row['out_channels']}"]
+    if "error" in row:
+        return [*what, row["format"], row["error"].replace("|", "/"), *[""] * 4]
+    sizes = [f"{row[name] / MIB:.1f}" for name in ("map_bytes", "workspace_bytes", "reserved_bytes")]
+    return [*what, row["format"], *sizes, *milliseconds(row["host_seconds"], row["device_seconds"])]

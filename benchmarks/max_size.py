@@ -1,0 +1,218 @@
+"""The largest square picture: foretold for a card beside published ones, and on this machine found by runs.
+
+Every run has a process of its own and a cap of bytes. A CPU has no such cap, so there the bytes that the allocator
+told of are held against it, less what the plan says waits in host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sd_lowvram import progress
+from sd_lowvram.files.tables import table
+from sd_lowvram.files.whole import write_json
+from sd_lowvram.policies.named import POLICIES
+from sd_lowvram.units import GIB, MIB, format_size, format_time
+
+from .end_to_end import device_bytes
+from .pictures import chosen_policies, facts
+from .tables import begun, written
+from .trial import measure
+
+PUBLISHED = {
+    "compvis": (440, 4.6),
+    "basujindal-turbo": (1152, 81.5),
+    "basujindal": (1280, 227.4),
+    "consciencia-turbo": (1984, 1061.4),
+    "consciencia-modified": (1408, 40.8),
+}
+"""Side and seconds of the largest square of SD1.5 in 8 GB of an RTX 2070, 20 samples; of
+consciencia no larger was tried."""
+
+_STEP = 64
+_LARGEST = 2048
+"""No larger side is run here: it would take minutes."""
+
+
+def foretold(card: str = "rtx2070", names: Sequence[str] = tuple(POLICIES), *, out: Path | None) -> dict[str, Any]:
+    """The largest squares of SD1.5 that plans foretell for ``card``, in fp16; writes ``out`` and JSON, row by row.
+
+    Goes on with the policies that the JSON lacks.
+    """
+    asked = {"model": "sd15", "card": card, "steps": 20, "how": "foretold"}
+    return _filled(asked, names, out, lambda name: _foretold(card, name))
+
+
+def _filled(asked: dict[str, Any], names: Sequence[str], out: Path | None, row_of: Any) -> dict[str, Any]:
+    """A report with a row for each of ``names``; those that ``out`` has already are kept."""
+    report = begun(asked, out)
+    known = [row["policy"] for row in report["rows"]]
+    for name in progress.counted("policies", [name for name in names if name not in known]):
+        report["rows"].append({"policy": name, **row_of(name)})
+        if out is not None:
+            write_json(report, out.with_suffix(".json"))
+    return written(report, lines, out)
+
+
+def _foretold(card: str, name: str) -> dict[str, Any]:
+    import torch
+
+    from sd_lowvram.checkpoints.meta_model import meta_anatomy
+    from sd_lowvram.devices.performance import profile
+    from sd_lowvram.planning.max_size import largest_plans
+    from sd_lowvram.planning.request import request_for
+    from sd_lowvram.settings import Settings
+
+    rates = profile(card)
+    anatomy = meta_anatomy("sd15", torch.float16)
+    budget: dict[str, Any] = {"vram": rates.vram_bytes, "ram": 32 * GIB}
+    request = request_for(anatomy, **budget, steps=20, device="cuda", rates=rates)
+    plan = largest_plans(anatomy, request, Settings.policy(name))["square"]
+    if plan is None:
+        return {"side": None}
+    return {
+        "side": plan.request.width,
+        "seconds": plan.predicted.seconds,
+        "peak_bytes": plan.predicted.peak_bytes,
+        "settings": dict(plan.as_dict()["settings"]),
+    }
+
+
+def measured(
+    model: str | None, names: Sequence[str] = (), *, cap: int = 96 * MIB, steps: int = 1, out: Path | None
+) -> dict[str, Any]:
+    """The largest squares within ``cap`` bytes here, each confirmed by a run that passes and a larger one that fails.
+
+    Args:
+        names: policies; empty: all that run here.
+    """
+    names, left_out = chosen_policies(names)
+    asked = {**facts(model, steps=steps, cap=cap), "left_out": list(left_out), "how": "measured"}
+
+    def row_of(name: str) -> dict[str, Any]:
+        task: dict[str, Any] = {"model": model, "name": name, "cap": cap, "steps": steps}
+        found = measure(guess, **task)
+        return found if "error" in found else _confirmed(task, found["side"])
+
+    return _filled(asked, names, out, row_of)
+
+
+def _confirmed(task: dict[str, Any], side: int) -> dict[str, Any]:
+    """Runs from ``side`` on, up or down, until one passes and the next larger one fails."""
+    tried: dict[int, dict[str, Any]] = {}
+    while 0 < side <= _LARGEST:
+        tried[side] = measure(trial_run, side=side, seconds=600.0, **task)
+        if "error" in tried[side]:
+            return {"error": f"{side}: {tried[side]['error']}", "trials": list(tried.values())}
+        side += _STEP if tried[side]["fits"] else -_STEP
+        if side in tried:
+            break
+    passed = [trial for trial in tried.values() if trial["fits"]]
+    best = max(passed, key=lambda trial: trial["side"], default=None)
+    more = any(not trial["fits"] for trial in tried.values())
+    return {
+        "side": best and best["side"],
+        "seconds": best and best["seconds"],
+        "one_more_fails": more,
+        "trials": sorted(tried.values(), key=lambda trial: trial["side"]),
+    }
+
+
+def guess(model: str | None, name: str, cap: int, steps: int) -> dict[str, Any]:
+    """The side with which to begin, as plans foretell it."""
+    from sd_lowvram.api import max_size
+    from sd_lowvram.settings import Settings
+
+    from .pictures import loaded
+
+    plan = max_size(loaded(model), vram=f"{cap} b", settings=Settings.policy(name))["square"]
+    return {"side": min(plan.request.width, _LARGEST) if plan else _STEP}
+
+
+def trial_run(model: str | None, name: str, cap: int, steps: int, side: int) -> dict[str, Any]:
+    """One picture, and what it held on the device beside ``cap``.
+
+    Where our plan refuses the size, the least that it says is needed is given, and counted all the same.
+    """
+    import time
+
+    from sd_lowvram.api import plan
+    from sd_lowvram.errors import BudgetError
+    from sd_lowvram.planning.memory_profile import measured as watched
+    from sd_lowvram.session import attached
+    from sd_lowvram.settings import Settings
+
+    from .pictures import loaded, picture
+
+    pipe, settings = loaded(model), Settings.policy(name)
+    size: dict[str, Any] = {"width": side, "height": side, "steps": steps, "settings": settings}
+    try:
+        chosen = plan(pipe, vram=f"{cap if POLICIES[name].planned else 1 << 50} b", ram=f"{1 << 50} b", **size)
+        refused = False
+    except BudgetError as error:
+        chosen = plan(pipe, vram=f"{error.needed_bytes} b", ram=f"{1 << 50} b", **size)
+        refused = True
+    with attached(pipe, chosen.settings, device=chosen.request.device, timing=chosen.timing), watched(pipe) as run:
+        started = time.perf_counter()
+        picture(pipe, side, side, steps)
+        seconds = time.perf_counter() - started
+    planned, counted = ({"stages": [dataclasses.asdict(stage) for stage in one.stages]} for one in (chosen, run))
+    held = device_bytes(planned, counted)
+    fits = held <= cap
+    return {"side": side, "fits": fits, "refused": refused, "device_bytes": held, "seconds": seconds}
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The table as Markdown."""
+    if report["how"] == "foretold":
+        yield f"# The largest square picture in the memory of {report['card']}, foretold"
+        yield ""
+        yield (
+            f"{report['model']} in fp16, {report['steps']} steps with guidance, beside what was published of an RTX "
+            "2070 with 8 GB (of consciencia no larger was tried). Nothing ran on a card. Where a policy's largest is "
+            "not the program's own, its help says what it does otherwise. Written by "
+            f"`python -m benchmarks max-size --gpu {report['card']}`."
+        )
+        yield ""
+        heads = ("policy", "published", "s", "s a megapixel", "foretold", "s", "s a megapixel")
+        yield from table(heads, map(_foretold_cells, report["rows"]))
+        return
+    yield f"# The largest square picture within {format_size(report['cap'])}, measured"
+    yield ""
+    yield (
+        f"{report['model']} on {report['device']}, {report['steps']} step and the decode, every run in a process of "
+        "its own. *Held*: bytes that the allocator told of, weights included, less what waits in host memory by the "
+        "plan; one size more, by 64 pixels, was run too and held more than the cap. Written by `python -m benchmarks "
+        "max-size`."
+    )
+    yield ""
+    yield from table(("policy", "largest", "held MiB", "s", "one more held MiB"), map(_measured_cells, report["rows"]))
+    if report["left_out"]:
+        yield ""
+        yield f"Left out, as they need an accelerator: {', '.join(report['left_out'])}."
+
+
+def _foretold_cells(row: dict[str, Any]) -> list[str]:
+    published = _timed(*PUBLISHED.get(row["policy"], (None, None)))
+    return [row["policy"], *published, *_timed(row["side"], row.get("seconds"))]
+
+
+def _timed(side: int | None, seconds: float | None) -> list[str]:
+    if side is None or seconds is None:
+        return ["", "", ""]
+    return [f"{side}x{side}", format_time(seconds), f"{seconds / (side * side / 1e6):.1f}"]
+
+
+def _measured_cells(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [row["policy"], row["error"], "", "", ""]
+    best = next((trial for trial in row["trials"] if trial["side"] == row["side"]), None)
+    if best is None:
+        return [row["policy"], "none", "", "", f"{row['trials'][0]['device_bytes'] / MIB:.1f}"]
+    beyond = [trial for trial in row["trials"] if not trial["fits"]]
+    told = f"{beyond[0]['device_bytes'] / MIB:.1f}" if beyond else "no larger was run"
+    side = f"{row['side']}x{row['side']}"
+    return [row["policy"], side, f"{best['device_bytes'] / MIB:.1f}", f"{best['seconds']:.2f}", told]

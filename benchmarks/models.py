@@ -1,0 +1,77 @@
+"""Pipelines with random weights of full size, for measurements that need no download."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sd_lowvram.checkpoints.architectures import architecture, build_components, write_folder
+from sd_lowvram.checkpoints.load import load_pipeline
+from sd_lowvram.devices.info import dtype_on
+
+_STEADY = ("beta_start", "beta_end", "beta_schedule", "prediction_type", "num_train_timesteps")
+
+
+def demo_pipeline() -> Any:
+    """The demo model in float32, without a bar of its own."""
+    pipe: Any = load_pipeline(None, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def random_pipeline(model: str, device: torch.device) -> Any:
+    """A pipeline of "sd15", "sd21" or "sdxl", its weights in host memory.
+
+    They are drawn on ``device``, where that takes a moment: set a cap on its memory afterwards.
+    """
+    import diffusers
+
+    config = architecture(model)
+    parts: dict[str, Any] = {}
+    for name, component in build_components(config, dtype_on(device), str(device)).items():
+        parts[name] = torch.nn.Module.to(component, "cpu")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    parts |= _tokenizers(config)
+    schedule = {key: value for key, value in config["scheduler"].items() if key in _STEADY}
+    parts["scheduler"] = diffusers.DDIMScheduler(**schedule, steps_offset=1, clip_sample=False)
+    if config["pipeline"] == "StableDiffusion":
+        parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    pipe = getattr(diffusers, config["pipeline"] + "Pipeline")(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def random_denoiser(model: str, device: torch.device) -> Any:
+    """A pipeline of which only the UNet is there: run it with :func:`embeddings` and ``output_type="latent"``."""
+    pipe = random_pipeline(model, device)
+    others = [name for name, part in pipe.components.items() if name not in ("unet", "scheduler") and part is not None]
+    pipe.register_modules(**dict.fromkeys(others))
+    return pipe
+
+
+def _tokenizers(config: dict[str, Any]) -> dict[str, Any]:
+    from transformers import CLIPTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
+        write_folder(config, config["pipeline"] + "Pipeline", Path(folder))
+        names = [name for name in config if name.startswith("tokenizer")]
+        return {name: CLIPTokenizer.from_pretrained(Path(folder) / name) for name in names}
+
+
+def embeddings(pipe: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """Stand-ins for an encoded prompt and its negative: a run with them needs no text encoder."""
+    noise = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=noise).to(device, dtype_on(device))
+
+    width = pipe.unet.config.cross_attention_dim
+    found = {"prompt_embeds": random(1, 77, width), "negative_prompt_embeds": random(1, 77, width)}
+    if pipe.unet.config.addition_embed_type == "text_time":
+        pooled = pipe.unet.config.projection_class_embeddings_input_dim - 6 * pipe.unet.config.addition_time_embed_dim
+        found |= {"pooled_prompt_embeds": random(1, pooled), "negative_pooled_prompt_embeds": random(1, pooled)}
+    return found

@@ -1,0 +1,163 @@
+"""Other programs and ours on one checkpoint: seconds, peak memory by the same counters, and how far the picture is.
+
+Each has a process of its own. Two counters see every one alike: what the process took at its peak beyond what it held
+before the model was loaded (Linux alone tells this), and the peak that torch's allocator told of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sd_lowvram import progress
+from sd_lowvram.api import plan
+from sd_lowvram.errors import BadInputError
+from sd_lowvram.files.tables import table
+from sd_lowvram.files.whole import write_json
+from sd_lowvram.session import attached
+from sd_lowvram.units import MIB
+
+from .pictures import facts, loaded, picture
+from .tables import begun, eight_bits, written
+from .trial import measure
+
+PLAIN = "diffusers"
+_RUNS = 3
+_STATUS = Path("/proc/self/status")
+
+
+def _slices(pipe: Any) -> None:
+    pipe.enable_attention_slicing("max")
+
+
+def _tiles(pipe: Any) -> None:
+    pipe.vae.enable_slicing()
+    pipe.vae.enable_tiling()
+
+
+def _both(pipe: Any) -> None:
+    _slices(pipe)
+    _tiles(pipe)
+
+
+THEIRS: dict[str, Callable[[Any], None]] = {
+    PLAIN: lambda pipe: None,
+    "diffusers, attention in slices": _slices,
+    "diffusers, decoder in tiles": _tiles,
+    "diffusers, both": _both,
+}
+"""By name: what is done to a pipeline by calls of diffusers' own."""
+
+AMPLE, LEAST = "sd-lowvram, all memory", "sd-lowvram, least memory"
+OURS = {AMPLE: False, LEAST: True}
+"""By name: whether the plan is that of the least budget which holds the picture."""
+
+LEFT_OUT = {
+    "diffusers, model, sequential and group offload": "they move weights to an accelerator",
+    "mmgp": "it moves weights to a CUDA card, and to no other device",
+    "stable-diffusion.cpp": "it has the published widths of SD1.x built in, which the demo model does not have",
+}
+"""By name: why it is not measured with the demo model on a CPU."""
+
+
+def run(*, size: int = 256, steps: int = 8, out: Path | None) -> dict[str, Any]:
+    """Measure all of them with the demo model on this CPU; writes ``out`` and JSON, and goes on with what lacks."""
+    asked = facts(None, size=size, steps=steps, left_out=LEFT_OUT)
+    if asked["device"].split(",")[0] != "cpu":
+        raise BadInputError(f"peers measures on a CPU, and this runs on {asked['device']}: hide the card")
+    report = begun(asked, out)
+    known = [row["name"] for row in report["rows"]]
+    missing = [name for name in (*THEIRS, *OURS) if name not in known]
+    for name in progress.counted("peers", missing):
+        report["rows"].append({"name": name, **measure(trial_run, name=name, size=size, steps=steps)})
+        if out is not None:
+            write_json(report, out.with_suffix(".json"))
+    return written(report, lines, out)
+
+
+def trial_run(name: str, size: int, steps: int) -> dict[str, Any]:
+    """Pictures by one of them; the plain one is drawn at last, so that it is in none of the figures."""
+    from sd_lowvram.planning.memory_profile import measured
+
+    picture(loaded(None), 64, 64, 1)  # libraries are imported, and kernels made
+    gc.collect()
+    empty, pipe = _resident(), loaded(None)
+    with _running(name, pipe, size, steps):
+        _forget_peak()
+        seconds = []
+        for _ in range(_RUNS):
+            started = time.perf_counter()
+            drawn = picture(pipe, size, size, steps)
+            seconds.append(time.perf_counter() - started)
+        highest = _resident("VmHWM")
+        with measured(pipe) as run:
+            picture(pipe, size, size, steps)
+    plain = picture(loaded(None), size, size, steps)
+    apart = (eight_bits(drawn) - eight_bits(plain)).abs()
+    return {
+        "seconds": median(seconds),
+        "process_bytes": None if highest is None or empty is None else highest - empty,
+        "allocator_bytes": run.peak_bytes,
+        "most": int(apart.max()),
+        "differing": float((apart.amax(dim=0) > 0).float().mean()),
+    }
+
+
+@contextlib.contextmanager
+def _running(name: str, pipe: Any, size: int, steps: int) -> Iterator[None]:
+    if name in THEIRS:
+        THEIRS[name](pipe)
+        yield
+        return
+    asked: dict[str, Any] = {"width": size, "height": size, "steps": steps, "device": "cpu"}
+    chosen = plan(pipe, **asked)
+    if OURS[name]:
+        chosen = plan(pipe, vram=f"{chosen.minimum_peak_bytes} b", **asked)
+    with attached(pipe, chosen.settings, device="cpu", timing=chosen.timing):
+        yield
+
+
+def _forget_peak() -> None:
+    """Let ``VmHWM`` begin anew: imports, and the plan of ours, are not what is compared."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def _resident(figure: str = "VmRSS") -> int | None:
+    """Bytes that this process has in memory, or had at most (``VmHWM``); None where no file tells them."""
+    with contextlib.suppress(OSError):
+        for line in _STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{figure}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The table as Markdown."""
+    yield "# Other programs and ours on one checkpoint"
+    yield ""
+    yield (
+        f"{report['model']}, {report['size']}x{report['size']}, {report['steps']} steps, on {report['device']} with "
+        f"{report['threads']} threads, each in a process of its own. *Process*: its peak beyond what it held before "
+        "the model was loaded. *Allocator*: the peak of all tensors, weights and what waits in host memory included. "
+        "*Differs*: from the picture of diffusers as it is, the largest difference of 8-bit values and the share of "
+        "pixels. Written by `python -m benchmarks peers`."
+    )
+    yield ""
+    yield from table(("program", "s", "process MiB", "allocator MiB", "differs"), map(_cells, report["rows"]))
+    for name, why in report["left_out"].items():
+        yield ""
+        yield f"Left out: {name}: {why}."
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [row["name"], row["error"], "", "", ""]
+    process = "" if row["process_bytes"] is None else f"{row['process_bytes'] / MIB:.1f}"
+    differs = f"{row['most']} ({row['differing']:.2%})" if row["most"] else "not at all"
+    return [row["name"], f"{row['seconds']:.2f}", process, f"{row['allocator_bytes'] / MIB:.1f}", differs]

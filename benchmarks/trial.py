@@ -1,0 +1,158 @@
+"""Measurements in processes of their own: what an earlier one left behind would be measured with it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+_ROOT = Path(__file__).resolve().parents[1]
+_QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+COMMAND = (sys.executable, "-m", __name__)
+"""What a process is started with."""
+_LEAST = 5
+"""Seconds below which nothing is begun."""
+
+Row = dict[str, Any]
+
+
+def measure(
+    trial: Callable[..., Row],
+    *,
+    seconds: float | None = 240.0,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> Row:
+    """What ``trial(**arguments)``, a function of a module, returns in a new process.
+
+    Where it fails: a dictionary with ``error``, a sentence; ``out_of_memory`` tells whether the device was too small,
+    ``timed_out`` whether the time was too short.
+
+    Args:
+        seconds: after which the process is ended; None: never.
+        environment: variables for the process, besides those that are there.
+        arguments: plain values.
+    """
+    return next(stream(trial, seconds=seconds, environment=environment, **arguments), _failed("it told nothing"))
+
+
+def measure_each(
+    trial: Callable[..., Iterator[Row]], cases: Sequence[Row], *, seconds: Callable[[], float], **shared: Any
+) -> Iterator[Row]:
+    """For each of ``cases`` what ``trial(cases=cases, **shared)`` yields for it, as soon as it is there.
+
+    They share a process, its models and its plans. Where one fails, or the trial ends early because it left something
+    behind, the rest goes on in a new process.
+
+    Args:
+        seconds: how many are left, for all of them.
+    """
+    waiting = list(cases)
+    while waiting:
+        rows = stream(trial, seconds=seconds(), cases=list(waiting), **shared)
+        for row in itertools.chain([next(rows, _failed("it told nothing"))], rows):
+            if waiting:  # a process may yet fail when all is told
+                waiting.pop(0)
+                yield row
+
+
+def stream(
+    trial: Callable[..., Any],
+    *,
+    seconds: float | None,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> Iterator[Row]:
+    """As :func:`measure`, of a trial that yields rows: each as soon as it is there; one of a failure is the last."""
+    if seconds is not None and seconds < _LEAST:
+        yield _failed("no time was left") | {"timed_out": True}
+        return
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
+        process = subprocess.Popen(
+            COMMAND,
+            env={**os.environ, **_QUIET, "PYTHONPATH": path, **(environment or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            text=True,
+        )
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        clock = threading.Timer(seconds or 0, end)
+        try:
+            if seconds is not None:
+                clock.start()
+            asked = {"module": trial.__module__, "name": trial.__name__, "arguments": arguments}
+            yield from _told(process, json.dumps(asked))
+        finally:
+            clock.cancel()
+            process.kill()
+            process.wait()
+        if late.is_set():
+            yield _failed(f"took longer than {seconds:.0f} s") | {"timed_out": True}
+        elif process.returncode:
+            complaints.seek(0)
+            last = [line for line in complaints if line.strip()][-1:] or [f"exit code {process.returncode}"]
+            yield _failed(last[0].strip())
+
+
+def _told(process: subprocess.Popen[str], asked: str) -> Iterator[Row]:
+    """The rows that ``process`` prints, until it ends."""
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdout, contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(asked + "\n")
+        process.stdin.flush()  # and stays open: it ends with this process, however that ends
+        for line in process.stdout:
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
+    process.wait()
+
+
+def _failed(error: str, out_of_memory: bool = False) -> Row:
+    return {"error": error[:400], "out_of_memory": out_of_memory}
+
+
+def serve(asks: IO[str], rows: IO[str]) -> None:
+    """Run the trial that the first line of ``asks`` tells; where ``asks`` ends before it, so does this process."""
+    asked = json.loads(asks.readline())
+    threading.Thread(target=_end_with, args=(asks,), daemon=True).start()
+    module = importlib.import_module(asked["module"])
+    try:
+        result = getattr(module, asked["name"])(**asked["arguments"])
+        for row in [result] if isinstance(result, dict) else result:
+            print(json.dumps(row), file=rows, flush=True)
+    except Exception as error:  # the driver tells which trial failed and goes on
+        row = _failed(f"{type(error).__name__}: {error}", out_of_memory="out of memory" in str(error).lower())
+        print(json.dumps(row), file=rows, flush=True)
+
+
+def _end_with(asks: IO[str]) -> None:
+    """Nobody would read the rows, and what is measured on is in the way of others."""
+    while os.read(asks.fileno(), 1):  # a thread that waits in ``asks`` itself would hold it when the process ends
+        pass
+    os._exit(1)
+
+
+def main() -> None:
+    """Be the process of a trial; only rows are printed to its output."""
+    rows = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        serve(sys.stdin, rows)
+
+
+if __name__ == "__main__":
+    main()

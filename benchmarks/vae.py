@@ -1,0 +1,232 @@
+"""Exact tiles beside the plain decode: time in pairs, peaks, and how far every way of decoding is from plain."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_lowvram import progress
+from sd_lowvram.checkpoints.architectures import autoencoder, build_components
+from sd_lowvram.demo import MODEL_PATH
+from sd_lowvram.devices.pairs import now
+from sd_lowvram.files.tables import table
+from sd_lowvram.session import attached
+from sd_lowvram.settings import Settings
+from sd_lowvram.tracing import trace
+from sd_lowvram.units import MIB
+
+from .tables import eight_bits, show, written
+
+MAPS = ("held", "parked", "recomputed")
+_DEAR = "recomputed"
+_THEIRS = "diffusers tiling"
+_WITH_DEMO = ("sd15", "sdxl")
+"""Models whose latents are of the demo autoencoder's kind; those of others are compared with random weights."""
+
+
+def run(
+    json: bool = False,
+    sizes: Sequence[int] = (256, 384),
+    repeats: int = 2,
+    side: int | None = None,
+    model: str = "sd15",
+    traced: Sequence[int] = (1024, 2048, 4096),
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Measure and print, as tables or as one JSON object; also into ``out`` as Markdown, and JSON beside it.
+
+    Args:
+        model: whose autoencoder: a name of :data:`checkpoints.architectures.AUTOENCODERS`.
+        traced: sides in pixels of the pictures whose peaks are traced.
+        sizes: sides in pixels of the square pictures that a full-size decoder with random weights decodes in float32.
+        repeats: rounds; in each one every way of decoding runs once, in turn. The map that is recomputed, which takes
+            several times as long, has a part in the last one only, between two plain decodes.
+        side: of the square picture that is decoded for the differences: 1024 pixels by the demo autoencoder, where
+            ``model`` is one of Stable Diffusion's, and 256 by a full-size one.
+
+    Raises:
+        BadInputError: another model.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = autoencoder(model)
+    vae = _built(config, device) if sizes else None
+    report: dict[str, Any] = {
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "model": model,
+        "times": [_timed(vae, size, repeats) for size in sizes],
+        "peaks": [_peaks(config, size) for size in traced],
+    }
+    if model in _WITH_DEMO:
+        report["differences"] = _differences(side or 1024)
+    else:
+        report["errors"] = _errors(config, side or 256)
+    written(report, lines, out)
+    show(report, lines(report), json)
+    return report
+
+
+def _built(config: dict[str, Any], device: str, dtype: torch.dtype = torch.float32) -> Any:
+    return build_components({"vae": config}, dtype, device, only=("vae",))["vae"]
+
+
+def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:
+    """Seconds of the plain decode, and the others' time over it: ratios of medians."""
+    shape = (1, vae.config["latent_channels"], size // 8, size // 8)
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(vae.device)
+    ways: dict[str, Settings] = {"plain": Settings()}
+    ways |= {kind: Settings(vae_tiles="exact", vae_map=kind) for kind in MAPS}
+    rounds = [[way for way in ways if way != _DEAR] for _ in range(repeats)]
+    rounds[-1] += [_DEAR, "plain"]
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    with attached(vae, Settings(vae_tiles="exact")):
+        _seconds(vae, latents[..., :8, :8])  # libraries make themselves ready
+    total, done = sum(map(len, rounds)), 0
+    for turn in rounds:
+        for way in turn:
+            with attached(vae, ways[way]):
+                seconds[way].append(_seconds(vae, latents))
+            done += 1
+            progress.report(f"{size}x{size}", done, total)
+    medians = {way: statistics.median(taken) for way, taken in seconds.items()}
+    return {"size": size, "plain_seconds": medians["plain"]} | {kind: medians[kind] / medians["plain"] for kind in MAPS}
+
+
+def _seconds(vae: Any, latents: Tensor) -> float:
+    start = now(latents.device)
+    with torch.no_grad():
+        vae.decode(latents)
+    return now(latents.device) - start
+
+
+def _peaks(config: dict[str, Any], size: int) -> dict[str, Any]:
+    """MiB that a decode in half precision holds on the device beside the weights, and in host memory."""
+    vae = _built(config, "meta", torch.float16)
+    latents = torch.empty(1, config["latent_channels"], size // 8, size // 8, dtype=torch.float16, device="meta")
+    ways = {"plain": Settings()} | {kind: Settings(vae_tiles="exact", vae_map=kind) for kind in MAPS}
+    row: dict[str, Any] = {"size": size}
+    with torch.no_grad():
+        for way, settings in ways.items():
+            with attached(vae, settings):
+                row[way] = _mib(trace(vae.decode, latents))
+        with _tiled(vae, size):
+            row[_THEIRS] = _mib(trace(vae.decode, latents))
+    return row
+
+
+def _mib(traced: Any) -> list[float]:
+    return [traced.activation_peak_bytes / MIB, traced.host_peak_bytes / MIB]
+
+
+@contextlib.contextmanager
+def _tiled(vae: Any, side: int) -> Iterator[None]:
+    """Within the block diffusers tiles a picture of ``side`` pixels, in tiles of at most 512."""
+    tile = min(512, side // 16 * 8)
+    before = vae.tile_sample_min_size, vae.tile_latent_min_size
+    vae.enable_tiling()
+    vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // 8
+    yield
+    vae.disable_tiling()
+    vae.tile_sample_min_size, vae.tile_latent_min_size = before
+
+
+def _errors(config: dict[str, Any], side: int) -> dict[str, float]:
+    """The relative error of every way to decode what a full-size autoencoder with random weights made of a picture."""
+    vae = _built(config, "cpu")
+    with torch.no_grad():
+        latents = vae.encode(_discs(side)).latent_dist.mode()
+        plain = vae.decode(latents).sample
+        errors = {way: float((pixels - plain).norm() / plain.norm()) for way, pixels in _decoded(vae, latents)}
+    errors.pop("fast tiles")  # a picture this small is one of them
+    return errors
+
+
+def _differences(side: int) -> list[dict[str, Any]]:
+    """Of the demo autoencoder's 8-bit pictures from those of its plain decode."""
+    from diffusers import AutoencoderKL
+
+    vae: Any = AutoencoderKL.from_pretrained(MODEL_PATH / "vae", torch_dtype=torch.float32).eval()
+    rows = []
+    with torch.no_grad():
+        latents = vae.encode(_discs(side)).latent_dist.mode()
+        plain = eight_bits(vae.decode(latents).sample / 2 + 0.5)
+        for way, decoded in _decoded(vae, latents):
+            rows.append(_difference(way, decoded, plain))
+            progress.report("differences", len(rows), len(MAPS) + 2)
+    return rows
+
+
+def _decoded(vae: Any, latents: Tensor) -> Iterator[tuple[str, Tensor]]:
+    for kind in MAPS:
+        with attached(vae, Settings(vae_tiles="exact", vae_map=kind)):
+            yield f"exact tiles, {kind}", vae.decode(latents).sample
+    with attached(vae, Settings(vae_tiles="fast")):
+        yield "fast tiles", vae.decode(latents).sample
+    with _tiled(vae, 8 * latents.shape[-1]):
+        yield _THEIRS, vae.decode(latents).sample
+
+
+def _discs(side: int) -> Tensor:
+    """A picture (1, 3, side, side) in [-1, 1]: forty coloured discs on a gradient, equal on every machine."""
+    draw = torch.Generator().manual_seed(0)
+    rows, columns = torch.meshgrid(*[torch.linspace(0, 1, side)] * 2, indexing="ij")
+    picture = torch.stack([rows, columns, 1 - rows])
+    for _ in range(40):
+        top, left, radius, *colour = torch.rand(6, generator=draw).tolist()
+        inside = (rows - top).square() + (columns - left).square() < (0.02 + radius / 8) ** 2
+        picture[:, inside] = torch.tensor(colour)[:, None]
+    return picture[None] * 2 - 1
+
+
+def _difference(way: str, pixels: Tensor, plain: Tensor) -> dict[str, Any]:
+    apart = (eight_bits(pixels / 2 + 0.5) - plain).abs()
+    return {
+        "way": way,
+        "mean": float(apart.mean()),
+        "most": int(apart.max()),
+        "differing_percent": float((apart.amax(1) > 0).double().mean() * 100),
+        "over_one_percent": float((apart.amax(1) > 1).double().mean() * 100),
+    }
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    yield from (f"# Ways to decode, by the autoencoder of {report['model']}", "")
+    where = f"{report['device']}, {report['threads']} threads"
+    yield f"Time of a full-size float32 decode by the autoencoder of {report['model']} on {where}; plain = 1."
+    yield from ("Written by `python -m benchmarks vae`.", "")
+    times = ([f"{row['plain_seconds']:.2f} s", *(f"{row[kind]:.2f}" for kind in MAPS)] for row in report["times"])
+    yield from _by_size(report["times"], ("plain", *MAPS), times)
+    if report["peaks"]:
+        yield from ("", "MiB held by a decode in half precision beside the weights (and in host memory), traced", "")
+        ways = ("plain", *MAPS, _THEIRS)
+        yield from _by_size(report["peaks"], ways, ([_two(*row[way]) for way in ways] for row in report["peaks"]))
+    yield ""
+    if "errors" in report:
+        yield "Relative error to the plain decode, float32, random weights"
+        yield ""
+        yield from table(("way", "error"), ([way, f"{error:.1e}"] for way, error in report["errors"].items()))
+        return
+    yield "Difference from the plain decode, of 255, of one drawn picture by the demo autoencoder"
+    yield ""
+    heads = ("way", "mean", "most", "pixels off", "by more than 1")
+    yield from table(heads, map(_difference_cells, report["differences"]))
+
+
+def _by_size(rows: Sequence[dict[str, Any]], heads: Sequence[str], cells: Iterable[list[str]]) -> Iterator[str]:
+    return table(("size", *heads), ([f"{row['size']}", *more] for row, more in zip(rows, cells, strict=True)))
+
+
+def _difference_cells(row: dict[str, Any]) -> list[str]:
+    percents = [f"{row[name]:.2f} %" for name in ("differing_percent", "over_one_percent")]
+    return [row["way"], f"{row['mean']:.4f}", f"{row['most']}", *percents]
+
+
+def _two(device: float, host: float) -> str:
+    return f"{device:.0f} ({host:.0f})" if host else f"{device:.0f}"

@@ -1,0 +1,63 @@
+"""How much the times of equal pictures scatter: many in a row, the first left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from sd_lowvram import progress
+from sd_lowvram.files.tables import table
+
+from .pictures import chosen_policies, facts, loaded, seconds_of, ways
+from .tables import written
+
+PUBLISHED = {
+    "compvis": (0.156, 0.040),
+    "basujindal-turbo": (0.152, 0.023),
+    "basujindal": (0.865, 0.041),
+    "consciencia-turbo": (0.732, 0.068),
+    "consciencia-modified": (0.060, 0.014),
+}
+"""Standard deviation in seconds and coefficient of variation of 30 pictures of 448x448 on an RTX 2070."""
+
+
+def run(
+    model: str | None, names: Sequence[str] = (), *, size: int = 128, steps: int = 8, runs: int = 30, out: Path | None
+) -> dict[str, Any]:
+    """Measure the policies ``names`` (empty: all that run here); writes ``out`` and JSON beside it."""
+    names, left_out = chosen_policies(names)
+    pipe = loaded(model)
+    prepared = ways(names, model, pipe, size, size, steps)
+    rows = []
+    for name in progress.counted("policies", names):
+        with prepared[name]() as running:
+            seconds = [seconds_of(running, size, size, steps) for _ in range(runs + 1)][1:]
+        mean, deviation = fmean(seconds), stdev(seconds)
+        row = {"policy": name, "mean": mean, "deviation": deviation, "variation": deviation / mean, "seconds": seconds}
+        rows.append(row)
+    report = facts(model, size=size, steps=steps, runs=runs, left_out=list(left_out), rows=rows)
+    return written(report, lines, out)
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The measurement as Markdown."""
+    yield f"# {report['runs']} pictures in a row"
+    yield ""
+    yield (
+        f"{report['model']}, {report['size']}x{report['size']}, {report['steps']} steps, on {report['device']}, the "
+        "first picture of each policy left out. Published: SD1.5, 30 pictures of 448x448 on an RTX 2070. Written by "
+        "`python -m benchmarks variance`."
+    )
+    yield ""
+    heads = ("policy", "mean s", "deviation s", "variation", "published deviation s", "published variation")
+    yield from table(heads, (_cells(row) for row in report["rows"]))
+    if report["left_out"]:
+        yield ""
+        yield f"Left out, as they need an accelerator: {', '.join(report['left_out'])}."
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    published = [f"{value:.3f}" for value in PUBLISHED.get(row["policy"], ())] or ["", ""]
+    return [row["policy"], *(f"{row[name]:.4f}" for name in ("mean", "deviation", "variation")), *published]

@@ -1,0 +1,92 @@
+"""How much longer the first picture takes than the next ones, and in which part; each policy in its own process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sd_lowvram import progress
+from sd_lowvram.files.tables import table
+
+from .calls import timed_calls
+from .pictures import chosen_policies, facts, loaded, seconds_of, ways
+from .tables import written
+from .trial import measure
+
+PUBLISHED = {
+    "compvis": 6.66,
+    "basujindal-turbo": 6.61,
+    "basujindal": 6.73,
+    "consciencia-turbo": 4.33,
+    "consciencia-modified": 7.52,
+}
+"""Seconds that the first picture took longer on an RTX 2070, loading not counted."""
+
+
+def run(
+    model: str | None, names: Sequence[str] = (), *, size: int = 128, steps: int = 8, runs: int = 5, out: Path | None
+) -> dict[str, Any]:
+    """Measure the policies ``names`` (empty: all that run here); writes ``out`` and JSON beside it."""
+    names, left_out = chosen_policies(names)
+    asked: dict[str, Any] = {"model": model, "size": size, "steps": steps, "runs": runs}
+    rows = [{"policy": name, **measure(trial_run, name=name, **asked)} for name in progress.counted("policies", names)]
+    report = facts(**asked, left_out=list(left_out), rows=rows)
+    return written(report, lines, out)
+
+
+def trial_run(model: str | None, name: str, size: int, steps: int, runs: int) -> dict[str, Any]:
+    """One first picture and ``runs`` more, in a process that has done nothing yet."""
+    from sd_lowvram.devices.info import default_device
+    from sd_lowvram.session import anatomy_of
+
+    device, started = default_device(), time.perf_counter()
+    pipe = loaded(model)
+    load = time.perf_counter() - started
+    way = ways([name], model, pipe, size, size, steps)[name]
+    prepare = time.perf_counter() - started - load
+    with way() as running:
+        anatomy = anatomy_of(running)
+        denoising, decoding = (timed_calls(running, device, part) for part in (anatomy.denoiser, anatomy.autoencoder))
+        with denoising as denoised, decoding as decoded:
+            seconds = [seconds_of(running, size, size, steps) for _ in range(runs + 1)]
+    found = {"step": denoised.host_seconds, "decode": decoded.host_seconds}
+    beyond = {f"{part}_beyond": times[0] - median(times[1:]) for part, times in found.items() if len(times) > 1}
+    return {
+        "load_seconds": load,
+        "prepare_seconds": prepare,
+        "first_seconds": seconds[0],
+        "median_seconds": median(seconds[1:]),
+        "first_beyond": seconds[0] - median(seconds[1:]),
+        **beyond,
+    }
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The measurement as Markdown."""
+    yield "# The first picture beside the next ones"
+    yield ""
+    yield (
+        f"{report['model']}, {report['size']}x{report['size']}, {report['steps']} steps, on {report['device']}, each "
+        f"policy in a process of its own: the first picture less the median of {report['runs']} more, and the same of "
+        "the first step and the first decode. Published: on an RTX 2070, SD1.5. Written by "
+        "`python -m benchmarks warmup`."
+    )
+    yield ""
+    heads = ("policy", "load s", "prepare s", "first s", "median s", "first beyond", "step", "decode", "published")
+    yield from table(heads, (_cells(row) for row in report["rows"]))
+    if report["left_out"]:
+        yield ""
+        yield f"Left out, as they need an accelerator: {', '.join(report['left_out'])}."
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [row["policy"], row["error"], *[""] * 7]
+    names = ("load_seconds", "prepare_seconds", "first_seconds", "median_seconds", "first_beyond")
+    values = [*(row[name] for name in names), row.get("step_beyond"), row.get("decode_beyond")]
+    published = PUBLISHED.get(row["policy"])
+    told = ["" if value is None else f"{value:.3f}" for value in values]
+    return [row["policy"], *told, "" if published is None else f"{published:.2f}"]

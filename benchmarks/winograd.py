@@ -1,0 +1,206 @@
+"""``winograd``: what Winograd's convolutions save, how far they are off, and how fast they are here.
+
+The times are those of a plain PyTorch implementation beside torch's own convolution, in pairs within one process, at
+the shapes of the strips in which Stable Diffusion's decoder makes a 512x512 picture, its kernels transformed at each
+call as the ``winograd`` knob does; and those of that decoder whole, with the knob and without.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json as json_
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sd_lowvram import progress
+from sd_lowvram.devices.pairs import now
+from sd_lowvram.files.tables import table
+from sd_lowvram.kernels.winograd import SIDES, convolve, gain, transformed
+from sd_lowvram.settings import Settings
+
+from .tables import milliseconds
+
+PUBLISHED = {2: (2.25, 4.00, 1.77), 4: (4.00, 2.25, 4.00), 6: (5.06, 1.80, 7.12), 8: (5.76, 1.56, 11.1)}
+"""Operations saved, intermediates and weights in times the plain ones, as Chen et al. 2023 print them by tile."""
+
+SHAPES = ((512, 64, 64), (512, 64, 128), (512, 32, 256), (256, 32, 512), (128, 64, 512))
+"""Channels, rows and columns of the decoder's strips."""
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ON_CPU = torch.device("cpu")
+
+
+def full_size_decoder() -> Any:
+    """SD1.5's autoencoder in float32 with random weights."""
+    from sd_lowvram.checkpoints.architectures import architecture, build_components
+
+    return build_components(architecture("sd15"), torch.float32, "cpu", only=("vae",))["vae"]
+
+
+def run(
+    out: Path | None = None,
+    pairs: int = 5,
+    shapes: Sequence[tuple[int, int, int]] = SHAPES,
+    decoder: Callable[[], Any] = full_size_decoder,
+) -> dict[str, Any]:
+    """Measure on the CPU; with ``out`` written as Markdown, and as JSON beside it.
+
+    Args:
+        decoder: makes an autoencoder, of which a decode of 64x64 latents is measured.
+    """
+    with torch.inference_mode():
+        report = {
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "tiles": [_tile(side) for side in SIDES],
+            "errors": _errors(),
+            "times": list(_times(shapes, pairs)),
+            "decode": _decode(decoder(), pairs),
+        }
+    if out is not None:
+        out.write_text("\n".join(lines(report)) + "\n", encoding="utf-8")
+        out.with_suffix(".json").write_text(json_.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report
+
+
+def _tile(side: int) -> dict[str, Any]:
+    ours = {name: float(value) for name, value in asdict(gain(side)).items()}
+    return {"tile": side, **ours, "published": dict(zip(ours, PUBLISHED[side], strict=True))}
+
+
+def _layer(channels: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """A map (1, C, rows, columns) and kernels (C, C, 3, 3) that keep its spread."""
+    noise = torch.Generator().manual_seed(0)
+    weight = torch.randn(channels, channels, 3, 3, generator=noise) / (3 * channels**0.5)
+    return torch.randn(1, channels, rows, columns, generator=noise), weight
+
+
+def _errors(channels: int = 128, side: int = 48) -> list[dict[str, Any]]:
+    """Relative errors against float64, torch's own convolution first; in every type its rounded map and kernels are
+    what the exact result is of."""
+    x, weight = _layer(channels, side, side)
+    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"torch": functools.partial(functional.conv2d, padding=1)}
+    ways |= {f"F({tile}, 3)": functools.partial(_by_tiles, tile) for tile in SIDES}
+    rows = []
+    for way, make in ways.items():
+        row: dict[str, Any] = {"way": way}
+        for name, dtype in _TYPES.items():
+            narrow = x.to(dtype), weight.to(dtype)
+            exact = functional.conv2d(narrow[0].double(), narrow[1].double(), padding=1)
+            row[name] = float((make(*narrow).double() - exact).norm() / exact.norm())
+        rows.append(row)
+    return rows
+
+
+def _by_tiles(tile: int, x: Tensor, weight: Tensor) -> Tensor:
+    return convolve(x, transformed(weight, tile), None, tile)
+
+
+def _times(shapes: Sequence[tuple[int, int, int]], pairs: int) -> Iterator[dict[str, Any]]:
+    for number, (shape, tile) in enumerate(itertools.product(shapes, SIDES)):
+        x, weight = _layer(*shape)
+        kernels = transformed(weight, tile)
+        ours = functools.partial(_by_tiles, tile, x, weight)
+        theirs, seconds = _in_pairs((functools.partial(functional.conv2d, x, weight, padding=1), ours), pairs)
+        yield {
+            **dict(zip(("channels", "rows", "columns"), shape, strict=True)),
+            "tile": tile,
+            "torch_seconds": theirs,
+            "seconds": seconds,
+            "ratio": theirs / seconds,
+            "weight_bytes": kernels.nbytes,
+        }
+        progress.report("shapes and tiles", number + 1, len(shapes) * len(SIDES))
+
+
+def _decode(vae: Any, pairs: int) -> dict[str, Any]:
+    """Seconds of a decode of 64x64 latents with the knob and without, in turn, and their relative difference."""
+    from sd_lowvram.session import attached
+
+    noise = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, vae.config.latent_channels, 64, 64, generator=noise)
+    pictures: dict[str, Tensor] = {}
+
+    def plain() -> Tensor:
+        return pictures.setdefault("plain", vae.decode(latents).sample)
+
+    def ours() -> Tensor:
+        with attached(vae, Settings(winograd=True), device="cpu"):
+            return pictures.setdefault("ours", vae.decode(latents).sample)
+
+    theirs, seconds = _in_pairs((plain, ours), pairs)
+    error = float((pictures["ours"] - pictures["plain"]).norm() / pictures["plain"].norm())
+    return {"torch_seconds": theirs, "seconds": seconds, "ratio": theirs / seconds, "error": error, "pairs": pairs}
+
+
+def _in_pairs(ways: Sequence[Callable[[], Tensor]], pairs: int) -> tuple[float, ...]:
+    """Medians of seconds of each way, run in turn, after one turn that does not count."""
+    turns = [[_seconds(way) for way in ways] for _ in range(pairs + 1)][1:]
+    return tuple(map(statistics.median, zip(*turns, strict=True)))
+
+
+def _seconds(way: Callable[[], Tensor]) -> float:
+    start = now(_ON_CPU)
+    way()
+    return now(_ON_CPU) - start
+
+
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """What :func:`run` found, as Markdown."""
+    yield "# Winograd's 3x3 convolutions"
+    yield ""
+    yield (
+        "What a tile changes, counted from its exact transforms / as Chen et al. 2023 print it: operations saved, and "
+        "the room of transformed maps and kernels, each times the plain one's. By `python -m benchmarks winograd`."
+    )
+    yield ""
+    names = ("operations", "intermediates", "weights")
+    cells = ([f"{row[name]:.2f} / {row['published'][name]:.3g}" for name in names] for row in report["tiles"])
+    sides = [f"{row['tile']}x{row['tile']}" for row in report["tiles"]]
+    yield from table(("tile", *names), ([side, *row] for side, row in zip(sides, cells, strict=True)))
+    yield ""
+    yield "Relative error against float64, of 128 channels:"
+    yield ""
+    errors = ([row["way"], *(f"{row[name]:.1e}" for name in _TYPES)] for row in report["errors"])
+    yield from table(("", *_TYPES), errors)
+    yield ""
+    yield (
+        f"Milliseconds in float32 on this CPU, {report['threads']} threads, torch {report['torch']}: torch's own "
+        "convolution, ours in plain PyTorch, and the ratio of their medians, which is above 1 where ours is faster. "
+        f"{_verdict(report['times'])}"
+    )
+    yield ""
+    heads = ("channels", "strip", "tile", "torch", "Winograd", "ratio", "its kernels")
+    yield from table(heads, map(_row, report["times"]))
+    yield ""
+    decode = report["decode"]
+    yield (
+        f"SD1.5's decoder whole, 512x512 in float32, with `winograd` and without, medians of {decode['pairs']} pairs: "
+        f"{decode['seconds']:.1f} and {decode['torch_seconds']:.1f} s, {decode['ratio']:.2f} times as fast; relative "
+        f"difference {decode['error']:.1e}."
+    )
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    times = milliseconds(row["torch_seconds"], row["seconds"])
+    strip = f"{row['rows']}x{row['columns']}"
+    room = f"{row['weight_bytes'] / 2**20:.1f} MiB"
+    return [str(row["channels"]), strip, f"{row['tile']}", *times, f"{row['ratio']:.2f}", room]
+
+
+def _verdict(times: Sequence[dict[str, Any]]) -> str:
+    """In how many shapes which tile is faster."""
+    won = {tile: sum(row["ratio"] > 1 for row in times if row["tile"] == tile) for tile in SIDES}
+    shapes = len(times) // len(SIDES)
+    if not any(won.values()):
+        return "It is faster nowhere."
+    told = ", ".join(f"F({tile}, 3) at {number}" for tile, number in won.items())
+    return f"Of {shapes} shapes it is faster with {told}."

@@ -1,1 +1,0 @@
-"""Measurements. Speed is measured in pairs: both sides in one process, in turn, ratio of medians."""

@@ -1,0 +1,90 @@
+"""What compiling and recording gain here, and how long the former takes, on a part of SD1.5's UNet: two levels of four,
+as wide."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..devices.compiling import Compiling
+from ..devices.info import dtype_on
+from ..devices.pairs import compared
+from ..devices.this_machine import RECORDED
+from ..hooks.compiled import kinds_of
+from ..hooks.cuda_graphs import unrecordable
+from ..kernels import compiler
+from ..session import anatomy_of, attached
+from ..settings import Settings
+
+_PAIRS = 3
+_RECORDED = Settings(cuda_graphs=True)
+_COMPILED = Settings(compile="regional", channels_last=True)
+
+
+def measured_compiling(device: torch.device) -> Compiling:
+    """Takes up to some minutes, most of them the compiler's."""
+    unet, given = _part_of_unet(device)
+    plain, kinds = copy.deepcopy(unet), kinds_of(anatomy_of(unet))["denoise"]
+    call, warm_ups = functools.partial(_call, given=given), []
+    with torch.inference_mode():
+        for _ in range(2):
+            compiler.forget()
+            with attached(unet, _COMPILED, device=device):
+                start = time.perf_counter()
+                call(unet)
+                warm_ups.append(time.perf_counter() - start)
+                found = compared(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
+    first, again = (max(0.0, warm_up - found["seconds"]) / len(kinds) for warm_up in warm_ups)
+    return Compiling(found["ratio"], first, again)
+
+
+def measured_recording(device: torch.device) -> dict[str, float]:
+    """How many times as fast a pass is when it is replayed as a CUDA graph: seconds of launching it over those of
+    replaying it, by the name of what is measured; none where nothing is recorded."""
+    unet, given = _part_of_unet(device)
+    if unrecordable(anatomy_of(unet), _RECORDED, device) is not None:
+        return {}
+    plain, call = copy.deepcopy(unet), functools.partial(_call, given=given)
+    with torch.inference_mode(), attached(unet, _RECORDED, device=device), warnings.catch_warnings():
+        warnings.filterwarnings("error", "cuda_graphs: ")
+        try:
+            call(unet)  # only what comes again is recorded
+            found = compared(functools.partial(call, plain), functools.partial(call, unet), _PAIRS, device)
+        except UserWarning:  # the card cannot
+            return {}
+    return {RECORDED: found["ratio"]}
+
+
+_Given = tuple[Tensor, Tensor, Tensor]
+
+
+def _part_of_unet(device: torch.device) -> tuple[Any, _Given]:
+    """A UNet, and latents, step and texts for two rows of a batch."""
+    from diffusers import UNet2DConditionModel
+
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        unet: Any = UNet2DConditionModel(
+            sample_size=32,
+            block_out_channels=(320, 640),
+            layers_per_block=1,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            cross_attention_dim=768,
+            attention_head_dim=8,
+        )
+        unet = unet.to(device, dtype_on(device)).requires_grad_(False).eval()
+        drawn = torch.randn(2, 4, 32, 32), torch.randn(2, 77, 768)
+    latents, text = (one.to(device, dtype_on(device)) for one in drawn)
+    return unet, (latents, torch.tensor(500, device=device), text)
+
+
+def _call(unet: Any, given: _Given) -> Tensor:
+    predicted: Tensor = unet(*given, return_dict=False)[0]
+    return predicted

@@ -1,0 +1,336 @@
+"""The GPU suite where there is no GPU: every part runs on the CPU with a tiny model, and says what it found."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiny
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import gpu, models, trial
+from benchmarks.gpu import attention, correctness, peaks, sizes, streaming, workspaces
+from sd_lowvram.errors import BadInputError, OutputError
+from sd_lowvram.units import GIB, MIB
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is measured is a narrow SD1.5, in small pictures."""
+    monkeypatch.setattr(models, "architecture", lambda name: tiny.config("sd15"))
+    monkeypatch.setattr(peaks, "SHAPES", [("tiny", 64)])
+    monkeypatch.setattr(streaming, "TASKS", [("tiny", 64)])
+    monkeypatch.setattr(attention, "LATENTS", [8])
+    monkeypatch.setattr(workspaces, "SHAPES", [(2, 8, 4, 16)])
+    monkeypatch.setattr(correctness, "SIDE", 64)
+    for name, value in {"_MODEL": "tiny", "_STEP": 64, "_LARGEST": 192, "CAPS": (24 * MIB,)}.items():
+        monkeypatch.setattr(sizes, name, value)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials run in this process: starting one takes longer than all of them."""
+
+    def stream(run: Callable[..., Any], *, seconds: float = 0, **arguments: Any) -> Iterator[dict[str, Any]]:
+        try:
+            for row in run(**json.loads(json.dumps(arguments))):
+                yield json.loads(json.dumps(row))
+        except Exception as error:
+            yield {"error": f"{type(error).__name__}: {error}", "out_of_memory": False}
+
+    monkeypatch.setattr(trial, "stream", stream)
+
+
+def run(part: str, out: Path, **how: Any) -> tuple[list[dict[str, Any]], str]:
+    written = gpu.run([part], out, device=CPU, **how)
+    return json.loads((out / "cpu.json").read_text())[part]["rows"], written.read_text()
+
+
+@pytest.mark.slow(6)
+def test_peaks(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peaks, "SHARES", (0.0, 1.0))
+    rows, text = run("peaks", tmp_path)
+    assert [row.get("error") for row in rows] == [None, None]
+    assert all(row["within"] for row in rows)
+    assert all(0 < row["host_seconds"] <= row["measured_seconds"] and row["plan_seconds"] > 0 for row in rows)
+    least, most = rows
+    assert least["vram"] < most["vram"]
+    assert most["settings"]["offload"] == "none"
+    assert text.count("| tiny | 64x64 |") == 2
+    assert {stage["name"] for stage in most["stages"]} == {"text", "denoise", "decode"}
+
+
+@pytest.mark.slow(18)
+def test_streaming(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_WARM", 1)
+    monkeypatch.setattr(streaming, "_STEPS", 2)
+    rows, text = run("streaming", tmp_path)
+    ours = [row for row in rows if row["way"] == "ours"]
+    assert [row["share"] for row in ours[:4]] == list(streaming.SHARES)
+    assert all(row["step_seconds"] >= row["host_seconds"] > 0 for row in ours)
+    assert next(row for row in rows if row["way"] == "resident")["step_seconds"] > 0
+    # some ways of diffusers need an accelerator, and say so: a row tells it
+    assert {row["way"] for row in rows if "error" in row} <= set(streaming.BASELINES) - {"resident"}
+    simulated = {row["share"]: row["step_seconds"] for row in rows if row["way"] == "simulated"}
+    assert set(simulated) == {50, 25, 10} and all(seconds > 0 for seconds in simulated.values())
+    assert {claim["claim"][:4] for claim in streaming.claims(rows)} == {"50 %", "25 %", "10 %"}
+    assert "| ours | 25 % |" in text
+
+
+def test_largest_pictures(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a trial breaks off, or runs out of memory, the search goes on in another with what is known."""
+
+    def trial_sizes(tried: list[tuple[int, bool]], **_: Any) -> Iterator[dict[str, Any]]:
+        side = sizes.middle(dict(tried)) or 0
+        if side > 128:
+            raise MemoryError
+        yield {"fits": True}
+
+    monkeypatch.setattr(sizes, "trial_sizes", trial_sizes)
+    rows, text = run("max-size", tmp_path)
+    assert [(row["way"], row["side"], row.get("fits")) for row in rows] == [
+        ("ours", 128, True),
+        ("ours", 192, None),
+        ("diffusers", 128, True),
+        ("diffusers", 192, None),
+    ]
+    assert "| 128 | 128 | 1.0 |" in text
+
+
+@pytest.mark.parametrize("way", sizes.WAYS)
+def test_trials_of_sizes(way: str) -> None:
+    asked: dict[str, Any] = {"device": "cpu", "model": "tiny", "way": way, "tried": [[192, False], [128, False]]}
+    (small,) = sizes.trial_sizes(cap=256 * MIB, **asked)
+    assert small["fits"] and small["finite"]
+    (small,) = sizes.trial_sizes(cap=64 << 10, **asked)
+    assert not small["fits"]
+
+
+def test_attention(at_once: None, tmp_path: Path) -> None:
+    rows, text = run("attention", tmp_path)
+    found = {row["backend"]: row for row in rows}
+    assert set(found) == {"sdpa", "flash", "efficient", "xformers", "triton", "fused-softmax", "sliced"}
+    for backend in ("sdpa", "fused-softmax", "sliced"):
+        assert found[backend]["error"] < 1e-5
+        assert found[backend]["deterministic"] is True
+        assert f"| 2x8x40, 64 x 64 | float32 | {backend}" in text
+    assert "CUDA" in found["efficient"]["failed"]
+
+
+def test_workspaces(at_once: None, tmp_path: Path) -> None:
+    rows, text = run("workspaces", tmp_path)
+    assert [row["format"] for row in rows] == ["channels last", "contiguous"]
+    assert all(row["map_bytes"] == 2 * (8 + 4) * 16 * 16 * 4 and row["workspace_bytes"] >= 0 for row in rows)
+    assert "| 2 x 16x16 | 8 to 4 | contiguous |" in text
+
+
+@pytest.mark.slow(5)
+def test_correctness(at_once: None, tmp_path: Path) -> None:
+    rows, text = run("correctness", tmp_path)
+    assert [(row["same_bits"], row["finite"]) for row in rows] == [(True, True)] * 2
+    assert text.count("| none | yes | yes |") == 2
+
+
+def test_a_later_call_goes_on(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are there stay, those without time are measured, and all of them for other libraries or when asked."""
+    run("attention", tmp_path)
+    place = tmp_path / "cpu.json"
+    results = json.loads(place.read_text())
+    rows = results["attention"]["rows"]
+    rows[0] = {"backend": "sdpa", "latents": 8, "error": "no time was left", "timed_out": True}
+    of(rows, "sliced")["seconds"] = 77.0
+    place.write_text(json.dumps(results | {"peaks": results["attention"] | {"rows": []}}))
+    assert gpu.unmeasured(place) == 1
+    rows, text = run("attention", tmp_path)
+    assert gpu.unmeasured(place) == 0
+    assert 77.0 in {row.get("seconds") for row in rows} and len(rows) == 7
+    assert of(rows, "sdpa")["seconds"] > 0
+    assert "## Peaks" in text and "## Attention" in text
+    for change in ({"again": True}, {}):
+        rows, _ = run("attention", tmp_path, **change)
+        assert 77.0 not in {row.get("seconds") for row in rows} and len(rows) == 7
+        of(rows, "sliced")["seconds"] = 77.0
+        place.write_text(json.dumps({"attention": results["attention"] | {"rows": rows}}))
+        monkeypatch.setattr(torch, "__version__", "1.0")
+
+
+def of(rows: list[dict[str, Any]], backend: str) -> dict[str, Any]:
+    return next(row for row in rows if row["backend"] == backend)
+
+
+def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends a part leaves the rows that were there, and the next call takes up where it ended."""
+    asked: list[int] = []
+
+    def trial_twice(device: str, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for case in cases:
+            asked.append(case["share"])
+            if len(asked) == 2:
+                raise KeyboardInterrupt
+            yield {"error": "as planned"}
+
+    monkeypatch.setattr(trial, "stream", lambda run, *, seconds, **arguments: run(**arguments))
+    monkeypatch.setattr(peaks, "trial_peaks", trial_twice)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run(["peaks"], tmp_path, device=CPU)
+    assert [row["share"] for row in json.loads((tmp_path / "cpu.json").read_text())["peaks"]["rows"]] == [0.0]
+    rows, _ = run("peaks", tmp_path)
+    assert asked == [0.0, 0.1, 0.1, 0.5, 1.0]
+    assert [row["share"] for row in rows] == list(peaks.SHARES)
+
+
+def test_no_time_is_left(tmp_path: Path) -> None:
+    for part, module in gpu.PARTS.items():
+        gpu.run([part], tmp_path, device=CPU, seconds=0)
+        found = json.loads((tmp_path / "cpu.json").read_text())[part]
+        assert "\n".join(module.lines(found))
+    assert "no time" in (tmp_path / "cpu.md").read_text()
+    assert gpu.unmeasured(tmp_path / "cpu.md") > 10
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 3])
+def test_bracketing(largest: int) -> None:
+    tried: dict[int, bool] = {}
+    while (side := sizes.middle(tried)) is not None:
+        assert side not in tried and 0 < side <= 192
+        tried[side] = side <= largest * 64
+    assert sizes.bounds(tried) == (largest * 64, None if largest == 3 else (largest + 1) * 64)
+    assert sizes.known(tried) == ("192 or more" if largest == 3 else f"{largest * 64}")
+
+
+def test_bracketing_stops_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "_LARGEST", 1024)
+    assert sizes.middle({512: True}) == 768
+    assert sizes.known({512: True}) == "512 (no time for more)"
+    assert sizes.known({512: True, 768: False}) == "512 (below 768; no time for more)"
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "good"),
+    [(1000, 1000, True), (1050, 1000, True), (1051, 1000, False), (990, 1000, True), (989, 1000, False)],
+)
+def test_what_counts_as_foretold(predicted: int, measured: int, good: bool) -> None:
+    assert peaks.within(predicted * 10 * MIB, measured * 10 * MIB) is good
+    assert peaks.within(124 * MIB, 100 * MIB) and not peaks.within(125 * MIB, 100 * MIB)
+    assert peaks.within(92 * MIB, 100 * MIB) and not peaks.within(91 * MIB, 100 * MIB)
+
+
+def test_claims_are_judged() -> None:
+    def row(way: str, seconds: float, peak: int, **more: Any) -> dict[str, Any]:
+        return {"way": way, "step_seconds": seconds, "peak_bytes": peak, **more}
+
+    rows = [
+        row("ours", 1.0, 4 * GIB, share=50),
+        row("sequential offload", 10.0, GIB),
+        row("group offload, leaves", 2.0, GIB),
+        row("ours", 4.0, GIB, instead_of="sequential offload"),
+        row("ours", 3.0, GIB, instead_of="group offload, leaves"),
+        row("simulated", 1.1, 0, share=50),
+    ]
+    sequential, group, simulated = streaming.claims(rows)
+    assert (sequential["holds"], sequential["figure"]) == (True, 2.5)
+    assert (group["holds"], group["figure"]) == (False, pytest.approx(2 / 3))
+    assert simulated["holds"] is True
+    rows[3]["peak_bytes"] = 2 * GIB
+    assert next(streaming.claims(rows))["holds"] is False
+
+
+_TRIAL_OF_MANY = """
+import os
+
+def trial_of_many(cases):
+    for case in cases:
+        if case == 3:
+            raise ValueError("three")
+        print("beside the rows")
+        yield {"case": case, "process": os.getpid()}
+        if case == 2:
+            return
+"""
+
+
+def test_cases_share_a_process_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ends it, as one does that left something behind, and three fails."""
+    (tmp_path / "many.py").write_text(_TRIAL_OF_MANY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    many = importlib.import_module("many")
+    rows = list(trial.measure_each(many.trial_of_many, [0, 1, 2, 3, 4], seconds=lambda: 60.0))
+    assert [row.get("case") for row in rows] == [0, 1, 2, None, 4]
+    assert "ValueError: three" in rows[3]["error"]
+    processes = [row["process"] for row in rows if "process" in row]
+    assert processes[0] == processes[1] == processes[2] != processes[3]
+
+
+def test_a_process_of_its_own_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"backend": "sdpa", "latents": 8}
+    row = trial.measure(attention.trial_attention, device="nonsense", cases=[case])
+    assert "nonsense" in row["error"]
+    asked: dict[str, Any] = {"seconds": 1, "device": "cpu", "cases": [case]}
+    assert trial.measure(attention.trial_attention, **asked)["error"] == "no time was left"
+    monkeypatch.setattr(trial, "_LEAST", 1)
+    assert trial.measure(attention.trial_attention, **asked)["timed_out"] is True
+
+
+_ASLEEP = """
+import os, time
+
+def trial_asleep(cases):
+    yield {"process": os.getpid()}
+    time.sleep(600)
+"""
+_DRIVER = """
+import asleep
+from benchmarks import trial
+
+for row in trial.measure_each(asleep.trial_asleep, [0, 1], seconds=lambda: 600.0):
+    print(row["process"], flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="of signals that end a process")
+@pytest.mark.parametrize("ended", [signal.SIGTERM, signal.SIGKILL])
+def test_a_trial_ends_with_what_started_it(tmp_path: Path, ended: signal.Signals) -> None:
+    (tmp_path / "asleep.py").write_text(_ASLEEP)
+    path = os.pathsep.join([str(tmp_path), str(Path(trial.__file__).parents[1])])
+    driver = subprocess.Popen(
+        [sys.executable, "-c", _DRIVER], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
+    with driver:
+        assert driver.stdout is not None
+        process = psutil.Process(int(driver.stdout.readline()))
+        driver.send_signal(ended)
+    gone, alive = psutil.wait_procs([process], timeout=30)
+    for one in alive:
+        one.kill()
+    assert gone and not alive
+
+
+def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.cli import app
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BadInputError, match="CUDA"):
+        gpu.run(out=tmp_path)
+    assert CliRunner().invoke(app, ["gpu", "--out", str(tmp_path)]).exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="max-size"):
+        gpu.run(["sizes"], tmp_path, device=CPU)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError):
+        gpu.run(["attention"], tmp_path / "file", device=CPU)

@@ -1,0 +1,92 @@
+"""Tables of figures come from committed JSON: rendered anew they are what is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import fault_table
+import pytest
+
+from benchmarks import (
+    cards,
+    end_to_end,
+    fastest,
+    finite,
+    ladder,
+    max_size,
+    peers,
+    plans,
+    published,
+    schedule,
+    smaller_unets,
+    storage,
+    students,
+    vae,
+    winograd,
+)
+
+ROOT = Path(__file__).parents[2]
+
+RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
+    "cards": cards.lines,
+    "end_to_end": end_to_end.lines,
+    "fastest": fastest.lines,
+    "faults": lambda values: fault_table.lines(values["rows"]),
+    "finite": finite.lines,
+    "ladder_b": ladder.lines,
+    "ladder_e": ladder.lines,
+    "largest_demo": max_size.lines,
+    "largest_rtx2070": max_size.lines,
+    "peers": peers.lines,
+    "plans": plans.lines,
+    "plans_on_card": lambda values: _on_card("plans").lines(values),
+    "published": published.lines,
+    "schedule": schedule.lines,
+    "simulated/simulated-gpu": lambda values: _on_card("bench").lines(values),
+    "smaller_unets": students.lines,
+    "storage": storage.lines,
+    "unets": smaller_unets.lines,
+    "vae": vae.lines,
+    "vae_flux": vae.lines,
+    "winograd": winograd.lines,
+}
+"""By the file's name in benchmarks/."""
+
+
+def _on_card(what: str) -> Any:
+    """The script that makes it, which lies with the tests of a simulated card."""
+    folder = "simulated_gpu" if what == "plans" else "benchmarks/simulated_gpu"
+    place = ROOT / "tests" / folder / f"{what}_on_card.py"
+    found = importlib.util.spec_from_file_location(f"table_of_{what}", place)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_json_renders_the_committed_table(name: str) -> None:
+    values = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+    committed = (ROOT / "benchmarks" / f"{name}.md").read_text(encoding="utf-8")
+    assert "\n".join(RENDERED[name](values)) + "\n" == committed
+
+
+def test_every_table_of_measurements_is_rendered() -> None:
+    folder = ROOT / "benchmarks"
+    assert {file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.md")} == {*RENDERED}
+
+
+def test_every_table_of_figures_in_the_readme_is_one_of_these() -> None:
+    """Word for word."""
+    measured = [file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks").glob("*.md")]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tables = [found[0] for found in re.finditer(r"^\|.*\n\|[-| ]+\|\n(?:\|.*\n)+", text, re.MULTILINE)]
+    figures = [one for one in tables if re.search(r"\| *[\d.]+(e-?\d+)?( %| s| MiB| dB)? *(?=\|)", one)]
+    assert len(figures) >= 6
+    for one in figures:
+        assert any(one in text for text in measured), one
