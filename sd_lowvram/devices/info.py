@@ -56,7 +56,6 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-@functools.cache
 def dtype_on(device: torch.device) -> torch.dtype:
     """The type in which models compute there where no other is asked for."""
     import torch
@@ -64,6 +63,7 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.float16
 
 
+@functools.cache
 def _warn_missing(package: str, instead: str) -> None:
     warnings.warn(f"{package} is not installed: {instead} (pip install {package})", stacklevel=3)
 
