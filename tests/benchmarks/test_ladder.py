@@ -1,4 +1,4 @@
-"""``bench ladder`` and ``bench fastest`` in processes of their own, on the demo model."""
+"""``ladder`` and ``fastest`` in processes of their own, on the demo model."""
 
 from __future__ import annotations
 

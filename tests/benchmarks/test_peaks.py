@@ -1,4 +1,4 @@
-"""Plans and the allocator agree on a GPU; `bench gpu` measures more of them."""
+"""Plans and the allocator agree on a GPU; `python -m benchmarks gpu` measures more of them."""
 
 from __future__ import annotations
 

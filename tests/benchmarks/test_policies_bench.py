@@ -97,7 +97,7 @@ def test_matrices_are_fitted_beside_the_published_ones(tmp_path: Path) -> None:
     assert written(out, fit.lines, report)
     matrix.write_text("{}")
     refused = CliRunner().invoke(app, ["fit", str(matrix)])
-    assert refused.exit_code == 2 and "no JSON file of bench matrix" in refused.output
+    assert refused.exit_code == 2 and "is no JSON file of python -m benchmarks matrix" in refused.output
 
 
 @pytest.mark.parametrize("words", [["variance", "--runs", "1"], ["same", "--policy", "fast"], ["steps", "--to", "5"]])

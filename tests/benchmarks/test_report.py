@@ -40,7 +40,7 @@ def two_parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         measured.append("fit")
         return fit.run(out=out)
 
-    some = [Part("steps", "bench steps", 2, first, steps.lines), Part("fit", "bench fit", 3, second, fit.lines)]
+    some = [Part("steps", "steps", 2, first, steps.lines), Part("fit", "fit", 3, second, fit.lines)]
     monkeypatch.setattr(running, "parts", lambda quick: some)
     return measured
 

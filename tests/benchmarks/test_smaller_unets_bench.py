@@ -1,4 +1,4 @@
-"""``bench smaller-unets`` on a narrow UNet of SD1.5's structure: rows, what is counted, and refusals."""
+"""``smaller-unets`` on a narrow UNet of SD1.5's structure: rows, what is counted, and refusals."""
 
 from __future__ import annotations
 
