@@ -51,8 +51,9 @@ def test_what_is_lacking(gpu_pack: ModuleType, tmp_path: Path) -> None:
 
 
 def test_all_that_is_imported_is_wanted(gpu_pack: ModuleType) -> None:
-    """Of the measurements, and of tests that need a GPU with what they share."""
-    files = [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests" / "conftest.py"]
+    """Of the measurements without their charts, and of tests that need a GPU with what they share."""
+    files = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks" / "gpu").glob("*.py")]
+    files += [*(ROOT / "benchmarks" / "commands").glob("*.py"), ROOT / "tests" / "conftest.py"]
     files += [ROOT / "sd_lowvram" / name for name in ("commands/program.py", "checkpoints/load.py")]
     files += [test for test in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in test.read_text(encoding="utf-8")]
     own = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"sd_lowvram", "benchmarks"}
