@@ -1,13 +1,15 @@
 """Hooks on a VAE: on a copy of the host's object whose decode and encode attach them around the stock ones.
 
-The copy shares the weights with the original and leaves it untouched. It asks the host for what the plan needs. When
-memory runs out all the same, a leaner plan takes the place of the host's approximate tiles.
+The copy shares the weights with the original and leaves it untouched. It asks the host for what the plan needs. Exact
+strips take the place of the host's approximate tiles, for which its tiled nodes ask; when memory runs out all the same,
+a leaner plan does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ from . import host
 from .interfaces import HostVAE
 from .node_request import NodeRequest, Record, attachable, planned
 from .refusals import autoencoder_of
+from .report_text import warn_above
 
 
 def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: Record | None = None) -> HostVAE:
@@ -43,8 +46,9 @@ def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: Record | None
     hooks = _Autoencoder(vae, node_request, Record() if record is None else record)
     made = copy.copy(vae)
     made.decode, made.encode = hooks.decode, hooks.encode
-    made.memory_used_decode = functools.partial(hooks.memory_used, "decode", vae.memory_used_decode)
-    made.memory_used_encode = functools.partial(hooks.memory_used, "encode", vae.memory_used_encode)
+    made.decode_tiled, made.encode_tiled = hooks.decode_tiled, hooks.encode_tiled
+    made.memory_used_decode = functools.partial(hooks.memory_used, "decode", False, vae.memory_used_decode)
+    made.memory_used_encode = functools.partial(hooks.memory_used, "encode", False, vae.memory_used_encode)
     return made
 
 
@@ -71,73 +75,86 @@ class _Autoencoder:
         self._vae = vae
         self._node_request = record.node_request or node_request
         self._record = record
-        self._plans: dict[tuple[str, int, int, int], Plan] = {}
+        self._plans: dict[tuple[str, bool, int, int, int], Plan] = {}
         for stage in ("decode", "encode"):
             plan = record.plan_of(stage, vae.first_stage_model)
             if plan is not None:
-                self._plans[stage, plan.request.width, plan.request.height, plan.request.batch] = plan
+                self._plans[_key(stage, False, plan)] = plan
         self._ready: dict[tuple[Settings, torch.device], Attachment] = {}
 
     def decode(self, samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self._run("decode", samples.shape, samples, *args, **kwargs)
+        return self._run("decode", False, samples.shape, samples, *args, **kwargs)
 
     def encode(self, pixels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        shape = pixels.movedim(-1, 1).shape
-        return self._run("encode", shape, pixels, *args, **kwargs)
+        return self._run("encode", False, pixels.movedim(-1, 1).shape, pixels, *args, **kwargs)
 
-    def memory_used(self, stage: str, stock: Callable[..., int], shape: Sequence[int], dtype: torch.dtype) -> int:
+    def decode_tiled(self, samples: Tensor, *tiles: Any, **named_tiles: Any) -> Tensor:
+        """What the stock VAE Decode (Tiled) calls: its tiles give way to exact strips."""
+        return self._run("decode", True, samples.shape, samples)
+
+    def encode_tiled(self, pixels: Tensor, *tiles: Any, **named_tiles: Any) -> Tensor:
+        """What the stock VAE Encode (Tiled) calls: its tiles give way to exact strips."""
+        return self._run("encode", True, pixels.movedim(-1, 1).shape, pixels)
+
+    def memory_used(
+        self, stage: str, tiled: bool, stock: Callable[..., int], shape: Sequence[int], dtype: torch.dtype
+    ) -> int:
         """What the host is asked for: bytes of activations by the plan, for (N, C, h, w) latents or pixels."""
         if len(shape) != 4:
             return stock(shape, dtype)
-        return next(one.activation_bytes for one in self.foresee(stage, shape).stages if one.name == stage)
+        return next(one.activation_bytes for one in self.foresee(stage, shape, tiled).stages if one.name == stage)
 
-    def foresee(self, stage: str, shape: Sequence[int]) -> Plan:
-        """The plan for (N, C, h, w) latents to decode or pixels to encode, made once."""
+    def foresee(self, stage: str, shape: Sequence[int], tiled: bool = False) -> Plan:
+        """The plan for (N, C, h, w) latents to decode or pixels to encode, made once; where the host asks for tiles, of
+        exact ones, if nobody has set others."""
         scale = scale_factor(self._anatomy)
         pixels = (side * scale if stage == "decode" else side // scale * scale for side in shape[-2:])
         height, width = pixels
-        key = stage, width, height, shape[0]
+        key = stage, tiled, width, height, shape[0]
         if key not in self._plans:
-            device = self._device(self._node_request.settings)
-            self._plans[key] = self._node_request.plan(
-                self._anatomy, device, width, height, shape[0], passes=1, encodes=stage == "encode"
+            settings = self._fixed(tiled)
+            self._plans[key] = dataclasses.replace(self._node_request, settings=settings).plan(
+                self._anatomy, self._device(settings), width, height, shape[0], passes=1, encodes=stage == "encode"
             )
         self._record.add(stage, self._plans[key], self._vae.first_stage_model)
         return self._plans[key]
 
+    def _fixed(self, tiled: bool) -> Settings:
+        settings = self._node_request.settings
+        return settings.filled(vae_tiles="exact") if tiled else settings
+
     def _device(self, settings: Settings) -> torch.device:
         return torch.device("cpu") if settings.decoder_device == "cpu" else self._vae.device
 
-    def _run(self, stage: str, shape: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
+    def _run(self, stage: str, tiled: bool, shape: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
         if len(shape) != 4:
             raise BadInputError(f"{stage}: {tuple(shape)} is not the shape of one picture or a batch of them")
         call = self._call(stage)
         with host.bar():
             while True:
-                plan = self.foresee(stage, shape)
+                plan = self.foresee(stage, shape, tiled)
+                warn_above(self._record, stage)
                 try:
-                    with self._hooked(stage, plan.settings, self._device(plan.settings)) as vae:
+                    with self._hooked(stage, tiled, plan.settings) as vae:
                         return call(vae, *args, **kwargs)
                 except _OnDeviceError:
                     short = Shortage(stage, of_host=False)
                 except (RuntimeError, MemoryError) as error:
                     short = shortage(error, stage)
-                self._go_leaner(stage, plan, short)
+                self._go_leaner(stage, tiled, plan, short)
 
-    def _go_leaner(self, stage: str, plan: Plan, short: Shortage) -> None:
+    def _go_leaner(self, stage: str, tiled: bool, plan: Plan, short: Shortage) -> None:
         """Plan for less than ``plan``, with which ``stage`` ran out of memory, and say so; where nothing is leaner the
         host is told in its own way."""
         make = functools.partial(planned, self._anatomy)
         try:
-            found = leaner(plan, short, self._node_request.settings, make)
+            found = leaner(plan, short, self._fixed(tiled), make)
         except BudgetError as error:
             from comfy.model_management import OOM_EXCEPTION
 
             raise OOM_EXCEPTION(str(error)) from None
-        request = plan.request
-        self._plans[stage, request.width, request.height, request.batch] = found
-        self._record.notes.append(found.rungs[-1].told)
-        logging.warning(f"sd-lowvram: {found.rungs[-1].told}")
+        self._plans[_key(stage, tiled, plan)] = dataclasses.replace(found, request=plan.request)  # the budget stays
+        self._record.warn(found.rungs[-1].told)
 
     def _call(self, stage: str) -> Callable[..., Tensor]:
         """The host's own call, of a VAE and its arguments, or what somebody else has set on this VAE in its place."""
@@ -148,14 +165,14 @@ class _Autoencoder:
         return lambda vae, *args, **kwargs: set_here(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _hooked(self, stage: str, settings: Settings, device: torch.device) -> Iterator[Any]:
-        """A plain copy of the VAE on ``device``, its model with the hooks of ``settings``."""
-        vae = copy.copy(self._vae)
-        for name in ("decode", "encode"):
+    def _hooked(self, stage: str, tiled: bool, settings: Settings) -> Iterator[Any]:
+        """A plain copy of the VAE, its model with the hooks of ``settings``."""
+        vae, device = copy.copy(self._vae), self._device(settings)
+        for name in ("decode", "encode", "decode_tiled", "encode_tiled"):
             vars(vae).pop(name, None)
         vae.decode_tiled_ = vae.encode_tiled_ = _no_tiles
-        vae.memory_used_decode = functools.partial(self.memory_used, "decode", self._vae.memory_used_decode)
-        vae.memory_used_encode = functools.partial(self.memory_used, "encode", self._vae.memory_used_encode)
+        vae.memory_used_decode = functools.partial(self.memory_used, "decode", tiled, self._vae.memory_used_decode)
+        vae.memory_used_encode = functools.partial(self.memory_used, "encode", tiled, self._vae.memory_used_encode)
         if device != vae.device:
             vae.device, vae.patcher = device, vae.patcher.clone()
             vae.patcher.load_device = device
@@ -178,6 +195,10 @@ class _Autoencoder:
     def _asked(self, stage: str) -> int:
         stages = self._record.plans[stage].stages
         return next(one.activation_bytes for one in stages if one.name == stage)
+
+
+def _key(stage: str, tiled: bool, plan: Plan) -> tuple[str, bool, int, int, int]:
+    return stage, tiled, plan.request.width, plan.request.height, plan.request.batch
 
 
 def _no_tiles(*args: Any, **kwargs: Any) -> Any:

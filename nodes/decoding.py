@@ -12,6 +12,7 @@ from .inputs import BUDGET, PLAN, VAE, knob_inputs, settings_of, validated, with
 from .interfaces import HostVAE
 from .node_request import NodeRequest, Record
 from .optimising import CATEGORY
+from .report_text import verdict
 from .saving import HIDDEN, Workflow, saved_first
 
 _LATENTS = "LATENT", {"tooltip": "what the sampler gives"}
@@ -50,10 +51,12 @@ class LowVRAMVAEDecode:
         extra_pnginfo: dict[str, Any] | None = None,
         unique_id: str | None = None,
         **knobs: Any,
-    ) -> tuple[Tensor]:
-        made = optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), plan)
+    ) -> dict[str, Any]:
+        record = Record() if plan is None else plan
+        made = optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), record)
         with saved_first(samples["samples"], save_latents, Workflow(prompt or {}, extra_pnginfo or {}, unique_id)):
-            return (made.decode(samples["samples"]),)
+            pixels = made.decode(samples["samples"])
+        return {"ui": {"text": [verdict(record, "decode")]}, "result": (pixels,)}
 
 
 class LowVRAMVAEEncode:
@@ -78,6 +81,7 @@ class LowVRAMVAEEncode:
 
     def encode(
         self, pixels: Tensor, vae: HostVAE, budget: str, plan: Record | None = None, **knobs: Any
-    ) -> tuple[dict[str, Tensor]]:
-        node_request = NodeRequest(budget, settings_of(knobs))
-        return ({"samples": optimized_vae(vae, node_request, plan).encode(pixels[..., :3])},)
+    ) -> dict[str, Any]:
+        record = Record() if plan is None else plan
+        latents = optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), record).encode(pixels[..., :3])
+        return {"ui": {"text": [verdict(record, "encode")]}, "result": ({"samples": latents},)}

@@ -31,6 +31,7 @@ from .attending import DOOR, is_needed, override
 from .interfaces import ModelPatcher
 from .node_request import NodeRequest, Record, attachable, planned
 from .refusals import denoiser_of
+from .report_text import warn_above
 
 _KEY = "sd-lowvram"
 _GUIDED = 2
@@ -119,6 +120,7 @@ class _Denoiser:
         factor = base.memory_usage_factor * _activation_bytes(plan) / max(stock, 1)
         self._calls, self._attended = 0, set()
         self.record.notes.clear()
+        warn_above(self.record, "denoise")
         with host.replaced(base, "memory_usage_factor", factor), ROOMS.kept():  # hooks come and go in every step
             out = executor(noise, *args, **kwargs)
         self._tell()
@@ -184,10 +186,10 @@ class _Denoiser:
         """Plan for less than ``plan``, with which the UNet ran out of memory, and say so."""
         make = functools.partial(planned, self._anatomy)
         found = leaner(plan, short, self._node_request.settings, make)
+        found = dataclasses.replace(found, request=plan.request)  # the budget stays
         self._plans[_key(plan)] = found
         self.show(found)
-        self.record.notes.append(found.rungs[-1].told)
-        logging.warning(f"sd-lowvram: {found.rungs[-1].told}")
+        self.record.warn(found.rungs[-1].told)
 
     def _foresee_latents(self, latents: Tensor, rows: int) -> Plan:
         """The plan for so many ``rows`` of the size of ``latents``: the host alone knows whether it runs both halves of
@@ -199,12 +201,11 @@ class _Denoiser:
     def _note(self, settings: Settings, options: dict[str, Any]) -> None:
         """Say once a sampling where somebody's node takes from us what was planned."""
         watched = [name for name in TOKEN_PATCHES if (options.get("patches") or {}).get(name)]
-        if watched and not self.record.notes and (settings.guidance_in_turn or settings.transformer_chunks):
-            self.record.notes.append(
+        if watched and (settings.guidance_in_turn or settings.transformer_chunks):
+            self.record.warn(
                 f"another node ({', '.join(watched)}) sees whole batches of tokens: transformers run undivided for it, "
                 "and may take more than was planned"
             )
-            logging.warning(f"sd-lowvram: {self.record.notes[0]}")
 
     def _prepared(self, unet: Any, settings: Settings) -> Attachment:
         ready = self._ready.get(settings)

@@ -6,16 +6,20 @@ ComfyUI's modules are imported where they are used, so that the node contract ca
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..sd_lowvram.devices.info import free_vram
 from ..sd_lowvram.devices.this_machine import budget_of
 from ..sd_lowvram.progress import listen
 from ..sd_lowvram.units import parse_size
+from ..sd_lowvram.weights import weight_bytes
 from .interfaces import ModelPatcher
 from .loading import Loading
 
@@ -54,6 +58,41 @@ def loading(device: torch.device) -> Loading:
 
 _LEAST_KEPT = 128 << 20
 """Bytes of weights that the host loads however little is free."""
+
+
+def others_beside(module: nn.Module) -> dict[str, int]:
+    """Bytes of the weights of all models that there are besides ``module``, by what they are called for people.
+
+    They are looked for among all objects: ComfyUI has a list of the models that it has loaded, and none of what its
+    loaders have given, which lies in memory on a CPU, too.
+    """
+    from comfy import model_base, sd
+
+    kinds = {sd.CLIP: ("CLIP", "cond_stage_model"), sd.VAE: ("VAE", "first_stage_model")}
+    found: dict[str, dict[int, nn.Module]] = {"CLIP": {}, "VAE": {}, "model": {}}
+    for one in gc.get_objects():
+        kind = type(one)
+        if kind in kinds:
+            name, attribute = kinds[kind]
+            model = getattr(one, attribute, None)
+        elif issubclass(kind, model_base.BaseModel):
+            name, model = "model", getattr(one, "diffusion_model", None)
+        else:
+            continue
+        if isinstance(model, nn.Module) and model is not module:
+            found[name][id(model)] = model
+    return {name: weight_bytes(*models.values()) for name, models in found.items() if models}
+
+
+def show(text: str) -> None:
+    """Have the page show ``text`` on the node that runs, where there is a page."""
+    page: Any = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    with contextlib.suppress(ImportError):  # an older ComfyUI
+        from comfy_execution.utils import get_executing_context
+
+        running = get_executing_context()
+        if running is not None and hasattr(page, "send_progress_text"):
+            page.send_progress_text(text, running.node_id)
 
 
 def has_override() -> bool:

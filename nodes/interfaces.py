@@ -43,6 +43,8 @@ class HostVAE(Protocol):
     patcher: ModelPatcher
     decode: Callable[..., Tensor]
     encode: Callable[..., Tensor]
+    decode_tiled: Callable[..., Tensor]
+    encode_tiled: Callable[..., Tensor]
     decode_tiled_: Callable[..., Tensor]
     encode_tiled_: Callable[..., Tensor]
     memory_used_decode: Callable[[Sequence[int], torch.dtype], int]

@@ -47,11 +47,18 @@ class Loading:
 def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
     """The fastest settings for ``anatomy``'s one model that fit while the host moves its weights.
 
+    Where the host keeps all of them whatever is asked, and nothing fits beside them, it is the settings that take
+    least, and the plan says that it does not fit.
+
     Raises:
         BudgetError: nothing fits, with as few weights on the device as the host can do with.
     """
     ((name, module),) = anatomy.components.items()
     weights = weight_bytes(module)
+    if loading.whole:
+        beside = dataclasses.replace(anatomy, kept={name: weights})
+        plan = _fitting_or_leanest(beside, request, settings.filled(offload="none"))
+        return _as_loaded(plan, loading, weights, 0)
     least = min(weights, loading.least)
     found: list[Plan] = []
     refused: BudgetError | None = None
@@ -63,12 +70,24 @@ def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: 
             refused = error
             continue
         found.append(_as_loaded(plan, loading, weights, _largest_layer(module)))
-        if loading.whole or plan.next_faster is None:
+        if plan.next_faster is None:
             break
     if not found:
         assert refused is not None
         raise refused
     return min(found, key=lambda plan: plan.predicted.seconds)
+
+
+def _fitting_or_leanest(anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
+    """The fastest settings that fit ``request``, or those that take the least of the device."""
+    asked = request
+    while True:
+        try:
+            return dataclasses.replace(make_plan(anatomy, asked, settings), request=request)
+        except BudgetError as error:
+            if error.limit != "vram" or error.needed_bytes <= asked.vram:
+                raise
+            asked = dataclasses.replace(asked, vram=error.needed_bytes)
 
 
 def _as_loaded(plan: Plan, loading: Loading, weights: int, layer: int) -> Plan:

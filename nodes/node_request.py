@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,8 +106,18 @@ class Record:
 
     def plan_of(self, stage: str, model: Any) -> Plan | None:
         """The plan of a stage where it was made for this very model."""
-        made_for = self._models.get(stage, lambda: None)
-        return self.plans.get(stage) if made_for() is model else None
+        return self.plans.get(stage) if self.model_of(stage) is model else None
+
+    def warn(self, sentence: str) -> None:
+        """Note ``sentence`` on the run, and say it in the log and on the node that runs."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+            logging.warning(f"sd-lowvram: {sentence}")
+            host.show(sentence)
+
+    def model_of(self, stage: str) -> Any:
+        """The model that the plan of a stage was made for; None when it is gone."""
+        return self._models.get(stage, lambda: None)()
 
     def copy(self) -> Record:
         """The same plans, for a run of their own."""

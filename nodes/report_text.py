@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from ..sd_lowvram.planning.plan import Plan, StagePlan
 from ..sd_lowvram.units import GIB, MIB, format_size, format_time
+from . import host
 from .node_request import Record, attachable
 
+_PARTS = {"denoise": ("UNet", "a step"), "decode": ("VAE", "the decode"), "encode": ("VAE", "the encode")}
 
-def verdict(record: Record) -> str:
-    """What a person wants to know first: whether it fits, and how long it takes."""
-    plans = record.plans
-    peak = max(plan.predicted.reserved_bytes + plan.predicted.overhead_bytes for plan in plans.values())
-    budget = max(plan.request.vram for plan in plans.values())
-    takes = f"{_of(peak, budget)}, {_duration(record)}"
-    if peak <= budget:
-        return f"fits: {takes}"
-    return f"above the budget: {takes}. ComfyUI keeps all weights loaded on this device"
+
+def verdict(record: Record, *stages: str) -> str:
+    """What a person wants to know first: whether it fits, and how long it takes; then what the budget counts, and what
+    there is beside it.
+
+    Args:
+        stages: those that are told of; none: all of the record.
+    """
+    plans = {name: plan for name, plan in record.plans.items() if not stages or name in stages}
+    name = max(plans, key=lambda name: _needed_bytes(plans[name], name))
+    plan, whole = plans[name], host.loading(plans[name].request.device).whole
+    first = f"{_of(_needed_bytes(plan, name), plan.request.vram)}, {_duration(plans)}"
+    if _fits(plan, name):
+        first = f"fits: {first}"
+    else:
+        first = f"above the budget: {first}, with the settings that take least"
+        first += ". ComfyUI keeps all weights loaded on this device" if whole else ""
+    return "\n".join([first, *_accounts(record, stage_of(plan, name), plan.request.device.type == "cpu", whole)])
+
+
+def warn_above(record: Record, stage: str) -> None:
+    """Say that the plan of ``stage`` is above its budget, where it is: the host keeps weights whatever is asked."""
+    plan = record.plans[stage]
+    if not _fits(plan, stage):
+        record.warn(f"{stage} {plan.request.width}x{plan.request.height} is {verdict(record, stage)}")
+
+
+def _needed_bytes(plan: Plan, name: str) -> int:
+    return stage_of(plan, name).reserved_bytes + plan.predicted.overhead_bytes
+
+
+def _fits(plan: Plan, name: str) -> bool:
+    return _needed_bytes(plan, name) <= plan.request.vram
+
+
+def _accounts(record: Record, stage: StagePlan, on_cpu: bool, whole: bool) -> Iterator[str]:
+    """What the budget counts of ``stage``, and what else there is."""
+    part, work = _PARTS[stage.name]
+    yield f"counted: {part} {format_size(stage.weights_bytes)}, {work} {format_size(stage.activation_bytes)}"
+    others = host.others_beside(record.model_of(stage.name))
+    told = [f"{kind} {format_size(size)}" for kind, size in others.items()]
+    if told:
+        does = "keeps loaded" if whole else "unloads where it needs room"
+        yield f"not counted: {', '.join(told)}, which ComfyUI {does}"
+    if on_cpu and stage.host_bytes:
+        yield f"not counted: {format_size(stage.host_bytes)} that are parked, in the same memory on a CPU"
 
 
 def _of(part: int, whole: int) -> str:
@@ -28,12 +69,14 @@ def _number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0") if value < 100 else f"{value:.0f}"
 
 
-def _duration(record: Record) -> str:
-    """Of all stages where there is a VAE, else of one step."""
-    steps = record.plans["denoise"].request.steps
-    if len(record.plans) == 1:
-        return f"about {format_time(stage_of(record.plans['denoise'], 'denoise').seconds / steps)} a step"
-    seconds = sum(stage_of(plan, name).seconds for name, plan in record.plans.items())
+def _duration(plans: Mapping[str, Plan]) -> str:
+    """Of one step where the UNet is alone, else of all stages."""
+    seconds = sum(stage_of(plan, name).seconds for name, plan in plans.items())
+    if "denoise" not in plans:
+        return f"about {format_time(seconds)}"
+    steps = plans["denoise"].request.steps
+    if len(plans) == 1:
+        return f"about {format_time(seconds / steps)} a step"
     return f"about {format_time(seconds)} for {steps} steps"
 
 

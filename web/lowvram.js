@@ -1,8 +1,8 @@
-// Shows in the node itself what Plan, Report and Optimize Model tell: no Preview Any is needed.
+// Shows in the node itself what Plan, Report, Optimize Model and the nodes of the VAE tell: no Preview Any is needed.
 import { app } from "../../scripts/app.js";
 import { ComfyWidgets } from "../../scripts/widgets.js";
 
-const TELLING = ["LowVRAMPlan", "LowVRAMReport", "LowVRAMOptimizeModel"];
+const TELLING = ["LowVRAMPlan", "LowVRAMReport", "LowVRAMOptimizeModel", "LowVRAMVAEDecode", "LowVRAMVAEEncode"];
 const NAME = "lowvram_told";
 const LINE = 15;
 const WIDTH = 520;

@@ -130,10 +130,19 @@ def test_memory_outside_the_budget_is_not_for_weights(pack, model) -> None:
     assert guider.asked_to_load == pytest.approx(planned + free - (1 << 30), rel=0.2)
 
 
-def test_an_impossible_budget_is_refused_with_one_that_works(pack, model) -> None:
-    with pytest.raises(Exception, match=r"KiB|MiB") as raised:
-        optimize(pack, model, "100KB")
-    assert type(raised.value).__name__ == "BudgetError"
+def test_below_what_fits_a_plan_does_less_not_more(pack, model) -> None:
+    """The host keeps the weights whatever is asked: what is left of a smaller budget is never more."""
+    node, found = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"](), {}
+    weights = sum(tensor.numel() * 4 for tensor in _unet(model).parameters())
+    for budget in (weights + (8 << 20), weights + (1 << 20), weights // 2, 100 << 10):
+        made = node.optimize(model, f"{budget}B", 64, 64, 1)
+        plan = made["result"][1].plans["denoise"]
+        found[plan.predicted.activation_bytes] = made["ui"]["text"][0].split(":")[0]
+        assert plan.request.vram == budget
+    assert [*found] == sorted(found, reverse=True) and [*found.values()] == ["fits", "above the budget"]
+    mine, record = made["result"]
+    assert tiny.relative_error(Guider(mine, TEXT).sample(NOISE), Guider(model, TEXT).sample(NOISE)) < 1e-5
+    assert record.sites["residual_strips"] == 22 and record.notes[0].startswith("denoise 64x64 is above the budget")
 
 
 @pytest.mark.slow(5)
@@ -239,6 +248,59 @@ def test_the_stock_decode_and_encode_become_exact(pack, vae) -> None:
     assert Bar.shown and Bar.shown[-1][0] == Bar.shown[-1][1]
 
 
+@pytest.mark.slow(6)
+def test_stock_tiled_nodes_run_exact_strips_instead(pack, vae) -> None:
+    record = sys.modules[f"{pack.__name__}.nodes.node_request"].Record()
+    mine = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeVAE"]().optimize(vae, "1024GB", plan=record)[0]
+    pixels = vae.decode(LATENTS)
+    assert tiny.relative_error(mine.decode_tiled(LATENTS, tile_x=32, tile_y=32, overlap=8), pixels) < 1e-5
+    assert record.plans["decode"].settings.vae_tiles == "exact" and vae.asked[1] < vae.asked[0] / 2
+    assert tiny.relative_error(mine.encode_tiled(pixels, tile_x=64), vae.encode(pixels)) < 1e-5
+    assert record.plans["encode"].settings.vae_tiles == "exact"
+    mine.decode(LATENTS)
+    assert record.plans["decode"].settings.vae_tiles != "exact"  # nobody has asked for tiles, and it fits
+
+
+def test_a_decode_above_its_budget_is_told(pack, vae, monkeypatch, caplog) -> None:
+    """The host keeps the weights: in the node that has a budget, and on the stock node that runs an optimized VAE."""
+    shown: list[tuple[str, str]] = []
+    page = types.SimpleNamespace(send_progress_text=lambda text, node: shown.append((node, text)))
+    running = types.SimpleNamespace(node_id="7")
+    for name, content in (
+        ("server", {"PromptServer": types.SimpleNamespace(instance=page)}),
+        ("comfy_execution", {}),
+        ("comfy_execution.utils", {"get_executing_context": lambda: running}),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    weights = sum(tensor.numel() * 4 for tensor in vae.first_stage_model.parameters())
+    nodes = pack.NODE_CLASS_MAPPINGS
+    for budget, told in ((f"{weights}B", True), ("1GB", False)):
+        shown.clear()
+        made = nodes["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, budget)
+        assert made["ui"]["text"][0].startswith("above the budget: " if told else "fits: ")
+        nodes["LowVRAMOptimizeVAE"]().optimize(vae, budget)[0].decode(LATENTS)
+        assert [node for node, _ in shown] == ["7", "7"] * told
+    assert all("decode 104x72 is above the budget: " in text for _, text in shown)
+    assert caplog.text.count("ComfyUI keeps all weights loaded on this device") == 2
+
+
+def test_what_the_budget_counts_and_what_lies_beside_it_is_named(pack, model, vae) -> None:
+    clip = comfy_host.CLIP(torch.nn.Linear(1024, 768))
+    made = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(model, "1GB", 64, 64, 1, **CHUNKED)
+    first, counted, *others = made["ui"]["text"][0].splitlines()
+    stage = next(one for one in made["result"][1].plans["denoise"].stages if one.name == "denoise")
+    sizes = [sys.modules[pack.__name__ + ".sd_lowvram.units"].format_size(size)
+             for size in (stage.weights_bytes, stage.activation_bytes)]  # fmt: skip
+    assert first.startswith("fits: ") and counted == f"counted: UNet {sizes[0]}, a step {sizes[1]}"
+    assert "CLIP 3.0 MiB, VAE " in others[0] and others[0].endswith("which ComfyUI keeps loaded")
+    assert others[1].endswith("that are parked, in the same memory on a CPU")
+    decode = pack.NODE_CLASS_MAPPINGS["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "1GB")
+    assert "counted: VAE " in decode["ui"]["text"][0] and "CLIP 3.0 MiB, model " in decode["ui"]["text"][0]
+    del clip
+
+
 def test_a_decode_that_somebody_else_has_set_stays(pack, vae) -> None:
     vae.decode = lambda samples: 1 - comfy_host.VAE.decode(vae, samples)
     assert tiny.relative_error(optimize_vae(pack, vae).decode(LATENTS), vae.decode(LATENTS)) < 1e-5
@@ -268,10 +330,10 @@ def test_out_of_memory_means_a_leaner_plan_and_no_tiles(pack, vae) -> None:
 
 def test_decode_and_encode_nodes(pack, vae) -> None:
     nodes = pack.NODE_CLASS_MAPPINGS
-    (pixels,) = nodes["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "2GB", vae_tiles="exact")
+    (pixels,) = nodes["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "2GB", vae_tiles="exact")["result"]
     assert tiny.relative_error(pixels, vae.decode(LATENTS)) < 1e-5
     with_alpha = torch.cat([pixels, torch.ones_like(pixels[..., :1])], dim=-1)
-    (latents,) = nodes["LowVRAMVAEEncode"]().encode(with_alpha, vae, "2GB", vae_tiles="exact")
+    (latents,) = nodes["LowVRAMVAEEncode"]().encode(with_alpha, vae, "2GB", vae_tiles="exact")["result"]
     assert tiny.relative_error(latents["samples"], vae.encode(pixels)) < 1e-5
 
 
@@ -299,7 +361,7 @@ def test_latents_are_saved_first(pack, vae, tmp_path, monkeypatch, choice) -> No
     monkeypatch.setattr(type(vae), "decode", decode)
     asked = {"budget": "2GB", "vae_tiles": "exact", "save_latents": choice, **told}
     fails = False
-    (pixels,) = node.decode({"samples": LATENTS}, vae, **asked)
+    (pixels,) = node.decode({"samples": LATENTS}, vae, **asked)["result"]
     assert len(seen) == (choice != "off") and len([*tmp_path.iterdir()]) == (choice == "keep")
     for file in tmp_path.iterdir():
         file.unlink()
@@ -406,7 +468,8 @@ def test_weights_are_planned_as_the_host_keeps_them(pack, parts) -> None:
     assert plenty.stages[0].weights_bytes == whole.stages[0].weights_bytes == weights
     kept = vram - part.stages[0].activation_bytes - rooms["reserve"]
     assert part.stages[0].weights_bytes == kept + largest and part.fits and not whole.fits
-    assert part.predicted.seconds > whole.predicted.seconds
+    assert part.predicted.seconds > plenty.predicted.seconds
+    assert whole.predicted.activation_bytes < plenty.predicted.activation_bytes  # the least, as it does not fit
     assert part.predicted.host_bytes == weights - kept + part.stages[0].parked_bytes
 
 

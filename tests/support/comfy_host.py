@@ -78,6 +78,8 @@ def host_modules(cancelled: Callable[[], bool] = lambda: False) -> dict[str, typ
         "comfy.model_management": vars(management),
         "comfy.utils": {"ProgressBar": Bar},
         "comfy.patcher_extension": {"WrappersMP": doors},
+        "comfy.sd": {"CLIP": CLIP, "VAE": VAE},
+        "comfy.model_base": {"BaseModel": Model},
         "comfy.ldm": {},
         "comfy.ldm.modules": {},
         "comfy.ldm.modules.attention": {"wrap_attn": None, "optimized_attention": attention_pytorch},
@@ -91,6 +93,13 @@ def host_modules(cancelled: Callable[[], bool] = lambda: False) -> dict[str, typ
         if parent:
             setattr(modules[parent], child, module)
     return modules
+
+
+class CLIP:
+    """What reads prompts."""
+
+    def __init__(self, model: Any) -> None:
+        self.cond_stage_model = model
 
 
 class Executor:
@@ -209,6 +218,14 @@ class VAE:
         pixels = pixels.movedim(-1, 1)
         self.asked.append(self.memory_used_encode(pixels.shape, self.vae_dtype))
         return self.first_stage_model.encode(pixels).latent_dist.mode()
+
+    def decode_tiled(self, samples: Tensor, tile_x: int = 64, tile_y: int = 64, overlap: int = 16) -> Tensor:
+        self.asked.append(self.memory_used_decode(samples.shape, self.vae_dtype))
+        return self.decode_tiled_(samples)
+
+    def encode_tiled(self, pixels: Tensor, tile_x: int = 512, tile_y: int = 512, overlap: int = 64) -> Tensor:
+        self.asked.append(self.memory_used_encode(pixels.movedim(-1, 1).shape, self.vae_dtype))
+        return torch.zeros(len(pixels), 4, pixels.shape[1] // 8, pixels.shape[2] // 8)
 
     def decode_tiled_(self, samples: Tensor) -> Tensor:
         return torch.zeros(len(samples), samples.shape[2] * 8, samples.shape[3] * 8, 3)
