@@ -179,6 +179,8 @@ class _Denoiser:
         with self._measured(unet), entered(unet, attachment):
             self.record.sites = dict(attachment.sites)
             out = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+        if attachment.runs_uncompiled is not None:
+            self.record.warn(attachment.runs_uncompiled)
         self._calls += 1
         return out
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .compat import is_compiling
 from .errors import LowVRAMError
+from .hooks.compiled import out_of_sight
 from .hooks.offload import step_groups
 from .hooks.registry import active_hooks, applicable
 from .memory.rooms import ROOMS
@@ -30,7 +33,11 @@ from .streaming.timing import Timing
 
 @dataclass(eq=False, repr=False)
 class Attachment:
-    """What one call of :func:`attach` did to a target: its settings, how many sites each hook hit, and the way back."""
+    """What one call of :func:`attach` did to a target: its settings, how many sites each hook hit, and the way back.
+
+    Attributes:
+        runs_uncompiled: a sentence on why, where somebody has compiled a model that has run with what is attached.
+    """
 
     anatomy: Anatomy
     settings: Settings
@@ -38,6 +45,7 @@ class Attachment:
     timing: Timing | None = None
     sites: dict[str, int] = field(default_factory=dict, init=False)
     plan: Any = field(default=None, init=False)
+    runs_uncompiled: str | None = field(default=None, init=False)
     _steps: list[Patch | Change] | None = field(default=None, init=False)
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False)
 
@@ -80,13 +88,15 @@ class Attachment:
         self._undo.extend(set_patch(patch) for patch in patches)
 
     def _in_turn(self) -> Iterator[Patch]:
+        hidden = bool(out_of_sight(self.settings))
         for group in step_groups(self.anatomy, self.anatomy.components):
             begin = functools.partial(begin_stage, self.device, self if self.anatomy.denoiser in group else None)
             for name, component in group.items():
                 for entry in self.anatomy.entries[name]:
                     again = functools.partial(getattr, component, entry)
                     alone = functools.partial(self._alone, self._places(name), begin, again)
-                    yield wrap(component, entry, alone, "threads")
+                    around = functools.partial(self._out_of_sight, is_compiling(), alone) if hidden else alone
+                    yield wrap(component, entry, around, "threads")
 
     def modules(self) -> Iterable[nn.Module]:
         """The models that carry what is attached."""
@@ -120,6 +130,23 @@ class Attachment:
                 begin()
                 return original(*args, **kwargs)
         return again()(*args, **kwargs)  # this has been taken off while the thread waited
+
+    def _out_of_sight(
+        self, is_compiling: Callable[[], bool], call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """``call``, and outside of its graph where somebody's torch.compile follows."""
+        if is_compiling():
+            return torch._dynamo.disable(self._uncompiled)(call, *args, **kwargs)
+        return call(*args, **kwargs)
+
+    def _uncompiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.runs_uncompiled is None:
+            names = ", ".join(out_of_sight(self.settings))
+            self.runs_uncompiled = (
+                f"this model is compiled by torch.compile, and runs uncompiled: no compiler follows {names}"
+            )
+            warnings.warn(self.runs_uncompiled, stacklevel=2)
+        return call(*args, **kwargs)
 
     def add_undoing(self, undo: Callable[[], None]) -> None:
         """Have ``undo`` called when this is taken off."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -156,6 +157,42 @@ def test_a_foreign_patch_on_top_survives(pipe: Any) -> None:
     assert torch.equal(tiny.run(pipe, steps=1), expected)
     assert calls == [1]
     assert not torch.is_inference(pipe.unet(torch.zeros(1, 4, 8, 8), 1, torch.zeros(1, 77, 32)).sample)
+
+
+OUT_OF_SIGHT: dict[str, dict[str, Any]] = {
+    "park_skips": {"park_skips": True},
+    "residual_strips": {"residual_strips": 3},
+    "transformer_chunks": {"transformer_chunks": 3},
+    "guidance_in_turn": {"guidance_in_turn": True},
+    "offload": {"offload": "layer"},
+    "weight_storage": {"weight_storage": "int8"},
+}
+
+
+@pytest.mark.slow(12)
+@pytest.mark.parametrize("compiled_first", [True, False], ids=["compiled first", "hooks first"])
+@pytest.mark.parametrize("knob", OUT_OF_SIGHT)
+def test_what_no_compiler_can_follow_runs_beside_torch_compile(knob: str, compiled_first: bool) -> None:
+    """Uncompiled, and told so."""
+    unet = tiny.components("sd15")["unet"].eval()
+    size = ((2, 4, 8, 8), (2, 77, 32))
+    latents, text = (torch.randn(one, generator=torch.Generator().manual_seed(3)) for one in size)
+
+    def run() -> torch.Tensor:
+        made: torch.Tensor = unet(latents, torch.tensor(5), encoder_hidden_states=text, return_dict=False)[0]
+        return made
+
+    with torch.no_grad(), contextlib.ExitStack() as taken_off:
+        with attached(unet, Settings(**OUT_OF_SIGHT[knob]), device="cpu"):
+            expected = run()
+        if compiled_first:
+            unet.compile(backend="eager")
+        taken_off.enter_context(attached(unet, Settings(**OUT_OF_SIGHT[knob]), device="cpu"))
+        if not compiled_first:
+            unet.compile(backend="eager")
+        with pytest.warns(UserWarning, match=f"runs uncompiled: no compiler follows {knob}"):
+            assert torch.equal(run(), expected)
+        assert torch.equal(run(), expected)
 
 
 def test_copies_are_refused(pipe: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,13 @@ def only_kernel(kernel: str) -> contextlib.AbstractContextManager[Any]:
         flags = {"enable_flash": kernel == "flash", "enable_math": False, "enable_mem_efficient": kernel == "efficient"}
         return torch.backends.cuda.sdp_kernel(**flags)
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION if kernel == "flash" else SDPBackend.EFFICIENT_ATTENTION)
+
+
+def is_compiling() -> Callable[[], bool]:
+    """What tells whether torch's compiler follows the caller; before 2.2 it knows its own function for that alone."""
+    owner = torch.compiler if hasattr(torch.compiler, "is_compiling") else sys.modules.get("torch._dynamo")
+    known: Callable[[], bool] = getattr(owner, "is_compiling", lambda: False)
+    return known
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

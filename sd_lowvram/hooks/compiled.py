@@ -114,6 +114,19 @@ def untraceable(settings: Settings) -> str | None:
     )
 
 
+def out_of_sight(settings: Settings) -> list[str]:
+    """The knobs of ``settings`` whose hooks keep what no graph can: maps on their way to the host, weights lent for a
+    call. A model that carries them runs uncompiled, whoever has compiled it, in the memory that its plan tells."""
+    names = [name for name in _OUT_OF_SIGHT if getattr(settings, name)]
+    return names + (["offload"] if settings.offload in STREAMED else [])
+
+
+_OUT_OF_SIGHT = (
+    *("residual_strips", "transformer_chunks", "guidance_in_turn", "park_skips"),
+    *("weight_storage", "deep_cache", "merge_tokens"),
+)
+
+
 def parts(anatomy: Anatomy, whole: bool) -> Iterator[tuple[str, list[nn.Module]]]:
     """What is compiled of each component, the autoencoder's encoder apart from its decoder."""
     if anatomy.denoiser is not None and anatomy.unet is not None:

@@ -20,7 +20,7 @@ PIXELS = 8 * inside.SIDE
 def main(host: str) -> None:
     inside.enter(Path(host))
     nodes = inside.our_nodes()
-    checks = (refusals, autoencoders, pictures, rows, peaks)
+    checks = (refusals, autoencoders, pictures, compiled, rows, peaks)
     print(json.dumps({check.__name__: check(nodes) for check in checks}))
 
 
@@ -71,6 +71,20 @@ def pictures(nodes: dict[str, Any]) -> dict[str, float]:
     ):
         model = inside.patched(inside.model("sd15"), stock)
         found[name] = _far(inside.sample(model, **run), inside.sample(_ours(nodes, model, **ON)[0], **run))
+    return found
+
+
+def compiled(nodes: dict[str, Any]) -> dict[str, Any]:
+    """How far samplings are from the stock ones where torch.compile is set on the model before our node, or after it,
+    by the knobs; and whether the record tells that the model runs uncompiled."""
+    plain, found = inside.sample(inside.model("sd15"), steps=2), {}
+    alone = ("park_skips", "residual_strips", "guidance_in_turn", "transformer_chunks", "feed_forward_chunks")
+    for name, knobs in {**{name: {name: ON[name]} for name in alone}, "together": ON, "none": {}}.items():
+        for order in ("before", "after"):
+            model = inside.model("sd15")
+            made, record = _ours(nodes, inside.compiled(model) if order == "before" else model, **knobs)
+            drawn = inside.sample(made if order == "before" else inside.compiled(made), steps=2)
+            found[f"{name}, {order}"] = [_far(plain, drawn), any("runs uncompiled" in note for note in record.notes)]
     return found
 
 

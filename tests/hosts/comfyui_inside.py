@@ -327,3 +327,12 @@ def patched(model: Any, name: str | None) -> Any:
     if inspect.isawaitable(made):
         made = asyncio.run(made)
     return getattr(made, "result", made)[0]
+
+
+def compiled(model: Any) -> Any:
+    """``model`` as the stock TorchCompileModel makes it, by a backend that is quick: Dynamo follows all alike."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    made = model.clone()
+    set_torch_compile_wrapper(made, backend="eager")
+    return made

@@ -114,6 +114,24 @@ def test_pictures_of_every_kind_are_equal_with_every_knob_on(facts, kind) -> Non
     assert facts["pictures"][kind] < 1e-4
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(
+    ("knobs", "uncompiled"),
+    [
+        ("park_skips", True),
+        ("residual_strips", True),
+        ("guidance_in_turn", True),
+        ("transformer_chunks", True),
+        ("together", True),
+        ("feed_forward_chunks", False),
+        ("none", False),
+    ],
+)
+def test_torch_compile_on_either_side(facts, knobs, uncompiled, order) -> None:
+    far, told = facts["compiled"][f"{knobs}, {order}"]
+    assert far < 1e-4 and told == uncompiled
+
+
 @serves("SD3, FLUX.1, Z-Image, Chroma")
 @pytest.mark.parametrize("kind", ["sd15", "flux"])
 def test_exact_tiles_hold_on_the_hosts_autoencoders(facts, kind) -> None:
