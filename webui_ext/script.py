@@ -100,10 +100,11 @@ def _begin(p: Any, chosen: Mapping[str, Any], encodes: bool) -> None:
     picture = asked_of(p, model, encodes)
     _foresee_refiner(p, chosen, picture)
     plan, _ = run.start(model, chosen, picture)
-    if (decides := decision_in(plan)).endswith(BREAKS):
-        p.comment(f"{NAME}: {decides}")
     saving.begin(p, chosen["save_latents"])
     p.extra_generation_params[infotext.KEY] = infotext.write(chosen)
+    if (decides := decision_in(plan)).endswith(BREAKS):
+        p.comment(f"{NAME}: {decides}")
+        p.extra_generation_params.update(infotext.NOT_KEPT)
     if host.moves_weights(model) and any(chosen[name] not in ("auto", 0) for name in host.WEIGHTS):
         p.comment(f"{NAME}: this WebUI moves the weights itself; the settings for weights have no effect")
 

@@ -66,10 +66,20 @@ def bare(data: Path) -> dict[str, Any]:
         return {"picture": s.make().picture, "packages": packages()}
 
 
+LEFT_OVERS: dict[str, Any] = {"token_merging_ratio": 0.5}
+if KIND == "a1111":  # Forge has no hypertile
+    LEFT_OVERS |= {"hypertile_enable_unet": True, "hypertile_enable_vae": True}
+
+
 @pytest.fixture(scope="module")
 def server(data: Path, bare: dict[str, Any]) -> Iterator[Server]:
+    """All plans are made anew, and after others have left things of theirs on the model."""
     webui_data.add_extension(data)
     with running(data) as s:
+        s.ask("/sdapi/v1/options", LEFT_OVERS)
+        merged = s.make().picture
+        s.ask("/sdapi/v1/options", {name: type(value)(0) for name, value in LEFT_OVERS.items()})
+        assert not numpy.array_equal(merged, bare["picture"]) and not any((data / "traces").glob("*"))
         yield s
 
 
@@ -170,6 +180,16 @@ def test_what_cannot_be_is_refused_with_the_limit_in_question(server: Server, wr
     server.make()
 
 
+@pytest.mark.skipif(KIND != "forge", reason="AUTOMATIC1111 leaves the weights to the plan")
+def test_a_budget_that_the_host_does_not_keep_is_told(server: Server) -> None:
+    """Its UNet alone has 39.5 MiB, and it keeps all of the model on a CPU."""
+    for budget, kept in (("20MB", False), ("16GB", True)):
+        made = server.make(ours={"vram": budget})
+        assert "it keeps all " in server.plans()[-1] and "peak" not in server.plans()[-1]
+        assert ("more than this budget" in server.plans()[-1]) != kept
+        assert ("Low VRAM budget: not kept by the WebUI" in made.infotext) != kept
+
+
 @pytest.mark.serves("LCM, Turbo, Lightning")
 @pytest.mark.parametrize("prompt", ["a red cube", "a red cube AND a blue ball"])
 @pytest.mark.parametrize("scale", [1, 5])
@@ -263,17 +283,45 @@ def test_grid_over_attention_backends(server: Server) -> None:
     assert all("attention 34" in line for line in lines)
 
 
+def test_a_refused_picture_of_a_grid_says_why_in_its_place(server: Server) -> None:
+    """The other keeps its place, and the host goes on."""
+    label = next(axis for axis in _grid_axes(server) if axis.startswith("[Low VRAM] Largest piece"))
+    values = [_grid_axes(server).index(label), "1, 0", [], 0, "", [], 0, "", []]
+    legend, lone, parts, loose_seeds, vary_x, vary_y, vary_z, margin, csv = True, True, *[False] * 5, 0, True
+    arguments = [*values, legend, lone, parts, loose_seeds, vary_x, vary_y, vary_z, margin, csv]
+    made = server.make(script_name="x/y/z plot", script_args=arguments)
+    _, refused, drawn = made.pictures
+    assert any("largest_mib 1: " in text for text in made.info["infotexts"])
+    assert refused.shape == (128, 128, 3) and (refused == 255).all(-1).mean() > 0.4 and refused.std() > 5
+    assert numpy.array_equal(drawn, server.make(ours={"largest_mib": 0, "vram": ""}).picture)
+
+
+def test_the_page_asks_nothing_while_the_panel_is_off(server: Server) -> None:
+    """Gradio runs a script before it asks, where one is given; only the panel's own switch has none."""
+    config = server.ask("/config")
+    ids = {one["props"].get("elem_id"): one["id"] for one in config["components"]}
+    for tab in ("txt2img", "img2img"):
+        line = ids[f"{tab}_sd_lowvram_prediction"]
+        ours = [one for one in config["dependencies"] if one["outputs"] == [line]]
+        free = [one["targets"] for one in ours if not one["js"]]
+        assert len(ours) > 30 and all("new Promise" in one["js"] for one in ours if one["js"])
+        assert str(ids[f"{tab}_sd_lowvram_enabled-checkbox"]) in map(str, numpy.ravel(free[0])) and len(free) == 1
+
+
 def _grid_axes(server: Server) -> list[str]:
     info = server.ask("/sdapi/v1/script-info")
     grid = next(one for one in info if one["name"] == "x/y/z plot" and not one["is_img2img"])
     return list(grid["args"][0]["choices"])
 
 
+HIRES: dict[str, Any] = {"enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7}
+if KIND != "a1111":  # its page sends these along, and its API has no default that works
+    HIRES |= {"hr_additional_modules": ["Use same choices"], "hr_cfg": 5}
+
+
 @pytest.mark.parametrize("upscaler", ["Latent", "Lanczos"])
 def test_hires_fix_is_planned_anew(server: Server, upscaler: str) -> None:
-    hires: dict[str, Any] = {"enable_hr": True, "hr_scale": 2, "hr_upscaler": upscaler, "denoising_strength": 0.7}
-    if KIND != "a1111":  # its page sends these along, and its API has no default that works
-        hires |= {"hr_additional_modules": ["Use same choices"], "hr_cfg": 5}
+    hires = {**HIRES, "hr_upscaler": upscaler}
     ours = server.make(ours={"preset": "smallest"}, **hires)
     assert_same(ours, server.make(**hires))
     assert ours.picture.shape == (256, 256, 3)

@@ -5,13 +5,14 @@ WEBUI_DIR=... [WEBUI_PYTHON=...] make test-hosts
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import webui_data
-from test_webui import assert_same, only_a1111
+from test_webui import HIRES, as_png, assert_same, only_a1111
 from webui_data import KIND, MODELS, PYTHON, WEBUI
 from webui_server import Server, serving
 
@@ -44,6 +45,8 @@ def sdxl(data: Path) -> Iterator[Server]:
         yield s
 
 
+WHOLE = {"offload": "none", "packed_weights": "off"}
+"""Weights are given up for no budget, and take no room besides, so that it must be found in the steps."""
 VAE_AND_ATTENTION = {"attention", "vae_exact", "vae_slices"}
 SWITCHED = {"refiner_checkpoint": "refiner", "refiner_switch_at": 0.5, "steps": 2}
 REFINER = {"override_settings": {"sd_model_checkpoint": "refiner.safetensors"}, "steps": 1}
@@ -65,12 +68,12 @@ def test_sdxl_keeps_the_budget(sdxl: Server, asked: dict[str, Any]) -> None:
     start = len(sdxl.watched())
     plain = sdxl.make(**asked, **SIZE)
     bare = sdxl.watched()[start:]
-    sdxl.make(ours={"offload": "none"}, **asked, **SIZE)
+    sdxl.make(ours=WHOLE, **asked, **SIZE)
     plenty = sdxl.watched()[start + len(bare) :]
     check(plenty, asked["steps"])
     budget = max(one["held"] for one in plenty) + int(0.9 * plenty[0]["planned"])
     before, lines = len(sdxl.watched()), len(sdxl.plans())
-    ours = sdxl.make(ours={"offload": "none", "vram": f"{budget // MIB}MB"}, **asked, **SIZE)
+    ours = sdxl.make(ours={**WHOLE, "vram": f"{budget // MIB}MB"}, **asked, **SIZE)
     assert_same(ours, plain)
     now = sdxl.watched()[before:]
     check(now, asked["steps"])
@@ -104,3 +107,21 @@ def test_what_is_planned_is_of_the_type_that_computes(narrower: Server, preset: 
     before = len(narrower.watched())
     narrower.make(steps=1, ours={"preset": preset, "offload": "none"}, **SIZE)
     check(narrower.watched()[before:], 1)
+
+
+RUN = [
+    ("img2img", {"steps": 20, "denoising_strength": 0.75}),
+    ("img2img", {"steps": 20, "denoising_strength": 0.1}),
+    ("txt2img", {"steps": 4, **HIRES, "hr_second_pass_steps": 3}),
+]
+
+
+@pytest.mark.parametrize(("what", "asked"), RUN)
+def test_the_steps_that_are_planned_are_those_that_run(narrower: Server, what: str, asked: dict[str, Any]) -> None:
+    """Those of each pass, where there are two."""
+    small = {"width": 64, "height": 64}
+    start = {"init_images": [as_png(narrower.make(steps=1, **small))]} if what == "img2img" else {}
+    before = len(narrower.watched())
+    narrower.make(what, ours={}, **asked, **start, **small)
+    ran = Counter(one["steps"] for one in narrower.watched()[before:] if one["stage"] == "denoise")
+    assert ran and all(steps == count for steps, count in ran.items()) and len(ran) == (1 if start else 2)

@@ -51,8 +51,8 @@ def add_extension(place: Path) -> None:
 
 
 def add_checkpoint(place: Path, name: str, seed: int = 0, kind: str = "sd15", width: int = WIDTH) -> Path:
-    """A checkpoint of SD1.5 or SDXL's "base" or "refiner", narrow where the host can be told so; in AUTOMATIC1111 with
-    a LoRA of the same name for the first."""
+    """A checkpoint of SD1.5 or another ``kind`` of webui_models, narrow where the host can be told so; in AUTOMATIC1111
+    with a LoRA of the same name for SD1.5. Forge has "inpaint" besides."""
     file = place / MODELS / f"{name}.safetensors"
     if KIND == "a1111":
         program = [PYTHON, str(HERE / "webui_models.py"), WEBUI, str(file), str(seed), kind, str(width)]
@@ -61,6 +61,7 @@ def add_checkpoint(place: Path, name: str, seed: int = 0, kind: str = "sd15", wi
             file.with_suffix(".lora").rename(place / "models" / "Lora" / file.name)
         return file
     config = architecture("sd15")
+    config["unet"]["in_channels"] = 9 if kind == "inpaint" else 4
     if KIND == "forge":
         for part in ("unet", "vae"):
             config[part]["block_out_channels"] = [width * level for level in LEVELS]

@@ -1,13 +1,13 @@
 """Writes a checkpoint with random weights for a WebUI, its configuration beside it, and a LoRA for SD1.5.
 
-Run by the WebUI's Python: webui_models.py WEBUI_DIR FILE SEED [sd15|base|refiner] [WIDTH]. The model has all blocks of
-SD1.5, or of SDXL's base or refiner. WIDTH are the UNet's channels at the highest resolution: by default a tenth of the
-real one's, so that a step takes a second on a CPU; the autoencoder is as narrow.
+Run by the WebUI's Python: webui_models.py WEBUI_DIR FILE SEED [KIND] [WIDTH]. The model has all blocks of its KIND:
+SD1.5 (sd15), its inpainting (9 channels) and InstructPix2Pix (8), SD2.x that predicts noise (sd2) or v (sd2v), SDXL's
+base or refiner. WIDTH are the UNet's channels at the highest resolution: by default a tenth of the real one's, so that
+a step takes a second on a CPU; the autoencoder is as narrow.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,49 +18,78 @@ from safetensors.torch import save_file
 WIDTH, LEVELS, RANK = 32, [1, 2, 4, 4], 4
 
 
+_LDM, _SD2 = "repositories/stable-diffusion-stability-ai", "configs/stable-diffusion/v2-inference"
+CONFIGS = {
+    "sd15": "configs/v1-inference.yaml",
+    "inpaint": "configs/v1-inpainting-inference.yaml",
+    "instruct": "configs/instruct-pix2pix.yaml",
+    "sd2": f"{_LDM}/{_SD2}.yaml",
+    "sd2v": f"{_LDM}/{_SD2}-v.yaml",
+}
+"""The WebUI's own, by the kinds of models that are ldm's."""
+
+
 def main(webui: str, file: str, seed: str, kind: str = "sd15", width: str = str(WIDTH)) -> None:
-    write = sd15 if kind == "sd15" else functools.partial(sdxl, kind=kind)
-    write(webui, file, torch.Generator().manual_seed(int(seed)), width=int(width))
+    write = ldm if kind in CONFIGS else sdxl
+    write(webui, file, torch.Generator().manual_seed(int(seed)), kind=kind, width=int(width))
 
 
-def sd15(webui: str, file: str, noise: torch.Generator, width: int) -> None:
-    sys.path.insert(0, f"{webui}/repositories/stable-diffusion-stability-ai")
+def ldm(webui: str, file: str, noise: torch.Generator, kind: str, width: int) -> None:
+    """A model of SD1.x or SD2.x; beside SD1.5 a LoRA for it."""
+    sys.path.insert(0, f"{webui}/{_LDM}")
     from ldm.util import instantiate_from_config
     from omegaconf import OmegaConf
-    from transformers import CLIPTextConfig, CLIPTextModel
 
-    config = OmegaConf.load(f"{webui}/configs/v1-inference.yaml")
-    config.model.params.unet_config.params.model_channels = width
-    config.model.params.first_stage_config.params.ddconfig.ch = WIDTH
-    OmegaConf.save(config, Path(file).with_suffix(".yaml"))
-    text = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+    config = OmegaConf.load(f"{webui}/{CONFIGS[kind]}")
+    parts = config.model.params
+    parts.unet_config.params.model_channels = width
+    parts.first_stage_config.params.ddconfig.ch = WIDTH
     with torch.device("meta"):
-        parts = {
-            "model.diffusion_model.": instantiate_from_config(config.model.params.unet_config),
-            "first_stage_model.": instantiate_from_config(config.model.params.first_stage_config),
-            "cond_stage_model.transformer.": CLIPTextModel(text),
+        text = {"cond_stage_model.transformer.": _clip()}
+    if kind.startswith("sd2"):
+        text = {"cond_stage_model.model.": _open_clip()}
+        parts.unet_config.params.context_dim, parts.unet_config.params.num_head_channels = _TEXT_WIDTH, 16
+        parts.cond_stage_config.params.arch = _TEXT_ARCH
+    OmegaConf.save(config, Path(file).with_suffix(".yaml"))
+    with torch.device("meta"):
+        made = {
+            "model.diffusion_model.": instantiate_from_config(parts.unet_config),
+            "first_stage_model.": instantiate_from_config(parts.first_stage_config),
         }
-    weights = {prefix + name: one for prefix, part in parts.items() for name, one in _random(part, noise)}
+    weights = {prefix + name: one for prefix, part in (made | text).items() for name, one in _random(part, noise)}
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
     weights["alphas_cumprod"] = torch.cumprod(1 - betas, 0).float()
     save_file(weights, file)
-    save_file(
-        _lora(noise, width), str(Path(file).with_suffix(".lora")), metadata={"ss_network_module": "networks.lora"}
-    )
+    if kind == "sd15":
+        lora = str(Path(file).with_suffix(".lora"))
+        save_file(_lora(noise, width), lora, metadata={"ss_network_module": "networks.lora"})
+
+
+def _clip() -> torch.nn.Module:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    return CLIPTextModel(CLIPTextConfig(**sizes))
+
+
+def _open_clip() -> torch.nn.Module:
+    import open_clip
+
+    model = open_clip.create_model(_TEXT_ARCH)
+    del model.visual
+    return model
 
 
 _TEXT_WIDTH, _TEXT_ARCH = 512, "ViT-B-32"
-"""Of the second text encoder, in place of ViT-bigG-14's 1280."""
+"""Of open_clip's text encoders, in place of ViT-H-14's 1024 and ViT-bigG-14's 1280."""
 
 
 def sdxl(webui: str, file: str, noise: torch.Generator, kind: str, width: int) -> None:
     """SDXL's base or refiner."""
     folder = f"{webui}/repositories/generative-models"
     sys.path.insert(0, folder)
-    import open_clip
     from omegaconf import OmegaConf
     from sgm.util import instantiate_from_config
-    from transformers import CLIPTextConfig, CLIPTextModel
 
     config = OmegaConf.load(f"{folder}/configs/inference/sd_xl_{kind}.yaml")
     parts = config.model.params
@@ -73,17 +102,14 @@ def sdxl(webui: str, file: str, noise: torch.Generator, kind: str, width: int) -
     text = next(one.params for one in parts.conditioner_config.params.emb_models if "arch" in one.get("params", {}))
     text.arch = _TEXT_ARCH
     OmegaConf.save(config, Path(file).with_suffix(".yaml"))
-    small = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
     with torch.device("meta"):
         made = {
             "model.diffusion_model.": instantiate_from_config(parts.network_config),
             "first_stage_model.": instantiate_from_config(parts.first_stage_config),
         }
         if kind == "base":
-            made["conditioner.embedders.0.transformer."] = CLIPTextModel(small)
-    large = open_clip.create_model(_TEXT_ARCH)
-    del large.visual
-    made[f"conditioner.embedders.{1 if kind == 'base' else 0}.model."] = large
+            made["conditioner.embedders.0.transformer."] = _clip()
+    made[f"conditioner.embedders.{1 if kind == 'base' else 0}.model."] = _open_clip()
     save_file({prefix + name: one for prefix, part in made.items() for name, one in _random(part, noise)}, file)
 
 

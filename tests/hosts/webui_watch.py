@@ -73,11 +73,14 @@ def _held() -> int:
 
 def _planned(stage: str) -> dict[str, int]:
     """What the plan in force counts for a stage beside the weights: on the device, and what this machine's allocator
-    sees, to which maps that wait in host memory are the same."""
+    sees, to which maps that wait in host memory are the same; and its steps."""
     current = sys.modules["webui_ext.run"].current()
     found = [one for one in current.plan.stages if one.name == stage] if current else []
     weights = sum(map(weight_bytes, current.anatomy.components.values())) if current else 0
-    return {"planned": found[0].activation_bytes, "seen": found[0].held_bytes - weights} if found else {}
+    if not found:
+        return {}
+    steps = current.plan.request.steps
+    return {"planned": found[0].activation_bytes, "seen": found[0].held_bytes - weights, "steps": steps}
 
 
 class Watch(scripts.Script):

@@ -480,6 +480,7 @@ def test_a_budget_that_forge_does_not_keep_is_told_with_the_pictures(host: Any, 
         told = "\n".join([*p.told, capsys.readouterr().out])
         assert "keeps all 18.9 MiB of the model" in told and "peak" not in told
         assert ("more than this budget" in told) != kept and bool(p.told) != kept
+        assert ("Low VRAM budget" in p.extra_generation_params) != kept
         script.postprocess(p, None)
 
 
