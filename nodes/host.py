@@ -60,6 +60,11 @@ _LEAST_KEPT = 128 << 20
 """Bytes of weights that the host loads however little is free."""
 
 
+def loads_freely() -> bool:
+    """Whether the host keeps weights on a card wherever there is room, whatever it is asked for: its dynamic VRAM."""
+    return bool(getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", False))
+
+
 def others_beside(module: nn.Module) -> dict[str, int]:
     """Bytes of the weights of all models that there are besides ``module``, by what they are called for people.
 

@@ -50,6 +50,8 @@ def _accounts(record: Record, stage: StagePlan, on_cpu: bool, whole: bool) -> It
     """What the budget counts of ``stage``, and what else there is."""
     part, work = _PARTS[stage.name]
     yield f"counted: {part} {format_size(stage.weights_bytes)}, {work} {format_size(stage.activation_bytes)}"
+    if host.loads_freely():
+        yield "not bounded: ComfyUI's dynamic VRAM keeps weights wherever there is room, whatever the budget"
     others = host.others_beside(record.model_of(stage.name))
     told = [f"{kind} {format_size(size)}" for kind, size in others.items()]
     if told:

@@ -301,6 +301,17 @@ def test_what_the_budget_counts_and_what_lies_beside_it_is_named(pack, model, va
     del clip
 
 
+def test_a_host_that_no_budget_bounds_is_told_of(pack, model, monkeypatch) -> None:
+    """Dynamic VRAM, ComfyUI's own way on NVIDIA's cards from 0.33 on."""
+    free = types.ModuleType("comfy.memory_management")
+    free.aimdo_enabled = True
+    node = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]()
+    for told in (False, True):
+        (text,) = node.optimize(model, "1GB", 64, 64, 1, **CHUNKED)["ui"]["text"]
+        assert ("not bounded: ComfyUI's dynamic VRAM" in text) == told
+        monkeypatch.setitem(sys.modules, "comfy.memory_management", free)
+
+
 def test_a_decode_that_somebody_else_has_set_stays(pack, vae) -> None:
     vae.decode = lambda samples: 1 - comfy_host.VAE.decode(vae, samples)
     assert tiny.relative_error(optimize_vae(pack, vae).decode(LATENTS), vae.decode(LATENTS)) < 1e-5
