@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .errors import BadInputError
+from .errors import BadInputError, ConflictError
 from .hooks.precision import force_upcast
 from .memory.threads import at_rest
 from .models.anatomy import Anatomy
 from .models.latents import latent_channels, pixel_channels, scale_factor
+from .patches import Patch, roles_of
 from .planning.fallback import Shortage, fallback, leaner, shortage
 from .planning.followed_calls import told_of_autograd
 from .planning.max_size import largest_plans
 from .planning.plan import Plan, Rung
-from .planning.replan import guard
+from .planning.replan import exchanges, guard
 from .planning.request import DEFAULT_STEPS, Request, request_for
 from .planning.search import make_plan
 from .session import Attachment, anatomy_of, attach, attached, attachments, restore
@@ -68,7 +69,8 @@ def optimize(
     """Make ``target`` run within a budget, in the fastest way that fits; use it afterwards as before.
 
     What an earlier call attached to the same target is taken off first. :func:`restore` takes everything off. A larger
-    picture than planned (a hires fix) is planned anew before its first step, or refused there. A call that runs out of
+    picture than planned (a hires fix), or a call with another UNet, autoencoder, text encoder or ControlNet than
+    planned (``pipe.unet = other``), is planned anew before its first step, or refused there. A call that runs out of
     memory all the same is made again: as before once what was cached is given up, then with smaller strips, parked
     maps, a smaller ring, and the decoder on the CPU, never with approximate settings; warnings and the plan's ``rungs``
     tell of it.
@@ -117,10 +119,20 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
         What is attached: a leaner one where the move of the weights ran out of memory.
     """
 
-    def replan(width: int, height: int, batch: int, passes: int) -> None:
+    def replan(**size: Any) -> None:
         now = _plan_of(target)
-        came = dataclasses.replace(now.request, width=width, height=height, batch=batch, passes=passes)
-        attach_plan_for(target, came, settings, approximate, now.rungs)
+        attach_plan_for(target, dataclasses.replace(now.request, **size), settings, approximate, now.rungs)
+
+    def larger(width: int, height: int, batch: int, passes: int) -> None:
+        replan(width=width, height=height, batch=batch, passes=passes)
+
+    def exchanged(name: str, part: nn.Module) -> None:
+        if roles_of(part):
+            raise ConflictError(
+                f"{name} of this {type(target).__name__} is now a {type(part).__name__} that carries a plan of its "
+                "own: restore() what it was optimized with first"
+            )
+        replan()
 
     def go_leaner(short: Shortage) -> Plan:
         now = _plan_of(target)
@@ -130,11 +142,18 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
             return found
         return put_on(found)
 
+    def watches(anatomy: Anatomy, request: Request) -> Iterator[Patch]:
+        """What looks at every call, innermost first."""
+        yield from fallback(anatomy, go_leaner)
+        yield from guard(anatomy, request, larger)
+        yield from exchanges(target, anatomy, exchanged)
+        yield from told_of_autograd(anatomy)
+
     def put_on(chosen: Plan) -> Plan:
         """Attach ``chosen``, or where the move of the weights runs out of memory what is leaner."""
         while True:
             try:
-                _put_on(target, chosen, go_leaner, replan)
+                _put_on(target, chosen, watches)
                 return chosen
             except (RuntimeError, MemoryError) as error:
                 short = shortage(error, "the move of the weights")
@@ -143,10 +162,8 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
     return put_on(chosen)
 
 
-def _put_on(
-    target: Any, chosen: Plan, go_leaner: Callable[[Shortage], object], replan: Callable[[int, int, int, int], None]
-) -> None:
-    """Attach ``chosen`` in place of what is attached to ``target``, with what watches over it."""
+def _put_on(target: Any, chosen: Plan, watches: Callable[[Anatomy, Request], Iterator[Patch]]) -> None:
+    """Attach ``chosen`` in place of what is attached to ``target``, and outside it what ``watches`` over its calls."""
     parked = max(stage.parked_bytes for stage in chosen.stages)
     device = chosen.request.device
     coming = Attachment(anatomy_of(target), chosen.settings, device)
@@ -154,9 +171,7 @@ def _put_on(
         restore(target)
         attachment = attach(target, chosen.settings, device, chosen.timing)
         attachment.plan = chosen
-        attachment.add(fallback(attachment.anatomy, go_leaner))
-        attachment.add(guard(attachment.anatomy, chosen.request, replan))
-        attachment.add(told_of_autograd(attachment.anatomy))
+        attachment.add(watches(attachment.anatomy, chosen.request))
 
 
 def _plan_of(target: Any) -> Plan:

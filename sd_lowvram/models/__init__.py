@@ -28,6 +28,17 @@ def dissect(target: Any) -> Anatomy | None:
     return None
 
 
+def parts_of(family: str, target: Any) -> dict[str, nn.Module]:
+    """The models that ``target`` has now, by name; quick, as nothing is asked of them."""
+    parts: dict[str, nn.Module] = _FAMILIES[family].parts_of(target)
+    return parts
+
+
+def begins(family: str, target: Any) -> list[str]:
+    """The methods of ``target`` that a run goes through before it calls a model."""
+    return [name for name in _FAMILIES[family].BEGINS if hasattr(target, name)]
+
+
 def anatomy_of_components(family: str, components: dict[str, nn.Module]) -> Anatomy:
     """The anatomy of models of a known family, by name: "unet" is the denoiser, "vae" the autoencoder."""
     of = _FAMILIES[family]

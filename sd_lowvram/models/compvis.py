@@ -34,6 +34,17 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     Raises:
         UnsupportedModelError: a shell whose denoiser or autoencoder is of another kind.
     """
+    parts = parts_of(target)
+    support.check(target, parts, {"unet": is_unet, "vae": is_autoencoder})
+    return parts
+
+
+BEGINS = ("apply_model", "decode_first_stage", "encode_first_stage")
+"""The methods of a shell that call its models."""
+
+
+def parts_of(target: Any) -> dict[str, nn.Module]:
+    """As :func:`components_of`, of whatever kind they are."""
     if is_unet(target):
         return {"unet": target}
     if is_autoencoder(target):
@@ -44,9 +55,7 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     unet = next((module for module in unets if isinstance(module, nn.Module)), None)
     vae = next((module for module in (_reached(holder, "first_stage_model") for holder in holders) if module), None)
     found = {"unet": unet, "vae": vae}
-    parts = {name: module for name, module in found.items() if isinstance(module, nn.Module)}
-    support.check(target, parts, {"unet": is_unet, "vae": is_autoencoder})
-    return parts
+    return {name: module for name, module in found.items() if isinstance(module, nn.Module)}
 
 
 _UNET_PATHS = (("model", "diffusion_model"), ("diffusion_model",))

@@ -47,6 +47,16 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     return found
 
 
+BEGINS = ("check_inputs",)
+"""The method of a pipeline that its runs begin with, before any model is called."""
+
+
+def parts_of(target: Any) -> dict[str, nn.Module]:
+    """The parts of a pipeline that are planned, of whatever kind they are now; of a model by itself there are none."""
+    named = {} if isinstance(target, nn.Module) else {name: getattr(target, name, None) for name in SERVED}
+    return {name: part for name, part in named.items() if isinstance(part, nn.Module)}
+
+
 def _run(target: Any, anatomy: Anatomy) -> dict[str, Any]:
     """What the anatomy says of the runs of ``target``, a pipeline or a model."""
     unet = anatomy.unet

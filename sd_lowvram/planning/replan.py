@@ -1,7 +1,9 @@
-"""Another size than planned (a hires fix) is planned anew before its first step, or refused there."""
+"""What comes otherwise than planned (the size of a hires fix, a model in place of another) is planned anew before its
+first step, or refused there."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..memory.accounts import tracing
+from ..models import begins, parts_of
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..weights import first_tensor
@@ -40,6 +44,28 @@ def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]
                 conditions, conditions(component),
             )  # fmt: skip
             yield wrap(component, entry, watch, "guard")
+
+
+def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object]) -> Iterator[Patch]:
+    """Watch whether ``target`` still has the models of ``anatomy``, where a run of it begins and at every call of
+    these, and call ``replan(name, model)`` where another model has come in place of one or beside them.
+
+    A model that was taken away needs no other plan. The call goes on with what is attached then; an exception of
+    ``replan`` reaches the caller instead.
+    """
+
+    def look(owner: Any, entry: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        parts = {} if tracing() else parts_of(anatomy.family, target)
+        other = next((name for name, part in parts.items() if anatomy.components.get(name) is not part), None)
+        if other is None:
+            return original(*args, **kwargs)
+        replan(other, parts[other])
+        return getattr(owner, entry)(*args, **kwargs)
+
+    watched = [(target, entry) for entry in begins(anatomy.family, target)]
+    watched += [(part, entry) for name, part in anatomy.components.items() for entry in anatomy.entries[name]]
+    for owner, entry in watched:
+        yield wrap(owner, entry, functools.partial(look, owner, entry), "exchanges")
 
 
 @dataclass(frozen=True)
