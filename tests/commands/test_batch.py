@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -13,11 +15,18 @@ import pytest
 from command_line import call
 from PIL import Image
 
-from sd_lowvram.commands.batches import painter
-from sd_lowvram.commands.batches.journal import Journal, Picture
+from sd_lowvram.commands.batches import checks, painter
+from sd_lowvram.commands.batches.jobs import read_jobs
+from sd_lowvram.commands.batches.journal import Journal
+from sd_lowvram.commands.batches.marks import CHUNK, Picture, mark_of
 from sd_lowvram.commands.batches.painter import Failed, Painted
+from sd_lowvram.commands.batches.run import Wanted, run
 from sd_lowvram.commands.inputs import Job, check_job
+from sd_lowvram.commands.pictures import png_of
+from sd_lowvram.errors import OutputError
+from sd_lowvram.saved_latents.interval import Interval
 
+SHAPE = {"width": 64, "height": 64, "steps": 1}
 SMALL = ["--width", 64, "--height", 64, "--steps", 1]
 
 
@@ -414,14 +423,88 @@ def test_columns_are_the_options_of_generate():
 
 
 @pytest.mark.slow(20)
-def test_a_damaged_journal_is_told_in_one_sentence(tmp_path):
-    """In a process of its own; every page but the first two is overwritten. Another folder helps, as it says."""
-    (tmp_path / "jobs.txt").write_text("a red apple\n")
-    made = call("batch", "jobs.txt", "--out", "out", *SMALL, folder=tmp_path)
+def test_a_damaged_journal_is_made_anew_of_the_pictures(tmp_path):
+    """In processes of their own; every page but the first two is overwritten. What is missing is painted, no more."""
+    lines = [
+        "prompt,seed,batch,output",
+        "a red apple,,,",
+        "a red apple,,,",
+        "a red apple,5,2,two.png",
+        "a blue car,7,,car.png",
+    ]
+    (tmp_path / "jobs.csv").write_text("\n".join(lines))
+    batch = functools.partial(call, "batch", "jobs.csv", "--out", "out", *SMALL, folder=tmp_path)
+    made = batch()
     assert made.returncode == 0, made.stderr
-    journal = tmp_path / "out" / "journal.sqlite"
+    out = tmp_path / "out"
+    before = {file.name: file.read_bytes() for file in out.glob("*.png")}
+    assert len(before) == 5
+    jobs = json.loads(batch("--json").stdout)["jobs"]
+    (out / "car.png").unlink()
+    (out / "two-2.png").write_bytes(before["two-2.png"][:400])  # of a job of two pictures, of which both are made again
+    journal = out / "journal.sqlite"
     pages = journal.read_bytes()
     journal.write_bytes(pages[:8192] + b"\xaa" * (len(pages) - 8192))
-    done = call("batch", "jobs.txt", "--out", "out", *SMALL, folder=tmp_path)
-    assert done.returncode == 2 and "journal.sqlite is damaged" in done.stderr and "fault" not in done.stderr
-    assert call("batch", "jobs.txt", "--out", "other", *SMALL, folder=tmp_path).returncode == 0
+    looked = call("batch", "jobs.csv", "--out", "out", "--dry-run", *SMALL, folder=tmp_path)
+    assert looked.returncode == 2 and "the batch itself makes it anew" in looked.stderr
+    (out / "two-1.png").unlink()
+    (out / "two-2.png").unlink()
+    again = batch("--json")
+    assert again.returncode == 0, again.stderr
+    assert "journal.sqlite was damaged and lies in journal.sqlite.damaged: a new one is begun" in again.stderr
+    told = json.loads(again.stdout)
+    found = sorted(name for name in before if name.startswith("0"))
+    assert sorted(told["found"]) == found and told["new"] == [4, 5]
+    assert {file.name: file.read_bytes() for file in out.glob("*.png")} == before
+    assert [(one["seed"], one["pictures"], one["state"]) for one in told["jobs"]] == [
+        (one["seed"], one["pictures"], one["state"]) for one in jobs
+    ]
+    assert all(name in (out / "index.html").read_text() for name in before)
+
+
+def test_pictures_without_their_journal_are_taken_up_by_the_jobs_that_made_them(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("jobs.csv").write_text("prompt,seed\na red apple,3\na red apple,4\na blue car,\n")
+    tasks = read_jobs(Path("jobs.csv"), Job("", **SHAPE), {})
+    folder = Path("out")
+    folder.mkdir()
+    for name, job, number in (
+        ("00000-4.png", tasks[1].job, 0),
+        ("00001-9.png", dataclasses.replace(tasks[2].job, seed=9), 0),
+        ("00002-3.png", dataclasses.replace(tasks[0].job, steps=7), 0),  # of another job
+        ("00003-3.png", dataclasses.replace(tasks[0].job, batch=2), 1),  # one of two
+    ):
+        (folder / name).write_bytes(png_of(Image.new("RGB", (8, 8)), {CHUNK: mark_of(job, number)}))
+    (folder / "00004-3.png").write_bytes(b"no picture")
+    (folder / "00005-3.png").write_bytes(png_of(Image.new("RGB", (8, 8)), {CHUNK: "{}"}))
+    with contextlib.closing(Journal(folder)) as journal:
+        entries, changes = journal.take_up(tasks)
+        assert [entry.line for entry in entries] == [2]
+        assert changes.found == ["00000-4.png", "00001-9.png"]
+        assert [one["seed"] for one in journal.summary()][1:] == [4, 9]
+
+
+def test_a_finished_batch_in_a_folder_that_cannot_be_written_is_summarised(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("jobs.txt").write_text("a red apple\n")
+    wanted = Wanted(Path("jobs.txt"), Path("out"), None, None, Interval(), 0, False, False, False)
+    tasks = read_jobs(wanted.jobs, Job("", **SHAPE), {})
+
+    def refused(path, size):
+        raise OutputError(f"{path} cannot be written") from OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(checks, "check_writable", refused)
+    with pytest.raises(OutputError, match=r"--out out cannot be written \(Read-only file system\): give another --out"):
+        run(tasks, wanted)
+    Path("out").mkdir()
+    with contextlib.closing(Journal(Path("out"))) as journal:
+        (entry,), _ = journal.take_up(tasks)
+    with pytest.raises(OutputError):
+        run(tasks, wanted)
+    picture = png_of(Image.new("RGB", (8, 8)), {})
+    Path("out", entry.files[0]).write_bytes(picture)
+    with contextlib.closing(Journal(Path("out"))) as journal:
+        journal.begin(entry, "cpu")
+        journal.done(entry, [Picture(picture, b"")], 1.0, ())
+    assert run(tasks, wanted) == 0
+    assert "1 of 1 done" in capsys.readouterr().out

@@ -24,8 +24,9 @@ from forked import forks_of
 from sd_lowvram.commands.batches import driver, over_ray, processes
 from sd_lowvram.commands.batches.alike import pictures_by_line
 from sd_lowvram.commands.batches.crew import Lost
-from sd_lowvram.commands.batches.journal import Journal, Picture
+from sd_lowvram.commands.batches.journal import Journal
 from sd_lowvram.commands.batches.latents import Place
+from sd_lowvram.commands.batches.marks import Picture
 from sd_lowvram.commands.batches.over_ray import Lacks, Station
 from sd_lowvram.commands.batches.painter import Painted
 from sd_lowvram.commands.inputs import Job

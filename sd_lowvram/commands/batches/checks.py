@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInputError, LowVRAMError
+from ...errors import BadInputError, LowVRAMError, OutputError
 from ..guard import as_typed
 from ..inputs import Job
 from ..paint import checked_model, note_unknown_words, start_pictures
@@ -51,9 +51,14 @@ def check_place(folder: Path) -> None:
     """Make ``folder``, and make sure that something can be written there.
 
     Raises:
-        BadInputError: it cannot be a folder, or the disk is full.
+        BadInputError: it is no folder. OutputError: it cannot be written, or the disk is full.
     """
     if folder.exists() and not folder.is_dir():
         raise BadInputError(f"--out {folder} is no folder: give one, or a new name")
-    check_writable(folder / "a.png", 1 << 20)
+    try:
+        check_writable(folder / "a.png", 1 << 20)
+    except OutputError as error:
+        cause = error.__cause__
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error)
+        raise OutputError(f"--out {folder} cannot be written ({reason}): give another --out") from error
     folder.mkdir(parents=True, exist_ok=True)

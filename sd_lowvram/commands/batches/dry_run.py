@@ -23,7 +23,7 @@ from .journal import finished
 
 def dry_run(tasks: Sequence[Task], folder: Path, as_json: bool) -> int:
     """Print a row for each shape; returns the exit code: that of a budget where one cannot hold its jobs."""
-    done = finished(folder)
+    done, _ = finished(folder)
     waiting = [task for task in tasks if task.key not in done]
     pictures = pictures_by_line(tasks, workers=1)
     rows = [_row(alike, pictures[alike[0].line]) for alike in by_shape(waiting)]

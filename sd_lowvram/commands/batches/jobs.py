@@ -27,7 +27,7 @@ from ...units import MIB, format_size
 from ..guard import as_typed
 from ..inputs import Job, check_job
 from ..knobs import command_line_knobs
-from ..values import check_text, checked_settings
+from ..values import check_printable, check_text, checked_settings
 
 MOST_JOBS = 100_000
 _LARGEST_FILE = 64 * MIB
@@ -234,7 +234,7 @@ def _job(row: dict[str, Any], base: Job, chosen: dict[str, Any]) -> tuple[Job, s
     if asked.output is not None:
         _check_name(asked.output)
     job = check_job(asked)
-    return job, _digest(dataclasses.replace(job, seed=None if asked.seed == -1 else asked.seed))
+    return job, digest_of(dataclasses.replace(job, seed=None if asked.seed == -1 else asked.seed))
 
 
 def _column(written: str) -> str:
@@ -271,6 +271,7 @@ def _value(name: str, raw: Any) -> Any:
 def _check_name(name: str) -> None:
     """Raise BadInputError unless ``name`` is that of a PNG file inside the batch's folder, on every system."""
     check_text("output", name)
+    check_printable("output", name)
     path, windows = PurePosixPath(name), PureWindowsPath(name)
     outside = path.is_absolute() or windows.drive or windows.root or ".." in windows.parts
     if outside or path.suffix.lower() != ".png" or path.name.startswith("."):
@@ -297,6 +298,7 @@ def stated(job: Job) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()} | knobs
 
 
-def _digest(job: Job) -> str:
+def digest_of(job: Job) -> str:
+    """What makes the pictures of ``job``, in short."""
     picture = {name: value for name, value in stated(job).items() if name not in _ELSEWHERE}
     return hashlib.sha256(json.dumps(picture, sort_keys=True).encode()).hexdigest()[:24]

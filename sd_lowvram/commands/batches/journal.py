@@ -13,7 +13,7 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from ...errors import BadInputError
 from ..inputs import Job
 from .jobs import Task, stated
+from .marks import Found, Picture
 
 NAME = "journal.sqlite"
 _VERSION = 1
@@ -59,19 +60,15 @@ class Entry:
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A finished picture: PNG and, small, JPEG."""
-
-    png: bytes
-    thumbnail: bytes
-
-
 @dataclass
 class Changes:
-    """What differs from the last run, as lines of the file; ``gone`` as lines of the file as it was then."""
+    """What differs from the last run, as lines of the file; ``gone`` as lines of the file as it was then.
+
+    Without a journal, ``found`` are the pictures of jobs of the file that lay in the folder.
+    """
 
     first: bool = False
+    found: list[str] = field(default_factory=list)
     new: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -79,7 +76,11 @@ class Changes:
 
 
 class Journal:
-    """The journal of the batch in ``folder``, held for this process alone until it is closed.
+    """The journal of the batch in ``folder``, held for this process alone until it is closed. One that is damaged is
+    set aside, and made anew of the pictures that are there.
+
+    Attributes:
+        set_aside: where the damaged one is; None where it was whole.
 
     Raises:
         BadInputError: another process has it, or it cannot be read.
@@ -88,13 +89,15 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / NAME
+        self.set_aside: Path | None = None
         try:
-            self._rows = sqlite3.connect(self._path, timeout=1, isolation_level=None)
             try:
-                self._open()
-            except BaseException:
-                self._rows.close()
-                raise
+                self._connect()
+            except sqlite3.DatabaseError as error:
+                if not is_damaged(error) or not _is_ours(self._path):
+                    raise
+                self.set_aside = self._path.replace(self._path.with_name(f"{NAME}.damaged"))
+                self._connect()
         except sqlite3.Error as error:
             if "locked" in str(error):
                 raise BadInputError(
@@ -103,6 +106,14 @@ class Journal:
             raise BadInputError(
                 f"{self._path} cannot be used ({error}): move it away, or give another --out"
             ) from error
+
+    def _connect(self) -> None:
+        self._rows = sqlite3.connect(self._path, timeout=1, isolation_level=None)
+        try:
+            self._open()
+        except BaseException:
+            self._rows.close()
+            raise
 
     def _open(self) -> None:
         # Held for as long as this process lives: the system lets go of it whatever ends the process.
@@ -123,6 +134,9 @@ class Journal:
             self._rows.execute(f"PRAGMA user_version = {_VERSION}")
             self._rows.execute(f"PRAGMA application_id = {_OURS}")
         self._rows.execute("COMMIT")
+        found = self._rows.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
 
     def close(self) -> None:
         self._rows.close()
@@ -152,10 +166,14 @@ class Journal:
             self._look_after_pictures(changes)
             names = _Names(self._folder, [name for row in known.values() for name in json.loads(row[3])])
             names.take(task.name for task in tasks if task.name)
+            found = Found(self._folder) if changes.first else None
             entries = []
             for task in tasks:
                 if task.key in known:
                     entry = self._again(task, known[task.key])
+                elif found is not None and (made := found.take(task, asked_names(task))) is not None:
+                    entry = self._found(task, *made, found)
+                    changes.found += entry.files
                 else:
                     entry = self._first(task, names)
                     changes.new.append(task.line)
@@ -192,13 +210,26 @@ class Journal:
         return Entry(number, task.line, job, tuple(json.loads(files)))
 
     def _first(self, task: Task, names: _Names) -> Entry:
-        files = names.of(task)
-        options = json.dumps(stated(task.job), ensure_ascii=False)
-        values = (task.key, task.line, options, str(task.job.seed), json.dumps(files))
+        return self._added(task, task.job, names.of(task), "waiting")
+
+    def _found(self, task: Task, seed: int, files: list[str], found: Found) -> Entry:
+        """Take up a job whose pictures are there."""
+        entry = self._added(task, dataclasses.replace(task.job, seed=seed), files, "done")
+        self._take_results(entry, map(found.picture, files))
+        return entry
+
+    def _added(self, task: Task, job: Job, files: list[str], state: str) -> Entry:
+        options = json.dumps(stated(job), ensure_ascii=False)
+        values = (task.key, task.line, options, str(job.seed), json.dumps(files), state)
         made = self._rows.execute(
-            "INSERT INTO jobs (key, line, options, seed, files, state) VALUES (?, ?, ?, ?, ?, 'waiting')", values
+            "INSERT INTO jobs (key, line, options, seed, files, state) VALUES (?, ?, ?, ?, ?, ?)", values
         )
-        return Entry(made.lastrowid or 0, task.line, task.job, tuple(files))
+        return Entry(made.lastrowid or 0, task.line, job, tuple(files))
+
+    def _take_results(self, entry: Entry, pictures: Iterable[Picture]) -> None:
+        for number, (name, picture) in enumerate(zip(entry.files, pictures, strict=True)):
+            values = (name, entry.id, number, _sha256(picture.png), picture.thumbnail)
+            self._rows.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?)", values)
 
     def begin(self, entry: Entry, worker: str) -> None:
         """Write down that ``worker`` has the job now."""
@@ -212,11 +243,7 @@ class Journal:
         with self._at_once():
             self._end_attempt(entry, seconds, None, notes)
             self._rows.execute("UPDATE jobs SET state = 'done', error = NULL WHERE id = ?", (entry.id,))
-            for number, (name, picture) in enumerate(zip(entry.files, pictures, strict=True)):
-                self._rows.execute(
-                    "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?)",
-                    (name, entry.id, number, _sha256(picture.png), picture.thumbnail),
-                )
+            self._take_results(entry, pictures)
 
     def failed(self, entry: Entry, error: str, *, again: bool) -> None:
         """Write down why an attempt failed, and whether there is another one."""
@@ -234,19 +261,7 @@ class Journal:
 
     def summary(self) -> list[dict[str, Any]]:
         """Every job of the batch as plain values, in the file's order, with its pictures."""
-        jobs = self._rows.execute(
-            "SELECT id, line, options, seed, state, error, (SELECT count(*) FROM attempts WHERE job = jobs.id) "
-            "FROM jobs WHERE line IS NOT NULL ORDER BY line"
-        ).fetchall()
-        pictures: dict[int, list[dict[str, Any]]] = {}
-        for file, job, digest in self._rows.execute("SELECT file, job, sha256 FROM results ORDER BY job, number"):
-            pictures.setdefault(job, []).append({"file": file, "sha256": digest})
-        names = ("line", "options", "seed", "state", "error", "attempts")
-        found = []
-        for number, *values in jobs:
-            one = dict(zip(names, values, strict=True)) | {"pictures": pictures.get(number, [])}
-            found.append(one | {"options": json.loads(one["options"]), "seed": int(one["seed"])})
-        return found
+        return _summary(self._rows)
 
     def thumbnail(self, file: str) -> bytes:
         """The small JPEG of the picture ``file``."""
@@ -254,20 +269,60 @@ class Journal:
         return bytes(row[0])
 
 
-def finished(folder: Path) -> set[str]:
-    """Keys of the jobs that have their results by the journal in ``folder``; none where there is no journal.
+def _summary(rows: sqlite3.Connection) -> list[dict[str, Any]]:
+    jobs = rows.execute(
+        "SELECT id, line, options, seed, state, error, (SELECT count(*) FROM attempts WHERE job = jobs.id) "
+        "FROM jobs WHERE line IS NOT NULL ORDER BY line"
+    ).fetchall()
+    pictures: dict[int, list[dict[str, Any]]] = {}
+    for file, job, digest in rows.execute("SELECT file, job, sha256 FROM results ORDER BY job, number"):
+        pictures.setdefault(job, []).append({"file": file, "sha256": digest})
+    names = ("line", "options", "seed", "state", "error", "attempts")
+    found = []
+    for number, *values in jobs:
+        one = dict(zip(names, values, strict=True)) | {"pictures": pictures.get(number, [])}
+        found.append(one | {"options": json.loads(one["options"]), "seed": int(one["seed"])})
+    return found
+
+
+def finished(folder: Path) -> tuple[set[str], list[dict[str, Any]]]:
+    """Keys of the jobs that have their results by the journal in ``folder``, and all its jobs as plain values; none
+    where there is no journal. Nothing is written.
 
     Raises:
         BadInputError: it cannot be read now.
     """
     path = folder / NAME
     if not path.is_file():
-        return set()
+        return set(), []
     try:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=1)) as rows:
-            return {row[0] for row in rows.execute("SELECT key FROM jobs WHERE state = 'done'")}
+            return {row[0] for row in rows.execute("SELECT key FROM jobs WHERE state = 'done'")}, _summary(rows)
     except sqlite3.Error as error:
-        raise BadInputError(f"{path} cannot be read now ({error}): another batch may be at work in it") from error
+        why = "the batch itself makes it anew of the pictures that are there"
+        why = why if is_damaged(error) else "another batch may be at work in it"
+        raise BadInputError(f"{path} cannot be read now ({error}): {why}") from error
+
+
+def is_damaged(error: sqlite3.Error) -> bool:
+    """Whether SQLite tells that the file itself is not as it should be; of a full disk it speaks otherwise."""
+    return type(error) is sqlite3.DatabaseError
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether the head of a file that may be damaged is that of a journal of ours."""
+    with path.open("rb") as file:
+        head = file.read(100)
+    return head.startswith(b"SQLite format 3\0") and head[68:72] == _OURS.to_bytes(4, "big")
+
+
+def asked_names(task: Task) -> list[str] | None:
+    """The names of a job's pictures, where it asks for one."""
+    if task.name is None:
+        return None
+    path = Path(task.name)
+    many = [path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(1, task.job.batch + 1)]
+    return [one.as_posix() for one in (many if task.job.batch > 1 else [path])]
 
 
 class _Names:
@@ -291,12 +346,9 @@ class _Names:
         Raises:
             BadInputError: the job asks for one that is there and is not of this batch.
         """
-        job = task.job
-        if task.name is None:
-            return [self._numbered(job, number) for number in range(job.batch)]
-        path = Path(task.name)
-        many = [path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(1, job.batch + 1)]
-        names = [one.as_posix() for one in (many if job.batch > 1 else [path])]
+        names = asked_names(task)
+        if names is None:
+            return [self._numbered(task.job, number) for number in range(task.job.batch)]
         for name in names:
             if name.casefold() not in self._known and (self._folder / name).exists():
                 raise BadInputError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import time
 import warnings
 from dataclasses import dataclass
@@ -31,17 +30,15 @@ from ..paint import (
     start_pictures,
 )
 from ..pictures import output_paths, parameters_text, png_of
-from .journal import Picture
 from .latents import Begun, Place, begun
+from .marks import CHUNK, Picture, mark_of, thumbnail
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
     from ...saved_latents.file import Saved
     from ...saved_latents.keeping import Safety
 
-_THUMBNAIL = (256, 256)
 _SHAPE = ("width", "height", "batch", "steps_run", "guidance", "vram", "ram", "approximate", "settings", "task")
 
 
@@ -99,7 +96,7 @@ class Painter:
         return Failed(code, message)
 
     def _paint(self, job: Job, place: Place | None, planned: int) -> Painted:
-        started = time.perf_counter()
+        started, asked = time.perf_counter(), job
         console = Console(quiet=True)
         images = start_pictures(job)
         self._load(job)
@@ -117,8 +114,8 @@ class Painter:
         pictures = []
         for number, image in enumerate(drawn):
             values["Seed"] = (job.seed or 0) + number
-            png = png_of(image, {"parameters": parameters_text(job.prompt, job.negative, values)})
-            pictures.append(Picture(png, _thumbnail(image)))
+            texts = {"parameters": parameters_text(job.prompt, job.negative, values), CHUNK: mark_of(asked, number)}
+            pictures.append(Picture(png_of(image, texts), thumbnail(image)))
         return Painted(tuple(pictures), time.perf_counter() - started, ())
 
     def _load(self, job: Job) -> None:
@@ -174,11 +171,3 @@ def model_key(job: Job) -> tuple[Any, ...]:
 def plan_key(job: Job) -> tuple[Any, ...]:
     """What must be equal for two jobs to be painted by one plan."""
     return tuple(getattr(job, name) for name in _SHAPE)
-
-
-def _thumbnail(image: Image) -> bytes:
-    small = image.copy()
-    small.thumbnail(_THUMBNAIL)
-    data = io.BytesIO()
-    small.convert("RGB").save(data, format="JPEG", quality=80)
-    return data.getvalue()

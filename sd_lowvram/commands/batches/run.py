@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInputError
+from ...errors import BadInputError, OutputError
 from ...files.whole import sweep
 from ...saved_latents.interval import Interval
 from ...units import format_time
@@ -24,7 +24,7 @@ from .crew import Alone, Crew
 from .driver import work
 from .jobs import Task, read_jobs
 from .journal import NAME as JOURNAL
-from .journal import Changes, Journal
+from .journal import Changes, Journal, finished, is_damaged
 from .latents import tidy
 from .processes import Processes, places
 from .progress import Progress, shown
@@ -65,9 +65,17 @@ def check(wanted: Wanted, base: Job, chosen: dict[str, Any]) -> list[Task]:
 
 def run(tasks: Sequence[Task], wanted: Wanted) -> int:
     """Make what has no result yet, and tell how it ended; returns the exit code, that of the first job that failed."""
-    check_place(wanted.out)
+    try:
+        check_place(wanted.out)
+    except OutputError:
+        done, jobs = finished(wanted.out)
+        if not {task.key for task in tasks} <= done:
+            raise
+        return _ended(Progress([], len(tasks)), Changes(), jobs, wanted)
     with _damage_told(wanted.out), contextlib.closing(Journal(wanted.out)) as journal:
         sweep(wanted.out)  # nobody else is at work here: the journal is this process's
+        if journal.set_aside is not None:
+            note(f"{wanted.out / JOURNAL} was damaged and lies in {journal.set_aside.name}: a new one is begun")
         entries, changes = journal.take_up(tasks)
         _tell_changes(changes, wanted.jobs, len(tasks) - len(entries))
         progress = Progress(entries, len(tasks) - len(entries))
@@ -89,18 +97,18 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
         finally:
             tidy(wanted.out)
             write_sheet(wanted.out, wanted.jobs.stem, journal)
-        return _ended(progress, changes, journal, wanted)
+        return _ended(progress, changes, journal.summary(), wanted)
 
 
 @contextlib.contextmanager
 def _damage_told(folder: Path) -> Iterator[None]:
-    """A journal that turns out to be damaged when it is read is bad input; of what else goes wrong SQLite tells."""
+    """A journal that is damaged while the batch runs is bad input; of what else goes wrong SQLite tells."""
     try:
         yield
     except sqlite3.DatabaseError as error:
-        if type(error) is not sqlite3.DatabaseError:  # a full disk, for one
+        if not is_damaged(error):  # a full disk, for one
             raise
-        raise BadInputError(f"{folder / JOURNAL} is damaged ({error}): give another --out") from error
+        raise BadInputError(f"{folder / JOURNAL} is damaged ({error}): the same command begins a new one") from error
 
 
 @contextlib.contextmanager
@@ -121,6 +129,8 @@ def _crew(wanted: Wanted) -> Iterator[Crew]:
 
 def _tell_changes(changes: Changes, jobs: Path, done: int) -> None:
     """Tell what differs from the last run, where there was one."""
+    if changes.found:
+        note(f"found, and taken up without a journal: {_some(changes.found)}")
     if changes.first:
         return
     if done:
@@ -144,12 +154,12 @@ def _some(things: Sequence[object]) -> str:
     return ", ".join(map(str, things[:_NAMED])) + more
 
 
-def _ended(progress: Progress, changes: Changes, journal: Journal, wanted: Wanted) -> int:
+def _ended(progress: Progress, changes: Changes, jobs: list[dict[str, Any]], wanted: Wanted) -> int:
     """Tell how the batch ended; the exit code: that of the first job that failed."""
     if wanted.as_json:
         told: dict[str, Any] = {"folder": str(wanted.out), "sheet": NAME, "seconds": round(progress.seconds, 3)}
         told |= {"pictures_an_hour": round(progress.pictures_an_hour, 1), **dataclasses.asdict(changes)}
-        print(json.dumps(told | {"jobs": journal.summary()}, indent=2))
+        print(json.dumps(told | {"jobs": jobs}, indent=2))
     elif not wanted.quiet:
         print(f"{progress.state} in {format_time(progress.seconds)}; all at a glance: {wanted.out / NAME}")
     if not progress.failed:
