@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from gradients import every_knob, named, tolerance
 
 import sd_lowvram
 from sd_lowvram import Settings, attached
+from sd_lowvram.hooks import feed_forward, residual_strips, transformer_chunks
+from sd_lowvram.settings import Fidelity, knobs
 from sd_lowvram.weights import all_tensors
 
-ALONE = [
-    Settings(attention="sdpa"),
-    Settings(attention="sliced", attention_mib=1),
+LOSSLESS = [settings for settings in every_knob() if tolerance(settings) is not None]
+"""A case for each value of each knob that claims the same picture: one that is declared anew has its case by that."""
+BY_SMALL_PIECES = [
     Settings(attention="fused-softmax", attention_mib=1),
-    Settings(deterministic=True),
-    Settings(channels_last=True),
-    Settings(inference_mode=True),
-    Settings(vae_slices=True),
-    Settings(vae_tiles="exact", vae_map="held", vae_strip_mib=1),
-    Settings(vae_tiles="exact", vae_map="parked", vae_strip_mib=1),
-    Settings(vae_tiles="exact", vae_map="recomputed", vae_strip_mib=1),
-    Settings(decoder_device="cpu"),
-    Settings(offload="none"),
-    Settings(offload="component"),
-    Settings(offload="layer"),
-    Settings(precision="fp32"),
+    *(Settings(vae_tiles="exact", vae_map=where, vae_strip_mib=1) for where in ("held", "parked", "recomputed")),
 ]
+ELSEWHERE = {
+    "attention=efficient": "kernels/test_attention.py",
+    "attention=xformers": "kernels/test_attention.py",
+    "attention=triton": "hooks/fused_interpreted.py",
+    "cuda_graphs=True": "simulated_gpu/test_graphs_on_the_card.py",
+    "fused_kernels=True": "hooks/fused_interpreted.py",
+    "compile=regional": "hooks/test_compiled.py",
+    "compile=whole": "hooks/test_compiled.py",
+    "packed_weights=True": "hooks/test_packed_weights.py",
+    "winograd=True": "hooks/test_winograd.py",
+}
+"""What a CPU does not run, compiles for minutes, or has no layer for in models so narrow, and the tests that hold it to
+its claim."""
 TOGETHER = [
     Settings.smallest(),
     Settings(
@@ -45,8 +52,14 @@ TOGETHER = [
 TASKS = ("", "Img2Img", "Inpaint")
 
 
-def named(settings: Settings) -> str:
-    return ",".join(f"{name}={value}" for name, _, value in settings.decided())
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    """Strips and chunks may be so small here that there are several even of these pictures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residual_strips, "FEWEST_ROWS", 4)
+        for hook in (feed_forward, transformer_chunks):
+            patch.setattr(hook, "FEWEST_TOKENS", 32)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +75,47 @@ def plain(pipes: Any, family: str, task: str) -> tuple[Any, torch.Tensor]:
     return pipes[family, task]
 
 
-@pytest.mark.parametrize("settings", ALONE, ids=named)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_each_hook_alone(pipes: Any, family: str, settings: Settings) -> None:
-    pipe, expected = plain(pipes, family, "")
+_CALLED = {"park_skips": "skip_parking"}
+"""Of hooks whose sites are counted by another name than their own."""
+
+
+def check(pipe: Any, expected: torch.Tensor, settings: Settings) -> None:
+    """Hold ``settings`` to what the knobs in them claim."""
+    allowed = tolerance(settings)
+    assert allowed is not None
     with attached(pipe, settings) as attachment:
         picture = tiny.run(pipe, batch=3, size=72)
-        assert sum(attachment.sites.values()) > 0
-    assert tiny.relative_error(picture, expected) < 1e-4
+        wanted = {knob.hook_of(value) for _, knob, value in settings.decided()} - {""}
+        acting = {_CALLED.get(hook, hook) for hook in attachment.sites}
+        assert wanted <= acting
+    assert tiny.relative_error(picture, expected) <= allowed
+
+
+@pytest.mark.parametrize("settings", [*LOSSLESS, *BY_SMALL_PIECES], ids=named)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_each_knob_that_claims_the_same_picture(pipes: Any, family: str, settings: Settings) -> None:
+    pipe, expected = plain(pipes, family, "")
+    elsewhere = ELSEWHERE.get(named(settings))
+    if elsewhere is None:
+        check(pipe, expected, settings)
+    else:
+        ((name, _, value),) = settings.decided()
+        told = (Path(__file__).parents[1] / elsewhere).read_text()
+        assert name in told and (value is True or f'"{value}"' in told)
+
+
+def test_a_knob_that_claims_too_much_fails(pipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is declared decides which cases there are, and what is asked of them."""
+    assert ELSEWHERE.keys() <= set(map(named, LOSSLESS))
+    pipe, expected = plain(pipes, "sd15", "")
+    told = {"merge_tokens": Fidelity.ROUNDING, "guidance_in_turn": Fidelity.BITWISE}
+    for name, fidelity in told.items():
+        monkeypatch.setitem(vars(knobs()[name]), "fidelity", fidelity)
+    cases = {settings for settings in every_knob() if tolerance(settings) is not None}
+    for settings in (Settings(merge_tokens=50), Settings(guidance_in_turn=True)):
+        assert settings in cases
+        with pytest.raises(AssertionError):
+            check(pipe, expected, settings)
 
 
 @pytest.mark.parametrize("settings", TOGETHER, ids=["smallest", "all"])

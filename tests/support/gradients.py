@@ -21,7 +21,14 @@ BESIDE: dict[str, dict[str, Any]] = {
     "deep_cache_branch": {"deep_cache": 3},
 }
 """What has to be set for a knob to act; a knob that is not named acts by itself."""
-MANY = {"merge_tokens": 50, "deep_cache": 3, "deep_cache_branch": 0}
+MANY = {
+    "merge_tokens": 50,
+    "deep_cache": 3,
+    "deep_cache_branch": 0,
+    "attention_mib": 1,
+    "vae_strip_mib": 1,
+    "weights_mib": 2,
+}
 """Values of numbers, where 4 is not what acts on so small a model."""
 OFTEN = [
     Settings(offload=offload, **more)
