@@ -80,7 +80,13 @@ OTHER_VALUES = (
 
 
 def test_every_block_of_python_is_run() -> None:
+    """No page has a line of Python in a block that is not marked as such."""
     assert len(PYTHON) == len(OTHER_VALUES)
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"^```python\n.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for block in re.findall(r"^ *```.*?\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
+            python = re.search(r"^\s*(import|from|with|pipe)\b|sd_lowvram\.\w+\(", block, re.MULTILINE)
+            assert python is None, f"{page.name}: {block}"
 
 
 @pytest.mark.slow(10)
