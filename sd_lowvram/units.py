@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from .errors import BadInputError
@@ -45,6 +46,14 @@ def format_size(size: int) -> str:
             amount = size / step
             return f"{amount:.0f} {unit}" if amount >= 100 or amount == int(amount) else f"{amount:.1f} {unit}"
     return f"{size} B"
+
+
+def format_least(size: int) -> str:
+    """``size`` bytes that are needed, for a person to give back: as :func:`format_size`, finer and never less."""
+    units = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
+    unit, step = next((name, step) for name, step in units if size >= step or step == 1)
+    parts = {"GiB": 100, "MiB": 10}.get(unit, 1)
+    return f"{math.ceil(size * parts / step) / parts:g} {unit}"
 
 
 LONG = 600

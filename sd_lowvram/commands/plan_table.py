@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..units import LONG, format_size, format_time
+from ..units import LONG, format_least, format_size, format_time
 
 
 def show(console: Console, plan: dict[str, Any]) -> None:
@@ -33,8 +33,8 @@ def show(console: Console, plan: dict[str, Any]) -> None:
     for reason in plan["reasons"][1:]:
         console.print(reason, highlight=False, style="bold yellow" if reason.startswith("slow") else None)
     console.print(
-        f"the smallest budget that works is {format_size(plan['minimum_vram_bytes'])}, with "
-        f"{format_size(plan['minimum_ram_bytes'])} in host memory",
+        f"the smallest budget that works is {format_least(plan['minimum_vram_bytes'])}, with "
+        f"{format_least(plan['minimum_ram_bytes'])} in host memory",
         highlight=False,
     )
     console.print(f"rates: {plan['rates']}", style="dim", highlight=False)

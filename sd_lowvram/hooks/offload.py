@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..errors import ConflictError, NoSiteError
+from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
-from ..models.support import diffusers_hooks
+from ..models.support import check_moved
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
 from ..streaming.device_io import run_at
@@ -43,11 +43,11 @@ def offload(
         timing: how long the denoiser's modules take; None: as many bytes as possible stay.
 
     Raises:
-        ConflictError: accelerate's own offloading is on, or weights that cannot be streamed.
+        ConflictError: somebody else moves the weights already, or weights that cannot be streamed.
         NoSiteError: the target has no component whose weights could wait, or no decoder for the CPU.
     """
     components = dict(anatomy.components)
-    _refuse_accelerate(components)
+    check_moved(components)
     decoder_on_cpu = settings.decoder_device == "cpu"
     if decoder_on_cpu:
         if anatomy.autoencoder is None:
@@ -70,20 +70,6 @@ def offload(
 
 def _entries(anatomy: Anatomy, name: str, around: Callable[..., Any], hook: str) -> Iterator[Patch]:
     yield from (wrap(anatomy.components[name], entry, around, hook) for entry in anatomy.entries[name])
-
-
-def _refuse_accelerate(components: Mapping[str, nn.Module]) -> None:
-    for name, component in components.items():
-        if any(hasattr(module, "_hf_hook") for module in component.modules()):
-            raise ConflictError(
-                f"{name} is already offloaded by accelerate or diffusers: call pipe.remove_all_hooks() before "
-                "optimize(), or pass Settings without offload"
-            )
-        if "group_offloading" in diffusers_hooks(component):
-            raise ConflictError(
-                f"{name} is already offloaded by diffusers in groups, which it cannot undo: load it without "
-                "enable_group_offload(), or pass Settings without offload"
-            )
 
 
 def _streamed(

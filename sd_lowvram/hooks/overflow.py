@@ -123,10 +123,11 @@ class Watch:
         return out
 
     def _refusal(self, what: str) -> NotFiniteError:
-        wide = " in float32 too" if self._dtype == torch.float16 else ""
+        half = self._dtype == torch.float16
+        wide, first = (" in float32 too", "load it in float32 (--precision fp32), or ") if half else ("", "load ")
         return NotFiniteError(
             f"{self._stage}: {what} of a map are no numbers (NaN or infinity){wide}: the autoencoder's "
-            "weights are damaged or not made for this model; load another one"
+            f"weights are damaged, too large for their type, or not made for this model; {first}another one"
         )
 
     def tell(self) -> None:

@@ -44,13 +44,7 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
     why = packed.refusal(device)
     if why is not None:
         raise SettingsError(f"packed_weights: {why}")
-    if moves_weights(settings):
-        name = "weight_storage" if settings.weight_storage else "precision"
-        name = "offload" if settings.offload in STREAMED else name
-        raise SettingsError(
-            f"packed_weights cannot go with {name}={getattr(settings, name)!r}, where every call of a layer brings "
-            "weights of its own: leave one of them off"
-        )
+    refuse_unpackable(settings)
     layers = packable(anatomy)
     if not layers:
         raise NoSiteError("packed weights: the model has no denoiser with convolutions of 4 MiB or more")
@@ -72,6 +66,17 @@ def moves_weights(settings: Settings) -> bool:
     """Whether every call of a layer brings weights of its own."""
     stored = settings.weight_storage is not None or settings.precision == "fp16-storage"
     return settings.offload in STREAMED or stored
+
+
+def refuse_unpackable(settings: Settings) -> None:
+    """Raise SettingsError where, by ``settings``, every call of a layer brings weights of its own."""
+    if moves_weights(settings):
+        name = "weight_storage" if settings.weight_storage else "precision"
+        name = "offload" if settings.offload in STREAMED else name
+        raise SettingsError(
+            f"packed_weights cannot go with {name}={getattr(settings, name)!r}, where every call of a layer brings "
+            "weights of its own: leave one of them off"
+        )
 
 
 def packable(anatomy: Anatomy) -> list[nn.Conv2d]:

@@ -44,6 +44,6 @@ def _looked_at(
     if steps is None:
         raise NotFiniteError(
             f"{stage}: what {type(vae).__name__} made of {tuple(x.shape)} in {x.dtype} is no numbers (NaN or infinity)"
-            ": load it in float32 or bfloat16"
+            ": load it in float32 or bfloat16 (--precision fp32 or bf16)"
         )
     return run_exact(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)

@@ -44,6 +44,21 @@ def check_casting(parts: Mapping[str, nn.Module]) -> None:
             )
 
 
+def check_moved(parts: Mapping[str, nn.Module]) -> None:
+    """Raise ConflictError where accelerate or diffusers moves a part's weights itself, so that nobody else can, and no
+    plan of their memory holds."""
+    for name, part in parts.items():
+        if any(hasattr(module, "_hf_hook") for module in part.modules()):
+            raise ConflictError(
+                f"{name} is offloaded by accelerate or diffusers already: call remove_all_hooks() of the pipeline first"
+            )
+        if "group_offloading" in diffusers_hooks(part):
+            raise ConflictError(
+                f"{name} is offloaded by diffusers in groups already, which it cannot undo: load it anew, without "
+                "enable_group_offload()"
+            )
+
+
 def diffusers_hooks(part: nn.Module) -> set[str]:
     """The names of diffusers' own hooks on a model or on what is in it."""
     registries = (getattr(module, "_diffusers_hook", None) for module in part.modules())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..devices.compiling import Compiling
 from ..errors import BudgetError
 from ..hooks.compiled import is_compiled
-from ..units import LONG, format_size, format_time
+from ..units import LONG, format_least, format_size, format_time
 from .plan import Candidate, StagePlan
 from .request import Request
 
@@ -28,14 +28,14 @@ def refusal(request: Request, smallest: Candidate, leanest: Candidate | None) ->
         by_size = worst.weights_bytes + smallest.overhead_bytes < request.vram
         return BudgetError(
             f"{format_size(request.vram)} cannot hold {size}: {worst.name} needs at least "
-            f"{format_size(needed)}{overhead}. {remedy(by_size)}",
+            f"{format_least(needed)}{overhead}. {remedy(by_size)}",
             needed_bytes=needed,
             stage=worst.name,
             by_size=by_size,
         )
     return BudgetError(
         f"{format_size(request.ram)} of host memory cannot hold what waits there for {size} with "
-        f"{format_size(request.vram)} on the device: at least {format_size(leanest.host_bytes)} is needed",
+        f"{format_size(request.vram)} on the device: at least {format_least(leanest.host_bytes)} is needed",
         needed_bytes=leanest.host_bytes,
         stage="host",
         limit="ram",

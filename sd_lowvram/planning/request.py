@@ -108,11 +108,13 @@ def request_for(
         rates: None: those of this machine.
 
     Raises:
-        BadInputError: a size that cannot be used.
+        BadInputError: a size or a number that cannot be used.
     """
     native = native_size(anatomy)
     width, height = width if width is not None else native, height if height is not None else native
     check_size(width, height, batch, scale_factor(anatomy))
+    check_count("steps", steps)
+    check_count("pictures", pictures)
     where = torch.device(device) if device is not None else default_device()
     unlock_ended()  # of models that have gone: that memory is free
     return Request(
@@ -136,8 +138,13 @@ def check_size(width: int, height: int, batch: int = 1, factor: int = 8) -> None
         if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < factor or pixels % factor:
             near = f": the nearest is {max(factor, factor * round(pixels / factor))}" if isinstance(pixels, int) else ""
             raise BadInputError(f"{name} {pixels!r} must be a positive multiple of {factor}{near}")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise BadInputError(f"batch {batch!r} must be a whole number of at least 1")
+    check_count("batch", batch)
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise BadInputError unless ``count`` of what ``name`` says is a whole number of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise BadInputError(f"{name} {count!r} must be a whole number of at least 1")
 
 
 def _held(anatomy: Anatomy, device: torch.device) -> int:

@@ -27,13 +27,14 @@ from ..hooks.compiled import compilable, is_followed, untraceable
 from ..hooks.cuda_graphs import unrecordable
 from ..hooks.fused_qkv import refuse_moved
 from ..hooks.offload import STREAMED
-from ..hooks.packed_weights import packable
+from ..hooks.packed_weights import packable, refuse_unpackable
 from ..hooks.registry import applicable
 from ..kernels.compiler import refusal as compiling_refusal
 from ..kernels.packed import refusal as packing_refusal
 from ..kernels.triton import support as triton
 from ..models.anatomy import Anatomy
 from ..models.autoencoder import dissect
+from ..models.support import check_moved
 from ..settings import Settings
 from ..streaming.timing import Timing
 from ..units import MIB
@@ -102,6 +103,7 @@ class Search:
             like: of the same model and another size, which makes this one faster.
         """
         self.request = request
+        check_moved(anatomy.components)
         if settings.weights_mib is not None and anatomy.denoiser is not None:
             settings = settings.filled(offload="blocks")
         settings = compilable(settings, request.device)
@@ -111,6 +113,8 @@ class Search:
             raise SettingsError(why)
         if settings.fused_qkv:
             refuse_moved(settings)
+        if settings.packed_weights:
+            refuse_unpackable(settings)
         settings = applicable(settings, anatomy, request.device)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_mib * MIB if settings.largest_mib else math.inf

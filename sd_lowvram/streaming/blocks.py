@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ..errors import ConflictError
 from .layers import Layer, inner_layers, place_bytes
 from .schedule import Unit, aligned
 
@@ -100,11 +99,9 @@ def blocks_of(
     Args:
         layers: in the order in which a run calls them.
         granularity: "halves": two blocks of about the same bytes. The others: small neighbours together.
-        part_bytes: layers that are larger come in parts of output rows that are not. None: every layer comes whole.
+        part_bytes: layers that are larger come in parts of output rows that are not, save those that somebody else runs
+            or whose weights somebody else looks at. None: every layer comes whole.
         together_bytes: residual blocks, transformers and the like come as one where they have no more than this.
-
-    Raises:
-        ConflictError: a layer that is too large cannot be cut, because somebody else runs it or looks at its weights.
     """
     lookups = tuple(layer for layer in layers if layer.lookup)
     layers = [layer for layer in layers if not layer.lookup]
@@ -181,7 +178,7 @@ def _halves(layers: Sequence[Layer]) -> list[Block]:
 
 def _in_parts(group: tuple[Layer, ...], part_bytes: int | None) -> Iterator[Block]:
     first = group[0]
-    if part_bytes is None or len(group) > 1 or first.bytes <= part_bytes:
+    if part_bytes is None or len(group) > 1 or first.bytes <= part_bytes or not can_be_cut(first.module):
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
         yield Block(first.name + more, group)
         return
@@ -213,11 +210,6 @@ def _cut_open(layer: Layer, part_bytes: int) -> list[Layer]:
         return [layer]
     if layer.whole and hasattr(layer.module, "base_layer") and not any(getattr(layer.module, "use_dora", {}).values()):
         return [each for inner in inner_layers(layer) for each in _cut_open(inner, part_bytes)]
-    if not can_be_cut(layer.module):
-        raise ConflictError(
-            f"{layer.name} is larger than its share of the device and cannot be split by rows, because "
-            f"{type(layer.module).__name__} is no plain Linear or Conv2d: give more weights_mib"
-        )
     return [layer]
 
 

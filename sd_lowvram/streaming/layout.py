@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..errors import BudgetError
+from ..units import format_least, format_size
 from ..weights import as_copied, set_data
 from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
@@ -174,7 +176,6 @@ def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str
 
     Raises:
         BudgetError: a block is larger than the room.
-        ConflictError: a layer that is too large cannot be split.
     """
     granularity: Granularity = "halves" if policy.kind == "halves" else "blocks"
     if policy.timing is not None:
@@ -182,12 +183,15 @@ def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str
     parts = blocks_of(layers, granularity)
     room = _room(policy, parts)
     if room is not None and parts.bytes > room and (policy.split or policy.together):
-        left = max(1, room - parts.staying_bytes)
-        together = min(left, 2 * max(block.bytes for block in parts.streamed)) if policy.together else 0
-        parts = blocks_of(layers, granularity, left // _SPLIT if policy.split else None, together)
+        largest = max(block.bytes for block in parts.streamed)
+        together = min(max(1, room - parts.staying_bytes), 2 * largest) if policy.together else 0
+        parts = blocks_of(layers, granularity, _part(room, parts) if policy.split else None, together)
     parts = Blocks(parts.staying, tuple(_ordered(parts.streamed, orders)), parts.lookups)
     if room is not None and policy.device_bytes is None:
         room = max(room, _least(parts))
+    if room is not None and room < _least(parts):
+        helps = not policy.split and _least(blocks_of(layers, granularity, _part(room, parts))) <= room
+        raise _too_little(room, parts, ", or let layers be split (split_layers)" if helps else "")
     return Layout(parts, _schedule(parts, policy, room, near))
 
 
@@ -206,6 +210,23 @@ def _room(policy: Policy, parts: Blocks) -> int | None:
 def _least(parts: Blocks) -> int:
     """What stays, and room for the largest block beside it."""
     return parts.staying_bytes + max((block.bytes for block in parts.streamed), default=0)
+
+
+def _part(room: int, parts: Blocks) -> int:
+    """Bytes of a part of a layer that is split."""
+    return max(1, room - parts.staying_bytes) // _SPLIT
+
+
+def _too_little(room: int, parts: Blocks, otherwise: str) -> BudgetError:
+    """That ``room`` does not hold what stays and the largest block beside it."""
+    least, largest = _least(parts), max(parts.streamed, key=lambda block: block.bytes)
+    return BudgetError(
+        f"{format_size(room)} of weights on the device leave no room for {largest.name}, which has "
+        f"{format_size(largest.bytes)}: give {format_least(least)} or more{otherwise}",
+        needed_bytes=least,
+        stage=largest.name,
+        limit="ring",
+    )
 
 
 def _schedule(parts: Blocks, policy: Policy, room: int | None, near: bool) -> Schedule:

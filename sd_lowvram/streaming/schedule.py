@@ -96,8 +96,7 @@ def lay_out(units: Sequence[Unit], resident: Collection[int], ring_bytes: int) -
         elif size:
             if size > ring_bytes:
                 raise BudgetError(
-                    f"{unit.name} has {format_size(size)} of weights and the ring {format_size(ring_bytes)}: "
-                    "give it more, or let layers be split",
+                    f"{unit.name} has {format_size(size)} of weights and the ring {format_size(ring_bytes)}",
                     needed_bytes=size,
                     stage=unit.name,
                     limit="ring",

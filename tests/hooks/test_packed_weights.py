@@ -13,6 +13,7 @@ from sd_lowvram import Settings, attached, plan, restore
 from sd_lowvram.api import optimize
 from sd_lowvram.errors import BudgetError, NoSiteError, SettingsError
 from sd_lowvram.kernels import compiler, packed
+from sd_lowvram.session import attach
 
 CPU = torch.device("cpu")
 PACKED = Settings(packed_weights=True)
@@ -112,8 +113,8 @@ def test_refusals(unet: Any) -> None:
         attached(unet, Settings(packed_weights=True, offload="layer"), device="cpu"),
     ):
         pass
-    with pytest.raises(SettingsError, match="the device is cuda"), attached(unet, PACKED, device="cuda"):
-        pass
+    with pytest.raises(SettingsError, match="the device is cuda"):
+        attach(unet, PACKED, torch.device("cuda"))
 
 
 @pytest.mark.slow(40)

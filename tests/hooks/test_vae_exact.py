@@ -143,6 +143,18 @@ def test_a_plain_decode_that_is_no_numbers_is_refused() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tiles", ["off", "exact"])
+def test_weights_that_float16_does_not_hold_are_told_with_what_helps(tiles: str) -> None:
+    vae = autoencoder()
+    vae.decoder.conv_in.weight.mul_(1e6)  # the norms behind it make it small again
+    half, full = (Settings(vae_tiles=tiles, precision=precision) for precision in ("fp16", "fp32"))
+    with attached(vae, half), pytest.raises(NotFiniteError, match=r"too large for their type.*--precision fp32"):
+        vae.decode(latents().half())
+    with attached(vae, full):
+        assert torch.isfinite(vae.decode(latents()).sample).all()
+
+
+@torch.no_grad()
 def test_one_strip_that_overflows_inside_leaves_the_maps_in_float16() -> None:
     vae = autoencoder().half()
     vae.decoder.up_blocks[0].resnets[0].conv1.weight.mul_(3e5)  # the norm behind it makes it small again

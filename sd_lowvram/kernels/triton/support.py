@@ -22,14 +22,15 @@ FUSED, ATTENTION = ("group_norm", "geglu"), "attention"
 def refusal(device: torch.device) -> str | None:
     """Why Triton's kernels cannot run on ``device``; None where they can. Triton is imported where all else speaks for
     it, once."""
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        return f"Triton's kernels run on CUDA, not on {device.type}"
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
         return f"Triton's kernels need torch 2.4 or newer, this is {torch.__version__}"
     if not _is_installed():
         return "Triton is not installed (on Linux: pip install triton; on Windows: pip install triton-windows)"
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+    if interpreted:
         return None
-    if device.type != "cuda":
-        return f"Triton's kernels run on CUDA, not on {device.type}"
     if torch.cuda.is_available() and capability(device) < _OLDEST_CARD:
         return f"Triton's kernels need compute capability 7.5 or newer, {torch.cuda.get_device_name(device)} is older"
     return _failure(device.index or 0) if torch.cuda.is_available() else None
