@@ -14,14 +14,13 @@ endif
 # What pip does goes beside what the commands print; its lines show that a first install lives.
 PIP := >&2 $(BIN)/python -m pip --disable-pip-version-check
 
-# Taken as typed: a dollar sign or a quote in a prompt reaches the program unchanged.
-override PROMPT := $(value PROMPT)
-override OUT := $(value OUT)
-override MODEL := $(value MODEL)
-export PROMPT OUT MODEL
+# Taken as typed: a dollar sign or a quote in them reaches the program unchanged.
+TYPED := PROMPT OUT MODEL VRAM SIZE SEED STEPS
+$(foreach name,$(TYPED),$(eval override $(name) := $$(value $(name))))
+export $(TYPED)
 
-OPTIONS = $(if $(VRAM),--vram "$(VRAM)") $(if $(SIZE),--width $(SIZE) --height $(SIZE)) \
-	$(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
+OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(SIZE),--width "$$SIZE" --height "$$SIZE") \
+	$(if $(SEED),--seed "$$SEED") $(if $(STEPS),--steps "$$STEPS") \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
 .PHONY: help picture install test test-hosts test-others test-simulated-gpu fuzz faults lint format gpu gpu-pack clean

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .devices.support import device_of
 from .errors import BadInputError, ConflictError
 from .hooks.precision import force_upcast
 from .memory.threads import at_rest
@@ -25,7 +26,7 @@ from .planning.replan import exchanges, guard
 from .planning.request import DEFAULT_STEPS, Request, request_for
 from .planning.search import make_plan
 from .session import Attachment, anatomy_of, attach, attached, attachments, restore
-from .settings import Settings
+from .settings import Settings, stated
 from .streaming.host_weights import host_budget
 from .units import parse_size
 
@@ -49,7 +50,7 @@ def plan(
     """The fastest settings that fit, with their predicted peak; attaches nothing. Arguments as for :func:`optimize`."""
     size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
     request = _request(target, vram, ram, **size, device=device)
-    return make_plan(anatomy_of(target), request, settings or Settings(), approximate)
+    return make_plan(anatomy_of(target), request, stated(settings), _whether(approximate))
 
 
 def optimize(
@@ -89,12 +90,12 @@ def optimize(
 
     Raises:
         BudgetError: nothing fits; its message tells the smallest budget that does.
-        BadInputError: a target, size or budget that cannot be used.
+        BadInputError: a target, size, number, device or budget that cannot be used.
         NoSiteError, ConflictError: see :func:`attached`.
     """
     size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
     request = _request(target, vram, ram, **size, device=device)
-    return attach_plan_for(target, request, settings or Settings(), approximate)
+    return attach_plan_for(target, request, stated(settings), _whether(approximate))
 
 
 def attach_plan_for(
@@ -200,7 +201,7 @@ def max_size(
     """The plans of the largest "square" and "16:9" pictures that fit, None where none does. Arguments as for
     :func:`optimize`; takes up to a minute the first time."""
     request = _request(target, vram, ram, batch=batch, device=device)
-    return largest_plans(anatomy_of(target), request, settings or Settings(), approximate)
+    return largest_plans(anatomy_of(target), request, stated(settings), _whether(approximate))
 
 
 def decode(
@@ -222,7 +223,9 @@ def decode(
     anatomy = _autoencoder(vae)
     shape = _checked_shape("latents", latents, latent_channels(anatomy))
     size = {"width": shape[3] * scale_factor(anatomy), "height": shape[2] * scale_factor(anatomy), "batch": shape[0]}
-    return _run(anatomy, vram, ram, device or latents.device, settings, size, anatomy.verbs.decode, latents)
+    return _run(
+        anatomy, vram, ram, latents.device if device is None else device, settings, size, anatomy.verbs.decode, latents
+    )
 
 
 def encode(
@@ -242,11 +245,15 @@ def encode(
     anatomy = _autoencoder(vae)
     shape = _checked_shape("pixels", pixels, pixel_channels(anatomy))
     size = {"width": shape[3], "height": shape[2], "batch": shape[0]}
-    return _run(anatomy, vram, ram, device or pixels.device, settings, size, anatomy.verbs.encode, pixels)
+    return _run(
+        anatomy, vram, ram, pixels.device if device is None else device, settings, size, anatomy.verbs.encode, pixels
+    )
 
 
 def _checked_shape(what: str, given: Tensor, channels: int) -> tuple[int, ...]:
     """The shape of a map, if an autoencoder can take it."""
+    if not isinstance(given, Tensor):
+        raise BadInputError(f"{what} must be a tensor (N, {channels}, height, width), not a {type(given).__name__}")
     shape = tuple(given.shape)
     if len(shape) != 4 or shape[1] != channels or 0 in shape or not given.is_floating_point():
         raise BadInputError(
@@ -275,7 +282,7 @@ def _run(
     given: Tensor,
 ) -> Tensor:
     """``call`` of the autoencoder of ``anatomy`` and what it is ``given``, a picture of ``size``, within a budget."""
-    vae, fixed = anatomy.vae, settings or Settings()
+    vae, fixed = anatomy.vae, stated(settings)
     assert vae is not None
     half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
     if half and force_upcast(anatomy, anatomy.autoencoder or ""):
@@ -306,4 +313,10 @@ def _request(
     vram = None if vram is None else parse_size(vram, "vram")
     ram = None if ram is None else parse_size(ram, "ram")
     size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
-    return request_for(anatomy_of(target), vram=vram, ram=ram, **size, device=device)
+    return request_for(anatomy_of(target), vram=vram, ram=ram, **size, device=device_of(device))
+
+
+def _whether(approximate: bool) -> bool:
+    if not isinstance(approximate, bool):
+        raise BadInputError(f"approximate {approximate!r} must be True or False")
+    return approximate

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from .compat import is_compiling
-from .errors import LowVRAMError
+from .devices.support import device_of
+from .errors import BadInputError, LowVRAMError
 from .hooks.compiled import out_of_sight
 from .hooks.offload import step_groups
 from .hooks.registry import active_hooks, applicable
@@ -27,7 +28,7 @@ from .models import dissect
 from .models.anatomy import Anatomy
 from .models.support import refusal
 from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch, wrap
-from .settings import Settings
+from .settings import Settings, stated
 from .streaming.timing import Timing
 
 
@@ -241,7 +242,13 @@ def attachments(target: Any) -> list[Attachment]:
 
 
 def restore(target: Any) -> None:
-    """Take everything of ours off ``target``, bit for bit; nothing happens when there is nothing."""
+    """Take everything of ours off ``target``, bit for bit; nothing happens when there is nothing.
+
+    Raises:
+        BadInputError: what can carry nothing, a name or a dictionary for example.
+    """
+    if not hasattr(target, "__dict__") or isinstance(target, type):
+        raise BadInputError(f"restore() takes what was given to optimize(), not {target!r:.100}")
     present = attachments(target)
     models = [model for attachment in present for model in attachment.modules()]
     with at_rest(models), contextlib.ExitStack() as stack:
@@ -264,12 +271,11 @@ def attached(
 
     Raises:
         UnsupportedModelError: a target that cannot be planned.
+        BadInputError: a device or settings that are none.
         NoSiteError: a hook that finds nothing to act on.
         ConflictError: two hooks that exclude each other.
     """
-    from .devices.info import default_device
-
-    attachment = attach(target, settings, torch.device(device) if device is not None else default_device(), timing)
+    attachment = attach(target, stated(settings), device_of(device), timing)
     try:
         yield attachment
     finally:

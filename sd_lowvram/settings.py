@@ -438,6 +438,19 @@ class Preset(Settings):
     single ones raise NoSiteError; so it is with a copy in which some are changed."""
 
 
+def stated(settings: Settings | None) -> Settings:
+    """The settings that a caller gave, or none.
+
+    Raises:
+        SettingsError: they are of another kind.
+    """
+    if settings is None or isinstance(settings, Settings):
+        return settings or Settings()
+    named = settings if isinstance(settings, Mapping) and settings else {"offload": "layer"}
+    instead = ", ".join(f"{name}={value!r}" for name, value in named.items())
+    raise SettingsError(f"settings {settings!r} are no Settings: give sd_lowvram.Settings({instead})")
+
+
 def knobs() -> dict[str, Knob]:
     """Every knob by name, in the order that saved workflows rely on."""
     return {field.name: field.metadata["knob"] for field in dataclasses.fields(Settings)}

@@ -24,7 +24,7 @@ DEMO = Path(__file__).parents[1] / "demo" / "model"
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 PREDICTIONS = ("epsilon", "v_prediction")
 SUFFIXES = {"txt2img": "Pipeline", "img2img": "Img2ImgPipeline", "inpaint": "InpaintPipeline"}
-_LARGEST_NUMBER, _MOST_LEVELS = 1 << 16, 16
+_LARGEST_NUMBER, _MOST_LEVELS, _MOST_LAYERS = 1 << 16, 16, 256
 """Of a configuration: more than any model has."""
 
 _UNET = "model.diffusion_model."
@@ -110,6 +110,11 @@ def _checked_shapes(file: Path, table: dict[str, Any]) -> dict[str, Any]:
     if not all(type(number) is int and 0 < number <= _LARGEST_NUMBER for number in numbers):
         named = "sample_size, in_channels and block_out_channels"
         raise CheckpointError(f"{file} cannot be used: {named} must be whole numbers above 0, the last a list of them")
+    layers = table.get("layers_per_block", 2)
+    counts = layers if isinstance(layers, list) else [layers]
+    if not all(type(count) is int and 0 <= count <= _MOST_LAYERS for count in counts):
+        what = f"from 0 to {_MOST_LAYERS}, or a list of such numbers"
+        raise CheckpointError(f"{file} cannot be used: layers_per_block is {str(layers)[:60]} and must be {what}")
     return table
 
 

@@ -12,10 +12,11 @@ import typer
 
 from ..checkpoints.inspection import PREDICTIONS, Task
 from ..checkpoints.schedulers import SCHEDULERS, find_scheduler
+from ..devices.support import check_device_name
 from ..errors import BadInputError
 from ..policies.named import help_text
 from ..settings import Settings
-from .values import MOST_STEPS, check_device_name, check_given, check_run, check_text
+from .values import MOST_STEPS, check_given, check_run, check_text
 
 LARGEST_SEED = 2**64 - 1
 DEMO_GUIDANCE, USUAL_GUIDANCE = 4.0, 7.5
@@ -130,7 +131,8 @@ def check_job(job: Job) -> Job:
     check_text("--model", job.model or "")  # weights are opened by a library that takes nothing else
     check_given(model=job.model, device=job.device, scheduler=job.scheduler, policy=job.policy)
     check_run(job.width, job.height, job.steps, job.batch, job.vram, job.ram)
-    check_device_name(job.device)
+    if job.device is not None:
+        check_device_name(job.device, "--device")
     if job.prediction not in (None, *PREDICTIONS):
         raise BadInputError(f"--prediction {job.prediction!r} is unknown: choose {' or '.join(PREDICTIONS)}")
     if job.guidance is not None and not 0 <= job.guidance < 1000:

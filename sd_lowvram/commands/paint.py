@@ -32,7 +32,7 @@ from .noise import drawn_in_float32
 from .pictures import check_writable, output_paths, parameters_text, save_picture
 from .previews import previews
 from .streams import note
-from .values import LARGEST_SIDE, check_device, open_picture
+from .values import LARGEST_SIDE, open_picture
 
 if TYPE_CHECKING:
     import torch
@@ -221,10 +221,9 @@ def load(job: Job, path: Path) -> tuple[Any, torch.device]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
-    from ..devices.info import default_device
-    from ..devices.support import check_measuring
+    from ..devices.support import check_measuring, device_of
 
-    device = torch.device(check_device(job.device)) if job.device else default_device()
+    device = device_of(job.device, "--device")
     check_policy(job.policy, device.type)
     if job.memory_plot:
         check_measuring(device)

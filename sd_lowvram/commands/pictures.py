@@ -24,6 +24,7 @@ from ..errors import OutputError
 from ..files.whole import temporary_beside, write_whole
 from ..saved_latents.file import ENDING
 from ..units import format_size
+from .values import check_printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -52,8 +53,10 @@ def output_paths(written: str | None, count: int, seed: int, folder: Path = FOLD
     folder, or none (then ``outputs/``), gets numbered names that are free: "00012-SEED.png".
 
     Raises:
-        OutputError: a file name that does not end in .png.
+        OutputError: a file name that does not end in .png, or has a line break in it.
     """
+    if written is not None:
+        check_printable("the output", written)
     target = folder if written is None else Path(written)
     if written is not None and not (target.is_dir() or written.endswith(("/", os.sep))):
         if target.suffix.lower() != ".png":

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BadInputError
+from ..errors import BadInputError, OutputError
 from ..settings import Settings, knobs
 from ..units import parse_size
 
@@ -21,11 +21,10 @@ MOST_STEPS = 1000
 """Levels of noise that Stable Diffusion was trained with: more steps have none of their own."""
 
 MOST_PICTURES = 1000
+_SHOWN = 60
 LARGEST_SIDE = 1 << 14
 _PIXELS_A_BYTE = 8 * 1032
 """A byte of a PNG stands for no more: a bit each, in deflate's best case."""
-
-DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def check_text(option: str, text: str) -> None:
@@ -36,6 +35,13 @@ def check_text(option: str, text: str) -> None:
         raise BadInputError(
             f"{option} {text!r} is not UTF-8: type it anew, or convert the file that it is from"
         ) from None
+
+
+def check_printable(option: str, name: str) -> None:
+    """Raise OutputError where a file's name has a line break, or another character that cannot be shown on a line."""
+    odd = next((mark for mark in name if not mark.isprintable()), None)
+    if odd is not None:
+        raise OutputError(f"{option} {name[:_SHOWN]!r} holds {odd!r}, which no file's name should: leave it out")
 
 
 def check_given(**options: str | None) -> None:
@@ -91,29 +97,6 @@ def check_side(name: str, value: int | None) -> None:
     below, above = value - value % 8, value - value % 8 + 8
     near = f"{below} and {above} are nearest" if below else f"{above} is nearest"
     raise BadInputError(f"--{name} {value} is no multiple of 8: {near}")
-
-
-def check_device_name(name: str | None) -> None:
-    """Raise BadInputError unless ``name`` is of a kind of device that sd-lowvram knows."""
-    if name is None:
-        return
-    kind, colon, number = name.partition(":")
-    if kind not in DEVICES or (colon and not (number.isascii() and number.isdigit())):
-        raise BadInputError(
-            f"--device {name!r} is unknown: choose one of {', '.join(DEVICES)}, or cuda:1; cpu always can"
-        )
-
-
-def check_device(name: str) -> str:
-    """Raise BadInputError unless torch can compute on ``name``."""
-    import torch
-
-    try:
-        torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())
-        raise BadInputError(f"--device {name!r} cannot be used ({reason[:120]}): cpu always can") from error
-    return name
 
 
 class _ItsOwnLength(io.FileIO):

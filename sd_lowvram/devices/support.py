@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import BadInputError, NoSiteError
+from .info import default_device
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +72,41 @@ def support_of(device: torch.device) -> Support:
 def support_of_system(system: str = sys.platform) -> Support | None:
     """What may be expected of another system than Linux, on which all is tested."""
     return {"win32": _WINDOWS, "darwin": _MACOS}.get(system)
+
+
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+"""The kinds of devices that are known here, by torch's names."""
+
+
+def check_device_name(name: str, what: str = "device") -> None:
+    """Raise BadInputError unless ``name`` is of a kind of device that is known here; ``what`` names it for people."""
+    kind, colon, number = name.partition(":")
+    if kind not in DEVICES or (colon and not (number.isascii() and number.isdigit())):
+        raise BadInputError(
+            f"{what} {name!r} is unknown: choose one of {', '.join(DEVICES)}, or cuda:1; cpu always can"
+        )
+
+
+def device_of(given: torch.device | str | None, what: str = "device") -> torch.device:
+    """The device that a caller names, or None: a GPU when there is one, else the CPU.
+
+    Raises:
+        BadInputError: it is no device, or torch cannot compute there.
+    """
+    import torch
+
+    if given is None:
+        return default_device()
+    if not isinstance(given, (str, torch.device)):
+        raise BadInputError(f'{what} {given!r} is no device: give its name, "cuda:0" or "cpu" for example')
+    check_device_name(str(given), what)
+    device = torch.device(given)
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise BadInputError(f"{what} {str(given)!r} cannot be used ({reason[:120]}): cpu always can") from error
+    return device
 
 
 def check_streaming(device: torch.device, offload: str | None) -> None:

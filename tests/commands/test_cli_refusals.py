@@ -7,9 +7,11 @@ import struct
 import zlib
 
 import pytest
+import tiny
 from command_line import ENVIRONMENT, LIGHT, LIGHTLY, MAIN
 from forked import forks_of
 
+from sd_lowvram.checkpoints.architectures import write_folder
 from sd_lowvram.checkpoints.schedulers import SCHEDULERS
 
 
@@ -117,6 +119,26 @@ def test_bad_words_in_one_line(light, tmp_path, words, message):
     done = light(MAIN, *words, folder=tmp_path)
     assert done.returncode in (2, 3) and done.stderr.startswith("sd-lowvram: ") and message in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize("layers", [-1, [2, -2], "two", None, 10**6])
+@pytest.mark.parametrize("part", ["unet", "vae"])
+def test_layers_that_no_model_has(light, tmp_path, part, layers):
+    parts = tiny.config("sd15")
+    parts[part]["layers_per_block"] = layers
+    write_folder(parts, "StableDiffusionPipeline", tmp_path / "model")
+    done = light(MAIN, "plan", "--model", "model", folder=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{part}/config.json cannot be used: layers_per_block is {layers} and must be from 0 to 256" in done.stderr
+
+
+def test_line_breaks_in_the_names_of_pictures(light, tmp_path):
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "an apple", "output": "a\\nb.png"}\n')
+    for words in (["generate", "an apple", "--output", "a\nb.png"], ["batch", "jobs.jsonl", "--out", "pictures"]):
+        done = light(MAIN, *words, folder=tmp_path)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert r"output 'a\nb.png' holds '\n', which no file's name should: leave it out" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs.jsonl"]
 
 
 def test_pictures_that_would_harm(light, tmp_path):

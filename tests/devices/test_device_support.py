@@ -10,7 +10,6 @@ import pytest
 import tiny
 import torch
 
-from sd_lowvram import attached
 from sd_lowvram.commands import examination as doctor
 from sd_lowvram.devices import info, support
 from sd_lowvram.devices.performance import profile
@@ -18,7 +17,7 @@ from sd_lowvram.errors import BadInputError, NoSiteError
 from sd_lowvram.hooks.registry import applicable
 from sd_lowvram.planning.request import Request
 from sd_lowvram.planning.search import Search
-from sd_lowvram.session import anatomy_of
+from sd_lowvram.session import anatomy_of, attach
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB
 
@@ -54,11 +53,8 @@ def test_doctor_tells_it(device: torch.device, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("device", FOREIGN, ids=str)
 def test_weights_are_not_streamed_there(device: torch.device, pipe: Any) -> None:
-    with (
-        pytest.raises(NoSiteError, match=f"weights are not streamed to {device.type}"),
-        attached(pipe, Settings(offload="layer"), device=device),
-    ):
-        pass
+    with pytest.raises(NoSiteError, match=f"weights are not streamed to {device.type}"):
+        attach(pipe, Settings(offload="layer"), device)
     assert not any(tensor.is_meta for tensor in pipe.unet.parameters())
     anatomy = anatomy_of(pipe)
     with pytest.raises(NoSiteError, match="take none or component"):
