@@ -126,6 +126,7 @@ def test_bad_words_in_one_line(light, tmp_path, words, message):
 def test_layers_that_no_model_has(light, tmp_path, part, layers):
     parts = tiny.config("sd15")
     parts[part]["layers_per_block"] = layers
+    (tmp_path / "model").mkdir()
     write_folder(parts, "StableDiffusionPipeline", tmp_path / "model")
     done = light(MAIN, "plan", "--model", "model", folder=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1

@@ -13,7 +13,8 @@ import psutil
 def run(command: Sequence[Any], still_seconds: float = 300.0) -> subprocess.CompletedProcess[str]:
     """Run ``command`` to its end, however long that takes, and return what it wrote.
 
-    A child that has used no processor time for ``still_seconds`` waits for what will not come, and is killed.
+    A child that, with its own children, has used no processor time for ``still_seconds`` waits for what will not come,
+    and is killed.
     """
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         used, since = _used(child.pid), time.monotonic()
@@ -22,7 +23,7 @@ def run(command: Sequence[Any], still_seconds: float = 300.0) -> subprocess.Comp
                 out, errors = child.communicate(timeout=5)
             except subprocess.TimeoutExpired:
                 now = _used(child.pid)
-                if now > used:
+                if now != used:
                     used, since = now, time.monotonic()
                 elif time.monotonic() - since > still_seconds:
                     child.kill()
@@ -33,9 +34,18 @@ def run(command: Sequence[Any], still_seconds: float = 300.0) -> subprocess.Comp
 
 
 def _used(pid: int) -> float:
-    """Seconds of the processor that a process has used."""
+    """Seconds of the processor that a process and all below it have used."""
     try:
-        times = psutil.Process(pid).cpu_times()
+        child = psutil.Process(pid)
+        family = [child, *child.children(recursive=True)]
     except psutil.NoSuchProcess:
         return float("inf")
-    return float(times.user + times.system)
+    return sum(_own(one) for one in family)
+
+
+def _own(process: psutil.Process) -> float:
+    """Seconds of the processor that a process has used, and those that it has waited for."""
+    try:
+        return float(sum(process.cpu_times()[:4]))
+    except psutil.NoSuchProcess:
+        return 0.0
