@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import struct
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,8 @@ def check_text(option: str, text: str) -> None:
 
 
 def check_printable(option: str, name: str) -> None:
-    """Raise OutputError where a file's name has a line break, or another character that cannot be shown on a line."""
-    odd = next((mark for mark in name if not mark.isprintable()), None)
+    """Raise OutputError where a file's name has a line break, or another control character."""
+    odd = next((mark for mark in name if unicodedata.category(mark) in ("Cc", "Zl", "Zp")), None)
     if odd is not None:
         raise OutputError(f"{option} {name[:_SHOWN]!r} holds {odd!r}, which no file's name should: leave it out")
 
