@@ -86,7 +86,8 @@ def test_what_is_offloaded_by_others(pipe: Any) -> None:
         for settings in (None, Settings(), Settings(offload="none"), Settings(offload="layer")):
             with pytest.raises(ConflictError, match=r"offloaded by .* already: call remove_all_hooks\(\)"):
                 sd_lowvram.optimize(other, settings=settings, **PLENTY)
-        assert runs(other, Settings(attention="sliced"))
+        if name == "enable_model_cpu_offload":
+            assert runs(other, Settings(attention="sliced"))
         other.remove_all_hooks()
         sd_lowvram.optimize(other, settings=Settings(offload="layer"), **PLENTY)
         assert torch.equal(tiny.run(other, steps=1), tiny.run(pipe, steps=1))
@@ -115,7 +116,7 @@ def test_a_model_that_is_compiled_already() -> None:
     sd_lowvram.optimize(pipe, settings=Settings(compile="regional"), **PLENTY)
 
 
-@pytest.mark.parametrize("name", ["efficient", "xformers", "triton"])
+@pytest.mark.parametrize("name", ["efficient", "triton"])
 def test_attention_that_does_not_run_here(pipe: Any, name: str) -> None:
     with pytest.raises(SettingsError, match="What runs here: sdpa") as told:
         runs(pipe, Settings(attention=name))
@@ -368,7 +369,6 @@ ELSEWHERE = {
 """What other files' tests carry out, or other words here."""
 
 NOT_DONE = {
-    "weights are damaged, too large for their type": "another file of a damaged autoencoder",
     "there is no room for both": "no model is known that comes to it",
 }
 
