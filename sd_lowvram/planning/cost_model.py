@@ -137,7 +137,8 @@ class Pricing:
         resident = sum(beside)
         waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
         masters = self._masters(settings, max(0, waiting), cost.host_peak_bytes)
-        copied = 0 if stays or self.anatomy.moved else here  # the masters stay where they are
+        ours = not stays and not self.anatomy.moved
+        copied = here if ours else 0  # the masters stay where they are
         locks = self.on_gpu and not self.anatomy.moved
         locked = waiting if masters.pinned_bytes is None else min(waiting, masters.pinned_bytes)
         locked, unlocked = (locked, waiting - locked) if locks and not stays else (0, 0)
@@ -159,7 +160,7 @@ class Pricing:
             weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
             host_bytes=masters.host_bytes + cost.host_peak_bytes,
-            held_bytes=sum(weights.values()) + masters.copied_bytes + copied + cost.allocated_bytes,
+            held_bytes=sum(weights.values()) + (masters.copied_bytes + copied if ours else 0) + cost.allocated_bytes,
             largest_bytes=max(cost.largest_bytes, copied or own.largest_bytes),
             seconds=self._seconds(
                 stage, settings, step.seconds if step else plain, weights | {stage.component: own.bytes}, masters

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from manual_cast import manual_cast
+from safetensors.torch import load_file, save_file
 
 from sd_lowvram import Fidelity, Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
@@ -94,10 +96,17 @@ def test_weights_of_8_bits_are_not_stored_in_8_bits_again() -> None:
     assert not quantised_layers(unet(FP8)[1], "unet", as_loaded=True)
 
 
-def test_weights_that_the_host_moves_are_there_once() -> None:
-    _, anatomy = unet(torch.float16)
-    settings = Settings(offload="component")
-    ours = planned(anatomy, settings).stages[0]
-    theirs = planned(dataclasses.replace(anatomy, moved=True), settings).stages[0]
-    assert ours.held_bytes - theirs.held_bytes == ours.weights_bytes > 0
-    assert ours.peak_bytes == theirs.peak_bytes
+def test_weights_that_the_host_moves_are_there_once(tmp_path: Path) -> None:
+    """Also where they lie in a mapped file, of which ours are a copy."""
+    made, anatomy = unet(torch.float16)
+    settings, held = Settings(offload="component"), []
+    for mapped in (False, True):
+        if mapped:
+            save_file(made.state_dict(), tmp_path / "unet.safetensors")
+            made.load_state_dict(load_file(tmp_path / "unet.safetensors"), assign=True)
+        ours = planned(anatomy, settings).stages[0]
+        theirs = planned(dataclasses.replace(anatomy, moved=True), settings).stages[0]
+        assert ours.held_bytes - theirs.held_bytes == (2 if mapped else 1) * ours.weights_bytes > 0
+        assert ours.peak_bytes == theirs.peak_bytes
+        held.append(theirs.held_bytes)
+    assert held[0] == held[1]
