@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sd_lowvram.devices.info import default_device, dtype_on
-from sd_lowvram.devices.pairs import now
+from sd_lowvram.devices.pairs import figures, in_turn
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.files.tables import table
 from sd_lowvram.kernels.attention.bounded import SCORE_BYTES
@@ -22,7 +22,7 @@ from sd_lowvram.tracing import trace
 from sd_lowvram.units import MIB, format_size
 
 from .calls import timed_runs
-from .tables import milliseconds, show
+from .tables import milliseconds, pair_cells, written
 
 Shape = tuple[int, int, int, int, int]
 """(batch, heads, queries, keys, width)."""
@@ -54,10 +54,13 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def run(
-    json: bool = False, *, shapes: Sequence[Shape] | None = None, repeats: int = 5, device: torch.device | None = None
-) -> list[dict[str, Any]]:
-    """Measure every backend that runs on ``device`` and print a table, or one JSON list of what :func:`measured` gives,
-    beside plain attention."""
+    *,
+    shapes: Sequence[Shape] | None = None,
+    repeats: int = 5,
+    device: torch.device | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Measure every backend that runs on ``device`` beside plain attention; rows of what :func:`measured` gives."""
     device = device or default_device()
     chosen = shapes or (_ON_CPU if device.type == "cpu" else _ON_GPU)
     reasons = available_backends(device)
@@ -71,8 +74,7 @@ def run(
             for score_bytes in (_SCORE_BYTES if backend in ("sliced", "fused-softmax") else _SCORE_BYTES[-1:])
             if (row := measured(backend, shape, dtype, device, plain, repeats, score_bytes)) is not None
         ]
-    show(rows, _lines(rows, reasons), json)
-    return rows
+    return written({"rows": rows, "left_out": {name: why for name, why in reasons.items() if why}}, lines, out)
 
 
 def measured(
@@ -89,8 +91,8 @@ def measured(
     Returns:
         ``shape``, ``dtype``, ``backend``, ``kernel`` (what ran), ``score_bytes``, ``error`` (relative, to attention in
         float64), ``deterministic`` (the same bits in all runs), ``traced_bytes`` and ``measured_bytes`` (peak above the
-        arguments, output included), ``beside_bytes`` (measured), ``seconds`` (median), and ``time_ratio``, to the
-        median of ``beside``, run in turn; ``host_seconds`` until the call returned, and ``device_seconds`` between the
+        arguments, output included), ``beside_bytes`` (measured); :func:`figures` of ``beside`` and of this, run in
+        turn; ``host_seconds`` until the call returned, and ``device_seconds`` between the
         events around it, None on a CPU.
     """
     batch, heads, queries, keys, width = shape
@@ -107,7 +109,7 @@ def measured(
         return None
     with kernels_of("cpu" if device.type == "cpu" else "gpu"):
         traced = trace(function, q, k, v).activation_peak_bytes
-    ours, theirs = in_turn(attend, attend_beside, repeats, device)
+    (theirs, ours), own = in_turn((attend_beside, attend), repeats, device)
     sampled = torch.linspace(0, queries - 1, min(_SAMPLED, queries), device=device).long()
     exact = _exact(q[:, :, sampled], k, v)
     return {
@@ -121,8 +123,7 @@ def measured(
         "traced_bytes": traced,
         "measured_bytes": measured_peak(attend),
         "beside_bytes": measured_peak(attend_beside),
-        "time_ratio": ours / theirs,
-        "seconds": ours,
+        **figures(theirs, ours, own),
         **timed_runs(attend, repeats, device),
     }
 
@@ -133,30 +134,23 @@ def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([plain(*head) for head in heads], dim=1)
 
 
-def in_turn(
-    ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int, device: torch.device
-) -> tuple[float, float]:
-    """Median seconds of both, run alternately after one warm-up each."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeats + 1):
-        for function, seconds in zip((ours, theirs), times):  # noqa: B905
-            start = now(device)
-            function()
-            if turn:
-                seconds.append(now(device) - start)
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
-def _lines(rows: list[dict[str, Any]], reasons: dict[str, str | None]) -> Iterator[str]:
-    yield from rows_table(rows, "plain")
-    yield "shape: batch x heads x head width, queries x keys; peaks above the arguments, with the output"
-    yield from (f"not here: {backend}: {why}" for backend, why in reasons.items() if why)
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The table as Markdown."""
+    yield "# Attention by every backend, beside plain attention"
+    yield ""
+    yield "*Shape*: batch x heads x head width, queries x keys. Peaks are above the arguments, with the output."
+    yield ""
+    yield from rows_table(report["rows"], "plain")
+    for name, why in report["left_out"].items():
+        yield ""
+        yield f"Left out: {name}: {why}."
 
 
 def rows_table(rows: Iterable[dict[str, Any]], beside: str) -> Iterator[str]:
     """What :func:`measured` gave, as a Markdown table; ``beside`` names the other side."""
-    heads = ("shape", "type", "backend", "kernel", "error", "same bits", "traced", "measured", beside, "ms")
-    return table((*heads, f"time / {beside}", "host ms", "device ms"), map(_cells, rows))
+    heads = ("shape", "type", "backend", "kernel", "error", "same bits", "traced", "measured", beside)
+    times = (f"{beside}, ms", "this, ms", "times as fast", "host ms", "device ms")
+    return table((*heads, *times), map(_cells, rows))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -166,4 +160,4 @@ def _cells(row: dict[str, Any]) -> list[str]:
     exact = [f"{row['error']:.1e}", "yes" if row["deterministic"] else "no"]
     sizes = [format_size(row[name]) for name in ("traced_bytes", "measured_bytes", "beside_bytes")]
     apart = milliseconds(row["host_seconds"], row["device_seconds"])
-    return [*what, *exact, *sizes, *milliseconds(row["seconds"]), f"{row['time_ratio']:.2f}", *apart]
+    return [*what, *exact, *sizes, *pair_cells(row, "{:.2f}", 1e-3), *apart]

@@ -16,34 +16,43 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from sd_lowvram.devices.pairs import spread
 from sd_lowvram.errors import LowVRAMError
 from sd_lowvram.files.tables import table
 from sd_lowvram.progress import counted
 
-from .tables import show
+from .tables import BUSY, MOST_SPREAD, figure, written
 
 _SIDE, _STEPS = 128, 20
 Row = dict[str, float]
 
 
-def run(where: str, workers: int, jobs: int, pairs: int, as_json: bool) -> list[Row]:
-    """Measure and print ``pairs`` rows; ``jobs`` are those of a run by one worker, several do as many each."""
+def run(where: str, workers: int, jobs: int, pairs: int, out: Path | None = None) -> dict[str, Any]:
+    """Measure ``pairs`` rows; ``jobs`` are those of a run by one worker, several do as many each."""
     rows = []
     for _ in counted("pairs", range(pairs)):
         one, many = (_pictures_a_minute(where, count, jobs * count) for count in (1, workers))
         rows.append({"one": one, "many": many, "ratio": many / one})
-    show(rows, _lines(where, workers, rows), as_json)
-    return rows
+    return written({"on": where, "workers": workers, "jobs": jobs, "rows": rows}, lines, out)
 
 
-def _lines(where: str, workers: int, rows: list[Row]) -> Iterator[str]:
-    yield f"Pictures a minute, {_SIDE}x{_SIDE}, {_STEPS} steps, on {where}, {os.cpu_count()} cores, a thread a worker"
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The table as Markdown."""
+    rows = report["rows"]
+    yield "# Pictures a minute by several workers"
+    yield ""
+    yield f"{_SIDE}x{_SIDE}, {_STEPS} steps, on {report['on']}, {os.cpu_count()} cores, a thread a worker."
+    yield ""
     yield from table(
-        ("1 worker", f"{workers} workers", "ratio"),
+        ("1 worker", f"{report['workers']} workers", "ratio"),
         ([f"{row['one']:.1f}", f"{row['many']:.1f}", f"{row['ratio']:.2f}"] for row in rows),
     )
-    yield f"median ratio {statistics.median(row['ratio'] for row in rows):.2f}"
+    yield ""
+    ratios = [row["ratio"] for row in rows]
+    told = figure(statistics.median(ratios), spread(ratios), "{:.2f}")
+    yield f"Median ratio: {told if (spread(ratios) or 0) <= MOST_SPREAD else BUSY}."
 
 
 def _pictures_a_minute(where: str, workers: int, jobs: int) -> float:

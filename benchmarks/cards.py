@@ -59,7 +59,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"Squares in fp16, {report['steps']} steps with guidance: time and peak as plans foretell them for all of a "
-        "card's memory. Nothing ran on a card. Written by `python -m benchmarks cards`."
+        "card's memory. Nothing ran on a card."
     )
     yield ""
     heads = [f"{side}x{side}, {name}" for side in SIDES for name in POLICIES]

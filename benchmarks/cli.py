@@ -1,27 +1,29 @@
-"""``python -m benchmarks``: measurements, each in pairs within one process."""
+"""``python -m benchmarks``: measurements, each in pairs within one process. What ``run`` of a file is called with."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sd_lowvram.checkpoints.architectures import NAMES
-from sd_lowvram.commands.guard import guarded
 from sd_lowvram.commands.one_line import OneLine
 from sd_lowvram.commands.values import check_count, check_given, check_names, check_run, check_side
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.plots.style import check_plots
 from sd_lowvram.policies.named import help_text
+from sd_lowvram.units import parse_size
 
-from .commands.options import Debug, Json, Out, measuring
-from .commands.policies import cards, fit, max_size, peers, same, steps, variance, warmup
+from .commands.options import Debug, Json, measurement, measuring
 from .commands.report import report
-from .commands.speed import fastest, ladder
 from .commands.students import students
 
 _MOST_BUDGETS = 100
+_MOST_PAIRS = 1000
+_MOST_RUNS = 10_000
+_TIMED = ("demo", "sd15")
+
 app = typer.Typer(
     name="benchmarks",
     cls=OneLine,
@@ -30,98 +32,185 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for one in (warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, students, report):
-    app.command()(one)
 
-Models = Annotated[
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Folder or .safetensors file; left out: the demo model.", metavar="PATH"),
+]
+Timed = Annotated[str, typer.Option("--model", "-m", help="sd15 or demo.", metavar="NAME")]
+Architectures = Annotated[
     list[str] | None, typer.Option("--model", "-m", help="sd15, sd21 or sdxl; may be repeated.", metavar="NAME")
 ]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy", help="May be repeated; left out: all that run here. generate --help tells them.", metavar="NAME"
+    ),
+]
+Size = Annotated[int, typer.Option(help="Side of the square picture in pixels.")]
+Steps = Annotated[int, typer.Option(help="Denoising steps of a picture.")]
 Side = Annotated[int | None, typer.Option(help="Left out: sizes that are usual for the model.")]
+Cards = Annotated[
+    list[str] | None, typer.Option("--gpu", help="A card, such as rtx2070; may be repeated.", metavar="NAME")
+]
+Pairs = Annotated[int, typer.Option(help="Calls of each side.")]
 
 
-@app.command()
+def _pictures(model: str | None, policy: list[str] | None, size: int, most: int, **more: Any) -> dict[str, Any]:
+    """Of pictures of at ``most`` so many steps, by policies."""
+    check_given(model=model)
+    check_run(size, size, most, 1, None, None)
+    return {"model": model, "names": policy or (), "size": size, **more}
+
+
+def warmup(
+    model: Model = None,
+    policy: Policies = None,
+    size: Size = 128,
+    steps: Steps = 8,
+    runs: Annotated[int, typer.Option(help="Pictures after the first.")] = 5,
+) -> dict[str, Any]:
+    """How much longer the first picture after loading takes, and in which part; each policy in its own process."""
+    check_count("--runs", runs, _MOST_RUNS)
+    return _pictures(model, policy, size, steps, steps=steps, runs=runs)
+
+
+def variance(
+    model: Model = None,
+    policy: Policies = None,
+    size: Size = 128,
+    steps: Steps = 8,
+    runs: Annotated[int, typer.Option(help="Pictures in a row after the first.")] = 30,
+) -> dict[str, Any]:
+    """Many equal pictures in a row: standard deviation and coefficient of variation of their times."""
+    check_count("--runs", runs, _MOST_RUNS, 2)
+    return _pictures(model, policy, size, steps, steps=steps, runs=runs)
+
+
+def steps(
+    model: Model = None,
+    policy: Policies = None,
+    size: Size = 128,
+    last: Annotated[int, typer.Option("--to", help="The most steps; they begin with 10, by tens.")] = 100,
+) -> dict[str, Any]:
+    """Seconds by the number of steps: the line through them, and how well it fits."""
+    check_count("--to", last, 1000, 20)
+    return _pictures(model, policy, size, last, counts=range(10, last + 1, 10))
+
+
+def fit(
+    matrix: Annotated[
+        list[Path] | None, typer.Argument(help="JSON files of matrix, beside the published ones.", metavar="FILE")
+    ] = None,
+) -> dict[str, Any]:
+    """Second-order polynomials of the pixels against the seconds of matrices, small pictures apart."""
+    return {"files": matrix or ()}
+
+
+def same(model: Model = None, policy: Policies = None, size: Size = 128, steps: Steps = 8) -> dict[str, Any]:
+    """Whether the picture is the same by every policy and by each twice: bits, and differences of 8-bit values."""
+    return _pictures(model, policy, size, steps, steps=steps)
+
+
+def peers(size: Size = 256, steps: Steps = 8) -> dict[str, Any]:
+    """diffusers' own ways to save memory beside ours: seconds, peaks by the same counters, and the picture."""
+    check_run(size, size, steps, 1, None, None)
+    return {"size": size, "steps": steps}
+
+
+def cards(card: Cards = None) -> dict[str, Any]:
+    """Seconds and peak of SD1.5 foretold for cards (left out: four), by ours and by diffusers as it is."""
+    return {"cards": card} if card else {}
+
+
+def max_size(
+    model: Model = None,
+    policy: Policies = None,
+    card: Annotated[
+        str | None, typer.Option("--gpu", help="Foretell SD1.5's for this card; left out: runs here.", metavar="NAME")
+    ] = None,
+    cap: Annotated[str, typer.Option("--vram", help="The cap of the runs here.", metavar="SIZE")] = "96MB",
+    steps: Steps = 1,
+) -> dict[str, Any]:
+    """The largest square picture by each policy: run here under a cap, each confirmed, or foretold for a card."""
+    check_given(model=model, gpu=card)
+    check_run(64, 64, steps, 1, None, None)
+    if card is not None and model is not None:
+        raise BadInputError(f"--gpu {card} foretells SD1.5: leave out --model {model}, or --gpu")
+    cap_bytes = parse_size(cap, "--vram")
+    return {"model": model, "names": policy or (), "card": card, "cap": cap_bytes, "steps": steps}
+
+
+def ladder(
+    of: Annotated[str, typer.Option("--of", help="B or E: whose ladder.", metavar="SOURCE")] = "B",
+    model: Timed = "sd15",
+    size: Annotated[int | None, typer.Option(help="Of the picture; left out: 512 on a GPU, 256 on a CPU.")] = None,
+    pairs: Pairs = 5,
+) -> dict[str, Any]:
+    """A published ladder's rungs, and ours, as they are here: seconds of a guided step of SD1.5, published beside."""
+    check_names("--of", [of], ("B", "E"))
+    check_names("--model", [model], _TIMED)
+    check_count("--pairs", pairs, _MOST_PAIRS)
+    check_side("size", size)
+    return {"source": of, "model": model, "size": size, "pairs": pairs}
+
+
+def fastest(
+    model: Timed = "sd15",
+    pairs: Pairs = 15,
+    decode_pairs: Annotated[int, typer.Option("--decode-pairs", help="Decodes of each side.")] = 3,
+    compiled: Annotated[bool, typer.Option("--compiled", help="What takes minutes to compile, too.")] = False,
+) -> dict[str, Any]:
+    """A guided step at 256x256 and a decode at 512x512 as fast as they get here, beside diffusers as it is."""
+    check_names("--model", [model], _TIMED)
+    check_count("--pairs", pairs, _MOST_PAIRS)
+    check_count("--decode-pairs", decode_pairs, _MOST_PAIRS)
+    return {"model": model, "pairs": pairs, "decode_pairs": decode_pairs, "compiled": compiled}
+
+
 def vae(
     model: Annotated[
         str, typer.Option("--model", "-m", help="Whose autoencoder: sd15, sdxl, flux or flux2.", metavar="NAME")
     ] = "sd15",
-    out: Out = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+) -> dict[str, Any]:
     """Exact tiles beside the plain decode: time, peak, and how far every way is from it."""
-    with measuring(debug, not as_json):
-        from .vae import run
-
-        run(json=as_json, model=model, out=out)
+    return {"model": model}
 
 
-@app.command()
 def end_to_end(
     model: Annotated[
         list[str] | None, typer.Option("--model", "-m", help="demo or sd15; may be repeated.", metavar="NAME")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the tables.")] = Path("benchmarks"),
     budgets: Annotated[int, typer.Option(help="How many, from the least to everything resident.")] = 6,
-    debug: Debug = False,
-) -> None:
+) -> dict[str, Any]:
     """Plans against whole runs on the CPU: peak, time, and the next faster candidate (the demo model in minutes)."""
-    with measuring(debug):
-        check_names("--model", model or (), ("demo", "sd15"))
-        check_count("--budgets", budgets, _MOST_BUDGETS)
-        from .end_to_end import run
-
-        print(f"written: {run(tuple(model or ('demo', 'sd15')), out, budgets)}")
+    check_names("--model", model or (), _TIMED)
+    check_count("--budgets", budgets, _MOST_BUDGETS)
+    return {"models": tuple(model or _TIMED), "budgets": budgets}
 
 
-@app.command()
-def attention(as_json: Json = False, debug: Debug = False) -> None:
+def attention() -> dict[str, Any]:
     """Every attention backend: error against float64, peak, time."""
-    with guarded(debug):
-        from .attention import run
-
-        run(json=as_json)
+    return {}
 
 
-@app.command()
-def plans(
-    model: Models = None,
-    out: Out = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+def plans(model: Architectures = None) -> dict[str, Any]:
     """The least memory that lossless settings need, size by size."""
-    with measuring(debug, not as_json):
-        check_names("--model", model or (), NAMES)
-        from .plans import lines, run
-        from .tables import show
-
-        report = run(out, only=tuple(model or ()))
-        show(report["rows"], lines(report), as_json)
+    check_names("--model", model or (), NAMES)
+    return {"only": tuple(model or ())}
 
 
-@app.command()
 def schedule(
-    model: Models = None,
-    card: Annotated[
-        list[str] | None, typer.Option("--gpu", help="A card, such as rtx2070; may be repeated.", metavar="NAME")
-    ] = None,
-    width: Side = None,
-    height: Side = None,
-    out: Out = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+    model: Architectures = None, card: Cards = None, width: Side = None, height: Side = None
+) -> dict[str, Any]:
     """How much slower a step is with a part of the weights on the device, by schedule and by simpler policies."""
-    with measuring(debug, not as_json):
-        check_names("--model", model or (), NAMES)
-        check_side("width", width)
-        check_side("height", height)
-        from .schedule import run
-
-        run(as_json, tuple(model or ("sd15", "sdxl")), tuple(card or ("rtx2070",)), width, height, out)
+    check_names("--model", model or (), NAMES)
+    check_side("width", width)
+    check_side("height", height)
+    chosen = {"models": tuple(model or ("sd15", "sdxl")), "gpus": tuple(card or ("rtx2070",))}
+    return {**chosen, "width": width, "height": height}
 
 
-@app.command()
 def matrix(
     model: Annotated[
         str | None,
@@ -138,86 +227,54 @@ def matrix(
     vram: Annotated[
         str | None, typer.Option("--vram", help="Budget; left out: the card's, or what is free.", metavar="SIZE")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Denoising steps of a picture.")] = 20,
+    steps: Steps = 20,
     policy: Annotated[str, typer.Option(help=help_text(), metavar="NAME")] = "ours",
     first: Annotated[int, typer.Option("--from", help="The shortest side, in pixels.")] = 256,
     last: Annotated[int, typer.Option("--to", help="The longest side.")] = 1024,
     step: Annotated[int, typer.Option("--step", help="From one side to the next.")] = 64,
     out: Annotated[Path, typer.Option("--out", help="Folder of table, heat map and JSON.")] = Path("matrix"),
     again: Annotated[bool, typer.Option("--again", help="Forget what is there already.")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+) -> dict[str, Any]:
     """Seconds of a picture by height and width, sizes that do not fit left grey; goes on where it ended."""
-    with measuring(debug, not as_json):
-        check_given(model=model, gpu=card)
-        check_run(last, first, steps, 1, vram, None)
-        check_side("step", step)
-        if first > last:
-            raise BadInputError(f"--from {first} is beyond --to {last}")
-        check_plots()
-        from .matrix import lines, run
-        from .tables import show
-
-        found = run(
-            model, range(first, last + 1, step), gpu=card, vram=vram, steps=steps, policy=policy, out=out, again=again
-        )
-        show(found, lines(found), as_json)
+    check_given(model=model, gpu=card)
+    check_run(last, first, steps, 1, vram, None)
+    check_side("step", step)
+    if first > last:
+        raise BadInputError(f"--from {first} is beyond --to {last}")
+    check_plots()
+    sides = range(first, last + 1, step)
+    asked = {"gpu": card, "vram": vram, "steps": steps, "policy": policy, "out": out, "again": again}
+    return {"model": model, "sides": sides, **asked}
 
 
-@app.command()
-def published(out: Out = None, as_json: Json = False, debug: Debug = False) -> None:
+def published() -> dict[str, Any]:
     """Times foretold for an RTX 2070 by three policies beside the 169 published ones of each."""
-    with measuring(debug, not as_json):
-        from .published import lines, run
-        from .tables import show
-
-        report = run(out=out)
-        show(report, lines(report), as_json)
+    return {}
 
 
-@app.command()
 def batches(
     on: Annotated[str, typer.Option("--on", help="local or ray.", metavar="WHERE")] = "local",
     workers: Annotated[int, typer.Option(help="How many beside one; on a machine with cards at most as many.")] = 2,
     jobs: Annotated[int, typer.Option(help="Pictures for each worker.")] = 16,
     pairs: Annotated[int, typer.Option(help="Runs of each kind.")] = 3,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+) -> dict[str, Any]:
     """Pictures a minute by several workers beside one, in pairs."""
-    with measuring(debug, not as_json):
-        check_names("--on", [on], ("local", "ray"))
-        for name, count, least in (("--workers", workers, 2), ("--jobs", jobs, 4), ("--pairs", pairs, 1)):
-            check_count(name, count, 1000, least)
-        from .batches import run
-
-        run(on, workers, jobs, pairs, as_json)
+    check_names("--on", [on], ("local", "ray"))
+    for name, count, least in (("--workers", workers, 2), ("--jobs", jobs, 4), ("--pairs", pairs, 1)):
+        check_count(name, count, _MOST_PAIRS, least)
+    return {"where": on, "workers": workers, "jobs": jobs, "pairs": pairs}
 
 
-@app.command()
-def winograd(out: Out = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Winograd's convolutions: what they save, their error, their time here; writes OUT and, beside it, JSON."""
-    with measuring(debug, not as_json):
-        from .tables import show
-        from .winograd import lines, run
-
-        report = run(out)
-        show(report, lines(report), as_json)
+def winograd() -> dict[str, Any]:
+    """Winograd's convolutions: what they save, their error, their time here."""
+    return {}
 
 
-@app.command()
-def finite(out: Out = None, as_json: Json = False, debug: Debug = False) -> None:
-    """What it costs to look whether decoded values are numbers; writes OUT and, beside it, JSON."""
-    with measuring(debug, not as_json):
-        from .finite import lines, run
-        from .tables import show
-
-        report = run(out)
-        show(report, lines(report), as_json)
+def finite() -> dict[str, Any]:
+    """What it costs to look whether decoded values are numbers."""
+    return {}
 
 
-@app.command("smaller-unets")
 def smaller_unets(
     student: Annotated[
         list[str] | None,
@@ -227,29 +284,28 @@ def smaller_unets(
     ] = None,
     size: Annotated[int, typer.Option(help="Of the picture whose passes are timed.")] = 512,
     pairs: Annotated[int, typer.Option(help="Passes of each side.")] = 5,
-    out: Out = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+) -> dict[str, Any]:
     """SD1.5's UNet with layers cut out: parameters, operations, activations, and passes beside the whole one's here."""
-    with measuring(debug, not as_json):
-        from .smaller_unets import STUDENTS, lines, run
-        from .tables import show
+    from .smaller_unets import STUDENTS
 
-        check_names("--student", student or (), [*STUDENTS])
-        check_side("size", size)
-        check_count("--pairs", pairs, 1000)
-        report = run(out, size, pairs, tuple(student or STUDENTS))
-        show(report, lines(report), as_json)
+    check_names("--student", student or (), [*STUDENTS])
+    check_side("size", size)
+    check_count("--pairs", pairs, _MOST_PAIRS)
+    return {"side": size, "pairs": pairs, "students": tuple(student or STUDENTS)}
 
 
-@app.command()
-def storage(out: Out = None, as_json: Json = False, debug: Debug = False) -> None:
+def storage() -> dict[str, Any]:
     """Weights in 8 bits: how far they take the demo model's pictures, and its layers, off."""
-    with measuring(debug, not as_json):
-        from .storage import run
+    return {}
 
-        run(json=as_json, out=out)
+
+for _one in (
+    warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans,
+    schedule, matrix, published, batches, winograd, finite, smaller_unets, storage,
+):  # fmt: skip
+    app.command()(measurement(_one))
+app.command()(measurement(students))
+app.command()(report)
 
 
 @app.command()

@@ -19,6 +19,7 @@ from sd_lowvram.files.tables import table
 from sd_lowvram.planning.plan import Candidate
 from sd_lowvram.units import MIB
 
+from .tables import written
 from .trial import measure
 
 BUDGETS = 6
@@ -33,19 +34,16 @@ _PLENTY = 1 << 50
 PEAK_TOLERANCE, TIME_TOLERANCE = 0.05, 1.5
 
 
-def run(models: Sequence[str], out: Path, budgets: int = BUDGETS) -> Path:
-    """Measure ``models`` ("demo", "sd15") and write ``out/end_to_end.json`` and ``.md``; returns the latter.
+def run(models: Sequence[str] = tuple(CASES), budgets: int = BUDGETS, out: Path | None = None) -> dict[str, Any]:
+    """Measure ``models`` ("demo", "sd15"), also into ``out`` as Markdown and JSON beside it, model by model.
 
     What the files hold of other models stays.
     """
-    data = out / "end_to_end.json"
-    report = json.loads(data.read_text(encoding="utf-8")) if data.is_file() else {}
-    out.mkdir(parents=True, exist_ok=True)
+    data = out.with_suffix(".json") if out is not None else None
+    report = json.loads(data.read_text(encoding="utf-8")) if data is not None and data.is_file() else {}
     for model in models:
-        report[model] = measured_rows(model, budgets)
-        data.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        data.with_suffix(".md").write_text("\n".join(lines(report)) + "\n", encoding="utf-8")
-    return data.with_suffix(".md")
+        report = written({**report, model: measured_rows(model, budgets)}, lines, out)
+    return report
 
 
 def measured_rows(model: str, budgets: int = BUDGETS) -> dict[str, Any]:
@@ -158,19 +156,24 @@ def verdict(row: Mapping[str, Any]) -> str:
     return "slower" if rival["measured"]["seconds"] > row["measured"]["seconds"] else "MISS: fits and is faster"
 
 
+def cases(report: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The models of a report, and what was measured of each."""
+    return [(model, report[model]) for model in CASES if model in report]
+
+
 def lines(report: Mapping[str, Any]) -> Iterator[str]:
     """All cases as Markdown."""
     yield "# Plans against runs, on a CPU"
     yield ""
     yield (
-        "Written by `python -m benchmarks end-to-end`. Each run in a process of its own; no GPU was at hand. *Held* is "
+        "Each run in a process of its own; no GPU was at hand. *Held* is "
         "what torch's allocator saw at the peak, device and host memory together, and what the plan foretold of it. "
         "Seconds are those of the processor over the threads, so that other programs do not count; planned ones from "
         "a calibration just before. The rival is the next faster candidate that the search rejected; what it held on "
         "the device is what it held less what was planned to wait in host memory. Misses are marked: peaks off by "
         f"more than {PEAK_TOLERANCE:.0%}, times off by more than a factor of {TIME_TOLERANCE}."
     )
-    for model, case in report.items():
+    for model, case in cases(report):
         yield from ("", f"## {model}, {case['size']}x{case['size']}, {case['steps']} steps", "")
         yield f"torch {case['torch']}, {case['threads']} threads, float32, guidance."
         yield ""

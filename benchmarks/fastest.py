@@ -23,7 +23,7 @@ from sd_lowvram.settings import Settings
 from .ladder import has_bfloat16, inputs, step
 from .models import demo_pipeline, random_pipeline
 from .pictures import facts
-from .tables import written
+from .tables import pair_cells, written
 
 _LOSSLESS, _HALF, _DECODE = "lossless step", "step with bfloat16 allowed", "lossless decode"
 
@@ -103,7 +103,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{report['model']} in float32 on {report['device']} with {report['threads']} threads (torch "
         f"{report['torch']}): guided steps at {side}x{side}, decodes at {decode}x{decode}; both sides in inference "
-        "mode, in turn within one process, medians. Written by `python -m benchmarks fastest`."
+        "mode, in turn within one process, medians."
     )
     yield ""
     heads = ("of", "way", "diffusers, s", "ours, s", "times as fast", "error", "pairs", "first call, seconds more")
@@ -114,5 +114,11 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    times = [f"{row['plain_seconds']:.2f}", f"{row['seconds']:.2f}", f"{row['ratio']:.2f}"]
-    return [row["part"], row["name"], *times, f"{row['error']:.0e}", str(row["pairs"]), f"{row['warm_up_seconds']:.1f}"]
+    return [
+        row["part"],
+        row["name"],
+        *pair_cells(row, "{:.2f}"),
+        f"{row['error']:.0e}",
+        str(row["pairs"]),
+        f"{row['warm_up_seconds']:.1f}",
+    ]

@@ -6,7 +6,7 @@ Decodes with the looks and without them, in pairs within one process, each of a 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd_lowvram import progress
 from sd_lowvram.checkpoints.architectures import autoencoder, build_components
 from sd_lowvram.checkpoints.load_autoencoder import load_autoencoder
 from sd_lowvram.demo import MODEL_PATH
-from sd_lowvram.devices.pairs import now
+from sd_lowvram.devices.pairs import figures, in_turn
 from sd_lowvram.files.tables import table
 from sd_lowvram.hooks import overflow, vae_exact, vae_whole
 from sd_lowvram.session import attached
 from sd_lowvram.settings import Settings
 
-from .tables import written
+from .tables import pair_cells, written
 
 SIDES = {"demo": 512, "sd15": 128}
 """Of the pictures in pixels, by the autoencoder: that of the demo model, and a full-size one with random weights."""
@@ -51,14 +50,13 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"Decodes in float32 on {report['device']}, {report['threads']} threads, torch {report['torch']}: medians of "
-        f"{report['pairs']} pairs, with the looks and without. Written by `python -m benchmarks finite --out FILE`."
+        f"{report['pairs']} pairs, with the looks and without."
     )
     yield ""
-    heads = ("autoencoder", "side", "decode", "looks", "seconds with", "without", "ratio")
-    yield from table(heads, ([
-        row["model"], str(row["side"]), row["way"], str(row["looks"]), f"{row['with']:.3f}", f"{row['without']:.3f}",
-        f"{row['with'] / row['without']:.3f}",
-    ] for row in report["rows"]))  # fmt: skip
+    heads = ("autoencoder", "side", "decode", "looks", "without, s", "with, s", "times as fast with")
+    yield from table(heads, (
+        [row["model"], str(row["side"]), row["way"], str(row["looks"]), *pair_cells(row)] for row in report["rows"]
+    ))  # fmt: skip
 
 
 def _rows(model: str, side: int, pairs: int, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -68,15 +66,14 @@ def _rows(model: str, side: int, pairs: int, device: torch.device) -> Iterator[d
     for way, tiles in _LOOKED_AT.items():
         with attached(vae, Settings(vae_tiles=tiles), device=device), torch.inference_mode():
             looks = _looks(vae, latents)
-            seconds: dict[bool, list[float]] = {True: [], False: []}
-            for pair in progress.counted(f"{model}, {way}", range(pairs)):
-                for with_looks in (pair % 2 == 0, pair % 2 == 1):
-                    with contextlib.nullcontext() if with_looks else _seen_by(lambda values: True):
-                        begun = now(device)
-                        vae.decode(latents)
-                        seconds[with_looks].append(now(device) - begun)
-        medians = {"with": statistics.median(seconds[True]), "without": statistics.median(seconds[False])}
-        yield {"model": model, "side": side, "way": way, "looks": looks, **medians}
+            decode = functools.partial(vae.decode, latents)
+            (without, seconds), own = in_turn((functools.partial(_unseen, decode), decode), pairs, device)
+        yield {"model": model, "side": side, "way": way, "looks": looks, **figures(without, seconds, own)}
+
+
+def _unseen(decode: Callable[[], Any]) -> None:
+    with _seen_by(lambda values: True):
+        decode()
 
 
 @contextlib.contextmanager

@@ -63,8 +63,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield "# Pixels against time"
     yield ""
     yield (
-        "Second-order polynomials s = a + b M + c M^2 of the megapixels M. *Small*: up to 512x512 pixels, fitted "
-        "apart. Written by `python -m benchmarks fit`."
+        "Second-order polynomials s = a + b M + c M^2 of the megapixels M. *Small*: up to 512x512 pixels, fitted apart."
     )
     yield ""
     heads = ("matrix", "sizes", "a", "b", "c", "R^2", "at 1 MP s", "R^2 small", "R^2 others")

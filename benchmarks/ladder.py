@@ -29,7 +29,7 @@ from sd_lowvram.settings import Fidelity, Settings, knobs
 
 from .models import demo_pipeline, random_denoiser
 from .pictures import facts
-from .tables import written
+from .tables import pair_cells, written
 
 SOURCES = {
     "B": "diffusers' page on memory and speed, TITAN RTX, 512x512, 50 steps: 9.50 s at first",
@@ -210,10 +210,19 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         f"A guided step of {report['model']} at {report['size']}x{report['size']} on {report['device']} with "
         f"{report['threads']} threads (torch {report['torch']}); every row in turn with diffusers' own UNet in "
         f"float32, medians of {report['pairs']} pairs in one process. Published: {SOURCES[report['source']]}, for "
-        "whole pictures. *error*: relative, to the first row. Written by `python -m benchmarks ladder`."
+        "whole pictures. *error*: relative, to the first row."
     )
     yield ""
-    heads = ("row", "seconds", "times as fast", "published", "fidelity", "error", "first call, seconds more")
+    heads = (
+        "row",
+        "diffusers' own, s",
+        "this, s",
+        "times as fast",
+        "published",
+        "fidelity",
+        "error",
+        "first call, seconds more",
+    )
     yield from table(heads, map(_cells, report["rows"]))
     for name, why in report["left_out"].items():
         yield ""
@@ -224,8 +233,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     published = "" if row["published"] is None else f"{row['published']:.2f}"
     return [
         row["name"],
-        f"{row['seconds']:.3f}",
-        f"{row['ratio']:.2f}",
+        *pair_cells(row),
         published,
         row["fidelity"],
         f"{row['error']:.0e}",

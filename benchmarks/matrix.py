@@ -16,6 +16,7 @@ from typing import Any
 
 from sd_lowvram import progress
 from sd_lowvram.devices.info import default_device
+from sd_lowvram.devices.pairs import spread
 from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.files.tables import table
 from sd_lowvram.files.whole import write_whole
@@ -26,6 +27,7 @@ from sd_lowvram.units import format_size, parse_size
 
 from .pictures import name_of
 from .plots.heat_map import heat_map
+from .tables import BUSY, trusted, written
 
 _RUNS = 3
 _TITLES = {True: "foretold", False: "measured"}
@@ -64,6 +66,7 @@ def run(
     asked = {"model": name_of(model), "card": gpu, "vram": vram, "steps": steps, "how": _TITLES[gpu is not None]}
     asked["policy"] = policy
     report = _begun(file, asked, again)
+    report["cells"] = [cell for cell in report["cells"] if _told(cell)]  # what a busy machine gave is measured anew
     known = {(cell["height"], cell["width"]) for cell in report["cells"]}
     missing = [size for size in itertools.product(sides, sides) if size not in known]
     timed = _foretelling(model, gpu, vram, steps, policy) if gpu else _measuring(model, vram, steps, policy)
@@ -71,8 +74,7 @@ def run(
         report["cells"].append({"height": height, "width": width, **timed(height, width)})
         write_whole(json.dumps(report, indent=1).encode() + b"\n", file)
     report["cells"].sort(key=lambda cell: (cell["height"], cell["width"]))
-    write_whole(json.dumps(report, indent=1).encode() + b"\n", file)
-    write_whole(("\n".join(lines(report)) + "\n").encode(), file.with_suffix(".md"))
+    report = written(report, lines, file.with_suffix(".md"))
     write_whole(as_png(heat_map(title(report), seconds_by_size(report))), file.with_suffix(".png"))
     return report
 
@@ -116,7 +118,7 @@ def _measuring(model: str | None, vram: str | None, steps: int, policy: str) -> 
     from sd_lowvram.devices.info import default_device
     from sd_lowvram.planning.as_others import way_of
 
-    from .pictures import loaded, seconds_of
+    from .pictures import loaded, timed_pictures
 
     device, pipe = default_device(), loaded(model)
 
@@ -128,8 +130,8 @@ def _measuring(model: str | None, vram: str | None, steps: int, policy: str) -> 
         except BudgetError as error:
             return {"needed_bytes": error.needed_bytes}
         with way_of(policy, pipe, device, planned, lambda: loaded(model))() as running:
-            seconds = [seconds_of(running, width, height, steps) for _ in range(_RUNS + 1)][1:]
-        return {"seconds": median(seconds), "peak_bytes": peak}
+            (seconds,), own = timed_pictures(running, width, height, steps, _RUNS)
+        return {"seconds": median(seconds), "spread": spread(seconds), "own": own, "peak_bytes": peak}
 
     return timed
 
@@ -140,7 +142,8 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     cells = {(cell["height"], cell["width"]): cell for cell in report["cells"]}
     yield f"# {title(report)}"
     yield ""
-    yield "Seconds by height and width. Written by `python -m benchmarks matrix`."
+    medians = f", medians of {_RUNS} pictures" if report["card"] is None else ""
+    yield f"Seconds by height and width{medians}."
     yield ""
     rows = ([str(height), *(_cell(cells.get((height, width))) for width in widths)] for height in heights)
     yield from table(("", *map(str, widths)), rows)
@@ -154,8 +157,12 @@ def title(report: dict[str, Any]) -> str:
 
 
 def seconds_by_size(report: dict[str, Any]) -> dict[tuple[int, int], float | None]:
-    """By height and width; None where the size does not fit."""
-    return {(cell["height"], cell["width"]): cell.get("seconds") for cell in report["cells"]}
+    """By height and width; None where the size does not fit, or the machine was busy."""
+    return {(cell["height"], cell["width"]): cell.get("seconds") if _told(cell) else None for cell in report["cells"]}
+
+
+def _told(cell: Cell) -> bool:
+    return trusted(cell, "spread")
 
 
 def _sides(report: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -165,4 +172,6 @@ def _sides(report: dict[str, Any]) -> tuple[list[int], list[int]]:
 def _cell(cell: Cell | None) -> str:
     if cell is None:
         return ""
+    if not _told(cell):
+        return BUSY
     return f"{cell['seconds']:.1f}" if "seconds" in cell else f"needs {format_size(cell['needed_bytes'])}"

@@ -7,15 +7,18 @@ before the model was loaded (Linux alone tells this), and the peak that torch's 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from sd_lowvram import progress
 from sd_lowvram.api import plan
+from sd_lowvram.devices.pairs import spread, timed
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.files.tables import table
 from sd_lowvram.files.whole import write_json
@@ -23,7 +26,7 @@ from sd_lowvram.session import attached
 from sd_lowvram.units import MIB
 
 from .pictures import facts, loaded, picture
-from .tables import begun, eight_bits, written
+from .tables import BUSY, begun, eight_bits, figure, trusted, written
 from .trial import measure
 
 PLAIN = "diffusers"
@@ -89,18 +92,20 @@ def trial_run(name: str, size: int, steps: int) -> dict[str, Any]:
     empty, pipe = _resident(), loaded(None)
     with _running(name, pipe, size, steps):
         _forget_peak()
-        seconds = []
+        times = []
         for _ in range(_RUNS):
-            started = time.perf_counter()
-            drawn = picture(pipe, size, size, steps)
-            seconds.append(time.perf_counter() - started)
+            timing, drawn = timed(functools.partial(picture, pipe, size, size, steps), torch.device("cpu"))
+            times.append(timing)
         highest = _resident("VmHWM")
         with measured(pipe) as run:
             picture(pipe, size, size, steps)
     plain = picture(loaded(None), size, size, steps)
     apart = (eight_bits(drawn) - eight_bits(plain)).abs()
+    seconds = [one.seconds for one in times]
     return {
         "seconds": median(seconds),
+        "spread": spread(seconds),
+        "own": min(one.own for one in times),
         "process_bytes": None if highest is None or empty is None else highest - empty,
         "allocator_bytes": run.peak_bytes,
         "most": int(apart.max()),
@@ -146,7 +151,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         f"{report['threads']} threads, each in a process of its own. *Process*: its peak beyond what it held before "
         "the model was loaded. *Allocator*: the peak of all tensors, weights and what waits in host memory included. "
         "*Differs*: from the picture of diffusers as it is, the largest difference of 8-bit values and the share of "
-        "pixels. Written by `python -m benchmarks peers`."
+        f"pixels. Seconds: medians of {_RUNS} pictures."
     )
     yield ""
     yield from table(("program", "s", "process MiB", "allocator MiB", "differs"), map(_cells, report["rows"]))
@@ -160,4 +165,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return [row["name"], row["error"], "", "", ""]
     process = "" if row["process_bytes"] is None else f"{row['process_bytes'] / MIB:.1f}"
     differs = f"{row['most']} ({row['differing']:.2%})" if row["most"] else "not at all"
-    return [row["name"], f"{row['seconds']:.2f}", process, f"{row['allocator_bytes'] / MIB:.1f}", differs]
+    return [row["name"], _seconds(row), process, f"{row['allocator_bytes'] / MIB:.1f}", differs]
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    return figure(row["seconds"], row.get("spread"), "{:.2f}") if trusted(row, "spread") else BUSY

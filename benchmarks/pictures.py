@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import platform
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from sd_lowvram.api import plan
 from sd_lowvram.checkpoints.architectures import NAMES
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.devices.info import default_device, dtype_on
+from sd_lowvram.devices.pairs import Turns, in_turn
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.planning.as_others import Way, way_of
 from sd_lowvram.policies.named import check_policy, runs_on
@@ -44,11 +44,9 @@ def picture(pipe: Any, width: int, height: int, steps: int, *, prompt: str = PRO
     return drawn.float().cpu()
 
 
-def seconds_of(pipe: Any, width: int, height: int, steps: int) -> float:
-    """Seconds of one picture, until it is in host memory."""
-    started = time.perf_counter()
-    picture(pipe, width, height, steps)
-    return time.perf_counter() - started
+def timed_pictures(pipe: Any, width: int, height: int, steps: int, runs: int) -> Turns:
+    """Seconds of so many pictures, each until it is in host memory; one more goes before."""
+    return in_turn([functools.partial(picture, pipe, width, height, steps)], runs, default_device())
 
 
 def chosen_policies(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -34,7 +34,7 @@ BOUNDS = {
 
 _NOTE = """# The least memory that lossless settings need
 
-Written by `python -m benchmarks plans`. Nothing ran on a GPU: peaks are traced, times those of the {card} profile for
+Nothing ran on a GPU: peaks are traced, times those of the {card} profile for
 30 steps with these smallest settings, which nobody would choose with more memory. fp16, batch 1, with guidance. *In
 segments* is what the allocator takes for the peak and the libraries' workspaces, of a stated size, which the bound is
 for; *least budget* counts the driver's share too, another stated default. *In host memory* with weights in ordinary

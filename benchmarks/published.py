@@ -183,8 +183,8 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         f"SD1.5 on an RTX 2070, {report['steps']} samples with guidance, seconds of a picture. The profile's launches "
         "are fitted to the 13 squares of consciencia-modified; to those of each policy a fixed part of a picture, and "
         "where the decoder is on the processor what share its decode takes of the time that plans assume. The "
-        "errors and R^2 are of the other sizes. Written by `python -m benchmarks published`; where the published times "
-        "come from: `benchmarks/published_times/README.md`."
+        "errors and R^2 are of the other sizes. Where the published times come from: "
+        "`benchmarks/published_times/README.md`."
     )
     yield ""
     heads = (

@@ -63,8 +63,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{report['model']}, {report['size']}x{report['size']}, {report['steps']} steps, {len(report['prompts'])} "
         f"prompts, on {report['device']}. *bits*: every bit is the same; a number: the largest difference of 8-bit "
-        "values, of 255, with the share of pixels that differ; on the diagonal a policy with itself, drawn twice. "
-        "Written by `python -m benchmarks same`."
+        "values, of 255, with the share of pixels that differ; on the diagonal a policy with itself, drawn twice."
     )
     yield ""
     rows = ([one, *(_cell(found.get((one, other)) or found[other, one]) for other in names)] for one in names)

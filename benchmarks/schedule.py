@@ -35,7 +35,7 @@ from sd_lowvram.streaming.timing import Timing, in_run_order, timed
 from sd_lowvram.tracing.fake_model import fake_copy
 from sd_lowvram.units import MIB
 
-from .tables import show, written
+from .tables import written
 
 SIZES = {"sd15": (512, 1024), "sd21": (768,), "sdxl": (1024,)}
 SHARES = (50, 25, 10)
@@ -59,14 +59,13 @@ class Row:
 
 
 def run(
-    json: bool = False,
     models: Sequence[str] = ("sd15", "sdxl"),
     gpus: Sequence[str] = ("rtx2070",),
     width: int | None = None,
     height: int | None = None,
     out: Path | None = None,
-) -> list[Row]:
-    """Compute the table and print it, or one JSON list; also into ``out`` as Markdown, and JSON beside it.
+) -> dict[str, Any]:
+    """Compute the table, also into ``out`` as Markdown, and JSON beside it.
 
     Args:
         width, height: in pixels; None: sizes that are usual for the model.
@@ -80,9 +79,7 @@ def run(
         raise BadInputError(f"--model {unknown[0]!r} is none of {', '.join(NAMES)}")
     wanted = [(model, size) for model in models for size in _sizes(model, width, height)]
     rows = [row for model, size in progress.counted("schedule", wanted) for row in table(model, *size, cards)]
-    report = written({"rows": [dataclasses.asdict(row) for row in rows]}, lines, out)
-    show(report["rows"], lines(report), json)
-    return rows
+    return written({"rows": [dataclasses.asdict(row) for row in rows]}, lines, out)
 
 
 def table(model: str, width: int, height: int, cards: Sequence[Rates]) -> list[Row]:
@@ -133,8 +130,7 @@ def _sizes(model: str, width: int | None, height: int | None) -> list[tuple[int,
 _NOTE = (
     "Simulated: time of a guided step in fp16 over the same with all weights on the device. Device bytes are those of "
     "the weights that stay and of the ring together. Largest first keeps the largest units, first resident the first "
-    "of a step, all streamed nothing; each uses the rest as its ring. No schedule passes the bound. Written by "
-    "`python -m benchmarks schedule`."
+    "of a step, all streamed nothing; each uses the rest as its ring. No schedule passes the bound."
 )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json as json_
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from sd_lowvram import progress
 from sd_lowvram.devices.pairs import compared
 from sd_lowvram.files.tables import table
 from sd_lowvram.units import format_size
+
+from .tables import pair_cells, written
 
 PUBLISHED_PARAMETERS = {"Base": "0.58", "Small": "0.49", "Tiny": "0.33"}
 """Billions."""
@@ -72,10 +73,7 @@ def run(
         "pairs": pairs,
         "rows": rows,
     }
-    if out is not None:
-        out.write_text("\n".join(lines(report)) + "\n", encoding="utf-8")
-        out.with_suffix(".json").write_text(json_.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return report
+    return written(report, lines, out)
 
 
 def _row(whole: Any, name: str, side: int, pairs: int) -> dict[str, Any]:
@@ -88,7 +86,7 @@ def _row(whole: Any, name: str, side: int, pairs: int) -> dict[str, Any]:
     row = {
         "name": name,
         **counted(student, _COUNTED_AT),
-        **{one: times[one] for one in ("plain_seconds", "seconds", "ratio")},
+        **{one: value for one, value in times.items() if one not in ("error", "warm_up_seconds")},
     }
     del student
     gc.collect()
@@ -121,11 +119,21 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         f"SD1.5's UNet in float32 with random weights, as `unet prune` and `unet combine` cut it. Operations and "
         f"activations of a guided step at {_COUNTED_AT}x{_COUNTED_AT}, counted; seconds of a pass at "
         f"{report['side']}x{report['side']} on this CPU, {report['threads']} threads, torch {report['torch']}, beside "
-        f"the whole UNet's in turn, medians of {report['pairs']} pairs. By `python -m benchmarks smaller-unets`. "
+        f"the whole UNet's in turn, medians of {report['pairs']} pairs. "
         "Published: A-SDM 2023, the times on a phone."
     )
     yield ""
-    heads = ("UNet", "parameters", "published", "operations", "activations", "whole", "smaller", "faster", "published")
+    heads = (
+        "UNet",
+        "parameters",
+        "published",
+        "operations",
+        "activations",
+        "whole, s",
+        "smaller, s",
+        "times as fast",
+        "published",
+    )
     yield from table(heads, _cells(report["rows"]))
 
 
@@ -135,7 +143,7 @@ def _cells(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         name = row["name"]
         times = ["-", "-", "-"]
         if "ratio" in row:
-            times = [f"{row['plain_seconds']:.2f} s", f"{row['seconds']:.2f} s", f"{row['ratio']:.2f}"]
+            times = pair_cells(row, "{:.2f}")
         yield [
             name,
             f"{row['parameters'] / 1e6:.1f} M",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from sd_lowvram import progress
+from sd_lowvram.devices.info import default_device
+from sd_lowvram.devices.pairs import Timing, timed
 from sd_lowvram.files.tables import table
 
 from .fits import polynomial
-from .pictures import chosen_policies, facts, loaded, seconds_of, ways
-from .tables import written
+from .pictures import chosen_policies, facts, loaded, picture, ways
+from .tables import BUSY, trusted, written
 
 COUNTS = tuple(range(10, 101, 10))
+_LEAST_R_SQUARED = 0.9
 
 
 def run(
@@ -23,22 +27,31 @@ def run(
     names, left_out = chosen_policies(names)
     pipe = loaded(model)
     prepared = ways(names, model, pipe, size, size, max(counts))
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[Timing]] = {name: [] for name in names}
     for count in progress.counted("counts of steps", counts):
         for name in names:
             with prepared[name]() as running:
-                seconds_of(running, size, size, 1)
-                seconds[name].append(seconds_of(running, size, size, count))
-    rows = [_row(name, counts, seconds[name]) for name in names]
+                picture(running, size, size, 1)
+                drawn = functools.partial(picture, running, size, size, count)
+                times[name].append(timed(drawn, default_device())[0])
+    rows = [_row(name, counts, times[name]) for name in names]
     report = facts(model, size=size, counts=list(counts), left_out=list(left_out), rows=rows)
     return written(report, lines, out)
 
 
-def _row(name: str, counts: Sequence[int], seconds: list[float]) -> dict[str, Any]:
+def _row(name: str, counts: Sequence[int], times: Sequence[Timing]) -> dict[str, Any]:
+    seconds, own = [one.seconds for one in times], min(one.own for one in times)
     line = polynomial(counts, seconds, 1)
     assert line is not None
-    intercept, slope = line.coefficients
-    return {"policy": name, "slope": slope, "intercept": intercept, "r_squared": line.r_squared, "seconds": seconds}
+    (intercept, slope), r_squared = line.coefficients, line.r_squared
+    return {
+        "policy": name, "slope": slope, "intercept": intercept, "r_squared": r_squared, "seconds": seconds, "own": own,
+    }  # fmt: skip
+
+
+def is_line(row: dict[str, Any]) -> bool:
+    """Whether the line through a row's times says anything: they lie on one, and no other program made them longer."""
+    return trusted(row) and row["r_squared"] >= _LEAST_R_SQUARED
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
@@ -49,7 +62,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{report['model']}, {report['size']}x{report['size']}, {counts[0]} to {counts[-1]} steps, on "
         f"{report['device']}, the policies in turn. A line through the times: its slope is a step, its intercept all "
-        "else. Written by `python -m benchmarks steps`."
+        f"else; not told where R^2 is below {_LEAST_R_SQUARED}."
     )
     yield ""
     yield from table(("policy", "ms a step", "ms besides", "R^2", *map(str, counts)), map(_cells, report["rows"]))
@@ -59,5 +72,6 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    line = [f"{1000 * row['slope']:.1f}", f"{1000 * row['intercept']:.1f}", f"{row['r_squared']:.4f}"]
-    return [row["policy"], *line, *(f"{one:.2f}" for one in row["seconds"])]
+    why = "not told: no line" if trusted(row) else BUSY
+    line = [f"{1000 * row[name]:.1f}" if is_line(row) else why for name in ("slope", "intercept")]
+    return [row["policy"], *line, f"{row['r_squared']:.4f}", *(f"{one:.2f}" for one in row["seconds"])]

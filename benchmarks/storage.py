@@ -19,16 +19,14 @@ from sd_lowvram.settings import Settings
 from sd_lowvram.weights import weight_bytes
 
 from .models import demo_pipeline
-from .tables import eight_bits, show, written
+from .tables import eight_bits, written
 
 KINDS = ("fp8", "int8")
 PROMPTS = ("a red apple", "a teapot", "a rocket", "a castle", "a snowman", "a guitar", "a sunflower", "a bicycle")
 
 
-def run(
-    json: bool = False, prompts: Sequence[str] = PROMPTS, steps: int = 25, out: Path | None = None
-) -> dict[str, Any]:
-    """Measure and print, as tables or as one JSON object; also into ``out`` as Markdown, and JSON beside it.
+def run(prompts: Sequence[str] = PROMPTS, steps: int = 25, out: Path | None = None) -> dict[str, Any]:
+    """Measure, also into ``out`` as Markdown, and JSON beside it.
 
     Every prompt is drawn in float32 with its own seed, then anew with the weights stored in each of the two ways.
     """
@@ -42,9 +40,7 @@ def run(
             row["bytes"] = weight_bytes(pipe.unet, pipe.text_encoder) / whole
             row |= _differences(_pictures(pipe, prompts, steps, number), plain)
         rows.append(row)
-    report = written({"prompts": list(prompts), "steps": steps, "rows": rows}, lines, out)
-    show(report, lines(report), json)
-    return report
+    return written({"prompts": list(prompts), "steps": steps, "rows": rows}, lines, out)
 
 
 def _pictures(pipe: Any, prompts: Sequence[str], steps: int, turn: int) -> Tensor:
@@ -83,7 +79,6 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield from ("# Weights in 8 bits", "")
     yield f"{len(report['prompts'])} pictures of the demo model, {report['steps']} steps, beside float32 weights."
     yield "Difference: of 8-bit pictures, of 255. PSNR in dB. Layers: relative error of their weights, mean and worst."
-    yield "Written by `python -m benchmarks storage`."
     yield ""
     yield from table(_HEADS, map(_cells, report["rows"]))
 

@@ -24,7 +24,7 @@ from sd_lowvram.files.tables import table
 from sd_lowvram.files.whole import write_whole
 from sd_lowvram.units import format_size
 
-from .tables import written
+from .tables import pair_cells, written
 
 PUBLISHED = {
     "teacher": "12.832 / 36.653 / 0.297",
@@ -46,6 +46,7 @@ PUBLISHED = {
 """FID, inception score and CLIP score of SD1.5 on COCO, by the student's name."""
 
 _OWN = "teacher"
+_TIMES = ("plain_seconds", "seconds", "ratio", "plain_spread", "spread", "ratio_spread", "own")
 SCHEDULES = {
     "s1": (("base", 0.4), (_OWN, 0.6)),
     "s2": ((_OWN, 0.6), ("base", 0.4)),
@@ -201,7 +202,7 @@ def _saved(teacher: Any, student: Any, pairs: int) -> dict[str, Any]:
     from sd_lowvram.unets.evaluate import step_times
 
     times = step_times(teacher, student, pairs)
-    return {**counted(student), **{name: times[name] for name in ("plain_seconds", "seconds", "ratio")}}
+    return {**counted(student), **{name: times[name] for name in _TIMES}}
 
 
 def _shared(shares: Sequence[tuple[str, float]], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -237,7 +238,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         f"torch {report['torch']}, beside the teacher's in turn, medians of {report['pairs']} pairs of {STEPS_TIMED} "
         "steps; of schedules by the steps that each UNet takes. The teacher from other seeds is the yardstick: "
         "agreement below it says that the same thing was drawn, not the same picture. Published: FID, inception score "
-        "and CLIP score of A-SDM 2023, SD1.5 on COCO. By `python -m benchmarks students`."
+        "and CLIP score of A-SDM 2023, SD1.5 on COCO."
     )
     yield ""
     heads = ["UNet", "parameters", "operations", "activations", "teacher's step", "step", "faster"]
@@ -251,7 +252,7 @@ def _cells(row: dict[str, Any], report: dict[str, Any]) -> list[str]:
     saved = ["-"] * 6
     if "ratio" in row:
         amounts = f"{row['parameters'] / 1e6:.2f} M", f"{row['operations'] / whole['operations']:.3f}"
-        times = (*(f"{1e3 * row[one]:.1f} ms" for one in ("plain_seconds", "seconds")), f"{row['ratio']:.2f}")
+        times = pair_cells(row, "{:.1f} ms", 1e-3)
         saved = [*amounts, format_size(row["peak_bytes"]), *times]
     drawn = _agreed(row.get(CUT), name, few), _agreed(row.get(TRAINED), name, pictures)
     after = row.get(TRAINED)

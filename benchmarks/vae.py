@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,14 +15,14 @@ from torch import Tensor
 from sd_lowvram import progress
 from sd_lowvram.checkpoints.architectures import autoencoder, build_components
 from sd_lowvram.demo import MODEL_PATH
-from sd_lowvram.devices.pairs import now
+from sd_lowvram.devices.pairs import Timing, spread, timed
 from sd_lowvram.files.tables import table
 from sd_lowvram.session import attached
 from sd_lowvram.settings import Settings
 from sd_lowvram.tracing import trace
 from sd_lowvram.units import MIB
 
-from .tables import eight_bits, show, written
+from .tables import BUSY, eight_bits, figure, trusted, written
 
 MAPS = ("held", "parked", "recomputed")
 _DEAR = "recomputed"
@@ -31,7 +32,6 @@ _WITH_DEMO = ("sd15", "sdxl")
 
 
 def run(
-    json: bool = False,
     sizes: Sequence[int] = (256, 384),
     repeats: int = 2,
     side: int | None = None,
@@ -39,7 +39,7 @@ def run(
     traced: Sequence[int] = (1024, 2048, 4096),
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure and print, as tables or as one JSON object; also into ``out`` as Markdown, and JSON beside it.
+    """Measure, also into ``out`` as Markdown, and JSON beside it.
 
     Args:
         model: whose autoencoder: a name of :data:`checkpoints.architectures.AUTOENCODERS`.
@@ -67,9 +67,7 @@ def run(
         report["differences"] = _differences(side or 1024)
     else:
         report["errors"] = _errors(config, side or 256)
-    written(report, lines, out)
-    show(report, lines(report), json)
-    return report
+    return written(report, lines, out)
 
 
 def _built(config: dict[str, Any], device: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -84,25 +82,27 @@ def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:
     ways |= {kind: Settings(vae_tiles="exact", vae_map=kind) for kind in MAPS}
     rounds = [[way for way in ways if way != _DEAR] for _ in range(repeats)]
     rounds[-1] += [_DEAR, "plain"]
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    times: dict[str, list[Timing]] = {way: [] for way in ways}
+    decode = functools.partial(_decode, vae, latents)
     with attached(vae, Settings(vae_tiles="exact")):
-        _seconds(vae, latents[..., :8, :8])  # libraries make themselves ready
+        _decode(vae, latents[..., :8, :8])  # libraries make themselves ready
     total, done = sum(map(len, rounds)), 0
     for turn in rounds:
         for way in turn:
             with attached(vae, ways[way]):
-                seconds[way].append(_seconds(vae, latents))
+                times[way].append(timed(decode, latents.device)[0])
             done += 1
             progress.report(f"{size}x{size}", done, total)
+    seconds = {way: [one.seconds for one in taken] for way, taken in times.items()}
     medians = {way: statistics.median(taken) for way, taken in seconds.items()}
-    return {"size": size, "plain_seconds": medians["plain"]} | {kind: medians[kind] / medians["plain"] for kind in MAPS}
+    row = {"size": size, "plain_seconds": medians["plain"], "spreads": {way: spread(seconds[way]) for way in ways}}
+    own = min(one.own for taken in times.values() for one in taken)
+    return row | {kind: medians[kind] / medians["plain"] for kind in MAPS} | {"own": own}
 
 
-def _seconds(vae: Any, latents: Tensor) -> float:
-    start = now(latents.device)
+def _decode(vae: Any, latents: Tensor) -> None:
     with torch.no_grad():
         vae.decode(latents)
-    return now(latents.device) - start
 
 
 def _peaks(config: dict[str, Any], size: int) -> dict[str, Any]:
@@ -199,10 +199,10 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     """The report as Markdown."""
     yield from (f"# Ways to decode, by the autoencoder of {report['model']}", "")
     where = f"{report['device']}, {report['threads']} threads"
-    yield f"Time of a full-size float32 decode by the autoencoder of {report['model']} on {where}; plain = 1."
-    yield from ("Written by `python -m benchmarks vae`.", "")
-    times = ([f"{row['plain_seconds']:.2f} s", *(f"{row[kind]:.2f}" for kind in MAPS)] for row in report["times"])
-    yield from _by_size(report["times"], ("plain", *MAPS), times)
+    yield f"Time of a full-size float32 decode by the autoencoder of {report['model']} on {where}; in brackets over"
+    yield "that of the plain decode."
+    yield ""
+    yield from _by_size(report["times"], ("plain", *MAPS), map(_time_cells, report["times"]))
     if report["peaks"]:
         yield from ("", "MiB held by a decode in half precision beside the weights (and in host memory), traced", "")
         ways = ("plain", *MAPS, _THEIRS)
@@ -219,8 +219,17 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield from table(heads, map(_difference_cells, report["differences"]))
 
 
-def _by_size(rows: Sequence[dict[str, Any]], heads: Sequence[str], cells: Iterable[list[str]]) -> Iterator[str]:
+def _by_size(rows: Sequence[dict[str, Any]], heads: Sequence[str], cells: Iterable[Iterable[str]]) -> Iterator[str]:
     return table(("size", *heads), ([f"{row['size']}", *more] for row, more in zip(rows, cells, strict=True)))
+
+
+def _time_cells(row: dict[str, Any]) -> Iterator[str]:
+    """Of the plain decode, and of each way with its ratio to that."""
+    plain, spreads = row["plain_seconds"], row.get("spreads", {})
+    yield figure(plain, spreads.get("plain"), "{:.2f} s")
+    for kind in MAPS:
+        ratio = f"{row[kind]:.2f}" if trusted(row) else BUSY
+        yield f"{figure(row[kind] * plain, spreads.get(kind), '{:.2f} s')} ({ratio})"
 
 
 def _difference_cells(row: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,11 +10,12 @@ from statistics import median
 from typing import Any
 
 from sd_lowvram import progress
+from sd_lowvram.devices.pairs import timed
 from sd_lowvram.files.tables import table
 
 from .calls import timed_calls
-from .pictures import chosen_policies, facts, loaded, seconds_of, ways
-from .tables import written
+from .pictures import chosen_policies, facts, loaded, picture, ways
+from .tables import BUSY, trusted, written
 from .trial import measure
 
 PUBLISHED = {
@@ -51,9 +53,11 @@ def trial_run(model: str | None, name: str, size: int, steps: int, runs: int) ->
         anatomy = anatomy_of(running)
         denoising, decoding = (timed_calls(running, device, part) for part in (anatomy.denoiser, anatomy.autoencoder))
         with denoising as denoised, decoding as decoded:
-            seconds = [seconds_of(running, size, size, steps) for _ in range(runs + 1)]
+            drawn = functools.partial(picture, running, size, size, steps)
+            times = [timed(drawn, device)[0] for _ in range(runs + 1)]
+    seconds = [one.seconds for one in times]
     found = {"step": denoised.host_seconds, "decode": decoded.host_seconds}
-    beyond = {f"{part}_beyond": times[0] - median(times[1:]) for part, times in found.items() if len(times) > 1}
+    beyond = {f"{part}_beyond": each[0] - median(each[1:]) for part, each in found.items() if len(each) > 1}
     return {
         "load_seconds": load,
         "prepare_seconds": prepare,
@@ -61,6 +65,7 @@ def trial_run(model: str | None, name: str, size: int, steps: int, runs: int) ->
         "median_seconds": median(seconds[1:]),
         "first_beyond": seconds[0] - median(seconds[1:]),
         **beyond,
+        "own": min(one.own for one in times),
     }
 
 
@@ -71,8 +76,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{report['model']}, {report['size']}x{report['size']}, {report['steps']} steps, on {report['device']}, each "
         f"policy in a process of its own: the first picture less the median of {report['runs']} more, and the same of "
-        "the first step and the first decode. Published: on an RTX 2070, SD1.5. Written by "
-        "`python -m benchmarks warmup`."
+        "the first step and the first decode. Published: on an RTX 2070, SD1.5."
     )
     yield ""
     heads = ("policy", "load s", "prepare s", "first s", "median s", "first beyond", "step", "decode", "published")
@@ -88,5 +92,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
     names = ("load_seconds", "prepare_seconds", "first_seconds", "median_seconds", "first_beyond")
     values = [*(row[name] for name in names), row.get("step_beyond"), row.get("decode_beyond")]
     published = PUBLISHED.get(row["policy"])
-    told = ["" if value is None else f"{value:.3f}" for value in values]
+    told = ["" if value is None else f"{value:.3f}" if trusted(row) else BUSY for value in values]
     return [row["policy"], *told, "" if published is None else f"{published:.2f}"]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json as json_
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,12 +19,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from sd_lowvram import progress
-from sd_lowvram.devices.pairs import now
+from sd_lowvram.devices.pairs import figures, in_turn
 from sd_lowvram.files.tables import table
 from sd_lowvram.kernels.winograd import SIDES, convolve, gain, transformed
 from sd_lowvram.settings import Settings
 
-from .tables import milliseconds
+from .tables import pair_cells, trusted, written
 
 PUBLISHED = {2: (2.25, 4.00, 1.77), 4: (4.00, 2.25, 4.00), 6: (5.06, 1.80, 7.12), 8: (5.76, 1.56, 11.1)}
 """Operations saved, intermediates and weights in times the plain ones, as Chen et al. 2023 print them by tile."""
@@ -65,10 +63,7 @@ def run(
             "times": list(_times(shapes, pairs)),
             "decode": _decode(decoder(), pairs),
         }
-    if out is not None:
-        out.write_text("\n".join(lines(report)) + "\n", encoding="utf-8")
-        out.with_suffix(".json").write_text(json_.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return report
+    return written(report, lines, out)
 
 
 def _tile(side: int) -> dict[str, Any]:
@@ -109,13 +104,12 @@ def _times(shapes: Sequence[tuple[int, int, int]], pairs: int) -> Iterator[dict[
         x, weight = _layer(*shape)
         kernels = transformed(weight, tile)
         ours = functools.partial(_by_tiles, tile, x, weight)
-        theirs, seconds = _in_pairs((functools.partial(functional.conv2d, x, weight, padding=1), ours), pairs)
+        plain = functools.partial(functional.conv2d, x, weight, padding=1)
+        (theirs, seconds), own = in_turn((plain, ours), pairs, _ON_CPU)
         yield {
             **dict(zip(("channels", "rows", "columns"), shape, strict=True)),
             "tile": tile,
-            "torch_seconds": theirs,
-            "seconds": seconds,
-            "ratio": theirs / seconds,
+            **figures(theirs, seconds, own),
             "weight_bytes": kernels.nbytes,
         }
         progress.report("shapes and tiles", number + 1, len(shapes) * len(SIDES))
@@ -136,21 +130,9 @@ def _decode(vae: Any, pairs: int) -> dict[str, Any]:
         with attached(vae, Settings(winograd=True), device="cpu"):
             return pictures.setdefault("ours", vae.decode(latents).sample)
 
-    theirs, seconds = _in_pairs((plain, ours), pairs)
+    (theirs, seconds), own = in_turn((plain, ours), pairs, _ON_CPU)
     error = float((pictures["ours"] - pictures["plain"]).norm() / pictures["plain"].norm())
-    return {"torch_seconds": theirs, "seconds": seconds, "ratio": theirs / seconds, "error": error, "pairs": pairs}
-
-
-def _in_pairs(ways: Sequence[Callable[[], Tensor]], pairs: int) -> tuple[float, ...]:
-    """Medians of seconds of each way, run in turn, after one turn that does not count."""
-    turns = [[_seconds(way) for way in ways] for _ in range(pairs + 1)][1:]
-    return tuple(map(statistics.median, zip(*turns, strict=True)))
-
-
-def _seconds(way: Callable[[], Tensor]) -> float:
-    start = now(_ON_CPU)
-    way()
-    return now(_ON_CPU) - start
+    return {**figures(theirs, seconds, own), "error": error, "pairs": pairs}
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
@@ -159,7 +141,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "What a tile changes, counted from its exact transforms / as Chen et al. 2023 print it: operations saved, and "
-        "the room of transformed maps and kernels, each times the plain one's. By `python -m benchmarks winograd`."
+        "the room of transformed maps and kernels, each times the plain one's."
     )
     yield ""
     names = ("operations", "intermediates", "weights")
@@ -173,31 +155,32 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield from table(("", *_TYPES), errors)
     yield ""
     yield (
-        f"Milliseconds in float32 on this CPU, {report['threads']} threads, torch {report['torch']}: torch's own "
+        f"Seconds in float32 on this CPU, {report['threads']} threads, torch {report['torch']}: torch's own "
         "convolution, ours in plain PyTorch, and the ratio of their medians, which is above 1 where ours is faster. "
         f"{_verdict(report['times'])}"
     )
     yield ""
-    heads = ("channels", "strip", "tile", "torch", "Winograd", "ratio", "its kernels")
+    heads = ("channels", "strip", "tile", "torch, s", "Winograd, s", "times as fast", "its kernels")
     yield from table(heads, map(_row, report["times"]))
     yield ""
     decode = report["decode"]
+    theirs, seconds, ratio = pair_cells(decode, "{:.1f}")
     yield (
-        f"SD1.5's decoder whole, 512x512 in float32, with `winograd` and without, medians of {decode['pairs']} pairs: "
-        f"{decode['seconds']:.1f} and {decode['torch_seconds']:.1f} s, {decode['ratio']:.2f} times as fast; relative "
-        f"difference {decode['error']:.1e}."
+        f"SD1.5's decoder whole, 512x512 in float32, without `winograd` and with it, medians of {decode['pairs']} "
+        f"pairs: {theirs} and {seconds} s, times as fast: {ratio}; relative difference {decode['error']:.1e}."
     )
 
 
 def _row(row: dict[str, Any]) -> list[str]:
-    times = milliseconds(row["torch_seconds"], row["seconds"])
     strip = f"{row['rows']}x{row['columns']}"
     room = f"{row['weight_bytes'] / 2**20:.1f} MiB"
-    return [str(row["channels"]), strip, f"{row['tile']}", *times, f"{row['ratio']:.2f}", room]
+    return [str(row["channels"]), strip, f"{row['tile']}", *pair_cells(row, "{:.4f}"), room]
 
 
 def _verdict(times: Sequence[dict[str, Any]]) -> str:
     """In how many shapes which tile is faster."""
+    if not all(map(trusted, times)):
+        return "The machine was busy: where it is faster is not told."
     won = {tile: sum(row["ratio"] > 1 for row in times if row["tile"] == tile) for tile in SIDES}
     shapes = len(times) // len(SIDES)
     if not any(won.values()):

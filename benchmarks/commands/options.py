@@ -1,11 +1,15 @@
-"""What the commands that measure share: their options, and how progress and errors are shown."""
+"""What makes a command of a measurement: the options that all have, its progress, its errors, and what is printed."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import importlib
+import inspect
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +18,36 @@ from sd_lowvram.commands.guard import guarded
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too, and JSON beside it.")]
+_SHARED = {"out": (Out, None), "as_json": (Json, False), "debug": (Debug, False)}
+
+
+def measurement(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+    """A command of ``function``, which checks its options and returns what to call ``run`` with, of the module of its
+    name in ``benchmarks``. ``--out``, ``--json`` and ``--debug`` are added; ``lines`` of that module is printed."""
+
+    @functools.wraps(function)
+    def command(context: typer.Context, as_json: bool = False, debug: bool = False, **asked: Any) -> None:
+        with measuring(debug, not as_json):
+            out = {} if "out" in own else {"out": asked.pop("out")}
+            arguments = function(**asked)
+            module = importlib.import_module(f"benchmarks.{function.__name__}")
+            from ..tables import show, told_as, whole
+
+            with told_as(_typed(context)):
+                report = module.run(**arguments, **out)
+            show(report, whole(report, module.lines), as_json)
+
+    own = inspect.signature(function, eval_str=True).parameters
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in _SHARED.items()
+        if name not in own
+    ]
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own.values()), *added]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
 
 
 @contextlib.contextmanager
@@ -26,3 +60,17 @@ def measuring(debug: bool, shown: bool = True) -> Iterator[None]:
 
         with Bars(Console(stderr=True), shown).running():
             yield
+
+
+def _typed(context: typer.Context) -> str:
+    """The command as it was typed, but for where its results go, and with names for paths."""
+    words = ["python", "-m", "benchmarks", context.info_name or ""]
+    for option in context.command.params:
+        name = option.name or ""
+        source, value = context.get_parameter_source(name), context.params.get(name)
+        if source is None or source.name != "COMMANDLINE" or name in _SHARED or value is None:
+            continue
+        flag = [option.opts[0]] if option.opts[0].startswith("-") else []
+        for one in value if isinstance(value, list | tuple) else [value]:
+            words += flag if one is True else [*flag, Path(one).name if Path(str(one)).exists() else str(one)]
+    return shlex.join(words)

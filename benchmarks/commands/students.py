@@ -1,9 +1,9 @@
-"""``python -m benchmarks students``: a table of distilled UNets, A-SDM's in our terms."""
+"""A table of distilled UNets, A-SDM's in our terms: what ``run`` is called with."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from sd_lowvram.commands.pictures import check_writable
 from sd_lowvram.commands.values import check_count, check_given
 from sd_lowvram.errors import BadInputError, OutputError
 
-from .options import Debug, Json, Out, measuring
+from .options import Out
 
 
 def students(
@@ -36,27 +36,21 @@ def students(
         Path | None, typer.Option("--sheet", help="Show some pictures of each in this PNG file.", metavar="FILE")
     ] = None,
     out: Out = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+) -> dict[str, Any]:
     """Smaller UNets beside their teacher: agreement before and after training, retrieval, operations, times here."""
-    with measuring(debug, not as_json):
-        check_given(teacher=teacher)
-        check_count("--pairs", pairs, 1000)
-        check_count("--steps", steps, 1000, 3)
-        if not 0 <= guidance < 100:
-            raise BadInputError(f"--guidance {guidance} must lie between 0 and 100; 4 to 8 is usual")
-        if sheet is not None and sheet.suffix.lower() != ".png":
-            raise OutputError(f"--sheet {sheet} must end in .png")
-        for file in filter(None, (sheet, out)):
-            check_writable(file, 1 << 20)
-        import torch
+    check_given(teacher=teacher)
+    check_count("--pairs", pairs, 1000)
+    check_count("--steps", steps, 1000, 3)
+    if not 0 <= guidance < 100:
+        raise BadInputError(f"--guidance {guidance} must lie between 0 and 100; 4 to 8 is usual")
+    if sheet is not None and sheet.suffix.lower() != ".png":
+        raise OutputError(f"--sheet {sheet} must end in .png")
+    for file in filter(None, (sheet, out)):
+        check_writable(file, 1 << 20)
+    import torch
 
-        from sd_lowvram.unets.evaluate import Draw
+    from sd_lowvram.unets.evaluate import Draw
 
-        from ..students import lines, run
-        from ..tables import show
-
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        report = run(students, data, teacher, out, sheet, Draw(pictures, steps, guidance), pairs, dtype=dtype)
-        show(report, lines(report), as_json)
+    drawn = {"draw": Draw(pictures, steps, guidance), "dtype": torch.bfloat16 if bf16 else torch.float32}
+    places = {"students": students, "data": data, "teacher": teacher, "out": out, "sheet": sheet}
+    return {**places, **drawn, "pairs": pairs}

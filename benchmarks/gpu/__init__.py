@@ -21,6 +21,7 @@ from sd_lowvram.devices.info import driver_version
 from sd_lowvram.devices.this_machine import rates_of
 from sd_lowvram.errors import BadInputError, OutputError
 
+from ..tables import commit
 from . import attention, correctness, peaks, sizes, streaming, workspaces
 from .record import Record
 
@@ -87,7 +88,7 @@ def unmeasured(written: Path) -> int:
 
 
 def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    return all(before.get(key) == value for key, value in now.items() if key != "date")
+    return all(before.get(key) == value for key, value in now.items() if key not in ("date", "commit"))
 
 
 def _gpu() -> torch.device:
@@ -109,6 +110,7 @@ def _machine(device: torch.device, title: str) -> dict[str, Any]:
     found = {
         "name": title,
         "sd-lowvram": __version__,
+        "commit": commit(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "diffusers": diffusers.__version__,
@@ -148,6 +150,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     for part in (part for part in PARTS if part in results):
         machine = results[part]["machine"]
         facts = [machine["name"], f"torch {machine['torch']}", f"diffusers {machine['diffusers']}", machine["date"]]
+        facts += [f"commit {machine['commit']}"] if "commit" in machine else []
         if machine.get("driver"):
             facts.insert(1, f"driver {machine['driver']}")
         yield from PARTS[part].lines(results[part])

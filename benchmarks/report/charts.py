@@ -9,7 +9,7 @@ from typing import Any
 from sd_lowvram.units import GIB, MIB
 
 from .. import max_size, variance, warmup
-from ..end_to_end import PEAK_TOLERANCE
+from ..end_to_end import PEAK_TOLERANCE, cases
 from ..fits import polynomial
 from ..matrix import seconds_by_size, title
 from ..peers import AMPLE, LEAST, OURS
@@ -19,6 +19,8 @@ from ..plots.grid import grid
 from ..plots.heat_map import heat_map
 from ..published import PUBLISHED, published_times, ratios
 from ..same import PLAIN
+from ..steps import is_line
+from ..tables import trusted
 
 Report = dict[str, Any]
 
@@ -58,8 +60,8 @@ def steps_charts(report: Report) -> list[Chart]:
         line = polynomial(counts, row["seconds"], 1)
         series[row["policy"]] = Series(counts, row["seconds"], line.at if line else None)
     straight = all(row["r_squared"] >= 0.98 for row in report["rows"])
-    slopes = {row["policy"]: 1000 * row["slope"] for row in report["rows"]}
-    fastest = slopes.get("ours", 0) <= 1.05 * min(slopes.values())
+    slopes = {row["policy"]: 1000 * row["slope"] for row in report["rows"] if is_line(row)}
+    fastest = len(slopes) == len(series) and slopes.get("ours", 0) <= 1.05 * min(slopes.values())
     return [
         Chart("steps", curves("Seconds of a picture by its steps", series, "steps", "s"),
               "time is a line in the steps, R^2 at least 0.98", straight),
@@ -73,7 +75,7 @@ def variance_charts(report: Report) -> list[Chart]:
     here = {row["policy"]: 100 * row["variation"] for row in report["rows"]}
     there = [100 * variance.PUBLISHED[name][1] if name in variance.PUBLISHED else None for name in names]
     series = {"here": [here[name] for name in names], "published, RTX 2070": there}
-    steady = here.get("ours", 0) <= 100 * max(one for _, one in variance.PUBLISHED.values())
+    steady = _quiet(report) and here.get("ours", 0) <= 100 * max(one for _, one in variance.PUBLISHED.values())
     drawn = bars("Coefficient of variation of equal pictures", names, series, "%")
     return [Chart("variance", drawn, "ours varies no more than the forks did in the published runs", steady)]
 
@@ -86,7 +88,7 @@ def warmup_charts(report: Report) -> list[Chart]:
         "first step": [row.get("step_beyond") for row in rows],
         "first decode": [row.get("decode_beyond") for row in rows],
     }
-    less = all(row["first_beyond"] < min(warmup.PUBLISHED.values()) for row in rows)
+    less = _quiet(report) and all(row["first_beyond"] < min(warmup.PUBLISHED.values()) for row in rows)
     drawn = bars("The first picture beyond the median of the next ones", names, series, "s")
     return [Chart("warmup", drawn, "the first picture takes less beyond the others than the published 4.3 s", less)]
 
@@ -204,13 +206,18 @@ def cards_charts(report: Report) -> list[Chart]:
     ]
 
 
+def _quiet(report: Report, spread: str = "ratio_spread") -> bool:
+    """Whether no row's times are those of a busy machine."""
+    return all(trusted(row, spread) for row in report["rows"])
+
+
 def _per_megapixel(cell: Report, side: int) -> float | None:
     return cell["seconds"] / (side * side / 1e6) if "seconds" in cell else None
 
 
 def end_to_end_charts(report: Report) -> list[Chart]:
     charts = []
-    for model, case in report.items():
+    for model, case in cases(report):
         rows = case["rows"]
         names = [f"budget {row['budget'] / MIB:.0f} MiB" for row in rows]
         held = {part: [row[part]["held_bytes"] / MIB for row in rows] for part in ("planned", "measured")}
@@ -233,7 +240,11 @@ def peers_charts(report: Report) -> list[Chart]:
     least = rows.get(LEAST)
     lower = least is not None and all(least["allocator_bytes"] < row["allocator_bytes"] for row in others)
     ample = rows.get(AMPLE)
-    fast = ample is not None and all(ample["seconds"] <= 1.05 * row["seconds"] for row in others)
+    fast = (
+        ample is not None
+        and _quiet(report, "spread")
+        and all(ample["seconds"] <= 1.05 * row["seconds"] for row in others)
+    )
     return [
         Chart("peak", memory, "with the least memory ours has the lowest peak of all tensors", lower),
         Chart("time", seconds, "no peer is more than 5 % faster than ours where memory is ample", fast),
@@ -246,7 +257,7 @@ def ladder_charts(report: Report) -> list[Chart]:
     drawn = bars("Times as fast as at first", [row["name"] for row in rows], series, "")
     own = [row["ratio"] for row in rows if row["published"] is None]
     theirs = [row["ratio"] for row in rows if row["published"] is not None]
-    faster = bool(own) and max(own) > max(theirs)
+    faster = _quiet(report) and bool(own) and max(own) > max(theirs)
     return [Chart("ladder", drawn, "one of our rungs is faster here than all of the source's", faster)]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..plots.style import as_svg
+from ..tables import origin_line
 from .charts import CHARTS, Chart
 from .parts import Part
 
@@ -56,7 +57,7 @@ def page(about: Mapping[str, Any], parts: Sequence[Part], found: Mapping[str, An
             drawing = as_svg(chart.figure, f"{part.name}-{chart.name}")
             body.append(f"<figure>{drawing}{caption}</figure>")
         body += _as_html(rest)
-        body.append(_paragraph(f"Figures of: python -m benchmarks {part.command}"))
+        body.append(_paragraph(origin_line(found[part.name]).strip("*").replace("`", "")))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>sd-lowvram: report</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -74,7 +75,7 @@ def markdown(
         if part.name in found:
             heading, *rest = part.lines(found[part.name])
             verdicts = [f"- {chart.verdict}" for chart in charts[part.name]]
-            told += ["", f"#{heading}", "", *verdicts, *rest]
+            told += ["", f"#{heading}", "", *verdicts, *rest, "", origin_line(found[part.name])]
     return "\n".join(told) + "\n"
 
 

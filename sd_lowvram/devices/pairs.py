@@ -1,16 +1,41 @@
-"""Two ways to compute the same, in turn within one process, and the ratio of their medians."""
+"""Ways to compute the same, in turn within one process: medians, their spread, and whether the processor was ours."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Call = Callable[[], Tensor]
+Call = Callable[[], Any]
+
+
+class Timing(NamedTuple):
+    """Of one call.
+
+    Attributes:
+        seconds: of the wall, until all that was asked of the device is done.
+        own: share of them in which this thread had a processor: where it is far below 1, other programs had it. 1 where
+            the device is no CPU, for which the thread waits.
+    """
+
+    seconds: float
+    own: float
+
+
+class Turns(NamedTuple):
+    """Of ways that ran in turn.
+
+    Attributes:
+        seconds: of each way's calls, in their order.
+        own: as :class:`Timing` has it, of all of them together.
+    """
+
+    seconds: list[list[float]]
+    own: float
 
 
 def now(device: torch.device) -> float:
@@ -20,35 +45,63 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def timed(call: Call, device: torch.device) -> tuple[Timing, Any]:
+    """How long ``call`` takes, and what it returns."""
+    start, processor = now(device), time.thread_time()
+    result = call()
+    seconds, processor = now(device) - start, time.thread_time() - processor
+    return Timing(seconds, min(1.0, processor / max(seconds, 1e-9)) if device.type == "cpu" else 1.0), result
+
+
+def in_turn(ways: Sequence[Call], rounds: int, device: torch.device, warm_ups: int = 1) -> Turns:
+    """Time ``ways``, each once a round; every other round begins with the last. ``warm_ups`` rounds do not count."""
+    seconds: list[list[float]] = [[] for _ in ways]
+    own = whole = 0.0
+    for number in range(-warm_ups, rounds):
+        for way in sorted(range(len(ways)), reverse=number % 2 == 1):
+            timing, _ = timed(ways[way], device)
+            if number >= 0:
+                seconds[way].append(timing.seconds)
+                whole += timing.seconds
+                own += timing.seconds * timing.own
+    return Turns(seconds, own / whole if whole else 1.0)
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Half of what lies between the quartiles of ``values``, over their median; None: too few to tell."""
+    if len(values) < 3:
+        return None
+    first, median, third = statistics.quantiles(values, n=4, method="inclusive")
+    return (third - first) / 2 / median
+
+
+def figures(plain: Sequence[float], ours: Sequence[float], own: float) -> dict[str, Any]:
+    """Both sides' medians, ``plain_seconds`` and ``seconds``, and their ``ratio`` (above 1: ours is faster), each with
+    its :func:`spread` (that of the ratio: of the pairs' ratios), and ``own``."""
+    pairs = [one / other for one, other in zip(plain, ours, strict=True)]
+    theirs, seconds = statistics.median(plain), statistics.median(ours)
+    spreads = {"plain_spread": spread(plain), "spread": spread(ours), "ratio_spread": spread(pairs)}
+    return {"plain_seconds": theirs, "seconds": seconds, "ratio": theirs / seconds, **spreads, "own": own}
+
+
 def ratio(plain: Call, other: Call, device: torch.device, pairs: int = 9) -> float:
     """Seconds of ``plain`` over those of ``other``, on ``device``; two pairs go before those that count."""
-    turns = [[_timed(way, device)[0] for way in (plain, other)] for _ in range(pairs + 2)][2:]
-    theirs, ours = zip(*turns, strict=True)
-    return float(statistics.median(theirs) / statistics.median(ours))
+    (theirs, ours), own = in_turn((plain, other), pairs, device, warm_ups=2)
+    return float(figures(theirs, ours, own)["ratio"])
 
 
-def compared(plain: Call, ours: Call, pairs: int, device: torch.device) -> dict[str, Any]:
-    """``plain_seconds``, ``seconds``, their ``ratio`` (above 1: ours is faster), the ``error`` relative to the plain
-    result, and ``warm_up_seconds``: how much longer the first call of ours took.
+def compared(
+    plain: Callable[[], Tensor], ours: Callable[[], Tensor], pairs: int, device: torch.device
+) -> dict[str, Any]:
+    """:func:`figures` of both, the ``error`` relative to the plain result, and ``warm_up_seconds``: how much longer the
+    first call of ours took.
 
     Args:
         pairs: of calls that count; one of each goes before.
     """
     expected = plain()
-    first, found = _timed(ours, device)
+    first, found = timed(ours, device)
     off = (found.double() - expected.double()).norm() / expected.double().norm()
-    turns = [(_timed(plain, device)[0], _timed(ours, device)[0]) for _ in range(pairs)]
-    theirs, own = (statistics.median(column) for column in zip(*turns, strict=True))
-    return {
-        "plain_seconds": theirs,
-        "seconds": own,
-        "ratio": theirs / own,
-        "error": float(off),
-        "warm_up_seconds": max(0.0, first - own),
-    }
-
-
-def _timed(call: Call, device: torch.device) -> tuple[float, Tensor]:
-    start = now(device)
-    result = call()
-    return now(device) - start, result
+    (theirs, own), had = in_turn((plain, ours), pairs, device, warm_ups=0)
+    told = figures(theirs, own, had)
+    return {**told, "error": float(off), "warm_up_seconds": max(0.0, first.seconds - told["seconds"])}

@@ -54,7 +54,8 @@ def test_the_table_marks_misses(tmp_path: Any, monkeypatch: Any) -> None:
         return {"planned": planned, "rival": None if "settings" in task else dict(planned), "measured": measured}
 
     monkeypatch.setattr(end_to_end, "_apart", answer)
-    text = end_to_end.run(["demo"], tmp_path, budgets=3).read_text()
+    end_to_end.run(["demo"], budgets=3, out=tmp_path / "end_to_end.md")
+    text = (tmp_path / "end_to_end.md").read_text(encoding="utf-8")
     assert "| 10.0 | offload=layer | 50.0 | 60.0 | +20.0% MISS | 1.00 | 2.00 | x 2.00 MISS |" in text
     assert "| 20.0 |" in text and "| 40.0 |" in text, "budgets by equal factors"
     assert text.count("exceeds the budget") == 3

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from benchmarks import cards, fit, max_size, peers, same, steps, warmup
 from benchmarks.cli import app
 from benchmarks.fits import polynomial
+from benchmarks.tables import whole
 from sd_lowvram.policies.named import runs_on
 
 LEFT_OUT = list(runs_on("cpu")[1])
@@ -27,7 +28,7 @@ def told(out: Path, *words: str) -> Any:
 
 
 def written(out: Path, lines: Any, report: Any) -> bool:
-    return out.read_text() == "\n".join(lines(report)) + "\n"
+    return out.read_text() == "\n".join(whole(report, lines)) + "\n"
 
 
 @pytest.mark.slow(25)
@@ -37,6 +38,7 @@ def test_pictures_in_a_row_and_by_their_steps(tmp_path: Path) -> None:
     row, plain = told(out, "variance", *small, "--steps", "1", "--runs", "3")["rows"]
     assert len(row["seconds"]) == 3 and row["variation"] == pytest.approx(row["deviation"] / row["mean"])
     assert plain["policy"] == "diffusers-default" and "| 0.152 | 0.023 |" in out.read_text()
+    assert f"by `python -m benchmarks variance {' '.join(small)} --steps 1 --runs 3`" in out.read_text()
     out = tmp_path / "steps.md"
     report = told(out, "steps", *small, "--to", "30")
     assert report["counts"] == [10, 20, 30] and written(out, steps.lines, report)

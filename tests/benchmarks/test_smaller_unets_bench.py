@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import app
 from benchmarks.smaller_unets import STUDENTS, lines, made, run
+from benchmarks.tables import whole
 
 
 def test_every_student_has_its_row(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_every_student_has_its_row(tmp_path: Path) -> None:
     sizes = [rows[name]["operations"] for name in ("whole", "M1", "M2", "M3", "Base", "Small", "Tiny")]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 7
     assert all(row["seconds"] > 0 and row["plain_seconds"] > 0 for row in report["rows"][1:])
-    assert (tmp_path / "unets.md").read_text(encoding="utf-8") == "\n".join(lines(report)) + "\n"
+    assert (tmp_path / "unets.md").read_text(encoding="utf-8") == "\n".join(whole(report, lines)) + "\n"
     assert json.loads((tmp_path / "unets.json").read_text(encoding="utf-8")) == report
 
 

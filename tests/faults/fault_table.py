@@ -27,7 +27,6 @@ from PIL import Image  # noqa: E402
 from sd_lowvram import progress  # noqa: E402
 from sd_lowvram.checkpoints.load import load_pipeline  # noqa: E402
 from sd_lowvram.files.tables import table  # noqa: E402
-from sd_lowvram.files.whole import write_whole  # noqa: E402
 
 FAULTS = {
     "out of memory": "what is cached is given up, and the call is made again",
@@ -185,7 +184,6 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "The demo model at 64x64, four steps, weights streamed, the decoder in strips. The fault comes in the third"
     yield "step, or in the decode. *same bits*: the run goes on, and its picture is that of an undisturbed one."
     yield "*resumed*: it ends, its latents are on the disk, and `sd-lowvram resume` makes that picture."
-    yield "Written by `make faults`."
     yield ""
     outcomes = {(row["place"], row["fault"]): row["outcome"] for row in found}
     everywhere = dict.fromkeys(row["place"] for row in found)
@@ -198,13 +196,15 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def main() -> int:
     """Write the table row by row; what is there already is not run again."""
+    from benchmarks.tables import told_as, written
+
     file = ROOT / "benchmarks" / "faults.json"
     found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
     for row in rows(known={(row["place"], row["fault"]) for row in found}):
         found.append(row)
         print(row["place"], row["fault"], row["exit_code"], row["outcome"], sep="\t", flush=True)
-        write_whole(json.dumps({"rows": found}, indent=1).encode() + b"\n", file)
-        write_whole(("\n".join(lines(found)) + "\n").encode(), file.with_suffix(".md"))
+        with told_as("make faults"):
+            written({"rows": found}, lambda report: lines(report["rows"]), file.with_suffix(".md"))
     return any(row["outcome"] not in (SAME, RESUMED) for row in found)
 
 

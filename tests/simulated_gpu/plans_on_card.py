@@ -99,10 +99,14 @@ def _on_card(simulated: Any, model: str, side: int, share: float) -> Row:
 
 
 def main() -> int:
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests.parent), str(tests / "support")]
     from simulated_card.card import card
 
     card()
     from on_card import Simulated
+
+    from benchmarks.tables import told_as, written
 
     simulated = Simulated()
     rows: list[list[Any]] = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else []
@@ -112,8 +116,8 @@ def main() -> int:
         row = on_card(simulated, model, side, share)
         rows.append([model, side, share, *(round(figure / MIB) for figure in row[:4]), row.ran])
         print(*rows[-1], flush=True)
-        FILE.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-        FILE.with_suffix(".md").write_text("\n".join(lines({"rows": rows})) + "\n", encoding="utf-8")
+        with told_as("python tests/simulated_gpu/plans_on_card.py"):
+            written({"rows": rows}, lines, FILE.with_suffix(".md"))
     return 0 if all(row[-1] for row in rows) else 1
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,9 +26,14 @@ _SECONDS = 3600.0
 _HEAD = """# `python -m benchmarks gpu` on a simulated card
 
 Full-size models, shapes only (`tests/benchmarks/simulated_gpu/bench_on_card.py` wrote this): that every part ends, what
-is planned and held, and the host's own time: the processor's for Python and torch in each call. No other time here is
-that of a card, nor is a claim about times; errors and bits of attention are not computed.
+is planned and held. Bytes and counts alone: times there say nothing of any card, and errors and bits of attention are
+not computed.
 """
+_TIMES = {
+    "s", "ms", "sdpa, ms", "this, ms", "times as fast", "host ms", "device ms", "plan s", "host s", "device s",
+    "step ms", "/ resident", "simulated ms",
+}  # fmt: skip
+_OF_TIMES = ("*Error*", "*Host*", "*Plan*", "*Simulated*", "Sizes may", "Not simulated")
 
 
 def on_card() -> Any:
@@ -79,10 +85,33 @@ def measure(parts: Sequence[str], seconds: float) -> None:
 
 
 def lines(results: dict[str, Any]) -> Iterator[str]:
-    """The results as Markdown."""
+    """The results as Markdown, without what is a time or comes of one."""
     from benchmarks.gpu import lines
 
-    yield from (_HEAD.rstrip("\n"), *itertools.islice(lines(results), 1, None))
+    yield _HEAD.rstrip("\n")
+    for kind, some in itertools.groupby(itertools.islice(lines(results), 1, None), key=_kind):
+        if kind == "table":
+            yield from _columns([line.strip("|").split("|") for line in some])
+        elif kind == "text":
+            told = re.split(r"(?<=\.) (?=\*?[A-Z])", " ".join(some))
+            kept = " ".join(one for one in told if not one.startswith(_OF_TIMES)).partition("; the part took")
+            yield kept[0] + ("." if kept[1] else "")
+        elif kind == "head":
+            yield from some
+        elif kind == "gap":
+            yield ""
+
+
+def _kind(line: str) -> str:
+    """Claims, and what is between them, are a gap."""
+    return {"|": "table", "-": "gap", "": "gap", "#": "head"}.get(line[:1], "text")
+
+
+def _columns(rows: list[list[str]]) -> Iterator[str]:
+    heads = [head.strip() for head in rows[0]]
+    left_out = _TIMES | ({"error", "same bits"} if "error" in heads else set())
+    for row in rows:
+        yield "|" + "|".join(cell for head, cell in zip(heads, row, strict=True) if head not in left_out) + "|"
 
 
 def main(*asked: str) -> None:
