@@ -290,6 +290,22 @@ def test_weights_that_are_larger_than_their_room(pipe: Any, split: bool | None) 
         sd_lowvram.plan(unet, settings=Settings(**{**asked, **instead}), **PLENTY)
 
 
+def test_8_bits_above_weights_that_stream() -> None:
+    pipe = tiny.pipeline("sd15")
+    eight = Settings(weight_storage="int8")
+    expected = tiny.run(pipe, steps=1)
+    for offload in ("layer", "component"):
+        with (
+            attached(pipe, Settings(offload=offload), device=CPU),
+            pytest.raises(ConflictError, match=r"restore\(\) what has that first, or ask for both at once"),
+        ):
+            sd_lowvram.optimize(pipe.unet, settings=eight, **PLENTY)
+        assert torch.equal(tiny.run(pipe, steps=1), expected)
+        for settings in (eight, eight.filled(offload=offload)):
+            with attached(pipe, settings, device=CPU):
+                assert 0 < tiny.relative_error(tiny.run(pipe, steps=1), expected) < 0.1
+
+
 def test_weights_that_are_in_order_already(pipe: Any) -> None:
     config = tiny.config("sd15")
     config["unet"] |= {"block_out_channels": [32, 32, 32, 512], "layers_per_block": 1}

@@ -25,7 +25,7 @@ from ..memory import to_host
 from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..models.cond_conv import CondConv2d
-from ..patches import Change, Patch, wrap
+from ..patches import Change, Patch, roles_of, wrap
 from ..settings import Settings
 from ..streaming.followed import exchanged
 from ..streaming.weight_scopes import lent_to_call, present_rows
@@ -44,10 +44,16 @@ def weight_storage(anatomy: Anatomy, settings: Settings, device: torch.device) -
 
     Raises:
         NoSiteError: none of these has a linear or convolution layer with floating-point weights.
+        ConflictError: an earlier plan or attachment streams them, whose copies of them would stay as they are.
     """
     stored: dict[int, _Stored] = {}
     for name, component in anatomy.components.items():
         layers = quantised_layers(anatomy, name)
+        if layers and any(hook == "offload" for _, hook, _ in roles_of(component)):
+            raise ConflictError(
+                f"{name} streams its weights by an earlier plan or attachment, and so they cannot become 8 bits: "
+                "restore() what has that first, or ask for both at once"
+            )
         for layer in layers:
             key = id(layer.weight)
             if key not in stored:  # tied layers share one
