@@ -6,6 +6,7 @@ import importlib.util
 import platform
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -57,17 +58,24 @@ def examine(probe: bool = True) -> dict[str, Any]:
 
 def calibrated() -> dict[str, Any]:
     """The machine's rates, and on a GPU its overhead, measured now and remembered for plans. Bytes and seconds."""
+    device = default_device()
+    return {what: measure(device) for what, measure in MEASURED.items()}
+
+
+def _rates(device: Any) -> dict[str, Any]:
     import contextlib
 
-    from ..devices.this_machine import overhead_of, rates_of
+    from ..devices.this_machine import rates_of
 
     with contextlib.suppress(ImportError):
         import diffusers  # noqa: F401  # whose own time in each operator counts too
+    return asdict(rates_of(device, recalibrate=True))
 
-    device = default_device()
-    rates = asdict(rates_of(device, recalibrate=True))
-    overhead = asdict(overhead_of(device, recalibrate=True)) if device.type == "cuda" else None
-    return {"rates": rates, "overhead": overhead, "kernels": _kernel_gains(device), "compile": _compiling(device)}
+
+def _overhead(device: Any) -> dict[str, Any] | None:
+    from ..devices.this_machine import overhead_of
+
+    return asdict(overhead_of(device, recalibrate=True)) if device.type == "cuda" else None
 
 
 def _compiling(device: Any) -> dict[str, float] | None:
@@ -105,6 +113,15 @@ def _kernel_gains(device: Any) -> dict[str, float]:
             found |= measured_recording(device)
     remember_kernel_gains(device, found)
     return found
+
+
+MEASURED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
+    "rates": _rates,
+    "overhead": _overhead,
+    "kernels": _kernel_gains,
+    "compile": _compiling,
+}
+"""What is measured of a device and remembered, by the names under which it is; None: it says nothing of this one."""
 
 
 def _warnings(found: list[Any]) -> list[str]:

@@ -36,6 +36,14 @@ def test_interpreted(part: str) -> None:
 
 
 @TRITON
+@pytest.mark.gpu
+def test_compiled_for_the_card_that_is_here() -> None:
+    """In fp16, as interpreted: odd shapes, strides and masks."""
+    told = run("-m", "pytest", "-q", "-k", "float16 and not bfloat16", str(HERE / "triton_interpreted.py"))
+    assert "5 passed" in told and "skipped" not in told
+
+
+@TRITON
 @pytest.mark.slow(30)
 @pytest.mark.parametrize("architecture", [75, 86, 90])
 def test_compiled_for_cards_that_are_not_here(architecture: int, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Run by test_triton.py in a process of its own, in which Triton interprets kernels on the CPU.
+"""Run by test_triton.py in a process of its own, in which Triton interprets kernels on the CPU, or compiles them.
 
 Error against float64 no worse than that of PyTorch's own operators, times SLACK, over odd shapes, strides, both memory
 formats and three types; kernels with planted faults fail the same check.
@@ -7,6 +7,7 @@ formats and three types; kernels with planted faults fail the same check.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,11 +26,14 @@ from sd_lowvram.kernels.triton import attention, geglu, gelu, group_norm, strip,
 SLACK, FLOOR = 1.5, 2e-7
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMATS = [torch.contiguous_format, torch.channels_last]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture(autouse=True)
 def bfloat16_as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter cuts bfloat16 off instead of rounding it, and multiplies its bits as whole numbers."""
+    if not INTERPRETED:
+        return
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
     def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
@@ -48,7 +52,7 @@ def bfloat16_as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to("cpu" if INTERPRETED else "cuda")
 
 
 def check(kernel: Callable[..., Tensor], reference: Callable[..., Tensor], *args: Any) -> None:

@@ -1,37 +1,80 @@
-"""How much faster our kernels are here than torch's own operators, kernel by kernel and shape by shape."""
+"""Our kernels beside torch's own operators, at shapes of Stable Diffusion, and how much faster they are here."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...devices.pairs import ratio
 from ..attention.by_triton import triton
 from ..attention.torch_kernels import fused
-from . import geglu, group_norm, support
+from . import geglu, gelu, group_norm, strip, support
 
 _MAPS = {"denoise": (2, 320, 64, 64), "decode": (1, 128, 512, 512)}
+_LAYOUTS = (torch.contiguous_format, torch.channels_last)
 _TOKENS = (2, 4096, 2 * 1280)
+_STRIP, _BORDER = (1, 256, 64, 512), (1, 1, 1, 1)
 _HEADS = {40: (2, 8, 4096), 80: (2, 8, 1024), 64: (2, 10, 4096), 512: (1, 1, 4096)}
 """Batch, heads and tokens by the heads' width: SD1.5's two largest, SDXL's, the autoencoder's middle."""
+
+Pair = tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]
+"""A kernel, torch's own operators, and the tensors that both are given."""
+
+
+def _normalised(shape: tuple[int, ...], layout: torch.memory_format, device: torch.device, dtype: torch.dtype) -> Pair:
+    how: dict[str, Any] = {"groups": 32, "weight": None, "bias": None, "eps": 1e-5, "silu": True}
+    x = torch.randn(shape, device=device).to(dtype, memory_format=layout)
+    return functools.partial(group_norm.group_norm, **how), functools.partial(group_norm.reference, **how), (x,)
+
+
+def _activated(device: torch.device, dtype: torch.dtype) -> Pair:
+    return gelu.gelu, gelu.reference, (torch.randn(_TOKENS, device=device).to(dtype),)
+
+
+def _gated(device: torch.device, dtype: torch.dtype) -> Pair:
+    return geglu.geglu, geglu.reference, (torch.randn(_TOKENS, device=device).to(dtype),)
+
+
+def _strip(layout: torch.memory_format, device: torch.device, dtype: torch.dtype) -> Pair:
+    x = torch.randn(_STRIP, device=device).to(dtype, memory_format=layout)
+    scale, shift = (torch.randn(1, _STRIP[1], 1, 1, device=device) for _ in range(2))
+    ours, plain = (functools.partial(one, border=_BORDER) for one in (strip.activated_strip, strip.reference))
+    return ours, plain, (x, scale, shift)
+
+
+def _attending(width: int, device: torch.device, dtype: torch.dtype) -> Pair:
+    q, k, v = (torch.randn(*_HEADS[width], width, device=device).to(dtype) for _ in range(3))
+    return triton, functools.partial(fused, None), (q, k, v)
+
+
+def _named(layout: torch.memory_format) -> str:
+    return str(layout).removeprefix("torch.")
+
+
+PAIRS: dict[str, Callable[[torch.device, torch.dtype], Pair]] = {
+    **{
+        f"group_norm, {stage}, {_named(layout)}": functools.partial(_normalised, shape, layout)
+        for layout in _LAYOUTS
+        for stage, shape in _MAPS.items()
+    },
+    "gelu": _activated,
+    "geglu": _gated,
+    **{f"strip, {_named(layout)}": functools.partial(_strip, layout) for layout in _LAYOUTS},
+    **{f"{support.ATTENTION}, {width}": functools.partial(_attending, width) for width in _HEADS},
+}
+"""What is compared, drawn on a device in a type, by the names under which :func:`gains` are remembered."""
 
 
 def gains(device: torch.device) -> dict[str, float]:
     """Seconds of torch's operators over those of the kernel, in float16: ratios of medians of runs in turn."""
     found = {}
     with torch.inference_mode():
-        for layout in (torch.contiguous_format, torch.channels_last):
-            for stage, shape in _MAPS.items():
-                x = torch.randn(shape, device=device).half().to(memory_format=layout)
-                plain = functools.partial(group_norm.reference, x, 32, None, None, 1e-5, True)
-                name = f"group_norm, {stage}, {str(layout).removeprefix('torch.')}"
-                found[name] = ratio(plain, functools.partial(group_norm.group_norm, x, 32), device)
-        product = torch.randn(_TOKENS, device=device).half()
-        ways = functools.partial(geglu.reference, product), functools.partial(geglu.geglu, product)
-        found["geglu"] = ratio(*ways, device)
-        for width, tokens in _HEADS.items():
-            q, k, v = (torch.randn(*tokens, width, device=device).half() for _ in range(3))
-            ways = functools.partial(fused, None, q, k, v), functools.partial(triton, q, k, v)
-            found[f"{support.ATTENTION}, {width}"] = ratio(*ways, device)
+        for name, drawn in PAIRS.items():
+            kernel, reference, given = drawn(device, torch.float16)
+            ways = functools.partial(reference, *given), functools.partial(kernel, *given)
+            found[name] = ratio(*ways, device)
     return found
