@@ -36,8 +36,8 @@ help:
 	@echo 'make fuzz                           ten thousand hostile inputs'
 	@echo 'make faults                         runs that are disturbed everywhere, in every way: benchmarks/faults.md'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
-	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into benchmarks/results'
-	@echo '             [GPU_PYTHON=python3]   with an environment that is there already, as docs/gpu.md says'
+	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into $(GPU_OUT)'
+	@echo '             [GPU_OUT=folder] [GPU_PYTHON=python3] with an environment that is there already, as docs/gpu.md says'
 	@echo 'make gpu-pack [GPU_VERSION=3.12]    the tree and what that one needs beside torch, as one file: $(GPU_PACK).tar.gz'
 	@echo '             [GPU_HAS="transformers"] what it has already'
 	@echo 'make clean                          remove the environment and everything built'
@@ -94,17 +94,16 @@ lint: $(VENV)/.test
 	MYPYPATH=tools/demo $(BIN)/mypy --explicit-package-bases tools/demo/*.py tools/tiles_crop.py tools/gpu_pack.py
 	$(BIN)/lint-imports --no-logo
 
-# Tests (PART=tests), then measurements, whatever the tests say. With GPU_PYTHON in an environment that is there, to which
-# a pack adds a folder of its own: nothing is installed into it. AGAIN=1 measures anew what has been measured.
+# Tests, then measurements; PART="workspaces peaks" names some of it. With GPU_PYTHON in an environment that is there, to
+# which a pack adds a folder of its own: nothing is installed into it. AGAIN=1 measures anew what has been measured.
+GPU_OUT ?= benchmarks/results
 GPU_PACK ?= gpu-pack
 GPU_SITE := $(GPU_PACK)/site
 GPU_PACKED = $(if $(GPU_PYTHON),$(wildcard $(GPU_PACK)/*.whl))
 GPU_RUN = $(if $(GPU_PACKED),PYTHONPATH="$(CURDIR)/$(GPU_SITE)") $(or $(GPU_PYTHON),$(BIN)/python)
 gpu: $(if $(GPU_PYTHON),$(if $(GPU_PACKED),$(GPU_SITE)/.whole),$(VENV)/.test)
-	@failed=0; \
-	$(if $(filter-out tests,$(PART)),,$(GPU_RUN) -m pytest -m gpu $$(grep -rlF mark.gpu --include='test_*.py' tests) || failed=$$?;) \
-	$(if $(filter tests,$(PART)),,$(GPU_RUN) -m benchmarks gpu $(if $(PART),--part $(PART)) $(if $(AGAIN),--again) || failed=$$?;) \
-	exit $$failed
+	$(GPU_RUN) -m benchmarks gpu $(addprefix --part ,$(PART)) --out "$(GPU_OUT)" \
+		$(if $(GPU_SECONDS),--seconds $(GPU_SECONDS)) $(if $(AGAIN),--again)
 
 $(GPU_SITE)/.whole: $(GPU_PACKED)
 	rm -rf "$(GPU_SITE)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -314,20 +315,27 @@ def gpu(
         list[str] | None,
         typer.Option(
             "--part",
-            help="correctness, attention, workspaces, peaks, streaming or max-size; may be repeated. Left out: all.",
+            help="tests, calibration, workspaces, peaks, kernels, correctness, attention, streaming or max-size; may "
+            "be repeated. Left out: all.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for GPU.json and GPU.md.")] = Path("benchmarks/results"),
+    seconds: Annotated[
+        float | None, typer.Option(help="For each part; left out: its own, nine minutes or less.", min=0)
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what is there already.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """On an NVIDIA GPU: races, predicted and measured peaks, streamed weights, largest pictures, attention."""
+    """On an NVIDIA GPU: its tests, then peaks, kernels, races, attention, streamed weights, largest pictures."""
     with measuring(debug, not as_json):
-        from .gpu import PARTS, run, unmeasured
+        from .gpu import PARTS, failures, results_in, run, summary, unmeasured
 
-        written = run(tuple(part or PARTS), out, again=again)
-        lacking = unmeasured(written)
-        typer.echo(written.with_suffix(".json").read_text(encoding="utf-8") if as_json else f"written: {written}")
+        written = run(tuple(part or PARTS), out, again=again, seconds=seconds)
+        results = results_in(written)
+        lacking = unmeasured(results)
+        typer.echo(json.dumps(results, indent=1) if as_json else "\n".join([*summary(results), f"written: {written}"]))
         if lacking:
             typer.echo(f"no time was left for {lacking} rows: the same command goes on with them", err=True)
+        if failures(results):
+            raise typer.Exit(1)

@@ -59,7 +59,9 @@ def origin() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """That of the code, with a plus where files differ from it."""
+    """That of the code, with a plus where files differ from it; what was carried elsewhere has it in a file."""
+    with contextlib.suppress(OSError):
+        return Path(__file__).parents[1].joinpath("COMMIT").read_text(encoding="utf-8").strip()
 
     def told(*words: str) -> str:
         folder = Path(__file__).parent

@@ -17,9 +17,9 @@ from typing import IO, Any
 
 _ROOT = Path(__file__).resolve().parents[1]
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-COMMAND = (sys.executable, "-m", __name__)
-"""What a process is started with."""
-_LEAST = 5
+PYTHON: tuple[str, ...] = (sys.executable,)
+"""What a process is started with: another puts a simulated card in its place first."""
+LEAST = 5
 """Seconds below which nothing is begun."""
 
 Row = dict[str, Any]
@@ -42,7 +42,7 @@ def measure(
         environment: variables for the process, besides those that are there.
         arguments: plain values.
     """
-    return next(stream(trial, seconds=seconds, environment=environment, **arguments), _failed("it told nothing"))
+    return next(stream(trial, seconds=seconds, environment=environment, **arguments), failed("it told nothing"))
 
 
 def measure_each(
@@ -59,7 +59,7 @@ def measure_each(
     waiting = list(cases)
     while waiting:
         rows = stream(trial, seconds=seconds(), cases=list(waiting), **shared)
-        for row in itertools.chain([next(rows, _failed("it told nothing"))], rows):
+        for row in itertools.chain([next(rows, failed("it told nothing"))], rows):
             if waiting:  # a process may yet fail when all is told
                 waiting.pop(0)
                 yield row
@@ -73,13 +73,13 @@ def stream(
     **arguments: Any,
 ) -> Iterator[Row]:
     """As :func:`measure`, of a trial that yields rows: each as soon as it is there; one of a failure is the last."""
-    if seconds is not None and seconds < _LEAST:
-        yield _failed("no time was left") | {"timed_out": True}
+    if seconds is not None and seconds < LEAST:
+        yield failed("no time was left") | {"timed_out": True}
         return
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
         process = subprocess.Popen(
-            COMMAND,
+            [*PYTHON, "-m", __name__],
             env={**os.environ, **_QUIET, "PYTHONPATH": path, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -103,11 +103,11 @@ def stream(
             process.kill()
             process.wait()
         if late.is_set():
-            yield _failed(f"took longer than {seconds:.0f} s") | {"timed_out": True}
+            yield failed(f"took longer than {seconds:.0f} s") | {"timed_out": True}
         elif process.returncode:
             complaints.seek(0)
             last = [line for line in complaints if line.strip()][-1:] or [f"exit code {process.returncode}"]
-            yield _failed(last[0].strip())
+            yield failed(last[0].strip())
 
 
 def _told(process: subprocess.Popen[str], asked: str) -> Iterator[Row]:
@@ -122,7 +122,8 @@ def _told(process: subprocess.Popen[str], asked: str) -> Iterator[Row]:
     process.wait()
 
 
-def _failed(error: str, out_of_memory: bool = False) -> Row:
+def failed(error: str, out_of_memory: bool = False) -> Row:
+    """The row of a measurement that did not come about."""
     return {"error": error[:400], "out_of_memory": out_of_memory}
 
 
@@ -136,7 +137,7 @@ def serve(asks: IO[str], rows: IO[str]) -> None:
         for row in [result] if isinstance(result, dict) else result:
             print(json.dumps(row), file=rows, flush=True)
     except Exception as error:  # the driver tells which trial failed and goes on
-        row = _failed(f"{type(error).__name__}: {error}", out_of_memory="out of memory" in str(error).lower())
+        row = failed(f"{type(error).__name__}: {error}", out_of_memory="out of memory" in str(error).lower())
         print(json.dumps(row), file=rows, flush=True)
 
 

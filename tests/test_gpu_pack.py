@@ -106,7 +106,7 @@ def test_one_file_is_carried(
         with tarfile.open(file) as archive:
             return {name.removeprefix("sd-lowvram/") for name in archive.getnames()}
 
-    own = {"Makefile", "sd_lowvram/__init__.py"}
+    own = {"COMMIT", "Makefile", "sd_lowvram/__init__.py"}
     assert packed() == own | {"gpu-pack/numpy-1-py3-none-any.whl", "gpu-pack/painter-1-py3-none-any.whl"}
     asked = ["painter"]
     assert packed("--there", "numpy") == own | {"gpu-pack/painter-1-py3-none-any.whl"}

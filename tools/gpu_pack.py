@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import email
 import importlib.metadata
+import io
 import re
 import subprocess
 import sys
@@ -166,8 +167,13 @@ def tree() -> list[str]:
     return [path for path in listed.stdout.split("\0") if path and not path.startswith(LEFT_OUT)]
 
 
+def _commit() -> bytes:
+    asked = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, check=False).stdout or b"unknown"
+
+
 def carried(folder: Path, most_bytes: int) -> Path:
-    """The tree with the wheels of ``folder`` in its gpu-pack/, as one file beside ``folder``.
+    """The tree with the wheels of ``folder`` in its gpu-pack/ and its commit in COMMIT, as one file beside ``folder``.
 
     Raises:
         PackError: no checkout, or it has more than ``most_bytes``.
@@ -177,6 +183,9 @@ def carried(folder: Path, most_bytes: int) -> Path:
     with tarfile.open(file, "w:gz") as archive:
         for source, path in [*paths, *((wheel, f"gpu-pack/{wheel.name}") for wheel in wheels)]:
             archive.add(source, f"sd-lowvram/{path}", recursive=False)
+        told = tarfile.TarInfo("sd-lowvram/COMMIT")
+        told.size = len(number := _commit())
+        archive.addfile(told, io.BytesIO(number))
     if file.stat().st_size > most_bytes:
         size, largest = file.stat().st_size, sorted(wheels, key=lambda wheel: -wheel.stat().st_size)[:4]
         file.unlink()

@@ -1,19 +1,21 @@
-"""``python -m benchmarks gpu``: what only a GPU can show, each part within four minutes and without a network.
+"""``python -m benchmarks gpu``: what only a GPU can show, each part within nine minutes and without a network.
 
-Writes ``<out>/<gpu>.json`` with everything that was measured, row by row as it comes, and ``<gpu>.md`` with tables of
-it. A call goes on with the rows that lack, as long as the machine and its libraries are the same.
+Writes ``<out>/<gpu>.json`` with everything that was measured, row by row as it comes, and ``<gpu>.md`` with a summary
+and tables of it. A call goes on with the rows that lack or have failed, as long as the machine and its libraries are
+the same.
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
+import importlib.metadata
 import json
 import platform
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,20 +24,35 @@ from sd_lowvram.devices.this_machine import rates_of
 from sd_lowvram.errors import BadInputError, OutputError
 
 from ..tables import commit
-from . import attention, correctness, peaks, sizes, streaming, workspaces
+from . import attention, calibration, correctness, kernels, peaks, sizes, streaming, suite, workspaces
 from .record import Record
 
+
+class Part(NamedTuple):
+    """What is measured in one go.
+
+    Attributes:
+        module: has ``run``, and of the results ``lines`` and ``summary``.
+        seconds: it starts nothing that would take it beyond, and says what it left out.
+    """
+
+    module: Any
+    seconds: float
+
+
 PARTS = {
-    "correctness": correctness,
-    "attention": attention,
-    "workspaces": workspaces,
-    "peaks": peaks,
-    "streaming": streaming,
-    "max-size": sizes,
+    "tests": Part(suite, 270.0),
+    "calibration": Part(calibration, 270.0),
+    "workspaces": Part(workspaces, 90.0),
+    "peaks": Part(peaks, 450.0),
+    "kernels": Part(kernels, 540.0),
+    "correctness": Part(correctness, 150.0),
+    "attention": Part(attention, 390.0),
+    "streaming": Part(streaming, 540.0),
+    "max-size": Part(sizes, 540.0),
 }
-"""In the order in which they are worth the time, if it is short."""
-PART_SECONDS = 230.0
-"""A part starts nothing that would take it beyond this, and says what it left out."""
+"""In the order in which they need each other, and are worth the time, if it is short: an hour in all. Neighbours make
+pairs of nine minutes, which docs/gpu.md tells."""
 
 
 def run(
@@ -44,14 +61,14 @@ def run(
     *,
     again: bool = False,
     device: torch.device | None = None,
-    seconds: float = PART_SECONDS,
+    seconds: float | None = None,
 ) -> Path:
     """Measure ``parts`` and write the results; returns the path of the Markdown.
 
     Args:
         again: measure anew what has a row already.
         device: None: the GPU; tests take a CPU.
-        seconds: for each part.
+        seconds: for each part; None: its own.
 
     Raises:
         BadInputError: an unknown part, or no GPU.
@@ -64,27 +81,54 @@ def run(
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     place = Path(out) / ("".join(letter if letter.isalnum() else "-" for letter in title.lower()) + ".json")
     results, machine = _before(place), _machine(device, title)
-    rates_of(device)  # before trials that run side by side each measure them
     for part in parts:
         before = results.get(part, {})
         if again or not _same(before.get("machine", {}), machine):
             before = {}
         measured = results[part] = {"machine": machine, "spent_seconds": 0.0, "rows": []} | before
+        measured["rows"] = [row for row in measured["rows"] if not _is_tried_again(row)]
+        _prepare(part, results, device)
+        clock = PARTS[part].seconds if seconds is None else seconds
         spent, start = measured["spent_seconds"], time.monotonic()
         save = functools.partial(_write, place, results)
         save()
         try:
-            PARTS[part].run(device, Record(part, measured["rows"], seconds, save))
+            PARTS[part].module.run(device, Record(part, measured["rows"], clock, save))
         finally:
             measured["spent_seconds"] = spent + time.monotonic() - start
             save()
     return place.with_suffix(".md")
 
 
-def unmeasured(written: Path) -> int:
+def _is_tried_again(row: dict[str, Any]) -> bool:
+    """What failed, but for want of memory, which will be too small again."""
+    return isinstance(row.get("error"), str) and not row.get("out_of_memory")
+
+
+def _prepare(part: str, results: dict[str, Any], device: torch.device) -> None:
+    """Have plans count what is known of the device, before trials that run side by side each measure it."""
+    if part not in ("tests", "calibration"):
+        calibration.recall(results.get("calibration", {}).get("rows", ()), device)
+        rates_of(device)
+
+
+def results_in(written: Path) -> dict[str, Any]:
+    """What the JSON beside ``written`` holds, part by part."""
+    return _before(written.with_suffix(".json"))
+
+
+def unmeasured(results: dict[str, Any]) -> int:
     """How many rows lack because the time was too short."""
-    parts = _before(written.with_suffix(".json")).values()
-    return sum(bool(row.get("timed_out")) for part in parts for row in part["rows"])
+    return sum(map(_lacking, results.values()))
+
+
+def _lacking(part: dict[str, Any]) -> int:
+    return sum(bool(row.get("timed_out")) for row in part["rows"])
+
+
+def failures(results: dict[str, Any]) -> int:
+    """How many tests failed."""
+    return sum(row.get("failed", 0) for row in results.get("tests", {}).get("rows", ()))
 
 
 def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -103,17 +147,15 @@ def _gpu() -> torch.device:
 
 
 def _machine(device: torch.device, title: str) -> dict[str, Any]:
-    import diffusers
-
     from sd_lowvram import __version__
 
-    found = {
+    found: dict[str, Any] = {
         "name": title,
         "sd-lowvram": __version__,
         "commit": commit(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "diffusers": diffusers.__version__,
+        **{package: _version(package) for package in ("diffusers", "transformers", "triton")},
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
@@ -121,6 +163,13 @@ def _machine(device: torch.device, title: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         found |= {"memory_bytes": properties.total_memory, "driver": driver_version()}
     return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _before(place: Path) -> dict[str, Any]:
@@ -147,11 +196,29 @@ def _write(place: Path, results: dict[str, Any]) -> None:
 def lines(results: dict[str, Any]) -> Iterator[str]:
     """The results as Markdown."""
     yield from ("# Measured on a GPU", "")
+    yield from summary(results)
+    yield ""
     for part in (part for part in PARTS if part in results):
         machine = results[part]["machine"]
         facts = [machine["name"], f"torch {machine['torch']}", f"diffusers {machine['diffusers']}", machine["date"]]
         facts += [f"commit {machine['commit']}"] if "commit" in machine else []
         if machine.get("driver"):
             facts.insert(1, f"driver {machine['driver']}")
-        yield from PARTS[part].lines(results[part])
+        yield from PARTS[part].module.lines(results[part])
         yield from ("", f"{', '.join(facts)}; the part took {results[part]['spent_seconds']:.0f} s.", "")
+
+
+def summary(results: dict[str, Any]) -> Iterator[str]:
+    """What each part says, and what it lacks, as a list in Markdown."""
+    for part, (module, _) in PARTS.items():
+        if part not in results:
+            yield f"- {part}: not yet"
+            continue
+        rows = results[part]["rows"]
+        told = list(module.summary(rows))
+        if failed := sum(_is_tried_again(row) and not row.get("timed_out") for row in rows):
+            told.append(f"**{failed} of {len(rows)} rows failed**")
+        if lacking := _lacking(results[part]):
+            told.append(f"no time was left for {lacking} rows")
+        yield f"- {part}: {'; '.join(told)}" if len(told) < 2 else f"- {part}:"
+        yield from (f"  - {sentence}" for sentence in told if len(told) > 1)

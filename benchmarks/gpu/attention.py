@@ -45,6 +45,16 @@ def _row(device: torch.device, backend: str, side: int) -> dict[str, Any]:
         return {"failed": f"at {side}x{side}: {' '.join(str(error).split())[:200]}"}
 
 
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a reader is told first."""
+    ran = [row for row in rows if "shape" in row]
+    for side in dict.fromkeys(row["latents"] for row in ran):
+        first = min((row for row in ran if row["latents"] == side), key=lambda row: row["seconds"])
+        yield f"{side}x{side}: {first['backend']} is fastest, {first['time_ratio']:.2f} of sdpa's time"
+    if unsteady := dict.fromkeys(row["backend"] for row in ran if not row["deterministic"]):
+        yield f"not the same bits in every run: {', '.join(unsteady)}"
+
+
 def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Attention"

@@ -89,6 +89,16 @@ def _paint(pipe: Any, side: int, steps: int = 2, **given: Any) -> Tensor:
     return images.cpu()  # type: ignore[no-any-return]
 
 
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a reader is told first."""
+    ran = [row for row in rows if "races" in row]
+    if ran:
+        races = sum(row["races"] for row in ran)
+        same = sum(not row["races"] and row["same_bits"] and row["finite"] for row in ran)
+        yield f"**{races} unordered accesses**" if races else "no unordered access"
+        yield f"same bits in {same} of {len(ran)}"
+
+
 def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Correctness"

@@ -69,6 +69,8 @@ def held_on(device: torch.device) -> int:
 
 def _peak(pipe: Any, vram: int, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
     from sd_lowvram import optimize
+    from sd_lowvram.devices.overhead import Overhead
+    from sd_lowvram.devices.this_machine import overhead_of
     from sd_lowvram.planning.memory_profile import measured
 
     where = sizes["device"]
@@ -89,6 +91,8 @@ def _peak(pipe: Any, vram: int, sizes: dict[str, Any], steps: int) -> dict[str, 
         "predicted_bytes": predicted,
         "measured_bytes": run.peak_bytes,
         "library_bytes": libraries,
+        "overhead_bytes": chosen.predicted.overhead_bytes,
+        "overhead_measured": not on_cpu and overhead_of(where) != Overhead(),
         "predicted_reserved_bytes": chosen.predicted.reserved_bytes,
         "reserved_bytes": run.reserved_bytes,
         "plan_seconds": planned,
@@ -115,6 +119,18 @@ def _library_bytes(device: torch.device) -> int:
     return before - torch.cuda.memory_allocated(device)
 
 
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a reader is told first."""
+    ran = [row for row in rows if "measured_bytes" in row]
+    if ran:
+        apart = [100 * (row["predicted_bytes"] / (row["measured_bytes"] - row["library_bytes"]) - 1) for row in ran]
+        enough = sum(row["reserved_bytes"] <= row["predicted_reserved_bytes"] for row in ran)
+        yield f"{sum(row['within'] for row in ran)} of {len(ran)} peaks as foretold"
+        yield f"off by {min(apart):+.1f} to {max(apart):+.1f} %"
+        yield f"the allocator had at most what the plan says in {enough}"
+        yield f"{sum(row.get('overhead_measured', False) for row in ran)} by measured workspaces"
+
+
 def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Peaks"
@@ -122,7 +138,8 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "Plans at budgets from the least that works to the one of everything resident, two steps each. *Measured* is"
     yield "the largest `torch.cuda.max_memory_allocated` of any stage; cuBLAS' workspace, a part of the overhead, is"
     yield "taken off. *Within*: at most 5 % or 24 MiB above the measurement, 1 % or 8 MiB below it. *To reserve*: what"
-    yield "the plan says that the allocator needs of the card; *reserved*: what it had, which may be more. *Plan*:"
+    yield "the plan says that the allocator needs of the card; *reserved*: what it had, which may be more. *Beside*:"
+    yield "what the plan counts for context and libraries, as calibrated or, in brackets, by stated defaults. *Plan*:"
     yield "seconds until the plan was there and attached. *Host*: seconds until the calls of the models returned,"
     yield "Python's and torch's work and what they waited for; *device*: between the events around those calls, gaps"
     yield "included: where both are as long, the device waited for the host. Sizes may have run side by side."
@@ -132,7 +149,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
 
 _HEADS = (
     "model", "picture", "budget MiB", "offload", "stage", "predicted MiB", "measured MiB", "difference", "within",
-    "to reserve MiB", "reserved MiB", "plan s", "host s", "device s",
+    "to reserve MiB", "reserved MiB", "beside MiB", "plan s", "host s", "device s",
 )  # fmt: skip
 
 
@@ -144,9 +161,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
     plan = [f"{row['vram'] // MIB}", row["settings"].get("offload", "none"), row["stage"]]
     apart = f"{100 * (predicted - measured) / max(measured, 1):+.1f} %"
     within = "yes" if row["within"] else "**no**"
+    beside = f"{row.get('overhead_bytes', 0) / MIB:.0f}"
     seconds = [row["plan_seconds"], row["host_seconds"], row["device_seconds"]]
     return [
         *what, *plan, f"{predicted / MIB:.0f}", f"{measured / MIB:.0f}", apart, within,
         f"{row['predicted_reserved_bytes'] / MIB:.0f}", f"{row['reserved_bytes'] / MIB:.0f}",
+        beside if row.get("overhead_measured") else f"({beside})",
         *("" if one is None else f"{one:.1f}" for one in seconds),
     ]  # fmt: skip

@@ -86,7 +86,7 @@ def trial_sizes(device: str, model: str, cap: int, way: str, tried: list[tuple[i
 
 def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps: int = 2) -> dict[str, Any]:
     from sd_lowvram import optimize
-    from sd_lowvram.devices.overhead import Overhead
+    from sd_lowvram.devices.this_machine import overhead_of
     from sd_lowvram.errors import BudgetError
     from sd_lowvram.memory import measured_peak
 
@@ -94,7 +94,7 @@ def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps:
     start = time.perf_counter()
     if way == "ours":
         # the cap is the allocator's: what the driver takes comes on top, for both
-        vram = cap + (0 if on_cpu else Overhead().context_bytes)
+        vram = cap + (0 if on_cpu else overhead_of(where).context_bytes)
         try:
             optimize(pipe, vram=f"{vram} b", width=side, height=side, device=where)
         except BudgetError as error:
@@ -128,6 +128,13 @@ def _most_frugal(pipe: Any, device: torch.device) -> None:
     pipe.vae.enable_slicing()
     if device.type == "cuda":
         pipe.enable_sequential_cpu_offload(device=device)
+
+
+def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """What a reader is told first."""
+    for cap in sorted({row["cap"] for row in rows}):
+        size, ours, theirs, _ = _cells(cap, rows)
+        yield f"{size} GiB: {ours}, diffusers {theirs}"
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from sd_lowvram.devices.info import dtype_on
+from sd_lowvram.devices.this_machine import overhead_of
 from sd_lowvram.files.tables import table
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.units import MIB
+from sd_lowvram.weights import weight_bytes
 
 from ..calls import timed_runs
 from ..tables import milliseconds
@@ -59,12 +61,23 @@ def _row(device: torch.device, case: Case) -> dict[str, Any]:
     del output
     peak = measured_peak(lambda: convolution(maps))
     on_gpu = device.type == "cuda"
+    map_bytes = maps.numel() * maps.element_size() + output_bytes
     return {
-        "map_bytes": maps.numel() * maps.element_size() + output_bytes,
+        "map_bytes": map_bytes,
         "workspace_bytes": peak - output_bytes,
+        "counted_bytes": overhead_of(device).workspace(map_bytes + weight_bytes(convolution)) if on_gpu else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else 0,
         **timed_runs(lambda: convolution(maps), _RUNS, device),
     }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a reader is told first."""
+    ran = [row for row in rows if row["format"] == "channels last" and "counted_bytes" in row]
+    if ran:
+        enough = sum(row["workspace_bytes"] <= row["counted_bytes"] for row in ran)
+        yield f"channels last at most {max(row['workspace_bytes'] for row in ran) / MIB:.1f} MiB beside the maps"
+        yield f"plans count enough for {enough} of {len(ran)}"
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:
@@ -72,18 +85,24 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "## Workspaces of convolutions"
     yield ""
     yield "Convolutions of 3x3 in fp16. *Workspace*: the most that was allocated beside input, weights and output,"
-    yield "copies in another memory format among it. *Reserved*: all that the allocator had of the card. *Host*: until"
-    yield f"the call returned; *device*: between the events around it; medians of {_RUNS} calls."
+    yield "copies in another memory format among it. *Counted*: what a plan adds for it, whose maps are channels last."
+    yield "*Reserved*: all that the allocator had of the card. *Host*: until the call returned; *device*: between the"
+    yield f"events around it; medians of {_RUNS} calls."
     yield ""
     yield from table(_HEADS, map(_cells, part["rows"]))
 
 
-_HEADS = "map", "channels", "format", "input and output MiB", "workspace MiB", "reserved MiB", "host ms", "device ms"
+_HEADS = (
+    "map", "channels", "format", "input and output MiB", "workspace MiB", "counted MiB", "reserved MiB", "host ms",
+    "device ms",
+)  # fmt: skip
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     what = [f"{row['pictures']} x {row['side']}x{row['side']}", f"{row['channels']} to {row['out_channels']}"]
     if "error" in row:
-        return [*what, row["format"], row["error"].replace("|", "/"), *[""] * 4]
-    sizes = [f"{row[name] / MIB:.1f}" for name in ("map_bytes", "workspace_bytes", "reserved_bytes")]
+        return [*what, row["format"], row["error"].replace("|", "/"), *[""] * 5]
+    sizes = [
+        f"{row.get(name, 0) / MIB:.1f}" for name in ("map_bytes", "workspace_bytes", "counted_bytes", "reserved_bytes")
+    ]
     return [*what, row["format"], *sizes, *milliseconds(row["host_seconds"], row["device_seconds"])]

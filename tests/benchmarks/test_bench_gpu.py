@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import gpu, models, trial
-from benchmarks.gpu import attention, correctness, peaks, sizes, streaming, workspaces
+from benchmarks.gpu import attention, calibration, correctness, kernels, peaks, sizes, streaming, suite, workspaces
 from sd_lowvram.errors import BadInputError, OutputError
 from sd_lowvram.units import GIB, MIB
 
@@ -143,6 +144,125 @@ def test_correctness(at_once: None, tmp_path: Path) -> None:
     assert text.count("| none | yes | yes |") == 2
 
 
+@pytest.mark.slow(8)
+def test_passes_of_a_unet(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is; recorded and fused passes need a card, and say so."""
+    monkeypatch.setattr(kernels, "PASSES", [("tiny", 64)])
+    monkeypatch.setattr(kernels, "TYPES", ["float32"])
+    ways = {name: settings for name, settings in kernels.WAYS.items() if name != "compiled"}
+    monkeypatch.setattr(kernels, "WAYS", {**ways, "channels last": {"channels_last": True}})
+    rows, text = run("kernels", tmp_path)
+    passes = {row["pass"]: row for row in rows if "pass" in row}
+    assert set(passes) == set(kernels.WAYS)
+    assert passes["as it is"]["same_bits"] and passes["as it is"]["error"] == 0.0
+    assert 0 <= passes["channels last"]["error"] < 1e-5 and passes["channels last"]["step_seconds"] > 0
+    assert "NVIDIA" in passes["CUDA graphs"]["error"] and "Triton" in passes["fused kernels"]["error"]
+    assert "| tiny, 64x64 | as it is | yes | 0.0e+00 |" in text
+    assert all("riton" in row["failed"] for row in rows if "kernel" in row)
+
+
+_INTERPRETED = """
+import functools
+from benchmarks.gpu import kernels
+from sd_lowvram.kernels.triton import measure
+
+kernels.ratio, kernels._RUNS, kernels._SAMPLED = functools.partial(kernels.ratio, pairs=1), 1, 8
+measure._TOKENS, measure._STRIP = (2, 16, 64), (1, 8, 6, 10)
+measure._HEADS = {width: (1, 1, 19) for width in measure._HEADS}
+for name, drawn in measure.PAIRS.items():
+    if name.startswith("group_norm"):
+        measure.PAIRS[name] = functools.partial(measure._normalised, (1, 32, 5, 7), drawn.args[1])
+
+def off(device, dtype):
+    kernel, reference, given = measure._gated(device, dtype)
+    return lambda product: kernel(product) * 1.01, reference, given
+
+measure.PAIRS["a wrong geglu"] = off
+
+def trial_interpreted(cases):
+    yield from kernels.trial_kernels("cpu", cases)
+"""
+
+
+@pytest.mark.slow(30)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some, interpreted on the CPU, at small shapes; one that is off by a hundredth is seen."""
+    (tmp_path / "interpreted.py").write_text(_INTERPRETED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    def told() -> None:
+        """Stands for the one in that process, where Triton interprets from its import on."""
+
+    told.__module__, told.__name__ = "interpreted", "trial_interpreted"
+    names = "group_norm, denoise, channels_last", "gelu", "geglu", "strip, contiguous_format", "attention, 40"
+    cases = [{"kernel": name, "dtype": "float16"} for name in (*names, "a wrong geglu")]
+    measured = trial.measure_each(told, cases, seconds=lambda: 240.0)
+    rows = [case | row for case, row in zip(cases, measured, strict=True)]
+    assert not [row for row in rows if isinstance(row["error"], str)], rows
+    assert [row["kernel"] for row in rows if not row["no_worse"]] == ["a wrong geglu"]
+    assert all(row["same_bits"] and row["ratio"] > 0 for row in rows)
+    text = "\n".join(kernels.lines({"rows": rows}))
+    assert "| a wrong geglu | float16 |" in text and text.count("| **no** | yes |") == 1
+
+
+MARK = "import pytest\npytestmark = pytest.mark.gpu\n"
+
+
+def test_the_tests_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File by file, in processes that may end badly or late."""
+    files = {
+        "test_good.py": MARK + "def test_a(): pass\ndef test_b(): assert 1 == 2\n",
+        "test_late.py": MARK + "def test_a(): __import__('time').sleep(60)\n",
+        "test_other.py": "def test_a(): pass\n",
+    }
+    assert "tests/gpu/test_streaming.py" in suite.files() and "tests/test_gpu_pack.py" not in suite.files()
+    (tmp_path / "tests").mkdir()
+    for name, text in files.items():
+        (tmp_path / "tests" / name).write_text(text)
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    monkeypatch.setattr(trial, "LEAST", 1)
+    assert suite.files() == ["tests/test_good.py", "tests/test_late.py"]
+    rows, text = run("tests", tmp_path / "out", seconds=10)
+    good, late = rows
+    assert (good["passed"], good["failed"], good["skipped"]) == (1, 1, 0)
+    assert "test_b: assert 1 == 2" in good["failures"][0]
+    assert late["timed_out"]
+    assert (
+        "| tests/test_good.py | 1 | **1** | 0 |" in text
+        and "- tests: 1 passed, **1 failed**, 0 skipped; no time" in text
+    )
+    assert gpu.failures(gpu.results_in(tmp_path / "out" / "cpu.md")) == 1
+
+
+def test_a_calibration_is_taken_along(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a machine that has the results and not the cache; what this one remembers stays."""
+    from sd_lowvram.cache import remember
+    from sd_lowvram.devices.this_machine import measured_here, place_of_measurement
+
+    rates = {"half_flops": 1e12, "bandwidth": 1e11, "copy_bandwidth": 1e10, "launch_seconds": 1e-5}
+    measured = {"rates": rates, "overhead": None, "kernels": {"geglu": 2.0}, "compile": {"gain": 1.5}}
+    for what, value in measured.items():
+        monkeypatch.setitem(calibration.MEASURED, what, lambda device, value=value: value)
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / "cache"))
+    rows, text = run("calibration", tmp_path)
+    assert {row["what"]: row["measured"] for row in rows} == measured
+    assert "| kernels | geglu | 2 |" in text and "| overhead | not on this device |" in text
+    remember(place_of_measurement("compile", CPU), {"gain": 3.0})
+    run("attention", tmp_path, seconds=0)
+    assert measured_here("kernels", CPU) == {"geglu": 2.0}
+    assert measured_here("compile", CPU) == {"gain": 3.0}
+
+
+def test_the_commands_of_the_guide_are_all_parts_in_nine_minutes() -> None:
+    """In their order; so that each ends in time where a command is ended after ten minutes."""
+    text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    commands = [found.split() for found in re.findall(r'^make gpu PART="?([\w -]+?)"? GPU_OUT', text, re.M)]
+    assert [part for command in commands for part in command] == list(gpu.PARTS)
+    assert all(sum(gpu.PARTS[part].seconds for part in command) <= 540 for command in commands)
+
+
 def test_a_later_call_goes_on(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are there stay, those without time are measured, and all of them for other libraries or when asked."""
     run("attention", tmp_path)
@@ -152,9 +272,9 @@ def test_a_later_call_goes_on(at_once: None, tmp_path: Path, monkeypatch: pytest
     rows[0] = {"backend": "sdpa", "latents": 8, "error": "no time was left", "timed_out": True}
     of(rows, "sliced")["seconds"] = 77.0
     place.write_text(json.dumps(results | {"peaks": results["attention"] | {"rows": []}}))
-    assert gpu.unmeasured(place) == 1
+    assert gpu.unmeasured(gpu.results_in(place)) == 1
     rows, text = run("attention", tmp_path)
-    assert gpu.unmeasured(place) == 0
+    assert gpu.unmeasured(gpu.results_in(place)) == 0
     assert 77.0 in {row.get("seconds") for row in rows} and len(rows) == 7
     assert of(rows, "sdpa")["seconds"] > 0
     assert "## Peaks" in text and "## Attention" in text
@@ -179,7 +299,7 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
             asked.append(case["share"])
             if len(asked) == 2:
                 raise KeyboardInterrupt
-            yield {"error": "as planned"}
+            yield {"error": "as planned", "out_of_memory": case["share"] == 0.0}
 
     monkeypatch.setattr(trial, "stream", lambda run, *, seconds, **arguments: run(**arguments))
     monkeypatch.setattr(peaks, "trial_peaks", trial_twice)
@@ -189,15 +309,18 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
     rows, _ = run("peaks", tmp_path)
     assert asked == [0.0, 0.1, 0.1, 0.5, 1.0]
     assert [row["share"] for row in rows] == list(peaks.SHARES)
+    run("peaks", tmp_path)
+    assert asked[5:] == [0.1, 0.5, 1.0]  # what failed, but for want of memory, is tried again
 
 
 def test_no_time_is_left(tmp_path: Path) -> None:
-    for part, module in gpu.PARTS.items():
-        gpu.run([part], tmp_path, device=CPU, seconds=0)
-        found = json.loads((tmp_path / "cpu.json").read_text())[part]
-        assert "\n".join(module.lines(found))
+    gpu.run(out=tmp_path, device=CPU, seconds=0)
+    results = json.loads((tmp_path / "cpu.json").read_text())
+    assert list(results) == list(gpu.PARTS)
+    assert all("".join(module.lines(results[part])) for part, (module, _) in gpu.PARTS.items())
     assert "no time" in (tmp_path / "cpu.md").read_text()
-    assert gpu.unmeasured(tmp_path / "cpu.md") > 10
+    assert gpu.unmeasured(results) > 50
+    assert sum("no time was left" in line for line in gpu.summary(results)) == len(gpu.PARTS)
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 3])
@@ -280,7 +403,7 @@ def test_a_process_of_its_own_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert "nonsense" in row["error"]
     asked: dict[str, Any] = {"seconds": 1, "device": "cpu", "cases": [case]}
     assert trial.measure(attention.trial_attention, **asked)["error"] == "no time was left"
-    monkeypatch.setattr(trial, "_LEAST", 1)
+    monkeypatch.setattr(trial, "LEAST", 1)
     assert trial.measure(attention.trial_attention, **asked)["timed_out"] is True
 
 

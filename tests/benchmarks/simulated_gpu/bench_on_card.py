@@ -1,28 +1,30 @@
-"""``python -m benchmarks gpu`` whole, with models of full size, on the simulated card.
+"""A Python whose card is the simulated one: ``make gpu`` runs with it as on a machine with a card.
 
-``python tests/benchmarks/simulated_gpu/bench_on_card.py PART ...``. Each part has an hour, or what ``--seconds`` before
-the parts says: what is not measured then is told, and the same call goes on with it. Shapes only, but for the first
-part, which is about bits: it is computed, with narrow models. Rows go to ``benchmarks/simulated/`` as they come; what
-is there is not run again. Seconds of the host are the processor's for Python and torch, simulated kernels taken off;
-all other seconds say nothing of any card.
+    make gpu GPU_PYTHON=".venv-gpu/bin/python tests/benchmarks/simulated_gpu/bench_on_card.py" \\
+        GPU_OUT=benchmarks/simulated GPU_SECONDS=3600
+
+Models have their full size, of which only shapes are computed, but for ``correctness``, which is about bits: it is
+computed, with narrow models. With ``SIMULATED_MODELS=narrow`` so are all others: the whole hour is rehearsed in some
+minutes. Seconds of the host are the processor's for Python and torch, simulated kernels taken off;
+all other seconds say nothing of any card, and tests of what runs beside what else fail here.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
+import os
 import re
+import runpy
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[2]
-OUT = TESTS.parent / "benchmarks" / "simulated"
 CARD_BYTES = 24 << 30
-_TRIAL = "--trial"
-_SECONDS = 3600.0
+NARROW = os.environ.get("SIMULATED_MODELS") == "narrow"
 _HEAD = """# `python -m benchmarks gpu` on a simulated card
 
 Full-size models, shapes only (`tests/benchmarks/simulated_gpu/bench_on_card.py` wrote this): that every part ends, what
@@ -37,7 +39,7 @@ _OF_TIMES = ("*Error*", "*Host*", "*Plan*", "*Simulated*", "Sizes may", "Not sim
 
 
 def on_card() -> Any:
-    """This process with the card; returns that and its kernels."""
+    """This process with the card and its kernels."""
     sys.path[:0] = [str(TESTS / "simulated_gpu"), str(TESTS / "support"), str(TESTS.parent)]
     from simulated_card.card import card
 
@@ -45,51 +47,64 @@ def on_card() -> Any:
     import torch
     from on_card import Simulated
 
-    from benchmarks import calls
-    from benchmarks.gpu import attention
+    from benchmarks import calls, gpu, trial
+    from benchmarks.gpu import correctness, kernels, peaks, streaming
     from sd_lowvram.devices import this_machine
     from sd_lowvram.devices.performance import PROFILES
 
     torch.set_num_threads(1)
     simulated = Simulated()
+    trial.PYTHON = (sys.executable, __file__)
+    gpu.lines = functools.partial(lines, gpu.lines)
+    make_narrow(NARROW)
+    simulated.kernels.computes = False
+    trials = {correctness: "trial_correctness"}
+    if NARROW:
+        trials |= {peaks: "trial_peaks", kernels: "trial_passes", streaming: "trial_steps"}
+    for module, name in trials.items():
+        setattr(module, name, with_contents(getattr(module, name), simulated))
     this_machine.calibrate = lambda device: PROFILES["rtx2070"]  # the rates of the host's processor mean nothing
-    attention._RUNS = 1  # one of the largest has thousands of blocks, and each of their launches is Python's here
     # the processor's time for this thread, as others may be at work beside it
     calls.clock = lambda: time.thread_time() - simulated.kernels.seconds
     return simulated
 
 
-def of_narrow_models() -> None:
-    """Have what is measured computed in a moment."""
+def make_narrow(everything: bool) -> None:
+    """Have models computed in a moment: those of ``correctness``, or all of them and their pictures."""
     import tiny
 
     from benchmarks import models
-    from benchmarks.gpu import correctness
+    from benchmarks.gpu import attention, correctness, kernels, peaks, sizes, streaming, workspaces
     from sd_lowvram.kernels.attention import determinism
 
-    models.architecture = lambda name: tiny.config("sd15")
-    correctness.MODEL, correctness.SIDE = "a narrow SD1.5", 64
+    def narrow(name: str) -> dict[str, Any]:
+        return tiny.config("sd15") if name.startswith("narrow") else architecture(name)
+
+    architecture, models.architecture = models.architecture, narrow
+    correctness.MODEL, correctness.SIDE = "narrow SD1.5", 64
     determinism.SHAPES = ((1, 2, 16, 16, 40),)
+    attention._RUNS = 1  # one of the largest has thousands of blocks, and each of their launches is Python's here
+    if everything:
+        peaks.SHAPES = streaming.TASKS = kernels.PASSES = (("narrow SD1.5", 64),)
+        attention.LATENTS, workspaces.SHAPES = (8,), ((2, 8, 4, 16),)
+        sizes._MODEL, sizes._STEP, sizes._LARGEST, sizes.CAPS = "narrow SD1.5", 64, 192, (64 << 20,)
 
 
-def measure(parts: Sequence[str], seconds: float) -> None:
-    from benchmarks import gpu, trial
+def with_contents(trial: Callable[..., Iterator[Any]], simulated: Any) -> Callable[..., Iterator[Any]]:
+    """``trial`` with all tensors computed."""
 
-    for part in parts:
-        trial.COMMAND = (sys.executable, __file__, _TRIAL, part)
-        start = time.monotonic()
-        written = gpu.run([part], OUT, seconds=seconds)
-        results = json.loads(written.with_suffix(".json").read_text(encoding="utf-8"))
-        written.write_text("\n".join(lines(results)) + "\n", encoding="utf-8")
-        print(f"{part}: {time.monotonic() - start:.0f} s, {gpu.unmeasured(written)} rows lack", flush=True)
+    @functools.wraps(trial)
+    def run(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        simulated.kernels.computes = True
+        yield from trial(*args, **kwargs)
+
+    return run
 
 
-def lines(results: dict[str, Any]) -> Iterator[str]:
+def lines(own: Callable[..., Iterator[str]], results: dict[str, Any]) -> Iterator[str]:
     """The results as Markdown, without what is a time or comes of one."""
-    from benchmarks.gpu import lines
-
     yield _HEAD.rstrip("\n")
-    for kind, some in itertools.groupby(itertools.islice(lines(results), 1, None), key=_kind):
+    for kind, some in itertools.groupby(itertools.islice(own(results), 1, None), key=_kind):
         if kind == "table":
             yield from _columns([line.strip("|").split("|") for line in some])
         elif kind == "text":
@@ -104,7 +119,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
 
 def _kind(line: str) -> str:
     """Claims, and what is between them, are a gap."""
-    return {"|": "table", "-": "gap", "": "gap", "#": "head"}.get(line[:1], "text")
+    return {"|": "table", "-": "gap", "": "gap", "#": "head"}.get(line.lstrip()[:1], "text")
 
 
 def _columns(rows: list[list[str]]) -> Iterator[str]:
@@ -114,20 +129,15 @@ def _columns(rows: list[list[str]]) -> Iterator[str]:
         yield "|" + "|".join(cell for head, cell in zip(heads, row, strict=True) if head not in left_out) + "|"
 
 
-def main(*asked: str) -> None:
+def main(switch: str, module: str, *arguments: str) -> None:
+    if switch != "-m":
+        sys.exit("of Python's own switches -m alone is understood")
+    if module == "pip":
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
     simulated = on_card()
-    from benchmarks import trial
-
     with simulated.card.of_size(CARD_BYTES):
-        simulated.kernels.computes = "correctness" in asked
-        if simulated.kernels.computes:
-            of_narrow_models()
-        if asked[:1] == (_TRIAL,):
-            trial.main()
-        elif asked[:1] == ("--seconds",):
-            measure(asked[2:], float(asked[1]))
-        else:
-            measure(asked, _SECONDS)
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

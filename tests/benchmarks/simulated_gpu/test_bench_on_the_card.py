@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import gpu as bench
 from benchmarks import ladder, models, trial
-from benchmarks.gpu import attention, peaks, sizes, streaming, workspaces
+from benchmarks.gpu import attention, kernels, peaks, sizes, streaming, workspaces
 from sd_lowvram.devices import this_machine
 from sd_lowvram.devices.performance import PROFILES
 
@@ -31,6 +31,7 @@ def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         this_machine: {"calibrate": lambda device: PROFILES["rtx2070"]},  # measuring takes minutes here
         peaks: {"SHAPES": [("tiny", 64)]},
         streaming: {"TASKS": [("tiny", 64)], "_WARM": 1, "_STEPS": 2},
+        kernels: {"PASSES": [("tiny", 64)]},
         attention: {"LATENTS": [8], "_RUNS": 2},
         workspaces: {"SHAPES": [(2, 8, 4, 16)]},
         sizes: {"_MODEL": "tiny", "_STEP": 64, "_LARGEST": 192, "CAPS": (64 * MIB,)},
@@ -66,16 +67,19 @@ def test_the_ladder_has_rows_for_a_card(gpu: Any, source: str) -> None:
     assert not any(name.startswith(("compiled", "fused kernels")) for name in rows)
 
 
-@pytest.mark.parametrize("part", [part for part in bench.PARTS if part != "correctness"])
-def test_every_part_ends_and_no_row_is_empty(gpu: Any, tiny_bench: None, tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize("part", [part for part in bench.PARTS if part not in ("tests", "correctness")])
+def test_every_part_ends_and_no_row_is_empty(
+    gpu: Any, tiny_bench: None, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu.kernels, "computes", part != "calibration")  # it measures maps of a full size
     written = bench.run([part], tmp_path)
     rows = json.loads(written.with_suffix(".json").read_text())[part]["rows"]
     assert rows
     for row in rows:
-        if part == "attention" and "failed" in row:
+        if "failed" in row:
             assert row["failed"]
         else:
-            known_holes = {"score_bytes"} if part == "attention" else set()
+            known_holes = {"attention": {"score_bytes"}, "calibration": {"measured"}}.get(part, set())
             assert told({key: value for key, value in row.items() if key not in known_holes}), row
         if "device_seconds" in row:
             assert row["host_seconds"] > 0 and row["device_seconds"] > 0
@@ -86,6 +90,12 @@ def test_every_part_ends_and_no_row_is_empty(gpu: Any, tiny_bench: None, tmp_pat
         assert not [row for row in rows if "error" in row]
         assert {row["way"] for row in rows} == {"ours", "simulated", *streaming.BASELINES}
         assert len([row for row in rows if "instead_of" in row]) == 3
+    if part == "calibration":
+        assert [row["what"] for row in rows if row.get("measured")] == ["rates", "overhead", "kernels"]
+    if part == "kernels":
+        passes = {row["pass"]: row for row in rows if "pass" in row}
+        assert passes["CUDA graphs"]["same_bits"] and passes["CUDA graphs"]["step_seconds"] > 0
+        assert "Triton" in passes["fused kernels"]["error"]
     assert gpu.card.unsimulated == 0 or part == "attention"
 
 

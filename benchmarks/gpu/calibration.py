@@ -1,0 +1,74 @@
+"""What ``sd-lowvram doctor --calibrate`` measures, for the plans of all later parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sd_lowvram.cache import remember
+from sd_lowvram.commands.examination import MEASURED
+from sd_lowvram.devices.this_machine import measured_here, place_of_measurement
+from sd_lowvram.files.tables import table
+from sd_lowvram.units import MIB
+
+from .record import Case, Record
+
+
+def run(device: torch.device, record: Record) -> None:
+    """One row for each measurement, in one process as ``doctor`` makes them."""
+    record.fill([{"what": what} for what in MEASURED], trial_calibration, device=str(device))
+
+
+def trial_calibration(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """For each of ``cases`` what was ``measured``, as plain values, and is remembered for plans by now."""
+    for case in cases:
+        yield {"measured": MEASURED[case["what"]](torch.device(device))}
+
+
+def recall(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
+    """Have plans know what ``rows`` have, where this machine does not remember it: it may be a fresh one, with the
+    results of another like it."""
+    for row in rows:
+        if row.get("measured") and measured_here(row["what"], device) is None:
+            remember(place_of_measurement(row["what"], device), row["measured"])
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a reader is told first."""
+    found = {row["what"]: row["measured"] for row in rows if row.get("measured")}
+    if rates := found.get("rates"):
+        yield f"{rates['half_flops'] / 1e12:.3g} TFLOP/s in 16 bits, {rates['bandwidth'] / 1e9:.4g} GB/s of memory"
+        yield f"copies at {rates['copy_bandwidth'] / 1e9:.3g} GB/s, {rates['launch_seconds'] * 1e6:.3g} us an operator"
+    if overhead := found.get("overhead"):
+        yield f"beside tensors {sum(_mib(overhead).values()):.0f} MiB"
+
+
+def _mib(overhead: dict[str, Any]) -> dict[str, float]:
+    return {name: value / MIB for name, value in overhead.items() if name.endswith("_bytes")}
+
+
+_UNITS = {"flops": (1e12, "TFLOP/s"), "bandwidth": (1e9, "GB/s"), "reading": (1e9, "GB/s"), "reordering": (1e9, "GB/s"),
+          "bytes": (MIB, "MiB"), "seconds": (1e-3, "ms")}  # fmt: skip
+"""Of values by the last word of their names; others are ratios."""
+
+
+def lines(part: dict[str, Any]) -> Iterator[str]:
+    """The part as Markdown."""
+    yield "## Calibration"
+    yield ""
+    yield "What `sd-lowvram doctor --calibrate` measures, once; plans of the parts below count it. Kernels: how many"
+    yield "times as fast as torch's own operators; compile: `torch.compile` of blocks, and the time of a kind of block."
+    yield ""
+    yield from table(("measured", "", ""), (cells for row in part["rows"] for cells in _cells(row)))
+
+
+def _cells(row: dict[str, Any]) -> Iterator[list[str]]:
+    if not row.get("measured"):
+        yield [row["what"], row.get("error", "not on this device").replace("|", "/"), ""]
+        return
+    for name, value in row["measured"].items():
+        if isinstance(value, float | int) and not isinstance(value, bool):
+            unit, word = _UNITS.get(name.rpartition("_")[2], (1.0, ""))
+            yield [row["what"], name.replace("_", " "), f"{value / unit:.4g} {word}".strip()]

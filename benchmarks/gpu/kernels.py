@@ -1,0 +1,197 @@
+"""Our kernels on the card: each of Triton's beside torch's own operators, and passes of a UNet with them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_lowvram.devices.pairs import ratio
+from sd_lowvram.files.tables import table
+from sd_lowvram.memory import measured_peak
+from sd_lowvram.units import MIB
+
+from ..calls import timed_runs
+from ..models import embeddings, random_denoiser
+from ..tables import milliseconds
+from .peaks import held_on
+from .record import Case, Record, in_order
+from .streaming import measured_steps
+
+TYPES = ("float16", "bfloat16", "float32")
+PASSES = (("sd15", 512), ("sd15", 1024))
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "fused kernels": {"fused_kernels": True},
+    "CUDA graphs": {"cuda_graphs": True},
+    "fused kernels, CUDA graphs": {"fused_kernels": True, "cuda_graphs": True},
+    "compiled": {"compile": "regional", "channels_last": True},
+}
+"""Settings of the UNet, all weights on the device."""
+_LOSSLESS = frozenset({"as it is", "CUDA graphs"})
+_RUNS = 20
+_SLACK, _FLOOR = 1.5, 2e-7
+"""An error is no worse than torch's own in the same type times the one, or the other, which is float32's rounding."""
+_SAMPLED = 256
+"""Rows of queries on which attention's error is taken: all scores in float64 are 2 GiB."""
+
+
+def run(device: torch.device, record: Record) -> None:
+    """One row for each kernel and type, then one for each way of a pass."""
+    if importlib.util.find_spec("triton") is None:
+        record.add({"kernel": "all of Triton's", "dtype": ""}, {"failed": "Triton is not installed"})
+    else:
+        from sd_lowvram.kernels.triton.measure import PAIRS
+
+        kernels = [{"kernel": name, "dtype": dtype} for name in PAIRS for dtype in TYPES]
+        record.fill(kernels, trial_kernels, device=str(device))
+    for model, side in PASSES:
+        record.fill([{"model": model, "side": side, "pass": way} for way in WAYS], trial_passes, device=str(device))
+
+
+def trial_kernels(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """For each of ``cases``: error of kernel and operators to float64, bits of many runs, time, memory."""
+    from sd_lowvram.kernels.triton.measure import PAIRS
+    from sd_lowvram.kernels.triton.support import refusal
+
+    where = torch.device(device)
+    why = refusal(where)
+    for case in cases:
+        if why is not None:
+            yield {"failed": why}
+            continue
+        with torch.inference_mode():
+            yield _beside(*PAIRS[case["kernel"]](where, getattr(torch, case["dtype"])), where)
+
+
+def _beside(
+    kernel: Callable[..., Tensor], reference: Callable[..., Tensor], given: tuple[Tensor, ...], device: torch.device
+) -> dict[str, Any]:
+    ours, theirs = functools.partial(kernel, *given), functools.partial(reference, *given)
+    first = ours()
+    error, torchs = _errors(reference, given, first, theirs())
+    return {
+        "shape": list(given[0].shape),
+        "error": error,
+        "torch_error": torchs,
+        "no_worse": error <= _SLACK * torchs + _FLOOR,
+        "same_bits": all(torch.equal(ours(), first) for _ in range(_RUNS)),
+        "ratio": ratio(theirs, ours, device),
+        "measured_bytes": measured_peak(ours),
+        "torch_bytes": measured_peak(theirs),
+        **timed_runs(ours, _RUNS, device),
+    }
+
+
+def _errors(reference: Callable[..., Tensor], given: tuple[Tensor, ...], *results: Tensor) -> list[float]:
+    """Of each of ``results`` the error relative to ``reference`` in float64."""
+    wide = [one.double() for one in given]
+    if len(given) == 3 and given[0].shape[2] > _SAMPLED and given[0].dim() == given[1].dim() == 4:
+        wide[0], results = wide[0][:, :, :_SAMPLED], tuple(one[:, :, :_SAMPLED] for one in results)
+    exact = reference(*wide)
+    return [float((one.double() - exact).norm() / exact.norm()) for one in results]
+
+
+def trial_passes(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """For each of ``cases``, passes of one UNet in a way: seconds, peak, and how far its latents are from plain ones.
+
+    Ends early where one leaves something on the device.
+    """
+    from sd_lowvram import Settings, attached
+
+    where, side = torch.device(device), cases[0]["side"]
+    pipe = random_denoiser(cases[0]["model"], where)
+    given = embeddings(pipe, where)
+
+    def latents() -> Tensor:
+        asked = {"width": side, "height": side, "num_inference_steps": 2, "output_type": "latent"}
+        found: Tensor = pipe(**given, **asked, generator=torch.Generator().manual_seed(0)).images.double().cpu()
+        return found
+
+    with attached(pipe, Settings(offload="none"), device=where):
+        plain = latents()
+    warnings.filterwarnings("error", "(fused_kernels|cuda_graphs|compile): ")  # else the model's own passes are timed
+    for case in cases:
+        with attached(pipe, Settings(offload="none", **WAYS[case["pass"]]), device=where):
+            found = latents()
+            off = {"same_bits": torch.equal(found, plain), "error": float((found - plain).norm() / plain.norm())}
+            yield off | measured_steps(pipe, where, given, side)
+        if held_on(where):
+            return
+
+
+def _kernels(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "kernel" in row]
+
+
+def _passes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return in_order((row for row in rows if "pass" in row), "model", "side")
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a reader is told first."""
+    ran = [row for row in _kernels(rows) if "error" in row and "ratio" in row]
+    if ran:
+        sound = sum(row["no_worse"] and row["same_bits"] for row in ran)
+        half = [row["ratio"] for row in ran if row["dtype"] == "float16"] or [row["ratio"] for row in ran]
+        yield f"{sound} of {len(ran)} no further from float64 than torch's own and with the same bits in every run"
+        yield f"in 16 bits {min(half):.2f} to {max(half):.2f} times as fast"
+    for row in _passes(rows):
+        first = _plain_step(row, rows)
+        if first and row.get("step_seconds") and row["pass"] != "as it is":
+            yield f"{row['model']} at {row['side']}, {row['pass']}: {first / row['step_seconds']:.2f} times as fast"
+
+
+def _plain_step(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
+    task = {"model": row["model"], "side": row["side"], "pass": "as it is"}
+    return next((one.get("step_seconds") for one in rows if task.items() <= one.items()), None)
+
+
+def lines(part: dict[str, Any]) -> Iterator[str]:
+    """The part as Markdown."""
+    yield "## Kernels"
+    yield ""
+    yield "Kernels in Triton beside torch's own operators. *Error*: relative, to float64; *no worse*: at most half as"
+    yield f"much again as torch's in the same type. *Same bits*: in {_RUNS} runs. *Times as fast*: ratio of medians of"
+    yield "runs in turn. *Host*: until the call returned; *device*: between the events around it. *Peak*: above the"
+    yield "arguments."
+    yield ""
+    yield from table(_HEADS, map(_cells, _kernels(part["rows"])))
+    yield ""
+    yield "Passes of a UNet, all of its weights on the device. *Error*: of the latents after two steps, relative to"
+    yield "those of the UNet as it is; recorded passes have to have the same bits. Medians of steps."
+    yield ""
+    yield from table(_HEADS_OF_PASSES, (_cells_of_pass(row, part["rows"]) for row in _passes(part["rows"])))
+
+
+_HEADS = (
+    "kernel", "type", "error", "torch's", "no worse", "same bits", "times as fast", "host ms", "device ms", "peak MiB",
+    "torch's MiB",
+)  # fmt: skip
+_HEADS_OF_PASSES = "model", "way", "same bits", "error", "step ms", "times as fast", "host ms", "device ms", "peak MiB"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    what = [row["kernel"], row["dtype"]]
+    if "ratio" not in row:
+        return [*what, (row.get("failed") or row["error"]).replace("|", "/"), *[""] * (len(_HEADS) - 3)]
+    sound = ["yes" if row[name] else "**no**" for name in ("no_worse", "same_bits")]
+    times = milliseconds(row["host_seconds"], row["device_seconds"])
+    sizes = [f"{row[name] / MIB:.1f}" for name in ("measured_bytes", "torch_bytes")]
+    return [*what, f"{row['error']:.1e}", f"{row['torch_error']:.1e}", *sound, f"{row['ratio']:.2f}", *times, *sizes]
+
+
+def _cells_of_pass(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    what = [f"{row['model']}, {row['side']}x{row['side']}", row["pass"]]
+    if "step_seconds" not in row:
+        return [*what, row["error"].replace("|", "/"), *[""] * (len(_HEADS_OF_PASSES) - 3)]
+    bits = "yes" if row["same_bits"] else "**no**" if row["pass"] in _LOSSLESS else "no"
+    first = _plain_step(row, rows)
+    times = milliseconds(row["step_seconds"]), milliseconds(row["host_seconds"], row["device_seconds"])
+    ratio = [f"{first / row['step_seconds']:.2f}" if first else ""]
+    return [*what, bits, f"{row['error']:.1e}", *times[0], *ratio, *times[1], f"{row['peak_bytes'] / MIB:.0f}"]

@@ -1,0 +1,89 @@
+"""The tests that need a GPU, a file at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from sd_lowvram import progress
+from sd_lowvram.files.tables import table
+
+from .. import trial
+from .record import Record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def files() -> list[str]:
+    """Those with such tests, as paths below the root of this tree."""
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in tests if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
+
+
+def run(_device: torch.device, record: Record) -> None:
+    """One row for each file; one that had not ended when the time was over begins anew in a later call."""
+    for file in progress.counted("tests", files()):
+        if record.find({"file": file}) is None:
+            record.add({"file": file}, outcome(file, record.seconds()))
+
+
+def outcome(file: str, seconds: float) -> dict[str, Any]:
+    """How many ``passed``, ``failed`` and were ``skipped``, the ``failures`` in short, and ``seconds``."""
+    if seconds < trial.LEAST:
+        return trial.failed("no time was left") | {"timed_out": True}
+    with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
+        report = Path(folder, "report.xml")
+        options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", file]
+        asked: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        try:
+            done = subprocess.run([*trial.PYTHON, "-m", "pytest", *options], **asked, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return trial.failed(f"took longer than {seconds:.0f} s") | {"timed_out": True}
+        if not report.exists():
+            last = (done.stderr or done.stdout).strip().rpartition("\n")[2]
+            return trial.failed(last or f"exit code {done.returncode}")
+        return _counted(ElementTree.parse(report))
+
+
+def _counted(report: ElementTree.ElementTree[Any]) -> dict[str, Any]:
+    cases = list(report.iter("testcase"))
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    wrong = [(case.get("name"), found) for case in cases for found in case if found.tag in ("failure", "error")]
+    return {
+        "passed": len(cases) - skipped - len(wrong),
+        "failed": len(wrong),
+        "skipped": skipped,
+        "failures": [f"{name}: {' '.join((found.get('message') or '').split())}"[:400] for name, found in wrong],
+        "seconds": sum(float(case.get("time") or 0) for case in cases),
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """What a reader is told first."""
+    ran = [row for row in rows if "passed" in row]
+    passed, failed, skipped = (sum(row[name] for row in ran) for name in ("passed", "failed", "skipped"))
+    yield f"{passed} passed, {f'**{failed} failed**' if failed else 'none failed'}, {skipped} skipped"
+
+
+def lines(part: dict[str, Any]) -> Iterator[str]:
+    """The part as Markdown."""
+    yield "## Tests"
+    yield ""
+    yield from table(("file", "passed", "failed", "skipped", "s"), map(_cells, part["rows"]))
+    for row in part["rows"]:
+        for failure in row.get("failures", ()):
+            yield ""
+            yield f"- {row['file']}: {failure}"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [row["file"], row["error"].replace("|", "/"), "", "", ""]
+    failed = f"**{row['failed']}**" if row["failed"] else "0"
+    return [row["file"], str(row["passed"]), failed, str(row["skipped"]), f"{row['seconds']:.1f}"]
