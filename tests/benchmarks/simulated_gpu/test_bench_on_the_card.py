@@ -40,8 +40,11 @@ def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.setattr(module, name, value)
 
     def stream(run: Callable[..., Any], *, seconds: float = 0, **arguments: Any) -> Iterator[dict[str, Any]]:
-        for row in run(**json.loads(json.dumps(arguments))):
-            yield json.loads(json.dumps(row))
+        try:
+            for row in run(**json.loads(json.dumps(arguments))):
+                yield json.loads(json.dumps(row))
+        except UserWarning as error:  # a way of a pass that this card has not
+            yield trial.failed(str(error))
 
     monkeypatch.setattr(trial, "stream", stream)
     yield
