@@ -183,9 +183,9 @@ def carried(folder: Path, most_bytes: int) -> Path:
     with tarfile.open(file, "w:gz") as archive:
         for source, path in [*paths, *((wheel, f"gpu-pack/{wheel.name}") for wheel in wheels)]:
             archive.add(source, f"sd-lowvram/{path}", recursive=False)
-        told = tarfile.TarInfo("sd-lowvram/COMMIT")
-        told.size = len(number := _commit())
-        archive.addfile(told, io.BytesIO(number))
+        entry = tarfile.TarInfo("sd-lowvram/COMMIT")
+        entry.size = len(number := _commit())
+        archive.addfile(entry, io.BytesIO(number))
     if file.stat().st_size > most_bytes:
         size, largest = file.stat().st_size, sorted(wheels, key=lambda wheel: -wheel.stat().st_size)[:4]
         file.unlink()

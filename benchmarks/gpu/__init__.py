@@ -195,9 +195,11 @@ def _write(place: Path, results: dict[str, Any]) -> None:
 
 def lines(results: dict[str, Any]) -> Iterator[str]:
     """The results as Markdown."""
-    yield from ("# Measured on a GPU", "")
-    yield from summary(results)
-    yield ""
+    yield from ("# Measured on a GPU", "", *summary(results), "", *tables(results))
+
+
+def tables(results: dict[str, Any]) -> Iterator[str]:
+    """Of each part that is there."""
     for part in (part for part in PARTS if part in results):
         machine = results[part]["machine"]
         facts = [machine["name"], f"torch {machine['torch']}", f"diffusers {machine['diffusers']}", machine["date"]]

@@ -161,7 +161,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     plan = [f"{row['vram'] // MIB}", row["settings"].get("offload", "none"), row["stage"]]
     apart = f"{100 * (predicted - measured) / max(measured, 1):+.1f} %"
     within = "yes" if row["within"] else "**no**"
-    beside = f"{row.get('overhead_bytes', 0) / MIB:.0f}"
+    beside = f"{row['overhead_bytes'] / MIB:.0f}" if "overhead_bytes" in row else "?"
     seconds = [row["plan_seconds"], row["host_seconds"], row["device_seconds"]]
     return [
         *what, *plan, f"{predicted / MIB:.0f}", f"{measured / MIB:.0f}", apart, within,

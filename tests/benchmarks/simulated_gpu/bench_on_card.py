@@ -55,7 +55,7 @@ def on_card() -> Any:
     torch.set_num_threads(1)
     simulated = Simulated()
     trial.PYTHON = (sys.executable, __file__)
-    gpu.lines = functools.partial(lines, gpu.lines)
+    gpu.lines = lines
     make_narrow(NARROW)
     simulated.kernels.computes = False
     trials = {correctness: "trial_correctness"}
@@ -101,10 +101,12 @@ def with_contents(trial: Callable[..., Iterator[Any]], simulated: Any) -> Callab
     return run
 
 
-def lines(own: Callable[..., Iterator[str]], results: dict[str, Any]) -> Iterator[str]:
+def lines(results: dict[str, Any]) -> Iterator[str]:
     """The results as Markdown, without what is a time or comes of one."""
-    yield _HEAD.rstrip("\n")
-    for kind, some in itertools.groupby(itertools.islice(own(results), 1, None), key=_kind):
+    from benchmarks.gpu import tables
+
+    yield _HEAD
+    for kind, some in itertools.groupby(tables(results), key=_kind):
         if kind == "table":
             yield from _columns([line.strip("|").split("|") for line in some])
         elif kind == "text":
