@@ -102,7 +102,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
     what = [f"{row['pictures']} x {row['side']}x{row['side']}", f"{row['channels']} to {row['out_channels']}"]
     if "error" in row:
         return [*what, row["format"], row["error"].replace("|", "/"), *[""] * 5]
+    names = "map_bytes", "workspace_bytes", "counted_bytes", "reserved_bytes"
     sizes = [f"{row[name] / MIB:.1f}" if name in row else "?" for name in names]
-        f"{row.get(name, 0) / MIB:.1f}" for name in ("map_bytes", "workspace_bytes", "counted_bytes", "reserved_bytes")
-    ]
     return [*what, row["format"], *sizes, *milliseconds(row["host_seconds"], row["device_seconds"])]
