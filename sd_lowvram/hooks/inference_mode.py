@@ -1,7 +1,9 @@
 """Inference mode: no autograd bookkeeping, not even the version counters that ``no_grad`` keeps.
 
-Source: diffusers' memory and speed guide. Fidelity: ``bitwise``. A call that autograd follows, because gradients are on
-and an input (guidance by a picture's loss) or a weight requires them, keeps autograd.
+Nor what only a backward would need: a GEGLU's product takes the place of its GELU, which makes a UNet's largest moment
+a sixth smaller. Source: diffusers' memory and speed guide; the product in place is ours. Fidelity: ``bitwise``. A call
+that autograd follows, because gradients are on and an input (guidance by a picture's loss) or a weight requires them,
+keeps autograd.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ..models.anatomy import Anatomy
+from ..models.anatomy import Anatomy, geglu_of
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
+from .compiled import is_followed
 
 
 def inference_mode(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -24,6 +28,11 @@ def inference_mode(anatomy: Anatomy, settings: Settings, device: torch.device) -
     for name, component in anatomy.components.items():
         around = functools.partial(_run, component)
         yield from (wrap(component, entry, around, "inference_mode") for entry in anatomy.entries[name])
+    if is_followed(settings) or settings.fused_kernels:
+        return  # their kernels make no GELU by itself
+    for site in anatomy.feed_forwards:
+        if (gate := geglu_of(site.module)) is not None:
+            yield wrap(gate, "forward", functools.partial(_gated, gate), "inference_mode")
 
 
 def _run(component: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -31,3 +40,10 @@ def _run(component: nn.Module, original: Callable[..., Any], *args: Any, **kwarg
         return original(*args, **kwargs)
     with torch.inference_mode():
         return original(*args, **kwargs)
+
+
+def _gated(gate: Any, original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args or kwargs or needs_graph(gate, x):
+        return original(x, *args, **kwargs)
+    value, half = gate.proj(x).chunk(2, dim=-1)
+    return F.gelu(half).mul_(value)

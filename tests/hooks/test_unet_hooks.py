@@ -13,6 +13,7 @@ from torch import nn
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import NoSiteError
+from sd_lowvram.tracing import trace
 
 ALONE: dict[str, dict[str, Any]] = {
     "feed_forward": {"feed_forward_chunks": 5},
@@ -131,6 +132,22 @@ def test_with_offload_and_attention(offload: str) -> None:
     settings = Settings(**TOGETHER, offload=offload, attention="fused-softmax", attention_mib=1, inference_mode=True)
     with attached(unet, settings, device="cpu"):
         assert tiny.relative_error(run(unet), plain("sd21", (33, 41), 2)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_multiplies_in_place(dtype: torch.dtype) -> None:
+    """A GEGLU's product takes no memory of its own, and has the same bits."""
+    unet = build_components(tiny.config("sd15"), dtype, only=("unet",))["unet"]
+    expected, given = run(unet), inputs(unet, (64, 64), 2, dtype)
+    before = trace(unet, **given)
+    with attached(unet, Settings(inference_mode=True), device="cpu") as attachment:
+        assert torch.equal(run(unet), expected)
+        after = trace(unet, **given)
+    product = (
+        2 * 64 * 64 * unet.up_blocks[-1].attentions[0].transformer_blocks[0].ff.net[2].in_features * dtype.itemsize
+    )
+    assert before.activation_bytes - after.activation_bytes == product
+    assert attachment.sites == {"inference_mode": 17}
 
 
 def test_in_a_pipeline() -> None:
