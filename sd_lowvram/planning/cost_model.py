@@ -91,15 +91,20 @@ class Pricing:
         traced = self.as_traced(stage, settings)
         whole = self.costs(stage, traced, self.timing(stage, settings) if stage.repeats else None)
         more, again = max(0, whole.peak_bytes - planned.peak_bytes), 0.0
+        ring, follows = self._buffers(planned.weights_bytes), False
         short = self.costs(stage, self._unstreamed(traced))
         if stage.repeats:  # strips that need more weights together than there is room fetch them more than once
             step = self.step(stage, settings)
+            ring, follows = self._buffers(step.device_bytes), bool(step.peak_bytes)
             copied = whole.copied_bytes - short.copied_bytes  # of a first step: all weights, and what is read ahead
             again = max(0, copied - step.streamed_bytes - step.device_bytes) / self.request.rates.copy_bandwidth
+        reserved = whole.reserved_bytes - short.reserved_bytes - ring
+        if not follows:  # a ring that does shares segments with activations
+            reserved = max(0, reserved)
         return dataclasses.replace(
             planned,
             peak_bytes=planned.peak_bytes + more,
-            reserved_bytes=planned.reserved_bytes + max(0, whole.reserved_bytes - short.reserved_bytes),
+            reserved_bytes=planned.reserved_bytes + reserved,
             activation_bytes=planned.activation_bytes + more,
             seconds=planned.seconds + self.request.steps * again,
         )
@@ -130,7 +135,7 @@ class Pricing:
         own = self.costs.weights(stage.component, traced)
         streamed = settings.offload in STREAMED
         step = self.step(stage, settings) if streamed and stage.repeats else None
-        here = step.device_bytes if step else self._room(settings, stage.component, own)
+        here = step.beside(cost.activation_bytes) if step else self._room(settings, stage.component, own)
         elsewhere = {stage.component, self.anatomy.autoencoder if away else None}
         stays = settings.offload in (None, "none")
         beside = [size for name, size in weights.items() if name not in elsewhere] if stays else []
@@ -155,13 +160,13 @@ class Pricing:
             reserved_bytes=(cost.recorded_bytes if recorded else cost.reserved_bytes)
             + held
             + self._beside
-            + self._buffers(here, *beside)
+            + self._buffers(step.device_bytes if step else here, *beside)
             + (self._beside + self.request.overhead.matrix_bytes if recorded else 0),
             weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
             host_bytes=masters.host_bytes + cost.host_peak_bytes,
             held_bytes=sum(weights.values()) + (masters.copied_bytes + copied if ours else 0) + cost.allocated_bytes,
-            largest_bytes=max(cost.largest_bytes, copied or own.largest_bytes),
+            largest_bytes=max(cost.largest_bytes, step.largest_bytes if step and ours else copied or own.largest_bytes),
             seconds=self._seconds(
                 stage, settings, step.seconds if step else plain, weights | {stage.component: own.bytes}, masters
             )
@@ -328,7 +333,9 @@ class Pricing:
             size = self._arithmetic(stage.component, settings).dtype.itemsize
             paths = [f"{stage.component}.{span.path}" for span in cost.spans]
             seconds = tuple(zip(paths, self.request.rates.shares(cost.spans, size), strict=True))
-            self._timings[key] = Timing(seconds, self._copies(stage, settings, pinned))
+            alone = CONTROL not in self.anatomy.components  # which takes its turn in the ring, and has maps of its own
+            maps = tuple(span.held_bytes for span in cost.spans) if alone else ()
+            self._timings[key] = Timing(seconds, self._copies(stage, settings, pinned), maps)
         return self._timings[key]
 
     def step(self, stage: Stage, settings: Settings) -> Step:

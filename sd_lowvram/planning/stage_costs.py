@@ -56,15 +56,23 @@ class Step:
 
     Attributes:
         seconds: it takes, copies beside the compute.
-        device_bytes: of weights on the device: what stays and the ring.
+        device_bytes: of weights on the device, at most: what stays and the ring.
         staying_bytes: of weights that stay.
         streamed_bytes: of weights that are copied in every call.
+        largest_bytes: the largest piece of memory that weights take.
+        peak_bytes: of weights and activations together, where the ring is as large as these leave it; 0: it is not.
     """
 
     seconds: float
     device_bytes: int
     staying_bytes: int
     streamed_bytes: int
+    largest_bytes: int
+    peak_bytes: int
+
+    def beside(self, activation_bytes: int) -> int:
+        """Of weights, what comes on top of the most bytes of activations."""
+        return max(0, self.peak_bytes - activation_bytes) if self.peak_bytes else self.device_bytes
 
 
 class Costs:
@@ -167,8 +175,18 @@ class Costs:
                 layers, policy = self._fake.layers(group, resident), policy_of(chosen, True, timing)
                 layout = lay_down(layers, policy, {}, near=True)
             streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
-            seconds = simulate(timed(layout.blocks, timing), layout.schedule, timing.copies)
-            return Step(seconds, layout.bytes, layout.bytes - layout.schedule.ring_bytes, streamed)
+            units, schedule = timed(layout.blocks, timing), layout.schedule
+            staying = layout.bytes - schedule.ring_bytes
+            together = (unit.maps + room for unit, room in zip(units, schedule.rooms, strict=bool(schedule.rooms)))
+            largest = max(staying, *(unit.bytes for unit in units)) if schedule.rooms else layout.bytes
+            return Step(
+                seconds=simulate(units, schedule, timing.copies),
+                device_bytes=layout.bytes,
+                staying_bytes=staying,
+                streamed_bytes=streamed,
+                largest_bytes=largest,
+                peak_bytes=staying + max(together) if schedule.rooms else 0,
+            )
 
         return self._once(Step, stage.component, (chosen, timing), count)
 

@@ -30,6 +30,7 @@ class Copier:
         self._masters = masters
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._home = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._read: list[tuple[Copied, list[Copy]]] = []
 
     def copy(self, copies: Iterable[Copy], after: Iterable[torch.cuda.Event | None]) -> Copied | None:
@@ -71,14 +72,19 @@ class Copier:
         if copied is not None:
             torch.cuda.current_stream(self._device).wait_event(copied.result())
 
+    @property
+    def at_home(self) -> bool:
+        """Whether the compute stream is the one on which this was made, whose the memory is."""
+        return self._home is None or torch.cuda.current_stream(self._device) == self._home
+
     def rest(self) -> None:
-        """What is asked of the compute stream from now on happens after all copies; those that are not being read yet
-        are given up."""
-        if self._stream is None:
+        """What is asked from now on of the compute stream, whose the memory is, happens after all copies; those that
+        are not being read yet are given up."""
+        if self._stream is None or self._home is None:
             return
         for copied, copies in self._read:
             if copied.cancel():
                 copies.clear()
         concurrent.futures.wait([copied for copied, _ in self._read])
         self._read = []
-        torch.cuda.current_stream(self._device).wait_event(self._stream.record_event())
+        self._home.wait_event(self._stream.record_event())

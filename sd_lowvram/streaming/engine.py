@@ -1,9 +1,11 @@
 """The engine that brings weights to the device while others compute.
 
 Some blocks of weights stay on the device for as long as their models are in use, the others pass through a ring. All
-of it is one buffer (:mod:`pool`), and a weight on the device is a view into it: ``tensor.data`` is that view from where
-its layer is called until another block is, and what waits in host memory otherwise. So whatever a host does to weights
-between runs, it does to the masters, and files that are saved then are whole.
+of it is one buffer (:mod:`pool`), unless the ring is as large as the activations leave it at the moment: then a block
+that passes has memory of its own, from its fetch until another one is used. A weight on the device is a view:
+``tensor.data`` is that view from where its layer is called until another block is, and what waits in host memory
+otherwise. So whatever a host does to weights between runs, it does to the masters, and files that are saved then are
+whole.
 
 A block is fetched as soon as nobody needs the bytes that it will lie in: the blocks are known in the order in which a
 run was seen to use them, and fetches run ahead in that order, also into the next step. A run that goes another way is
@@ -21,6 +23,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -225,6 +228,8 @@ class Stream:
         if self._followed:
             self.evict()
             return
+        if self._layout.open and not self._copier.at_home:
+            self.evict()  # memory is the compute stream's on which it was taken
         if not self._layout.open:
             self._layout.take_room(self._device)
             self._copier = Copier(self._masters, torch.device("cpu") if self._is_fake() else self._device)
@@ -239,6 +244,8 @@ class Stream:
             return
         for number in list(self._lent):
             self._take_back(number)
+        for number in list(self._passing):
+            self._leave(number)
         self._last = None
         if self._learn():
             self.evict()
@@ -272,8 +279,9 @@ class Stream:
         self._last = number
         self._seen.setdefault(number)
         for other in [one for one in self._passing if one != number and not self._is_needed(one)]:
-            self._take_back(other)
+            self._leave(other)
         if number not in self._there:
+            self._make_room(number)
             self._fetch(number)
         if number not in self._lent:
             self._lend(number)
@@ -286,8 +294,28 @@ class Stream:
         """Whether a layer of the block runs, or will be called again at once."""
         return self._busy[number] > 0 or self._held[number] > 0
 
+    def _make_room(self, number: int) -> None:
+        """Where the ring follows the activations, drop what another order than the foreseen one has left in it."""
+        if not self._layout.rooms or number == STAYING:
+            return
+        for other in [one for one in self._layout.streamed if one in self._there and self._busy[one] == 0]:
+            if self._layout.ring_bytes + self._layout.blocks[number].bytes > self._layout.rooms[number]:
+                self._leave(other)
+
+    def _leave(self, number: int) -> None:
+        """Take a block back that was used; where the ring follows the activations, its memory goes too."""
+        self._take_back(number)
+        self._passing.discard(number)
+        if self._layout.rooms and number in self._there:
+            self._copier.wait(self._copied.pop(number, None))  # it may never have been used
+            self._there.discard(number)
+            self._layout.drop(number)
+
     def _fetch(self, number: int) -> None:
         after = [self._room_taken]
+        if self._layout.rooms and number in self._layout.overlapping:
+            self._layout.take(number, self._device)
+            after = [self._copier.mark()]  # its memory may be what was computed with until now
         for other in self._layout.overlapping.get(number, ()):
             if other in self._there:
                 if self._busy[other] > 0:
@@ -305,6 +333,8 @@ class Stream:
         """Fetch what comes after ``position``, the number of blocks when a step has ended, while there is room."""
         if self._barred is not None and self._bars(*self._barred, position):
             return
+        rooms = self._layout.rooms
+        room = rooms[position % len(rooms)] if rooms else math.inf
         candidates = self._layout.streamed
         if not self._there.issuperset(self._layout.residents):
             candidates = list(range(len(self._layout.blocks)))
@@ -312,6 +342,8 @@ class Stream:
         for number in (*candidates[first:], *(candidates[:first] if self._repeats else ())):
             if number in self._there or number == position:
                 continue
+            if self._layout.ring_bytes + self._layout.blocks[number].bytes > room:
+                return
             for other in self._layout.overlapping.get(number, ()):
                 if self._bars(number, other, position):
                     self._barred = number, other
@@ -340,7 +372,6 @@ class Stream:
     def _take_back(self, number: int) -> None:
         """Have the weights of a block hold their masters again; what was written to them is written there too."""
         versions = self._lent.pop(number, None)
-        self._passing.discard(number)
         if versions is None:
             return
         places = self._layout.places[number]

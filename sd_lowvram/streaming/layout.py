@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import BudgetError
+from ..memory.fake_mode import active_fake_mode
 from ..units import format_least, format_size
 from ..weights import as_copied, set_data
 from .blocks import Block, Blocks, Granularity, blocks_of
@@ -18,7 +19,7 @@ from .copier import Copy
 from .layers import Layer, place_bytes
 from .pool import Pool
 from .schedule import Schedule, aligned, lay_out
-from .search import best_schedule
+from .search import best_schedule, no_slower
 from .simulator import Copies
 from .timing import Timing, in_run_order, timed
 
@@ -37,7 +38,8 @@ class Policy:
 
     Attributes:
         kind: "whole": all; "halves": one half of the bytes at a time; "blocks": as much as there is room for stays, and
-            the rest passes through a ring; "layer": nothing stays.
+            the rest passes through a ring; "layer": nothing stays, and where ``timing`` tells the activations, the ring
+            is as large as these leave it at the moment.
         device_bytes: the room, ring included. None: the least that lets one copy run beside the compute: two of the
             largest layers, one half, or with ``split`` half of the largest layer; in any case what stays and one block.
         split: layers that are larger than half of the room come in parts of output rows.
@@ -74,8 +76,10 @@ class Layout:
 
     Attributes:
         blocks: what the schedule is about, in the order of a run.
-        bytes: on the device while the room is taken.
+        bytes: on the device while the room is taken, at most.
         residents: numbers of the blocks that stay; ``streamed`` of those that pass through the ring, sorted.
+        rooms: those of the schedule: where there are any, a block has memory of its own from its fetch to its end.
+        ring_bytes: of those that are there now.
         places: by number, while the room is taken.
     """
 
@@ -85,7 +89,11 @@ class Layout:
         self.bytes = parts.staying_bytes + schedule.device_bytes
         self.residents = schedule.resident
         self.streamed = sorted(fetch.unit for fetch in schedule.fetches)
+        self.rooms = schedule.rooms
+        self.ring_bytes = 0
         self.places: dict[int, list[Place]] = {}
+        self._copies: dict[int, list[Copy]] = {}
+        self._waiting: dict[int, list[_Waiting]] = {}
         self._parts = parts
         self._spans = dict(self._laid(parts.staying_bytes))
 
@@ -93,7 +101,7 @@ class Layout:
         for number in sorted(self.residents):
             yield number, (offset, offset + self.blocks[number].bytes)
             offset += self.blocks[number].bytes
-        for fetch in self.schedule.fetches:
+        for fetch in () if self.rooms else self.schedule.fetches:
             start = offset + fetch.offset
             yield fetch.unit, (start, start + self.blocks[fetch.unit].bytes)
 
@@ -102,6 +110,8 @@ class Layout:
         """For each streamed block, the others that have any of its bytes of the ring."""
         met: dict[int, list[int]] = {number: [] for number in self.streamed}
         here: list[int] = []
+        if self.rooms:
+            return dict.fromkeys(self.streamed, ())
         for number in sorted(self.streamed, key=self._spans.__getitem__):
             start, _ = self._spans[number]
             here = [other for other in here if self._spans[other][1] > start]
@@ -137,16 +147,34 @@ class Layout:
 
     def take_room(self, device: torch.device) -> None:
         """Allocate the buffer and make all views."""
-        pool = Pool(self.bytes, device)
+        pool = Pool(self.bytes - (self.schedule.ring_bytes if self.rooms else 0), device)
         staying = list({id(t): t for layer in self._parts.staying for t in layer.tensors}.values())
-        self.places = {STAYING: _places(pool, staying, None, 0)}
-        for number, (start, _) in self._spans.items():
-            block = self.blocks[number]
-            self.places[number] = _places(pool, block.tensors, block, start)
+        self._lay(STAYING, pool, _waiting(staying, None), 0)
+        for number, block in enumerate(self.blocks):
+            waiting = _waiting(block.tensors, block)
+            if number in self._spans:
+                self._lay(number, pool, waiting, self._spans[number][0])
+            else:
+                self._waiting[number] = waiting
+
+    def _lay(self, number: int, pool: Pool, waiting: Sequence[_Waiting], offset: int) -> None:
+        self.places[number], self._copies[number] = _laid_in(pool, waiting, offset)
+
+    def take(self, number: int, device: torch.device) -> None:
+        """Allocate memory for a streamed block, where the ring follows the activations."""
+        size = self.blocks[number].bytes
+        self._lay(number, Pool(size, device), self._waiting[number], 0)
+        self.ring_bytes += size
+
+    def drop(self, number: int) -> None:
+        """Let go of what :meth:`take` took."""
+        del self.places[number], self._copies[number]
+        self.ring_bytes -= self.blocks[number].bytes
 
     def give_room_back(self) -> None:
         """Let go of the buffer and all views."""
-        self.places = {}
+        self.places, self._copies, self._waiting = {}, {}, {}
+        self.ring_bytes = 0
 
     def hand_back(self) -> None:
         """Have every weight hold its master, whatever it holds now."""
@@ -156,15 +184,70 @@ class Layout:
 
     def copies(self, number: int) -> list[Copy]:
         """What has to be copied to bring a block to the device."""
-        return [(place.source, place.view) for place in self.places[number]]
+        return self._copies[number]
 
 
-def _places(pool: Pool, tensors: Sequence[Tensor], block: Block | None, offset: int) -> list[Place]:
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A weight in host memory, as in :class:`Place`; ``like`` has the strides that its copy is to have, and ``bytes``
+    are this weight's and those of the ``more`` behind it that one copy brings with it."""
+
+    tensor: Tensor
+    master: Tensor
+    source: Tensor
+    like: Tensor
+    more: int = 0
+    bytes: Tensor | None = None
+
+
+def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_Waiting]:
+    """While none of ``tensors`` is lent."""
     with torch.inference_mode(False), torch.no_grad():
         masters = [tensor.data for tensor in tensors]
         sources = [master if block is None else block.part(master) for master in masters]
-        likes = list(map(as_copied, tensors, sources))
-    return list(map(Place, tensors, masters, sources, pool.views(likes, offset)))
+        found = list(map(_Waiting, tensors, masters, sources, map(as_copied, tensors, sources)))
+        first = len(found)
+        for number in reversed(range(len(found))):
+            if not number or not _adjoin(*found[number - 1 : number + 1]):
+                run, first = found[number:first], number
+                if len(run) > 1:
+                    found[number] = replace(run[0], more=len(run) - 1, bytes=_from_to(run[0].source, run[-1].source))
+    return found
+
+
+def _adjoin(first: _Waiting, second: _Waiting) -> bool:
+    """Whether two sources lie to each other as their places on the device do, as weight and bias that were settled."""
+    if active_fake_mode(first.source) is not None or any(
+        one.source.stride() != one.like.stride() for one in (first, second)
+    ):
+        return False
+    storages = [one.source.untyped_storage()._cdata for one in (first, second)]
+    return storages[0] == storages[1] and _start(second.source) - _start(first.source) == place_bytes(first.like)
+
+
+def _start(tensor: Tensor) -> int:
+    """Bytes before it in its storage."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _from_to(first: Tensor, last: Tensor) -> Tensor:
+    """What lies between the beginning of one tensor and the end of another in the same storage."""
+    start, stop = _start(first), _start(last) + last.nbytes
+    return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (stop - start,), (1,))
+
+
+def _laid_in(pool: Pool, waiting: Sequence[_Waiting], offset: int) -> tuple[list[Place], list[Copy]]:
+    """The places of a block from ``offset`` on, and the copies that bring it there."""
+    views = pool.views((one.like for one in waiting), offset)
+    places = [Place(one.tensor, one.master, one.source, view) for one, view in zip(waiting, views, strict=True)]
+    copies, number = [], 0
+    while number < len(waiting):
+        one, view = waiting[number], views[number]
+        copies.append(
+            (one.source, view) if one.bytes is None else (one.bytes, pool.span(_start(view), one.bytes.nbytes))
+        )
+        number += 1 + one.more
+    return places, copies
 
 
 def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str]], near: bool = False) -> Layout:
@@ -238,7 +321,12 @@ def _schedule(parts: Blocks, policy: Policy, room: int | None, near: bool) -> Sc
         return best_schedule(timed(parts.streamed, policy.timing), room, policy.timing.copies, near)
     if policy.kind == "blocks":
         return best_schedule(units, room, Copies(1.0, overlap=False), near)
-    return lay_out(units, (), min(room, sum(aligned(unit.bytes) for unit in units)))
+    room = min(room, sum(aligned(unit.bytes) for unit in units))
+    ring = lay_out(units, (), room)
+    plain = policy.device_bytes is None and not policy.split and not policy.together
+    if policy.kind == "layer" and plain and policy.timing is not None:
+        return no_slower(timed(parts.streamed, policy.timing), ring, policy.timing.copies)
+    return ring
 
 
 def _ordered(blocks: Sequence[Block], orders: dict[str, list[str]]) -> list[Block]:

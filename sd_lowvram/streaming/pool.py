@@ -36,6 +36,11 @@ class Pool:
                 offset += place_bytes(like)
         return made
 
+    def span(self, start: int, size: int) -> Tensor:
+        """Bytes of it."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._buffer[start : start + size]
+
     def _elements(self, dtype: torch.dtype) -> Tensor:
         """The buffer as numbers of a type."""
         if dtype not in self._typed:

@@ -8,6 +8,8 @@ Places are fixed, so that views are made once, nothing fragments, and what is on
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,11 +29,13 @@ class Unit:
         name: for people.
         bytes: of its weights, on the device.
         seconds: from its beginning until the next unit begins; its weights are on the device for all of it.
+        maps: most bytes of activations on the device in this time.
     """
 
     name: str
     bytes: int
     seconds: float
+    maps: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,15 @@ class Schedule:
         ring_bytes: size of the buffer through which the others pass.
         fetches: of every other unit with weights, one a step, in the order in which they are issued, which is that of
             their use. The fetches of the next step follow at once: they run while this step's last units compute.
+        rooms: where the ring's size follows the activations, its bytes while each unit computes, and no place in it is
+            fixed. Empty: it has ``ring_bytes`` at every moment.
     """
 
     resident: frozenset[int]
     resident_bytes: int
     ring_bytes: int
     fetches: tuple[Fetch, ...]
+    rooms: tuple[int, ...] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -105,6 +112,32 @@ def lay_out(units: Sequence[Unit], resident: Collection[int], ring_bytes: int) -
             head = start + size
             places.append((number, start, head))
     return Schedule(frozenset(kept), kept_bytes, ring_bytes if places else 0, tuple(_fetches(places)))
+
+
+def follow_maps(units: Sequence[Unit], most: int, ring_bytes: int) -> Schedule:
+    """The schedule in which every unit is streamed, and the ring is as large as the activations leave it at the moment.
+
+    While a unit computes, others are fetched ahead as long as what is there, now and at every later moment until they
+    are used, stays within ``most`` bytes together with the activations, and within ``ring_bytes`` by itself. A unit
+    that goes beyond is there alone.
+    """
+    count = len(units)
+    sizes = [aligned(unit.bytes) for unit in units]
+    before = [0, *itertools.accumulate(sizes * 3)]
+    reach: list[int] = []  # the last unit that may be there while each of two steps computes, from the last one on
+    for at in reversed(range(2 * count)):
+        room = min(ring_bytes, most - units[at % count].maps)
+        fit = bisect.bisect_right(before, before[at] + room) - 2
+        reach.append(max(at, min(fit, at + count - 1, *reach[-1:])))
+    reach.reverse()
+    fetches = []
+    for number in (number for number, size in enumerate(sizes) if size):
+        free = bisect.bisect_left(reach, number + count) - 1  # whose end lets the fetch begin
+        while not sizes[free % count]:
+            free -= 1
+        fetches.append(Fetch(number, 0, free % count))
+    rooms = tuple(before[reach[at] + 1] - before[at] for at in range(count))
+    return Schedule(frozenset(), 0, max(rooms, default=0), tuple(fetches), rooms)
 
 
 def _fetches(places: Sequence[tuple[int, int, int]]) -> Iterator[Fetch]:

@@ -13,10 +13,13 @@ import random
 from collections.abc import Collection, Sequence
 
 from ..errors import BudgetError
+from ..units import MIB
 from .policies import POLICIES
-from .schedule import Schedule, Unit, aligned, lay_out
+from .schedule import Schedule, Unit, aligned, follow_maps, lay_out
 from .simulator import Copies, simulate
 
+_FINE = MIB // 4
+"""Bytes in which the least for activations and weights is looked for."""
 _RINGS = 16
 """Sizes of the ring in the grid, equally spaced in the budget."""
 _TRIALS = 300
@@ -44,6 +47,28 @@ def best_schedule(units: Sequence[Unit], device_bytes: int, copies: Copies, near
     if not near:
         search.improve()
     return search.best
+
+
+def no_slower(units: Sequence[Unit], ring: Schedule, copies: Copies) -> Schedule:
+    """Of the schedules that follow the activations, with no more than the bytes of ``ring``, the one with the fewest
+    bytes of both together with which a step is no slower than with ``ring``, which streams all units too.
+
+    It is ``ring`` itself where the activations are not known.
+    """
+    if not any(unit.maps for unit in units):
+        return ring
+    allowed = simulate(units, ring, copies) * (1 + 1e-9)
+    most = max(unit.maps for unit in units) + ring.ring_bytes
+    least = max(unit.maps + aligned(unit.bytes) for unit in units)
+    best = follow_maps(units, most, ring.ring_bytes)
+    while most - least >= _FINE:
+        middle = (least + most) // 2
+        tried = follow_maps(units, middle, ring.ring_bytes)
+        if simulate(units, tried, copies) <= allowed:
+            best, most = tried, middle
+        else:
+            least = middle
+    return best
 
 
 def bound(units: Sequence[Unit], device_bytes: int, copies: Copies) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,10 +20,12 @@ class Timing:
         spans: seconds of modules by path, the component's name first, in the order of the run; a module may come more
             than once, and what it does between its children's calls counts as its own.
         copies: what it costs to bring weights to the device.
+        maps: most bytes of activations on the device in each of ``spans``. Empty: not known.
     """
 
     spans: tuple[tuple[str, float], ...]
     copies: Copies
+    maps: tuple[int, ...] = ()
 
 
 def in_run_order(layers: Sequence[Layer], timing: Timing) -> list[Layer]:
@@ -48,11 +51,13 @@ def timed(blocks: Sequence[Block], timing: Timing) -> list[Unit]:
     for number, block in enumerate(blocks):
         for layer in block.layers:
             owners.setdefault(layer.name, []).append(number)
-    seconds, sizes = [0.0] * len(blocks), [block.bytes for block in blocks]
+    seconds, sizes, maps = [0.0] * len(blocks), [block.bytes for block in blocks], [0] * len(blocks)
     present: list[int] = []
     early = 0.0
-    for path, taken in timing.spans:
+    for (path, taken), held in zip(timing.spans, timing.maps or itertools.repeat(0), strict=False):
         present = _owner(path, owners) or present
+        for number in present or range(min(1, len(blocks))):  # what comes before the first finds it there, read ahead
+            maps[number] = max(maps[number], held)
         if not present:
             early += taken
         elif len(present) == 1:
@@ -63,7 +68,8 @@ def timed(blocks: Sequence[Block], timing: Timing) -> list[Unit]:
                 seconds[number] += taken * sizes[number] / total
     if present:  # the next step's beginning runs while the last block is still there
         seconds[present[-1]] += early
-    return [Unit(block.name, block.bytes, taken) for block, taken in zip(blocks, seconds, strict=True)]
+    facts = zip(blocks, seconds, maps, strict=True)
+    return [Unit(block.name, block.bytes, taken, held) for block, taken, held in facts]
 
 
 def _owner(path: str, owners: dict[str, list[int]]) -> list[int]:

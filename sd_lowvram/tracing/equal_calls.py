@@ -54,7 +54,7 @@ def _kind(block: nn.Module) -> Hashable:
 @dataclass(frozen=True)
 class _Call:
     """What a call did: peaks ``above`` what was there before, its ``allocations`` and the numbers of those that are
-    ``kept`` as its results, work by ``spans``, the module's ``path``, results."""
+    ``kept`` as its results, work by ``spans``, the module's ``path``, results, bytes ``before`` on the device."""
 
     above: Sequence[int]
     allocations: Sequence[tuple[int, int]]
@@ -62,6 +62,7 @@ class _Call:
     spans: tuple[Span, ...]
     path: str
     results: Recipe
+    before: int
 
 
 class EqualCalls:
@@ -117,11 +118,12 @@ class EqualCalls:
         results = self._new_tensors(result)
         if results is None or ledger.met != met:
             return result, None
+        before = live["device"]
         live["device"] += results.moved
         if ledger.live_now() != live:
             return result, None
         kept = tuple(ledger.number_of(tensor) for tensor in _tensors(result))
-        return result, _Call(above, ledger.allocations[place:], kept, spans, path, results)
+        return result, _Call(above, ledger.allocations[place:], kept, spans, path, results, before)
 
     def _new_tensors(self, result: Any) -> Recipe | None:
         """How to make results again that are tensors on the device, each with memory of its own, all of it used."""
@@ -137,10 +139,11 @@ class EqualCalls:
     def _again(self, call: _Call) -> Any:
         self._ledger.again(call.above)
         here, there = self._ledger.path, call.path
+        more = self._ledger.live_now()["device"] - call.before
         for span in call.spans:
             inside = not there or span.path == there or span.path.startswith(f"{there}.")
             path = here + span.path[len(there) :] if inside else span.path
-            self._work.spans.append(Span(**vars(span) | {"path": path}))
+            self._work.spans.append(Span(**vars(span) | {"path": path, "held_bytes": span.held_bytes + more}))
         result = make(call.results, self._mode, (None,))
         self._ledger.repeat(call.allocations, dict(zip(call.kept, _tensors(result), strict=True)))
         return result

@@ -28,6 +28,8 @@ class Span:
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
+        held_bytes: most bytes that an operator of it finds and makes on the device, weights aside: what the kernel
+            holds unseen is in them, and the library's workspace.
     """
 
     path: str
@@ -36,6 +38,7 @@ class Span:
     copied_bytes: int = 0
     operators: int = 0
     packed_bytes: int = 0
+    held_bytes: int = 0
 
 
 class Work:
@@ -48,13 +51,14 @@ class Work:
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    def count(self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0) -> None:
+    def count(self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0, held_bytes: int = 0) -> None:
         """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others."""
         span, passes = self._span(path), times()
         span.operators += passes
         span.flops += flops * passes
         span.moved_bytes += moved_bytes * passes
         span.packed_bytes += packed_bytes * passes
+        span.held_bytes = max(span.held_bytes, held_bytes)
 
     def count_copy(self, path: str, copied_bytes: int) -> None:
         """Add bytes that cross between the accounts in the module ``path``."""
@@ -67,7 +71,7 @@ class Work:
 
     def totals(self) -> dict[str, int]:
         """The sums over all spans, by the names of their attributes."""
-        _, *names = (one.name for one in dataclasses.fields(Span))
+        _, *names, _ = (one.name for one in dataclasses.fields(Span))
         columns = zip(*map(operator.attrgetter(*names), self.spans), strict=True)
         return dict.fromkeys(names, 0) | dict(zip(names, map(sum, columns), strict=False))
 

@@ -70,8 +70,9 @@ class Ledger:
         born_peak: most bytes of storages that were born here, all accounts together.
         largest: the largest single allocation on the device.
         met: bytes on the device that were there from the start and met on the way.
-        allocations: of inputs and activations on the device, in their order: a number and bytes for what is made, the
-            number and -1 for its end. What a kernel holds unseen, and libraries' workspaces, are in it too.
+        allocations: of inputs, activations and streamed weights on the device, in their order: a number and bytes for
+            what is made, the number and -1 for its end. What a kernel holds unseen, and libraries' workspaces, are in
+            it too.
     """
 
     def __init__(self) -> None:
@@ -230,7 +231,7 @@ class Ledger:
             self.born[booked.account] += change
             if booked.account != "host":
                 self.largest = max(self.largest, change)
-        if booked.account == "device":
+        if booked.account == "device" or (booked.account == "weights" and booked.born):
             if change < booked.nbytes:  # another size: the old one ends
                 self.allocations += ((number, -1) for number in (booked.number, *self._equals.pop(booked.number, ())))
                 booked.number = self._new_number()

@@ -233,7 +233,8 @@ class _Tracer(TorchDispatchMode):
         self.ledger.operator = f"attention.{kernel}"
         with self.ledger.holding(hidden):
             pass
-        self.work.count(self.ledger.path, attention_flops(args, out), moved(args, out))
+        held = self.ledger.live["device"] + hidden
+        self.work.count(self.ledger.path, attention_flops(args, out), moved(args, out), held_bytes=held)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -257,12 +258,13 @@ class _Tracer(TorchDispatchMode):
     def _take_in(self, operator: Operator, recipe: Recipe, args: tuple[Any, ...], result: Any) -> None:
         """Book what an operator made, and count its work."""
         self.ledger.operator = operator.name
+        workspace = self._overhead.workspace(recipe.moved) if operator.convolves else 0
         with self.ledger.holding(recipe.hidden):
             self._book(result)
-            if operator.convolves:
-                self.ledger.passing(self._overhead.workspace(recipe.moved))
+            self.ledger.passing(workspace)
         if operator.moves:
-            self.work.count(self.ledger.path, recipe.flops, recipe.moved, recipe.packed)
+            held = self.ledger.live["device"] + recipe.hidden
+            self.work.count(self.ledger.path, recipe.flops, recipe.moved, recipe.packed, held)
         if operator.copies:
             self._count_crossing(args, result)
 

@@ -53,31 +53,32 @@ class Row(NamedTuple):
     locked: int
 
 
-def on_card(simulated: Any, model: str, side: int, share: float) -> Row:
-    """Calibrate, plan at ``share``, and run as a new process would on a card that gives what is planned."""
+def on_card(simulated: Any, model: str, side: int, share: float, **fixed: Any) -> Row:
+    """Calibrate, plan at ``share`` with knobs that are ``fixed``, and run as a new process would on a card that gives
+    what is planned."""
     import torch
 
     simulated.kernels.computes = False
     try:
-        return _on_card(simulated, model, side, share)
+        return _on_card(simulated, model, side, share, fixed)
     finally:
         simulated.kernels.computes = True
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _on_card(simulated: Any, model: str, side: int, share: float) -> Row:
+def _on_card(simulated: Any, model: str, side: int, share: float, fixed: dict[str, Any]) -> Row:
     import full_size
     import torch
 
-    from sd_lowvram import optimize, plan
+    from sd_lowvram import Settings, optimize, plan
     from sd_lowvram.devices.this_machine import overhead_of
 
     card = simulated.card
     with card.of_size(_ENOUGH):
         overhead_of(torch.device("cuda", 0), recalibrate=True)
         pipe = full_size.pipeline(model, torch.device("cuda"))
-    sizes: Any = {"width": side, "height": side, "device": "cuda", "ram": "64GB"}
+    sizes: Any = {"width": side, "height": side, "device": "cuda", "ram": "64GB", "settings": Settings(**fixed)}
     plain = plan(pipe, vram="64GB", **sizes)
     least, most = plain.minimum_vram_bytes, plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
     torch.cuda.empty_cache()

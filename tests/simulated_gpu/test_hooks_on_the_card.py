@@ -17,7 +17,15 @@ from test_unet_hosts import add_lora
 from torch import Tensor
 
 from sd_lowvram import Settings, attached
+from sd_lowvram.devices.performance import profile
+from sd_lowvram.patches import Change
+from sd_lowvram.planning.cost_model import Pricing
+from sd_lowvram.planning.request import Request
+from sd_lowvram.session import anatomy_of
+from sd_lowvram.streaming.engine import Stream
 from sd_lowvram.streaming.host_weights import host_budget, mapped_bytes
+from sd_lowvram.streaming.timing import Timing
+from sd_lowvram.units import GIB
 
 LATE = ["lazy", "random"]
 TURN = {"guidance_in_turn": True}
@@ -154,6 +162,55 @@ def test_sd15(gpu: Any, targets: dict[str, Any], schedule: str, way: str) -> Non
 )
 def test_others_streamed(gpu: Any, targets: dict[str, Any], name: str, schedule: str, way: str) -> None:
     check(gpu, targets, name, WAYS[way], schedule)
+
+
+def timing_of(unet: Any) -> Timing:
+    """As a plan for the card tells it, activations included."""
+    request = Request(64, 64, 1, 8 * GIB, 4 * GIB, GPU, profile("rtx2070"))
+    pricing = Pricing(anatomy_of(unet), request)
+    (stage,) = (stage for stage in pricing.costs.stages if stage.repeats)
+    return pricing.timing(stage, LAYER)
+
+
+LAYER = Settings(offload="layer", inference_mode=True)
+
+
+@pytest.mark.parametrize("where", ["pinned", "in a file"])
+@pytest.mark.parametrize("schedule", ["eager", *LATE])
+def test_a_ring_that_follows_the_activations(
+    gpu: Any, targets: dict[str, Any], schedule: str, where: str, tmp_path: Path
+) -> None:
+    """Also when a run passes over blocks, and when the next one is on another stream."""
+    pipe, _ = target(targets, "sd15")
+    pipe.unet.save_pretrained(tmp_path)
+    with attached(pipe.unet, Settings(offload="none"), device=GPU):
+        wanted, passed = denoise(pipe.unet), denoise_past(pipe.unet)
+    timing, other = timing_of(pipe.unet), torch.cuda.Stream()
+    with contextlib.ExitStack() as stack:
+        unet = pipe.unet if where == "pinned" else stack.enter_context(mapped(tmp_path))
+        seen = stack.enter_context(gpu.watched(schedule))
+        attachment = stack.enter_context(attached(unet, LAYER, device=GPU, timing=timing))
+        assert stream_of(attachment)._layout.rooms
+        found = [denoise(unet), denoise_past(unet), denoise(unet)]
+        with torch.cuda.stream(other):
+            found += [denoise(unet), denoise_past(unet)]
+        found.append(denoise(unet))
+    for latents, right in zip(found, [wanted, passed, wanted, wanted, passed, wanted], strict=True):
+        assert torch.equal(latents, right)
+    assert seen.clean, seen
+
+
+def stream_of(attachment: Any) -> Stream:
+    return next(step for step in attachment._steps if isinstance(step, Change)).apply.__self__
+
+
+def denoise_past(unet: Any) -> Tensor:
+    """Without the deepest blocks, of which the engine does not know."""
+    unet.mid_block.forward = lambda x, *_, **__: x
+    try:
+        return denoise(unet)
+    finally:
+        del unet.mid_block.forward
 
 
 MAPPED = ["blocks", "layer", "halves", "layers split", "blocks, skips parked"]

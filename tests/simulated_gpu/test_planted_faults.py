@@ -12,7 +12,7 @@ import families
 import pytest
 import torch
 from on_card import GPU, Seen
-from test_hooks_on_the_card import WAYS, Broken, denoise, mapped, run
+from test_hooks_on_the_card import LAYER, WAYS, Broken, denoise, denoise_past, mapped, run, timing_of
 from torch import Tensor
 
 from sd_lowvram import Settings, attached
@@ -53,6 +53,14 @@ def streamed(way: str) -> Work:
             return all(torch.equal(denoise(pipe.unet), PLAIN["latents"]) for _ in range(2))
 
     return work
+
+
+def following(pipe: Any, folder: Path) -> bool:
+    """Also when a run passes over blocks that were read ahead."""
+    with attached(pipe.unet, LAYER, device=GPU, timing=timing_of(pipe.unet)):
+        right = torch.equal(denoise(pipe.unet), PLAIN["latents"])
+        denoise_past(pipe.unet)
+        return right and torch.equal(denoise(pipe.unet), PLAIN["latents"])
 
 
 def from_a_file(pipe: Any, folder: Path) -> bool:
@@ -186,8 +194,8 @@ def _without_room_taken(fetch: Any) -> Any:
 
 
 def _half_a_kilobyte_off(places: Any) -> Any:
-    def misplaced(pool: Any, tensors: Any, block: Any, offset: int) -> Any:
-        return places(pool, tensors, block, max(0, offset - 512))
+    def misplaced(pool: Any, waiting: Any, offset: int) -> Any:
+        return places(pool, waiting, max(0, offset - 512))
 
     return misplaced
 
@@ -203,7 +211,7 @@ def _removed(_: Any) -> Any:
 BLOCKS, LAYERS, PICTURES, IN_TURNS = streamed("blocks"), streamed("layer"), pictures("layer"), pictures("component")
 WORKS = {
     "blocks": BLOCKS, "layers": LAYERS, "pictures": PICTURES, "in turns": IN_TURNS, "from a file": from_a_file,
-    "after others": after_others, "broken": broken,
+    "following": following, "after others": after_others, "broken": broken,
     "sent": sent, "parked elsewhere": parked_elsewhere, "cut on the host": cut_on_the_host,
     "dropped": dropped, "handed on": handed_on,
 }  # fmt: skip
@@ -215,9 +223,10 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Work, str]] = {
     "the compute sets no marks": (Copier, "mark", _removed, BLOCKS, "races"),
     "room is given back during copies": (Copier, "rest", _removed, PICTURES, "races"),
     "room is filled before it is free": (Stream, "_fetch", _without_room_taken, after_others, "races"),
+    "memory of a ring that follows is filled too early": (Copier, "copy", _copies_at_once, following, "races"),
     "the ring is refilled early": (_Ring, "copy", _refilled_early, from_a_file, "races"),
     "blocks in the same bytes know nothing of each other": (Layout, "overlapping", _alone, LAYERS, "races"),
-    "blocks lie over each other": (layout, "_places", _half_a_kilobyte_off, BLOCKS, "wrong"),
+    "blocks lie over each other": (layout, "_laid_in", _half_a_kilobyte_off, BLOCKS, "wrong"),
     "a failed run is not tidied up": (Stream, "_abandon", _removed, broken, "wrong"),
     "masters stay pinned": (Masters, "undo", _removed, BLOCKS, "pinned"),
     "the memory of a map is given away while it leaves": (host_offload, "_wait_when_dropped", _removed, sent, "races"),

@@ -74,6 +74,16 @@ def test_a_plan_runs_on_a_card_of_its_size(gpu: Any, own_cache: None, model: str
     assert abs(row.planned_peak - row.peak) <= max(2 * MIB, row.peak // 50)
 
 
+def test_a_ring_that_follows_the_activations_on_a_card_of_its_size(gpu: Any, own_cache: None) -> None:
+    """Its memory is the allocator's, with the activations': where these take most, hardly any weights are there."""
+    small: Any = {"offload": "layer", "vae_tiles": "exact", "vae_map": "recomputed", "vae_strip_mib": 4}
+    row = on_card(gpu, "sd15", 512, 1.0, **small)
+    assert row.ran
+    assert 0 <= row.planned_peak - row.peak <= row.peak // 50
+    assert 0 <= row.planned_reserved - row.reserved <= max(2 * MIB, row.reserved // 50)
+    assert row.peak < 222 * MIB  # of the activations, and of two of the largest layers beside them
+
+
 @pytest.mark.parametrize("asked", ["expandable_segments:True"], indirect=True)
 @pytest.mark.parametrize(("model", "side", "share"), [("sd15", 512, 0.0), ("sd15", 512, 0.3), ("sd15", 1024, 0.0)])
 def test_a_plan_runs_where_segments_grow(

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.streaming.policies import POLICIES
-from sd_lowvram.streaming.schedule import ALIGNMENT, Unit, aligned, lay_out
-from sd_lowvram.streaming.search import best_schedule, bound
+from sd_lowvram.streaming.schedule import ALIGNMENT, Unit, aligned, follow_maps, lay_out
+from sd_lowvram.streaming.search import best_schedule, bound, no_slower
 from sd_lowvram.streaming.simulator import Copies, simulate
 
 K = ALIGNMENT
-UNITS = st.lists(
-    st.builds(
-        Unit,
-        name=st.just("layer"),
-        bytes=st.integers(0, 40).map(lambda size: size * K - size % 7),
-        seconds=st.floats(0.0, 4.0),
-    ),
-    min_size=1,
-    max_size=12,
-)
+
+
+def lists_of_units(maps):
+    sizes = st.integers(0, 40).map(lambda size: size * K - size % 7)
+    made = st.builds(Unit, name=st.just("layer"), bytes=sizes, seconds=st.floats(0.0, 4.0), maps=maps)
+    return st.lists(made, min_size=1, max_size=12)
+
+
+UNITS = lists_of_units(st.just(0))
+BESIDE_MAPS = lists_of_units(st.integers(0, 60 * K))
 COPIES = st.builds(
     Copies,
     bandwidth=st.floats(K / 4, 40 * K),
@@ -76,6 +76,54 @@ def test_a_place_in_the_ring_is_free_when_it_is_filled(units, data, share):
     assert_nobody_is_overwritten(units, schedule)
     kept = sum(aligned(units[number].bytes) for number in resident)
     assert schedule.resident_bytes == kept and schedule.device_bytes == kept + schedule.ring_bytes
+
+
+@given(BESIDE_MAPS, st.floats(0, 1), st.floats(0, 1))
+def test_a_ring_that_follows_leaves_the_activations_their_bytes(units, share, other):
+    """As the engine goes: at each unit the one before is dropped, and others are fetched as long as there is room."""
+    count, sizes = len(units), [aligned(one.bytes) for one in units]
+    least = max(one.maps + size for one, size in zip(units, sizes, strict=True))
+    most, ring = least + int(share * sum(sizes)), max(sizes) + int(other * sum(sizes))
+    schedule = follow_maps(units, most, ring)
+    assert [fetch.unit for fetch in schedule.fetches] == [number for number, size in enumerate(sizes) if size]
+    after = {fetch.unit: fetch.after for fetch in schedule.fetches}
+    last, before = -1, None
+    for at in range(3 * count):
+        fetched = [at] if last < at else []
+        last = max(last, at)
+        while last + 1 < at + count:
+            wanted = sum(sizes[number % count] for number in range(at, last + 2))
+            if wanted > schedule.rooms[at % count]:
+                break
+            last += 1
+            fetched.append(last)
+        held = sum(sizes[number % count] for number in range(at, last + 1))
+        assert held <= ring and held + units[at % count].maps <= most
+        assert held == schedule.rooms[at % count] or last + 1 == at + count
+        for number in fetched if at >= count else ():
+            assert not sizes[number % count] or after[number % count] == before
+        before = at % count if sizes[at % count] else before
+
+
+def test_a_ring_that_follows_is_small_where_the_activations_are_large():
+    units = [dataclasses.replace(unit(size), maps=maps * K) for size, maps in ((1, 9), (5, 2), (5, 2), (1, 9))]
+    schedule = follow_maps(units, 12 * K, 10 * K)
+    assert [room // K for room in schedule.rooms] == [1, 10, 7, 2]
+    assert schedule.ring_bytes == 10 * K
+    assert [fetch.after for fetch in schedule.fetches] == [1, 0, 0, 1]
+    assert follow_maps(units, 17 * K, 10 * K).rooms[0] == 6 * K  # the next one is there beside the large activations
+
+
+@settings(max_examples=60)
+@given(BESIDE_MAPS, st.floats(0, 1), COPIES)
+def test_a_ring_that_follows_is_no_slower_than_one_that_does_not(units, share, copies):
+    ring = lay_out(units, (), budget(units, share))
+    found = no_slower(units, ring, copies)
+    assert found.ring_bytes <= ring.ring_bytes
+    assert simulate(units, found, copies) <= simulate(units, ring, copies) * (1 + 1e-6)
+    if not any(one.maps for one in units):
+        assert found == ring
+    assert no_slower([dataclasses.replace(one, maps=0) for one in units], ring, copies) == ring
 
 
 def test_fetches_wait_for_the_last_who_used_their_bytes():
