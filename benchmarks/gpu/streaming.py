@@ -23,11 +23,6 @@ from .record import Case, Record
 
 SHARES = (100, 50, 25, 10)
 """Per cent of the UNet's weight bytes that are on the device, ring included."""
-<<<<<<< HEAD
-BASELINES = ("resident", "model offload", "group offload, leaves", "group offload, blocks", "sequential offload")
-TASKS = (("sd15", 1024), ("sdxl", 1024), ("sd15", 2048))
-"""A step of SD1.5 at 512x512 is some milliseconds on a large card, less than the host needs to ask for it."""
-=======
 _RECORDED = ", recorded streams"
 """Of a way of diffusers', with ``record_stream``: its host does not wait for the device, and its memory goes later."""
 BASELINES = (
@@ -39,8 +34,8 @@ BASELINES = (
     f"group offload, blocks{_RECORDED}",
     "sequential offload",
 )
-TASKS = (("sd15", 512), ("sdxl", 1024))
->>>>>>> 26a7d70 (The card's benchmark has diffusers' groups with recorded streams too, the faster of its ways)
+TASKS = (("sd15", 1024), ("sdxl", 1024), ("sd15", 2048))
+"""A step of SD1.5 at 512x512 is some milliseconds on a large card, less than the host needs to ask for it."""
 _WARM, _STEPS = 3, 10
 _SIMULATED = 0.15
 _PLENTY = "1000 TB"
