@@ -50,7 +50,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     ran = [row for row in rows if "shape" in row]
     for side in dict.fromkeys(row["latents"] for row in ran):
         first = min((row for row in ran if row["latents"] == side), key=lambda row: row["seconds"])
-        yield f"{side}x{side}: {first['backend']} is fastest, {first['time_ratio']:.2f} of sdpa's time"
+        yield f"{side}x{side}: {first['backend']} is fastest, {first['ratio']:.2f} times as fast as sdpa"
     if unsteady := dict.fromkeys(row["backend"] for row in ran if not row["deterministic"]):
         yield f"not the same bits in every run: {', '.join(unsteady)}"
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd_lowvram.devices.pairs import ratio
+from sd_lowvram.devices.pairs import figures, in_turn
 from sd_lowvram.files.tables import table
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.units import MIB
 
 from ..calls import timed_runs
 from ..models import embeddings, random_denoiser
-from ..tables import milliseconds
+from ..tables import milliseconds, pair_cells
 from .peaks import held_on
 from .record import Case, Record, in_order
 from .streaming import measured_steps
@@ -75,13 +75,14 @@ def _beside(
     ours, theirs = functools.partial(kernel, *given), functools.partial(reference, *given)
     first = ours()
     error, torchs = _errors(reference, given, first, theirs())
+    (plain, own), share = in_turn((theirs, ours), _RUNS, device, warm_ups=2)
     return {
         "shape": list(given[0].shape),
         "error": error,
         "torch_error": torchs,
         "no_worse": error <= _SLACK * torchs + _FLOOR,
         "same_bits": all(torch.equal(ours(), first) for _ in range(_RUNS)),
-        "ratio": ratio(theirs, ours, device),
+        **figures(plain, own, share),
         "measured_bytes": measured_peak(ours),
         "torch_bytes": measured_peak(theirs),
         **timed_runs(ours, _RUNS, device),
@@ -170,8 +171,8 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
 
 
 _HEADS = (
-    "kernel", "type", "error", "torch's", "no worse", "same bits", "times as fast", "host ms", "device ms", "peak MiB",
-    "torch's MiB",
+    "kernel", "type", "error", "torch's", "no worse", "same bits", "torch's, ms", "this, ms", "times as fast",
+    "host ms", "device ms", "peak MiB", "torch's MiB",
 )  # fmt: skip
 _HEADS_OF_PASSES = "model", "way", "same bits", "error", "step ms", "times as fast", "host ms", "device ms", "peak MiB"
 
@@ -183,7 +184,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     sound = ["yes" if row[name] else "**no**" for name in ("no_worse", "same_bits")]
     times = milliseconds(row["host_seconds"], row["device_seconds"])
     sizes = [f"{row[name] / MIB:.1f}" for name in ("measured_bytes", "torch_bytes")]
-    return [*what, f"{row['error']:.1e}", f"{row['torch_error']:.1e}", *sound, f"{row['ratio']:.2f}", *times, *sizes]
+    errors = [f"{row[name]:.1e}" for name in ("error", "torch_error")]
+    return [*what, *errors, *sound, *pair_cells(row, "{:.2f}", 1e-3), *times, *sizes]
 
 
 def _cells_of_pass(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -166,7 +166,7 @@ import functools
 from benchmarks.gpu import kernels
 from sd_lowvram.kernels.triton import measure
 
-kernels.ratio, kernels._RUNS, kernels._SAMPLED = functools.partial(kernels.ratio, pairs=1), 1, 8
+kernels._RUNS, kernels._SAMPLED = 1, 8
 measure._TOKENS, measure._STRIP = (2, 16, 64), (1, 8, 6, 10)
 measure._HEADS = {width: (1, 1, 19) for width in measure._HEADS}
 for name, drawn in measure.PAIRS.items():

@@ -32,8 +32,8 @@ is planned and held. Bytes and counts alone: times there say nothing of any card
 not computed.
 """
 _TIMES = {
-    "s", "ms", "sdpa, ms", "this, ms", "times as fast", "host ms", "device ms", "plan s", "host s", "device s",
-    "step ms", "/ resident", "simulated ms",
+    "s", "ms", "sdpa, ms", "torch's, ms", "this, ms", "times as fast", "host ms", "device ms", "plan s", "host s",
+    "device s", "step ms", "/ resident", "simulated ms",
 }  # fmt: skip
 _OF_TIMES = ("*Error*", "*Host*", "*Plan*", "*Simulated*", "Sizes may", "Not simulated")
 
