@@ -4,6 +4,9 @@ A step runs units one after the other: a unit is what is brought in as one piece
 stay are *streamed*: each has a fixed place in one buffer, the ring, and is fetched there in every step, in the order of
 ``Schedule.fetches``, as soon as the copy engine is free and the last unit that used any of these bytes has computed.
 Places are fixed, so that views are made once, nothing fragments, and what is on the device never exceeds the ring.
+
+Where what counts are the bytes of weights and activations together, the ring may be another size at each moment
+(``Schedule.rooms``): units then have no fixed places, and take memory that activations left.
 """
 
 from __future__ import annotations
