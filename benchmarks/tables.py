@@ -51,7 +51,7 @@ def origin() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
-        "processor": card or f"{processor()}, {torch.get_num_threads()} threads",
+        "processor": card or f"{processor()}, threads: {torch.get_num_threads()}",
         "torch": torch.__version__,
         "command": _command.get() or "a call in Python",
         "own": own_share(),
