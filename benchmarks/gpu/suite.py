@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -18,12 +19,13 @@ from .. import trial
 from .record import Record
 
 ROOT = Path(__file__).resolve().parents[2]
+_MARKED = re.compile(r"^(pytestmark = |@)pytest\.mark\.gpu\b", re.MULTILINE)
 
 
 def files() -> list[str]:
     """Those with such tests, as paths below the root of this tree."""
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(file.relative_to(ROOT)) for file in tests if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
+    return [str(file.relative_to(ROOT)) for file in tests if _MARKED.search(file.read_text(encoding="utf-8"))]
 
 
 def run(_device: torch.device, record: Record) -> None:

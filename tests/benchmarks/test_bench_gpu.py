@@ -217,7 +217,7 @@ def test_the_tests_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "test_late.py": MARK + "def test_a(): __import__('time').sleep(60)\n",
         "test_other.py": "def test_a(): pass\n",
     }
-    assert "tests/gpu/test_streaming.py" in suite.files() and "tests/test_gpu_pack.py" not in suite.files()
+    assert "tests/gpu/test_streaming.py" in suite.files() and "tests/benchmarks/test_bench_gpu.py" not in suite.files()
     (tmp_path / "tests").mkdir()
     for name, text in files.items():
         (tmp_path / "tests" / name).write_text(text)
