@@ -17,6 +17,7 @@ from sd_lowvram.files.tables import table
 from sd_lowvram.kernels.attention.bounded import SCORE_BYTES
 from sd_lowvram.kernels.attention.problem import problem_of
 from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends, kernel_name
+from sd_lowvram.kernels.attention.torch_kernels import own_kernel
 from sd_lowvram.memory import kernels_of, measured_peak
 from sd_lowvram.tracing import trace
 from sd_lowvram.units import MIB, format_size
@@ -42,6 +43,8 @@ _ON_CPU: tuple[Shape, ...] = (
     (1, 8, 2025, 2025, 40),
     (1, 1, 2048, 2048, 512),
 )
+OWN_CHOICE = "torch's own choice"
+"""Among backends: torch's function with nothing of ours around it."""
 _SCORE_BYTES = (2 * MIB, SCORE_BYTES)
 """For backends in blocks."""
 _SAMPLED = 256
@@ -101,7 +104,8 @@ def measured(
         torch.randn(batch, tokens, heads, width, generator=noise).to(device, dtype).transpose(1, 2)
         for tokens in (queries, keys, keys)
     )
-    function = functools.partial(BACKENDS[backend], score_bytes=score_bytes)
+    own = backend == OWN_CHOICE
+    function = _as_torch_does if own else functools.partial(BACKENDS[backend], score_bytes=score_bytes)
     attend, attend_beside = functools.partial(function, q, k, v), functools.partial(beside, q, k, v)
     try:
         first = attend()
@@ -116,7 +120,7 @@ def measured(
         "shape": list(shape),
         "dtype": str(dtype).removeprefix("torch."),
         "backend": backend,
-        "kernel": kernel_name(backend, problem_of(q, k, v), score_bytes),
+        "kernel": own_kernel(problem_of(q, k, v)) if own else kernel_name(backend, problem_of(q, k, v), score_bytes),
         "score_bytes": score_bytes if backend in ("sliced", "fused-softmax") else None,
         "error": float((first[:, :, sampled].double() - exact).norm() / exact.norm()),
         "deterministic": all(torch.equal(attend(), first) for _ in range(repeats)),
@@ -126,6 +130,10 @@ def measured(
         **figures(theirs, ours, own),
         **timed_runs(attend, repeats, device),
     }
+
+
+def _as_torch_does(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class Settings:
         label="Attention",
         help="how parts of the picture look at each other: sdpa takes the fastest kernel for the size and the "
         "card; sliced and fused-softmax bound the memory that this takes",
-        choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced", "triton"),
+        choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced", "triton", "cudnn"),
         fidelity=_ROUNDING,
         stages=_ATTENDING,
         hook="attention",

@@ -12,7 +12,7 @@ from sd_lowvram.devices.info import dtype_on
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends
 
-from ..attention import measured, rows_table
+from ..attention import OWN_CHOICE, measured, rows_table
 from .record import Case, Record
 
 LATENTS = (64, 128, 256)
@@ -21,7 +21,8 @@ _RUNS = 20
 
 def run(device: torch.device, record: Record) -> None:
     """One row for each backend and size; of a backend that is not here, each has ``failed``."""
-    for backend, missing in progress.counted("attention", available_backends(device).items()):
+    backends = {OWN_CHOICE: None} | available_backends(device)
+    for backend, missing in progress.counted("attention", backends.items()):
         cases = [{"backend": backend, "latents": side} for side in LATENTS]
         if missing is None:
             record.fill(cases, trial_attention, device=str(device))
@@ -62,6 +63,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "Self-attention of SD1.5's first level, a guided batch, 8 heads of width 40. *Error*: relative, to"
     yield f"float64, on some of the rows. *Same bits*: in all of {_RUNS} runs. *Traced*, *measured*: peaks above"
     yield "the arguments. *Host*: until the call returned; *device*: between the events around it; medians."
+    yield f"*{OWN_CHOICE}*: its function as it is, by the kernel that it says it takes."
     yield ""
     ran = [row for row in part["rows"] if "shape" in row]
     yield from rows_table(sorted(ran, key=lambda row: row["shape"]), "sdpa")

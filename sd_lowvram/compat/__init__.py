@@ -17,15 +17,24 @@ STORAGES_ARE_OBJECTS = _probe.untyped_storage() is _probe.untyped_storage()
 
 
 def only_kernel(kernel: str) -> contextlib.AbstractContextManager[Any]:
-    """Inside, torch runs "flash" or "efficient" or raises RuntimeError; "torch" leaves the choice to it."""
+    """Inside, torch runs "flash", "efficient" or "cudnn" or raises RuntimeError; "torch" leaves the choice to it.
+
+    Raises:
+        RuntimeError: this version has no such kernel.
+    """
     if kernel == "torch":
         return contextlib.nullcontext()
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel
     except ImportError:  # before 2.3
         flags = {"enable_flash": kernel == "flash", "enable_math": False, "enable_mem_efficient": kernel == "efficient"}
+        if not any(flags.values()):
+            raise RuntimeError(f"torch {torch.__version__} has no {kernel} attention") from None
         return torch.backends.cuda.sdp_kernel(**flags)
-    return sdpa_kernel(SDPBackend.FLASH_ATTENTION if kernel == "flash" else SDPBackend.EFFICIENT_ATTENTION)
+    backend = getattr(SDPBackend, f"{kernel.upper()}_ATTENTION", None)  # cuDNN's since 2.4
+    if backend is None:
+        raise RuntimeError(f"torch {torch.__version__} has no {kernel} attention")
+    return sdpa_kernel(backend)
 
 
 def is_compiling() -> Callable[[], bool]:

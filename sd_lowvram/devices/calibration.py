@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import mmap
 import sys
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compat import only_kernel
 from .info import context_memory
 from .overhead import Overhead
 from .performance import THIS, Rates
@@ -24,6 +27,8 @@ _KERNELS = (512, 3, 3)
 _READ_BYTES = math.prod(_KERNELS) * 2 << 13
 _DOUBLED = 2
 """Pictures: guidance doubles one."""
+_ATTENTIONS = ((2, 8, 4096, 4096, 40), (2, 8, 4096, 77, 40), (2, 10, 4096, 4096, 64), (1, 24, 4608, 4608, 128))
+"""(batch, heads, queries, keys, width) of SD1.5, SDXL and FLUX.1 at their own sizes."""
 
 
 def calibrate(device: torch.device) -> Rates:
@@ -216,7 +221,8 @@ def measured_overhead(device: torch.device) -> Overhead:
 
     torch takes the libraries' workspaces from its own allocator, so they are what its peak has beyond the tensors: of
     convolutions at the levels of SD1.5's denoiser and, as a share, of its decoder, with the widest map of a picture of
-    2048x2048 where the card has room for it; maps channels last as plans have them. The context is what the driver
+    2048x2048 where the card has room for it; maps channels last as plans have them; and of cuDNN's attention, where it
+    runs. The context is what the driver
     counts for this process beyond that allocator; where it does not tell processes apart, what is taken on the device
     in all, up to the default.
     """
@@ -231,8 +237,10 @@ def measured_overhead(device: torch.device) -> Overhead:
         shapes = [(512, 256), (256, 512), (128, 512), (512, 1024)]
         large = [_workspace(*shape, device, 1) for shape in shapes if _has_room(*shape, device)]
     share = max((space / moved if space > small else 0.0 for space, moved in large), default=0.0)
+    with torch.inference_mode():
+        attention = _attention_share(device)
     torch.cuda.empty_cache()
-    return Overhead(context_memory(device, Overhead().context_bytes), matrix, small, share)
+    return Overhead(context_memory(device, Overhead().context_bytes), matrix, small, share, attention)
 
 
 def _has_room(channels: int, side: int, device: torch.device) -> bool:
@@ -244,6 +252,27 @@ def _has_room(channels: int, side: int, device: torch.device) -> bool:
 def _workspace(channels: int, side: int, device: torch.device, pictures: int = _DOUBLED) -> tuple[int, int]:
     """Bytes that a convolution asks torch for beyond its own tensors, and bytes that it reads and writes."""
     run, _, weight_bytes = _convolution(channels, side, device, torch.float16, pictures, torch.channels_last)
+    space, own = _beside(run, device)
+    return space, 2 * own + weight_bytes
+
+
+def _attention_share(device: torch.device) -> float | None:
+    """What cuDNN's attention asks torch for at most, over the bytes of its own tensors; None where it does not run."""
+    shares = []
+    for batch, heads, queries, keys, width in _ATTENTIONS:
+        with contextlib.suppress(RuntimeError):
+            q, k = (
+                torch.zeros(batch, tokens, heads, width, device=device, dtype=torch.float16).transpose(1, 2)
+                for tokens in (queries, keys)
+            )
+            with only_kernel("cudnn"):
+                space, own = _beside(functools.partial(functional.scaled_dot_product_attention, q, k, k), device)
+            shares.append(space / (q.nbytes + 2 * k.nbytes + own))
+    return max(shares, default=None)
+
+
+def _beside(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Bytes that ``run`` asks torch for beyond its output, and bytes of that."""
     run()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -252,4 +281,4 @@ def _workspace(channels: int, side: int, device: torch.device, pictures: int = _
     stats = torch.cuda.memory_stats(device)
     asked = "requested_bytes.all" if stats.get("requested_bytes.all.peak") else "allocated_bytes.all"  # of whole blocks
     own = output.nbytes if isinstance(output, Tensor) else 0
-    return stats[f"{asked}.peak"] - stats[f"{asked}.current"], 2 * own + weight_bytes
+    return stats[f"{asked}.peak"] - stats[f"{asked}.current"], own

@@ -25,16 +25,23 @@ class Overhead:
             maps of the denoiser's size.
         convolution_share: its workspace on larger maps, as a share of what the convolution reads and writes. In fp16
             with maps channels last, as plans have them, none is expected.
+        attention_share: cuDNN's workspace for attention, as a share of what that reads and writes; None: it
+            was not measured on this card, and no plan leaves attention to that kernel unasked.
     """
 
     context_bytes: int = 450 * MIB
     matrix_bytes: int = 8 * MIB + 128 * KIB
     convolution_bytes: int = 32 * MIB
     convolution_share: float = 0.0
+    attention_share: float | None = None
 
     def workspace(self, moved_bytes: int) -> int:
         """Bytes that a convolution takes while it runs, which reads and writes so many."""
         return max(self.convolution_bytes, int(self.convolution_share * moved_bytes))
+
+    def attention_workspace(self, moved_bytes: int) -> int:
+        """Bytes that cuDNN's attention takes while it runs, which reads and writes so many; 0 where it is not known."""
+        return int((self.attention_share or 0.0) * moved_bytes)
 
 
 NONE = Overhead(0, 0, 0)

@@ -37,7 +37,14 @@ def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
         return _read(where, Overhead) or Overhead()
     measured = measured_overhead(device)
     remember(where, measured)
+    knows_cudnn_attention.cache_clear()
     return measured
+
+
+@functools.cache
+def knows_cudnn_attention(device: torch.device) -> bool:
+    """Whether it was measured here what cuDNN's attention takes beside its tensors. Each call of attention asks."""
+    return overhead_of(device).attention_share is not None
 
 
 def budget_of(device: torch.device, free: int) -> int:

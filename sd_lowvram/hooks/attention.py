@@ -23,11 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat import autocast_dtype
 from ..devices.info import dtype_on
+from ..devices.this_machine import knows_cudnn_attention
 from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend
 from ..kernels.attention.problem import Problem, problem_of
-from ..kernels.attention.torch_kernels import BUILTIN, TORCHS_ATTENTION, refusal
+from ..kernels.attention.torch_kernels import BUILTIN, TORCHS_ATTENTION, own_kernel, refusal
 from ..models.anatomy import Anatomy, Site, Verbs, layer
 from ..patches import Patch, wrap
 from ..settings import Settings
@@ -65,22 +66,26 @@ def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:
     """Whether the choice of a kernel by ``attention="sdpa"`` is another than what the model does by itself.
 
-    It is not where every processor calls torch's function and torch has a kernel there that holds no scores: a plan
-    then leaves attention alone, and with it processors that nobody knows.
+    It is not where every processor calls torch's function and torch has a kernel there that holds no scores, and takes
+    none of which it is not known what it holds: a plan then leaves attention alone, and with it processors that nobody
+    knows.
     """
     if anatomy.verbs.attend is not None or device.type not in ("cpu", "cuda"):
         return True
-    return any(_is_of_old(site.module) or not _has_kernel(site.module, device) for site in anatomy.attentions)
+    return any(_is_of_old(site.module) or not _is_well_served(site.module, device) for site in anatomy.attentions)
 
 
 def _is_of_old(attention: Any) -> bool:
     return type(getattr(attention, "processor", None)).__name__ in _SUCCESSORS
 
 
-def _has_kernel(attention: Any, device: torch.device) -> bool:
+def _is_well_served(attention: Any, device: torch.device) -> bool:
+    """Whether the kernel that torch takes by itself holds no scores, and what it holds is known."""
     width = int(layer(attention.to_q).out_features) // int(attention.heads)
     here = device.type == "cpu" or torch.cuda.is_available()
     problem = Problem(1, int(attention.heads), 1, 1, width, width, dtype_on(device), device, real=here)
+    if own_kernel(problem) == "cudnn" and not knows_cudnn_attention(device):
+        return False
     return any(refusal(kernel, problem) is None for kernel in ("flash", "efficient"))
 
 

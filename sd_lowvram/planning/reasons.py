@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..devices.compiling import Compiling
 from ..errors import BudgetError
 from ..hooks.compiled import is_compiled
+from ..settings import Settings
 from ..units import LONG, format_least, format_size, format_time
 from .plan import Candidate, StagePlan
 from .request import Request
@@ -126,6 +127,7 @@ def reasons(
         sentences.append(f"{left} left: the denoiser's passes are recorded once and replayed")
     if chosen.packed_weights:
         sentences.append(f"{left} left beside large weights that are kept in the order of the CPU's kernels, too")
+    sentences += _unknown(request, chosen)
     if best.seconds >= LONG:
         longest = max(best.stages, key=lambda stage: stage.seconds)
         share = round(100 * longest.seconds / best.seconds)
@@ -138,6 +140,13 @@ def reasons(
             f"instead of {format_time(best.seconds)}"
         )
     return tuple(sentences)
+
+
+def _unknown(request: Request, chosen: Settings) -> list[str]:
+    """What is not known of the plan's bytes."""
+    if chosen.attention != "cudnn" or request.overhead.attention_share is not None:
+        return []
+    return ["what cuDNN's attention holds beside tensors is not in the peak: `doctor --calibrate` on the card tells"]
 
 
 def _locked(best: Candidate, seconds: float) -> str:

@@ -43,7 +43,7 @@ def traced_attention(book: Booking) -> Iterator[None]:
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         batch, heads, queries, _ = query.shape
         width = value.shape[-1]
-        if kernel == "flash":
+        if kernel in ("flash", "cudnn") and query.shape[-1] == width:
             out = torch.empty_like(query)
         else:  # it lays its output out as (batch, queries, heads, width)
             out = query.new_empty((batch, queries, heads, width)).transpose(1, 2)
@@ -55,13 +55,19 @@ def traced_attention(book: Booking) -> Iterator[None]:
 
 
 def chosen_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:
-    """The kernel that torch takes on a GPU that has them all, or on the CPU: "flash", "efficient" or "math"."""
+    """The kernel that torch takes on a GPU that has them all, or on the CPU: "flash", "efficient" or "math"; "cudnn"
+    where the GPU at hand prefers that."""
     if query.dim() != 4:
         return "math"
     flash = torch.backends.cuda.flash_sdp_enabled() and query.shape[-1] == value.shape[-1]
     if on_cpu():
         return "flash" if flash else "math"
+    from ..kernels.attention.problem import problem_of
+    from ..kernels.attention.torch_kernels import own_kernel
+
     half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and own_kernel(problem_of(query, value, value, mask)) == "cudnn":
+        return "cudnn"
     if flash and mask is None and half and query.shape[-1] <= 256:
         return "flash"
     return "efficient" if torch.backends.cuda.mem_efficient_sdp_enabled() else "math"

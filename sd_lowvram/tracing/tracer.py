@@ -233,6 +233,8 @@ class _Tracer(TorchDispatchMode):
         self.ledger.operator = f"attention.{kernel}"
         with self.ledger.holding(hidden):
             pass
+        if kernel == "cudnn":
+            self.ledger.passing(self._overhead.attention_workspace(moved(args, out)))
         held = self.ledger.live["device"] + hidden
         self.work.count(self.ledger.path, attention_flops(args, out), moved(args, out), held_bytes=held)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import pytest
 import torch
+from torch.nn import functional
 
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.overhead import NONE, Overhead
+from sd_lowvram.kernels.attention import torch_kernels
+from sd_lowvram.memory import kernels_of
 from sd_lowvram.planning.stage_costs import Costs
 from sd_lowvram.planning.stages import Shape
 from sd_lowvram.settings import Settings
+from sd_lowvram.tracing.tracer import trace_equals_once
 from sd_lowvram.units import MIB
 
 
@@ -38,3 +44,20 @@ def test_workspaces_are_counted_where_they_are_taken_and_in_no_peak_of_tensors()
         given = {"reserved_bytes": without.reserved_bytes, "recorded_bytes": without.recorded_bytes}
         assert dataclasses.replace(cost, **given) == without
         assert cost.recorded_bytes >= cost.reserved_bytes
+
+
+def test_cudnns_attention_takes_its_share_where_torch_takes_that_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(2, 8, 4096, 64, dtype=torch.float16, device="meta")
+
+    def attended(share: float | None) -> Any:
+        overhead = Overhead(0, 0, 0, attention_share=share)
+        with kernels_of("gpu"):
+            attend = lambda q: functional.scaled_dot_product_attention(q, q, q)  # noqa: E731
+            return trace_equals_once(attend, (q,), {}, {}, overhead)
+
+    monkeypatch.setattr(torch_kernels, "own_kernel", lambda problem: "cudnn")
+    known, unknown = attended(0.5), attended(None)
+    assert known.peak_bytes == unknown.peak_bytes == 2 * q.nbytes  # tensors alone
+    assert known.reserved_bytes - unknown.reserved_bytes == 2 * q.nbytes
+    monkeypatch.setattr(torch_kernels, "own_kernel", lambda problem: "flash")
+    assert attended(0.5).reserved_bytes == attended(None).reserved_bytes

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sd_lowvram
 from sd_lowvram import Settings
 from sd_lowvram.errors import SettingsError
-from sd_lowvram.kernels.attention import by_triton
+from sd_lowvram.kernels.attention import by_triton, torch_kernels
 from sd_lowvram.kernels.attention.bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
 from sd_lowvram.kernels.attention.choice import attention, choose_backend
 from sd_lowvram.kernels.attention.problem import Problem, problem_of
@@ -316,6 +316,46 @@ def test_the_kernel_is_chosen_by_shape_type_mask_and_gpu(
     assert kernel_name("sliced", problem) == "sliced"
 
 
+@pytest.mark.parametrize(
+    ("own", "known", "change", "kernel"),
+    [
+        ("cudnn", True, {}, "cudnn"),
+        ("cudnn", True, {"mask": "bool"}, "cudnn"),
+        ("cudnn", True, {"width": 160, "value_width": 160}, "flash"),
+        ("cudnn", True, {"keys": 1}, "flash"),
+        ("cudnn", False, {}, "flash"),
+        ("flash", True, {}, "flash"),
+    ],
+)
+def test_cudnns_kernel_is_taken_where_torch_takes_it_and_what_it_holds_was_measured(
+    monkeypatch, own, known, change, kernel
+):
+    monkeypatch.setattr(torch_kernels, "capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch_kernels, "own_kernel", lambda problem: own)
+    monkeypatch.setattr(torch_kernels, "knows_cudnn_attention", lambda device: known)
+    facts = {"keys": 1024, "width": 64, "value_width": 64, "dtype": torch.float16, "device": CUDA} | change
+    assert kernel_name("sdpa", Problem(2, 8, 1024, **facts, real=False)) == kernel
+
+
+@pytest.mark.parametrize(
+    ("change", "card", "says"),
+    [
+        ({}, (7, 5), "Ampere"),
+        ({"dtype": torch.float32}, (9, 0), "not in float32"),
+        ({"width": 160, "value_width": 160}, (8, 9), "at most 128"),
+        ({"width": 160, "value_width": 160}, (9, 0), None),
+        ({"width": 20, "value_width": 20}, (9, 0), "multiples of 8"),
+        ({"mask": "bool", "mask_elements": 64}, (8, 0), None),
+        ({"device": CPU}, (9, 0), "not for cpu"),
+    ],
+)
+def test_cudnn_says_why_not(monkeypatch, change, card, says):
+    monkeypatch.setattr(torch_kernels, "capability", lambda device: card)
+    facts = {"width": 64, "value_width": 64, "dtype": torch.float16, "device": CUDA, "real": False} | change
+    why = refusal("cudnn", Problem(1, 8, 64, 64, **facts))
+    assert (why is None) if says is None else says in why
+
+
 def test_other_devices_get_torch_for_small_matrices_only():
     small = Problem(1, 8, 64, 64, 40, 40, torch.float16, torch.device("mps"), real=False)
     large = Problem(1, 8, 16384, 16384, 40, 40, torch.float16, torch.device("mps"), real=False)
@@ -418,6 +458,8 @@ def test_workspaces_on_a_gpu(dtype):
         q, k, v = (one.cuda() for one in tensors(*shape, dtype))
         output = q.numel() * dtype.itemsize
         for backend, why in available_backends(q.device).items():
+            if backend == "cudnn":  # what it holds is measured, and was not foretold
+                continue
             if why is None and (backend != "flash" or refusal("flash", problem_of(q, k, v)) is None):
                 BACKENDS[backend](q, k, v)
                 held = measured_peak(lambda q=q, k=k, v=v, run=BACKENDS[backend]: run(q, k, v)) - output
@@ -428,6 +470,7 @@ def test_workspaces_on_a_gpu(dtype):
 @pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True)])
 def test_bf16_is_computed_on_ampere_and_newer(monkeypatch, capability, runs):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch_kernels, "own_kernel", lambda problem: "")
     monkeypatch.setattr("sd_lowvram.kernels.attention.problem.capability", lambda device: capability)
     monkeypatch.setattr("sd_lowvram.kernels.attention.torch_kernels.capability", lambda device: capability)
     monkeypatch.setattr("sd_lowvram.kernels.triton.support.refusal", lambda device: None)

@@ -31,6 +31,7 @@ BACKENDS: dict[str, AttentionFunction] = {
     "fused-softmax": fused_softmax,
     "sliced": sliced,
     "triton": triton,
+    "cudnn": functools.partial(torch_kernels.fused, "cudnn"),
 }
 """Every backend by its name in the settings; all have the signature of `sliced`."""
 
@@ -40,7 +41,7 @@ def available_backends(device: torch.device) -> dict[str, str | None]:
     real = is_present(device)
     problem = Problem(1, 1, 16, 16, 64, 64, dtype_on(device), device, real=real)
     reasons: dict[str, str | None] = dict.fromkeys(BACKENDS)
-    reasons |= {kernel: torch_kernels.refusal(kernel, problem) for kernel in ("flash", "efficient")}
+    reasons |= {kernel: torch_kernels.refusal(kernel, problem) for kernel in ("flash", "efficient", "cudnn")}
     reasons["xformers"] = torch_kernels.xformers_refusal(device)
     reasons["triton"] = support.refusal(device)
     return reasons
@@ -70,6 +71,8 @@ def held_bytes(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -
         return fused_blocks(problem, score_bytes).bytes
     if kernel == "flash":
         return torch_kernels.flash_bytes(problem)
+    if kernel == "cudnn":
+        return torch_kernels.cudnn_bytes(problem)
     if kernel == "triton":
         return 0
     if kernel == "torch":

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...compat import only_kernel
+from ...devices.this_machine import knows_cudnn_attention
 from ...errors import SettingsError
 from ...memory.threads import Redirected, Switch
 from .bounded import SCORE_BYTES, mask_4d, sliced
@@ -48,7 +49,7 @@ def fused(
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
     """One of torch's kernels: the fastest that can run (see `choose_kernel`), or the ``forced`` one and nothing else,
-    "flash" or "efficient". Other arguments and result as in `sliced`.
+    "flash", "efficient" or "cudnn". Other arguments and result as in `sliced`.
 
     Fidelity: rounding. Source: torch's scaled_dot_product_attention; FlashAttention, Dao 2022; memory-efficient
     attention, Rabe and Staats 2021; the choice by matrix size is consciencia's.
@@ -104,23 +105,45 @@ REMEDY = "Choose attention='sdpa', which picks a kernel for every layer, or 'fus
 
 
 def choose_kernel(problem: Problem, score_bytes: int) -> str:
-    """ "flash", "efficient", "torch" or "sliced" for this problem: the first that can run in bounded memory.
+    """ "cudnn", "flash", "efficient", "torch" or "sliced" for this problem: the first that can run in bounded memory.
+
+    cuDNN's is among them where torch takes it by itself, and what it holds was measured on the card.
 
     torch's math kernel is never left to where the score matrix is large: it would hold it whole. On devices other than
     CUDA and the CPU nobody tells which kernel runs, so torch's own choice ("torch") gets the small matrices only.
     """
     if problem.device.type not in ("cuda", "cpu"):
         return "torch" if 2 * problem.scores * problem.score_dtype.itemsize <= score_bytes else "sliced"
-    return next((kernel for kernel in ("flash", "efficient") if refusal(kernel, problem) is None), "sliced")
+    cudnn = ("cudnn",) * (own_kernel(problem) == "cudnn" and knows_cudnn_attention(problem.device))
+    return next((kernel for kernel in (*cudnn, "flash", "efficient") if refusal(kernel, problem) is None), "sliced")
+
+
+def own_kernel(problem: Problem) -> str:
+    """The kernel that torch takes by itself, on the GPU at hand, for problems of these widths and this type; "" where
+    nothing tells."""
+    if problem.device.type != "cuda" or not torch.cuda.is_available() or _is_compiling():
+        return ""
+    with SWITCHES.left_alone():
+        enabled = getattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)()  # torch 2.4
+        shape = problem.width, problem.value_width, problem.dtype, problem.device, problem.mask is not None
+        return _own_kernel(*shape) if enabled else ""
+
+
+@functools.lru_cache(maxsize=256)
+def _own_kernel(width: int, value_width: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
+    def choice() -> str:
+        return _choice(*_small(width, value_width, dtype, device, masked), None)
+
+    return str(in_clean_thread(choice))
 
 
 def refusal(kernel: str, problem: Problem) -> str | None:
-    """Why "flash" or "efficient" cannot run this problem; None when it can.
+    """Why "flash", "efficient" or "cudnn" cannot run this problem; None when it can.
 
     The rules name what is known of the kernels; where the device is present, a small trial has the last word, because
     builds of torch differ.
     """
-    why = _flash_rules(problem) if kernel == "flash" else _efficient_rules(problem)
+    why = _RULES[kernel](problem)
     if why is None and problem.real:
         shape = problem.width, problem.value_width, problem.dtype, problem.device, problem.mask is not None
         why = _trial(kernel, *shape)
@@ -158,6 +181,23 @@ def _efficient_rules(problem: Problem) -> str | None:
     return None
 
 
+def _cudnn_rules(problem: Problem) -> str | None:
+    if problem.device.type != "cuda":
+        return f"torch has it for CUDA, not for {problem.device.type}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in fp16 and bf16, not in {str(problem.dtype).removeprefix('torch.')}"
+    card = capability(problem.device)
+    if card < (8, 0):
+        return "it needs an Ampere GPU or newer"
+    widest = 256 if card == (9, 0) else 128
+    if max(problem.width, problem.value_width) > widest or problem.width % 8 or problem.value_width % 8:
+        return f"head widths {problem.width} and {problem.value_width} must be multiples of 8, at most {widest}"
+    return "it needs more than one key" if problem.keys == 1 else None
+
+
+_RULES = {"flash": _flash_rules, "efficient": _efficient_rules, "cudnn": _cudnn_rules}
+
+
 @functools.lru_cache(maxsize=256)
 def _trial(
     kernel: str, width: int, value_width: int, dtype: torch.dtype, device: torch.device, masked: bool
@@ -165,9 +205,7 @@ def _trial(
     """Run the kernel on sixteen tokens; what it said when it could not."""
 
     def attempt() -> None:
-        q = torch.zeros(1, 1, 16, width, dtype=dtype, device=device)
-        v = torch.zeros(1, 1, 16, value_width, dtype=dtype, device=device)
-        _run(kernel, q, q, v, torch.zeros(1, 1, 16, 16, dtype=dtype, device=device) if masked else None, None)
+        _run(kernel, *_small(width, value_width, dtype, device, masked), None)
 
     try:
         with warnings.catch_warnings():
@@ -176,6 +214,15 @@ def _trial(
     except RuntimeError as error:
         return f"this build of torch refuses it ({str(error).splitlines()[0].rstrip('.')})"
     return None
+
+
+def _small(
+    width: int, value_width: int, dtype: torch.dtype, device: torch.device, masked: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries, keys, values and mask of sixteen tokens."""
+    q = torch.zeros(1, 1, 16, width, dtype=dtype, device=device)
+    v = torch.zeros(1, 1, 16, value_width, dtype=dtype, device=device)
+    return q, q, v, torch.zeros(1, 1, 16, 16, dtype=dtype, device=device) if masked else None
 
 
 def in_clean_thread(function: Any) -> Any:
@@ -218,7 +265,7 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
         return ""
 
 
-_KERNELS = {1: "flash", 2: "efficient"}
+_KERNELS = {1: "flash", 2: "efficient", 3: "cudnn"}
 
 
 def emulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -292,6 +339,12 @@ def _splits(problem: Problem) -> int:
     key_block = 256 if problem.width <= 64 else 128 if problem.width <= 128 else 64
     splits = min(busy // blocks + 1, 128, -(-problem.keys // key_block))
     return splits if blocks < 0.8 * busy and splits > 1 else 0
+
+
+def cudnn_bytes(problem: Problem) -> int:
+    """Bytes that cuDNN's kernel is known to hold beside its output: the mask in the type of the queries. Its workspace
+    is measured with those of the libraries (:class:`Overhead`)."""
+    return problem.mask_elements * problem.dtype.itemsize
 
 
 def efficient_bytes(problem: Problem) -> int:

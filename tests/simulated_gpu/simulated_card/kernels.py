@@ -48,7 +48,10 @@ class Kernels:
     Attributes:
         workspace: what the convolution library takes beside inputs and output: nothing, for 16-bit maps copies of all
             of them in its own format, or 128 MiB.
+        attention_share: what cuDNN's attention takes for itself, over the bytes of its tensors.
         matrix_bytes: what the library for matrix products takes at its first one, and keeps until it is forgotten.
+        outputs_first: whether a convolution makes its output before the copies of its inputs, which versions of torch
+            and its libraries do in the one order or the other.
         computes: whether contents are computed and copied; else memory is taken for them, and that is all, but that
             what is made small of them is zero or true, as whether they are all numbers. Models of full size run in
             seconds so.
@@ -59,8 +62,9 @@ class Kernels:
         self._captured: list[Callable[[int], None]] = []
         self._library = torch.library.Library("aten", "IMPL")
         self.workspace: Workspace = "none"
-        self.matrix_bytes = 0
+        self.matrix_bytes, self.attention_share = 0, 0.0
         self._matrix: Tensor | None = None
+        self.outputs_first = False
         self.computes = True
         self._own = threading.local()
         card.on_replay(lambda number, stream: self._captured[number](stream))
@@ -76,6 +80,7 @@ class Kernels:
             self._replace("convolution", self._convolution)
             self._replace("_scaled_dot_product_flash_attention", self._flash)
             self._replace("_scaled_dot_product_efficient_attention", self._efficient)
+            self._replace("_scaled_dot_product_cudnn_attention", self._cudnn)
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
         self._library.impl(name, functools.partial(self._timed, function), "CUDA", allow_override=True)
@@ -221,7 +226,8 @@ class Kernels:
         """As cuDNN: inputs in the layout that either of them has, and what the library takes for itself."""
         last = torch.channels_last if input.ndim == 4 else torch.contiguous_format
         format = last if _has_format(input, last) or _has_format(weight, last) else torch.contiguous_format
-        input, weight = input.contiguous(memory_format=format), weight.contiguous(memory_format=format)
+        formatted = [one.contiguous(memory_format=format) for one in (input, weight) if not self.outputs_first]
+        input, weight = formatted or (input, weight)
         twins = self._twins(input, weight)
         operands = twins.of((input, weight, bias))
         where = stride, padding, dilation, transposed, output_padding, groups
@@ -229,6 +235,7 @@ class Kernels:
         out: Tensor = self._launch(
             lambda: _aten.convolution.default(*operands, *where).contiguous(memory_format=format), twins, reads, []
         )
+        formatted = formatted or [one.contiguous(memory_format=format) for one in (input, weight)]
         self._take(input, weight, format)
         return out
 
@@ -269,6 +276,16 @@ class Kernels:
     ) -> Any:  # fmt: skip
         seed = torch.empty((), dtype=torch.int64)
         return (*self._attention(q, k, v, bias, causal, scale), seed, seed)
+
+    def _cudnn(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sums: bool, dropout: float = 0.0,
+        causal: bool = False, debug: bool = False, *, scale: float | None = None,
+    ) -> Any:  # fmt: skip
+        out, rows = self._attention(q, k, v, bias, causal, scale)
+        size = int(self.attention_share * (q.nbytes + k.nbytes + v.nbytes + out.nbytes))
+        torch.empty(size, dtype=torch.uint8, device="cuda")
+        seed = torch.empty((), dtype=torch.int64)
+        return out, rows, None, None, q.shape[2], k.shape[2], seed, seed, torch.empty(0, device="cuda")
 
 
 def _is_on_card(leaf: Any) -> bool:
