@@ -64,7 +64,6 @@ def _ways(device: torch.device, compiled: bool, large: bool) -> tuple[list[tuple
         found.append((_LOSSLESS, "packed weights", Settings(packed_weights=True)))
     else:
         left["packed weights"] = why
-    found.append((_LOSSLESS, "fused QKV products", Settings(fused_qkv=True)))
     half = Settings(precision="bf16", channels_last=True)
     if has_bfloat16():
         found.append((_HALF, "bfloat16, channels last", half))

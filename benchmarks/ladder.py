@@ -88,7 +88,6 @@ def _on_cpu(source: str, device: torch.device, large: bool) -> tuple[list[Rung],
         found = [Rung("fp32", 1.0, inference=False), *half, Rung("inference mode", 2.49)]
         left["fused kernels"] = "they are Triton's, for GPUs; on a CPU torch.compile fuses the same operators"
     found.append(Rung("fused QKV products", None, {}, "fused"))
-    found.append(Rung("fused QKV products, ours", None, {"fused_qkv": True}))
     if large:
         found.append(Rung("packed weights", None, {"packed_weights": True}))
     else:
@@ -125,7 +124,6 @@ def _on_gpu(source: str, device: torch.device) -> tuple[list[Rung], dict[str, st
             Rung("fused kernels", 4.20, fused),
         ]
     found.append(Rung("fused QKV products", None, last, "fused"))
-    found.append(Rung("fused QKV products, ours", None, {**last, "fused_qkv": True}))
     found.append(Rung("fused kernels, ours", None, fused))
     found.append(Rung("recorded as CUDA graphs", None, {**last, "cuda_graphs": True}))
     found += [Rung(f"compiled, {way}", None, {"compile": way, **last}) for way in _WAYS]

@@ -6,89 +6,30 @@ The order is append-only, because saved workflows and WebUI arguments are positi
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import SettingsError
+from .knob import ANY, SURFACES, Act, Depth, Fidelity, Knob
 from .policies.named import policy
 
-
-class Fidelity(enum.IntEnum):
-    """How near an optimisation stays to the model as the user loaded it; the larger, the farther."""
-
-    BITWISE = 0
-    """The same bits."""
-    ROUNDING = 1
-    """The same arithmetic, in another order or in a wider type."""
-    APPROXIMATE = 2
-    """Another picture, however close; a narrower type is this."""
-
-    def __str__(self) -> str:
-        return self.name.lower()
-
-    @property
-    def lossless(self) -> bool:
-        return self <= Fidelity.ROUNDING
+__all__ = ["SURFACES", "Fidelity", "Knob", "Preset", "Settings", "conflict", "knobs"]
 
 
 _ATTENDING, _UNET, _VAE = ("control", "denoise", "decode", "encode"), ("denoise",), ("decode", "encode")
 
-SURFACES = ("cli", "node", "panel")
 _NOT_COMFYUI = ("cli", "panel")
 """For knobs that would act on what ComfyUI does itself: it shares one set of weights among all clones of a model and
 keeps account of where they are and in which type; it runs every prompt in inference mode, and compiles by a node."""
 
 
-@dataclass(frozen=True)
-class Knob:
-    """What there is to know of one setting: what surfaces show, what planning asks, and what acts on it.
+STREAMED = ("blocks", "halves", "layer")
+"""Values of ``offload`` with which weights pass through a ring."""
 
-    Attributes:
-        fidelity: one for all values, or one for each choice.
-        choices: of a word. Of a number there is a ``maximum`` instead, and of a switch neither.
-        stages: names of those in which it makes a difference; None: all. Empty: it is about the plan alone.
-        hook: the module of :mod:`sd_lowvram.hooks` that acts on it, and the function of that name in it; one for all
-            values, or one for some choices. "": a hook of another knob looks at it too.
-    """
-
-    label: str
-    help: str
-    fidelity: Fidelity | Mapping[str, Fidelity]
-    choices: tuple[str, ...] = ()
-    minimum: int = 1
-    maximum: int = 0
-    unit: str = ""
-    since: str = "0.1"
-    surfaces: tuple[str, ...] = SURFACES
-    stages: tuple[str, ...] | None = None
-    hook: str | Mapping[str, str] = ""
-
-    @property
-    def type(self) -> type[str] | type[int] | type[bool]:
-        """What a value of it is."""
-        return str if self.choices else int if self.maximum else bool
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise SettingsError unless ``value`` is one that this knob takes."""
-        if self.choices:
-            if value not in self.choices:
-                raise SettingsError(f"{name}={value!r} is unknown: choose one of {', '.join(self.choices)}")
-        elif self.type is bool:
-            if not isinstance(value, bool):
-                raise SettingsError(f"{name}={value!r} must be True or False")
-        elif isinstance(value, bool) or not isinstance(value, int) or not self.minimum <= value <= self.maximum:
-            raise SettingsError(f"{name}={value!r} must be a whole number from {self.minimum} to {self.maximum}")
-
-    def fidelity_of(self, value: Any) -> Fidelity:
-        return self.fidelity[value] if isinstance(self.fidelity, Mapping) else self.fidelity
-
-    def hook_of(self, value: Any) -> str:
-        """The hook that ``value`` asks for, "" where it asks for none."""
-        if isinstance(self.hook, Mapping):
-            return self.hook.get(value, "")
-        return "" if value is None or value is False else self.hook
+_IN_BLOCKS = {Act.ACTS_IN_BLOCKS: ANY}
+_STATEFUL = _IN_BLOCKS | {Act.KEEPS_STATE: ANY}
+_UNFOLLOWED = (Act.ACTS_IN_BLOCKS, Act.STREAMS_WEIGHTS, Act.WIDENS_WEIGHTS)
+"""What no code that follows the model's Python, to compile or to trace it, can follow."""
 
 
 def _knob(**declaration: Any) -> Any:
@@ -115,6 +56,8 @@ class Settings:
         fidelity=dict.fromkeys(_PRECISIONS, _APPROXIMATE) | {"fp32": _ROUNDING},
         surfaces=_NOT_COMFYUI,
         hook="precision",
+        depth=Depth.CONVERTS,
+        acts={Act.WIDENS_WEIGHTS: ("fp16-storage",)},
     )
     attention: str | None = _knob(
         label="Attention",
@@ -124,6 +67,8 @@ class Settings:
         fidelity=_ROUNDING,
         stages=_ATTENDING,
         hook="attention",
+        depth=Depth.COMPUTES,
+        acts=_IN_BLOCKS,
     )
     attention_mib: int | None = _knob(
         label="Memory for attention",
@@ -139,6 +84,8 @@ class Settings:
         fidelity=_ROUNDING,
         stages=_ATTENDING,
         hook="attention",
+        depth=Depth.COMPUTES,
+        acts=_IN_BLOCKS | {Act.COPIES_TO_HOST: ANY},  # it asks the device which kernel proved itself
     )
     channels_last: bool | None = _knob(
         label="Channels last",
@@ -147,6 +94,7 @@ class Settings:
         surfaces=_NOT_COMFYUI,
         stages=_ATTENDING,
         hook="channels_last",
+        depth=Depth.CONVERTS,
     )
     inference_mode: bool | None = _knob(
         label="Inference mode",
@@ -161,6 +109,7 @@ class Settings:
         fidelity=_ROUNDING,
         stages=_VAE,
         hook="vae_slices",
+        depth=Depth.SLICES,
     )
     vae_tiles: str | None = _knob(
         label="Decode in parts",
@@ -170,6 +119,7 @@ class Settings:
         fidelity={"off": _BITWISE, "exact": _ROUNDING, "fast": _APPROXIMATE},
         stages=_VAE,
         hook={"off": "vae_whole", "exact": "vae_exact", "fast": "vae_fast"},
+        depth=Depth.TILES,
     )
     vae_map: str | None = _knob(
         label="Decoding waits",
@@ -195,6 +145,7 @@ class Settings:
         fidelity=_ROUNDING,
         stages=_VAE,
         hook={"cpu": "offload"},
+        depth=Depth.PLACES,
     )
     offload: str | None = _knob(
         label="Model on the card",
@@ -205,6 +156,8 @@ class Settings:
         fidelity=_BITWISE,
         surfaces=_NOT_COMFYUI,
         hook="offload",
+        depth=Depth.PLACES,
+        acts={Act.PARKS_WEIGHTS: ("component", *STREAMED), Act.STREAMS_WEIGHTS: STREAMED, Act.KEEPS_STATE: STREAMED},
     )
     feed_forward_chunks: int | None = _knob(
         label="Feed-forward in parts",
@@ -213,6 +166,8 @@ class Settings:
         fidelity=_ROUNDING,
         stages=_UNET,
         hook="feed_forward",
+        depth=Depth.DIVIDES,
+        acts=_IN_BLOCKS,
     )
     residual_strips: int | None = _knob(
         label="Convolutions in strips",
@@ -221,6 +176,8 @@ class Settings:
         fidelity=_ROUNDING,
         stages=_UNET,
         hook="residual_strips",
+        depth=Depth.DIVIDES,
+        acts=_STATEFUL,
     )
     transformer_chunks: int | None = _knob(
         label="Transformers in parts",
@@ -229,6 +186,8 @@ class Settings:
         fidelity=_ROUNDING,
         stages=_UNET,
         hook="transformer_chunks",
+        depth=Depth.DIVIDES,
+        acts=_STATEFUL,
     )
     park_skips: bool | None = _knob(
         label="Wait in RAM",
@@ -237,6 +196,8 @@ class Settings:
         fidelity=_BITWISE,
         stages=_UNET,
         hook="skip_parking",
+        depth=Depth.PARKS,
+        acts=_STATEFUL | {Act.COPIES_TO_HOST: ANY},
     )
     guidance_in_turn: bool | None = _knob(
         label="Guidance in turn",
@@ -245,6 +206,8 @@ class Settings:
         fidelity=_ROUNDING,
         stages=_UNET,
         hook="guidance_in_turn",
+        depth=Depth.GUIDES,
+        acts=_STATEFUL,
     )
     weights_mib: int | None = _knob(
         label="Keep of the model on the card",
@@ -269,6 +232,8 @@ class Settings:
         surfaces=_NOT_COMFYUI,
         stages=("denoise", "text"),
         hook="weight_storage",
+        depth=Depth.CONVERTS,
+        acts=_STATEFUL | {Act.WIDENS_WEIGHTS: ANY},
     )
     largest_mib: int | None = _knob(
         label="Largest piece",
@@ -285,6 +250,8 @@ class Settings:
         since="0.2",
         stages=_ATTENDING,
         hook="fused_kernels",
+        depth=Depth.COMPUTES,
+        acts=_IN_BLOCKS,
     )
     deep_cache: int | None = _knob(
         label="Deep features every",
@@ -297,6 +264,9 @@ class Settings:
         since="0.2",
         stages=_UNET,
         hook="deep_cache",
+        depth=Depth.SKIPS,
+        acts={Act.SKIPS_LAYERS: ANY, Act.KEEPS_STATE: ANY},
+        excludes={Act.STREAMS_WEIGHTS: ANY},
     )
     deep_cache_branch: int | None = _knob(
         label="Layers between deep features",
@@ -317,6 +287,8 @@ class Settings:
         since="0.2",
         stages=_UNET,
         hook="merge_tokens",
+        depth=Depth.COMPUTES,
+        acts=_STATEFUL,
     )
     compile: str | None = _knob(
         label="Compile",
@@ -328,6 +300,10 @@ class Settings:
         surfaces=_NOT_COMFYUI,
         stages=("denoise", *_VAE),
         hook=dict.fromkeys(("regional", "whole"), "compiled"),
+        depth=Depth.COMPILES,
+        acts={Act.REPLAYS: ("regional", "whole")},
+        excludes=dict.fromkeys(_UNFOLLOWED, ("regional", "whole"))
+        | {Act.ACTS_IN_DECODER: ("regional", "whole"), Act.SKIPS_LAYERS: ("whole",)},
     )
     traced: bool | None = _knob(
         label="Traced",
@@ -337,6 +313,11 @@ class Settings:
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a traced pass would not call
         stages=_UNET,
         hook="traced",
+        depth=Depth.REPLAYS,
+        acts={Act.REPLAYS: ANY},
+        excludes=dict.fromkeys(
+            (*_UNFOLLOWED, Act.PARKS_WEIGHTS, Act.SKIPS_LAYERS, Act.COPIES_WEIGHTS, Act.REPLAYS), ANY
+        ),
     )
     packed_weights: bool | None = _knob(
         label="Keep weights in order",
@@ -347,6 +328,9 @@ class Settings:
         surfaces=_NOT_COMFYUI,
         stages=_UNET,
         hook="packed_weights",
+        depth=Depth.CONVERTS,
+        acts={Act.COPIES_WEIGHTS: ANY},
+        excludes=dict.fromkeys((Act.STREAMS_WEIGHTS, Act.WIDENS_WEIGHTS), ANY),
     )
     winograd: bool | None = _knob(
         label="Winograd convolutions",
@@ -355,6 +339,8 @@ class Settings:
         since="0.2",
         stages=_VAE,
         hook="winograd",
+        depth=Depth.COMPUTES,
+        acts={Act.ACTS_IN_DECODER: ANY},
     )
     cuda_graphs: bool | None = _knob(
         label="CUDA graphs",
@@ -365,15 +351,9 @@ class Settings:
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a recorded pass would not call
         stages=_UNET,
         hook="cuda_graphs",
-    )
-    fused_qkv: bool | None = _knob(
-        label="Fused projections",
-        help="make the queries, keys and values of an attention by one product in place of three, in the same memory",
-        fidelity=_ROUNDING,
-        since="0.2",
-        surfaces=("cli",),  # the hosts' own code moves weights between calls
-        stages=_UNET,
-        hook="fused_qkv",
+        depth=Depth.REPLAYS,
+        acts={Act.REPLAYS: ANY},
+        excludes=dict.fromkeys((Act.COPIES_TO_HOST, Act.SKIPS_LAYERS, Act.WIDENS_WEIGHTS, Act.PARKS_WEIGHTS), ANY),
     )
 
     def __post_init__(self) -> None:
@@ -454,3 +434,16 @@ def stated(settings: Settings | None) -> Settings:
 def knobs() -> dict[str, Knob]:
     """Every knob by name, in the order that saved workflows rely on."""
     return {field.name: field.metadata["knob"] for field in dataclasses.fields(Settings)}
+
+
+def conflict(settings: Settings) -> str | None:
+    """Why two of the decided knobs exclude each other, as their declarations say; None where none do."""
+    decided = list(settings.decided())
+    for name, knob, value in decided:
+        excluded = knob.excluded_by(value)
+        for other, others, its in decided:
+            found = excluded & others.acts_of(its) if other != name else frozenset()
+            for act in Act:
+                if act in found:
+                    return f"{name}={value!r} cannot go with {other}={its!r}, which {act.value}: leave one of them off"
+    return None

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_flatten
 
 from .. import progress
 from ..cache import place_of, remember, remembered
-from ..errors import ConflictError, NoSiteError, SettingsError
+from ..errors import ConflictError, NoSiteError
 from ..kernels import compiler
+from ..knob import Act
 from ..memory.fake_mode import active_fake_mode
 from ..models import autoencoder
 from ..models.anatomy import Anatomy
@@ -30,13 +31,6 @@ from ..patches import Patch, is_foreign, wrap
 from ..settings import Settings
 from ..streaming.layers import is_compiled as is_compiled_module
 from ..weights import loaded_dtype, needs_graph, own_tensors
-from .offload import STREAMED
-
-_UNTRACEABLE = (
-    *("attention", "deterministic", "merge_tokens", "fused_kernels", "weight_storage", "winograd"),
-    *("fused_qkv", "feed_forward_chunks", "residual_strips", "transformer_chunks", "guidance_in_turn", "park_skips"),
-)
-"""Knobs whose hooks act inside the blocks, by what a compiler cannot look through."""
 
 
 def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -45,7 +39,6 @@ def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
 
     Raises:
         NoSiteError: the target has neither.
-        SettingsError: together with a knob that acts inside the blocks, or with streamed weights.
         ConflictError: the target is compiled already.
     """
     if compilable(settings, device).compile == "off":
@@ -67,17 +60,8 @@ def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
 
 
 def compilable(settings: Settings, device: torch.device) -> Settings:
-    """``settings``, or with a warning those with ``compile`` off, where nothing can be compiled for ``device``.
-
-    Raises:
-        SettingsError: other settings do not go with it.
-    """
-    if not is_compiled(settings):
-        return settings
-    against = untraceable(settings)
-    if against is not None:
-        raise SettingsError(against)
-    why = compiler.refusal(device)
+    """``settings``, or with a warning those with ``compile`` off, where nothing can be compiled for ``device``."""
+    why = compiler.refusal(device) if is_compiled(settings) else None
     if why is None:
         return settings
     warnings.warn(f"compile: {why}. The model runs as it is", stacklevel=2)
@@ -94,37 +78,10 @@ def is_followed(settings: Settings) -> bool:
     return is_compiled(settings) or bool(settings.traced)
 
 
-def untraceable(settings: Settings) -> str | None:
-    """Why the other ``settings`` do not go with ``compile`` or ``traced``; None where they do."""
-    asked = "traced=True" if settings.traced else f"compile={settings.compile!r}"
-    names = [name for name in _UNTRACEABLE if getattr(settings, name)]
-    names += ["offload"] if settings.offload in STREAMED else []
-    names += ["precision"] if settings.precision == "fp16-storage" else []
-    names += ["deep_cache"] if settings.deep_cache and (settings.compile == "whole" or settings.traced) else []
-    if settings.traced:  # the denoiser alone, whose weights stay where they are
-        names = [name for name in names if name != "winograd"]
-        names += ["offload"] if settings.offload == "component" else []
-        names += ["compile"] if is_compiled(settings) else []
-        names += [name for name in ("cuda_graphs", "packed_weights") if getattr(settings, name)]
-    if not names:
-        return None
-    return (
-        f"{asked} cannot go with {names[0]}={getattr(settings, names[0])!r}, which acts inside of what is "
-        f"{'traced' if settings.traced else 'compiled'}: leave one of them off"
-    )
-
-
 def out_of_sight(settings: Settings) -> list[str]:
     """The knobs of ``settings`` whose hooks keep what no graph can: maps on their way to the host, weights lent for a
     call. A model that carries them runs uncompiled, whoever has compiled it, in the memory that its plan tells."""
-    names = [name for name in _OUT_OF_SIGHT if getattr(settings, name)]
-    return names + (["offload"] if settings.offload in STREAMED else [])
-
-
-_OUT_OF_SIGHT = (
-    *("residual_strips", "transformer_chunks", "guidance_in_turn", "park_skips"),
-    *("weight_storage", "deep_cache", "merge_tokens"),
-)
+    return [name for name, knob, value in settings.decided() if Act.KEEPS_STATE in knob.acts_of(value)]
 
 
 def parts(anatomy: Anatomy, whole: bool) -> Iterator[tuple[str, list[nn.Module]]]:

@@ -33,18 +33,15 @@ _MOST = 4
 _MOST_KINDS = 32
 """Of calls, among which some come again: a denoiser whose every call is another is not recorded."""
 
-_AGAINST = ("park_skips", "deep_cache", "deterministic", "weight_storage")
-"""Knobs that copy to the host in a pass, run another part of it at each step, or look at the device to decide."""
-
 
 def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Record the denoiser's passes and replay them, until another component runs.
 
     Raises:
         NoSiteError: the target has no denoiser.
-        SettingsError: the device has no CUDA graphs, or what else is asked for does not go with them.
+        SettingsError: the device has no CUDA graphs, or the model runs with a ControlNet.
     """
-    against = unrecordable(anatomy, settings, device)
+    against = unrecordable(anatomy, device)
     if against is not None:
         raise SettingsError(against)
     if anatomy.denoiser is None or anatomy.unet is None:
@@ -56,21 +53,13 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
             yield wrap(component, entry, around, "cuda_graphs", "" if name == anatomy.denoiser else "giving up")
 
 
-def unrecordable(anatomy: Anatomy, settings: Settings, device: torch.device) -> str | None:
-    """Why passes cannot be recorded on ``device``, beside the other ``settings``; None where they can."""
+def unrecordable(anatomy: Anatomy, device: torch.device) -> str | None:
+    """Why passes cannot be recorded on ``device``; None where they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"cuda_graphs are recorded on NVIDIA GPUs, and this runs on {device.type}: leave them off"
     if any(name.startswith("controlnet") for name in anatomy.components):
         return "cuda_graphs cannot go with a ControlNet, which takes its turn with the denoiser: leave one of them off"
-    names = [name for name in _AGAINST if getattr(settings, name)]
-    names += ["offload"] if settings.offload not in (None, "none") else []
-    names += ["precision"] if settings.precision == "fp16-storage" else []
-    if not names:
-        return None
-    return (
-        f"cuda_graphs cannot go with {names[0]}={getattr(settings, names[0])!r}: a recorded pass needs all weights and "
-        "maps on the card, where they were. Leave one of them off"
-    )
+    return None
 
 
 class _Recording:

@@ -21,7 +21,6 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
-from .offload import STREAMED
 
 _MOST_CALLS = 8
 """Calls of a denoiser at one step, for conditions of their own, that are told apart."""
@@ -34,14 +33,9 @@ def deep_cache(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
 
     Raises:
         NoSiteError: the target has no UNet.
-        SettingsError: its UNet has no such branch, or its weights are streamed, all of them at every step.
+        SettingsError: its UNet has no such branch.
     """
     deep = deep_stations(anatomy, settings)
-    if settings.offload in STREAMED:
-        raise SettingsError(
-            f"deep_cache={settings.deep_cache} passes over layers that offload={settings.offload!r} fetches at every "
-            "step: set offload to none or component"
-        )
     reuse = _Reuse(anatomy.components[anatomy.denoiser or ""], settings.deep_cache or 1)
     for number, module in enumerate(deep):
         around = functools.partial(reuse.station, module, number, number == len(deep) - 1)

@@ -30,9 +30,6 @@ from ..units import MIB
 from ..weights import all_tensors
 from .placement import convert_in_one_buffer, place, run_on_cpu, widen_on_host
 
-STREAMED = ("blocks", "halves", "layer")
-"""Values of the offload knob with which weights pass through a ring."""
-
 
 def offload(
     anatomy: Anatomy, settings: Settings, device: torch.device, timing: Timing | None = None

@@ -25,7 +25,6 @@ from ..settings import Settings
 from ..streaming.layers import contents
 from ..units import MIB
 from .compiled import is_compiled
-from .offload import STREAMED
 
 _LEAST_BYTES = 4 * MIB
 """Of a weight that is worth a copy: smaller ones stay in the processor's cache while they are brought in order."""
@@ -39,12 +38,11 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
 
     Raises:
         NoSiteError: the denoiser has no convolution with weights of 4 MiB or more.
-        SettingsError: the device is no CPU, or weights are streamed or widened, so that each call brings its own.
+        SettingsError: the device is no CPU.
     """
     why = packed.refusal(device)
     if why is not None:
         raise SettingsError(f"packed_weights: {why}")
-    refuse_unpackable(settings)
     layers = packable(anatomy)
     if not layers:
         raise NoSiteError("packed weights: the model has no denoiser with convolutions of 4 MiB or more")
@@ -60,23 +58,6 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
         taking = entered if name == anatomy.denoiser else copies.elsewhere
         for entry in anatomy.entries[name]:
             yield wrap(component, entry, taking, "packing")
-
-
-def moves_weights(settings: Settings) -> bool:
-    """Whether every call of a layer brings weights of its own."""
-    stored = settings.weight_storage is not None or settings.precision == "fp16-storage"
-    return settings.offload in STREAMED or stored
-
-
-def refuse_unpackable(settings: Settings) -> None:
-    """Raise SettingsError where, by ``settings``, every call of a layer brings weights of its own."""
-    if moves_weights(settings):
-        name = "weight_storage" if settings.weight_storage else "precision"
-        name = "offload" if settings.offload in STREAMED else name
-        raise SettingsError(
-            f"packed_weights cannot go with {name}={getattr(settings, name)!r}, where every call of a layer brings "
-            "weights of its own: leave one of them off"
-        )
 
 
 def packable(anatomy: Anatomy) -> list[nn.Conv2d]:

@@ -1,7 +1,7 @@
 """Which hooks the settings ask for.
 
 A hook is a function ``(anatomy, settings, device)`` that yields patches and changes and acts on nothing itself. It lies
-in the file of its name, and the knob that asks for it names it: nothing is registered here but an order.
+in the file of its name, and the knob that asks for it names it and says how deep it lies: nothing is registered here.
 """
 
 from __future__ import annotations
@@ -14,43 +14,13 @@ from typing import Any
 import torch
 
 from ..devices.support import check_streaming, support_of
-from ..errors import NoSiteError
+from ..errors import NoSiteError, SettingsError
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch
-from ..settings import Knob, Preset, Settings
+from ..settings import STREAMED, Knob, Preset, Settings, conflict
 from ..streaming.timing import Timing
-from .offload import STREAMED
 
 Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
-
-_ORDER = (
-    "compiled",
-    "precision",
-    "channels_last",
-    "weight_storage",
-    "packed_weights",
-    "attention",
-    "merge_tokens",
-    "fused_kernels",
-    "winograd",
-    "vae_whole",
-    "vae_exact",
-    "vae_fast",
-    "vae_slices",
-    "offload",
-    "fused_qkv",
-    "feed_forward",
-    "residual_strips",
-    "transformer_chunks",
-    "cuda_graphs",
-    "traced",
-    "deep_cache",
-    "skip_parking",
-    "guidance_in_turn",
-    "inference_mode",
-)
-"""From the innermost to the outermost: what converts weights lies below what moves them, and what divides a call into
-pieces lies above. A hook that is not named here comes outside of all."""
 
 
 def active_hooks(settings: Settings, timing: Timing | None = None) -> list[Hook]:
@@ -59,9 +29,8 @@ def active_hooks(settings: Settings, timing: Timing | None = None) -> list[Hook]
     Args:
         timing: how long a step's modules take, where a plan knows it: weights are then streamed by schedule.
     """
-    wanted = {knob.hook_of(value) for _, knob, value in settings.decided()} - {""}
-    ordered = [name for name in _ORDER if name in wanted] + sorted(wanted - {*_ORDER})
-    hooks = [_hook(name) for name in ordered]
+    asked = sorted(((knob.depth, knob.hook_of(value)) for _, knob, value in settings.decided()), key=lambda one: one[0])
+    hooks = [_hook(name) for name in dict.fromkeys(name for _, name in asked) if name]
     return [functools.partial(hook, timing=timing) if hook.__name__ == "offload" else hook for hook in hooks]
 
 
@@ -70,12 +39,15 @@ def applicable(settings: Settings, anatomy: Anatomy, device: torch.device) -> Se
 
     Raises:
         NoSiteError: weights cannot be streamed to ``device``, and shall be.
+        SettingsError: two of the knobs exclude each other.
     """
     if isinstance(settings, Preset):
         acting = (one for one in settings.decided() if _acts(*one[1:], anatomy, settings, device))
-        return Settings(**{name: value for name, _, value in acting})
-    if settings.offload in STREAMED:
+        settings = Settings(**{name: value for name, _, value in acting})
+    elif settings.offload in STREAMED:
         check_streaming(device, settings.offload)
+    if (why := conflict(settings)) is not None:
+        raise SettingsError(why)
     return settings
 
 

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..compat import autocast_dtype
-from ..errors import NoSiteError, SettingsError
+from ..errors import NoSiteError
 from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .alike_calls import facts_of, kind_of
-from .compiled import untraceable
 
 _MOST_KINDS = 32
 """Of calls, among which some come again: a denoiser whose every call is another is not followed."""
@@ -36,11 +35,7 @@ def traced(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterat
 
     Raises:
         NoSiteError: the target has no denoiser.
-        SettingsError: together with a knob that acts inside the denoiser, or with weights that wait in host memory.
     """
-    against = untraceable(settings)
-    if against is not None:
-        raise SettingsError(against)
     if anatomy.denoiser is None or anatomy.unet is None:
         raise NoSiteError("traced: the model has no denoiser to trace")
     passes = _Passes(anatomy.unet)

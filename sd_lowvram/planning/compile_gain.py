@@ -48,7 +48,7 @@ def measured_recording(device: torch.device) -> dict[str, float]:
     """How many times as fast a pass is when it is replayed as a CUDA graph: seconds of launching it over those of
     replaying it, by the name of what is measured; none where nothing is recorded."""
     unet, given = _part_of_unet(device)
-    if unrecordable(anatomy_of(unet), _RECORDED, device) is not None:
+    if unrecordable(anatomy_of(unet), device) is not None:
         return {}
     plain, call = copy.deepcopy(unet), functools.partial(_call, given=given)
     with torch.inference_mode(), attached(unet, _RECORDED, device=device), warnings.catch_warnings():

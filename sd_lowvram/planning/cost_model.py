@@ -13,14 +13,14 @@ from ..devices.performance import THIS
 from ..hooks.channels_last import reordered
 from ..hooks.compiled import is_compiled, kinds_of, were_compiled
 from ..hooks.deep_cache import deep_stations
-from ..hooks.offload import STREAMED, step_groups
+from ..hooks.offload import step_groups
 from ..hooks.precision import Arithmetic, arithmetic
 from ..memory.pinned import most_pinned_bytes
 from ..memory.reserved import segment
 from ..memory.threads import at_rest
 from ..models.anatomy import Anatomy
 from ..models.latents import latent_channels, latent_size
-from ..settings import Fidelity, Settings
+from ..settings import STREAMED, Fidelity, Settings
 from ..streaming.host_weights import RING_BYTES, bytes_also_in_files
 from ..streaming.simulator import Copies
 from ..streaming.timing import Timing

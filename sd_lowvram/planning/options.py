@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..hooks.compiled import is_followed, untraceable
-from ..hooks.packed_weights import moves_weights
-from ..settings import Settings
+from ..hooks.compiled import is_followed
+from ..settings import Settings, conflict
 from .stages import Stage
 
 Choice = dict[str, Any]
@@ -87,12 +86,10 @@ def groups(
 
 def goes_with(choice: Choice, base: Settings) -> bool:
     """Whether ``choice`` can be taken with the weights placed and stored, and the blocks compiled, as ``base`` says."""
-    if base.cuda_graphs and choice.get("park_skips"):
+    if conflict(base.filled(**choice)) is not None:
         return False
-    if is_followed(base):
-        gain_unknown = choice.get("packed_weights")  # compiling was measured without
-        return not gain_unknown and untraceable(base.filled(**choice)) is None
-    return not choice.get("packed_weights") or (base.precision in (None, "fp32") and not moves_weights(base))
+    # Compiling was measured without packed weights, and kernels take them in fp32 alone.
+    return not choice.get("packed_weights") or (base.precision in (None, "fp32") and not is_followed(base))
 
 
 def _left(choice: Choice, fixed: Settings) -> Choice:

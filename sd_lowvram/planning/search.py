@@ -23,11 +23,9 @@ from ..devices.support import support_of
 from ..devices.this_machine import RECORDED, kernel_gains
 from ..errors import BudgetError, LowVRAMError, PlanningError, SettingsError
 from ..hooks.attention import is_worth_choosing
-from ..hooks.compiled import compilable, is_followed, untraceable
+from ..hooks.compiled import compilable, is_followed
 from ..hooks.cuda_graphs import unrecordable
-from ..hooks.fused_qkv import refuse_moved
-from ..hooks.offload import STREAMED
-from ..hooks.packed_weights import packable, refuse_unpackable
+from ..hooks.packed_weights import packable
 from ..hooks.registry import applicable
 from ..kernels.compiler import refusal as compiling_refusal
 from ..kernels.packed import refusal as packing_refusal
@@ -35,7 +33,7 @@ from ..kernels.triton import support as triton
 from ..models.anatomy import Anatomy
 from ..models.autoencoder import dissect
 from ..models.support import check_moved
-from ..settings import Settings
+from ..settings import STREAMED, Settings, conflict
 from ..streaming.timing import Timing
 from ..units import MIB
 from .cost_model import Pricing
@@ -106,23 +104,15 @@ class Search:
         check_moved(anatomy.components)
         if settings.weights_mib is not None and anatomy.denoiser is not None:
             settings = settings.filled(offload="blocks")
-        settings = compilable(settings, request.device)
-        if settings.cuda_graphs and (why := unrecordable(anatomy, settings, request.device)) is not None:
+        settings = compilable(applicable(settings, anatomy, request.device), request.device)
+        if settings.cuda_graphs and (why := unrecordable(anatomy, request.device)) is not None:
             raise SettingsError(why)
-        if is_followed(settings) and (why := untraceable(settings)) is not None:
-            raise SettingsError(why)
-        if settings.fused_qkv:
-            refuse_moved(settings)
-        if settings.packed_weights:
-            refuse_unpackable(settings)
-        settings = applicable(settings, anatomy, request.device)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_mib * MIB if settings.largest_mib else math.inf
         on_gpu = self.pricing.on_gpu
         narrower = approximate and settings.precision is None
         self.precisions = (None, "fp16" if on_gpu else "bf16") if narrower else (None,)
-        by_layers = settings.fused_qkv or settings.packed_weights  # which take weights as they are
-        in_bytes = approximate and self.pricing.costs.quantised and not by_layers
+        in_bytes = approximate and self.pricing.costs.quantised
         self.storages = (None, "int8") if in_bytes else (None,)  # nearer to full weights than fp8, and of the same size
         decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
         if settings.decoder_device == "auto":
@@ -255,6 +245,8 @@ class Search:
         refused: LowVRAMError | None = None
         for storage, precision, offload in ways:
             base = self.base.filled(weight_storage=storage, precision=precision, offload=offload)
+            if conflict(base) is not None:
+                continue
             for split in self._splits(base):
                 try:
                     for name in self.pricing.anatomy.components:
@@ -278,7 +270,7 @@ class Search:
             return []
         compiled: dict[str, Any] = {"compile": "regional", "channels_last": True, "fused_kernels": None}
         compiled |= {"attention": self._traceable_attention}
-        return [base for one in self._placements if untraceable(base := dataclasses.replace(one, **compiled)) is None]
+        return [base for one in self._placements if conflict(base := dataclasses.replace(one, **compiled)) is None]
 
     @functools.cached_property
     def _recorded(self) -> list[Settings]:
@@ -287,19 +279,19 @@ class Search:
         anatomy = self.pricing.anatomy
         if self.base.cuda_graphs is not None or anatomy.unet is None or anatomy.family != "diffusers" or anatomy.kept:
             return []
-        if is_followed(self.base) or not _are_faster(self.request, RECORDED):
+        if is_followed(self.base) or unrecordable(anatomy, self.request.device) is not None:
+            return []
+        if not _are_faster(self.request, RECORDED):
             return []
         found = [dataclasses.replace(one, cuda_graphs=True) for one in self._placements]
-        return [one for one in found if unrecordable(anatomy, one, self.request.device) is None]
+        return [one for one in found if conflict(one) is None]
 
     def _offloads(self) -> tuple[str, ...]:
-        if self.base.cuda_graphs or self.base.traced or self.base.fused_qkv:
-            return ("none",)
-        unstreamed = self.base.deep_cache is not None or self.base.packed_weights or is_followed(self.base)
-        if not support_of(self.request.device).streams or unstreamed:
-            return "none", "component"
-        streams = self.pricing.anatomy.denoiser is not None
-        return ("none", "component", "blocks", "halves", "layer") if streams else ("none", "component", "layer")
+        """Those that the device and the other knobs bear."""
+        ways: tuple[str, ...] = ("none", "component")
+        if support_of(self.request.device).streams:
+            ways += STREAMED if self.pricing.anatomy.denoiser is not None else ("layer",)
+        return tuple(way for way in ways if conflict(self.base.filled(offload=way)) is None)
 
     @staticmethod
     def _splits(base: Settings) -> list[Settings]:

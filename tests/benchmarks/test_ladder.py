@@ -28,7 +28,7 @@ def test_the_ladder_has_its_sources_rows_and_ours(source: str, monkeypatch: pyte
     report = told("ladder", "--of", source, "--pairs", "1", "--size", "64")
     rows = {row["name"]: row for row in report["rows"]}
     first, own = ("original", "channels last") if source == "B" else ("fp32", "inference mode")
-    assert {first, own, "fused QKV products", "fused QKV products, ours"} <= rows.keys()
+    assert {first, own, "fused QKV products"} <= rows.keys()
     assert all(row["seconds"] > 0 and row["ratio"] > 0 for row in rows.values())
     assert rows[first]["published"] == 1.0 and rows[first]["error"] == 0
     assert all(row["error"] < 1e-3 for row in rows.values() if row["fidelity"] != "approximate")
@@ -46,7 +46,6 @@ def test_the_fastest_ways_beside_diffusers_own() -> None:
     report = told("fastest", "--pairs", "1", "--decode-pairs", "1")
     half = ["step with bfloat16 allowed"] if has_bfloat16() else []
     parts = [(row["part"], row["name"]) for row in report["rows"]]
-    assert [part for part, _ in parts] == ["lossless step", *half, "lossless decode"]
-    assert parts[0][1] == "fused QKV products"
+    assert [part for part, _ in parts] == [*half, "lossless decode"]
     assert report["rows"][0]["error"] < 1e-4 and report["rows"][-1]["error"] < 1e-4
     assert "large enough" in report["left_out"]["packed weights"] and "--compiled" in report["left_out"]["compiled"]

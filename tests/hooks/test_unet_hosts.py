@@ -13,7 +13,7 @@ from torch import nn
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
 
-EITHER = {**ALONE, "fused_qkv": {"fused_qkv": True}, "together": TOGETHER}
+EITHER = {**ALONE, "together": TOGETHER}
 LORA_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "conv1", "conv2", "conv_shortcut", "proj_in"]
 
 

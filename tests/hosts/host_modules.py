@@ -169,7 +169,6 @@ def report(unet: Any, vae: Any, extra: dict[str, Tensor]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, knobs in {**KNOBS, "together": TOGETHER}.items():
         found[name] = compared(unet, lambda: verbs.predict(unet, latents, inputs), knobs)
-    found["fused products"] = compared(unet, lambda: verbs.predict(unet, latents, inputs), {"fused_qkv": True})
     for kept in ("held", "parked", "recomputed"):
         exact = {"vae_tiles": "exact", "vae_map": kept, "vae_strip_mib": 1}
         found[f"decode {kept}"] = compared(vae, lambda: verbs.decode(vae, latents[:1, :, :19, :13]), exact)

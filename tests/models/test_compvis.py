@@ -85,19 +85,6 @@ def test_the_transformer_blocks_really_run_in_chunks() -> None:
     assert rows == [256] * 3
 
 
-@pytest.mark.parametrize("more", [{}, ATTENTION, {"transformer_chunks": 3}], ids=str)
-def test_fused_products(more: dict[str, Any]) -> None:
-    """Of ldm's own attention, and of the one that the attention hook calls in its place."""
-    unet = unet_of("sd15")
-    with attached(unet, Settings(fused_qkv=True, **more), device="cpu") as attachment:
-        result = run(unet)
-        attention = unet.input_blocks[1][1].transformer_blocks[0].attn1
-        assert attention.to_v.weight.storage_offset() == 2 * attention.to_v.weight.numel()
-    assert attachment.sites["fused_qkv"] == 32
-    assert tiny.relative_error(result, plain("sd15")) < 1e-5
-    assert torch.equal(run(unet), plain("sd15"))
-
-
 def test_circular_padding() -> None:
     unet = compvis.unet()
     for module in unet.modules():

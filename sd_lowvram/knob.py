@@ -1,0 +1,141 @@
+"""What a knob declares of itself.
+
+Everything that asks about a knob (the command line, the hosts, the order of hooks, what excludes what, the search) asks
+its declaration, so that a new knob is known everywhere once it is declared.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import SettingsError
+
+
+class Fidelity(enum.IntEnum):
+    """How near an optimisation stays to the model as the user loaded it; the larger, the farther."""
+
+    BITWISE = 0
+    """The same bits."""
+    ROUNDING = 1
+    """The same arithmetic, in another order or in a wider type."""
+    APPROXIMATE = 2
+    """Another picture, however close; a narrower type is this."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    @property
+    def lossless(self) -> bool:
+        return self <= Fidelity.ROUNDING
+
+
+class Act(enum.Enum):
+    """What a knob does that another one may not bear. Its value ends the sentence ``... cannot go with ..., which``."""
+
+    ACTS_IN_BLOCKS = "acts inside the denoiser's blocks, where no compiler can follow it"
+    ACTS_IN_DECODER = "acts inside the decoder's blocks, where no compiler can follow it"
+    KEEPS_STATE = "keeps between layers what no compiled graph can"
+    SKIPS_LAYERS = "runs other layers at other steps"
+    COPIES_TO_HOST = "copies to host memory, or waits for the device, inside a pass"
+    PARKS_WEIGHTS = "keeps weights in host memory between calls"
+    STREAMS_WEIGHTS = "fetches weights at every call of a layer"
+    WIDENS_WEIGHTS = "makes new weights at every call of a layer"
+    COPIES_WEIGHTS = "keeps a second copy of weights"
+    REPLAYS = "replaces the pass by a recording of it"
+
+
+class Depth(enum.IntEnum):
+    """Where a knob's hook wraps the model: what converts weights lies innermost, then what computes layers, what
+    places weights, what divides a call into parts, what replays it, and outermost what goes around a whole call."""
+
+    COMPILES = 0
+    CONVERTS = 1
+    COMPUTES = 2
+    TILES = 3
+    SLICES = 4
+    PLACES = 5
+    DIVIDES = 6
+    REPLAYS = 7
+    SKIPS = 8
+    PARKS = 9
+    GUIDES = 10
+    CALLS = 11
+
+
+SURFACES = ("cli", "node", "panel")
+
+ANY = ("*",)
+"""Any value with which a knob acts at all."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """What there is to know of one setting: what surfaces show, what planning asks, and what acts on it.
+
+    Attributes:
+        fidelity: one for all values, or one for each choice.
+        choices: of a word. Of a number there is a ``maximum`` instead, and of a switch neither.
+        stages: names of those in which it makes a difference; None: all. Empty: it is about the plan alone.
+        hook: the module of :mod:`sd_lowvram.hooks` that acts on it, and the function of that name in it; one for all
+            values, or one for some choices. "": a hook of another knob looks at it too.
+        depth: where that hook wraps the model; hooks of one depth come in the order in which knobs are declared.
+        acts: what it does, by the values with which it does so (:data:`ANY`: all with which it acts).
+        excludes: what no other knob may do beside it, by its own values likewise.
+    """
+
+    label: str
+    help: str
+    fidelity: Fidelity | Mapping[str, Fidelity]
+    choices: tuple[str, ...] = ()
+    minimum: int = 1
+    maximum: int = 0
+    unit: str = ""
+    since: str = "0.1"
+    surfaces: tuple[str, ...] = SURFACES
+    stages: tuple[str, ...] | None = None
+    hook: str | Mapping[str, str] = ""
+    depth: Depth = Depth.CALLS
+    acts: Mapping[Act, tuple[str, ...]] = field(default_factory=dict)
+    excludes: Mapping[Act, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def type(self) -> type[str] | type[int] | type[bool]:
+        """What a value of it is."""
+        return str if self.choices else int if self.maximum else bool
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise SettingsError unless ``value`` is one that this knob takes."""
+        if self.choices:
+            if value not in self.choices:
+                raise SettingsError(f"{name}={value!r} is unknown: choose one of {', '.join(self.choices)}")
+        elif self.type is bool:
+            if not isinstance(value, bool):
+                raise SettingsError(f"{name}={value!r} must be True or False")
+        elif isinstance(value, bool) or not isinstance(value, int) or not self.minimum <= value <= self.maximum:
+            raise SettingsError(f"{name}={value!r} must be a whole number from {self.minimum} to {self.maximum}")
+
+    def fidelity_of(self, value: Any) -> Fidelity:
+        return self.fidelity[value] if isinstance(self.fidelity, Mapping) else self.fidelity
+
+    def hook_of(self, value: Any) -> str:
+        """The hook that ``value`` asks for, "" where it asks for none."""
+        if isinstance(self.hook, Mapping):
+            return self.hook.get(value, "")
+        return "" if value is None or value is False else self.hook
+
+    def acts_of(self, value: Any) -> frozenset[Act]:
+        """What it does with ``value``."""
+        return _of_value(self.acts, value)
+
+    def excluded_by(self, value: Any) -> frozenset[Act]:
+        """What no other knob may do beside it, with ``value``."""
+        return _of_value(self.excludes, value)
+
+
+def _of_value(acts: Mapping[Act, tuple[str, ...]], value: Any) -> frozenset[Act]:
+    if value is None or value is False:
+        return frozenset()
+    return frozenset(act for act, values in acts.items() if values == ANY or value in values)
