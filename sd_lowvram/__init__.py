@@ -15,6 +15,8 @@ from . import errors
 
 if TYPE_CHECKING:
     from .api import decode, encode, max_size, optimize, plan
+    from .doors import register
+    from .knob import Knob
     from .planning.memory_profile import measured
     from .planning.search import Plan
     from .saved_latents.resumable import resumable
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Fidelity",
+    "Knob",
     "MemoryTrace",
     "Plan",
     "Settings",
@@ -37,6 +40,7 @@ __all__ = [
     "measured",
     "optimize",
     "plan",
+    "register",
     "restore",
     "resumable",
     "trace",
@@ -44,6 +48,8 @@ __all__ = [
 
 _HOMES = {
     ".api": ("decode", "encode", "max_size", "optimize", "plan"),
+    ".doors": ("register",),
+    ".knob": ("Knob",),
     ".planning.memory_profile": ("measured",),
     ".planning.plan": ("Plan",),
     ".saved_latents.resumable": ("resumable",),

@@ -7,7 +7,7 @@ its declaration, so that a new knob is known everywhere once it is declared.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,8 @@ class Knob:
         choices: of a word. Of a number there is a ``maximum`` instead, and of a switch neither.
         stages: names of those in which it makes a difference; None: all. Empty: it is about the plan alone.
         hook: the module of :mod:`sd_lowvram.hooks` that acts on it, and the function of that name in it; one for all
-            values, or one for some choices. "": a hook of another knob looks at it too.
+            values, or one for some choices. "": a hook of another knob looks at it too. A registered knob gives the
+            function itself.
         depth: where that hook wraps the model; hooks of one depth come in the order in which knobs are declared.
         acts: what it does, by the values with which it does so (:data:`ANY`: all with which it acts).
         excludes: what no other knob may do beside it, by its own values likewise.
@@ -96,7 +97,7 @@ class Knob:
     since: str = "0.1"
     surfaces: tuple[str, ...] = SURFACES
     stages: tuple[str, ...] | None = None
-    hook: str | Mapping[str, str] = ""
+    hook: str | Mapping[str, str] | Callable[..., Any] = ""
     depth: Depth = Depth.CALLS
     acts: Mapping[Act, tuple[str, ...]] = field(default_factory=dict)
     excludes: Mapping[Act, tuple[str, ...]] = field(default_factory=dict)
@@ -120,7 +121,7 @@ class Knob:
     def fidelity_of(self, value: Any) -> Fidelity:
         return self.fidelity[value] if isinstance(self.fidelity, Mapping) else self.fidelity
 
-    def hook_of(self, value: Any) -> str:
+    def hook_of(self, value: Any) -> str | Callable[..., Any]:
         """The hook that ``value`` asks for, "" where it asks for none."""
         if isinstance(self.hook, Mapping):
             return self.hook.get(value, "")

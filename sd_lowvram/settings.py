@@ -6,10 +6,13 @@ The order is append-only, because saved workflows and WebUI arguments are positi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from . import doors
+from .errors import SettingsError
 from .knob import ANY, SURFACES, Act, Depth, Fidelity, Knob
 from .policies.named import policy
 
@@ -43,6 +46,11 @@ _BITWISE, _ROUNDING, _APPROXIMATE = Fidelity.BITWISE, Fidelity.ROUNDING, Fidelit
 @dataclass(frozen=True)
 class Settings:
     """The knobs of sd-lowvram. ``None`` means undecided: a plan fills it in, and a hook leaves the model as it is.
+
+    Knobs that others have registered (:mod:`.doors`) are given, read and replaced by name as those below are.
+
+    Attributes:
+        registered: their names and values, for those that are decided.
 
     Raises:
         SettingsError: an unknown choice, or a number out of range.
@@ -356,9 +364,18 @@ class Settings:
         excludes=dict.fromkeys((Act.COPIES_TO_HOST, Act.SKIPS_LAYERS, Act.WIDENS_WEIGHTS, Act.PARKS_WEIGHTS), ANY),
     )
 
+    registered: tuple[tuple[str, Any], ...] = ()
+
     def __post_init__(self) -> None:
         for name, knob, value in self.decided():
             knob.check(name, value)
+
+    if not TYPE_CHECKING:  # or no misspelt knob of ours would be found
+
+        def __getattr__(self, name: str) -> Any:
+            if name in doors.KNOBS:
+                return dict(self.registered).get(name)
+            raise AttributeError(f"Settings have no knob {name!r}")
 
     def decided(self) -> Iterator[tuple[str, Knob, Any]]:
         """Name, knob and value of every setting that is not None."""
@@ -380,7 +397,8 @@ class Settings:
         return dataclasses.replace(self, **undecided)
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """All knobs by name, undecided ones too."""
+        return {name: getattr(self, name) for name in knobs()}
 
     @staticmethod
     def smallest() -> Preset:
@@ -431,9 +449,34 @@ def stated(settings: Settings | None) -> Settings:
     raise SettingsError(f"settings {settings!r} are no Settings: give sd_lowvram.Settings({instead})")
 
 
+def _with_registered(declared: Any) -> Any:
+    """``Settings.__init__``, which takes registered knobs by name as well."""
+
+    @functools.wraps(declared)
+    def init(self: Settings, *args: Any, registered: tuple[tuple[str, Any], ...] = (), **values: Any) -> None:
+        if values.keys() - Settings.__dataclass_fields__.keys():
+            doors.find()
+        theirs = dict(registered) | {name: values.pop(name) for name in doors.KNOBS if name in values}
+        decided = tuple(sorted((name, value) for name, value in theirs.items() if value is not None))
+        declared(self, *args, registered=decided, **values)
+
+    return init
+
+
+Settings.__init__ = _with_registered(Settings.__init__)  # type: ignore[method-assign]
+
+
 def knobs() -> dict[str, Knob]:
-    """Every knob by name, in the order that saved workflows rely on."""
-    return {field.name: field.metadata["knob"] for field in dataclasses.fields(Settings)}
+    """Every knob by name, in the order that saved workflows rely on; registered ones come last."""
+    return dict(_knobs(doors.version()))
+
+
+@functools.lru_cache(maxsize=1)
+def _knobs(_: int) -> dict[str, Knob]:
+    ours = {field.name: field.metadata["knob"] for field in dataclasses.fields(Settings) if field.metadata}
+    attention = ours["attention"]
+    ours["attention"] = dataclasses.replace(attention, choices=(*attention.choices, *doors.ATTENTION))
+    return ours | doors.KNOBS
 
 
 def conflict(settings: Settings) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from sd_lowvram import Fidelity, Settings
 from sd_lowvram.errors import BadInputError, SettingsError
-from sd_lowvram.settings import SURFACES, knobs
+from sd_lowvram.settings import SURFACES, Knob, conflict, knobs
 from sd_lowvram.units import GIB, MIB, format_size, parse_size
 
 
@@ -100,3 +101,40 @@ def test_the_smallest_settings_are_lossless() -> None:
     assert all(knob.fidelity_of(value).lossless for _, knob, value in Settings.smallest().decided())
     assert Fidelity.ROUNDING.lossless and not Fidelity.APPROXIMATE.lossless
     assert max(Fidelity) is Fidelity.APPROXIMATE and str(Fidelity.BITWISE) == "bitwise"
+
+
+def test_what_excludes_what_is_refused_in_one_sentence() -> None:
+    """Each pair that the declarations exclude, in either place, and no pair beside them."""
+    excluded = 0
+    for (name, one), (other, two) in itertools.permutations(knobs().items(), 2):
+        for mine, its in itertools.product(values_of(one), values_of(two)):
+            settings = Settings(**{name: mine, other: its})
+            acts = one.excluded_by(mine) & two.acts_of(its) or two.excluded_by(its) & one.acts_of(mine)
+            why = conflict(settings)
+            assert (why is not None) == bool(acts), settings
+            if why is not None:
+                excluded += 1
+                assert f"{name}={mine!r}" in why and f"{other}={its!r}" in why and "leave one of them off" in why
+    assert excluded > 100
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"compile": "whole", "deep_cache": 2},
+        {"compile": "regional", "winograd": True},
+        {"traced": True, "packed_weights": True},
+        {"cuda_graphs": True, "deterministic": True},
+        {"deep_cache": 2, "offload": "layer"},
+        {"packed_weights": True, "weight_storage": "int8"},
+    ],
+    ids=str,
+)
+def test_exclusions_that_hooks_rely_on(knobs: dict[str, Any]) -> None:
+    assert conflict(Settings(**knobs)) is not None
+
+
+def values_of(knob: Knob) -> tuple[Any, ...]:
+    if knob.choices:
+        return knob.choices
+    return (knob.minimum,) if knob.maximum else (False, True)

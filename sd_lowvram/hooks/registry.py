@@ -73,5 +73,5 @@ def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: 
         return False
 
 
-def _hook(name: str) -> Any:
-    return getattr(importlib.import_module(f".{name}", __package__), name)
+def _hook(name: str | Hook) -> Any:
+    return name if callable(name) else getattr(importlib.import_module(f".{name}", __package__), name)

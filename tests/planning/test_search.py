@@ -15,7 +15,6 @@ from sd_lowvram import Fidelity, Settings
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import PROFILES, profile
 from sd_lowvram.errors import BadInputError, BudgetError, PlanningError
-from sd_lowvram.hooks.offload import STREAMED
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.cost_model import Pricing
@@ -23,6 +22,7 @@ from sd_lowvram.planning.plan import Request
 from sd_lowvram.planning.search import Search, make_plan
 from sd_lowvram.planning.stage_costs import Costs
 from sd_lowvram.planning.stages import Shape
+from sd_lowvram.settings import STREAMED
 from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
 
