@@ -9,7 +9,7 @@ try:
 except ImportError:
     raise SystemExit('the command line needs more packages: pip install "sd-lowvram[standalone]"') from None
 
-from .commands.batch import batch
+from . import doors
 from .commands.doctor import doctor
 from .commands.generate import generate
 from .commands.install import install
@@ -33,7 +33,6 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(resume)
-app.command()(batch)
 app.command()(plan)
 app.command()(things)
 app.command()(doctor)
@@ -42,6 +41,20 @@ unet.command()(distil)
 unet.command()(evaluate)
 unet.command()(lora)
 app.add_typer(unet, name="unet")
+
+
+def _add(app: typer.Typer) -> None:
+    """Add the commands of those who registered some."""
+    doors.find()
+    for name, given in doors.COMMANDS.items():
+        command = given()
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+
+
+_add(app)
 
 
 def _version(wanted: bool) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ class Settings:
     Knobs that others have registered (:mod:`.doors`) are given, read and replaced by name as those below are.
 
     Attributes:
-        registered: their names and values, for those that are decided.
+        registered: of those that are decided a tuple of (name, value).
 
     Raises:
         SettingsError: an unknown choice, or a number out of range.
@@ -364,7 +364,7 @@ class Settings:
         excludes=dict.fromkeys((Act.COPIES_TO_HOST, Act.SKIPS_LAYERS, Act.WIDENS_WEIGHTS, Act.PARKS_WEIGHTS), ANY),
     )
 
-    registered: tuple[tuple[str, Any], ...] = ()
+    registered: Any = ()
 
     def __post_init__(self) -> None:
         for name, knob, value in self.decided():
@@ -468,11 +468,12 @@ Settings.__init__ = _with_registered(Settings.__init__)  # type: ignore[method-a
 
 def knobs() -> dict[str, Knob]:
     """Every knob by name, in the order that saved workflows rely on; registered ones come last."""
-    return dict(_knobs(doors.version()))
+    doors.find()
+    return dict(_knobs(tuple((name, id(knob)) for name, knob in doors.KNOBS.items()), tuple(doors.ATTENTION)))
 
 
 @functools.lru_cache(maxsize=1)
-def _knobs(_: int) -> dict[str, Knob]:
+def _knobs(*registered: Any) -> dict[str, Knob]:
     ours = {field.name: field.metadata["knob"] for field in dataclasses.fields(Settings) if field.metadata}
     attention = ours["attention"]
     ours["attention"] = dataclasses.replace(attention, choices=(*attention.choices, *doors.ATTENTION))

@@ -12,9 +12,9 @@ from hostile import JSON, NUMBERS, SIZES, WORDS, damaged, inputs, survives
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from sd_lowvram.batches.jobs import columns, read_jobs
 from sd_lowvram.checkpoints.inspection import check_model, configuration
 from sd_lowvram.checkpoints.safetensors_header import read_header
-from sd_lowvram.commands.batches.jobs import columns, read_jobs
 from sd_lowvram.commands.early import check_floor
 from sd_lowvram.commands.inputs import Job, check_job
 from sd_lowvram.commands.values import checked_settings, open_picture

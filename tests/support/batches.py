@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from sd_lowvram.cli import app
 assert CliRunner().invoke(app, ["generate", "an apple", "--steps", "0"]).exit_code == 2
 import diffusers.pipelines.stable_diffusion, transformers.models.clip.modeling_clip
-import sd_lowvram.commands.batches.run
+import sd_lowvram.batches.run
 """
 
 

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as ready
 from typing import Any
 
-from ...errors import BadInputError, LowVRAMError
-from ..inputs import Job
+from ..commands.inputs import Job
+from ..errors import BadInputError, LowVRAMError
 from .crew import Lost, Outcome
 from .latents import Place
 from .painter import Painter
@@ -150,7 +150,7 @@ def threads_of(workers: int) -> int:
 
 def _cards() -> list[str]:
     """The CUDA (or ROCm) devices of this machine as CUDA_VISIBLE_DEVICES names them."""
-    from ..early import has_no_gpu
+    from ..commands.early import has_no_gpu
 
     if has_no_gpu():
         return []

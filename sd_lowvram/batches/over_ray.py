@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
-from ...errors import BadInputError, LowVRAMError
-from ...units import MIB
-from ..inputs import Job
-from ..streams import note
+from .. import __version__
+from ..commands.inputs import Job
+from ..commands.streams import note
+from ..errors import BadInputError, LowVRAMError
+from ..units import MIB
 from .crew import Lost, Outcome
 from .journal import NAME
 from .latents import Place, batch_of

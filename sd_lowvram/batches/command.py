@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from ..commands.guard import guarded
+from ..commands.inputs import RUN, Job, option
+from ..commands.knobs import with_fields, with_knobs
+from ..commands.values import check_count
 from ..errors import BadInputError
 from ..saved_latents.interval import parse_interval
-from .guard import guarded
-from .inputs import RUN, Job, option
-from .knobs import with_fields, with_knobs
-from .values import check_count
 
 _MOST_TIMES = 1000
 
@@ -55,8 +55,8 @@ def batch(
     with guarded(debug):
         _check(retry, on, workers, job.device)
         interval = parse_interval(latents_every, "--latents-every")
-        from .batches.dry_run import dry_run as plan_all
-        from .batches.run import Wanted, check, run
+        from .dry_run import dry_run as plan_all
+        from .run import Wanted, check, run
 
         wanted = Wanted(jobs, out, on, workers, interval, retry, stop_on_error, as_json, quiet)
         tasks = check(wanted, job, settings or {})

@@ -14,12 +14,12 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from ...checkpoints.inspection import configuration
-from ...errors import LowVRAMError
-from ...units import format_time
-from ..early import own_size
-from ..inputs import Job
-from ..streams import give_up_stdout, tell
+from ..checkpoints.inspection import configuration
+from ..commands.early import own_size
+from ..commands.inputs import Job
+from ..commands.streams import give_up_stdout, tell
+from ..errors import LowVRAMError
+from ..units import format_time
 from .driver import Event
 from .journal import Entry
 

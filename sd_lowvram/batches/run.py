@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInputError, OutputError
-from ...files.whole import sweep
-from ...saved_latents.interval import Interval
-from ...units import format_time
-from ..inputs import Job
-from ..interrupts import terminated_as_interrupted
-from ..streams import note, tell
+from ..commands.inputs import Job
+from ..commands.interrupts import terminated_as_interrupted
+from ..commands.streams import note, tell
+from ..errors import BadInputError, OutputError
+from ..files.whole import sweep
+from ..saved_latents.interval import Interval
+from ..units import format_time
 from .alike import pictures_by_line
 from .checks import check_files, check_place
 from .crew import Alone, Crew

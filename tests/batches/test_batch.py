@@ -15,12 +15,12 @@ import pytest
 from command_line import call
 from PIL import Image
 
-from sd_lowvram.commands.batches import checks, painter
-from sd_lowvram.commands.batches.jobs import read_jobs
-from sd_lowvram.commands.batches.journal import Journal
-from sd_lowvram.commands.batches.marks import CHUNK, Picture, mark_of
-from sd_lowvram.commands.batches.painter import Failed, Painted
-from sd_lowvram.commands.batches.run import Wanted, run
+from sd_lowvram.batches import checks, painter
+from sd_lowvram.batches.jobs import read_jobs
+from sd_lowvram.batches.journal import Journal
+from sd_lowvram.batches.marks import CHUNK, Picture, mark_of
+from sd_lowvram.batches.painter import Failed, Painted
+from sd_lowvram.batches.run import Wanted, run
 from sd_lowvram.commands.inputs import Job, check_job
 from sd_lowvram.commands.pictures import png_of
 from sd_lowvram.errors import OutputError
@@ -68,7 +68,7 @@ def quick(monkeypatch):
             pictures = [Picture(png(f"{job.prompt} {job.seed + n}"), b"small") for n in range(job.batch)]
             return Painted(tuple(pictures), 1.0, ())
 
-    monkeypatch.setattr("sd_lowvram.commands.batches.crew.Painter", Quick)
+    monkeypatch.setattr("sd_lowvram.batches.crew.Painter", Quick)
     return seen
 
 
@@ -292,7 +292,7 @@ def test_a_picture_that_cannot_be_saved_ends_the_batch(here, quick, monkeypatch,
 
 def test_nobody_reads_what_it_prints(here, quick, monkeypatch):
     """Pictures are made all the same."""
-    from sd_lowvram.commands.batches import progress
+    from sd_lowvram.batches import progress
 
     class Left(io.StringIO):
         def write(self, text):
@@ -390,9 +390,9 @@ def test_the_live_table(monkeypatch):
     """The time left is by pixels and steps: the job that is left has as many as both that are done."""
     from rich.console import Console
 
-    from sd_lowvram.commands.batches import progress as shown
-    from sd_lowvram.commands.batches.driver import Event
-    from sd_lowvram.commands.batches.journal import Entry
+    from sd_lowvram.batches import progress as shown
+    from sd_lowvram.batches.driver import Event
+    from sd_lowvram.batches.journal import Entry
 
     clock = iter((0.0, *[30.0] * 9))
     monkeypatch.setattr(shown.time, "perf_counter", lambda: next(clock))
@@ -416,7 +416,7 @@ def test_columns_are_the_options_of_generate():
     """Every option of generate but those that are about one run, and no other."""
     import inspect
 
-    from sd_lowvram.commands.batches.jobs import columns
+    from sd_lowvram.batches.jobs import columns
     from sd_lowvram.commands.generate import generate
 
     of_a_run = {"as_json", "quiet", "debug", "memory_plot", "latents_every", "keep_latents", "preview"}

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInputError, LowVRAMError, OutputError
-from ..guard import as_typed
-from ..inputs import Job
-from ..paint import checked_model, note_unknown_words, start_pictures
-from ..pictures import check_writable
+from ..commands.guard import as_typed
+from ..commands.inputs import Job
+from ..commands.paint import checked_model, note_unknown_words, start_pictures
+from ..commands.pictures import check_writable
+from ..errors import BadInputError, LowVRAMError, OutputError
 from .jobs import Task
 
 _FILES = ("model", "init_image", "mask", "prediction", "allow_pickle", "device", "vram", "width", "height", "batch")

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from ...errors import BadInputError, LowVRAMError
-from ...units import MIB, format_size
-from ..guard import as_typed
-from ..inputs import Job, check_job
-from ..knobs import command_line_knobs
-from ..values import check_printable, check_text, checked_settings
+from ..commands.guard import as_typed
+from ..commands.inputs import Job, check_job
+from ..commands.knobs import command_line_knobs
+from ..commands.values import check_printable, check_text, checked_settings
+from ..errors import BadInputError, LowVRAMError
+from ..units import MIB, format_size
 
 MOST_JOBS = 100_000
 _LARGEST_FILE = 64 * MIB

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..inputs import Job
+from ..commands.inputs import Job
 from .jobs import Task, digest_of
 
 if TYPE_CHECKING:

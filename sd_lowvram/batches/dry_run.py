@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...errors import BudgetError
-from ...units import format_size, format_time
-from ..guard import as_typed
-from ..inputs import Job
-from ..paint import start_pictures, start_size
-from ..plan import planned
+from ..commands.guard import as_typed
+from ..commands.inputs import Job
+from ..commands.paint import start_pictures, start_size
+from ..commands.plan import planned
+from ..errors import BudgetError
+from ..units import format_size, format_time
 from .alike import by_shape, pictures_by_line
 from .jobs import Task
 from .journal import finished

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInputError
-from ..inputs import Job
+from ..commands.inputs import Job
+from ..errors import BadInputError
 from .jobs import Task, stated
 from .marks import Found, Picture
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import BadInputError
-from ...files.whole import sweep
-from ...saved_latents.file import ENDING, Saved, read_saved
-from ...saved_latents.interval import Interval
-from ...settings import Settings
-from ..inputs import Job
-from ..latents import job_of, libraries, pictures_as_tensors
+from ..commands.inputs import Job
+from ..commands.latents import job_of, libraries, pictures_as_tensors
+from ..errors import BadInputError
+from ..files.whole import sweep
+from ..saved_latents.file import ENDING, Saved, read_saved
+from ..saved_latents.interval import Interval
+from ..settings import Settings
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..inputs import Job
+from ..commands.inputs import Job
 from .latents import Place
 from .painter import Failed, Painted, Painter
 

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from sd_lowvram.batches.alike import pictures_by_line
+from sd_lowvram.batches.jobs import read_jobs
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.cli import app
-from sd_lowvram.commands.batches.alike import pictures_by_line
-from sd_lowvram.commands.batches.jobs import read_jobs
 from sd_lowvram.commands.inputs import Job
 from sd_lowvram.devices.compiling import Compiling
 from sd_lowvram.hooks import compiled

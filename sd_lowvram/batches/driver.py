@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...errors import LowVRAMError
-from ...saved_latents.interval import Interval
-from ..interrupts import heed_interrupts
-from ..pictures import save_png
+from ..commands.interrupts import heed_interrupts
+from ..commands.pictures import save_png
+from ..errors import LowVRAMError
+from ..saved_latents.interval import Interval
 from .crew import Crew, Lost
 from .journal import Entry, Journal
 from .latents import place_in, remove

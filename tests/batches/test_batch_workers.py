@@ -21,14 +21,14 @@ from batches import WARM, jobs, results
 from command_line import ENVIRONMENT, MAIN, command
 from forked import forks_of
 
-from sd_lowvram.commands.batches import driver, over_ray, processes
-from sd_lowvram.commands.batches.alike import pictures_by_line
-from sd_lowvram.commands.batches.crew import Lost
-from sd_lowvram.commands.batches.journal import Journal
-from sd_lowvram.commands.batches.latents import Place
-from sd_lowvram.commands.batches.marks import Picture
-from sd_lowvram.commands.batches.over_ray import Lacks, Station
-from sd_lowvram.commands.batches.painter import Painted
+from sd_lowvram.batches import driver, over_ray, processes
+from sd_lowvram.batches.alike import pictures_by_line
+from sd_lowvram.batches.crew import Lost
+from sd_lowvram.batches.journal import Journal
+from sd_lowvram.batches.latents import Place
+from sd_lowvram.batches.marks import Picture
+from sd_lowvram.batches.over_ray import Lacks, Station
+from sd_lowvram.batches.painter import Painted
 from sd_lowvram.commands.inputs import Job
 from sd_lowvram.saved_latents.interval import Interval
 
@@ -132,7 +132,7 @@ class Losing:
 
 
 def test_jobs_of_workers_that_end_are_given_to_others_but_not_forever(tmp_path):
-    from sd_lowvram.commands.batches.jobs import read_jobs
+    from sd_lowvram.batches.jobs import read_jobs
 
     (tmp_path / "jobs.txt").write_text("a\nbomb\nlate\nb\n")
     tasks = read_jobs(tmp_path / "jobs.txt", Job(""), {})
@@ -166,7 +166,7 @@ def test_workers_share_the_memory_that_nobody_states(monkeypatch):
     """On a CPU, whose memory is the device's too; a budget that is stated is each one's own."""
     import torch
 
-    from sd_lowvram.commands.batches.painter import Painter
+    from sd_lowvram.batches.painter import Painter
     from sd_lowvram.devices import info
 
     monkeypatch.setattr(info, "available_ram", lambda: 900)

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ...checkpoints.inspection import model_path
-from ...errors import BudgetError
-from ...saved_latents.file import ENDING
-from ..guard import OURS, told
-from ..inputs import Job
-from ..paint import (
+from ..checkpoints.inspection import model_path
+from ..commands.guard import OURS, told
+from ..commands.inputs import Job
+from ..commands.paint import (
     Precaution,
     kernels_before,
     load,
@@ -29,15 +27,17 @@ from ..paint import (
     sized,
     start_pictures,
 )
-from ..pictures import output_paths, parameters_text, png_of
+from ..commands.pictures import output_paths, parameters_text, png_of
+from ..errors import BudgetError
+from ..saved_latents.file import ENDING
 from .latents import Begun, Place, begun
 from .marks import CHUNK, Picture, mark_of, thumbnail
 
 if TYPE_CHECKING:
     import torch
 
-    from ...saved_latents.file import Saved
-    from ...saved_latents.keeping import Safety
+    from ..saved_latents.file import Saved
+    from ..saved_latents.keeping import Safety
 
 _SHAPE = ("width", "height", "batch", "steps_run", "guidance", "vram", "ram", "approximate", "settings", "task")
 
@@ -142,7 +142,7 @@ class Painter:
         return self._attach(job, pictures, console)
 
     def _attach(self, job: Job, pictures: int, console: Console) -> None:
-        from ...session import restore
+        from ..session import restore
 
         assert self._device is not None
         wanted = plan_key(job), pictures
@@ -155,7 +155,7 @@ class Painter:
     def _with_share(self, job: Job) -> Job:
         if self._share == 1:
             return job
-        from ...devices.info import available_ram
+        from ..devices.info import available_ram
 
         assert self._device is not None
         self._part = self._part or f"{available_ram() // self._share}B"  # the same for all jobs, that plans are kept

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..inputs import Job
-from ..paint import start_size
-from ..values import open_picture
+from ..commands.inputs import Job
+from ..commands.paint import start_size
+from ..commands.values import open_picture
 from .jobs import Task
 from .painter import model_key, plan_key
 

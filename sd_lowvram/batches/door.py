@@ -1,0 +1,15 @@
+"""What batches add to the package: the command ``batch``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ..doors import register
+
+
+def _command() -> Any:
+    return importlib.import_module(".command", __package__).batch
+
+
+register(commands={"batch": _command})

@@ -1,0 +1,139 @@
+"""What strangers add by one call: each kind by an example that touches no file of the package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+import sd_lowvram
+from sd_lowvram import Fidelity, Knob, Settings, attached, optimize, register, restore
+from sd_lowvram.errors import BadInputError, NoSiteError, SettingsError
+from sd_lowvram.patches import Patch, wrap
+from sd_lowvram.settings import knobs
+
+PACKAGE = Path(sd_lowvram.__file__).parent
+
+
+def rounded(anatomy: Any, settings: Settings, device: torch.device) -> Iterator[Patch]:
+    """A stranger's hook: what the denoiser predicts, rounded to so many digits."""
+    if anatomy.denoiser is None:
+        raise NoSiteError("rounded: the model has no denoiser")
+
+    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+        (found,) = original(*args, **kwargs | {"return_dict": False})
+        return (found.round(decimals=settings.round_digits),)  # type: ignore[attr-defined]
+
+    yield wrap(anatomy.components[anatomy.denoiser], "forward", around, "rounded")
+
+
+DIGITS = Knob(
+    label="Digits", help="round what the model predicts", fidelity=Fidelity.APPROXIMATE, maximum=9, stages=("denoise",),
+    hook=rounded,
+)  # fmt: skip
+
+
+@pytest.fixture
+def knob() -> Iterator[None]:
+    unregister = register(knobs={"round_digits": DIGITS})
+    yield
+    unregister()
+
+
+@pytest.mark.usefixtures("knob")
+def test_a_strangers_knob_is_a_setting_like_ours() -> None:
+    settings = Settings(round_digits=2, offload="layer")
+    assert settings.round_digits == 2 and settings.as_dict()["round_digits"] == 2
+    assert settings.of_stage("decode").round_digits is None and settings.filled(round_digits=3) == settings
+    assert {settings, Settings(round_digits=2, offload="layer")} == {settings} != {Settings(offload="layer")}
+    with pytest.raises(SettingsError, match="round_digits=99 must be a whole number from 1 to 9"):
+        Settings(round_digits=99)
+    with pytest.raises(BadInputError, match="a knob 'round_digits' is registered already"):
+        register(knobs={"round_digits": DIGITS})
+
+
+@pytest.mark.usefixtures("knob")
+def test_its_hook_acts_in_a_plan_and_comes_off() -> None:
+    pipe = tiny.tiniest()
+    given = torch.randn(2, 4, 8, 8), torch.tensor(5), torch.randn(2, 7, pipe.unet.config.cross_attention_dim)
+    before = pipe.unet(*given, return_dict=False)[0]
+    plan = optimize(pipe, width=64, height=64, device="cpu", settings=Settings(round_digits=1))
+    assert plan.settings.round_digits == 1 and plan.as_dict()["settings"]["round_digits"] == 1
+    assert plan.fidelity is Fidelity.APPROXIMATE
+    assert torch.equal(pipe.unet(*given, return_dict=False)[0], before.round(decimals=1))
+    restore(pipe)
+    assert torch.equal(pipe.unet(*given, return_dict=False)[0], before)
+    with pytest.raises(NoSiteError, match="no denoiser"), attached(pipe.vae, Settings(round_digits=1), device="cpu"):
+        pass
+
+
+def test_unregistered_it_is_unknown() -> None:
+    assert "round_digits" not in knobs()
+    with pytest.raises(TypeError, match="round_digits"):
+        Settings(round_digits=2)  # type: ignore[call-arg]
+
+
+DOOR = '''
+from {package} import Fidelity, Knob, register
+
+
+def enter():
+    knob = Knob(label="Toy", help="a toy for tests", fidelity=Fidelity.BITWISE, maximum=9, hook=lambda *given: ())
+    register(knobs=dict(toy=knob), commands=dict(greet=lambda: greet))
+
+
+def greet(name: str) -> None:
+    """Greet somebody."""
+    print("hello", name)
+'''
+
+
+def run(path: Path, *arguments: str, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_entry_points_are_found(tmp_path: Path) -> None:
+    """An installed distribution with an entry point: its knob has an option, its command runs."""
+    (tmp_path / "theirs.py").write_text(DOOR.format(package="sd_lowvram"))
+    about = tmp_path / "theirs-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[sd_lowvram]\ntheirs = theirs:enter\n")
+    path = Path(os.pathsep.join([str(tmp_path), str(PACKAGE.parent)]))
+    assert "--toy" in run(path, "-m", "sd_lowvram", "generate", "--help", cwd=tmp_path)
+    assert run(path, "-m", "sd_lowvram", "greet", "you", cwd=tmp_path) == "hello you\n"
+
+
+def test_folders_are_found_where_a_host_imports_the_package_by_another_name(tmp_path: Path) -> None:
+    copy = tmp_path / "host" / "pack" / "sd_lowvram"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("data", "model", "__pycache__"))
+    (copy / "theirs").mkdir()
+    (copy / "theirs" / "__init__.py").touch()
+    (copy / "theirs" / "door.py").write_text(DOOR.format(package="...sd_lowvram") + "\n\nenter()\n")
+    (copy / "broken").mkdir()
+    (copy / "broken" / "door.py").write_text("raise ImportError('no such thing')")
+    look = (
+        "import warnings, sys; warnings.simplefilter('ignore'); from host.pack.sd_lowvram.settings import Settings; "
+        "print(Settings(toy=3).toy, 'sd_lowvram' in sys.modules)"
+    )
+    assert run(tmp_path, "-c", look, cwd=tmp_path) == "3 False\n"
+    told = subprocess.run(
+        [sys.executable, "-c", look.replace("ignore", "always")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    assert "broken could not be added to sd-lowvram, and is left out (ImportError: no such thing)" in told.stderr
