@@ -12,7 +12,7 @@ ADAPTERS = sorted(file for folder in ("nodes", "webui_ext", "scripts") for file 
 
 
 def test_few_files_lie_directly_in_the_package() -> None:
-    assert len(list((ROOT / "sd_lowvram").glob("*.py"))) <= 12
+    assert len(list((ROOT / "sd_lowvram").glob("*.py"))) <= 14
 
 
 @pytest.mark.parametrize("file", ADAPTERS, ids=lambda file: f"{file.parent.name}/{file.name}")
@@ -29,7 +29,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
     import sd_lowvram
 
     assert sd_lowvram.__all__ == [
-        "Fidelity", "MemoryTrace", "Plan", "Settings", "attached", "decode", "encode", "errors", "max_size", "measured",
-        "optimize", "plan", "restore", "resumable", "trace",
+        "Fidelity", "Knob", "MemoryTrace", "Plan", "Settings", "attached", "decode", "encode", "errors", "max_size",
+        "measured", "optimize", "plan", "register", "restore", "resumable", "trace",
     ]  # fmt: skip
     assert all(hasattr(sd_lowvram, name) for name in sd_lowvram.__all__)

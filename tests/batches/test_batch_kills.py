@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from batches import WARM, jobs, results
+from batch_runs import WARM, jobs, results
 from command_line import ENVIRONMENT, MAIN
 from forked import forks_of
 

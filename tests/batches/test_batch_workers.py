@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from batches import WARM, jobs, results
+from batch_runs import WARM, jobs, results
 from command_line import ENVIRONMENT, MAIN, command
 from forked import forks_of
 

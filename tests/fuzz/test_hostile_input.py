@@ -12,7 +12,6 @@ from hostile import JSON, NUMBERS, SIZES, WORDS, damaged, inputs, survives
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sd_lowvram.batches.jobs import columns, read_jobs
 from sd_lowvram.checkpoints.inspection import check_model, configuration
 from sd_lowvram.checkpoints.safetensors_header import read_header
 from sd_lowvram.commands.early import check_floor
@@ -62,17 +61,6 @@ def test_settings(chosen):
     with survives(200_000):
         settings = checked_settings(chosen)
         assert all(getattr(settings, name) == value for name, value in chosen.items())
-
-
-@inputs(0.14)
-@given(hostile.job_files(list(columns())), st.booleans(), st.data())
-def test_job_files(folder, written, broken, data):
-    name, content = written
-    content = data.draw(damaged(st.just(content))) if broken else content
-    (folder / name).write_bytes(content)
-    with survives(len(content)):
-        tasks = read_jobs(folder / name, Job(""), {})
-        assert tasks and len({task.key for task in tasks}) == len(tasks)
 
 
 @inputs(0.12)
