@@ -85,6 +85,8 @@ class Knob:
         depth: where that hook wraps the model; hooks of one depth come in the order in which knobs are declared.
         acts: what it does, by the values with which it does so (:data:`ANY`: all with which it acts).
         excludes: what no other knob may do beside it, by its own values likewise.
+        undecided: values that leave it to a plan, as None does.
+        implies: other knobs that it decides where it acts and they are undecided.
     """
 
     label: str
@@ -101,6 +103,8 @@ class Knob:
     depth: Depth = Depth.CALLS
     acts: Mapping[Act, tuple[str, ...]] = field(default_factory=dict)
     excludes: Mapping[Act, tuple[str, ...]] = field(default_factory=dict)
+    undecided: tuple[str, ...] = ()
+    implies: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def type(self) -> type[str] | type[int] | type[bool]:

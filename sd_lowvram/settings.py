@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,7 @@ class Settings:
         fidelity=_ROUNDING,
         stages=_VAE,
         hook={"cpu": "offload"},
+        undecided=("auto",),
         depth=Depth.PLACES,
     )
     offload: str | None = _knob(
@@ -225,6 +227,7 @@ class Settings:
         unit="MiB",
         fidelity=_BITWISE,
         surfaces=_NOT_COMFYUI,
+        implies={"offload": "blocks"},
     )
     split_layers: bool | None = _knob(
         label="Split layers",
@@ -396,6 +399,11 @@ class Settings:
         undecided = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **undecided)
 
+    @property
+    def largest_bytes(self) -> float:
+        """The most that may be allocated in one piece."""
+        return self.largest_mib << 20 if self.largest_mib else math.inf
+
     def as_dict(self) -> dict[str, Any]:
         """All knobs by name, undecided ones too."""
         return {name: getattr(self, name) for name in knobs()}
@@ -478,6 +486,18 @@ def _knobs(*registered: Any) -> dict[str, Knob]:
     attention = ours["attention"]
     ours["attention"] = dataclasses.replace(attention, choices=(*attention.choices, *doors.ATTENTION))
     return ours | doors.KNOBS
+
+
+def acts(settings: Settings) -> frozenset[Act]:
+    """All that the decided knobs do."""
+    return frozenset().union(*(knob.acts_of(value) for _, knob, value in settings.decided()))
+
+
+def implied(settings: Settings) -> Settings:
+    """``settings`` with what the decided knobs imply of others."""
+    for _, knob, _ in list(settings.decided()):
+        settings = settings.filled(**knob.implies)
+    return settings
 
 
 def conflict(settings: Settings) -> str | None:

@@ -25,6 +25,17 @@ def test_adapters_import_nothing_of_torch_that_is_private(file: Path) -> None:
         assert not private, f"{file.name}, line {getattr(node, 'lineno', 0)}: {private}"
 
 
+@pytest.mark.parametrize("file", ["search.py", "options.py"])
+def test_the_search_knows_no_knob_by_name(file: str) -> None:
+    tree = ast.parse((ROOT / "sd_lowvram" / "planning" / file).read_text(encoding="utf-8"))
+    words = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    words |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    words |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
+    from sd_lowvram.settings import knobs
+
+    assert words.isdisjoint(knobs())
+
+
 def test_every_public_name_is_there_and_no_other() -> None:
     import sd_lowvram
 

@@ -29,9 +29,11 @@ from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend
 from ..kernels.attention.problem import Problem, problem_of
 from ..kernels.attention.torch_kernels import BUILTIN, TORCHS_ATTENTION, own_kernel, refusal
+from ..kernels.triton import support as triton
 from ..models.anatomy import Anatomy, Site, Verbs, layer
 from ..patches import Patch, wrap
 from ..settings import Settings
+from .offers import Kind, Offer, Target
 
 _SUCCESSORS = {
     "AttnProcessor": "AttnProcessor2_0",
@@ -61,6 +63,17 @@ def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         _ran[site.module] = Counter()
         around = functools.partial(_forward, site, anatomy.verbs, backend, score_bytes)
         yield wrap(site.module, "forward", around, hook="attention")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    """Our own kernel where it was measured to be faster; else the choice among torch's, where it makes a difference."""
+    anatomy = target.anatomy
+    if not anatomy.attentions or target.fixed.attention is not None or target.fixed.deterministic:
+        return
+    if target.is_faster(triton.ATTENTION):
+        yield Offer(Kind.ALWAYS, {"attention": "triton"})
+    if is_worth_choosing(anatomy, target.device):
+        yield Offer(Kind.ALWAYS, {"attention": "sdpa"})
 
 
 def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:

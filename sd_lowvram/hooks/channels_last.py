@@ -22,6 +22,7 @@ from ..patches import Change
 from ..settings import Settings
 from ..streaming.host_weights import in_files
 from ..weights import all_tensors, lay_last, same_bits, set_data
+from .offers import Kind, Offer, Target
 
 
 def channels_last(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Change]:
@@ -37,6 +38,11 @@ def channels_last(anatomy: Anatomy, settings: Settings, device: torch.device) ->
     stay = {anatomy.autoencoder} if settings.decoder_device == "cpu" else set()
     waiting = [part for name, part in components.items() if waits and name not in stay]
     yield Change(functools.partial(_reorder, list(components.values()), waiting), hook="channels_last")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    if target.on_gpu and target.anatomy.denoiser:
+        yield Offer(Kind.ALWAYS, {"channels_last": True})
 
 
 def reordered(component: nn.Module) -> list[Tensor]:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from .. import progress
 from ..cache import place_of, remember, remembered
+from ..devices.compiling import compiling_of
 from ..errors import ConflictError, NoSiteError
 from ..kernels import compiler
 from ..knob import Act
@@ -31,6 +32,7 @@ from ..patches import Patch, is_foreign, wrap
 from ..settings import Settings
 from ..streaming.layers import is_compiled as is_compiled_module
 from ..weights import loaded_dtype, needs_graph, own_tensors
+from .offers import Kind, Offer, Target
 
 
 def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -66,6 +68,15 @@ def compilable(settings: Settings, device: torch.device) -> Settings:
         return settings
     warnings.warn(f"compile: {why}. The model runs as it is", stacklevel=2)
     return dataclasses.replace(settings, compile="off")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    """Blocks compiled, channels last, where that is known to be faster."""
+    known = compiling_of(target.rates, target.device)
+    if known is None or known.gain <= 1 or target.anatomy.denoiser is None or target.fixed.compile is not None:
+        return
+    if target.fixed.channels_last is not False and compiler.refusal(target.device) is None:
+        yield Offer(Kind.WHOLE, {"compile": "regional", "channels_last": True})
 
 
 def is_compiled(settings: Settings) -> bool:

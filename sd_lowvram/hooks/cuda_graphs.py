@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..devices.this_machine import RECORDED
 from ..errors import NoSiteError, SettingsError, ran_out
 from ..memory.fake_mode import active_fake_mode
 from ..memory.pinned import recording
@@ -26,6 +27,8 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .alike_calls import facts_of, kind_of
+from .compiled import is_followed
+from .offers import Kind, Offer, Target
 
 _MOST = 4
 """Recordings that are kept: each has inputs of its own, while their pool is shared."""
@@ -41,9 +44,7 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
         NoSiteError: the target has no denoiser.
         SettingsError: the device has no CUDA graphs, or the model runs with a ControlNet.
     """
-    against = unrecordable(anatomy, device)
-    if against is not None:
-        raise SettingsError(against)
+    check_recording(anatomy, settings, device)
     if anatomy.denoiser is None or anatomy.unet is None:
         raise NoSiteError("cuda graphs: the model has no denoiser to record")
     recordings = _Recordings(anatomy.unet)
@@ -53,6 +54,17 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
             yield wrap(component, entry, around, "cuda_graphs", "" if name == anatomy.denoiser else "giving up")
 
 
+def offers(target: Target) -> Iterator[Offer]:
+    """Where it was measured to be faster on the card; hosts' own code acts between the denoiser's layers, which a
+    recorded pass would not call."""
+    anatomy = target.anatomy
+    if anatomy.unet is None or anatomy.family != "diffusers" or anatomy.kept or is_followed(target.fixed):
+        return
+    open_ = target.fixed.cuda_graphs is None and unrecordable(anatomy, target.device) is None
+    if open_ and target.is_faster(RECORDED):
+        yield Offer(Kind.WHOLE, {"cuda_graphs": True})
+
+
 def unrecordable(anatomy: Anatomy, device: torch.device) -> str | None:
     """Why passes cannot be recorded on ``device``; None where they can."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -60,6 +72,12 @@ def unrecordable(anatomy: Anatomy, device: torch.device) -> str | None:
     if any(name.startswith("controlnet") for name in anatomy.components):
         return "cuda_graphs cannot go with a ControlNet, which takes its turn with the denoiser: leave one of them off"
     return None
+
+
+def check_recording(anatomy: Anatomy, settings: Settings, device: torch.device) -> None:
+    """Raise SettingsError where ``settings`` ask for recorded passes that cannot be."""
+    if settings.cuda_graphs and (why := unrecordable(anatomy, device)) is not None:
+        raise SettingsError(why)
 
 
 class _Recording:

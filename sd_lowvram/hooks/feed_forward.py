@@ -17,6 +17,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
+from .offers import Kind, Offer, Target
 from .strips import assembled, spans
 
 FEWEST_TOKENS = 256
@@ -34,6 +35,12 @@ def feed_forward(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
     chunks = settings.feed_forward_chunks or 1
     for site in anatomy.feed_forwards:
         yield wrap(site.module, "forward", functools.partial(_in_chunks, site.module, chunks), "feed_forward")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    if target.anatomy.feed_forwards:
+        for rung, parts in {1: 4, 2: 8, 4: 16}.items():
+            yield Offer(Kind.LADDER, {"feed_forward_chunks": parts}, rung=rung, stages=("denoise",))
 
 
 def _in_chunks(

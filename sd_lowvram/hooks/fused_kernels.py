@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat import autocast_dtype
 from ..errors import NoSiteError
-from ..kernels.triton.support import refusal, takes
+from ..kernels.triton.support import FUSED, refusal, takes
 from ..models import autoencoder
 from ..models.anatomy import Anatomy, Residual, geglu_of
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
+from .offers import Kind, Offer, Target
 
 Look = Callable[..., Residual | None]
 
@@ -50,6 +51,14 @@ def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) ->
         yield wrap(block, "forward", functools.partial(_fused_block, look, block), "fused_kernels")
     for gate in gates:
         yield wrap(gate, "forward", functools.partial(_fused_gate, gate), "fused_kernels")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    """Where they were measured to be faster."""
+    anatomy = target.anatomy
+    tiled = anatomy.vae is not None and autoencoder.dissect(anatomy.vae) is not None
+    if target.is_faster(*FUSED) and (anatomy.residual_blocks or tiled):
+        yield Offer(Kind.ALWAYS, {"fused_kernels": True})
 
 
 def _is_plain(parts: Residual | None) -> bool:

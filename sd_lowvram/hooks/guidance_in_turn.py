@@ -20,6 +20,7 @@ from ..settings import Settings
 from ..streaming.weight_scopes import together
 from ..weights import needs_graph, placed
 from .arguments import are_watched, batch_of, last_are_there, part_of, shares
+from .offers import Kind, Offer, Target
 from .offloaded_tensor import Waiting
 
 
@@ -41,6 +42,11 @@ def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device)
         inside = [one for one in module.modules() if one in attentions]
         around = functools.partial(_in_turn, anatomy.verbs.mixes, inside, module)
         yield wrap(module, "forward", around, "guidance_in_turn")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    if target.anatomy.course is not None:
+        yield Offer(Kind.LADDER, {"guidance_in_turn": True}, rung=4, stages=("denoise",))
 
 
 def _in_turn(

@@ -21,6 +21,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .compiled import is_followed
+from .offers import Kind, Offer, Target
 
 
 def inference_mode(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -33,6 +34,10 @@ def inference_mode(anatomy: Anatomy, settings: Settings, device: torch.device) -
     for site in anatomy.feed_forwards:
         if (gate := geglu_of(site.module)) is not None:
             yield wrap(gate, "forward", functools.partial(_gated, gate), "inference_mode")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    yield Offer(Kind.ALWAYS, {"inference_mode": True})
 
 
 def _run(component: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

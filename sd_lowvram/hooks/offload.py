@@ -17,8 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..devices.support import support_of
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
+from ..models.autoencoder import dissect
 from ..models.support import check_moved
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
@@ -28,6 +30,7 @@ from ..streaming.layout import Policy
 from ..streaming.timing import Timing
 from ..units import MIB
 from ..weights import all_tensors
+from .offers import Kind, Offer, Target
 from .placement import convert_in_one_buffer, place, run_on_cpu, widen_on_host
 
 
@@ -63,6 +66,26 @@ def offload(
                 yield from _entries(anatomy, name, functools.partial(run_at, device), "offload")
     else:
         yield from _streamed(anatomy, components, settings, device, timing)
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    """Every way to keep the weights that the device has, and the decoder on the processor beside a GPU.
+
+    Single layers are fetched whole, and split: split ones need less room, which a faster way to run a step may have.
+    """
+    anatomy = target.anatomy
+    streams = support_of(target.device).streams
+    yield Offer(Kind.WEIGHTS, {"offload": "none"})
+    yield Offer(Kind.WEIGHTS, {"offload": "component"}, least=not streams)
+    if streams:
+        if anatomy.denoiser is not None:
+            yield Offer(Kind.WEIGHTS, {"offload": "blocks"}, room="weights_mib")
+            yield Offer(Kind.WEIGHTS, {"offload": "halves"})
+        yield Offer(Kind.WEIGHTS, {"offload": "layer"}, least=True)
+        yield Offer(Kind.WEIGHTS, {"offload": "layer", "split_layers": True}, least=True)
+    if target.on_gpu and anatomy.vae is not None and target.fixed.decoder_device in (None, "cpu"):
+        away = {"vae_tiles": "off", "decoder_device": "cpu"}
+        yield Offer(Kind.INSTEAD, away, rung=2 if dissect(anatomy.vae) is not None else 1, stages=("encode", "decode"))
 
 
 def _entries(anatomy: Anatomy, name: str, around: Callable[..., Any], hook: str) -> Iterator[Patch]:

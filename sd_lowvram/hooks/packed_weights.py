@@ -24,7 +24,8 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.layers import contents
 from ..units import MIB
-from .compiled import is_compiled
+from .compiled import is_compiled, is_followed
+from .offers import Kind, Offer, Target
 
 _LEAST_BYTES = 4 * MIB
 """Of a weight that is worth a copy: smaller ones stay in the processor's cache while they are brought in order."""
@@ -58,6 +59,18 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
         taking = entered if name == anatomy.denoiser else copies.elsewhere
         for entry in anatomy.entries[name]:
             yield wrap(component, entry, taking, "packing")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    """On a processor, before all else. Compiling was measured without it, and kernels take it in fp32 alone."""
+    if packed.refusal(target.device) is None and packable(target.anatomy):
+        yield Offer(
+            Kind.INSTEAD,
+            {"packed_weights": True},
+            rung=-1,
+            stages=("denoise",),
+            goes_with=lambda settings: settings.precision in (None, "fp32") and not is_followed(settings),
+        )
 
 
 def packable(anatomy: Anatomy) -> list[nn.Conv2d]:

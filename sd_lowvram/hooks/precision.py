@@ -37,6 +37,7 @@ from ..weights import (
     same_bits,
     set_data,
 )
+from .offers import Kind, Offer, Target
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -74,6 +75,13 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
                 yield from _widened_layers(component)
             yield from _cast_entries(anatomy, name, compute if stored != compute else None)
             yield from _cast_inside(component, compute)
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    """A type of half the bytes, where another picture is allowed."""
+    if target.approximate:
+        yield Offer(Kind.WEIGHTS, {"precision": None})
+        yield Offer(Kind.WEIGHTS, {"precision": "fp16" if target.on_gpu else "bf16"})
 
 
 def _types(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from ..devices.support import check_streaming, support_of
 from ..errors import NoSiteError, SettingsError
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch
-from ..settings import STREAMED, Knob, Preset, Settings, conflict
+from ..settings import STREAMED, Knob, Preset, Settings, conflict, knobs
 from ..streaming.timing import Timing
+from .offers import Offer, Target
 
 Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
 
@@ -71,6 +72,19 @@ def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: 
         return not hook or all(True for _ in _hook(hook)(anatomy, settings, device))
     except NoSiteError:
         return False
+
+
+def offered(target: Target) -> list[Offer]:
+    """What all hooks offer for ``target``, those that lie deepest first."""
+    found: list[Offer] = []
+    asked: set[Any] = set()
+    for knob in sorted(knobs().values(), key=lambda one: one.depth):
+        for name in knob.hook.values() if isinstance(knob.hook, Mapping) else (knob.hook,):
+            home = name if callable(name) else name and importlib.import_module(f".{name}", __package__)
+            if home and home not in asked and hasattr(home, "offers"):
+                found += home.offers(target)
+            asked.add(home)
+    return found
 
 
 def _hook(name: str | Hook) -> Any:

@@ -26,6 +26,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import kept
 from ..weights import needs_graph
+from .offers import Kind, Offer, Target
 from .strips import Span, Statistics, assembled, spans
 
 FEWEST_ROWS = 8
@@ -47,6 +48,12 @@ def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) 
     for block in blocks:
         around = functools.partial(_in_strips, look, block, settings.residual_strips or 1)
         yield wrap(block, "forward", around, "residual_strips")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    if target.anatomy.residual_blocks:
+        for rung, parts in {2: 8, 4: 16}.items():
+            yield Offer(Kind.LADDER, {"residual_strips": parts}, rung=rung, stages=("denoise",))
 
 
 def _in_strips(

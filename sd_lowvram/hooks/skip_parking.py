@@ -19,6 +19,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .arguments import changed
+from .offers import Kind, Offer, Target
 from .offloaded_tensor import Waiting, recalled
 
 
@@ -40,6 +41,11 @@ def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
         parks = id(module) in parked
         around = functools.partial(_through_host, module, parks)
         yield wrap(module, "forward", around, "park_skips", "parks" if parks else "fetches")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    if target.anatomy.course is not None:
+        yield Offer(Kind.LADDER, {"park_skips": True}, rung=3, stages=("denoise",))
 
 
 def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from ..patches import Patch, roles_of, set_patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .feed_forward import FEWEST_TOKENS
+from .offers import Kind, Offer, Target
 from .regional_bands import in_bands
 from .strips import Span, assembled, spans
 
@@ -41,6 +42,12 @@ def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.devic
     for block in blocks:
         around = functools.partial(_in_chunks, look, block, settings.transformer_chunks or 1)
         yield wrap(block, "forward", around, "transformer_chunks")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    if target.anatomy.transformer_blocks:
+        for rung, parts in {2: 8, 4: 16}.items():
+            yield Offer(Kind.LADDER, {"transformer_chunks": parts}, rung=rung, stages=("denoise",))
 
 
 def _in_chunks(

@@ -36,6 +36,7 @@ from ..streaming.weight_scopes import kept
 from ..units import MIB
 from ..weights import needs_graph, placed, room
 from .maps import AnyMap, Given, Map, Strip, load, spans
+from .offers import Kind, Offer, Target
 from .overflow import Watch, is_finite, piece
 from .strips import Statistics
 from .vae_operations import Operation, first_half, needed_rows, operations_of, second_half
@@ -62,6 +63,16 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         yield replace(vae, "use_tiling", False, "vae_exact")
     if hasattr(vae, "enable_tiling"):
         yield replace(vae, "enable_tiling", _no_other_tiling, "vae_exact")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    """The map between layers held on the device; else parked, also in the smallest strips, or recomputed."""
+    if target.anatomy.vae is None or dissect(target.anatomy.vae) is None:
+        return
+    rungs = [(1, "held", {}), (2, "parked", {}), (2, "parked", {"vae_strip_mib": 4}), (2, "recomputed", {})]
+    for rung, place, more in rungs:
+        ways = {"vae_tiles": "exact", "vae_map": place, **more}
+        yield Offer(Kind.INSTEAD, ways, rung=rung, stages=("encode", "decode"), least=bool(more))
 
 
 def _steps(vae: KLAutoencoder) -> Autoencoder:

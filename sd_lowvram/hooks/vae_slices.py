@@ -16,6 +16,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import placed
+from .offers import Kind, Offer, Target
 
 
 def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -29,6 +30,12 @@ def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
         raise NoSiteError("VAE slices: the target has no autoencoder")
     for part in (vae.decoder, vae.encoder):
         yield wrap(part, "forward", _one_by_one, "vae_slices")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    """One picture at a time, where there are several."""
+    if target.batch > 1 and target.anatomy.vae is not None:
+        yield Offer(Kind.ALWAYS, {"vae_slices": True})
 
 
 def _one_by_one(original: Callable[..., Tensor], batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -20,6 +20,7 @@ from ..models.anatomy import Anatomy
 from ..models.autoencoder import dissect
 from ..patches import Patch, wrap
 from ..settings import Settings
+from .offers import Kind, Offer, Target
 from .overflow import is_finite
 from .vae_exact import run_exact
 
@@ -30,6 +31,12 @@ def vae_whole(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     for name, stage in (("decoder", "decode"), ("encoder", "encode")) if vae is not None else ():
         around = functools.partial(_looked_at, vae, dataclasses.replace(settings, vae_map=None), stage)
         yield wrap(getattr(vae, name), "forward", around, "vae_whole")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    if target.anatomy.vae is not None:
+        tiled = dissect(target.anatomy.vae) is not None
+        yield Offer(Kind.INSTEAD, {"vae_tiles": "off"}, stages=("encode", "decode"), least=not tiled)
 
 
 def _looked_at(

@@ -23,6 +23,7 @@ from ..errors import ConflictError, NoSiteError
 from ..kernels.quantised import quantise, widen
 from ..memory import to_host
 from ..memory.fake_mode import active_fake_mode
+from ..memory.threads import at_rest
 from ..models.anatomy import Anatomy
 from ..models.cond_conv import CondConv2d
 from ..patches import Change, Patch, roles_of, wrap
@@ -30,6 +31,7 @@ from ..settings import Settings
 from ..streaming.followed import exchanged
 from ..streaming.weight_scopes import lent_to_call, present_rows
 from ..weights import loaded_dtype, needs_graph, remember_loaded, set_data
+from .offers import Kind, Offer, Target
 
 _REFUSED = {
     "fuse_lora": "a LoRA cannot be fused into weights of 8 bits: use it unfused, or restore(), fuse it and optimize()",
@@ -86,6 +88,17 @@ def quantised_layers(anatomy: Anatomy, name: str, as_loaded: bool = False) -> li
         # its owner reads this layer's weight without calling it
         and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     ]
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    """int8, which is nearer to full weights than fp8 and of the same size, where another picture is allowed."""
+    parts = target.anatomy.components
+    if target.approximate and target.fixed.weight_storage is None:
+        with at_rest(parts.values()):
+            stored = any(quantised_layers(target.anatomy, name, as_loaded=True) for name in parts)
+        if stored:
+            yield Offer(Kind.WEIGHTS, {"weight_storage": None})
+            yield Offer(Kind.WEIGHTS, {"weight_storage": "int8"})
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

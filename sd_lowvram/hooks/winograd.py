@@ -26,6 +26,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
+from .offers import Kind, Offer, Target
 
 _TILE = 4
 _NARROWEST = 64
@@ -45,6 +46,12 @@ def winograd(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
         raise NoSiteError("winograd: the target has no autoencoder with 3x3 convolutions of 64 channels or more")
     for site in sites:
         yield wrap(site, "forward", functools.partial(_by_winograd, site), "winograd")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    """In any way to run the autoencoder, on a processor where it was measured to be faster."""
+    if target.device.type == "cpu" and target.anatomy.vae is not None and target.is_faster():
+        yield Offer(Kind.BESIDE, {"winograd": True}, stages=("encode", "decode"))
 
 
 def _suits(module: nn.Module) -> bool:

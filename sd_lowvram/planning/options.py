@@ -1,36 +1,21 @@
-"""The ways to run each stage, in tiers: each does more work than the one before, and holds less."""
+"""The ways to run each stage, in tiers: each does more work than the one before, and holds less.
+
+They are made of what the hooks offer (:mod:`sd_lowvram.hooks.offers`); no knob is named here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..hooks.compiled import is_followed
+from ..hooks.offers import Kind, Offer, left_open, of_kind
 from ..settings import Settings, conflict
 from .stages import Stage
 
 Choice = dict[str, Any]
 """Knobs of one stage, by name."""
-
-DENOISE_LADDER: list[Choice] = [
-    {},
-    {"feed_forward_chunks": 4},
-    {"feed_forward_chunks": 8, "residual_strips": 8, "transformer_chunks": 8},
-    {"feed_forward_chunks": 8, "residual_strips": 8, "transformer_chunks": 8, "park_skips": True},
-    {
-        "feed_forward_chunks": 16,
-        "residual_strips": 16,
-        "transformer_chunks": 16,
-        "park_skips": True,
-        "guidance_in_turn": True,
-    },
-]
-PACKED: Choice = {"packed_weights": True}
-_PLAIN: Choice = {"vae_tiles": "off"}
-_ON_CPU: Choice = {"vae_tiles": "off", "decoder_device": "cpu"}
-_HELD, _PARKED, _RECOMPUTED = ({"vae_tiles": "exact", "vae_map": where} for where in ("held", "parked", "recomputed"))
-_FINEST: Choice = _PARKED | {"vae_strip_mib": 4}
 
 
 @dataclass(frozen=True)
@@ -41,60 +26,91 @@ class Group:
         tiers: the ways to run them. Those of one tier are slower than those of the tier before; which of them is the
             fastest hangs on the device.
         smallest: the one of them that holds least on the device.
+        offers: of which they are made.
     """
 
     stages: tuple[Stage, ...]
     tiers: list[list[Choice]]
     smallest: Choice
+    offers: Sequence[Offer] = ()
 
     @property
     def choices(self) -> list[Choice]:
         return [choice for tier in self.tiers for choice in tier]
 
+    def goes_with(self, choice: Choice, base: Settings) -> bool:
+        """Whether ``choice`` can be taken with all that is decided for the whole run."""
+        settings = base.filled(**choice)
+        taken = [one for one in self.offers if one.knobs.items() <= choice.items()]
+        return conflict(settings) is None and all(one.goes_with(settings) for one in taken)
 
-def groups(
-    stages: Iterable[Stage],
-    fixed: Settings,
-    tiled: bool,
-    decoder_on_cpu: bool,
-    packs: bool = False,
-    by_winograd: bool = False,
-) -> list[Group]:
-    """The stages of a run, those together that share knobs, with what ``fixed`` leaves open of the ways to run them.
 
-    Args:
-        tiled: whether the autoencoder is built so that exact tiles can run it.
-        decoder_on_cpu: whether it may run in host memory.
-        packs: whether the denoiser's weights may be kept in the order of a CPU's kernels.
-        by_winograd: whether the autoencoder may convolve by Winograd's ways, in any of the others.
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way to keep the weights.
+
+    Attributes:
+        room: the knob for which the search is to find a number of MiB; "": none.
+        least: whether no other holds less on the device.
     """
-    shared: dict[str, list[Stage]] = {}
+
+    knobs: Choice
+    room: str
+    least: bool
+
+
+def weight_ways(offers: Iterable[Offer], fixed: Settings) -> list[Way]:
+    """Every way to keep the weights: what is offered of each knob, with what is offered of the others."""
+    by_knob: dict[str, list[Offer]] = {}
+    for offer in of_kind(offers, Kind.WEIGHTS):
+        if all(value is None or getattr(fixed, name) in (None, value) for name, value in offer.knobs.items()):
+            by_knob.setdefault(next(iter(offer.knobs)), []).append(offer)
+    found: dict[tuple[Any, ...], Way] = {}
+    for taken in itertools.product(*by_knob.values()):
+        knobs = {name: value for offer in taken for name, value in left_open(offer.knobs, fixed).items()}
+        room = "".join(offer.room for offer in taken)
+        found.setdefault(tuple(knobs.items()), Way(knobs, room, any(offer.least for offer in taken)))
+    return list(found.values())
+
+
+def groups(stages: Iterable[Stage], fixed: Settings, offers: Sequence[Offer]) -> list[Group]:
+    """The stages of a run, those together that share offers, with what ``fixed`` leaves open of their ways."""
+    shared: list[tuple[list[Stage], list[Offer]]] = []
     for stage in stages:
-        shared.setdefault("vae" if stage.name in ("encode", "decode") else stage.name, []).append(stage)
-    away = [_ON_CPU] * decoder_on_cpu
-    exact = [[_HELD], [_PARKED, _FINEST, _RECOMPUTED, *away]]
-    vae = [[_PLAIN], *exact] if tiled else [[_PLAIN], away]
-    if by_winograd:
-        vae = [[*tier, *(choice | {"winograd": True} for choice in tier)] for tier in vae]
-    tiers = {"denoise": [[PACKED]] * packs + [[choice] for choice in DENOISE_LADDER], "vae": vae}
-    smallest = {"denoise": DENOISE_LADDER[-1], "vae": _FINEST if tiled else _PLAIN}
-    return [
-        Group(tuple(members), _open(tiers.get(name, [[{}]]), fixed), _left(smallest.get(name, {}), fixed))
-        for name, members in shared.items()
-    ]
+        mine = [offer for offer in offers if stage.name in offer.stages]
+        known = next((group for group, its in shared if its and its == mine), None)
+        if known is None:
+            shared.append(([stage], mine))
+        else:
+            known.append(stage)
+    return [_group(tuple(members), fixed, mine) for members, mine in shared]
 
 
-def goes_with(choice: Choice, base: Settings) -> bool:
-    """Whether ``choice`` can be taken with the weights placed and stored, and the blocks compiled, as ``base`` says."""
-    if conflict(base.filled(**choice)) is not None:
-        return False
-    # Compiling was measured without packed weights, and kernels take them in fp32 alone.
-    return not choice.get("packed_weights") or (base.precision in (None, "fp32") and not is_followed(base))
+def _group(stages: tuple[Stage, ...], fixed: Settings, offers: list[Offer]) -> Group:
+    tiers: dict[int, list[Choice]] = {}
+    for offer in of_kind(offers, Kind.INSTEAD):
+        tiers.setdefault(offer.rung, []).append(dict(offer.knobs))
+    least = next((dict(offer.knobs) for offer in of_kind(offers, Kind.INSTEAD) if offer.least), {})
+    rungs = ladder(offers)
+    tiers.setdefault(0, [{}])
+    for rung, choice in rungs.items():
+        tiers.setdefault(rung, []).append(choice)
+        least = choice
+    for beside in of_kind(offers, Kind.BESIDE):
+        tiers = {rung: [*tier, *({**choice, **beside.knobs} for choice in tier)] for rung, tier in tiers.items()}
+    ways = [tiers[rung] for rung in sorted(tiers)]
+    return Group(stages, _open(ways, fixed), left_open(least, fixed), offers)
 
 
-def _left(choice: Choice, fixed: Settings) -> Choice:
-    """What ``fixed`` leaves open of ``choice``."""
-    return {name: value for name, value in choice.items() if getattr(fixed, name) is None}
+def ladder(offers: Iterable[Offer]) -> dict[int, Choice]:
+    """For each rung of the offers that go together, all that is offered up to it: of one knob the last."""
+    climbing = sorted(of_kind(offers, Kind.LADDER), key=lambda offer: offer.rung)
+    found: dict[int, Choice] = {}
+    choice: Choice = {}
+    for offer in climbing:
+        choice = {**choice, **offer.knobs}
+        found[offer.rung] = choice
+    return found
 
 
 def _open(tiers: list[list[Choice]], fixed: Settings) -> list[list[Choice]]:
@@ -102,6 +118,6 @@ def _open(tiers: list[list[Choice]], fixed: Settings) -> list[list[Choice]]:
     found: list[list[Choice]] = []
     for tier in tiers:
         known = [choice for one in found for choice in one]
-        left = [_left(choice, fixed) for choice in tier]
+        left = [left_open(choice, fixed) for choice in tier]
         found.append([one for number, one in enumerate(left) if one not in [*known, *left[:number]]])
     return [tier for tier in found if tier]

@@ -12,32 +12,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-import itertools
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
-from ..devices.performance import THIS
-from ..devices.support import support_of
-from ..devices.this_machine import RECORDED, kernel_gains
-from ..errors import BudgetError, LowVRAMError, PlanningError, SettingsError
-from ..hooks.attention import is_worth_choosing
-from ..hooks.compiled import compilable, is_followed
-from ..hooks.cuda_graphs import unrecordable
-from ..hooks.packed_weights import packable
-from ..hooks.registry import applicable
-from ..kernels.compiler import refusal as compiling_refusal
-from ..kernels.packed import refusal as packing_refusal
-from ..kernels.triton import support as triton
+from ..errors import BudgetError, LowVRAMError, PlanningError
+from ..hooks.compiled import compilable
+from ..hooks.cuda_graphs import check_recording
+from ..hooks.offers import Kind, Target, of_kind, undecided, with_all
+from ..hooks.registry import applicable, offered
+from ..knob import Act
 from ..models.anatomy import Anatomy
-from ..models.autoencoder import dissect
 from ..models.support import check_moved
-from ..settings import STREAMED, Settings, conflict
+from ..settings import Settings, acts, conflict, implied
 from ..streaming.timing import Timing
 from ..units import MIB
 from .cost_model import Pricing
-from .options import Choice, Group, goes_with, groups
+from .options import Choice, Group, Way, groups, weight_ways
 from .plan import Candidate, Plan, StagePlan
 from .reasons import reasons, refusal, too_large, why_not
 from .request import DEFAULT_STEPS, Request
@@ -102,38 +92,17 @@ class Search:
         """
         self.request = request
         check_moved(anatomy.components)
-        if settings.weights_mib is not None and anatomy.denoiser is not None:
-            settings = settings.filled(offload="blocks")
-        settings = compilable(applicable(settings, anatomy, request.device), request.device)
-        if settings.cuda_graphs and (why := unrecordable(anatomy, request.device)) is not None:
-            raise SettingsError(why)
+        if anatomy.denoiser is not None:
+            settings = implied(settings)
+        settings = undecided(compilable(applicable(settings, anatomy, request.device), request.device))
+        check_recording(anatomy, settings, request.device)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
-        self.largest = settings.largest_mib * MIB if settings.largest_mib else math.inf
-        on_gpu = self.pricing.on_gpu
-        narrower = approximate and settings.precision is None
-        self.precisions = (None, "fp16" if on_gpu else "bf16") if narrower else (None,)
-        in_bytes = approximate and self.pricing.costs.quantised
-        self.storages = (None, "int8") if in_bytes else (None,)  # nearer to full weights than fp8, and of the same size
-        decoder_on_cpu = settings.decoder_device in ("cpu", "auto", None) and on_gpu
-        if settings.decoder_device == "auto":
-            settings = dataclasses.replace(settings, decoder_device=None)
-        followed = is_followed(settings)
-        open_ = settings.attention is None and not settings.deterministic and not followed
-        chooses = open_ and anatomy.attentions and is_worth_choosing(anatomy, request.device)
-        self._traceable_attention = "sdpa" if chooses else settings.attention
-        ours = open_ and anatomy.attentions and _are_faster(request, triton.ATTENTION)
-        self.base = settings.filled(
-            attention="triton" if ours else self._traceable_attention,
-            inference_mode=True,
-            vae_slices=True if request.batch > 1 and anatomy.vae is not None else None,
-            channels_last=True if on_gpu and anatomy.denoiser else None,
-        )
-        tiled = anatomy.vae is not None and dissect(anatomy.vae) is not None
-        if not followed and _are_faster(request, *triton.FUSED) and (anatomy.residual_blocks or tiled):
-            self.base = self.base.filled(fused_kernels=True)
-        packs = packing_refusal(request.device) is None and bool(packable(anatomy)) and settings.packed_weights is None
-        by_winograd = anatomy.vae is not None and _winograd_is_faster(request)
-        self._groups = groups(self.pricing.costs.stages, self.base, tiled, decoder_on_cpu, packs, by_winograd)
+        self.largest = settings.largest_bytes
+        target = Target(anatomy, request.device, request.rates, request.batch, settings, approximate)
+        self._offers = offered(target)
+        self._fixed = settings
+        self.base = with_all(settings, of_kind(self._offers, Kind.ALWAYS))
+        self._groups = groups(self.pricing.costs.stages, self.base, self._offers)
         self._rejected: list[Candidate] = []
 
     # The fastest
@@ -145,9 +114,8 @@ class Search:
         was composed of, and the next ones have their turn as long as they may be faster by what is worth a trace.
         """
         best = None
-        runs = map(
-            self._runs, [*self._placements, *self._compiled, *self._recorded]
-        )  # in digits that sums of the same times in another order share
+        # in digits that sums of the same times in another order share
+        runs = map(self._runs, [*self._placements, *self._variants])
         for run in heapq.merge(*runs, key=lambda run: float(f"{run.seconds:.9g}")):
             if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:
                 break
@@ -180,7 +148,7 @@ class Search:
     def _from_the_fastest(self, base: Settings, group: Group) -> Iterator[Choice]:
         """The ways to run ``group``; those of one tier are priced together, when their turn comes."""
         for tier in group.tiers:
-            possible = [choice for choice in tier if goes_with(choice, base)]
+            possible = [choice for choice in tier if group.goes_with(choice, base)]
             yield from sorted(possible, key=lambda choice: self._option(base, group, choice).seconds)
 
     def next_faster(self, best: Candidate) -> Candidate | None:
@@ -196,7 +164,8 @@ class Search:
 
         None: ``largest_mib`` forbids all.
         """
-        fewest = [base for base in self._placements if base.offload == self._placements[-1].offload]
+        ways = self._ways.values()
+        fewest = [base for base in self._placements if self._ways[base].least or not any(way.least for way in ways)]
         run = self._least(fewest, "needed_bytes", self._small, lambda group: [group.smallest])
         return run if run is not None else self._least(fewest, "needed_bytes", self._small)
 
@@ -205,8 +174,7 @@ class Search:
 
         More room for streamed weights leaves no less of them in host memory, and holds no more.
         """
-        ways = operator.attrgetter("weight_storage", "precision", "offload", "split_layers")
-        least_rooms = {ways(one): one for one in reversed(self._placements)}
+        least_rooms = {self._ways[one]: one for one in reversed(self._placements)}
         return self._least(least_rooms.values(), "host_bytes", self._held)
 
     def too_large(self) -> BudgetError:
@@ -227,7 +195,7 @@ class Search:
         size, runs = operator.attrgetter(name), []
         for base in bases:
             options = (
-                [self._option(base, group, choice) for choice in ways(group) if goes_with(choice, base)]
+                [self._option(base, group, choice) for choice in ways(group) if group.goes_with(choice, base)]
                 for group in self._groups
             )
             found = [list(filter(allowed, each)) for each in options]
@@ -236,80 +204,59 @@ class Search:
 
     # What there is
 
-    @functools.cached_property
+    @property
     def _placements(self) -> list[Settings]:
-        """The ways to place the weights. One that this model's weights do not allow is no candidate, and ends the
-        search only where there is no other."""
-        ways = itertools.product(self.storages, self.precisions, self._offloads())  # weights are converted seldom
-        found: dict[Settings, None] = {}
+        """The ways to keep the weights."""
+        return list(self._ways)
+
+    @functools.cached_property
+    def _ways(self) -> dict[Settings, Way]:
+        """What is decided with each way to keep the weights, and the way. One that this model's weights do not allow is
+        no candidate, and ends the search only where there is no other."""
+        found: dict[Settings, Way] = {}
         refused: LowVRAMError | None = None
-        for storage, precision, offload in ways:
-            base = self.base.filled(weight_storage=storage, precision=precision, offload=offload)
+        for way in weight_ways(self._offers, self._fixed):
+            base = self.base.filled(**way.knobs)
             if conflict(base) is not None:
                 continue
-            for split in self._splits(base):
-                try:
-                    for name in self.pricing.anatomy.components:
-                        self.pricing.costs.weights(name, split)
-                    found |= dict.fromkeys(self._with_rooms(split))
-                except PlanningError:
-                    raise
-                except LowVRAMError as error:
-                    refused = refused or error
+            try:
+                for name in self.pricing.anatomy.components:
+                    self.pricing.costs.weights(name, base)
+                found |= dict.fromkeys(self._with_rooms(base, way.room), way)
+            except PlanningError:
+                raise
+            except LowVRAMError as error:
+                refused = refused or error
         if refused is not None and not found:
             raise refused
+        return found
+
+    @functools.cached_property
+    def _variants(self) -> list[Settings]:
+        """Those ways once more with what is offered for whole runs."""
+        found: dict[Settings, None] = {}
+        always = of_kind(self._offers, Kind.ALWAYS)
+        for offer in of_kind(self._offers, Kind.WHOLE):
+            for base, way in self._ways.items():
+                room = {way.room: getattr(base, way.room)} if way.room else {}
+                whole = self._fixed.filled(**offer.knobs).filled(**way.knobs).filled(**room)
+                if conflict(whole) is None:
+                    found[with_all(whole, always)] = None
         return list(found)
 
-    @functools.cached_property
-    def _compiled(self) -> list[Settings]:
-        """Those of the placements with which the blocks can be compiled, where that is known to be faster."""
-        known = self.pricing.compiling
-        if known is None or known.gain <= 1 or self.base.compile is not None or self.pricing.anatomy.denoiser is None:
-            return []
-        if self.base.channels_last is False or compiling_refusal(self.request.device) is not None:
-            return []
-        compiled: dict[str, Any] = {"compile": "regional", "channels_last": True, "fused_kernels": None}
-        compiled |= {"attention": self._traceable_attention}
-        return [base for one in self._placements if conflict(base := dataclasses.replace(one, **compiled)) is None]
+    def _with_rooms(self, base: Settings, room: str) -> list[Settings]:
+        """``base`` with every room for streamed weights that is tried; the same whatever the budget.
 
-    @functools.cached_property
-    def _recorded(self) -> list[Settings]:
-        """Those of the placements with which the denoiser's passes can be recorded, where that was measured to be
-        faster on the card; hosts' own code acts between its layers, which a recorded pass would not call."""
-        anatomy = self.pricing.anatomy
-        if self.base.cuda_graphs is not None or anatomy.unet is None or anatomy.family != "diffusers" or anatomy.kept:
-            return []
-        if is_followed(self.base) or unrecordable(anatomy, self.request.device) is not None:
-            return []
-        if not _are_faster(self.request, RECORDED):
-            return []
-        found = [dataclasses.replace(one, cuda_graphs=True) for one in self._placements]
-        return [one for one in found if conflict(one) is None]
-
-    def _offloads(self) -> tuple[str, ...]:
-        """Those that the device and the other knobs bear."""
-        ways: tuple[str, ...] = ("none", "component")
-        if support_of(self.request.device).streams:
-            ways += STREAMED if self.pricing.anatomy.denoiser is not None else ("layer",)
-        return tuple(way for way in ways if conflict(self.base.filled(offload=way)) is None)
-
-    @staticmethod
-    def _splits(base: Settings) -> list[Settings]:
-        """``base`` with single layers whole, and split: split ones need less room, which a faster way to run a step
-        may have."""
-        if base.offload != "layer" or base.split_layers is not None:
-            return [base]
-        return [base, dataclasses.replace(base, split_layers=True)]
-
-    def _with_rooms(self, base: Settings) -> list[Settings]:
-        """``base`` with every room for streamed weights that is tried; the same whatever the budget."""
+        Args:
+            room: the knob that is the room in MiB; "": there is none.
+        """
         denoiser = self.pricing.anatomy.denoiser
-        if base.offload != "blocks" or base.weights_mib is not None or denoiser is None:
+        if not room or getattr(base, room) is not None or denoiser is None:
             return [base]
         weights = self.pricing.costs.weights(denoiser, base)
         rooms = {-(-weights.bytes * share // (_ROOMS[-1] * MIB)) for share in _ROOMS[:-1]}
         least = -(-weights.room_bytes // MIB)
-        return [dataclasses.replace(base, weights_mib=room) for room in sorted({least, *rooms}) if room >= least]
+        return [base.filled(**{room: size}) for size in sorted({least, *rooms}) if size >= least]
 
     def _option(self, base: Settings, group: Group, choice: Choice) -> Candidate:
         settings = base.filled(**choice)
@@ -341,26 +288,8 @@ class Search:
     def timing(self, best: Candidate) -> Timing | None:
         """How long the modules of a step take, where weights are streamed under it."""
         steps = [stage for stage in self.pricing.costs.stages if stage.repeats]
-        streamed = best.settings.offload in STREAMED
+        streamed = Act.STREAMS_WEIGHTS in acts(best.settings)
         return self.pricing.timing(steps[0], best.settings) if streamed and steps else None
-
-
-def _are_faster(request: Request, *kernels: str) -> bool:
-    """Whether each of these was measured to be faster on the card at hand, for which the plan is, at every shape."""
-    if request.device.type != "cuda" or request.rates.name != THIS:
-        return False
-    if kernels != (RECORDED,) and triton.refusal(request.device):
-        return False
-    gains = [gain for name, gain in kernel_gains(request.device).items() if name.startswith(kernels)]
-    return bool(gains) and min(gains) > 1
-
-
-def _winograd_is_faster(request: Request) -> bool:
-    """Whether Winograd's convolutions were measured to be faster on the processor at hand, for which the plan is."""
-    if request.device.type != "cpu" or request.rates.name != THIS:
-        return False
-    gains = kernel_gains(request.device)
-    return bool(gains) and min(gains.values()) > 1
 
 
 _WORTH_A_TRACE = 0.995

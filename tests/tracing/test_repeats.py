@@ -13,10 +13,13 @@ from torch import nn
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
+from sd_lowvram.devices.performance import profile
 from sd_lowvram.hooks import vae_exact
+from sd_lowvram.hooks.offers import Target
+from sd_lowvram.hooks.registry import offered
 from sd_lowvram.memory.repeats import each, representatives
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.planning.options import DENOISE_LADDER
+from sd_lowvram.planning.options import ladder
 from sd_lowvram.planning.stage_costs import Costs
 from sd_lowvram.planning.stages import Shape
 from sd_lowvram.tracing import MemoryTrace, trace
@@ -89,7 +92,14 @@ def short_and_whole(component: Any, *args: Any, **kwargs: Any) -> tuple[MemoryTr
     return short, trace(component, *args, **kwargs)
 
 
-RUNGS = [Settings(**rung) for rung in DENOISE_LADDER]
+def rungs() -> list[Settings]:
+    """Every rung of what the hooks offer to run a UNet with less."""
+    unet = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), device="meta", only=("unet",)))
+    target = Target(unet, torch.device("cpu"), profile("rtx2070"), 1, Settings(), False)
+    return [Settings(), *(Settings(**rung) for rung in ladder(offered(target)).values())]
+
+
+RUNGS = rungs()
 
 
 def deep_config(family: str) -> Any:

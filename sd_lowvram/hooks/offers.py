@@ -1,0 +1,115 @@
+"""What hooks offer to a plan: each says what it can do for a target there, and the search chooses by price.
+
+A hook's file has a function ``offers(target) -> Iterator[Offer]`` beside the hook; a stranger's hook has it as an
+attribute. A target without sites is offered nothing, and is planned all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..devices.performance import THIS, Rates
+from ..devices.this_machine import RECORDED, kernel_gains
+from ..kernels.triton import support as triton
+from ..models.anatomy import Anatomy
+from ..settings import Settings, conflict, knobs
+
+
+class Kind(enum.Enum):
+    """How an offer is combined with the others."""
+
+    ALWAYS = "in every run in which nothing excludes it"
+    WEIGHTS = "one way among others to keep the weights"
+    WHOLE = "for a whole run, or not, with weights kept in any way"
+    LADDER = "from its rung on, with what others offer up to that rung"
+    INSTEAD = "one way among others to run a stage, in the tier of its rung"
+    BESIDE = "with any way to run a stage, or not"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Knobs that a hook offers to decide.
+
+    Attributes:
+        rung: of ways to run a stage: the more, the more work and the fewer bytes.
+        stages: in which it makes a difference, for those that are about single stages.
+        least: whether no other way to run these stages holds less.
+        room: of a way to keep the weights, the knob that says how many MiB of them the device holds, where the search
+            is to find the number.
+        goes_with: whether it can be taken beside all else that is decided, where that is not declared by the knobs.
+    """
+
+    kind: Kind
+    knobs: Mapping[str, Any]
+    rung: int = 0
+    stages: tuple[str, ...] = ()
+    least: bool = False
+    room: str = ""
+    goes_with: Callable[[Settings], bool] = field(default=lambda _: True)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan is made for.
+
+    Attributes:
+        batch: pictures at a time.
+        fixed: knobs that are decided.
+        approximate: whether another picture, however close, is allowed.
+    """
+
+    anatomy: Anatomy
+    device: torch.device
+    rates: Rates
+    batch: int
+    fixed: Settings
+    approximate: bool
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type != "cpu"
+
+    @property
+    def here(self) -> bool:
+        """Whether the plan is for the machine at hand."""
+        return self.rates.name == THIS
+
+    def is_faster(self, *kernels: str) -> bool:
+        """Whether each of these was measured to be faster on the device at hand, for which the plan is, at every
+        shape; without names: all that was measured."""
+        if not self.here or (self.on_gpu and self.device.type != "cuda"):
+            return False
+        if kernels and kernels != (RECORDED,) and triton.refusal(self.device):
+            return False
+        gains = [gain for name, gain in kernel_gains(self.device).items() if name.startswith(kernels or "")]
+        return bool(gains) and min(gains) > 1
+
+
+def of_kind(offers: Iterable[Offer], kind: Kind) -> list[Offer]:
+    return [offer for offer in offers if offer.kind is kind]
+
+
+def left_open(offered: Mapping[str, Any], fixed: Settings) -> dict[str, Any]:
+    """What ``fixed`` leaves open of ``offered`` knobs."""
+    return {name: value for name, value in offered.items() if getattr(fixed, name) is None}
+
+
+def with_all(settings: Settings, offers: Iterable[Offer]) -> Settings:
+    """``settings`` with those of ``offers`` that leave no conflict; of several for one knob the first."""
+    for offer in offers:
+        more = settings.filled(**offer.knobs)
+        if more != settings and conflict(more) is None and offer.goes_with(more):
+            settings = more
+    return settings
+
+
+def undecided(settings: Settings) -> Settings:
+    """``settings`` without values that leave their knob to the plan."""
+    left = {name: None for name, value in settings.as_dict().items() if value in knobs()[name].undecided}
+    return dataclasses.replace(settings, **left)
