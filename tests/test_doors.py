@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,38 @@ def test_folders_are_found_where_a_host_imports_the_package_by_another_name(tmp_
         check=True,
     )
     assert "broken could not be added to sd-lowvram, and is left out (ImportError: no such thing)" in told.stderr
+
+
+class Holder:
+    """A stranger's container of models that no family of ours knows."""
+
+    def __init__(self) -> None:
+        self.parts = {"unet": tiny.tiniest().unet}
+
+
+def family() -> Any:
+    """One in which a UNet of diffusers' lies where nobody of ours looks for it."""
+    from sd_lowvram.models import diffusers
+
+    theirs = types.SimpleNamespace(**{name: getattr(diffusers, name) for name in dir(diffusers) if name[:1] != "_"})
+    theirs.components_of = lambda target: target.parts if isinstance(target, Holder) else {}
+    return theirs
+
+
+def test_a_strangers_family_is_planned_run_and_restored() -> None:
+    target = Holder()
+    unet = target.parts["unet"]
+    given = torch.randn(2, 4, 8, 8), torch.tensor(5), torch.randn(2, 7, unet.config.cross_attention_dim)
+    with torch.no_grad():
+        before = unet(*given, return_dict=False)[0]
+        with pytest.raises(BadInputError, match="Holder"):
+            optimize(target, width=64, height=64, device="cpu")
+        unregister = register(families={"theirs": family()})
+        try:
+            plan = optimize(target, vram="1GB", width=64, height=64, device="cpu", settings=Settings(offload="layer"))
+            assert [stage.name for stage in plan.stages] == ["denoise"]
+            assert torch.equal(unet(*given, return_dict=False)[0], before)
+            restore(target)
+        finally:
+            unregister()
+        assert torch.equal(unet(*given, return_dict=False)[0], before)

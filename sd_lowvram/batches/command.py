@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .. import doors
 from ..commands.guard import guarded
 from ..commands.inputs import RUN, Job, option
 from ..commands.knobs import with_fields, with_knobs
@@ -70,8 +71,9 @@ def _check(retry: int, on: str | None, workers: int | None, device: str | None) 
         if workers is not None:
             raise BadInputError(f"--workers {workers} needs --on, which says where they are: --on local, for example")
         return
-    if on not in ("local", "ray") and not (on.startswith("ray://") and len(on) > len("ray://")):
-        raise BadInputError(f"--on {on!r} is unknown: choose local, ray or ray://HOST")
+    places = ("local", "ray", *doors.CREWS)
+    if on not in places and not (on.startswith("ray://") and len(on) > len("ray://")):
+        raise BadInputError(f"--on {on!r} is unknown: choose {', '.join(places)} or ray://HOST")
     if workers is not None:
         check_count("--workers", workers, _MOST_TIMES)
     if device is not None:

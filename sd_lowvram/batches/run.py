@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import doors
 from ..commands.inputs import Job
 from ..commands.interrupts import terminated_as_interrupted
 from ..commands.streams import note, tell
@@ -119,6 +120,8 @@ def _crew(wanted: Wanted) -> Iterator[Crew]:
         crew = Alone()
     elif wanted.on == "local":
         crew = Processes(places(wanted.workers))
+    elif wanted.on in doors.CREWS:
+        crew = doors.CREWS[wanted.on](wanted.workers)
     else:
         from .over_ray import Actors
 

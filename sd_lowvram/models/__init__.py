@@ -7,10 +7,17 @@ from typing import Any
 
 from torch import nn
 
+from .. import doors
 from . import compvis, diffusers
 from .anatomy import Anatomy, sites
 
 _FAMILIES = {"diffusers": diffusers, "compvis": compvis}
+
+
+def families() -> dict[str, Any]:
+    """Every family by name; those that others registered are asked first, as they are the more special."""
+    doors.find()
+    return doors.FAMILIES | _FAMILIES
 
 
 def dissect(target: Any) -> Anatomy | None:
@@ -20,7 +27,7 @@ def dissect(target: Any) -> Anatomy | None:
         UnsupportedModelError: a pipeline, or a host's shell, with a part that cannot be planned.
         ConflictError: a part whose weights diffusers casts layer by layer.
     """
-    for name, family in _FAMILIES.items():
+    for name, family in families().items():
         components = family.components_of(target)
         if components:
             anatomy = anatomy_of_components(name, components)
@@ -41,7 +48,7 @@ def begins(family: str, target: Any) -> list[str]:
 
 def anatomy_of_components(family: str, components: dict[str, nn.Module]) -> Anatomy:
     """The anatomy of models of a known family, by name: "unet" is the denoiser, "vae" the autoencoder."""
-    of = _FAMILIES[family]
+    of = families()[family]
     unet = components.get("unet", nn.Module())
     return Anatomy(
         family=family,
