@@ -23,13 +23,14 @@ OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(SIZE),--width "$$SIZE" --height "
 	$(if $(SEED),--seed "$$SEED") $(if $(STEPS),--steps "$$STEPS") \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test test-hosts test-others test-simulated-gpu fuzz faults lint format gpu gpu-pack clean
+.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu fuzz faults lint format gpu gpu-pack clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make picture PROMPT="a red apple"   install into $(VENV) if need be, and make a picture'
 	@echo '             [VRAM=4GB] [SIZE=512] [SEED=1] [STEPS=30] [MODEL=path] [OUT=file.png]'
-	@echo 'make test                           lint, types and tests'
+	@echo 'make test                           lint, types and tests of the core'
+	@echo 'make test-all                       those of measurements, smaller UNets and batches too'
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
 	@echo 'make test-others                    diffusers own tests with our hooks attached (DIFFUSERS_DIR=)'
 	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into $(GPU_VENV) if need be, 5 GB'
@@ -49,8 +50,16 @@ picture: $(VENV)/.standalone
 install: $(VENV)/.standalone
 
 # In two processes, which is what most of the tests, Python's own work, can use.
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+ROOMS := $(wildcard tests/benchmarks tests/unets tests/batches)
 test: lint $(VENV)/.gradio
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) $(ROOMS:%=--ignore=%)
+
+# Of measurements, smaller UNets and batches, which the package runs without.
+test-rooms: $(VENV)/.gradio
+	$(PYTEST) $(ROOMS)
+
+test-all: test test-rooms
 
 # In real hosts: COMFYUI_DIR=... and WEBUI_DIR=..., with COMFYUI_PYTHON=... and WEBUI_PYTHON=... for theirs.
 test-hosts: $(VENV)/.test
