@@ -53,9 +53,6 @@ EXCLUDE_EACH_OTHER = [
         {"deep_cache": 2, "offload": "layer"},
         [{"deep_cache": 2, "offload": "none"}, {"deep_cache": 2, "offload": "component"}],
     ),
-    ({"fused_qkv": True, "offload": "layer"}, [{"fused_qkv": True}, {"offload": "layer"}]),
-    ({"fused_qkv": True, "weight_storage": "int8"}, [{"fused_qkv": True}, {"weight_storage": "int8"}]),
-    ({"fused_qkv": True, "precision": "fp16-storage"}, [{"fused_qkv": True}, {"precision": "fp16-storage"}]),
     ({"traced": True, "residual_strips": 1}, [{"traced": True}, {"residual_strips": 1}]),
     ({"traced": True, "offload": "component"}, [{"traced": True}, {"offload": "component"}]),
     ({"precision": "tf32"}, [{"precision": "fp32"}]),
@@ -312,7 +309,7 @@ def test_weights_that_are_in_order_already(pipe: Any) -> None:
     unet = build_components(config, only=("unet",))["unet"]
     packed, others = {"packed_weights": True}, ({"offload": "layer"}, {"weight_storage": "int8"})
     for other in others:
-        with pytest.raises(SettingsError, match=r"packed_weights cannot go with .* leave one of them off"):
+        with pytest.raises(SettingsError, match=r"packed_weights=True cannot go with .* leave one of them off"):
             sd_lowvram.plan(unet, settings=Settings(**packed, **other), **PLENTY)
     for alone in (packed, *others):
         with attached(unet, Settings(**alone), device=CPU), torch.no_grad():

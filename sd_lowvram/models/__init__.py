@@ -37,13 +37,13 @@ def dissect(target: Any) -> Anatomy | None:
 
 def parts_of(family: str, target: Any) -> dict[str, nn.Module]:
     """The models that ``target`` has now, by name; quick, as nothing is asked of them."""
-    parts: dict[str, nn.Module] = _FAMILIES[family].parts_of(target)
+    parts: dict[str, nn.Module] = families()[family].parts_of(target)
     return parts
 
 
 def begins(family: str, target: Any) -> list[str]:
     """The methods of ``target`` that a run goes through before it calls a model."""
-    return [name for name in _FAMILIES[family].BEGINS if hasattr(target, name)]
+    return [name for name in families()[family].BEGINS if hasattr(target, name)]
 
 
 def anatomy_of_components(family: str, components: dict[str, nn.Module]) -> Anatomy:

@@ -41,7 +41,8 @@ def costly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shape,) = batch("--dry-run")["shapes"]
     kinds = sum(map(len, compiled.kinds_of(meta_anatomy(None, torch.float32)).values()))
     known = Compiling(3.0, shape["seconds"] / kinds, 0.0)
-    monkeypatch.setattr(cost_model, "compiling_of", lambda *_: known)
+    for module in (cost_model, compiled):
+        monkeypatch.setattr(module, "compiling_of", lambda *_: known)
     monkeypatch.setattr(cost_model, "were_compiled", lambda *_: False)
 
     def nothing(anatomy, settings, device):

@@ -61,8 +61,8 @@ def test_weights_are_not_streamed_there(device: torch.device, pipe: Any) -> None
         Search(anatomy, request_on(device), Settings(offload="blocks"), approximate=False)
     assert applicable(Settings.smallest(), anatomy, device).offload is None
     assert applicable(Settings.smallest(), anatomy, torch.device("cpu")).offload == "layer"
-    tried = Search(anatomy, request_on(device), Settings(), approximate=False)._offloads()
-    assert tried == ("none", "component")
+    tried = Search(anatomy, request_on(device), Settings(), approximate=False)._placements
+    assert [one.offload for one in tried] == ["none", "component"]
 
 
 @pytest.mark.parametrize("device", FOREIGN, ids=str)

@@ -14,6 +14,7 @@ import torch
 from sd_lowvram import Settings, plan
 from sd_lowvram.devices.compiling import Compiling, compiling_of, remember_compiling
 from sd_lowvram.devices.performance import THIS, profile
+from sd_lowvram.hooks import compiled
 from sd_lowvram.hooks.compiled import kinds_of
 from sd_lowvram.kernels import compiler
 from sd_lowvram.planning import cost_model
@@ -37,7 +38,8 @@ def costing(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         plain = plan(pipe, **SIZE)
         kinds = sum(map(len, kinds_of(anatomy_of(pipe)).values()))
         found = Compiling(gain, runs * plain.predicted.seconds / kinds, 0.0)
-        monkeypatch.setattr(cost_model, "compiling_of", lambda *_: found)
+        for module in (cost_model, compiled):
+            monkeypatch.setattr(module, "compiling_of", lambda *_: found)
         monkeypatch.setattr(cost_model, "were_compiled", lambda *_: False)  # by another test, on this machine
         return plain
 

@@ -14,6 +14,7 @@ from sd_lowvram.checkpoints.architectures import architecture, build_components
 from sd_lowvram.devices.compiling import Compiling
 from sd_lowvram.devices.performance import THIS, Rates, profile
 from sd_lowvram.devices.this_machine import RECORDED
+from sd_lowvram.hooks import compiled, offers
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning import cost_model, search
 from sd_lowvram.planning.plan import Plan, Request
@@ -28,8 +29,8 @@ NOTHING = Settings()
 def planned(
     monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], rates: Any = HERE, settings: Settings = NOTHING
 ) -> Plan:
-    monkeypatch.setattr(search, "kernel_gains", lambda device: gains)
-    monkeypatch.setattr(search.triton, "refusal", lambda device: None)
+    monkeypatch.setattr(offers, "kernel_gains", lambda device: gains)
+    monkeypatch.setattr(offers.triton, "refusal", lambda device: None)
     anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), only=("unet",)))
     request = Request(64, 64, 1, 4 * GIB, 4 * GIB, torch.device("cuda"), rates)
     return search.make_plan(anatomy, request, settings)
@@ -64,8 +65,9 @@ def test_attention_that_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_compiled_blocks_leave_our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler cannot look through it: plans with it are beside those that are compiled."""
-    monkeypatch.setattr(cost_model, "compiling_of", lambda rates, device: Compiling(1.5, 0.1, 0.1))
-    monkeypatch.setattr(search, "compiling_refusal", lambda device: None)
+    for module in (cost_model, compiled):
+        monkeypatch.setattr(module, "compiling_of", lambda rates, device: Compiling(1.5, 0.1, 0.1))
+    monkeypatch.setattr(compiled.compiler, "refusal", lambda device: None)
     found = planned(monkeypatch, ATTENTION).settings
     assert found.compile == "regional" and found.attention is None
 
@@ -87,7 +89,7 @@ def test_recording_that_was_measured_as_faster(monkeypatch: pytest.MonkeyPatch) 
 
 def decoding(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], vram: int = 8 * GIB, name: str = THIS) -> Plan:
     """Of a full-size autoencoder in fp32, on a processor."""
-    monkeypatch.setattr(search, "kernel_gains", lambda device: gains)
+    monkeypatch.setattr(offers, "kernel_gains", lambda device: gains)
     vae = build_components(architecture("sd15"), torch.float32, "meta", only=("vae",))
     rates = Rates(name, name, 1e11, 1e11, 1e10, 1e10, 1e-6, 16 * GIB, "a test's")
     request = Request(512, 512, 1, vram, 8 * GIB, torch.device("cpu"), rates)
