@@ -104,8 +104,8 @@ def measured(
         torch.randn(batch, tokens, heads, width, generator=noise).to(device, dtype).transpose(1, 2)
         for tokens in (queries, keys, keys)
     )
-    own = backend == OWN_CHOICE
-    function = _as_torch_does if own else functools.partial(BACKENDS[backend], score_bytes=score_bytes)
+    torchs = backend == OWN_CHOICE
+    function = _as_torch_does if torchs else functools.partial(BACKENDS[backend], score_bytes=score_bytes)
     attend, attend_beside = functools.partial(function, q, k, v), functools.partial(beside, q, k, v)
     try:
         first = attend()
@@ -120,7 +120,7 @@ def measured(
         "shape": list(shape),
         "dtype": str(dtype).removeprefix("torch."),
         "backend": backend,
-        "kernel": own_kernel(problem_of(q, k, v)) if own else kernel_name(backend, problem_of(q, k, v), score_bytes),
+        "kernel": own_kernel(problem_of(q, k, v)) if torchs else kernel_name(backend, problem_of(q, k, v), score_bytes),
         "score_bytes": score_bytes if backend in ("sliced", "fused-softmax") else None,
         "error": float((first[:, :, sampled].double() - exact).norm() / exact.norm()),
         "deterministic": all(torch.equal(attend(), first) for _ in range(repeats)),
