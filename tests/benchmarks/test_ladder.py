@@ -47,5 +47,5 @@ def test_the_fastest_ways_beside_diffusers_own() -> None:
     half = ["step with bfloat16 allowed"] if has_bfloat16() else []
     parts = [(row["part"], row["name"]) for row in report["rows"]]
     assert [part for part, _ in parts] == [*half, "lossless decode"]
-    assert report["rows"][0]["error"] < 1e-4 and report["rows"][-1]["error"] < 1e-4
+    assert report["rows"][-1]["error"] < 1e-4
     assert "large enough" in report["left_out"]["packed weights"] and "--compiled" in report["left_out"]["compiled"]
