@@ -22,7 +22,7 @@ from sd_lowvram.planning.request import Request, request_for
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import Attachment, anatomy_of, attach, detach
 from sd_lowvram.settings import Settings
-from sd_lowvram.units import format_size
+from sd_lowvram.units import format_least, format_size
 
 from . import host, loading, switching
 from .arguments import NAME, chosen_of, settings_of
@@ -105,7 +105,7 @@ def _in_the_users_words(error: BudgetError, chosen: Mapping[str, Any], vram: int
         message = f"weights_mib {chosen['weights_mib']}: {error}"
     elif error.limit == "vram" and others:
         needed += others
-        message = f"{format_size(vram)} cannot hold it: {error.stage} needs at least {format_size(needed)}, "
+        message = f"{format_size(vram)} cannot hold it: {error.stage} needs at least {format_least(needed)}, "
         message += f"{format_size(others)} of it for the text encoders. {remedy(error.by_size)}"
     else:
         return error
