@@ -102,7 +102,7 @@ def device_of(given: torch.device | str | None, what: str = "device") -> torch.d
     check_device_name(str(given), what)
     device = torch.device(given)
     try:
-        torch.zeros(1, device=device).item()
+        torch.zeros(1, device=device).cpu()  # which under fake tensors asks for no number
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise BadInputError(f"{what} {str(given)!r} cannot be used ({reason[:120]}): cpu always can") from error
