@@ -104,7 +104,7 @@ class Pricing:
         return dataclasses.replace(
             planned,
             peak_bytes=planned.peak_bytes + more,
-            reserved_bytes=planned.reserved_bytes + reserved,
+            reserved_bytes=max(planned.reserved_bytes + reserved, planned.peak_bytes + more),
             activation_bytes=planned.activation_bytes + more,
             seconds=planned.seconds + self.request.steps * again,
         )

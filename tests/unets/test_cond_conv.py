@@ -24,7 +24,7 @@ from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
-from sd_lowvram.errors import BadInputError, ConflictError
+from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.hooks.weight_storage import quantised_layers
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.models.asdm_unet import ASDMUNet2DConditionModel
@@ -240,7 +240,7 @@ def test_experts_are_stored_in_8_bits(kind: str) -> None:
 
 
 def test_layers_that_cannot_be_divided_are_refused_by_name() -> None:
-    with pytest.raises(ConflictError, match=r"conv1 is larger .* because CondConv2d is no plain Linear or Conv2d"):
+    with pytest.raises(BudgetError, match=r"leave no room for unet\..*conv1, which has .* MiB: give .* or more"):
         sd_lowvram.optimize(pipeline(), settings=Settings(offload="layer", split_layers=True, weights_mib=1))
     sd_lowvram.restore(pipeline())
 
