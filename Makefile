@@ -87,7 +87,7 @@ simulated-gpu: $(VENV)/.cuda
 
 # Ten times the hostile inputs of a test run.
 fuzz: $(VENV)/.test
-	SD_LOWVRAM_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz
+	SD_LOWVRAM_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz $(wildcard tests/batches/test_hostile_jobs.py)
 
 # What becomes of a run that is disturbed, everywhere and in every way; a short form of it is among the tests.
 faults: $(VENV)/.test

@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("hostile")
 
 
-@inputs(0.12)
+@inputs(0.18)
 @given(SIZES | WORDS)
 @example("9" * 5000 + "GB")
 def test_sizes(value):
@@ -63,7 +63,7 @@ def test_settings(chosen):
         assert all(getattr(settings, name) == value for name, value in chosen.items())
 
 
-@inputs(0.12)
+@inputs(0.2)
 @given(damaged(hostile.safetensors()))
 def test_safetensors(folder, content):
     file = folder / "a.safetensors"
