@@ -26,6 +26,7 @@ BY_SMALL_PIECES = [
 ELSEWHERE = {
     "attention=efficient": "kernels/test_attention.py",
     "attention=xformers": "kernels/test_attention.py",
+    "attention=cudnn": "simulated_gpu/test_cudnn_attention_on_the_card.py",
     "attention=triton": "hooks/fused_interpreted.py",
     "cuda_graphs=True": "simulated_gpu/test_graphs_on_the_card.py",
     "fused_kernels=True": "hooks/fused_interpreted.py",
