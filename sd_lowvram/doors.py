@@ -1,4 +1,4 @@
-"""What others add to the package: a knob with its hook, a model family, an attention backend, a command, a crew.
+"""What others add to the package: a knob with its hook, a model family, a command, a crew.
 
 One call, :func:`register`, takes all of them, from the package's own rooms as from strangers. Who calls it is found
 
@@ -32,9 +32,6 @@ KNOBS: dict[str, Knob] = {}
 FAMILIES: dict[str, Any] = {}
 """Model families beside diffusers' and CompVis': modules or objects with what ``models/interfaces.py`` asks for."""
 
-ATTENTION: dict[str, Any] = {}
-"""Attention backends beside ours: objects with what ``kernels/attention/backend.py`` asks for."""
-
 COMMANDS: dict[str, Callable[..., Any]] = {}
 """Commands of the command line, by name: functions that import and give one, or typer's group of them."""
 
@@ -44,7 +41,6 @@ CREWS: dict[str, Callable[..., Any]] = {}
 _PLACES: dict[str, dict[str, Any]] = {
     "knob": KNOBS,
     "family": FAMILIES,
-    "attention backend": ATTENTION,
     "command": COMMANDS,
     "crew": CREWS,
 }
@@ -57,7 +53,6 @@ def register(
     *,
     knobs: Mapping[str, Knob] | None = None,
     families: Mapping[str, Any] | None = None,
-    attention: Mapping[str, Any] | None = None,
     commands: Mapping[str, Callable[..., Any]] | None = None,
     crews: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[], None]:
@@ -67,7 +62,6 @@ def register(
         knobs: declarations whose ``hook`` is a function ``(anatomy, settings, device) -> patches``. Settings take them
             by name, ``Settings(toy=3)``; command line, nodes and panel show them; plans and their cache hold them.
         families: modules, or objects, with what ``models/interfaces.py`` asks of a family.
-        attention: backends (``kernels/attention/backend.py``), which ``Settings(attention=...)`` takes by name.
         commands: for ``sd-lowvram NAME``: functions that import and give a command, or typer's group of them.
         crews: for ``batch --on NAME``: functions that make a crew of a number of workers, or of None.
 
@@ -77,7 +71,7 @@ def register(
     Raises:
         BadInputError: something of this name is there already; nothing is added then.
     """
-    given = dict(zip(_PLACES, (knobs, families, attention, commands, crews), strict=True))
+    given = dict(zip(_PLACES, (knobs, families, commands, crews), strict=True))
     with _lock:
         for kind, added in given.items():
             for name in added or ():

@@ -477,14 +477,12 @@ Settings.__init__ = _with_registered(Settings.__init__)  # type: ignore[method-a
 def knobs() -> dict[str, Knob]:
     """Every knob by name, in the order that saved workflows rely on; registered ones come last."""
     doors.find()
-    return dict(_knobs(tuple((name, id(knob)) for name, knob in doors.KNOBS.items()), tuple(doors.ATTENTION)))
+    return dict(_knobs(tuple((name, id(knob)) for name, knob in doors.KNOBS.items())))
 
 
 @functools.lru_cache(maxsize=1)
-def _knobs(*registered: Any) -> dict[str, Knob]:
+def _knobs(_: Any) -> dict[str, Knob]:
     ours = {field.name: field.metadata["knob"] for field in dataclasses.fields(Settings) if field.metadata}
-    attention = ours["attention"]
-    ours["attention"] = dataclasses.replace(attention, choices=(*attention.choices, *doors.ATTENTION))
     return ours | doors.KNOBS
 
 
