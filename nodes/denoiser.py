@@ -92,7 +92,7 @@ class _Denoiser:
         self._batch = 1
         self.record = record
         self.settings = self._node_request.settings
-        plan = record.plan_of("denoise", anatomy.unet)
+        plan = record.plan_of("denoise", anatomy.denoiser_module)
         record.plans.pop("denoise", None)
         if plan is not None:
             self._plans[_key(plan)] = plan
@@ -107,7 +107,7 @@ class _Denoiser:
 
     def show(self, plan: Plan) -> None:
         """Put ``plan`` into the record."""
-        self.record.add("denoise", plan, self._anatomy.unet)
+        self.record.add("denoise", plan, self._anatomy.denoiser_module)
 
     def outer_sample(self, executor: Any, noise: Tensor, *args: Any, **kwargs: Any) -> Any:
         guider = executor.class_obj

@@ -224,7 +224,7 @@ def decode(
     shape = _checked_shape("latents", latents, latent_channels(anatomy))
     size = {"width": shape[3] * scale_factor(anatomy), "height": shape[2] * scale_factor(anatomy), "batch": shape[0]}
     return _run(
-        anatomy, vram, ram, latents.device if device is None else device, settings, size, anatomy.verbs.decode, latents
+        anatomy, vram, ram, latents.device if device is None else device, settings, size, anatomy.family.decode, latents
     )
 
 
@@ -246,7 +246,7 @@ def encode(
     shape = _checked_shape("pixels", pixels, pixel_channels(anatomy))
     size = {"width": shape[3], "height": shape[2], "batch": shape[0]}
     return _run(
-        anatomy, vram, ram, pixels.device if device is None else device, settings, size, anatomy.verbs.encode, pixels
+        anatomy, vram, ram, pixels.device if device is None else device, settings, size, anatomy.family.encode, pixels
     )
 
 

@@ -6,8 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +149,9 @@ class Holder:
 
 def family() -> Any:
     """One in which a UNet of diffusers' lies where nobody of ours looks for it."""
-    from sd_lowvram.models import diffusers
+    from sd_lowvram.models.diffusers import FAMILY
 
-    theirs = types.SimpleNamespace(**{name: getattr(diffusers, name) for name in dir(diffusers) if name[:1] != "_"})
-    theirs.components_of = lambda target: target.parts if isinstance(target, Holder) else {}
-    return theirs
+    return replace(FAMILY, components_of=lambda target: target.parts if isinstance(target, Holder) else {})
 
 
 def test_a_strangers_family_is_planned_run_and_restored() -> None:

@@ -67,8 +67,8 @@ def anatomy(model: Any) -> Anatomy:
         return cast(Anatomy, model.anatomy)
     found = anatomy_of(model)
     if kind(model) == "a1111" and getattr(devices, "fp8", False):
-        predict = functools.partial(_widened, found.verbs.predict)
-        found = dataclasses.replace(found, verbs=dataclasses.replace(found.verbs, predict=predict))
+        predict = functools.partial(_widened, found.family.predict)
+        found = dataclasses.replace(found, family=dataclasses.replace(found.family, predict=predict))
     return dataclasses.replace(found, computes=_computes(model, found))
 
 
@@ -193,7 +193,7 @@ def precision_of_attention() -> Iterator[None]:
 def in_the_type_it_computes_in(found: Anatomy) -> Iterator[None]:
     """Within the block, which traces, ldm's UNet starts in the type in which it computes, where the host leaves that to
     autocast: what that holds in float32 for the moment of a norm is not foretold."""
-    unet: Any = found.unet
+    unet: Any = found.denoiser_module
     before = vars(unet).get("dtype") if unet is not None else None
     if not isinstance(before, torch.dtype):
         yield

@@ -33,8 +33,8 @@ def ways(model: Any, found: Anatomy) -> Iterator[dict[str, int]]:
     if host.swaps_layers(model):
         yield {}
         yield {name: _two_layers(component) for name, component in found.components.items()}
-    elif found.unet is not None and getattr(shared.cmd_opts, "lowvram", False):
-        yield {found.denoiser or "": _largest_block(found.unet)}
+    elif found.denoiser_module is not None and getattr(shared.cmd_opts, "lowvram", False):
+        yield {found.denoiser or "": _largest_block(found.denoiser_module)}
     else:
         yield {}
 

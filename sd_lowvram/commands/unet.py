@@ -222,7 +222,7 @@ def empty_unet(model: str | None) -> Any:
 
     from ..checkpoints.meta_model import meta_anatomy
 
-    return meta_anatomy(model, torch.float16, only=("unet",)).unet
+    return meta_anatomy(model, torch.float16, only=("unet",)).denoiser_module
 
 
 def _loaded(model: str | None, console: Any) -> Any:

@@ -30,7 +30,7 @@ from ..kernels.attention.choice import choose_backend
 from ..kernels.attention.problem import Problem, problem_of
 from ..kernels.attention.torch_kernels import BUILTIN, TORCHS_ATTENTION, own_kernel, refusal
 from ..kernels.triton import support as triton
-from ..models.anatomy import Anatomy, Site, Verbs, layer
+from ..models.anatomy import Anatomy, Family, Site, layer
 from ..patches import Patch, wrap
 from ..settings import Settings
 from .offers import Kind, Offer, Target
@@ -61,7 +61,7 @@ def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     backend, score_bytes = choose_backend(settings, device), kernels.score_bytes(settings)
     for site in anatomy.attentions:
         _ran[site.module] = Counter()
-        around = functools.partial(_forward, site, anatomy.verbs, backend, score_bytes)
+        around = functools.partial(_forward, site, anatomy.family, backend, score_bytes)
         yield wrap(site.module, "forward", around, hook="attention")
 
 
@@ -83,7 +83,7 @@ def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:
     none of which it is not known what it holds: a plan then leaves attention alone, and with it processors that nobody
     knows.
     """
-    if anatomy.verbs.attend is not None or device.type not in ("cpu", "cuda"):
+    if anatomy.family.attend is not None or device.type not in ("cpu", "cuda"):
         return True
     return any(_is_of_old(site.module) or not _is_well_served(site.module, device) for site in anatomy.attentions)
 
@@ -109,7 +109,7 @@ def kernels_that_ran(sites: Iterable[Site]) -> Counter[str]:
 
 def _forward(
     site: Site,
-    verbs: Verbs,
+    family: Family,
     backend: str,
     score_bytes: int,
     forward: Callable[..., Any],
@@ -120,8 +120,8 @@ def _forward(
     if site.module in _entered.get():
         return forward(*args, **kwargs)
     with _modern_processor(site.module) as scale, _entering(site.module):
-        redirect = Redirect(backend, score_bytes, verbs.upcasts(site.module), scale)
-        attend = forward if verbs.attend is None else functools.partial(verbs.attend, site.module, forward)
+        redirect = Redirect(backend, score_bytes, family.upcasts(site.module), scale)
+        attend = forward if family.attend is None else functools.partial(family.attend, site.module, forward)
         with redirect:
             result = attend(*args, **kwargs)
     if not redirect.calls:

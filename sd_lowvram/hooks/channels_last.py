@@ -41,7 +41,8 @@ def channels_last(anatomy: Anatomy, settings: Settings, device: torch.device) ->
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    if target.on_gpu and target.anatomy.denoiser:
+    denoiser = target.anatomy.denoiser_module
+    if target.on_gpu and denoiser is not None and _kernels(denoiser):
         yield Offer(Kind.ALWAYS, {"channels_last": True})
 
 

@@ -97,9 +97,9 @@ def out_of_sight(settings: Settings) -> list[str]:
 
 def parts(anatomy: Anatomy, whole: bool) -> Iterator[tuple[str, list[nn.Module]]]:
     """What is compiled of each component, the autoencoder's encoder apart from its decoder."""
-    if anatomy.denoiser is not None and anatomy.unet is not None:
+    if anatomy.denoiser is not None and anatomy.denoiser_module is not None:
         blocks = [site.module for site in (*anatomy.residual_blocks, *anatomy.transformer_blocks)]
-        yield anatomy.denoiser, _free([anatomy.unet] if whole else blocks)
+        yield anatomy.denoiser, _free([anatomy.denoiser_module] if whole else blocks)
     vae: Any = anatomy.vae
     if anatomy.autoencoder is not None and autoencoder.dissect(vae) is not None:
         blocks = autoencoder.residual_blocks(vae)

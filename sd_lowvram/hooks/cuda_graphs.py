@@ -45,9 +45,9 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
         SettingsError: the device has no CUDA graphs, or the model runs with a ControlNet.
     """
     check_recording(anatomy, settings, device)
-    if anatomy.denoiser is None or anatomy.unet is None:
+    if anatomy.denoiser is None or anatomy.denoiser_module is None:
         raise NoSiteError("cuda graphs: the model has no denoiser to record")
-    recordings = _Recordings(anatomy.unet)
+    recordings = _Recordings(anatomy.denoiser_module)
     for name, component in anatomy.components.items():
         around = recordings.called if name == anatomy.denoiser else recordings.elsewhere
         for entry in anatomy.entries[name]:
@@ -58,7 +58,7 @@ def offers(target: Target) -> Iterator[Offer]:
     """Where it was measured to be faster on the card; hosts' own code acts between the denoiser's layers, which a
     recorded pass would not call."""
     anatomy = target.anatomy
-    if anatomy.unet is None or anatomy.family != "diffusers" or anatomy.kept or is_followed(target.fixed):
+    if anatomy.denoiser is None or anatomy.family.hosted or anatomy.kept or is_followed(target.fixed):
         return
     open_ = target.fixed.cuda_graphs is None and unrecordable(anatomy, target.device) is None
     if open_ and target.is_faster(RECORDED):

@@ -38,7 +38,7 @@ def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) ->
     Raises:
         NoSiteError: the target has no residual block and no GEGLU.
     """
-    blocks: list[tuple[nn.Module, Look]] = [(site.module, anatomy.verbs.residual) for site in anatomy.residual_blocks]
+    blocks: list[tuple[nn.Module, Look]] = [(site.module, anatomy.family.residual) for site in anatomy.residual_blocks]
     blocks += [(block, autoencoder.residual) for block in autoencoder.residual_blocks(anatomy.vae)]
     blocks = [(block, look) for block, look in blocks if _is_plain(look(block))]
     gates = [gate for site in anatomy.feed_forwards if (gate := geglu_of(site.module)) is not None]

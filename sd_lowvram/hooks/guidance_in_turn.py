@@ -40,7 +40,7 @@ def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device)
     attentions = {site.module for site in anatomy.attentions}
     for module in (*course.stations, *tail):
         inside = [one for one in module.modules() if one in attentions]
-        around = functools.partial(_in_turn, anatomy.verbs.mixes, inside, module)
+        around = functools.partial(_in_turn, anatomy.family.mixes, inside, module)
         yield wrap(module, "forward", around, "guidance_in_turn")
 
 

@@ -75,7 +75,7 @@ def offers(target: Target) -> Iterator[Offer]:
 
 def packable(anatomy: Anatomy) -> list[nn.Conv2d]:
     """The denoiser's convolutions with large weights."""
-    modules = anatomy.unet.modules() if anatomy.unet is not None else ()
+    modules = anatomy.denoiser_module.modules() if anatomy.denoiser_module is not None else ()
     return [module for module in modules if isinstance(module, nn.Conv2d) and _is_large(module)]
 
 

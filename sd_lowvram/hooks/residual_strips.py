@@ -41,7 +41,7 @@ def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) 
     Raises:
         NoSiteError: the target has no residual block of the plain kind.
     """
-    look = anatomy.verbs.residual
+    look = anatomy.family.residual
     blocks = [site.module for site in anatomy.residual_blocks if look(site.module) is not None]
     if not blocks:
         raise NoSiteError("residual strips: the model has no plain residual block")

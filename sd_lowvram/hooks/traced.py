@@ -36,9 +36,9 @@ def traced(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterat
     Raises:
         NoSiteError: the target has no denoiser.
     """
-    if anatomy.denoiser is None or anatomy.unet is None:
+    if anatomy.denoiser is None or anatomy.denoiser_module is None:
         raise NoSiteError("traced: the model has no denoiser to trace")
-    passes = _Passes(anatomy.unet)
+    passes = _Passes(anatomy.denoiser_module)
     for entry in anatomy.entries[anatomy.denoiser]:
         yield wrap(anatomy.components[anatomy.denoiser], entry, passes.called, "traced")
 

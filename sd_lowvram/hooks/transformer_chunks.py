@@ -35,7 +35,7 @@ def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.devic
     Raises:
         NoSiteError: the target has no transformer block.
     """
-    look = anatomy.verbs.transformer
+    look = anatomy.family.transformer
     blocks = [site.module for site in anatomy.transformer_blocks]  # their processors may change: looked at in each call
     if not blocks:
         raise NoSiteError("transformer chunks: the model has no transformer block")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from torch import nn
 
 from .. import doors
 from . import compvis, diffusers
-from .anatomy import Anatomy, sites
+from .anatomy import Anatomy, Family, sites
 
-_FAMILIES = {"diffusers": diffusers, "compvis": compvis}
+_FAMILIES: dict[str, Family] = {"diffusers": diffusers.FAMILY, "compvis": compvis.FAMILY}
 
 
-def families() -> dict[str, Any]:
+def families() -> dict[str, Family]:
     """Every family by name; those that others registered are asked first, as they are the more special."""
     doors.find()
     return doors.FAMILIES | _FAMILIES
@@ -27,40 +28,30 @@ def dissect(target: Any) -> Anatomy | None:
         UnsupportedModelError: a pipeline, or a host's shell, with a part that cannot be planned.
         ConflictError: a part whose weights diffusers casts layer by layer.
     """
-    for name, family in families().items():
+    for family in families().values():
         components = family.components_of(target)
         if components:
-            anatomy = anatomy_of_components(name, components)
-            return dataclasses.replace(anatomy, **family.VERBS.run(target, anatomy))
+            anatomy = anatomy_of_components(family, components)
+            return dataclasses.replace(anatomy, **family.run(target, anatomy))
     return None
 
 
-def parts_of(family: str, target: Any) -> dict[str, nn.Module]:
-    """The models that ``target`` has now, by name; quick, as nothing is asked of them."""
-    parts: dict[str, nn.Module] = families()[family].parts_of(target)
-    return parts
-
-
-def begins(family: str, target: Any) -> list[str]:
-    """The methods of ``target`` that a run goes through before it calls a model."""
-    return [name for name in families()[family].BEGINS if hasattr(target, name)]
-
-
-def anatomy_of_components(family: str, components: dict[str, nn.Module]) -> Anatomy:
-    """The anatomy of models of a known family, by name: "unet" is the denoiser, "vae" the autoencoder."""
-    of = families()[family]
-    unet = components.get("unet", nn.Module())
+def anatomy_of_components(family: Family | str, components: dict[str, nn.Module]) -> Anatomy:
+    """The anatomy of models of a family, or of one known by this name, by the names that the family gives them."""
+    of = families()[family] if isinstance(family, str) else family
+    name = of.denoiser
+    denoiser = components.get(name)
+    inside = functools.partial(sites, name, nn.Module() if denoiser is None else denoiser)
     return Anatomy(
-        family=family,
+        family=of,
         components=components,
-        entries={name: ("encode", "decode") if name == "vae" else ("forward",) for name in components},
-        denoiser="unet" if "unet" in components else None,
-        autoencoder="vae" if "vae" in components else None,
+        entries={name: ("encode", "decode") if name == of.autoencoder else ("forward",) for name in components},
+        denoiser=name if denoiser is not None else None,
+        autoencoder=of.autoencoder if of.autoencoder in components else None,
         attentions=sum((sites(name, module, of.is_attention) for name, module in components.items()), ()),
-        feed_forwards=sites("unet", unet, of.is_feed_forward),
-        residual_blocks=sites("unet", unet, of.is_residual_block),
-        transformer_blocks=sites("unet", unet, of.is_transformer_block),
-        verbs=of.VERBS,
-        course=of.course(unet) if "unet" in components else None,
-        configs=of.VERBS.configs(components),
+        feed_forwards=inside(of.is_feed_forward),
+        residual_blocks=inside(of.is_residual_block),
+        transformer_blocks=inside(of.is_transformer_block),
+        course=of.course(denoiser) if of.course is not None and denoiser is not None else None,
+        configs=of.configs(components),
     )

@@ -1,7 +1,7 @@
-"""What hooks know of a model, the same for every family: its sites, and the verbs to use them.
+"""What hooks and plans know of a model: its parts, its sites, and the family whose methods use them.
 
-A verb looks at a module as it is now, because a LoRA puts other layers in their place; it answers None when the module
-is built, or called, in a way that the hook must leave alone.
+A method that looks at a module sees it as it is now, because a LoRA puts other layers in their place; it answers None
+when the module is built, or called, in a way that the hook must leave alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import Predict, Shape, Stage, StepInputs
+from .calls import Came, Predict, Shape, Stage, StepInputs, map_in_call
 from .regional_attention import RegionalAttention
 
 
@@ -95,40 +95,66 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Verbs:
-    """How the modules of a family are looked at and called.
+class Family:
+    """A kind of models: data, and methods that say what its models are made of and how a run calls them.
+
+    Only the first four have no default: a family whose denoiser has none of the sites below is planned all the same, by
+    placing its weights and tracing its calls.
 
     Attributes:
+        components_of: from a target to its models by name, in the order in which a run uses them; empty where the
+            target is of another family. It raises UnsupportedModelError for a part that cannot be planned.
+        step: ``(anatomy, shape)`` to what a denoising step starts from, as the target's own state asks for it.
+        predict: ``(denoiser, x, inputs)`` to the prediction.
+        decode: ``(vae, latents)``, unscaled, to pixels.
+        encode: ``(vae, pixels)`` to moments: mean and log-variance.
+        parts_of: as ``components_of``, of whatever kind the models are now; quick, as nothing is asked of them.
+        begins: the methods of a target that a run goes through before it calls a model.
+        denoiser, autoencoder: the names of these among the components.
+        came: ``(denoiser, args, kwargs)`` to the latents in a call of the denoiser, and how much of a picture they are.
+        patch: latent pixels of which both sides of a picture are multiples.
+        helpers: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder, where there are any.
+        configs: of components whose own configuration does not say it, what it would say in diffusers' words.
+        run: ``(target, anatomy)`` to what of the anatomy hangs on the target that the models are from.
+        conditions: of a denoiser's own state, what its calls hang on: another object, other conditions.
+        is_attention, is_feed_forward, is_residual_block, is_transformer_block: whether a module is such a site.
+        course: of a UNet, the way of its maps.
         residual: ``(block, *more)`` to its parts; ``more`` is what it was called with besides map and time.
         transformer: ``(block, *args, **kwargs)`` to its parts; the arguments are those after the tokens.
         upcasts: whether an attention's scores are asked for in float32.
-        step: ``(anatomy, shape)`` to what a denoising step starts from, as the target's own state asks for it.
-        predict: ``(unet, x, inputs)`` to the prediction.
-        decode: ``(vae, latents)``, unscaled, to pixels.
-        encode: ``(vae, pixels)`` to moments: mean and log-variance.
         attend: ``(attention, original, *args, **kwargs)``: what the attention's own forward does, by torch's
             scaled_dot_product_attention; None where that forward calls it by itself.
+        hosted: whether a host runs these models, whose own code may act between their layers.
         mixes: whether an attention looks at several rows of a batch together; what a host that is no diffusers puts
             into one is told the conditions of its rows.
-        conditions: of a denoiser's own state, what its calls hang on: another object, other conditions.
-        helpers: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder, where there are any.
-        configs: of components that bring no configuration of their own, what it would say in diffusers' words.
-        run: ``(target, anatomy)`` to what of the anatomy hangs on the target that the models are from.
     """
 
-    residual: Callable[..., Residual | None]
-    transformer: Callable[..., Transformer | None]
-    upcasts: Callable[[Any], bool]
+    components_of: Callable[[Any], dict[str, nn.Module]]
     step: Callable[[Anatomy, Shape], StepInputs]
     predict: Predict
     decode: Callable[[Any, Tensor], Tensor]
     encode: Callable[[Any, Tensor], Tensor]
-    attend: Callable[..., Tensor] | None = None
-    mixes: Callable[[Any], bool] = lambda attention: False
-    conditions: Callable[[Any], object] = lambda unet: None
+    parts_of: Callable[[Any], dict[str, nn.Module]] = lambda target: {}
+    begins: tuple[str, ...] = ()
+    denoiser: str = "unet"
+    autoencoder: str = "vae"
+    came: Callable[[Any, tuple[Any, ...], dict[str, Any]], Came | None] = map_in_call
+    patch: int = 1
     helpers: Callable[[Anatomy, Shape], list[Stage]] = lambda anatomy, shape: []
     configs: Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]] = lambda components: {}
     run: Callable[[Any, Anatomy], dict[str, Any]] = lambda target, anatomy: {}
+    conditions: Callable[[Any], object] = lambda denoiser: None
+    is_attention: Callable[[nn.Module], bool] = lambda module: False
+    is_feed_forward: Callable[[nn.Module], bool] = lambda module: False
+    is_residual_block: Callable[[nn.Module], bool] = lambda module: False
+    is_transformer_block: Callable[[nn.Module], bool] = lambda module: False
+    course: Callable[[Any], Course] | None = None
+    residual: Callable[..., Residual | None] = lambda *given, **more: None
+    transformer: Callable[..., Transformer | None] = lambda *given, **more: None
+    upcasts: Callable[[Any], bool] = lambda attention: False
+    attend: Callable[..., Tensor] | None = None
+    hosted: bool = False
+    mixes: Callable[[Any], bool] = lambda attention: False
 
 
 @dataclass(frozen=True)
@@ -136,27 +162,28 @@ class Anatomy:
     """What a target is made of.
 
     Attributes:
-        family: whose modules these are: "diffusers" or "compvis".
+        family: whose modules these are.
         components: the target's models by name, in the order in which a run uses them.
         entries: for each component, the methods through which the host calls it.
-        denoiser: the name of the UNet among the components, None when there is none.
+        denoiser: the name of the denoiser among the components ("unet", "transformer"), None when there is none.
         autoencoder: the name of the VAE, None when there is none.
         attentions: attention modules of denoiser, ControlNet and autoencoder.
         feed_forwards: the denoiser's feed-forward modules.
         residual_blocks: the denoiser's residual blocks.
         transformer_blocks: the denoiser's transformer blocks.
-        verbs: how all these are used.
-        course: the way of the denoiser's maps, None when there is no denoiser.
+        course: the way of a UNet's maps, None when the denoiser is no UNet.
         configs: what components without a configuration of their own would have in it, in diffusers' words.
         computes: the type in which the host lets a component compute, where that is not its weights' own.
         passes: rows of the denoiser's batch for each picture, as the target guides.
+        calls: of the denoiser in each step: two where the target guides by a second call.
+        joined: pictures of the same size whose latents are joined to those of every row, to be looked at.
         encodes: whether a run of the target starts from a picture.
         moved: whether the host moves components itself when their turn comes, and has no other copy of their weights.
         kept: bytes of a component's weights that are on the device while it runs, where its host moves them not whole.
         processors: attention processors that the target sets on its denoiser for the time of a run, by path.
     """
 
-    family: str
+    family: Family
     components: Mapping[str, nn.Module]
     entries: Mapping[str, tuple[str, ...]]
     denoiser: str | None
@@ -165,18 +192,19 @@ class Anatomy:
     feed_forwards: tuple[Site, ...]
     residual_blocks: tuple[Site, ...]
     transformer_blocks: tuple[Site, ...]
-    verbs: Verbs
     course: Course | None = None
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     computes: Mapping[str, torch.dtype] = field(default_factory=dict)
     passes: int = 2
+    calls: int = 1
+    joined: int = 0
     encodes: bool = False
     moved: bool = False
     kept: Mapping[str, int] = field(default_factory=dict)
     processors: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def unet(self) -> nn.Module | None:
+    def denoiser_module(self) -> nn.Module | None:
         return self.components[self.denoiser] if self.denoiser else None
 
     @property

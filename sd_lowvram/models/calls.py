@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from ..weights import first_tensor
 
 CONTROL = "controlnet"
 """The name under which pipelines hold their ControlNet."""
@@ -55,7 +58,7 @@ class StepInputs(NamedTuple):
     picture's second, and so on.
 
     Attributes:
-        latents: (pictures, C, h, w), what the autoencoder decodes in the end.
+        latents: (pictures, C, h, w), what the autoencoder decodes in the end, or as the denoiser packs them.
         timestep: of no dimension.
         text: (rows, tokens, width).
         beside: (rows, c, h, w), channels that the denoiser is given behind the latents': a mask and the masked picture,
@@ -80,18 +83,52 @@ class StepInputs(NamedTuple):
     held: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class Came:
+    """The latents in a call of a denoiser.
+
+    Attributes:
+        latents: a tensor of the call, which tells it from others.
+        rows: of its batch.
+        area: latent pixels in each row, before they were packed, with those of pictures that are joined to them.
+        size: their height and width; asked for only where more comes than was planned, as it may have to read values.
+    """
+
+    latents: Tensor
+    rows: int
+    area: int
+    size: Callable[[], tuple[int, int]]
+
+
+_MAPS = ("sample", "x", "z", "hidden_states")
+"""What denoisers and autoencoders call their first argument, where a caller names it and in whatever order."""
+
+
+def map_in_call(component: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Came | None:
+    """The map (N, C, h, w), or frames of it (N, C, frames, h, w), that a component is called with: its first argument.
+
+    None: there is none.
+    """
+    named = (kwargs[name] for name in _MAPS if name in kwargs)
+    x = first_tensor(args) if args else first_tensor(list(named))
+    if x is None or x.dim() not in (4, 5):
+        return None
+    height, width = x.shape[-2:]
+    return Came(x, len(x), math.prod(x.shape[2:]), lambda: (int(height), int(width)))
+
+
 Predict = Callable[[Any, Tensor, StepInputs], Tensor]
-"""``(unet, x, inputs)`` to the prediction; ``x`` (rows, C + c, h, w) is what it is made for, ``inputs`` all else."""
+"""``(denoiser, x, inputs)`` to the prediction; ``x`` (rows, C + c, h, w) is what it is for, ``inputs`` all else."""
 
 
-def denoise_step(unet: nn.Module, inputs: StepInputs, predict: Predict) -> Tensor:
+def denoise_step(denoiser: nn.Module, inputs: StepInputs, predict: Predict) -> Tensor:
     """One step as pipelines make it: repeat the latents, predict, guide, and move on; holds what they hold."""
     latents = inputs.latents
     passes = len(inputs.text) // len(latents)
     x = torch.cat([latents] * passes) if passes > 1 else latents
     if inputs.beside is not None:
         x = torch.cat([x, inputs.beside], 1)
-    predicted = predict(unet, x, inputs)
+    predicted = predict(denoiser, x, inputs)
     if passes > 1:
         first, *others = predicted.chunk(passes)
         predicted = first

@@ -20,7 +20,7 @@ _TEXT_WIDTH = 768
 
 def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
     """What a sampler's step starts from. Hosts put what is beside the latents (``c_concat``) behind their channels."""
-    unet: Any = anatomy.unet
+    unet: Any = anatomy.denoiser_module
     size, channels = latent_size(anatomy, shape), latent_channels(anatomy)
     empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
     beside = layer(unet.input_blocks[0][0]).in_channels - channels

@@ -73,7 +73,7 @@ def _arguments(target: Any) -> Mapping[str, Any]:
 
 def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
     """What a pipeline's denoising step starts from."""
-    unet: Any = anatomy.unet
+    unet: Any = anatomy.denoiser_module
     config, rows, size = anatomy.config(anatomy.denoiser), shape.rows, latent_size(anatomy, shape)
     empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
     channels = latent_channels(anatomy)
@@ -186,7 +186,7 @@ def _encode_text(encoder: nn.Module, tokens: Tensor) -> Any:
 
 def _text_width(anatomy: Anatomy) -> int:
     """Of the text that the UNet is given: what its attentions see, unless it projects the text itself."""
-    config, own = anatomy.config(anatomy.denoiser), getattr(anatomy.unet, "text_encoder_hid_proj", None)
+    config, own = anatomy.config(anatomy.denoiser), getattr(anatomy.denoiser_module, "text_encoder_hid_proj", None)
     projects = config.get("encoder_hid_dim_type") == "text_proj" or own
     width = config["encoder_hid_dim"] if projects else config.get("cross_attention_dim") or 768
     return width if isinstance(width, int) else max(width)
@@ -212,7 +212,7 @@ def _added(anatomy: Anatomy, rows: int, empty: _Empty) -> dict[str, Any]:
         width, each = (int(config[key]) for key in ("projection_class_embeddings_input_dim", "addition_time_embed_dim"))
         pooled = anatomy.config("text_encoder_2").get("projection_dim") or width - 6 * each  # that encoder pools it
         added = {"text_embeds": empty(rows, pooled), "time_ids": empty(rows, (width - pooled) // each)}
-    projections = getattr(conditions(anatomy.unet), "image_projection_layers", ())
+    projections = getattr(conditions(anatomy.denoiser_module), "image_projection_layers", ())
     if projections:
         patches = _patches(anatomy)
         added["image_embeds"] = [_image_embeds(one, patches, rows, empty) for one in projections]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..patches import is_foreign
 from . import calls_compvis, support
-from .anatomy import Course, Residual, TokenAttention, Transformer, Verbs, has, having, is_3x3, is_pointwise, layer
+from .anatomy import Course, Family, Residual, TokenAttention, Transformer, has, having, is_3x3, is_pointwise, layer
 from .interfaces import CompVisUNet, KLAutoencoder
 
 _ATTENTIONS = ("CrossAttention", "MemoryEfficientCrossAttention")
@@ -37,10 +37,6 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     parts = parts_of(target)
     support.check(target, parts, {"unet": is_unet, "vae": is_autoencoder})
     return parts
-
-
-BEGINS = ("apply_model", "decode_first_stage", "encode_first_stage")
-"""The methods of a shell that call its models."""
 
 
 def parts_of(target: Any) -> dict[str, nn.Module]:
@@ -285,14 +281,23 @@ def _configs(components: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return configs
 
 
-VERBS = Verbs(
-    residual,
-    transformer,
-    _upcasts,
-    calls_compvis.step,
-    calls_compvis.predict,
-    _decode,
-    _encode,
+FAMILY = Family(
+    components_of=components_of,
+    parts_of=parts_of,
+    begins=("apply_model", "decode_first_stage", "encode_first_stage"),
+    is_attention=is_attention,
+    is_feed_forward=is_feed_forward,
+    is_residual_block=is_residual_block,
+    is_transformer_block=is_transformer_block,
+    course=course,
+    residual=residual,
+    transformer=transformer,
+    upcasts=_upcasts,
     attend=attend,
+    hosted=True,
+    step=calls_compvis.step,
+    predict=calls_compvis.predict,
+    decode=_decode,
+    encode=_encode,
     configs=_configs,
 )

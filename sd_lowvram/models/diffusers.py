@@ -14,10 +14,10 @@ from .anatomy import (
     Anatomy,
     AttentionInRegions,
     Course,
+    Family,
     Residual,
     TokenAttention,
     Transformer,
-    Verbs,
     has,
     having,
     is_3x3,
@@ -47,10 +47,6 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     return found
 
 
-BEGINS = ("check_inputs",)
-"""The method of a pipeline that its runs begin with, before any model is called."""
-
-
 def parts_of(target: Any) -> dict[str, nn.Module]:
     """The parts of a pipeline that are planned, of whatever kind they are now; of a model by itself there are none."""
     named = {} if isinstance(target, nn.Module) else {name: getattr(target, name, None) for name in SERVED}
@@ -59,7 +55,7 @@ def parts_of(target: Any) -> dict[str, nn.Module]:
 
 def _run(target: Any, anatomy: Anatomy) -> dict[str, Any]:
     """What the anatomy says of the runs of ``target``, a pipeline or a model."""
-    unet = anatomy.unet
+    unet = anatomy.denoiser_module
     if unet is None:
         return {}
     return {
@@ -281,15 +277,23 @@ def _encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
     return moments
 
 
-VERBS = Verbs(
-    residual,
-    transformer,
-    _upcasts,
-    calls_diffusers.step,
-    calls_diffusers.predict,
-    _decode,
-    _encode,
+FAMILY = Family(
+    components_of=components_of,
+    parts_of=parts_of,
+    begins=("check_inputs",),
+    is_attention=is_attention,
+    is_feed_forward=is_feed_forward,
+    is_residual_block=is_residual_block,
+    is_transformer_block=is_transformer_block,
+    course=course,
+    residual=residual,
+    transformer=transformer,
+    upcasts=_upcasts,
     mixes=_mixes,
+    step=calls_diffusers.step,
+    predict=calls_diffusers.predict,
+    decode=_decode,
+    encode=_encode,
     conditions=calls_diffusers.conditions,
     helpers=calls_diffusers.helpers,
     run=_run,

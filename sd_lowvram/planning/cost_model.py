@@ -106,7 +106,7 @@ class Pricing:
             peak_bytes=planned.peak_bytes + more,
             reserved_bytes=max(planned.reserved_bytes + reserved, planned.peak_bytes + more),
             activation_bytes=planned.activation_bytes + more,
-            seconds=planned.seconds + self.request.steps * again,
+            seconds=planned.seconds + self._times(stage) * again,
         )
 
     def stage(self, settings: Settings, stage: Stage, choice: Choice, base: Settings) -> StagePlan:
@@ -354,7 +354,7 @@ class Pricing:
         self, stage: Stage, settings: Settings, once: float, weights: dict[str, int], masters: Waiting
     ) -> float:
         """All calls of a stage that takes ``once``, and what is copied besides."""
-        seconds = (self.request.steps if stage.repeats else 1) * once
+        seconds = self._times(stage) * once
         if settings.offload in (None, "none"):
             return seconds
         groups = step_groups(self.anatomy, self.anatomy.components) if settings.offload in STREAMED else [weights]
@@ -364,7 +364,11 @@ class Pricing:
         # A whole component is brought once a run, or whenever its turn comes, and dropped. Of streamed weights what
         # stays is brought once, and of a stage that runs once so is all else.
         again = settings.offload == "component" and stage.repeats and CONTROL in self.anatomy.components
-        return seconds + (self.request.steps if again else 1) * copying
+        return seconds + (self._times(stage) if again else 1) * copying
+
+    def _times(self, stage: Stage) -> int:
+        """How often a stage runs in a run."""
+        return self.request.steps * self.request.calls if stage.repeats else 1
 
     def _copies(self, stage: Stage, settings: Settings, pinned: int | None) -> Copies:
         rates, (size, kernels) = self.request.rates, self._in_files[stage.component]

@@ -194,7 +194,7 @@ class Plan:
         plain = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         del plain["timing"], plain["alike"]
         request = {**dataclasses.asdict(self.request), "device": str(self.request.device)}
-        request["guidance"] = self.request.passes > 1
+        request["guidance"] = self.request.passes * self.request.calls > 1
         return plain | {
             "settings": self.settings.as_dict(),
             "request": request | {"rates": self.request.rates.name},

@@ -9,21 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..memory.accounts import tracing
-from ..models import begins, parts_of
 from ..models.anatomy import Anatomy
+from ..models.calls import Came, map_in_call
 from ..patches import Patch, wrap
-from ..weights import first_tensor
 from .request import Request
 from .stages import scale_factor
 
 Replan = Callable[[int, int, int, int], None]
 _replanning = threading.local()
-_INPUTS = ("sample", "x", "z")
-"""What denoisers and autoencoders call their first argument, where a caller names it and in whatever order."""
 
 
 def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]:
@@ -38,10 +34,11 @@ def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]
         component = anatomy.components[name or ""] if name else None
         for entry in anatomy.entries[name] if name else ():
             denoises = name == anatomy.denoiser
-            conditions = anatomy.verbs.conditions if denoises else lambda _: None
+            conditions = anatomy.family.conditions if denoises else lambda _: None
+            came = anatomy.family.came if denoises else map_in_call
             watch = _Watch(
-                component, entry, request, denoises, 1 if entry == "encode" else factor, replan,
-                conditions, conditions(component),
+                component, entry, request, denoises, 1 if entry == "encode" else factor,
+                1 + anatomy.joined if denoises else 1, came, replan, conditions, conditions(component),
             )  # fmt: skip
             yield wrap(component, entry, watch, "guard")
 
@@ -55,14 +52,14 @@ def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object
     """
 
     def look(owner: Any, entry: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        parts = {} if tracing() else parts_of(anatomy.family, target)
+        parts = {} if tracing() else anatomy.family.parts_of(target)
         other = next((name for name, part in parts.items() if anatomy.components.get(name) is not part), None)
         if other is None:
             return original(*args, **kwargs)
         replan(other, parts[other])
         return getattr(owner, entry)(*args, **kwargs)
 
-    watched = [(target, entry) for entry in begins(anatomy.family, target)]
+    watched = [(target, entry) for entry in anatomy.family.begins if hasattr(target, entry)]
     watched += [(part, entry) for name, part in anatomy.components.items() for entry in anatomy.entries[name]]
     for owner, entry in watched:
         yield wrap(owner, entry, functools.partial(look, owner, entry), "exchanges")
@@ -70,43 +67,45 @@ def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object
 
 @dataclass(frozen=True)
 class _Watch:
-    """Looks at the calls of a component, ``scale`` pixels of the picture to a pixel of its input."""
+    """Looks at the calls of a component, ``scale`` pixels of the picture to a pixel of its input, of which each row has
+    those of ``pictures``."""
 
     component: Any
     entry: str
     request: Request
     denoises: bool
     scale: int
+    pictures: int
+    came: Callable[[Any, tuple[Any, ...], dict[str, Any]], Came | None]
     replan: Replan
     conditions: Callable[[Any], object]
     planned: object
 
     def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        x = _input(args, kwargs)
-        again = getattr(_replanning, "call", None) is x  # a plan that still is too small for it is not made twice
-        if x is None or isinstance(x, FakeTensor) or again:
+        came = self.came(self.component, args, kwargs)
+        again = came is not None and getattr(_replanning, "call", None) is came.latents
+        if came is None or isinstance(came.latents, FakeTensor) or again:  # what is still too small is not made twice
             return original(*args, **kwargs)
         request = self.request
         rows = request.shape.rows if self.denoises else request.batch
-        if _pixels(x, self.scale) > rows * request.width * request.height:
-            batch, passes = _rows_of_the_denoiser(len(x), request) if self.denoises else (len(x), request.passes)
-            width, height = x.shape[3] * self.scale, x.shape[2] * self.scale
+        if came.rows * came.area * self.scale**2 > rows * self.pictures * request.width * request.height:
+            batch, passes = _rows_of_the_denoiser(came.rows, request) if self.denoises else (came.rows, request.passes)
+            width, height = self._size(came)
         elif self.conditions(self.component) is not self.planned:
             width, height, batch, passes = request.width, request.height, request.batch, request.passes
         else:
             return original(*args, **kwargs)
-        before, _replanning.call = getattr(_replanning, "call", None), x
+        before, _replanning.call = getattr(_replanning, "call", None), came.latents
         try:
             self.replan(width, height, batch, passes)
             return getattr(self.component, self.entry)(*args, **kwargs)
         finally:
             _replanning.call = before
 
-
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The map that a component is called with: by position, or by the names that the families give it."""
-    named = (kwargs[name] for name in _INPUTS if name in kwargs)
-    return first_tensor(args) if args else first_tensor(list(named))
+    def _size(self, came: Came) -> tuple[int, int]:
+        """Width and height of a picture of no less than what came."""
+        height, width = came.size()
+        return width * self.scale, max(height, -(-came.area // (width * self.pictures))) * self.scale
 
 
 def _rows_of_the_denoiser(came: int, request: Request) -> tuple[int, int]:
@@ -114,7 +113,3 @@ def _rows_of_the_denoiser(came: int, request: Request) -> tuple[int, int]:
     if request.passes > 1 and came % request.passes == 0:
         return came // request.passes, request.passes
     return request.batch, -(-came // request.batch)
-
-
-def _pixels(x: Tensor, scale: int) -> int:
-    return len(x) * x.shape[2] * x.shape[3] * scale * scale if x.dim() == 4 else 0

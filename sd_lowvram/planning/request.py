@@ -30,6 +30,7 @@ class Request:
             by text and picture.
         encodes: whether the run starts from a picture.
         pictures: that will be made by the plan in all: what a first one takes longer is shared among them.
+        calls: of the denoiser in each step.
     """
 
     width: int
@@ -43,6 +44,7 @@ class Request:
     passes: int = 2
     encodes: bool = False
     pictures: int = 1
+    calls: int = 1
 
     @property
     def shape(self) -> Shape:
@@ -112,7 +114,7 @@ def request_for(
     """
     native = native_size(anatomy)
     width, height = width if width is not None else native, height if height is not None else native
-    check_size(width, height, batch, scale_factor(anatomy))
+    check_size(width, height, batch, scale_factor(anatomy) * anatomy.family.patch)
     check_count("steps", steps)
     check_count("pictures", pictures)
     where = torch.device(device) if device is not None else default_device()
@@ -129,6 +131,7 @@ def request_for(
         passes=anatomy.passes if passes is None else passes,
         encodes=anatomy.encodes if encodes is None else encodes,
         pictures=max(pictures, batch),
+        calls=anatomy.calls,
     )
 
 

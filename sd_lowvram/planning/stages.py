@@ -21,23 +21,23 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
     Args:
         encodes: whether the run starts from a picture (img2img, inpainting).
     """
-    found = anatomy.verbs.helpers(anatomy, shape)
+    found = anatomy.family.helpers(anatomy, shape)
     if anatomy.denoiser is not None:
-        step = functools.partial(denoise_step, predict=anatomy.verbs.predict)
+        step = functools.partial(denoise_step, predict=anatomy.family.predict)
         found.append(Stage("denoise", anatomy.denoiser, step, functools.partial(_of_step, anatomy, shape), True))
     name = anatomy.autoencoder
     if name is not None:
         latents = (shape.batch, latent_channels(anatomy), *latent_size(anatomy, shape))
         pixels = (shape.batch, pixel_channels(anatomy), shape.height, shape.width)
-        found.append(Stage("decode", name, anatomy.verbs.decode, _of_one(anatomy, name, latents)))
+        found.append(Stage("decode", name, anatomy.family.decode, _of_one(anatomy, name, latents)))
     found.sort(key=lambda stage: list(anatomy.components).index(stage.component))
     if name is not None and encodes:
-        found.insert(0, Stage("encode", name, anatomy.verbs.encode, _of_one(anatomy, name, pixels)))
+        found.insert(0, Stage("encode", name, anatomy.family.encode, _of_one(anatomy, name, pixels)))
     return found
 
 
 def _of_step(anatomy: Anatomy, shape: Shape) -> tuple[nn.Module | None, StepInputs]:
-    return anatomy.unet, anatomy.verbs.step(anatomy, shape)
+    return anatomy.denoiser_module, anatomy.family.step(anatomy, shape)
 
 
 def _of_one(anatomy: Anatomy, name: str, shape: tuple[int, ...]) -> Callable[[], tuple[nn.Module, Tensor]]:

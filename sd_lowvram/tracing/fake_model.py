@@ -44,7 +44,7 @@ def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     made = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
         made.components[made.denoiser or ""].get_submodule(path).processor = processor
-    called = {name: getattr(anatomy, name) for name in ("verbs", "computes", "passes", "encodes")}
+    called = {name: getattr(anatomy, name) for name in ("computes", "passes", "calls", "joined", "encodes")}
     return dataclasses.replace(made, **called)
 
 

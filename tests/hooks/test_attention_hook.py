@@ -18,7 +18,7 @@ from sd_lowvram.hooks.attention import Redirect, attention, kernels_that_ran
 from sd_lowvram.kernels.attention import registry as kernels
 from sd_lowvram.memory import kernels_of, measured_peak
 from sd_lowvram.models.anatomy import Anatomy, Site
-from sd_lowvram.models.diffusers import VERBS
+from sd_lowvram.models.diffusers import FAMILY
 from sd_lowvram.patches import refuse_conflicts, set_patch
 from sd_lowvram.tracing import trace
 
@@ -29,7 +29,7 @@ BACKENDS = ["sdpa", "flash", "fused-softmax", "sliced"]
 
 def anatomy(*modules: nn.Module) -> Anatomy:
     named = tuple(Site(f"site{index}", module) for index, module in enumerate(modules))
-    return Anatomy("diffusers", {}, {}, None, None, named, (), (), (), verbs=VERBS)
+    return Anatomy(FAMILY, {}, {}, None, None, named, (), (), ())
 
 
 @contextlib.contextmanager

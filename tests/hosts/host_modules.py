@@ -164,16 +164,16 @@ def report(unet: Any, vae: Any, extra: dict[str, Tensor]) -> dict[str, Any]:
     noise = torch.Generator().manual_seed(1)
     latents, text = torch.randn(2, 4, 24, 32, generator=noise), torch.randn(2, 77, 32, generator=noise)
     pixels = torch.randn(1, 3, 152, 104, generator=noise)
-    verbs = dissect(unet).verbs  # type: ignore[union-attr]
+    family = dissect(unet).family  # type: ignore[union-attr]
     inputs = StepInputs(latents, torch.tensor(500), text, labels=extra.get("y"))
     found: dict[str, Any] = {}
     for name, knobs in {**KNOBS, "together": TOGETHER}.items():
-        found[name] = compared(unet, lambda: verbs.predict(unet, latents, inputs), knobs)
+        found[name] = compared(unet, lambda: family.predict(unet, latents, inputs), knobs)
     for kept in ("held", "parked", "recomputed"):
         exact = {"vae_tiles": "exact", "vae_map": kept, "vae_strip_mib": 1}
-        found[f"decode {kept}"] = compared(vae, lambda: verbs.decode(vae, latents[:1, :, :19, :13]), exact)
-        found[f"encode {kept}"] = compared(vae, lambda: verbs.encode(vae, pixels), exact)
-    found["decode attention"] = compared(vae, lambda: verbs.decode(vae, latents), KNOBS["attention"])
+        found[f"decode {kept}"] = compared(vae, lambda: family.decode(vae, latents[:1, :, :19, :13]), exact)
+        found[f"encode {kept}"] = compared(vae, lambda: family.encode(vae, pixels), exact)
+    found["decode attention"] = compared(vae, lambda: family.decode(vae, latents), KNOBS["attention"])
     return found
 
 

@@ -73,7 +73,7 @@ def test_more_room_is_faster(anatomy: Any) -> None:
     rates = dataclasses.replace(RATES, launch_seconds=0.0)  # for which so small a model waits, not for weights
     pricing = Pricing(anatomy, dataclasses.replace(request(8 * GIB), rates=rates))
     stage = pricing.costs.stages[0]
-    total = weight_bytes(anatomy.unet) // MIB
+    total = weight_bytes(anatomy.denoiser_module) // MIB
     rooms = [total // 4, total // 2, total * 3 // 4, total + 2]
     steps = [pricing.step(stage, Settings(offload="blocks", weights_mib=room)) for room in rooms]
     assert all(step.device_bytes <= room * MIB for step, room in zip(steps, rooms, strict=True))
@@ -82,7 +82,7 @@ def test_more_room_is_faster(anatomy: Any) -> None:
 
 
 def test_a_room_alone_asks_for_blocks(anatomy: Any) -> None:
-    total = weight_bytes(anatomy.unet) // MIB
+    total = weight_bytes(anatomy.denoiser_module) // MIB
     plan = planned(anatomy, Settings(weights_mib=total // 2))
     assert (plan.settings.offload, plan.settings.weights_mib) == ("blocks", total // 2)
 
@@ -97,7 +97,7 @@ def test_a_room_alone_asks_for_blocks(anatomy: Any) -> None:
     ],
 )
 def test_the_engine_holds_what_the_plan_says(anatomy: Any, offload: str, fixed: dict[str, Any]) -> None:
-    room = weight_bytes(anatomy.unet) // MIB // 3 if offload == "blocks" else None
+    room = weight_bytes(anatomy.denoiser_module) // MIB // 3 if offload == "blocks" else None
     settings = Settings(offload=offload, weights_mib=room, inference_mode=True, **fixed)
     pricing = Pricing(anatomy, request(8 * GIB))
     for stage in pricing.costs.stages:
@@ -116,7 +116,7 @@ def test_the_engine_holds_what_the_plan_says(anatomy: Any, offload: str, fixed: 
 
 def test_the_engine_keeps_the_schedule_of_the_plan(anatomy: Any) -> None:
     """The blocks that stay are those of the search over the plan's times, not those of a search without."""
-    room = weight_bytes(anatomy.unet) // MIB // 3
+    room = weight_bytes(anatomy.denoiser_module) // MIB // 3
     plan = planned(anatomy, Settings(offload="blocks", weights_mib=room))
     unet = build_components(CONFIG, dtype=torch.float16, only=("unet",))["unet"]
 
@@ -136,7 +136,7 @@ def test_too_little_room_is_refused(anatomy: Any) -> None:
 def test_the_less_is_pinned_the_longer_a_step_takes(anatomy: Any) -> None:
     """What stays in its file is read in every step: it costs nothing under the compute, until reading takes longer."""
     rates = dataclasses.replace(RATES, launch_seconds=0.0, reading=3e8, reordering=2e8)
-    total = weight_bytes(anatomy.unet)
+    total = weight_bytes(anatomy.denoiser_module)
     settings = Settings(offload="blocks", weights_mib=total // MIB // 4)
     steps = []
     for share in (2.0, 1.2, 0.9, 0.6, 0.3, 0.0):
@@ -184,7 +184,7 @@ def test_what_is_locked_is_a_share_of_what_is_free_and_told(anatomy: Any, offloa
         monkeypatch.setattr(pinned, "host_memory", lambda: Memory(16 * GIB, free_mib * MIB))
         return make_plan(anatomy, Request(128, 128, 1, GIB, ram, GPU, here), Settings(offload=offload))
 
-    weights = weight_bytes(anatomy.unet)
+    weights = weight_bytes(anatomy.denoiser_module)
     plenty, busy, bounded = plan(12000), plan(96), plan(12000, RING_BYTES + 8 * MIB)
     assert plenty.predicted.locked_bytes >= 0.9 * weights
     assert any("page-locked" in reason and "are not" not in reason for reason in plenty.reasons)

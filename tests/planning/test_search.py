@@ -205,7 +205,7 @@ def test_weights_that_a_host_moves_in_parts_are_counted_as_it_keeps_them(anatomy
     kept = dataclasses.replace(anatomy, kept={"unet": MIB})
     parts = make_plan(kept, request(GIB), moved)
     denoise = [next(s for s in plan.stages if s.name == "denoise") for plan in (whole, parts)]
-    assert [stage.weights_bytes for stage in denoise] == [weight_bytes(anatomy.unet), MIB]
+    assert [stage.weights_bytes for stage in denoise] == [weight_bytes(anatomy.denoiser_module), MIB]
     between = request((whole.minimum_vram_bytes + parts.minimum_vram_bytes) // 2)
     assert make_plan(kept, between, moved).fits
     with pytest.raises(BudgetError):

@@ -182,7 +182,7 @@ def test_smallest_working_set_of_sd15(split: bool | None, limit: float, pools: l
     anatomy = dissect(full_size())
     assert anatomy is not None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    unet: Any = fake_copy(anatomy, mode).unet
+    unet: Any = fake_copy(anatomy, mode).denoiser_module
     with mode, torch.no_grad(), attached(unet, Settings(offload="layer", split_layers=split), device="cpu"):
         latents, text = torch.empty(2, 4, 8, 8).half(), torch.empty(2, 77, 768).half()
         traced = trace(unet, latents, torch.tensor(1), text)
@@ -205,7 +205,7 @@ def attach_to_twin(unet: Any, settings: Settings) -> None:
     anatomy = dissect(unet)
     assert anatomy is not None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copy: Any = fake_copy(anatomy, mode).unet
+    copy: Any = fake_copy(anatomy, mode).denoiser_module
     with mode:
         attach(copy, settings, torch.device("cpu"))
 

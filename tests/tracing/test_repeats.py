@@ -137,7 +137,7 @@ def test_weights_that_are_streamed_come_and_go_in_every_call(offload: str) -> No
     stage = next(stage for stage in costs.stages if stage.name == "denoise")
     short, whole = (costs.trace(stage, settings, whole=whole) for whole in (False, True))
     assert figures(short) == figures(whole) and len(short.timeline) == len(whole.timeline)
-    assert whole.copied_bytes > weight_bytes(anatomy.unet) // 2
+    assert whole.copied_bytes > weight_bytes(anatomy.denoiser_module) // 2
 
 
 def test_equal_layers_of_a_text_encoder() -> None:
