@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -17,7 +18,7 @@ import torch
 
 import sd_lowvram
 from sd_lowvram import Fidelity, Knob, Settings, attached, optimize, register, restore
-from sd_lowvram.errors import BadInputError, NoSiteError, SettingsError
+from sd_lowvram.errors import BadInputError, ConflictError, NoSiteError, SettingsError
 from sd_lowvram.patches import Patch, wrap
 from sd_lowvram.settings import knobs
 
@@ -171,3 +172,66 @@ def test_a_strangers_family_is_planned_run_and_restored() -> None:
         finally:
             unregister()
         assert torch.equal(unet(*given, return_dict=False)[0], before)
+
+
+class Bright(torch.nn.Module):
+    """A stranger's convolution, which looks at the mean of its map."""
+
+    stored_by_rows = True
+
+    def __init__(self, plain: torch.nn.Conv2d) -> None:
+        super().__init__()
+        self.weight, self.bias = plain.weight, plain.bias
+        self.kernel_size, self.stride, self.dilation, self.padding = (3, 3), (1, 1), (1, 1), (1, 1)
+        self.padding_mode = "zeros"
+
+    def over_map(self, strips: Any) -> torch.Tensor:
+        return torch.cat([*strips], 2).mean((1, 2, 3), keepdim=True)
+
+    def forward(self, x: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tensor:
+        mean = self.over_map([x]) if mean is None else mean
+        return torch.nn.functional.conv2d(x, self.weight, self.bias, padding=1) * (1 + mean)
+
+
+class Behind(torch.nn.Module):
+    """A stranger's attention: each token sees the one before it."""
+
+    processor = None
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.to_v = plain.to_v
+
+    def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.to_v(tokens) + tokens.roll(1, dims=1)
+
+    def in_chunks(self, norm: torch.nn.Module, tokens: torch.Tensor, chunks: int) -> torch.Tensor:
+        before = norm(tokens[:, -1:])
+        parts = []
+        for part in tokens.chunk(chunks, 1):
+            normed = norm(part)
+            parts.append(self.to_v(normed) + torch.cat([before, normed[:, :-1]], 1) + part)
+            before = normed[:, -1:]
+        return torch.cat(parts, 1)
+
+
+def test_a_strangers_layers_go_by_strips_and_chunks_and_in_8_bits() -> None:
+    unet = tiny.tiniest().unet.requires_grad_(False)
+    resnet = unet.down_blocks[0].resnets[0]
+    block = next(module for module in unet.modules() if hasattr(module, "attn1"))
+    resnet.conv1, block.attn1 = Bright(resnet.conv1), Behind(block.attn1)
+    given = torch.randn(2, 4, 64, 64), torch.tensor(5), torch.randn(2, 7, unet.config.cross_attention_dim)
+    before = unet(*given, return_dict=False)[0]
+    chunks = mock.patch.object(Behind, "in_chunks", autospec=True, side_effect=Behind.in_chunks)
+    strips = mock.patch.object(Bright, "forward", autospec=True, side_effect=Bright.forward)
+    cuts = Settings(residual_strips=4, transformer_chunks=4, offload="layer")
+    with chunks as in_chunks, strips as forward, attached(unet, cuts, device="cpu"):
+        assert tiny.relative_error(unet(*given, return_dict=False)[0], before) < 1e-5
+    assert in_chunks.called and [len(call.args) for call in forward.call_args_list] == [3] * 4
+    with attached(unet, Settings(weight_storage="int8"), device="cpu"):
+        assert resnet.conv1.weight.dtype == torch.int8
+        assert tiny.relative_error(unet(*given, return_dict=False)[0], before) < 0.03
+    with pytest.raises(ConflictError, match="merge_tokens cannot go with the Behind of this UNet") as told:
+        attached(unet, Settings(merge_tokens=50), device="cpu").__enter__()
+    assert "leave merge_tokens off" in str(told.value)
+    assert torch.equal(unet(*given, return_dict=False)[0], before)

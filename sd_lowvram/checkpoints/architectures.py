@@ -106,7 +106,7 @@ def library_of(config: Mapping[str, Any]) -> Any:
     diffusers takes a class of others' from a folder only where its module was imported before.
     """
     ours = config.get("_class_name") == "ASDMUNet2DConditionModel"
-    return importlib.import_module("sd_lowvram.models.asdm_unet" if ours else "diffusers")
+    return importlib.import_module("sd_lowvram.unets.asdm_unet" if ours else "diffusers")
 
 
 def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:

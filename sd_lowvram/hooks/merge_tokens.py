@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import ConflictError, NoSiteError
 from ..models.anatomy import Anatomy
-from ..models.regional_attention import RegionalAttention
+from ..models.interfaces import MapAttention
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
@@ -37,15 +37,16 @@ def merge_tokens(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
 
     Raises:
         NoSiteError: the target has no transformer block.
-        ConflictError: it has regional attention.
+        ConflictError: it has self-attention that goes by where tokens lie.
     """
     denoiser, blocks = anatomy.denoiser, [site.module for site in anatomy.transformer_blocks]
     if denoiser is None or not blocks:
         raise NoSiteError("merge tokens: the model has no transformer block")
-    if any(isinstance(block.get_submodule("attn1"), RegionalAttention) for block in blocks):
+    by_place = (module for block in blocks if isinstance(module := block.get_submodule("attn1"), MapAttention))
+    if (found := next(by_place, None)) is not None:
         raise ConflictError(
-            "merge_tokens cannot go with regional attention, which this UNet has in its largest maps and which needs "
-            "every token at its place: leave merge_tokens off"
+            f"merge_tokens cannot go with the {type(found).__name__} of this UNet, which needs every token at its "
+            "place: leave merge_tokens off"
         )
     merging = _Merging((settings.merge_tokens or 0) / 100)
     for entry in anatomy.entries[denoiser]:

@@ -4,7 +4,7 @@ Two sweeps: the first writes conv1(act(norm1(x))) + time and gathers norm2's sta
 shortcut(x) + conv2(act(norm2(...))) over what it has read. So beside the block's input there is one map of its output,
 and strips. Convolutions are called on a strip with one row of halo on either side, the surplus rows cropped.
 
-A convolution of several experts is told the means of its whole map, which one more sweep gathers before it.
+A convolution that must know of its whole map is told it, which takes one more sweep before it.
 
 Source: ours; exact where tiles of others are not, because no statistics are cut. Fidelity: ``rounding``.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import NoSiteError
 from ..memory.repeats import each
 from ..models.anatomy import Anatomy, Residual, layer
-from ..models.cond_conv import CondConv2d
+from ..models.interfaces import MapConvolution
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import kept
@@ -83,7 +83,7 @@ def _first_half(
 ) -> tuple[Tensor, Statistics]:
     """conv1(act(norm1(x))) + shift as a new map (N, C, H, W), and its moments."""
     after = Statistics(block.norm2)
-    rows, given = _Rows(x, block.conv1), _router_input(block, block.conv1, x, before, pieces)
+    rows, given = _Rows(x, block.conv1), _of_the_map(block, block.conv1, x, before, pieces)
 
     def strip(start: int, stop: int) -> Tensor:
         part = _convolved(block, block.conv1, rows, before, start, stop, given)
@@ -96,7 +96,7 @@ def _first_half(
 
 def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span], after: Statistics) -> Tensor:
     """(shortcut(x) + conv2(act(norm2(hidden)))) / scale, written over ``hidden`` where it has the same type."""
-    rows, given = _Rows(hidden, block.conv2), _router_input(block, block.conv2, hidden, after, pieces)
+    rows, given = _Rows(hidden, block.conv2), _of_the_map(block, block.conv2, hidden, after, pieces)
 
     def strip(start: int, stop: int) -> Tensor:
         part = _convolved(block, block.conv2, rows, after, start, stop, given)
@@ -107,19 +107,16 @@ def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span],
     return assembled(strip, pieces, 2, x, out=hidden)
 
 
-def _router_input(
+def _of_the_map(
     block: Residual, conv: nn.Module, image: Tensor, statistics: Statistics, pieces: list[Span]
 ) -> tuple[Tensor, ...]:
-    """What a convolution of several experts is told besides a strip: means (N, C) of act(norm(map)), whole; nothing
-    for plain ones."""
-    if not isinstance(layer(conv), CondConv2d):
+    """What a convolution is told of act(norm(map)), whole, besides a strip; nothing for plain ones."""
+    inner = layer(conv)
+    if not isinstance(inner, MapConvolution):
         return ()
-    total = image.new_zeros(image.shape[:2], dtype=torch.float32)
     with kept():
-        for start, stop in each(pieces, image):
-            strip = block.act(statistics.normalised(image.narrow(2, start, stop - start)))
-            total += strip.sum((2, 3), dtype=torch.float32)
-    return ((total / image.shape[2:].numel()).to(image.dtype),)
+        cut = (image.narrow(2, start, stop - start) for start, stop in each(pieces, image))
+        return (inner.over_map(block.act(statistics.normalised(strip)) for strip in cut),)
 
 
 def _convolved(

@@ -3,7 +3,7 @@
 Keys and values of all tokens are made once, chunk by chunk, and then every chunk of queries runs through the block's
 own attention, under the host's own processor, whose projections of keys and values answer with what is there. That
 holds for processors in which a query's row does not depend on the other queries; blocks with any other are left alone.
-Attention in regions goes by bands of these.
+An attention that goes by where tokens lie says itself how it is cut.
 
 Source: ours; chunks of queries are from the self-attention of Rabe and Staats 2021. Fidelity: ``rounding``.
 """
@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NoSiteError
-from ..models.anatomy import Anatomy, AttentionInRegions, TokenAttention, Transformer
+from ..models.anatomy import Anatomy, AttentionOverMap, TokenAttention, Transformer
 from ..patches import Patch, roles_of, set_patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .feed_forward import FEWEST_TOKENS
 from .offers import Kind, Offer, Target
-from .regional_bands import in_bands
 from .strips import Span, assembled, spans
 
 
@@ -66,8 +65,8 @@ def _in_chunks(
         return original(tokens, *args, **kwargs)
     out: Tensor | None = None
     for attention in parts.attentions:
-        if isinstance(attention, AttentionInRegions):
-            out = in_bands(attention, tokens, chunks)
+        if isinstance(attention, AttentionOverMap):
+            out = attention.attention.in_chunks(attention.norm, tokens if out is None else out, chunks)
         else:
             out = _attended(attention, tokens if out is None else out, out, pieces)
     assert out is not None

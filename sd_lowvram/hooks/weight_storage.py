@@ -25,7 +25,6 @@ from ..memory import to_host
 from ..memory.fake_mode import active_fake_mode
 from ..memory.threads import at_rest
 from ..models.anatomy import Anatomy
-from ..models.cond_conv import CondConv2d
 from ..patches import Change, Patch, roles_of, wrap
 from ..settings import Settings
 from ..streaming.followed import exchanged
@@ -69,7 +68,8 @@ def weight_storage(anatomy: Anatomy, settings: Settings, device: torch.device) -
 
 
 def quantised_layers(anatomy: Anatomy, name: str, as_loaded: bool = False) -> list[Any]:
-    """The layers of the component ``name`` whose weights the hook stores in 8 bits.
+    """The layers of the component ``name`` whose weights the hook stores in 8 bits: those of torch, and those that say
+    by an attribute ``stored_by_rows`` that their ``weight`` (rows, ...) may have a scale for each row.
 
     Args:
         as_loaded: also those that are stored so already, for plans that are made meanwhile.
@@ -79,7 +79,7 @@ def quantised_layers(anatomy: Anatomy, name: str, as_loaded: bool = False) -> li
     return [
         module
         for path, module in anatomy.components[name].named_modules()
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, CondConv2d))
+        if (isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) or getattr(module, "stored_by_rows", False))
         and path not in _KEPT
         and not path.endswith(".image_embeds")  # its owner casts the input to the weight's type before it calls it
         and "lora_" not in path

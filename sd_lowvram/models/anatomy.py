@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .calls import Came, Predict, Shape, Stage, StepInputs, map_in_call
-from .regional_attention import RegionalAttention
+from .interfaces import MapAttention
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,18 @@ class TokenAttention:
 
 
 @dataclass(frozen=True)
-class AttentionInRegions:
-    """``x + attention(norm(x))``, in which rows of queries see those of their region and a pooled map."""
+class AttentionOverMap:
+    """``x + attention(norm(x))``, in which rows of queries see each other."""
 
     norm: nn.Module
-    attention: RegionalAttention
+    attention: MapAttention
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A transformer block: its attentions one after the other, of which the first may be one in regions, then
-    ``x + feed_forward(norm(x))``."""
+    """A transformer block: its attentions one after the other, then ``x + feed_forward(norm(x))``."""
 
-    attentions: tuple[TokenAttention | AttentionInRegions, ...]
+    attentions: tuple[TokenAttention | AttentionOverMap, ...]
     norm: nn.Module
     feed_forward: nn.Module
 

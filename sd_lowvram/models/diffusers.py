@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import calls_diffusers, support
 from .anatomy import (
     Anatomy,
-    AttentionInRegions,
+    AttentionOverMap,
     Course,
     Family,
     Residual,
@@ -23,9 +23,8 @@ from .anatomy import (
     is_3x3,
     is_pointwise,
 )
-from .interfaces import DiffusersUNet, KLAutoencoder
+from .interfaces import DiffusersUNet, KLAutoencoder, MapAttention
 from .latents import latent_channels
-from .regional_attention import RegionalAttention
 
 
 def components_of(target: Any) -> dict[str, nn.Module]:
@@ -212,11 +211,11 @@ def transformer(
     leave = leave or "gligen" in extra or isinstance(encoder_hidden_states, (tuple, list))
     if leave or any(mask is not None and mask.shape[1] > 1 for mask in masks):
         return None
-    own = isinstance(block.attn1, RegionalAttention)
+    own = isinstance(block.attn1, MapAttention)
     if own and attention_mask is not None:
         return None
-    parts: list[TokenAttention | AttentionInRegions] = [
-        AttentionInRegions(block.norm1, block.attn1)
+    parts: list[TokenAttention | AttentionOverMap] = [
+        AttentionOverMap(block.norm1, block.attn1)
         if own
         else _token_attention(block.norm1, block.attn1, None, {"attention_mask": attention_mask, **extra})
     ]
@@ -250,13 +249,13 @@ def _is_plain(block: Any) -> bool:
 
 def _is_row_by_row(attention: Any) -> bool:
     mixes = (getattr(attention, name, None) for name in ("group_norm", "spatial_norm", "norm_cross"))
-    known = type(attention.processor).__name__ in _ROW_BY_ROW or isinstance(attention, RegionalAttention)
+    known = type(attention.processor).__name__ in _ROW_BY_ROW or isinstance(attention, MapAttention)
     return known and not any(mixes)
 
 
 def _mixes(attention: Any) -> bool:
     """Whether the processor chunks the batch, as those of perturbed attention guidance do, or may, being a user's."""
-    if isinstance(attention, RegionalAttention):
+    if isinstance(attention, MapAttention):
         return False
     kind = type(attention.processor)
     return "PAG" in kind.__name__ or not kind.__module__.startswith("diffusers.")

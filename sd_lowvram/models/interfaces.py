@@ -1,9 +1,9 @@
-"""What is asked of UNets and autoencoders, so that any object of this form may take their place."""
+"""What is asked of UNets, autoencoders and some layers, so that any object of this form may take their place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -41,3 +41,20 @@ class KLAutoencoder(Protocol):
     def encode(self, pixels: Tensor) -> Any: ...
 
     def decode(self, latents: Tensor, **options: Any) -> Any: ...
+
+
+@runtime_checkable
+class MapConvolution(Protocol):
+    """A convolution that must know of its whole map, (N, C, H, W), when it is called with a strip of its rows."""
+
+    def over_map(self, strips: Iterable[Tensor]) -> Tensor:
+        """What it is called with beside a strip, from all ``strips`` (N, C, rows, W) of the map in their order."""
+
+
+@runtime_checkable
+class MapAttention(Protocol):
+    """A self-attention that goes by where tokens lie in the map: none of them may be left out, its processor (None) is
+    not to be exchanged, and it says itself how it runs over some of the tokens at a time. It takes no mask."""
+
+    def in_chunks(self, norm: nn.Module, tokens: Tensor, chunks: int) -> Tensor:
+        """``tokens + self(norm(tokens))`` of tokens (N, tokens, C), in up to ``chunks`` parts; a new tensor."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BadInputError
-from ..models.cond_conv import CondConv2d
+from .cond_conv import CondConv2d
 
 _FIRST_SHARE = 0.9
 """Of the first expert before anything is trained: the others can be told apart then, and do little harm."""
@@ -41,7 +41,7 @@ class Changes:
 
 def check_unchanged(unet: Any) -> None:
     """Raise BadInputError where ``unet`` has changed blocks already."""
-    from ..models.asdm_unet import is_changed
+    from .asdm_unet import is_changed
 
     if is_changed(unet.config):
         raise BadInputError(
@@ -63,7 +63,7 @@ def changed(unet: Any, changes: Changes, whole: Mapping[str, Tensor], relatives:
     Raises:
         BadInputError: experts below 1 or above 64, a side below 1, a block that is not there, or nothing to change.
     """
-    from ..models.asdm_unet import ASDMUNet2DConditionModel, check_changes, is_changed
+    from .asdm_unet import ASDMUNet2DConditionModel, check_changes, is_changed
 
     check_changes(changes.experts, changes.regions)
     ours = {"experts": changes.experts, "regions": changes.regions}

@@ -199,7 +199,7 @@ def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, 
     """A UNet of ``config`` with copies of the weights of several: each a UNet, and its paths by those of the new."""
     from diffusers import UNet2DConditionModel
 
-    from ..models.asdm_unet import ASDMUNet2DConditionModel, is_changed
+    from .asdm_unet import ASDMUNet2DConditionModel, is_changed
 
     first: Any = parts[0][0]
     # A name under "_use_default_values" would get its default again, whatever stands there now.

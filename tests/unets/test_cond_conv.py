@@ -27,11 +27,11 @@ from sd_lowvram.cli import app
 from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.hooks.weight_storage import quantised_layers
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.models.asdm_unet import ASDMUNet2DConditionModel
-from sd_lowvram.models.cond_conv import CondConv2d
 from sd_lowvram.settings import Fidelity
+from sd_lowvram.unets.asdm_unet import ASDMUNet2DConditionModel
 from sd_lowvram.unets.changes import Changes
 from sd_lowvram.unets.combine import combined
+from sd_lowvram.unets.cond_conv import CondConv2d
 from sd_lowvram.unets.cuts import Cut, whole
 from sd_lowvram.unets.prune import cut_of_kind, pruned
 
@@ -282,7 +282,7 @@ def test_stock_diffusers_refuses_it(ground: Path) -> None:
     with pytest.raises(ValueError, match=r"conv\d?\.(weight|bias) expected shape"):
         UNet2DConditionModel.from_pretrained(ground / "model" / "unet")
     index = json.loads((ground / "model" / "model_index.json").read_text(encoding="utf-8"))
-    assert index["unet"] == ["sd_lowvram.models.asdm_unet", "ASDMUNet2DConditionModel"]
+    assert index["unet"] == ["sd_lowvram.unets.asdm_unet", "ASDMUNet2DConditionModel"]
     loaded = DiffusionPipeline.from_pretrained(ground / "model")  # ours is imported here
     assert type(loaded.unet) is ASDMUNet2DConditionModel
 

@@ -30,14 +30,14 @@ from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BadInputError, ConflictError
 from sd_lowvram.hooks.attention import kernels_that_ran
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.models.asdm_unet import ASDMUNet2DConditionModel
-from sd_lowvram.models.regional_attention import Band, RegionalAttention, region_sizes, runs
 from sd_lowvram.settings import Fidelity
 from sd_lowvram.tracing import trace
 from sd_lowvram.unets.analysis import analysed
+from sd_lowvram.unets.asdm_unet import ASDMUNet2DConditionModel
 from sd_lowvram.unets.changes import Changes
 from sd_lowvram.unets.cuts import whole
 from sd_lowvram.unets.prune import pruned
+from sd_lowvram.unets.regional_attention import Band, RegionalAttention, region_sizes, runs
 
 SIZES = (512, 1024, 2048)
 
@@ -271,7 +271,7 @@ def test_attention_in_8_bits_and_by_a_backend_is_the_layers_own() -> None:
 
 
 def test_merged_tokens_and_masks_are_refused() -> None:
-    with pytest.raises(ConflictError, match="merge_tokens cannot go with regional attention"):
+    with pytest.raises(ConflictError, match="merge_tokens cannot go with the RegionalAttention"):
         sd_lowvram.optimize(pipeline(), settings=Settings(merge_tokens=50))
     attention = next(iter(attentions_of(regional()).values()))
     attention.latents = 8, 8

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConflictError
+from ..hooks.strips import Span, assembled, spans
+from ..streaming.weight_scopes import kept
 
 POOLED = 8
 """The pooled map has so many tokens on a side, whatever the size of the map."""
@@ -72,6 +74,28 @@ class RegionalAttention(nn.Module):
         for layer in self.to_out:
             attended = layer(attended)
         return attended
+
+    def in_chunks(self, norm: nn.Module, tokens: Tensor, chunks: int) -> Tensor:
+        """tokens + self(norm(tokens)) of tokens (N, height * width, C), in up to so many bands: whole rows of regions,
+        of which nobody sees another.
+
+        What all see is the pooled map. Its tokens are the means of the normed ones, whose keys and values are the means
+        of the keys and values, so that none of these are there for longer than a band.
+        """
+        height, width = self.sides(tokens.shape[1])
+        sizes = region_sizes(height, self.side)
+        edges = [width * row for row in (0, *itertools.accumulate(sizes))]
+        bands = {(edges[first], edges[last]): sizes[first:last] for first, last in spans(len(sizes), chunks, 1)}
+        with kept():
+            pooled = _pooled(norm, tokens, height, width)
+            keys, values = self.to_k(pooled), self.to_v(pooled)
+
+            def attended(start: int, stop: int) -> Tensor:
+                part = tokens[:, start:stop]
+                result: Tensor = self(norm(part), band=Band(bands[start, stop], keys, values))
+                return result + part
+
+            return assembled(attended, [*bands], 1, tokens)
 
     def sides(self, tokens: int) -> tuple[int, int]:
         """Height and width of the map, which must have so many ``tokens``."""
@@ -140,6 +164,20 @@ def pooled_map(whole: Tensor, height: int = POOLED) -> Tensor:
     sides = min(height, whole.shape[1]), min(POOLED, whole.shape[2])
     pooled: Tensor = F.adaptive_avg_pool2d(whole.permute(0, 3, 1, 2), sides)
     return pooled.flatten(2).transpose(1, 2)
+
+
+def _pooled(norm: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
+    """The pooled map's tokens (N, tokens, C) of norm(tokens), one of its rows after the other."""
+    rows = min(POOLED, height)
+
+    def row(first: int, last: int) -> Tensor:
+        start, stop = first * height // rows, -(-last * height // rows)
+        normed: Tensor = norm(tokens[:, start * width : stop * width])
+        return pooled_map(normed.unflatten(1, (-1, width)), 1)
+
+    columns = min(POOLED, width)
+    pieces: list[Span] = [(first * columns, (first + 1) * columns) for first in range(rows)]
+    return assembled(lambda start, stop: row(start // columns, stop // columns), pieces, 1, tokens)
 
 
 class Run(NamedTuple):

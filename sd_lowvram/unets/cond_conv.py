@@ -7,6 +7,7 @@ add up to one keep the scale that the layers after a trained one know, and one e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ class CondConv2d(nn.Module):
     its time; layouts stay, and a batch that is divided keeps its bits.
     """
 
+    stored_by_rows = True
+
     def __init__(self, inputs: int, outputs: int, experts: int, stride: Any = 1, padding: Any = 1) -> None:
         super().__init__()
         self.in_channels, self.out_channels, self.experts = inputs, outputs, experts
@@ -36,6 +39,16 @@ class CondConv2d(nn.Module):
     def shares(self, pooled: Tensor) -> Tensor:
         """Of each expert (N, experts), for maps whose means are ``pooled`` (N, C); they add up to one."""
         return F.linear(pooled, self.router_weight, self.router_bias).softmax(dim=1)
+
+    def over_map(self, strips: Iterable[Tensor]) -> Tensor:
+        """The means (N, C) of a map whose ``strips`` these are, for a call with one of them."""
+        sums, pixels = [], 0
+        for strip in strips:
+            sums.append(strip.sum((2, 3), dtype=torch.float32))
+            pixels += strip.shape[2:].numel()
+            dtype = strip.dtype
+        mean: Tensor = sum(sums) / pixels  # type: ignore[assignment]
+        return mean.to(dtype)
 
     def forward(self, x: Tensor, pooled: Tensor | None = None) -> Tensor:
         """
