@@ -23,7 +23,7 @@ OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(SIZE),--width "$$SIZE" --height "
 	$(if $(SEED),--seed "$$SEED") $(if $(STEPS),--steps "$$STEPS") \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu fuzz faults lint format gpu gpu-pack clean
+.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu fuzz faults lint format docs gpu gpu-pack clean
 .DELETE_ON_ERROR:
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo 'make fuzz                           ten thousand hostile inputs'
 	@echo 'make faults                         runs that are disturbed everywhere, in every way: benchmarks/faults.md'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
+	@echo 'make docs                           the book of docs/, into build/book; no broken link'
 	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into $(GPU_OUT)'
 	@echo '             [GPU_OUT=folder] [GPU_PYTHON=python3] with an environment that is there already, as docs/gpu.md says'
 	@echo 'make gpu-pack [GPU_VERSION=3.12]    the tree and what that one needs beside torch, as one file: $(GPU_PACK).tar.gz'
@@ -100,7 +101,7 @@ lint: $(VENV)/.test
 	$(if $(wildcard benchmarks/*.py),$(BIN)/mypy -p benchmarks)
 	$(BIN)/mypy nodes
 	$(BIN)/mypy --explicit-package-bases webui_ext scripts install.py
-	MYPYPATH=tools/demo $(BIN)/mypy --explicit-package-bases tools/demo/*.py tools/tiles_crop.py tools/gpu_pack.py
+	MYPYPATH=tools/demo $(BIN)/mypy --explicit-package-bases tools/demo/*.py tools/tiles_crop.py tools/gpu_pack.py tools/book.py tools/readme_picture.py
 	$(BIN)/lint-imports --no-logo
 
 # Tests, then measurements; PART="workspaces peaks" names some of it. With GPU_PYTHON in an environment that is there, to
@@ -126,6 +127,10 @@ gpu-pack: $(VENV)/.test
 	$(BIN)/python tools/gpu_pack.py "$(GPU_PACK)" $(if $(GPU_VERSION),--python $(GPU_VERSION)) \
 		$(if $(GPU_HAS),--there $(GPU_HAS)) $(if $(GPU_MOST),--most $(GPU_MOST))
 
+# Links are checked; blocks of Python are run by tests/test_readme.py.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -150,6 +155,10 @@ $(VENV)/.test: $(VENV)/.standalone
 	$(PIP) install --quiet -c constraints.txt --no-deps stable-diffusion-sdkit
 	$(PIP) install --quiet -c constraints.txt -e '.[train]'
 	@$(PIP) install --quiet -c constraints.txt -e '.[ray]' || echo 'no Ray for batches: the test of a cluster is skipped' >&2
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.standalone
+	$(PIP) install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # Three '=' pick torch as it is published, which is the CUDA build, also where a build for the CPU is at hand.

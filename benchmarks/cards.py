@@ -1,4 +1,4 @@
-"""What plans foretell of SD1.5 on cards: seconds and peak by card and size, ours beside diffusers as it is."""
+"""What plans foretell of SD1.5 or SDXL on cards: seconds and peak by card and size, ours beside diffusers as it is."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from sd_lowvram.units import GIB, MIB, format_time
 from .tables import begun, written
 
 CARDS = ("rtx2070", "gtx1650", "rtx3060", "rtx4090")
-SIDES = (512, 1024, 2048)
+SIDES = {"sd15": (512, 1024, 2048), "sdxl": (1024, 2048)}
+_TITLES = {"sd15": "SD1.5", "sdxl": "SDXL"}
 POLICIES = ("diffusers-default", "ours")
 _STEPS = 20
 _RAM = 32 * GIB
 
 
-def run(cards: Sequence[str] = CARDS, *, out: Path | None) -> dict[str, Any]:
+def run(cards: Sequence[str] = CARDS, model: str = "sd15", *, out: Path | None) -> dict[str, Any]:
     """Foretell the pictures in fp16; writes ``out`` and JSON, card by card, and goes on with what lacks."""
-    report = begun({"model": "sd15", "steps": _STEPS, "how": "foretold"}, out)
+    report = begun({"model": model, "steps": _STEPS, "how": "foretold"}, out)
     known = [row["card"] for row in report["rows"]]
     for card in progress.counted("cards", [card for card in cards if card not in known]):
-        cells = [{"side": side, "policy": name, **_cell(card, side, name)} for side in SIDES for name in POLICIES]
+        asked = [(side, name) for side in SIDES[model] for name in POLICIES]
+        cells = [{"side": side, "policy": name, **_cell(model, card, side, name)} for side, name in asked]
         rates = profile(card)
         report["rows"].append({"card": card, "title": rates.title, "vram_bytes": rates.vram_bytes, "cells": cells})
         if out is not None:
@@ -41,9 +43,9 @@ def run(cards: Sequence[str] = CARDS, *, out: Path | None) -> dict[str, Any]:
     return written(report, lines, out)
 
 
-def _cell(card: str, side: int, name: str) -> dict[str, Any]:
+def _cell(model: str, card: str, side: int, name: str) -> dict[str, Any]:
     rates = profile(card)
-    anatomy = meta_anatomy("sd15", torch.float16)
+    anatomy = meta_anatomy(model, torch.float16)
     sizes: dict[str, Any] = {"width": side, "height": side, "steps": _STEPS, "device": "cuda", "rates": rates}
     request = request_for(anatomy, vram=rates.vram_bytes, ram=_RAM, **sizes)
     try:
@@ -55,14 +57,14 @@ def _cell(card: str, side: int, name: str) -> dict[str, Any]:
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The table as Markdown."""
-    yield "# SD1.5 on cards, foretold"
+    yield f"# {_TITLES[report['model']]} on cards, foretold"
     yield ""
     yield (
         f"Squares in fp16, {report['steps']} steps with guidance: time and peak as plans foretell them for all of a "
         "card's memory. Nothing ran on a card."
     )
     yield ""
-    heads = [f"{side}x{side}, {name}" for side in SIDES for name in POLICIES]
+    heads = [f"{cell['side']}x{cell['side']}, {cell['policy']}" for cell in report["rows"][0]["cells"]]
     yield from table(("card", "memory", *heads), map(_row, report["rows"]))
 
 

@@ -24,6 +24,7 @@ _MOST_BUDGETS = 100
 _MOST_PAIRS = 1000
 _MOST_RUNS = 10_000
 _TIMED = ("demo", "sd15")
+_ON_CARDS = ("sd15", "sdxl")
 
 app = typer.Typer(
     name="benchmarks",
@@ -119,9 +120,12 @@ def peers(size: Size = 256, steps: Steps = 8) -> dict[str, Any]:
     return {"size": size, "steps": steps}
 
 
-def cards(card: Cards = None) -> dict[str, Any]:
-    """Seconds and peak of SD1.5 foretold for cards (left out: four), by ours and by diffusers as it is."""
-    return {"cards": card} if card else {}
+def cards(
+    card: Cards = None, model: Annotated[str, typer.Option("--model", "-m", help="sd15 or sdxl.")] = "sd15"
+) -> dict[str, Any]:
+    """Seconds and peak of a model foretold for cards (left out: four), by ours and by diffusers as it is."""
+    check_names("--model", [model], _ON_CARDS)
+    return {"model": model} | ({"cards": card} if card else {})
 
 
 def max_size(

@@ -80,7 +80,8 @@ def optimize(
         target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or its unet, vae or text encoder.
         vram: the budget on the device, as people write it: "4GB", "3.5 GiB", 4096 (MiB). None: what is free now.
         ram: the budget for what waits in host memory. None: what is free now.
-        width, height: of the picture in pixels. None: the model's own size.
+        width: of the picture in pixels. None: the model's own.
+        height: of the picture in pixels. None: the model's own.
         batch: pictures at a time; guidance doubles it inside.
         steps: of denoising, for the time.
         pictures: that will be made in all: for many of them it pays to compile the model, for one it may not.

@@ -1,8 +1,9 @@
-"""The README tells of every knob, and its fidelity is the one that the code states."""
+"""README and docs/ say what the code says: knobs, devices, models, links, and every block of Python runs."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 import tiny
 import torch
 
-from sd_lowvram.commands.knobs import fidelity_words
+from sd_lowvram.commands.knobs import command_line_knobs, fidelity_words
 from sd_lowvram.devices import support
-from sd_lowvram.settings import Knob, knobs
+from sd_lowvram.settings import knobs
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,16 +23,51 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 LEVELS = (support.TESTED, support.SIMULATED, support.UNTESTED)
 
 
-def test_the_table_of_knobs_is_made_of_their_declarations() -> None:
-    """To write it anew, take the rows that this test expects."""
-    _, _, table = README.partition("| knob | values | what it does | fidelity |\n|---|---|---|---|\n")
-    assert table.partition("\n\n")[0].splitlines() == [row(name, knob) for name, knob in knobs().items()]
+@pytest.fixture(scope="module")
+def book() -> Any:
+    """What makes the book's pages: tools/book.py."""
+    found = importlib.util.spec_from_file_location("book", ROOT / "tools" / "book.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
-def row(name: str, knob: Knob) -> str:
-    number = f"up to {knob.maximum} {knob.unit}".strip()
-    values = ", ".join(knob.choices) or {int: number, bool: "on, off"}[knob.type]
-    return f"| `{name}` | {values} | {knob.help} | {fidelity_words(knob)} |"
+def test_readme_is_read_in_minutes() -> None:
+    assert len(README.splitlines()) <= 180
+
+
+def test_the_page_of_knobs_is_made_of_their_declarations(book: Any) -> None:
+    _, *told = "\n".join(book.knobs_page()).split("\n## ")
+    assert [one.partition("\n")[0] for one in told] == list(knobs())
+    for one, (name, knob) in zip(told, knobs().items(), strict=True):
+        number = f"up to {knob.maximum} {knob.unit}".strip()
+        values = ", ".join(knob.choices) or {int: number, bool: "on, off"}[knob.type]
+        assert f"| values | {values} |\n| fidelity | {fidelity_words(knob)} |" in one, name
+        assert knob.help.lower() in one.lower(), name
+
+
+def test_the_page_of_commands_has_every_option(book: Any) -> None:
+    page = "\n".join(book.command_line_page())
+    for name in command_line_knobs():
+        assert page.count(f"`--{name.replace('_', '-')}`") >= 3, name  # generate, plan, batch
+    assert "## sd-lowvram unet prune" in page
+
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_that_are_there(page: Path, book: Any) -> None:
+    for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+        made = page.parent == ROOT / "docs" and link in book.GENERATED
+        assert made or "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_page_is_in_the_book() -> None:
+    contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    assert all(re.search(rf"\s{page.name}$", contents, re.MULTILINE) for page in (ROOT / "docs").glob("*.md"))
 
 
 def test_what_may_be_expected_of_devices_is_what_doctor_tells() -> None:
@@ -72,10 +108,8 @@ PYTHON = [
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 ]
 
-OTHER_VALUES = (
-    {'"a red apple"': '"a blue car"', "manual_seed(1)": "manual_seed(2)"},
-    {'"4GB"': '"3GB"', "1024": "512", '"a red apple"': '"a blue car"'},
-)
+_PLANNED = {'"4GB"': '"3GB"', "1024": "512", '"a red apple"': '"a blue car"'}
+OTHER_VALUES = (_PLANNED, _PLANNED, {'"a red apple"': '"a blue car"', "manual_seed(1)": "manual_seed(2)"})
 """For each Python block of README and docs, in their order: what stands in it the second time."""
 
 

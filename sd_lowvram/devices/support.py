@@ -35,13 +35,17 @@ class Support:
     measures: bool = True
 
 
-_CPU = Support("CPU", TESTED, "every test runs on CPUs, where RAM counts as the device")
+_CPU = Support("CPU", TESTED, "every test runs on CPUs, where RAM takes the place of the card's memory")
 _CUDA = Support(
     "NVIDIA GPU",
     SIMULATED,
-    "not run on one yet: peaks are traced, and the same code streams between the two accounts of a CPU",
+    "not run on one yet; streaming, allocators and graphs run on a simulated card",
 )
-_ROCM = Support("AMD GPU (ROCm)", UNTESTED, "goes CUDA's ways, but parks maps in memory that is not pinned")
+_ROCM = Support(
+    "AMD GPU (ROCm)",
+    UNTESTED,
+    "the same code as for NVIDIA; activations wait in pageable memory, so copies are slower",
+)
 _MPS = Support(
     "Apple GPU (mps)",
     UNTESTED,

@@ -124,7 +124,8 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
     torch cannot convert modules of fake parameters in place: what runs here must not call ``Module.to`` or ``half``.
 
     Raises:
-        whatever the callable raises, and torch's DataDependentOutputException where a value decides what runs.
+        Exception: whatever the callable raises, and torch's DataDependentOutputException where a value decides what
+            runs.
     """
     return trace_equals_once(module_or_callable, inputs, kwargs, {})
 

@@ -131,7 +131,7 @@ def test_a_peer_is_measured_by_the_counters_that_measure_ours(tmp_path: Path, mo
 
 @pytest.mark.slow(20)
 def test_a_card_that_is_too_small_is_told_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards, "SIDES", (1024,))
+    monkeypatch.setattr(cards, "SIDES", {"sd15": (1024,)})
     monkeypatch.setattr(cards, "POLICIES", ("compvis", "ours"))
     out = tmp_path / "cards.md"
     (row,) = told(out, "cards", "--gpu", "gtx1650")["rows"]

@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "cards": cards.lines,
+    "cards_sdxl": cards.lines,
     "end_to_end": end_to_end.lines,
     "fastest": fastest.lines,
     "faults": lambda values: fault_table.lines(values["rows"]),
@@ -103,12 +104,15 @@ def test_times_of_a_simulated_card_are_in_no_table() -> None:
     )
 
 
-def test_every_table_of_figures_in_the_readme_is_one_of_these() -> None:
+TABLE = re.compile(r"^\|.*\n\|[-| ]+\|\n(?:\|.*\n)+", re.MULTILINE)
+
+
+def test_every_table_of_figures_in_readme_and_docs_is_one_of_these() -> None:
     """Word for word."""
     measured = [file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks").glob("*.md")]
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tables = [found[0] for found in re.finditer(r"^\|.*\n\|[-| ]+\|\n(?:\|.*\n)+", text, re.MULTILINE)]
-    figures = [one for one in tables if re.search(r"\| *[\d.]+(e-?\d+)?( %| s| MiB| dB)? *(?=\|)", one)]
-    assert len(figures) >= 6
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    tables = [found[0] for page in pages for found in TABLE.finditer(page.read_text(encoding="utf-8"))]
+    figures = [one for one in tables if re.search(r"\| *[\d.]+(e-?\d+)?( %| s| [MG]iB| dB)?(?=,| *\|)", one)]
+    assert len(figures) >= 7
     for one in figures:
         assert any(one in text for text in measured), one
