@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .compat import is_compiling
+from .compat.private import not_compiled
 from .devices.support import device_of
 from .errors import BadInputError, LowVRAMError
 from .hooks.compiled import out_of_sight
@@ -137,7 +138,7 @@ class Attachment:
     ) -> Any:
         """``call``, and outside of its graph where somebody's torch.compile follows."""
         if is_compiling():
-            return torch._dynamo.disable(self._uncompiled)(call, *args, **kwargs)
+            return not_compiled(self._uncompiled)(call, *args, **kwargs)
         return call(*args, **kwargs)
 
     def _uncompiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

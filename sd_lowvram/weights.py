@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+
+from .compat.private import tree_flatten, tree_map
 
 Convert = Callable[[Tensor], Tensor]
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from .private import COMPILER, without_modes
 
 _probe = torch.empty(1)
 STORAGES_ARE_OBJECTS = _probe.untyped_storage() is _probe.untyped_storage()
@@ -39,7 +40,7 @@ def only_kernel(kernel: str) -> contextlib.AbstractContextManager[Any]:
 
 def is_compiling() -> Callable[[], bool]:
     """What tells whether torch's compiler follows the caller; before 2.2 it knows its own function for that alone."""
-    owner = torch.compiler if hasattr(torch.compiler, "is_compiling") else sys.modules.get("torch._dynamo")
+    owner = torch.compiler if hasattr(torch.compiler, "is_compiling") else sys.modules.get(COMPILER)
     known: Callable[[], bool] = getattr(owner, "is_compiling", lambda: False)
     return known
 
@@ -59,7 +60,7 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 @functools.lru_cache
 def computes_on_cpu(dtype: torch.dtype) -> bool:
     """Whether torch multiplies matrices of this type there; versions before 2.2 do not in fp16."""
-    with _disable_current_modes():
+    with without_modes():
         one = torch.ones(1, 1, dtype=dtype)
         try:
             torch.addmm(one[0], one, one)

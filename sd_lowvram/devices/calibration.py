@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compat import only_kernel
+from ..compat.private import TorchDispatchMode
 from .info import context_memory
 from .overhead import Overhead
 from .performance import THIS, Rates

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
+from ..compat.private import tree_flatten, tree_map
 from ..models.compvis import TOKEN_PATCHES
 from .offloaded_tensor import Waiting, pictures
 

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat import autocast_dtype
+from ..compat.private import BUILTIN_ATTENTION
 from ..devices.info import dtype_on
 from ..devices.this_machine import knows_cudnn_attention
 from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend
 from ..kernels.attention.problem import Problem, problem_of
-from ..kernels.attention.torch_kernels import BUILTIN, TORCHS_ATTENTION, own_kernel, refusal
+from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, own_kernel, refusal
 from ..kernels.triton import support as triton
 from ..models.anatomy import Anatomy, Family, Site, layer
 from ..patches import Patch, wrap
@@ -192,7 +193,7 @@ class Redirect(TorchFunctionMode):
     def __enter__(self) -> Redirect:
         # Another function that answers here (a trace's), or somebody else's in torch.nn.functional, is out of a mode's
         # sight. Then there is no mode: it would slow every access of a trace to a shape down.
-        if TORCHS_ATTENTION.answered() or TORCHS_ATTENTION.function() is not BUILTIN:
+        if TORCHS_ATTENTION.answered() or TORCHS_ATTENTION.function() is not BUILTIN_ATTENTION:
             self._answering.enter_context(TORCHS_ATTENTION.to(self.attend))
         else:
             self._answering.push(super().__exit__)
@@ -203,7 +204,7 @@ class Redirect(TorchFunctionMode):
         self._answering.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self.attend if func is BUILTIN and not self._busy else func)(*args, **(kwargs or {}))
+        return (self.attend if func is BUILTIN_ATTENTION and not self._busy else func)(*args, **(kwargs or {}))
 
     def attend(
         self,
@@ -225,7 +226,7 @@ class Redirect(TorchFunctionMode):
             if query.dim() != 4 or dropout_p or _trains(query, key, value, attn_mask):
                 self.ran["torch"] += 1
                 more = {"enable_gqa": True} if enable_gqa else {}  # torch 2.1 to 2.4 know no such argument
-                return BUILTIN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
+                return BUILTIN_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **more)
             if is_causal:
                 shape = query.shape[-2], key.shape[-2]
                 attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from .. import progress
 from ..cache import place_of, remember, remembered
+from ..compat.private import compiled_graphs, is_compilers, tree_flatten
 from ..devices.compiling import compiling_of
 from ..errors import ConflictError, NoSiteError
 from ..kernels import compiler
@@ -149,10 +149,10 @@ class _Kinds:
         """Around a call of the component: what is compiled after its first call is told."""
         if not _runs((args, kwargs)):
             return original(*args, **kwargs)
-        before, met, start = compiler.codes(), len(self._met), time.perf_counter()
+        before, met, start = compiled_graphs(), len(self._met), time.perf_counter()
         with compiler.compiling():
             result = original(*args, **kwargs)
-        fresh = compiler.codes() - before
+        fresh = compiled_graphs() - before
         if fresh and met and met == len(self._met):
             shapes = tuple(leaf.shape for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
             why = "its layers have changed, as by a LoRA" if shapes in self._shapes else "for another size or batch"
@@ -170,7 +170,7 @@ class _Kinds:
         try:
             result = compiler.compiled_apart(type(module).forward, kind)(module, *args, **kwargs)
         except Exception as error:
-            if not compiler.failed(error):
+            if not is_compilers(error):
                 raise
             self._failed = True
             told = " ".join(str(error).split())[:200]

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..compat.private import tree_flatten, tree_unflatten
 from ..devices.this_machine import RECORDED
 from ..errors import NoSiteError, SettingsError, ran_out
 from ..memory.fake_mode import active_fake_mode

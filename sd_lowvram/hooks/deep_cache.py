@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ..compat.private import tree_map
 from ..errors import NoSiteError, SettingsError
 from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy

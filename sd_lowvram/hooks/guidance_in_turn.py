@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..compat.private import tree_flatten, tree_unflatten
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap

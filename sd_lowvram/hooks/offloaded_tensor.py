@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from ..compat.private import tree_map
 from ..memory import Parked, fetch, send
 from ..weights import room
 

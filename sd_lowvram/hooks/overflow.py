@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from ..compat.private import FakeTensor
 from ..errors import NotFiniteError
 from ..memory.repeats import uncounted
 from ..weights import placed

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from ..compat import autocast_dtype
+from ..compat.private import tree_flatten
 from ..errors import NoSiteError, SettingsError
 from ..kernels import packed
 from ..memory.fake_mode import active_fake_mode

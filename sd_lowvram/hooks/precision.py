@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..compat import computes_on_cpu
+from ..compat.private import FakeTensor
 from ..errors import NoSiteError, SettingsError
 from ..memory.fake_mode import fake_empty
 from ..memory.threads import Shared

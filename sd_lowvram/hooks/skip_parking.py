@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ..compat.private import tree_map
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..compat import autocast_dtype
+from ..compat.private import followed_by_jit, tree_flatten, tree_unflatten
 from ..errors import NoSiteError
 from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
@@ -90,7 +90,7 @@ class _Passes:
 
     def _kind(self, leaves: list[Any], tensors: list[Tensor], spec: Any) -> Any:
         """None where a call cannot be followed, or compute by what was."""
-        if not tensors or active_fake_mode(*tensors) is not None or torch._C._is_tracing():
+        if not tensors or active_fake_mode(*tensors) is not None or followed_by_jit():
             return None
         if autocast_dtype(tensors[0].device.type) is not None or needs_graph(self._unet, *tensors):
             return None

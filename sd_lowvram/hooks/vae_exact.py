@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import progress
+from ..compat.private import FakeTensor
 from ..errors import NoSiteError, NotFiniteError
 from ..kernels.attention.bounded import fused_softmax
 from ..memory import Parked

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..compat.private import FakeTensor
 from ..errors import NotFiniteError
 from ..models.anatomy import Anatomy
 from ..models.autoencoder import dissect

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..compat.private import FakeTensor
 from ..errors import ConflictError, NoSiteError
 from ..kernels.quantised import quantise, widen
 from ..memory import to_host

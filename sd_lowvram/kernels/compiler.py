@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..cache import cache_folder
+from ..compat.private import compiled_graphs, default_compiler_folder, more_versions, reset_compiler
 from ..units import GIB
 from .triton import support as triton
 
@@ -73,42 +74,26 @@ def compiled_apart(function: Callable[..., Any], facts: Any) -> Callable[..., An
 def forget() -> None:
     """Give up what was compiled in this process; its files stay."""
     compiled_apart.cache_clear()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-
-
-def codes() -> int:
-    """How many pieces of code have been compiled in this process by now."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return int(utils.counters["stats"]["unique_graphs"]) if utils else 0
-
-
-def failed(error: Exception) -> bool:
-    """Whether ``error`` is the compiler's, and not one of the code that it has compiled."""
-    return any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__)
+    reset_compiler()
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Inside, as many shapes as a model has may be compiled, into a folder of our cache; where none was, of this
     process alone. A TORCHINDUCTOR_CACHE_DIR of the user's own stays."""
-    from torch._dynamo import config
-    from torch._inductor.runtime.runtime_utils import default_cache_dir  # type: ignore[attr-defined]
-
-    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
     named = os.environ.get(_CACHE_VARIABLE)  # torch itself sets it to its default where it looks for it
-    ours = _folder() if named in (None, default_cache_dir()) else None
-    before = codes()
+    ours = _folder() if named in (None, default_compiler_folder()) else None
+    before = compiled_graphs()
     if ours is not None:
         os.environ[_CACHE_VARIABLE] = str(ours)
     try:
-        with config.patch({limit: max(_MOST_CODES, getattr(config, limit))}):
+        with more_versions(_MOST_CODES):
             yield
     finally:
         if ours is not None:
             os.environ.pop(_CACHE_VARIABLE, None)
             os.environ.update({} if named is None else {_CACHE_VARIABLE: named})
-            if codes() > before:
+            if compiled_graphs() > before:
                 bound(ours, _CACHE_BYTES)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..compat.private import storage_key
 from .storage_refs import Deaths
 
 Account = Literal["device", "weights", "host"]
@@ -72,12 +73,12 @@ def mark_host(tensor: torch.Tensor) -> None:
 
 def unmark_host(tensor: torch.Tensor) -> None:
     """Forget what :func:`mark_host` remembered."""
-    _host_storages.discard(tensor.untyped_storage()._cdata)
+    _host_storages.discard(storage_key(tensor))
 
 
 def is_host(tensor: torch.Tensor) -> bool:
     """Whether the memory of ``tensor`` was marked as the host's."""
-    return tensor.untyped_storage()._cdata in _host_storages
+    return storage_key(tensor) in _host_storages
 
 
 def traced_device(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..compat.private import FakeTensor, FakeTensorMode, dispatch_modes, made_fake, without_fakes
 
 CPU = torch.device("cpu")
 
@@ -17,7 +18,7 @@ def active_fake_mode(*tensors: Tensor) -> FakeTensorMode | None:
     for tensor in tensors:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
-    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+    for mode in dispatch_modes():
         if isinstance(mode, FakeTensorMode):
             return mode
     return None
@@ -27,7 +28,7 @@ def fake_empty(
     mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """What ``torch.empty_strided`` makes in ``mode``, without asking it: it takes its time."""
-    with torch._C._DisableTorchDispatch():
+    with without_fakes():
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return fake_around(meta, mode, device)
 
@@ -39,8 +40,6 @@ def fake_around(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
         first = FakeTensor(mode, meta, device)
         alike[device] = dict(vars(first))
         return first
-    fake: Tensor = Tensor._make_subclass(
-        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
-    )
+    fake: Tensor = made_fake(meta, device)
     vars(fake).update(alike[device])
     return fake

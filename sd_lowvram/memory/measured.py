@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExtraFields_Allocation
+
+from ..compat.private import AllocationFields
 
 
 def measured_peak(function: Callable[[], Any]) -> int:
@@ -58,7 +59,7 @@ def allocator_events(profile: torch.profiler.profile) -> list[tuple[int, int]]:
         event = waiting.pop()
         waiting += event.children
         fields = event.extra_fields
-        if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
+        if isinstance(fields, AllocationFields) and fields.device.type == "cpu":
             told.append((event.start_time_ns, fields.ptr, fields.alloc_size))
     live: set[int] = set()
     changes = []

@@ -13,11 +13,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..compat.private import has_context
 from ..devices.info import host_memory, own_ram
 from ..units import format_size
 from .accounts import host_account
@@ -170,8 +170,7 @@ def _wait() -> None:
 
 def _used_devices() -> Iterator[int]:
     """Those that have a context: asking others for anything would make one, which takes some hundred MiB."""
-    runtime: Any = torch._C
-    return (index for index in range(torch.cuda.device_count()) if runtime._cuda_hasPrimaryContext(index))
+    return (index for index in range(torch.cuda.device_count()) if has_context(index))
 
 
 def _tell(why: str, size: int) -> None:

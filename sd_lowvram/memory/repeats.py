@@ -14,7 +14,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ..compat.private import FakeTensor
 
 Piece = TypeVar("Piece")
 

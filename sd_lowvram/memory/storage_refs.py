@@ -11,10 +11,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..compat import STORAGES_ARE_OBJECTS
+from ..compat.private import storage_key
 
 
 class Deaths:
-    """Calls ``died`` with the key (``storage._cdata``) of each watched storage that died, at once or at ``look``."""
+    """Calls ``died`` with the ``storage_key`` of each watched storage that died, at once or at ``look``."""
 
     def __init__(self, died: Callable[[int], Any]) -> None:
         self._report = died
@@ -22,7 +23,7 @@ class Deaths:
 
     def watch(self, storage: torch.UntypedStorage) -> int:
         """Watch ``storage``; returns its key."""
-        key: int = storage._cdata
+        key: int = storage_key(storage)
         if STORAGES_ARE_OBJECTS:
             self._references[key] = weakref.ref(storage, functools.partial(self._died, key))
         else:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.private import free_pinned
 from ..devices.info import free_vram
 from ..errors import BudgetError, host_ran_out, ran_out
 from ..memory.rooms import ROOMS
@@ -141,7 +142,7 @@ def _give_up_cached(device: torch.device) -> None:
     ROOMS.give_up()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        getattr(torch._C, "_host_emptyCache", lambda: None)()  # pinned memory that torch keeps
+        free_pinned()  # pinned memory that torch keeps
 
 
 def _there(plan: Plan) -> int | float:

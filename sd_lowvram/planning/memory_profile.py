@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..compat.private import storage_key
 from ..devices.support import check_measuring
 from ..memory.measured import allocator_events, allocator_profile
 from ..memory.storage_refs import Deaths
@@ -217,7 +218,7 @@ class _OnCpu:
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
         tensors = (tensor for tensor in all_tensors(*self._components) if tensor.device.type == "cpu")
-        return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        return {storage_key(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

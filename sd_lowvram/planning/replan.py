@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensor
-
+from ..compat.private import FakeTensor
 from ..memory.accounts import tracing
 from ..models.anatomy import Anatomy
 from ..models.calls import Came, map_in_call

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from ..cache import place_of, remember, remembered
+from ..compat.private import tree_flatten
 from ..devices.overhead import NONE, Overhead
 from ..errors import LowVRAMError, PlanningError, ran_out
 from ..hooks.offload import policy_of, step_groups

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..compat.private import FakeTensor
 from ..errors import LowVRAMError
 from ..memory import host_account, to_device
 from ..memory.accounts import actual_device, tracing

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat.private import storage_key
 from ..errors import LowVRAMError
 from ..weights import Convert
 from .layers import version
@@ -34,11 +35,11 @@ def exchanged(module: nn.Module, tensors: Iterable[Tensor], convert: Convert) ->
         convert: gives new memory, by operations that autograd follows where the tensor requires gradients.
     """
     copies = {id(tensor): _copied(tensor, convert) for tensor in tensors}
-    kept = {copy.untyped_storage()._cdata: copy for copy in copies.values()}
+    kept = {storage_key(copy): copy for copy in copies.values()}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def pack(saved: Tensor) -> Make:
-        copy = kept.get(saved.untyped_storage()._cdata)
+        copy = kept.get(storage_key(saved))
         return _made_anew(copy, saved) if copy is not None and copy.dtype == saved.dtype else _unchanged(saved)
 
     try:

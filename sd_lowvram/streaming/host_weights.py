@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..compat.private import storage_key
 from ..memory import host_empty, mark_host
 from ..memory.accounts import unmark_host
 from ..memory.fake_mode import active_fake_mode
@@ -157,7 +158,7 @@ class Masters:
             return False
         if self.device.type == "cuda":
             return source.device.type == "cpu" and not source.is_pinned()
-        return source.untyped_storage()._cdata in self._mapped
+        return storage_key(source) in self._mapped
 
     def _settle(self, tensors: Sequence[Tensor]) -> None:
         on_gpu = self.device.type == "cuda"
@@ -184,7 +185,7 @@ class Masters:
             if copy is None and kind == "device":
                 copy, ordinary = data.to("cpu"), ordinary + size
             if copy is None and kind == "mapped":
-                self._mapped.add(data.untyped_storage()._cdata)
+                self._mapped.add(storage_key(data))
                 self.mapped_bytes += size
             for tensor in sharing:
                 self._each.append(_Master(tensor, data if kind == "mapped" else None, data.device, kind == "pinned"))
@@ -396,7 +397,7 @@ _Place = tuple[object, ...]
 def _place(tensor: Tensor) -> _Place:
     """Equal for tensors that are the same memory seen alike: tied weights."""
     data = tensor.data
-    return data.untyped_storage()._cdata, data.storage_offset(), data.shape, data.stride(), data.dtype
+    return storage_key(data), data.storage_offset(), data.shape, data.stride(), data.dtype
 
 
 def _in_order(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..compat.private import FakeTensor, storage_key, writes
 from ..errors import ConflictError
 from ..weights import all_tensors, own_tensors
 from .schedule import aligned
@@ -173,10 +173,10 @@ def signature(component: nn.Module) -> list[Any]:
 def contents(tensors: list[Tensor]) -> list[Any]:
     """Where the tensors' contents lie and how often they were written to, as far as torch tells."""
     if tensors and isinstance(tensors[0], FakeTensor):
-        return [(tensor.untyped_storage()._cdata, tensor.dtype, version(tensor)) for tensor in tensors]
+        return [(storage_key(tensor), tensor.dtype, version(tensor)) for tensor in tensors]
     return [(tensor.data_ptr(), tensor.dtype, version(tensor)) for tensor in tensors]
 
 
 def version(tensor: Tensor) -> int:
     """Rises when the tensor is written to in place; of tensors from inference mode, which do not count, 0."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else writes(tensor)

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..compat.private import storage_key
 from ..errors import BudgetError
 from ..memory.fake_mode import active_fake_mode
 from ..units import format_least, format_size
@@ -221,7 +222,7 @@ def _adjoin(first: _Waiting, second: _Waiting) -> bool:
         one.source.stride() != one.like.stride() for one in (first, second)
     ):
         return False
-    storages = [one.source.untyped_storage()._cdata for one in (first, second)]
+    storages = [storage_key(one.source) for one in (first, second)]
     return storages[0] == storages[1] and _start(second.source) - _start(first.source) == place_bytes(first.like)
 
 

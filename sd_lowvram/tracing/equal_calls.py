@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_flatten
 
+from ..compat.private import FakeTensor, FakeTensorMode, storage_key, tree_flatten
 from ..memory.accounts import current_account
 from ..memory.repeats import times
 from ..patches import roles_of, set_patch, wrap
@@ -131,7 +130,7 @@ class EqualCalls:
         if made is None:
             return None
         container, tensors = (None, (result,)) if isinstance(result, Tensor) else (type(result), result)
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         own = [tensor.numel() * tensor.element_size() for tensor in tensors] == [*storages.values()]
         own = own and all(self._ledger.account_of(tensor) == "device" for tensor in tensors)
         return Recipe(made, container, moved=sum(storages.values())) if own else None

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..compat.private import FakeTensorMode
 from ..errors import LowVRAMError, PlanningError, ran_out
 from ..memory.accounts import unmark_host
 from ..memory.threads import at_rest

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..compat.private import FakeTensorMode
 from ..memory.fake_mode import CPU, fake_empty
 
 Registry = MutableMapping[str, Any]

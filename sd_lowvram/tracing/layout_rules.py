@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_elementwise_output_strides
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..compat.private import FakeTensor, elementwise_strides, without_fakes
 from ..memory.accounts import on_cpu
 from ..memory.fake_mode import CPU
 from .memory_formats import wanted_format
@@ -55,7 +54,7 @@ def _by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: boo
         if torch.device(kwargs["device"]) != CPU:
             return None
         kwargs = kwargs | {"device": "meta"}
-    with torch._C._DisableTorchDispatch():
+    with without_fakes():
         metas = tuple(map(_meta_of, args))
         try:
             result = _KERNELS.get(func, func)(*metas, **kwargs)
@@ -78,7 +77,7 @@ def _meta_of(value: Any) -> Any:
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format | None = None) -> Made:
-    with torch._C._DisableTorchDispatch():
+    with without_fakes():
         meta = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format)
     return Made(meta.shape, meta.stride(), dtype, CPU, None)
 
@@ -123,14 +122,14 @@ def _layer_normed(rows: Tensor, shape: Sequence[int], weight: Tensor | None, *_:
 
 
 def _elementwise(one: Any, other: Any, **_: Any) -> _Results:
-    with torch._C._DisableTorchDispatch():
+    with without_fakes():
         one, other = _meta_of(one), _meta_of(other)
         dtype = torch.result_type(one, other)
         if not dtype.is_floating_point:
             return None
         number = torch.empty((), device="meta")  # as which the kernels take one
         alike = torch.broadcast_tensors(*(each if isinstance(each, Tensor) else number for each in (one, other)))
-        return (Made(alike[0].shape, compute_elementwise_output_strides(*alike), dtype, CPU, None),)
+        return (Made(alike[0].shape, elementwise_strides(*alike), dtype, CPU, None),)
 
 
 def _of_one(first: Tensor, *_: Any, **__: Any) -> _Results:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..compat.private import storage_key
 from ..memory.accounts import Account
 from ..memory.caching_allocator import SMALL
 from ..memory.storage_refs import Deaths
@@ -90,7 +91,7 @@ class Ledger:
     def book(self, tensor: Tensor, account: Account, *, born: bool = True) -> None:
         """Follow the storage of ``tensor`` from now on; of a storage that is followed already, note its new size."""
         storage = tensor.untyped_storage()
-        booked = self._booked.get(storage._cdata)
+        booked = self._booked.get(storage_key(storage))
         if booked is None:
             self._deaths.look()
             booked = self._booked[self._deaths.watch(storage)] = _Booked(account, born, self._new_number())
@@ -100,13 +101,13 @@ class Ledger:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note the new size of a storage, if it is followed."""
-        booked = self._booked.get(storage._cdata)
+        booked = self._booked.get(storage_key(storage))
         if booked is not None:
             self._change(booked, storage.nbytes() - booked.nbytes)
 
     def number_of(self, tensor: Tensor) -> int:
         """Under which its storage is in ``allocations``."""
-        return self._booked[tensor.untyped_storage()._cdata].number
+        return self._booked[storage_key(tensor)].number
 
     def repeat(self, allocations: Sequence[tuple[int, int]], results: Mapping[int, Tensor]) -> None:
         """Note allocations again, with numbers of their own.
@@ -142,7 +143,7 @@ class Ledger:
 
     def account_of(self, tensor: Tensor) -> Account:
         """Where the storage of ``tensor`` is booked; of one that is not, the device."""
-        booked = self._booked.get(tensor.untyped_storage()._cdata)
+        booked = self._booked.get(storage_key(tensor))
         return "device" if booked is None else booked.account
 
     @contextlib.contextmanager

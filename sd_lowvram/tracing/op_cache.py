@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ..compat.private import FakeTensor, FakeTensorMode, without_fakes
 from ..memory.fake_mode import fake_around, fake_empty
 
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ def _fake(made: Made, mode: FakeTensorMode, first: Any) -> Tensor:
 
 
 def _view(made: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
-    with torch._C._DisableTorchDispatch():
+    with without_fakes():
         meta = torch.empty(0, dtype=made.dtype, device="meta")
         meta.set_(first.untyped_storage(), first.storage_offset() + offset, made.shape, made.stride)
     return fake_around(meta, mode, made.device)

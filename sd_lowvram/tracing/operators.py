@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.private import is_composite
 from ..memory.accounts import on_cpu
 from .flop_counter import COPIES, FLOPS, IDLE
 from .memory_formats import wanted_format
@@ -52,7 +53,7 @@ def describe(func: Any) -> Operator:
     returns = [result.alias_info for result in schema.returns]
     declared = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
     view = declared or schema.name in _UNDECLARED_VIEWS
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    composite = is_composite(func)
     return Operator(
         name=str(func.overloadpacket),
         view=view,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..compat.private import FakeTensor
 from ..memory.accounts import on_cpu
 
 Booking = Callable[[str, int, tuple[Tensor, Tensor, Tensor], Tensor], None]

@@ -11,11 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
+from ..compat.private import FakeTensor, FakeTensorMode, TorchDispatchMode, decomposed, tree_flatten, tree_map
 from ..devices.overhead import NONE, Overhead
 from ..memory.accounts import current_account, is_host, on_cpu, traced_device
 from ..memory.fake_mode import CPU, active_fake_mode
@@ -248,7 +246,7 @@ class _Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if operator.composite:
             with self:
-                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+                return decomposed(func, *args, **kwargs)
         key = self._signature(func, operator, args, kwargs)
         if key is None and func not in _LIFTS:
             args = self._without_reals(args)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 
 import torch
 
+from ..compat.private import is_loaded
 from ..memory.threads import Shared
 
 CAN_REST = hasattr(torch.compiler, "set_stance")
@@ -17,5 +17,5 @@ _at_rest = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
     """Inside, in whichever thread, nothing is compiled, nor does what was compiled run."""
-    compiles = CAN_REST and "torch._dynamo" in sys.modules  # without it nothing can have been compiled
+    compiles = CAN_REST and is_loaded()  # without it nothing can have been compiled
     return _at_rest() if compiles else contextlib.nullcontext()

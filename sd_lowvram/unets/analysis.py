@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from .. import progress
+from ..compat.private import tree_map_only
 from ..devices.performance import Rates, profile
 from ..models import anatomy_of_components
 from ..models.calls import Shape, denoise_step

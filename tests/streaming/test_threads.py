@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import sd_lowvram
 from sd_lowvram import Settings, attached
+from sd_lowvram.compat.private import BUILTIN_ATTENTION
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import LowVRAMError
-from sd_lowvram.kernels.attention.torch_kernels import BUILTIN
 from sd_lowvram.memory.threads import Switch, place_of, turn
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.request import Request
@@ -196,7 +196,7 @@ def test_traces_beside_a_running_attention_hook(pipe: Any, backend: str) -> None
                 assert torch.equal(pipe.unet(latents, 3, text).sample, expected)
         assert attachment.sites["attention"] == tiny.ATTENTIONS["sd15"]
     assert given and all(one == peak for one in given), given
-    assert settled() == before and F.scaled_dot_product_attention is BUILTIN
+    assert settled() == before and F.scaled_dot_product_attention is BUILTIN_ATTENTION
 
 
 @torch.no_grad()

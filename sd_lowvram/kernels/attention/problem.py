@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...compat.private import FakeTensor
 from ...memory.accounts import on_cpu
 
 

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from ...compat import only_kernel
+from ...compat.private import BUILTIN_ATTENTION, attention_choice
 from ...devices.this_machine import knows_cudnn_attention
 from ...errors import SettingsError
 from ...memory.threads import Redirected, Switch
 from .bounded import SCORE_BYTES, mask_4d, sliced
 from .problem import Problem, capability, empty_output, has_bf16, problem_of
-
-BUILTIN = torch._C._nn.scaled_dot_product_attention
-"""torch's own function, also while somebody has put another into torch.nn.functional."""
 
 TORCHS_ATTENTION = Redirected(torch.nn.functional, "scaled_dot_product_attention")
 
@@ -252,15 +250,15 @@ def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
         mask = _torch_mask(mask, problem)
     with contextlib.nullcontext() if _is_compiling() else SWITCHES.left_alone():
         if kernel == "torch" or kernel == _choice(q, k, v, mask, scale):
-            return BUILTIN(q, k, v, attn_mask=mask, scale=scale)
+            return BUILTIN_ATTENTION(q, k, v, attn_mask=mask, scale=scale)
     with SWITCHES.set_by(only_kernel(kernel)):
-        return BUILTIN(q, k, v, attn_mask=mask, scale=scale)
+        return BUILTIN_ATTENTION(q, k, v, attn_mask=mask, scale=scale)
 
 
 def _choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> str:
     """The kernel that torch takes when it is left the choice; "" where it does not tell."""
     try:
-        return _KERNELS.get(torch._fused_sdp_choice(q, k, v, mask, 0.0, False, scale=scale), "")
+        return _KERNELS.get(attention_choice(q, k, v, mask, scale), "")
     except (AttributeError, RuntimeError, TypeError):
         return ""
 

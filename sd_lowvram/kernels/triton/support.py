@@ -8,8 +8,8 @@ import os
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...compat.private import without_modes
 from ..attention.problem import capability, device_of_run, has_bf16, is_fake
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,7 +41,7 @@ def _failure(card: int) -> str | None:
     """Why a first kernel fails on the card: Triton compiles at run time, for which a C compiler and the driver's own
     library must be found. None where it runs."""
     try:
-        with _disable_current_modes():  # a trace may be under way
+        with without_modes():  # a trace may be under way
             from .geglu import geglu
 
             geglu(torch.zeros(1, 128, device=torch.device("cuda", card), dtype=torch.float16))

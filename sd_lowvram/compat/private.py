@@ -1,0 +1,159 @@
+"""All that the package uses of torch's private parts, in one place to look at when torch changes.
+
+Nothing public does these things: make fake tensors without their slow constructor, follow operators and take their
+arguments apart, step out of modes that are entered, and ask the compiler what it has done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _ExtraFields_Allocation as AllocationFields
+from torch._prims_common import compute_elementwise_output_strides as elementwise_strides
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+
+__all__ = [
+    "BUILTIN_ATTENTION",
+    "COMPILER",
+    "AllocationFields",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "attention_choice",
+    "compiled_graphs",
+    "decomposed",
+    "default_compiler_folder",
+    "dispatch_modes",
+    "elementwise_strides",
+    "followed_by_jit",
+    "free_pinned",
+    "has_context",
+    "is_compilers",
+    "is_composite",
+    "is_loaded",
+    "made_fake",
+    "more_versions",
+    "not_compiled",
+    "reset_compiler",
+    "storage_key",
+    "tree_flatten",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "without_fakes",
+    "without_modes",
+    "writes",
+]
+
+BUILTIN_ATTENTION = torch._C._nn.scaled_dot_product_attention
+"""torch's own function, whatever somebody has put into ``torch.nn.functional``."""
+
+
+COMPILER = "torch._dynamo"
+
+
+def made_fake(meta: Tensor, device: torch.device) -> Any:
+    """A FakeTensor around ``meta`` on ``device``, without its mode and other attributes."""
+    return Tensor._make_subclass(
+        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+
+
+def without_fakes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, operators reach neither a mode nor a tensor's subclass."""
+    return torch._C._DisableTorchDispatch()
+
+
+def storage_key(tensor: Tensor | torch.UntypedStorage) -> int:
+    """What tells a storage from all others that are alive."""
+    storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor
+    key: int = storage._cdata
+    return key
+
+
+def writes(tensor: Tensor) -> int:
+    """A number that rises when the tensor is written to in place. Tensors from inference mode have none."""
+    return tensor._version
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others, also for autograd."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def decomposed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A composite operator by the operators that it is made of."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def attention_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> int:
+    """The number of the attention kernel that torch would take."""
+    return torch._fused_sdp_choice(q, k, v, mask, 0.0, False, scale=scale)
+
+
+def followed_by_jit() -> bool:
+    """Whether torch.jit.trace follows the caller."""
+    return torch._C._is_tracing()
+
+
+def has_context(index: int) -> bool:
+    """Whether this process has a context on the CUDA card."""
+    runtime: Any = torch._C
+    return bool(runtime._cuda_hasPrimaryContext(index))
+
+
+def free_pinned() -> None:
+    """Give pinned memory that torch keeps for later back; versions before 2.5 keep it."""
+    getattr(torch._C, "_host_emptyCache", lambda: None)()
+
+
+def is_loaded() -> bool:
+    """Whether the compiler was imported, without which nothing can have been compiled."""
+    return COMPILER in sys.modules
+
+
+def reset_compiler() -> None:
+    """Give up what was compiled in this process."""
+    if is_loaded():
+        torch._dynamo.reset()
+
+
+def compiled_graphs() -> int:
+    """How many pieces of code have been compiled in this process by now."""
+    utils = sys.modules.get(f"{COMPILER}.utils")
+    return int(utils.counters["stats"]["unique_graphs"]) if utils else 0
+
+
+def is_compilers(error: Exception) -> bool:
+    """Whether ``error`` is the compiler's, and not one of the code that it has compiled."""
+    return any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__)
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which the compiler leaves out of its graphs."""
+    outside: Callable[..., Any] = torch._dynamo.disable(function)
+    return outside
+
+
+def more_versions(least: int) -> contextlib.AbstractContextManager[Any]:
+    """Inside, the compiler keeps at least so many versions of a piece of code."""
+    from torch._dynamo import config
+
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    return config.patch({limit: max(least, getattr(config, limit))})  # type: ignore[no-any-return]
+
+
+def default_compiler_folder() -> str:
+    """Where the compiler writes its code when nobody has named a folder."""
+    from torch._inductor.runtime.runtime_utils import default_cache_dir  # type: ignore[attr-defined]
+
+    return str(default_cache_dir())
