@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch.overrides import TorchFunctionMode
 
 from .errors import ConflictError, LowVRAMError
 
@@ -54,6 +56,22 @@ class Change:
 def wrap(owner: Any, attribute: str, around: Callable[..., Any], hook: str = "", role: str = "") -> Patch:
     """A patch that calls ``around(original, *args, **kwargs)`` in place of ``original(*args, **kwargs)``."""
     return Patch(owner, attribute, lambda original: functools.partial(around, original), hook=hook, role=role)
+
+
+class Answered(TorchFunctionMode):
+    """While entered, ``answers`` stand for some of torch's functions, in this thread. Layers are called as they are, so
+    that whatever their host does to weights on the way (streaming, casting, a LoRA) is done.
+
+    Args:
+        answers: by function, what is called with its arguments instead.
+    """
+
+    def __init__(self, answers: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._answers.get(func, func)(*args, **(kwargs or {}))
 
 
 def replace(owner: Any, attribute: str, replacement: Any, hook: str = "") -> Patch:

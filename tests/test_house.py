@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,17 @@ def test_adapters_import_nothing_of_torch_that_is_private(file: Path) -> None:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         private = [name for name in names if name.startswith("torch.") and "._" in name]
         assert not private, f"{file.name}, line {getattr(node, 'lineno', 0)}: {private}"
+
+
+def test_private_parts_of_torch_are_touched_in_one_file() -> None:
+    private = re.compile(r"\btorch(?!\.ops)(\.\w+)*\._[a-zA-Z]|\._cdata\b|\._version\b")
+    places = {
+        file.relative_to(ROOT).as_posix(): found
+        for file in (ROOT / "sd_lowvram").rglob("*.py")
+        if (found := sorted({match.group() for match in private.finditer(file.read_text(encoding="utf-8"))}))
+    }
+    places.pop("sd_lowvram/compat/private.py")
+    assert not places
 
 
 @pytest.mark.parametrize("file", ["search.py", "options.py"])

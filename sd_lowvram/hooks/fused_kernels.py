@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..compat import autocast_dtype
 from ..errors import NoSiteError
 from ..kernels.triton.support import FUSED, refusal, takes
 from ..models import autoencoder
 from ..models.anatomy import Anatomy, Residual, geglu_of
-from ..patches import Patch, wrap
+from ..patches import Answered, Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .offers import Kind, Offer, Target
@@ -104,33 +103,19 @@ def _fused_gate(gate: Any, original: Callable[..., Tensor], x: Tensor, *args: An
 
 def _activated(norm: nn.Module, x: Tensor) -> Tensor:
     """SiLU of the normed map, by the kernel where the layer asks torch for a group norm."""
-    with _Fused() as fused:
-        normed: Tensor = norm(x)
-    return normed if fused.ran else F.silu(normed)
+    fused = False
 
-
-class _Fused(TorchFunctionMode):
-    """Answers ``group_norm`` with the kernel, SiLU with it. The layer itself is called, so that whatever its host does
-    to weights on the way is done."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self._normalise if func is F.group_norm else func)(*args, **(kwargs or {}))
-
-    def _normalise(
-        self,
-        input: Tensor,
-        num_groups: int,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
+    def normalise(
+        input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
     ) -> Tensor:
+        nonlocal fused
         if not takes(input):
             return F.group_norm(input, num_groups, weight, bias, eps)
         from ..kernels.triton.group_norm import group_norm
 
-        self.ran = True
+        fused = True
         return group_norm(input, num_groups, weight, bias, eps)
+
+    with Answered({F.group_norm: normalise}):
+        normed: Tensor = norm(x)
+    return normed if fused else F.silu(normed)

@@ -11,6 +11,7 @@ that is no number leaves none, as every layer normalises by the whole map; and t
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ..compat.private import FakeTensor
 from ..errors import NotFiniteError
 from ..memory.repeats import uncounted
+from ..patches import Answered
 from ..weights import placed
 
 Rows = Callable[[int, int, bool], Tensor]
@@ -155,19 +156,17 @@ def _strips(count: int) -> str:
 @contextlib.contextmanager
 def in_float32(device: torch.device) -> Iterator[None]:
     """Inside, layers that are given float32 compute in it, whatever the type of their weights."""
-    with _WidenedWeights(), torch.autocast(device.type, enabled=False):
+    with Answered(_WIDENED), torch.autocast(device.type, enabled=False):
         yield
 
 
-class _WidenedWeights(TorchFunctionMode):
-    """Widens what a layer multiplies by when it does so, and the layer is called all the same."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (F.conv2d, F.linear):
-            args, kwargs = tuple(map(_wide, args)), {name: _wide(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
+def _widened(layer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return layer(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
 
 
 def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype.itemsize < 4 else value
+
+
+_WIDENED = {layer: functools.partial(_widened, layer) for layer in (F.conv2d, F.linear)}
+"""Layers whose weights are widened when they multiply by them."""

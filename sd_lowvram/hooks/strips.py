@@ -5,16 +5,16 @@ Source: exact tiles, that is group statistics gathered strip by strip and merged
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..kernels.triton.support import takes
 from ..memory.repeats import each
+from ..patches import Answered
 from ..streaming.weight_scopes import kept
 from ..weights import placed
 
@@ -112,35 +112,22 @@ class Statistics:
         return F.silu(self.normalised(strip), inplace=True)
 
     def _by_the_layer(self, strip: Tensor, silu: bool = False) -> Tensor:
-        with _GivenStatistics(self, silu):
+        with Answered({F.group_norm: functools.partial(self._group_norm, silu)}):
             result: Tensor = self.norm(strip)
         return result
 
-
-class _GivenStatistics(TorchFunctionMode):
-    """Answers ``group_norm`` with statistics that were gathered before. The layer itself is called, so that whatever
-    its host does to weights on the way (streaming, casting, a LoRA) is done."""
-
-    def __init__(self, statistics: Statistics, silu: bool) -> None:
-        super().__init__()
-        self._statistics = statistics
-        self._silu = silu
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.group_norm:
-            return self._normalise(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _normalise(
+    def _group_norm(
         self,
+        silu: bool,
         input: Tensor,
         num_groups: int,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:
-        scale, shift = self._statistics.affine(input.shape[1], weight, bias, eps)
-        if self._silu:
+        """torch's, with the statistics of the whole map."""
+        scale, shift = self.affine(input.shape[1], weight, bias, eps)
+        if silu:
             from ..kernels.triton.strip import activated_strip
 
             return activated_strip(input, scale, shift)

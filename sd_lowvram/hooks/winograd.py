@@ -17,13 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..compat import autocast_dtype
 from ..errors import NoSiteError
 from ..kernels.winograd import convolve, transformed
 from ..models.anatomy import Anatomy
-from ..patches import Patch, wrap
+from ..patches import Answered, Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .offers import Kind, Offer, Target
@@ -67,7 +66,7 @@ def _suits(module: nn.Module) -> bool:
 def _by_winograd(layer: nn.Module, original: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any) -> Tensor:
     if not _takes(x) or needs_graph(layer, x):
         return original(x, *args, **kw)
-    with _Winograd():
+    with Answered({F.conv2d: _convolution}):
         return original(x, *args, **kw)
 
 
@@ -75,13 +74,6 @@ def _takes(x: Tensor) -> bool:
     if x.dim() != 4 or x.device.type != "cpu" or x.dtype != torch.float32 or autocast_dtype("cpu") is not None:
         return False
     return x.shape[0] * (x.shape[2] // _TILE) * (x.shape[3] // _TILE) >= _LEAST_TILES
-
-
-class _Winograd(TorchFunctionMode):
-    """Answers ``conv2d``. The layer itself is called, so that whatever its host does to weights on the way is done."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_convolution if func is F.conv2d else func)(*args, **(kwargs or {}))
 
 
 def _convolution(

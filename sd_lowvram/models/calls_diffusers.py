@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..errors import BadInputError
+from ..patches import Answered
 from .anatomy import Anatomy, layer
 from .calls import CONTROL, CONTROL_STAGE, Shape, Stage, StepInputs
 from .interfaces import DiffusersUNet
@@ -147,7 +147,7 @@ _SIDES = {"image_encoder": 224, "depth_estimator": 384, "safety_checker": 224}
 
 
 def _check_safety(checker: Any, pixels: Tensor, pictures: Tensor) -> Any:
-    with _Unread():
+    with Answered(_UNREAD):
         return checker(pixels, list(pictures))
 
 
@@ -158,16 +158,8 @@ _SEEING: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 }
 
 
-class _Unread(TorchFunctionMode):
-    """What Python reads from tensors is zero: in a trace there are no values."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.item:
-            return 0.0
-        if func is Tensor.numpy:
-            rows, columns = args[0].shape
-            return [[0.0] * columns] * rows
-        return func(*args, **(kwargs or {}))
+_UNREAD = {Tensor.item: lambda _: 0.0, Tensor.numpy: lambda tensor: [[0.0] * tensor.shape[1]] * tensor.shape[0]}
+"""What Python reads from tensors is zero: in a trace there are no values."""
 
 
 def text_length(anatomy: Anatomy, name: str | None = None) -> int:

@@ -1,0 +1,187 @@
+"""Calls of a model of which each kind is captured once and replayed from then on; what :mod:`traced` and
+:mod:`cuda_graphs` have in common.
+
+The first call of a kind runs as it is, the second is captured, and every later one is replayed. Calls are of one kind
+where types, shapes, autocast and all that is no tensor are equal, and where the model is: a LoRA, an adapter's strength
+or a weight at another place makes it another one, of which all is captured anew. A call that asks for gradients runs as
+it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import autocast_dtype
+from ..compat.private import tree_flatten, tree_unflatten
+from ..errors import ran_out
+from ..memory.fake_mode import active_fake_mode
+from ..weights import needs_graph
+
+_MOST_KINDS = 32
+"""Of calls, among which some come again: where every call is another, nothing is captured."""
+
+_PLAIN = (bool, int, float, str)
+
+Replay = Callable[[list[Tensor]], Any]
+"""From the tensors of a call to its result."""
+
+
+class Call(NamedTuple):
+    """One call: its arguments are ``leaves`` of a tree ``spec``, its tensors the leaves that are tensors."""
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    spec: Any
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def run(self, leaves: list[Any] | None = None) -> Any:
+        args, kwargs = tree_unflatten(self.leaves if leaves is None else leaves, self.spec)
+        return self.function(*args, **kwargs)
+
+
+class CapturedCalls:
+    """The calls of ``model`` that were captured, by kind, the one that was used last at the end.
+
+    A subclass says which calls it takes (``takes``) and how one is captured (``capture``).
+    """
+
+    knob = ""
+    done = ""
+    """What the knob does with a call, as a participle."""
+    most = _MOST_KINDS
+    """Captured calls that are kept at once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._replays: OrderedDict[Any, Replay] = OrderedDict()
+        self._seen: set[Any] = set()
+        self._facts: Any = None
+        self._refused = False
+        self._lock = threading.Lock()
+
+    def takes(self, tensors: list[Tensor]) -> bool:
+        raise NotImplementedError
+
+    def capture(self, call: Call) -> Replay:
+        """Raises RuntimeError where it cannot be."""
+        raise NotImplementedError
+
+    def called(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around a call of the model."""
+        call = Call(original, *tree_flatten((args, kwargs)))
+        tensors = call.tensors
+        kind = None if self._refused or not self._may(tensors) else _kind_of(call, tensors[0].device.type)
+        if kind is None:
+            return original(*args, **kwargs)
+        with self._lock:
+            replay = self._replay_of(kind, call)
+            return original(*args, **kwargs) if replay is None else replay(tensors)
+
+    def forget(self) -> None:
+        """Give up all that was captured."""
+        self._replays.clear()
+        self._seen.clear()
+        self._facts = None
+
+    def _may(self, tensors: list[Tensor]) -> bool:
+        return bool(
+            tensors
+            and active_fake_mode(*tensors) is None
+            and self.takes(tensors)
+            and not needs_graph(self._model, *tensors)
+        )
+
+    def _replay_of(self, kind: Any, call: Call) -> Replay | None:
+        """What replays calls of this ``kind``, captured now or before; None: the call runs as it is."""
+        if not self._is_the_same_model():
+            return None
+        if kind not in self._replays:
+            if kind not in self._seen:  # libraries make themselves ready, and a kind that comes once is not captured
+                self._seen.add(kind)
+                if len(self._seen) > _MOST_KINDS:
+                    self._refuse("its calls differ in more than their tensors")
+                return None
+            why = self._failure(kind, call)
+            if why is not None:  # what failed is gone by now, with the maps that it held
+                self._refuse(why)
+                return None
+        self._replays.move_to_end(kind)
+        return self._replays[kind]
+
+    def _is_the_same_model(self) -> bool:
+        """Whether calls of the model can be captured; what was captured of it before it changed goes."""
+        facts = _facts_of(self._model)
+        if facts is None:
+            self._refuse(f"something of others listens to its layers, which a {self.done} call would not call")
+            return False
+        if facts != self._facts:
+            if self._replays:
+                what = f"{self.knob}: the model has changed, as by a LoRA: it is {self.done} anew"
+                warnings.warn(what, stacklevel=6)
+            self.forget()
+            self._facts = facts
+        return True
+
+    def _failure(self, kind: Any, call: Call) -> str | None:
+        """Why a call cannot be captured; None where it was."""
+        if len(self._replays) == self.most:
+            self._replays.popitem(last=False)
+        try:
+            self._replays[kind] = self.capture(call)
+        except RuntimeError as error:
+            # nothing that is cached can be given up while kernels are recorded
+            return "there is no room for it" if ran_out(error) else " ".join(str(error).split())[:200]
+        return None
+
+    def _refuse(self, why: str) -> None:
+        self._refused = True
+        self.forget()
+        warnings.warn(f"{self.knob}: the denoiser cannot be {self.done} ({why}). It runs as it is", stacklevel=6)
+
+
+def _kind_of(call: Call, device_type: str) -> Any:
+    """What calls share that are alike; None: an argument is nothing that could be compared."""
+    known = all(isinstance(leaf, (Tensor, *_PLAIN, torch.dtype, torch.device, type(None))) for leaf in call.leaves)
+    return (call.spec, tuple(map(_identity, call.leaves)), autocast_dtype(device_type)) if known else None
+
+
+def _identity(leaf: Any) -> Any:
+    """What tells one call's argument from another's: its layout where it is a tensor, else its value."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+    return leaf
+
+
+def _facts_of(model: nn.Module) -> Any:
+    """What a captured call has taken in of the model besides its weights' values; None: of others' hooks, too."""
+    found: list[Any] = []
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return None
+        found.append(id(module))
+        for owner in (module, getattr(module, "processor", None)):
+            found += [_value(value) for name, value in getattr(owner, "__dict__", {}).items() if _counts(name, value)]
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        found += [tensor.data_ptr() for tensor in tensors if tensor is not None]
+    return hash(tuple(found))
+
+
+def _counts(name: str, value: Any) -> bool:
+    """Whether it is a setting, such as an adapter's strength."""
+    return isinstance(value, (*_PLAIN, list, tuple, dict)) and (not name.startswith("_") or "adapter" in name)
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return tuple(one for one in value if isinstance(one, _PLAIN)) if isinstance(value, (list, tuple)) else value
