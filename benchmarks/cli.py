@@ -13,7 +13,7 @@ from sd_lowvram.commands.one_line import OneLine
 from sd_lowvram.commands.values import check_count, check_given, check_names, check_run, check_side
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.plots.style import check_plots
-from sd_lowvram.policies.named import help_text
+from sd_lowvram.policies.named import HELP
 from sd_lowvram.units import parse_size
 
 from .commands.options import Debug, Json, measurement, measuring
@@ -46,7 +46,9 @@ Architectures = Annotated[
 Policies = Annotated[
     list[str] | None,
     typer.Option(
-        "--policy", help="May be repeated; left out: all that run here. generate --help tells them.", metavar="NAME"
+        "--policy",
+        help="May be repeated; left out: all that run here. sd-lowvram plan --list-policies tells them.",
+        metavar="NAME",
     ),
 ]
 Size = Annotated[int, typer.Option(help="Side of the square picture in pixels.")]
@@ -233,7 +235,7 @@ def matrix(
         str | None, typer.Option("--vram", help="Budget; left out: the card's, or what is free.", metavar="SIZE")
     ] = None,
     steps: Steps = 20,
-    policy: Annotated[str, typer.Option(help=help_text(), metavar="NAME")] = "ours",
+    policy: Annotated[str, typer.Option(help=HELP, metavar="NAME")] = "ours",
     first: Annotated[int, typer.Option("--from", help="The shortest side, in pixels.")] = 256,
     last: Annotated[int, typer.Option("--to", help="The longest side.")] = 1024,
     step: Annotated[int, typer.Option("--step", help="From one side to the next.")] = 64,

@@ -11,13 +11,13 @@ except ImportError:
 
 from . import doors
 from .commands.doctor import doctor
+from .commands.examples import GENERATE, PLAN, examples
 from .commands.generate import generate
 from .commands.install import install
 from .commands.one_line import OneLine
 from .commands.plan import plan
 from .commands.program import run
 from .commands.resume import resume
-from .commands.things import things
 from .commands.unet import unet
 from .commands.unet_distil import distil
 from .commands.unet_evaluate import evaluate
@@ -26,15 +26,14 @@ from .commands.unet_lora import lora
 app = typer.Typer(
     name="sd-lowvram",
     cls=OneLine,
-    help="Stable Diffusion in the memory that you have.",
+    help='Stable Diffusion in the memory that you have. Begin with: sd-lowvram generate "a red apple"',
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command()(generate)
+app.command(epilog=examples(GENERATE))(generate)
 app.command()(resume)
-app.command()(plan)
-app.command()(things)
+app.command(epilog=examples(PLAN))(plan)
 app.command()(doctor)
 app.command()(install)
 unet.command()(distil)

@@ -49,7 +49,7 @@ def batch(
     debug: Annotated[bool, option("--debug", text="Show the traceback of an error.", panel=RUN)] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Make the pictures of a file of jobs; what ended in the middle goes on when it is run again.
+    """Make the pictures of a file of jobs; run again, it goes on.
 
     All other options are those of generate, for jobs that do not state them.
     """

@@ -244,7 +244,7 @@ def _column(written: str) -> str:
     if name == "memory_plot":
         raise BadInputError("the column memory_plot is of generate alone: one picture's memory is drawn there")
     near = difflib.get_close_matches(name, columns(), 1)
-    guess = f" (did you mean {near[0]}?)" if near else "; sd-lowvram generate --help lists them"
+    guess = f" (did you mean {near[0]}?)" if near else "; sd-lowvram generate --help-all lists them"
     raise BadInputError(f"the column {written[:_SHOWN]!r} is no option of generate{guess}")
 
 

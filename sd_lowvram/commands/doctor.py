@@ -23,7 +23,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Tell what this machine has, which attention backends run here and repeat their bits, and what is missing."""
+    """Tell what this machine has, what runs here and what is missing."""
     with guarded(debug):
         from .examination import calibrated, examine
 

@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import BadInputError
 from ..saved_latents.interval import parse_interval
 from .guard import guarded
 from .inputs import PICTURE, RUN, Job, check_job, option
 from .knobs import with_fields, with_knobs
 from .previews import check_preview
+from .things import show_things
 from .unet_schedule import check_alone, paint_scheduled, parse_schedule
 from .values import checked_settings
 
@@ -31,11 +33,13 @@ def generate(
             text='How often a run is saved so that "resume" can go on with it: "30s", "5min", '
             '"10steps", or never; before the decode it always is.',
             panel=RUN,
+            rare=True,
             metavar="INTERVAL",
         ),
     ] = _OFTEN,
     keep_latents: Annotated[
-        bool, option("--keep-latents", text="Leave the latents beside the picture when it is there.", panel=RUN)
+        bool,
+        option("--keep-latents", text="Leave the latents beside the picture when it is there.", panel=RUN, rare=True),
     ] = False,
     preview: Annotated[
         int | None,
@@ -44,6 +48,7 @@ def generate(
             text="Show what the picture is about to be after every so many steps, in NAME.preview.png beside it, which "
             "goes when the picture is there.",
             panel=RUN,
+            rare=True,
             metavar="STEPS",
         ),
     ] = None,
@@ -54,6 +59,7 @@ def generate(
             text='UNets that take the steps in turn, "small:10,full:15": full is the model\'s own, --unet names the '
             "others. The steps add up to --steps, or say how many there are. Another picture; no latents are kept.",
             panel=PICTURE,
+            rare=True,
             metavar="NAME:STEPS,...",
         ),
     ] = None,
@@ -64,19 +70,29 @@ def generate(
             text="A UNet for --unet-schedule: a folder that unet prune, combine or distil wrote, or a unet folder in "
             "one. May be repeated.",
             panel=PICTURE,
+            rare=True,
             metavar="NAME=PATH",
         ),
     ] = None,
-    as_json: Annotated[bool, option("--json", text="Print one JSON object and nothing else.", panel=RUN)] = False,
+    list_things: Annotated[
+        bool, option("--list-things", text="List what the demo model knows, and make nothing.", panel=RUN)
+    ] = False,
+    as_json: Annotated[
+        bool, option("--json", text="Print one JSON object and nothing else.", panel=RUN, rare=True)
+    ] = False,
     quiet: Annotated[bool, option("--quiet", "-q", text="Print only the files' names.", panel=RUN)] = False,
-    debug: Annotated[bool, option("--debug", text="Show the traceback of an error.", panel=RUN)] = False,
+    debug: Annotated[bool, option("--debug", text="Show the traceback of an error.", panel=RUN, rare=True)] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Make a picture from a prompt, within the memory that you state."""
     with guarded(debug):
-        stated = context.get_parameter_source("steps")
-        is_default = stated is None or stated.name == "DEFAULT"
-        parts = parse_schedule(unet_schedule, unet or (), None if is_default else job.steps)
+        if list_things:
+            show_things(as_json)
+            return
+        if _left_out(context, "prompt"):
+            raise BadInputError("missing argument 'prompt'; sd-lowvram generate --help tells more")
+        steps = None if _left_out(context, "steps") else job.steps
+        parts = parse_schedule(unet_schedule, unet or (), steps)
         if parts:
             job = dataclasses.replace(job, steps=sum(part.steps for part in parts))
         job = check_job(dataclasses.replace(job, settings=checked_settings(settings or {}, job.policy)))
@@ -93,6 +109,12 @@ def generate(
             print_result(paint_scheduled(job, parts, console), as_json, quiet)
             return
         print_result(paint(job, console, Precaution(interval, keep_latents), preview), as_json, quiet)
+
+
+def _left_out(context: typer.Context, name: str) -> bool:
+    """Whether the command line says nothing of this parameter."""
+    source = context.get_parameter_source(name)
+    return source is None or source.name == "DEFAULT"
 
 
 def print_result(result: dict[str, Any], as_json: bool, quiet: bool) -> None:

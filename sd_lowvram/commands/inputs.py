@@ -14,7 +14,7 @@ from ..checkpoints.inspection import PREDICTIONS, Task
 from ..checkpoints.schedulers import SCHEDULERS, find_scheduler
 from ..devices.support import check_device_name
 from ..errors import BadInputError
-from ..policies.named import help_text
+from ..policies.named import HELP
 from ..settings import Settings
 from .values import MOST_STEPS, check_given, check_run, check_text
 
@@ -24,9 +24,9 @@ PICTURE, MEMORY, RUN = "Picture", "Memory", "Run"
 _NAMES = ", ".join(SCHEDULERS)
 
 
-def option(*names: str, text: str, panel: str, metavar: str | None = None) -> Any:
-    """An option of the command line under one of its headings."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
+def option(*names: str, text: str, panel: str, metavar: str | None = None, rare: bool = False) -> Any:
+    """An option of the command line under one of its headings; ``rare`` ones are shown by --help-all alone."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, hidden=rare)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Job:
     """What was asked for on the command line; None where the model, the plan or chance decides. Sides in pixels."""
 
     # fmt: off
-    prompt: Annotated[str, typer.Argument(help="What the picture shows.")]
+    prompt: Annotated[str, typer.Argument(help="What the picture shows.", metavar="PROMPT", show_default=False)] = ""
     model: Annotated[
         str | None,
         option("--model", "-m", text="Diffusers folder or .safetensors file (SD1.x, SD2.x, SDXL); left out: the demo "
@@ -46,8 +46,10 @@ class Job:
                 panel=PICTURE, metavar="PATH"),
     ] = None
     negative: Annotated[str, option("--negative", text="What it does not show.", panel=PICTURE)] = ""
-    width: Annotated[int | None, option("--width", text="Left out: the model's own.", panel=PICTURE)] = None
-    height: Annotated[int | None, option("--height", text="Left out: the model's own.", panel=PICTURE)] = None
+    width: Annotated[int | None, option("--width", text="In pixels; left out: the model's own.", panel=PICTURE)] = None
+    height: Annotated[
+        int | None, option("--height", text="In pixels; left out: the model's own.", panel=PICTURE)
+    ] = None
     steps: Annotated[int, option("--steps", text=f"Denoising steps, up to {MOST_STEPS}.", panel=PICTURE)] = 30
     seed: Annotated[
         int | None,
@@ -61,9 +63,10 @@ class Job:
     ] = None
     scheduler: Annotated[
         str | None,
-        option("--scheduler", text=f"Left out: the model's own. One of {_NAMES}.", panel=PICTURE, metavar="NAME"),
+        option("--scheduler", text=f"Left out: the model's own. One of {_NAMES}.", panel=PICTURE, rare=True,
+               metavar="NAME"),
     ] = None
-    batch: Annotated[int, option("--batch", text="Pictures at a time.", panel=PICTURE)] = 1
+    batch: Annotated[int, option("--batch", text="Pictures at a time.", panel=PICTURE, rare=True)] = 1
     init_image: Annotated[
         Path | None,
         option("--init-image", text="Picture to start from; its size is kept unless --width or --height is given.",
@@ -75,12 +78,12 @@ class Job:
     ] = None
     mask: Annotated[
         Path | None,
-        option("--mask", text="Paint only where this picture is white.", panel=PICTURE, metavar="FILE"),
+        option("--mask", text="Paint only where this picture is white.", panel=PICTURE, rare=True, metavar="FILE"),
     ] = None
     prediction: Annotated[
         str | None,
         option("--prediction", text="What a single file of SD2.x predicts, epsilon or v_prediction; left out: "
-               "guessed from its weights.", panel=PICTURE),
+               "guessed from its weights.", panel=PICTURE, rare=True),
     ] = None
     vram: Annotated[
         str | None,
@@ -88,24 +91,25 @@ class Job:
     ] = None
     ram: Annotated[
         str | None,
-        option("--ram", text="Budget in host memory; left out: what is free.", panel=MEMORY, metavar="SIZE"),
+        option("--ram", text="Budget in host memory; left out: what is free.", panel=MEMORY, rare=True, metavar="SIZE"),
     ] = None
     approximate: Annotated[
         bool, option("--approximate", text="Allow settings that change the picture.", panel=MEMORY)
     ] = False
     policy: Annotated[
-        str | None, option("--policy", text=help_text(), panel=MEMORY, metavar="NAME")
+        str | None, option("--policy", text=HELP, panel=MEMORY, rare=True, metavar="NAME")
     ] = None
     memory_plot: Annotated[
         Path | None,
         option("--memory-plot", text="Draw the memory of each stage, planned and measured, into this PNG file; on a "
-               "CPU this slows small models a little.", panel=MEMORY, metavar="FILE"),
+               "CPU this slows small models a little.", panel=MEMORY, rare=True, metavar="FILE"),
     ] = None
     device: Annotated[
-        str | None, option("--device", text="cuda, cuda:1, cpu, ...; left out: a GPU if there is one.", panel=RUN)
+        str | None,
+        option("--device", text="cuda, cuda:1, cpu, ...; left out: a GPU if there is one.", panel=RUN, rare=True),
     ] = None
     allow_pickle: Annotated[
-        bool, option("--allow-pickle", text="Load a .ckpt whose source you trust.", panel=RUN)
+        bool, option("--allow-pickle", text="Load a .ckpt whose source you trust.", panel=RUN, rare=True)
     ] = False
     # fmt: on
     settings: Settings = dataclasses.field(default_factory=Settings)

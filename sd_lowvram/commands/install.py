@@ -18,7 +18,10 @@ def install(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Link (from a checkout) or copy (from a package) the adapter into a host. Restart the host afterwards."""
+    """Put the nodes into ComfyUI, or the panel into a WebUI; restart it afterwards.
+
+    From a clone they are linked, from an installed package copied.
+    """
     with guarded(debug):
         from ..hosting import install as adapters
 

@@ -21,11 +21,38 @@ def command_line_knobs() -> dict[str, Knob]:
 
 
 def with_knobs(command: Command) -> Command:
-    """Replace the ``settings`` parameter of ``command``, a dictionary, by one option for each knob."""
+    """Replace the ``settings`` parameter of ``command``, a dictionary, by one option for each knob, which ``--help``
+    passes over, and add ``--help-all``, which does not."""
     kind = inspect.Parameter.KEYWORD_ONLY
     shown = command_line_knobs().items()
     options = [inspect.Parameter(name, kind, default=None, annotation=_annotation(name, knob)) for name, knob in shown]
-    return _unfolded(command, name="settings", options=options, make=dict)
+    options.append(inspect.Parameter(_HELP_ALL, kind, default=False, annotation=_EVERYTHING))
+    return _unfolded(command, name="settings", options=options, make=_values)
+
+
+def _values(**given: Any) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name != _HELP_ALL}
+
+
+def _tell_everything(context: typer.Context, wanted: bool) -> None:
+    if not wanted:
+        return
+    passed_over = [one for one in context.command.params if getattr(one, "hidden", False)]
+    try:
+        for one in passed_over:
+            one.hidden = False  # type: ignore[attr-defined]
+        print(context.get_help(), end="")
+    finally:
+        for one in passed_over:
+            one.hidden = True  # type: ignore[attr-defined]
+    raise typer.Exit
+
+
+_HELP_ALL = "help_all"
+_EVERYTHING = Annotated[
+    bool,
+    typer.Option("--help-all", callback=_tell_everything, is_eager=True, help="Show every option and exit."),
+]
 
 
 def with_fields(kind: type, **fixed: Any) -> Callable[[Command], Command]:
@@ -60,11 +87,15 @@ def _annotation(name: str, knob: Knob) -> Any:
     text = f"{knob.help} ({fidelity_words(knob)})"
     if knob.type is bool:
         negative = "--no-" + name.replace("_", "-")
-        return Annotated[bool | None, typer.Option(f"{flag}/{negative}", help=text, rich_help_panel=_PANEL)]
+        return Annotated[
+            bool | None, typer.Option(f"{flag}/{negative}", help=text, rich_help_panel=_PANEL, hidden=True)
+        ]
     if knob.choices:
         text = f"{', '.join(knob.choices)}: {text}"
     metavar = "NAME" if knob.choices else knob.unit or "N"
-    return Annotated[knob.type | None, typer.Option(flag, help=text, metavar=metavar, rich_help_panel=_PANEL)]
+    return Annotated[
+        knob.type | None, typer.Option(flag, help=text, metavar=metavar, rich_help_panel=_PANEL, hidden=True)
+    ]
 
 
 def fidelity_words(knob: Knob) -> str:

@@ -14,12 +14,20 @@ from ..errors import BadInputError
 from .guard import guarded
 from .streams import tell
 
+_ORDER = ("generate", "plan", "batch", "resume", "doctor", "install")
+
 _KINDS = {"integer": "a whole number", "number": "a number", "float": "a number"}
 """What is wanted, by the word that the library's own message has for it."""
 
 
 class OneLine(TyperGroup):
     """The program's commands, whose errors are told in one line and not in the library's boxes."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of the commands in the order in which people meet them; those of rooms last."""
+        return sorted(
+            super().list_commands(ctx), key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER)
+        )
 
     def main(
         self,

@@ -190,7 +190,7 @@ def note_unknown_words(job: Job) -> None:
         unknown = unknown_words(f"{job.prompt} {job.negative}")
         if unknown:
             named = ", ".join(f'"{word}"' for word in unknown[:_NAMED]) + (", ..." if len(unknown) > _NAMED else "")
-            note(f"the demo model does not know {named}: sd-lowvram things lists what it knows")
+            note(f"the demo model does not know {named}: sd-lowvram generate --list-things lists what it knows")
 
 
 def checked_model(job: Job, images: dict[str, Any]) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..policies.named import help_text
+from ..policies.named import HELP, POLICIES
 from ..settings import Settings
 from .early import check_floor
 from .guard import guarded
@@ -29,12 +29,12 @@ def plan(
         typer.Option("--model", "-m", help="sd15, sd21, sdxl, a diffusers folder or a .safetensors file; left out: "
                      "the demo model.", metavar="NAME|PATH"),
     ] = None,
-    width: Annotated[int | None, typer.Option(help="Left out: the model's own.")] = None,
-    height: Annotated[int | None, typer.Option(help="Left out: the model's own.")] = None,
+    width: Annotated[int | None, typer.Option(help="In pixels; left out: the model's own.")] = None,
+    height: Annotated[int | None, typer.Option(help="In pixels; left out: the model's own.")] = None,
     batch: Annotated[int, typer.Option(help="Pictures at a time.")] = 1,
     steps: Annotated[int, typer.Option(help=f"Denoising steps, for the time; up to {MOST_STEPS}.")] = 30,
-    pictures: Annotated[int, typer.Option(help="In all: for many it may pay to compile the model.")] = 1,
-    guidance: Annotated[bool, typer.Option(help="Whether guidance doubles the batch.")] = True,
+    pictures: Annotated[int, typer.Option(hidden=True, help="In all: for many it may pay to compile the model.")] = 1,
+    guidance: Annotated[bool, typer.Option(hidden=True, help="Whether guidance doubles the batch.")] = True,
     vram: Annotated[
         str | None,
         typer.Option(help='Budget, "4GB"; left out: the card named by --gpu, else what is free.', metavar="SIZE"),
@@ -46,14 +46,20 @@ def plan(
     max_size: Annotated[
         bool, typer.Option("--max-size", help="Tell the largest square and 16:9 pictures that fit.")
     ] = False,
-    policy: Annotated[str | None, typer.Option(help=help_text(), metavar="NAME")] = None,
+    policy: Annotated[str | None, typer.Option(help=HELP, metavar="NAME", hidden=True)] = None,
+    list_policies: Annotated[
+        bool, typer.Option("--list-policies", help="Tell what --policy stands for, and plan nothing.")
+    ] = False,
     approximate: Annotated[bool, typer.Option("--approximate", help="Allow settings that change the picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", hidden=True, help="Show the traceback of an error.")] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Tell the peak, the time and the settings of a run, or the smallest budget that would do."""
+    """Tell whether a picture fits, its peak, its time and its settings; nothing runs."""
     with guarded(debug):
+        if list_policies:
+            _show_policies(as_json)
+            return
         from rich.console import Console
 
         from .plan_table import show, show_sizes
@@ -72,6 +78,18 @@ def plan(
             show_sizes(Console(), answer)
         else:
             show(Console(), answer)
+
+
+def _show_policies(as_json: bool) -> None:
+    """Print what each policy stands for, and where our knobs are not what the program does."""
+    if as_json:
+        told = {name: {"stands_for": one.stands_for, "deviates": one.deviates} for name, one in POLICIES.items()}
+        print(json.dumps(told, indent=2))
+        return
+    for name, one in POLICIES.items():
+        print(f"{name}: {one.stands_for}")
+        if one.deviates != "in nothing":
+            print(f"    deviates: {one.deviates}")
 
 
 def planned(asked: dict[str, Any], settings: Settings, *, shown: bool) -> dict[str, Any]:

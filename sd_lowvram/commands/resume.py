@@ -48,9 +48,9 @@ def resume(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the files' names.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Go on with a run of generate that was ended, from its latents: the picture is that of an unbroken run.
+    """Go on with a run that was ended, from the latents that it left.
 
-    Latents that ComfyUI or a WebUI has saved are decoded.
+    The picture is that of an unbroken run. Latents that ComfyUI or a WebUI has saved are decoded.
     """
     with guarded(debug):
         check_given(model=model, vram=vram, ram=ram, precision=precision)

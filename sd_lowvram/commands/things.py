@@ -1,36 +1,27 @@
-"""``sd-lowvram things``: what the demo model can draw."""
+"""``sd-lowvram generate --list-things``: what the demo model can draw."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import textwrap
-from typing import Annotated
-
-import typer
-
-from .guard import guarded
 
 _TIE = "\0"
 """In place of a space at which no line may end."""
 
 
-def things(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> None:
-    """List the things that the demo model knows, group by group; other words mean nothing to it."""
-    with guarded(debug):
-        from ..demo.things import groups
+def show_things(as_json: bool) -> None:
+    """Print the things that the demo model knows, group by group; other words mean nothing to it."""
+    from ..demo.things import groups
 
-        found = groups()
-        if as_json:
-            print(json.dumps(found, indent=2))
-            return
-        width = min(100, shutil.get_terminal_size().columns)
-        for group, members in found.items():
-            print(f"{group} ({len(members)})")
-            whole = " ".join(" = ".join(names).replace(" ", _TIE) + "," for names in members).rstrip(",")
-            filled = textwrap.fill(whole, max(20, width), initial_indent="  ", subsequent_indent="  ")
-            print(filled.replace(_TIE, " "))
-        print(f'{sum(map(len, found.values()))} things; one a picture: sd-lowvram generate "a red apple"')
+    found = groups()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    width = min(100, shutil.get_terminal_size().columns)
+    for group, members in found.items():
+        print(f"{group} ({len(members)})")
+        whole = " ".join(" = ".join(names).replace(" ", _TIE) + "," for names in members).rstrip(",")
+        filled = textwrap.fill(whole, max(20, width), initial_indent="  ", subsequent_indent="  ")
+        print(filled.replace(_TIE, " "))
+    print(f'{sum(map(len, found.values()))} things; one a picture: sd-lowvram generate "a red apple"')

@@ -122,6 +122,10 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+HELP = "Do as another program does, to compare; plan --list-policies names them."
+"""What ``--help`` says of the option."""
+
+
 def policy(name: str) -> Policy:
     """The policy ``name``.
 
@@ -147,9 +151,3 @@ def runs_on(device_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the policies that run on a device of this type, and of those that do not."""
     left_out = tuple(name for name, one in POLICIES.items() if one.own and device_type == "cpu")
     return tuple(name for name in POLICIES if name not in left_out), left_out
-
-
-def help_text() -> str:
-    """What ``--help`` tells of every policy."""
-    told = (f"{name}: {one.stands_for} (deviates: {one.deviates})" for name, one in POLICIES.items())
-    return "Do as another program does, to compare. " + ". ".join(told) + "."

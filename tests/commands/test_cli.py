@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from command_line import ENVIRONMENT, LIGHT, LIGHTLY, MAIN, call, command
 from forked import forks_of
 from PIL import Image
 
+from sd_lowvram.commands.knobs import command_line_knobs
+from sd_lowvram.policies.named import POLICIES
 from sd_lowvram.settings import knobs
 
 
@@ -94,6 +97,29 @@ def test_a_batch_with_everything_stated(model, tmp_path, here):
     assert difference <= 1
 
 
+def test_help_shows_what_people_use_and_help_all_the_rest(here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")  # narrower ones cut long names short
+    order = re.findall(r"^│ ([a-z]+) ", here("--help").stdout.partition("Commands")[2], re.MULTILINE)
+    assert order[:6] == ["generate", "plan", "batch", "resume", "doctor", "install"] and set(order[6:]) <= {"unet"}
+    for name in ("generate", "plan"):
+        usual, every = (set(OPTIONS.findall(here(name, flag).stdout)) for flag in ("--help", "--help-all"))
+        assert len(usual) <= 16 and usual < every
+        assert {f"--{knob.replace('_', '-')}" for knob in command_line_knobs()} <= every - usual
+        assert f"sd-lowvram {name} " in here(name, "--help").stdout.partition("Examples")[2]
+        assert set(OPTIONS.findall(here(name, "--help").stdout)) == usual
+
+
+OPTIONS = re.compile(r"^│ (--[a-z-]+)", re.MULTILINE)
+
+
+def test_policies_are_listed(here):
+    told = here("plan", "--list-policies")
+    assert told.exit_code == 0 and [line.partition(":")[0] for line in told.stdout.splitlines() if line[0] != " "] == [
+        *POLICIES
+    ]
+    assert set(json.loads(here("plan", "--list-policies", "--json").stdout)) == {*POLICIES}
+
+
 @pytest.mark.slow(5)
 def test_start_picture_and_mask(model, tmp_path, here):
     Image.new("RGB", (75, 90), "green").save(tmp_path / "start.png")
@@ -135,7 +161,7 @@ def test_an_inpainting_checkpoint_of_nine_channels(tmp_path, here):
     [(">&-", 0), ("2>&-", 0), (">/dev/full", 2), ("2>/dev/full", 0), ("| head -0; exit ${PIPESTATUS[0]}", 0)],
 )
 def test_streams_that_nobody_reads(tmp_path, end, code):
-    line = " ".join(command("things", "--json")) + f" {end}"
+    line = " ".join(command("generate", "--list-things", "--json")) + f" {end}"
     done = subprocess.run(
         ["bash", "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -173,10 +199,10 @@ def test_schedulers_refuse_steps_that_they_cannot_make(model, here):
 
 def test_what_the_demo_model_does_not_know_is_named(here, tmp_path):
     done = here("generate", "A photo of a LIGHTHOUSE, t-shirt; red", "--vram", "1KB")
-    assert 'does not know "lighthouse": sd-lowvram things' in done.stderr
-    found = json.loads(here("things", "--json").stdout)
+    assert 'does not know "lighthouse": sd-lowvram generate --list-things' in done.stderr
+    found = json.loads(here("generate", "--list-things", "--json").stdout)
     assert sum(map(len, found.values())) == 241 and ["red apple", "apple"] in found["food"]
-    listed = here("things").stdout
+    listed = here("generate", "--list-things").stdout
     assert "animals (68)" in listed and "red apple = apple" in listed
 
 
