@@ -246,13 +246,16 @@ def _residuals(unet: DiffusersUNet, rows: int, size: tuple[int, int], empty: _Em
 
 
 def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
+    """Also the residuals of the step before, which pipelines hold until the next ones are there."""
     empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, CONTROL))
     channels = layer(_several(anatomy.components[CONTROL], "nets")[0].conv_in).in_channels
     latents = empty(shape.rows, channels, *latent_size(anatomy, shape))
     text = empty(shape.rows, text_length(anatomy), _text_width(anatomy))
     added = _added(anatomy, shape.rows, empty)
     added.pop("image_embeds", None)
-    return anatomy.components[CONTROL], latents, torch.tensor(1), text, _control_images(anatomy, shape), added
+    unet: Any = anatomy.denoiser_module
+    before = _residuals(unet, shape.rows, latent_size(anatomy, shape), empty)
+    return anatomy.components[CONTROL], latents, torch.tensor(1), text, _control_images(anatomy, shape), added, before
 
 
 def _several(component: Any, name: str) -> list[Any]:
@@ -271,7 +274,13 @@ def _control_images(anatomy: Anatomy, shape: Shape) -> list[Tensor]:
 
 
 def _controlled(
-    control: Any, latents: Tensor, timestep: Tensor, text: Tensor, images: list[Tensor], added: dict[str, Any]
+    control: Any,
+    latents: Tensor,
+    timestep: Tensor,
+    text: Tensor,
+    images: list[Tensor],
+    added: dict[str, Any],
+    _before: tuple[Tensor, ...],
 ) -> list[Tensor]:
     """The residuals of a ControlNet, or of several added up, as pipelines do before the UNet in each step."""
     total: list[Tensor] = []

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from ..devices.compiling import Compiling, compiling_of
 from ..devices.performance import THIS
 from ..hooks.channels_last import reordered
@@ -15,6 +17,7 @@ from ..hooks.compiled import is_compiled, kinds_of, were_compiled
 from ..hooks.deep_cache import deep_stations
 from ..hooks.offload import step_groups
 from ..hooks.precision import Arithmetic, arithmetic
+from ..memory.caching_allocator import SMALL
 from ..memory.pinned import most_pinned_bytes
 from ..memory.reserved import segment
 from ..memory.threads import at_rest
@@ -160,6 +163,7 @@ class Pricing:
             reserved_bytes=(cost.recorded_bytes if recorded else cost.reserved_bytes)
             + held
             + self._beside
+            + (self._scattered if stage.repeats or stage.name == "decode" else 0)
             + self._buffers(step.device_bytes if step else here, *beside)
             + (self._beside + self.request.overhead.matrix_bytes if recorded else 0),
             weights_bytes=here + resident,
@@ -222,6 +226,17 @@ class Pricing:
         pixels = math.prod(latent_size(self.anatomy, self.request.shape)) * self.request.batch
         latents = 4 * latent_channels(self.anatomy) * pixels
         return -(-(4 * latents + MIB) // segment(latents)) * segment(latents) if self.on_gpu else 0
+
+    @functools.cached_property
+    def _scattered(self) -> int:
+        """What the device gives around maps of ControlNets and adapters that a pipeline holds from step to step, each of
+        which may lie in another segment, among what has ended since."""
+        if not self.on_gpu or self.anatomy.denoiser is None:
+            return 0
+        with torch.device("meta"):
+            step = self.anatomy.family.step(self.anatomy, self.request.shape)
+        sizes = [one.numel() * one.element_size() for one in (*step.residuals, *step.features)]
+        return sum(segment(size) - size for size in sizes if size > SMALL)
 
     def _buffers(self, *sizes: int) -> int:
         """What the device gives for weights that lie in buffers of these sizes."""

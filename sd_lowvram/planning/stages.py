@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
     if name is not None:
         latents = (shape.batch, latent_channels(anatomy), *latent_size(anatomy, shape))
         pixels = (shape.batch, pixel_channels(anatomy), shape.height, shape.width)
-        found.append(Stage("decode", name, anatomy.family.decode, _of_one(anatomy, name, latents)))
+        decode = functools.partial(_decoded, anatomy.family.decode)
+        found.append(Stage("decode", name, decode, functools.partial(_of_decode, anatomy, shape, latents)))
     found.sort(key=lambda stage: list(anatomy.components).index(stage.component))
     if name is not None and encodes:
         found.insert(0, Stage("encode", name, anatomy.family.encode, _of_one(anatomy, name, pixels)))
@@ -38,6 +40,19 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
 
 def _of_step(anatomy: Anatomy, shape: Shape) -> tuple[nn.Module | None, StepInputs]:
     return anatomy.denoiser_module, anatomy.family.step(anatomy, shape)
+
+
+def _of_decode(anatomy: Anatomy, shape: Shape, latents: tuple[int, ...]) -> tuple[Any, ...]:
+    """Also what the last step was given by ControlNets and adapters, which pipelines hold to their end."""
+    held: tuple[Tensor, ...] = ()
+    if anatomy.denoiser is not None:
+        step = anatomy.family.step(anatomy, shape)
+        held = (*step.residuals, *step.features, *step.held)
+    return (*_of_one(anatomy, anatomy.autoencoder or "", latents)(), *held)
+
+
+def _decoded(decode: Callable[[nn.Module, Tensor], Any], module: nn.Module, latents: Tensor, *_held: Tensor) -> Any:
+    return decode(module, latents)
 
 
 def _of_one(anatomy: Anatomy, name: str, shape: tuple[int, ...]) -> Callable[[], tuple[nn.Module, Tensor]]:
