@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sd_lowvram.errors import BudgetError
 from sd_lowvram.files.tables import table
 from sd_lowvram.units import GIB, MIB
 
@@ -48,9 +49,13 @@ def trial_peaks(device: str, cases: Sequence[Case], steps: int = 2) -> Iterator[
         pipe = random_pipeline(model, where)
         sizes: dict[str, Any] = {"width": side, "height": side, "device": where}
         plain = plan(pipe, vram=_PLENTY, **sizes)
-        most = plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
+        least, most = 0, plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
+        try:
+            plan(pipe, vram="1 B", **sizes)
+        except BudgetError as refusal:  # which was traced whole; of a plan's least, its parts
+            least = refusal.needed_bytes
         for case in shares:
-            vram = plain.minimum_vram_bytes + int(case["share"] * (most - plain.minimum_vram_bytes)) + MIB
+            vram = least + int(case["share"] * (most - least)) + MIB
             yield _peak(pipe, vram, sizes, steps)
             restore(pipe)
             if held_on(where):

@@ -33,7 +33,7 @@ def show(console: Console, plan: dict[str, Any]) -> None:
     for reason in plan["reasons"][1:]:
         console.print(reason, highlight=False, style="bold yellow" if reason.startswith("slow") else None)
     console.print(
-        f"the smallest budget that works is {format_least(plan['minimum_vram_bytes'])}, with "
+        f"the smallest budget that works is about {format_least(plan['minimum_vram_bytes'])}, with "
         f"{format_least(plan['minimum_ram_bytes'])} in host memory",
         highlight=False,
     )

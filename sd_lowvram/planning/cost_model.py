@@ -63,6 +63,7 @@ class Pricing:
         self.on_gpu = request.device.type != "cpu"
         self._locks_all = False
         self._known: dict[tuple[Any, ...], StagePlan] = {}
+        self._traced_whole: set[tuple[Any, ...]] = set()
         self._bytes_in_files: dict[str, tuple[int, int]] | None = None
         self._timings: dict[Any, Timing] = {}
         self._arithmetics: dict[tuple[str, str | None], Arithmetic] = {}
@@ -85,9 +86,11 @@ class Pricing:
         confirmed = list(run.stages)
         for number, (stage, planned) in enumerate(zip(self.costs.stages, run.stages, strict=True)):
             decides = stage.repeats or planned.peak_bytes >= run.peak_bytes // 2
-            if decides and planned.activation_bytes:  # else it runs elsewhere
-                confirmed[number] = self._confirmed(stage, planned, run.settings)
-                self._known[_key(run.base, stage, planned.choice)] = confirmed[number]
+            key = _key(run.base, stage, planned.choice)
+            if key in self._traced_whole or not decides or not planned.activation_bytes:  # the last runs elsewhere
+                continue
+            confirmed[number] = self._known[key] = self._confirmed(stage, planned, run.settings)
+            self._traced_whole.add(key)
         return dataclasses.replace(run, stages=tuple(confirmed))
 
     def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings) -> StagePlan:
@@ -229,8 +232,8 @@ class Pricing:
 
     @functools.cached_property
     def _scattered(self) -> int:
-        """What the device gives around maps of ControlNets and adapters that a pipeline holds from step to step, each of
-        which may lie in another segment, among what has ended since."""
+        """What the device gives around maps of ControlNets and adapters that a pipeline holds from step to step: each
+        may lie in another segment, among what has ended since."""
         if not self.on_gpu or self.anatomy.denoiser is None:
             return 0
         with torch.device("meta"):

@@ -60,6 +60,7 @@ def planned(search: Search) -> Plan:
     if smallest is None:
         raise search.too_large()
     if best is None:
+        smallest = search.smallest_as_traced_whole() or smallest
         raise refusal(request, smallest, search.leanest() if smallest.needed_bytes <= request.vram else None)
     smallest = min(smallest, best, key=lambda run: run.needed_bytes)
     following = search.next_faster(best)
@@ -168,6 +169,14 @@ class Search:
         fewest = [base for base in self._placements if self._ways[base].least or not any(way.least for way in ways)]
         run = self._least(fewest, "needed_bytes", self._small, lambda group: [group.smallest])
         return run if run is not None else self._least(fewest, "needed_bytes", self._small)
+
+    def smallest_as_traced_whole(self) -> Candidate | None:
+        """As :meth:`smallest`, of runs that are traced whole, which takes longer: with just that, a plan is made."""
+        run, priced = self.smallest(), None
+        while run is not None and run != priced:
+            self.pricing.confirmed(run)
+            run, priced = self.smallest(), run
+        return run
 
     def leanest(self) -> Candidate | None:
         """Of the runs that the device holds, the one with the least in host memory.
