@@ -1,4 +1,6 @@
-"""Full-size plans on a card that gives just what was planned: ``python tests/simulated_gpu/plans_on_card.py``.
+"""Full-size plans on a card that gives just what was planned.
+
+From a clone: ``PYTHONPATH=.:tests/support .venv-gpu/bin/python tests/simulated_gpu/plans_on_card.py``.
 
 Shapes only: all memory is taken by torch's own allocator and nothing is computed. Rows go to
 ``benchmarks/plans_on_card.json``, and the table beside it, as they come; what is there is not run again.
@@ -6,8 +8,10 @@ Shapes only: all memory is taken by torch's own allocator and nothing is compute
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
+import random
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,25 +20,59 @@ from typing import Any, NamedTuple
 
 MIB = 1 << 20
 FILE = Path(__file__).parents[2] / "benchmarks" / "plans_on_card.json"
-_ENOUGH = 16 << 30
+_ENOUGH = 64 << 30
 SHARES = (0.0, 0.1, 0.5, 1.0)
-"""Of the way from the least budget to that of the plain model."""
-ROWS = [
-    *(("sd15", side, share) for side in (512, 1024, 2048) for share in SHARES),
-    *(("sdxl", 1024, tenth / 10) for tenth in range(11)),
-    ("sd15", 4096, 0.0),
-    ("sdxl", 2048, 0.0),
-    ("sd21", 768, 0.0),
-    ("sd21", 768, 0.5),
+
+
+class Case(NamedTuple):
+    """What is planned and run.
+
+    Attributes:
+        share: of the way from the least budget to that of the plain model.
+        way: "text", "image" (from a picture), "control" (with a ControlNet) or "lora".
+    """
+
+    model: str
+    width: int
+    height: int
+    share: float
+    batch: int = 1
+    way: str = "text"
+
+
+LISTED = [
+    *(Case("sd15", side, side, share) for side in (512, 1024, 2048) for share in SHARES),
+    *(Case("sdxl", 1024, 1024, tenth / 10) for tenth in range(11)),
+    Case("sd15", 4096, 4096, 0.0),
+    Case("sdxl", 2048, 2048, 0.0),
+    Case("sd21", 768, 768, 0.0),
+    Case("sd21", 768, 768, 0.5),
 ]
+
+
+def drawn(number: int = 40, seed: int = 29) -> list[Case]:
+    """Cases of any size, drawn by ``seed``."""
+    choice, cases = random.Random(seed), []
+    for _ in range(number):
+        model = choice.choice(("sd15", "sd15", "sd21", "sdxl"))
+        width, height = (choice.randrange(264, 1537, 8) for _ in range(2))
+        share, batch = choice.choice((0.0, round(choice.random(), 2), 1.0)), choice.choice((1, 1, 2, 4))
+        cases.append(Case(model, width, height, share, batch, choice.choice(("text", "image", "control", "lora"))))
+    return cases
+
+
 _HEAD = """# Plans on a simulated card of just their size
 
 Full-size models, shapes only, two steps and a decode on torch's own CUDA allocator over a simulated card
 (`tests/simulated_gpu/plans_on_card.py` wrote this). The card has just the bytes that the plan needs, the context's
 among them; its libraries take no workspace, as calibration sees. Budgets from the least (0) to the plain model's (1);
-MiB.
+MiB. *Reserved planned* holds a margin: of several orders in which operators may make their
+temporaries, the one that needs most. The first rows are listed, the others drawn by a seed: sides of 264 to 1536 in
+steps of 8, batches, pictures to begin from, ControlNets, LoRAs.
 """
-_HEADS = "model", "side", "budget", "peak planned", "peak", "reserved planned", "reserved", "ran"
+_HEADS = (
+    "model", "size", "batch", "from", "budget", "peak planned", "peak", "reserved planned", "reserved", "ran",
+)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -53,50 +91,98 @@ class Row(NamedTuple):
     locked: int
 
 
-def on_card(simulated: Any, model: str, side: int, share: float, **fixed: Any) -> Row:
-    """Calibrate, plan at ``share`` with knobs that are ``fixed``, and run as a new process would on a card that gives
-    what is planned."""
+def on_card(simulated: Any, case: Case, **fixed: Any) -> Row:
+    """Calibrate, plan with knobs that are ``fixed``, and run as a new process would on a card that gives what is
+    planned."""
     import torch
 
     simulated.kernels.computes = False
     try:
-        return _on_card(simulated, model, side, share, fixed)
+        return _on_card(simulated, case, fixed)
     finally:
         simulated.kernels.computes = True
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _on_card(simulated: Any, model: str, side: int, share: float, fixed: dict[str, Any]) -> Row:
-    import full_size
+def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
+    import pytest
     import torch
 
-    from sd_lowvram import Settings, optimize, plan
+    from sd_lowvram import Settings, optimize, plan, restore
     from sd_lowvram.devices.this_machine import overhead_of
+    from sd_lowvram.errors import BudgetError
 
     card = simulated.card
     with card.of_size(_ENOUGH):
         overhead_of(torch.device("cuda", 0), recalibrate=True)
-        pipe = full_size.pipeline(model, torch.device("cuda"))
-    sizes: Any = {"width": side, "height": side, "device": "cuda", "ram": "64GB", "settings": Settings(**fixed)}
+        pipe = _pipeline(case.model, case.way)
+    sizes: Any = {"width": case.width, "height": case.height, "batch": case.batch, "device": "cuda", "ram": "64GB"}
+    sizes["settings"] = Settings(**fixed)
     plain = plan(pipe, vram="64GB", **sizes)
-    least, most = plain.minimum_vram_bytes, plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
+    with pytest.raises(BudgetError) as refused:
+        plan(pipe, vram="1 b", **sizes)
+    least, most = refused.value.needed_bytes, plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
     torch.cuda.empty_cache()
     before = card.pinned
     card.reset_peaks()
     with card.of_size(_ENOUGH):
-        chosen = optimize(pipe, vram=f"{least + int(share * (most - least))} b", **sizes).predicted
+        chosen = optimize(pipe, vram=f"{least + int(case.share * (most - least))} b", **sizes).predicted
     simulated.kernels.forget()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     size = chosen.reserved_bytes + chosen.overhead_bytes
     with card.of_size(size), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        pipe("a red apple", width=side, height=side, num_inference_steps=2, output_type="pt")
+        pipe(**_given(case), num_inference_steps=2, output_type="pt")
     ran = not any("ran out of memory" in str(warning.message) for warning in told)  # and went on with a leaner plan
     held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     locked = card.pinned_peak - before
+    restore(pipe)
     return Row(chosen.peak_bytes, held[0], chosen.reserved_bytes, held[1], ran, chosen.host_bytes, locked)
+
+
+def _given(case: Case) -> dict[str, Any]:
+    """What the pipeline is called with."""
+    import torch
+
+    picture = {"image": torch.zeros(1, 3, case.height, case.width)} if case.way in ("image", "control") else {}
+    size = {"strength": 1.0} if case.way == "image" else {"width": case.width, "height": case.height}
+    return {"prompt": "a red apple", "num_images_per_prompt": case.batch, **picture, **size}
+
+
+@functools.lru_cache(maxsize=1)
+def _pipeline(model: str, way: str) -> Any:
+    """A pipeline of random weights, which several cases may have one after the other."""
+    import diffusers
+    import full_size
+    import torch
+
+    pipe = full_size.pipeline(model, torch.device("cuda"))
+    if way == "image":
+        kind = getattr(diffusers, type(pipe).__name__.replace("Pipeline", "Img2ImgPipeline"))
+        return _quiet(kind(**pipe.components, **_unchecked(pipe)))
+    if way == "control":
+        kind = getattr(diffusers, type(pipe).__name__.replace("Pipeline", "ControlNetPipeline"))
+        net = diffusers.ControlNetModel.from_unet(pipe.unet, load_weights_from_unet=False).half().requires_grad_(False)
+        return _quiet(kind(**pipe.components, controlnet=net, **_unchecked(pipe)))
+    if way == "lora":
+        from peft import LoraConfig
+
+        layers = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"]
+        pipe.unet.add_adapter(LoraConfig(r=16, target_modules=layers))
+        pipe.unet.half().requires_grad_(False).eval()
+    return pipe
+
+
+def _unchecked(pipe: Any) -> dict[str, bool]:
+    """Of SD1.x and SD2.x: that there is no safety checker."""
+    return {"requires_safety_checker": False} if "safety_checker" in pipe.components else {}
+
+
+def _quiet(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def main() -> int:
@@ -111,13 +197,13 @@ def main() -> int:
 
     simulated = Simulated()
     rows: list[list[Any]] = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else []
-    for model, side, share in ROWS:
-        if [model, side, share] in [row[:3] for row in rows]:
+    for case in [*LISTED, *sorted(drawn(), key=lambda case: (case.model, case.way))]:
+        if list(case) in [row[: len(case)] for row in rows]:
             continue
-        row = on_card(simulated, model, side, share)
-        rows.append([model, side, share, *(round(figure / MIB) for figure in row[:4]), row.ran])
+        row = on_card(simulated, case)
+        rows.append([*case, *(round(figure / MIB) for figure in row[:4]), row.ran])
         print(*rows[-1], flush=True)
-        with told_as("python tests/simulated_gpu/plans_on_card.py"):
+        with told_as("PYTHONPATH=.:tests/support .venv-gpu/bin/python tests/simulated_gpu/plans_on_card.py"):
             written({"rows": rows}, lines, FILE.with_suffix(".md"))
     return 0 if all(row[-1] for row in rows) else 1
 
@@ -127,7 +213,15 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     from sd_lowvram.files.tables import table
 
     yield _HEAD
-    yield from table(_HEADS, ([*map(str, row[:-1]), "yes" if row[-1] else "**no**"] for row in report["rows"]))
+    rows = ((Case(*row[:6]), row[6:]) for row in report["rows"])
+    yield from table(_HEADS, (_cells(case, figures) for case, figures in rows))
+
+
+def _cells(case: Case, figures: list[Any]) -> list[str]:
+    size = f"{case.width} x {case.height}"
+    *sizes, ran = figures
+    said = case.model, size, case.batch, case.way, case.share, *sizes
+    return [*map(str, said), "yes" if ran else "**no**"]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from on_card import GPU, LARGE
-from plans_on_card import on_card
+from plans_on_card import Case, drawn, on_card
 
 from sd_lowvram.devices import calibration
 from sd_lowvram.devices.calibration import measured_overhead
@@ -74,20 +74,29 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_plan_runs_on_a_card_of_its_size(
     gpu: Any, own_cache: None, model: str, side: int, share: float, too_much: int
 ) -> None:
-    row = on_card(gpu, model, side, share)
+    row = on_card(gpu, Case(model, side, side, share))
     assert row.ran
-    assert 0 <= row.planned_reserved - row.reserved <= max(too_much, row.reserved // 50)
+    assert 0 <= row.planned_reserved - row.reserved <= max(too_much, row.reserved // 6)
     assert abs(row.planned_peak - row.peak) <= max(2 * MIB, row.peak // 50)
 
 
 def test_a_ring_that_follows_the_activations_on_a_card_of_its_size(gpu: Any, own_cache: None) -> None:
     """Its memory is the allocator's, with the activations': where these take most, hardly any weights are there."""
     small: Any = {"offload": "layer", "vae_tiles": "exact", "vae_map": "recomputed", "vae_strip_mib": 4}
-    row = on_card(gpu, "sd15", 512, 1.0, **small)
+    row = on_card(gpu, Case("sd15", 512, 512, 1.0), **small)
     assert row.ran
     assert 0 <= row.planned_peak - row.peak <= row.peak // 50
-    assert 0 <= row.planned_reserved - row.reserved <= max(2 * MIB, row.reserved // 50)
+    assert 0 <= row.planned_reserved - row.reserved <= max(2 * MIB, row.reserved // 6)
     assert row.peak < 222 * MIB  # of the activations, and of two of the largest layers beside them
+
+
+@pytest.mark.parametrize("case", [Case("sd15", 640, 640, 0.4), *drawn(4, seed=640)])
+@pytest.mark.parametrize("outputs_first", [False, True])
+def test_a_plan_runs_whatever_comes_first_of_outputs_and_temporaries(
+    gpu: Any, own_cache: None, case: Case, outputs_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu.kernels, "outputs_first", outputs_first)
+    assert on_card(gpu, case).ran
 
 
 @pytest.mark.parametrize("asked", ["expandable_segments:True"], indirect=True)
@@ -96,9 +105,9 @@ def test_a_plan_runs_where_segments_grow(
     gpu: Any, own_cache: None, asked: str, model: str, side: int, share: float
 ) -> None:
     """A page of 20 MiB more or less hangs on where in a page the weights end."""
-    row = on_card(gpu, model, side, share)
+    row = on_card(gpu, Case(model, side, side, share))
     assert row.ran
-    assert 0 <= row.planned_reserved - row.reserved <= max(40 * MIB, row.reserved // 50)
+    assert 0 <= row.planned_reserved - row.reserved <= max(40 * MIB, row.reserved // 6)
 
 
 @pytest.mark.parametrize("gib", [4, 16])
@@ -139,7 +148,7 @@ def libraries(
 def test_a_plan_runs_beside_libraries_that_were_measured(
     gpu: Any, libraries: str, model: str, side: int, share: float
 ) -> None:
-    row = on_card(gpu, model, side, share)
+    row = on_card(gpu, Case(model, side, side, share))
     seen = overhead_of(GPU)
     assert (seen.matrix_bytes, seen.convolution_bytes) == (CUBLAS_BYTES, {"fixed": 128 * MIB}.get(libraries, 0))
     assert row.ran
