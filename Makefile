@@ -19,7 +19,7 @@ TYPED := PROMPT OUT MODEL VRAM SIZE SEED STEPS
 $(foreach name,$(TYPED),$(eval override $(name) := $$(value $(name))))
 export $(TYPED)
 
-OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(SIZE),--width "$$SIZE" --height "$$SIZE") \
+OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(MODEL),$(if $(SIZE),--width "$$SIZE" --height "$$SIZE")) \
 	$(if $(SEED),--seed "$$SEED") $(if $(STEPS),--steps "$$STEPS") \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
@@ -28,7 +28,7 @@ OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(SIZE),--width "$$SIZE" --height "
 
 help:
 	@echo 'make picture PROMPT="a red apple"   install into $(VENV) if need be, and make a picture'
-	@echo '             [VRAM=4GB] [SIZE=512] [SEED=1] [STEPS=30] [MODEL=path] [OUT=file.png]'
+	@echo '             [VRAM=4GB] [SEED=1] [STEPS=30] [OUT=file.png] [MODEL=path [SIZE=512]]'
 	@echo 'make test                           lint, types and tests of the core'
 	@echo 'make test-all                       those of measurements, smaller UNets and batches too'
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
@@ -47,6 +47,8 @@ help:
 
 picture: $(VENV)/.standalone
 	@$(BIN)/python -m sd_lowvram generate "$$PROMPT" $(OPTIONS)
+	@$(if $(SIZE),$(if $(MODEL),:,echo 'the demo model draws 128x128, the size that it knows: SIZE counts with MODEL' >&2))
+	@echo 'more: $(BIN)/sd-lowvram generate --help' >&2
 
 install: $(VENV)/.standalone
 

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import BadInputError
+from ..planning.shown import peak_of_budget
 from ..saved_latents.interval import parse_interval
+from ..units import format_size, format_time
 from .guard import guarded
 from .inputs import PICTURE, RUN, Job, check_job, option
 from .knobs import with_fields, with_knobs
@@ -124,6 +126,18 @@ def print_result(result: dict[str, Any], as_json: bool, quiet: bool) -> None:
         return
     for file in result["files"]:
         print(file)
-    if not quiet:
-        seconds = result["seconds"]
-        print(f"loaded in {seconds['load']:.1f} s, made in {seconds['run']:.1f} s")
+    if quiet:
+        return
+    if "plan" in result:
+        print(_peak(result))
+    seconds = result["seconds"]
+    print(f"time {format_time(seconds['run'])}, and {format_time(seconds['load'])} to load the model")
+
+
+def _peak(result: dict[str, Any]) -> str:
+    """The peak of the budget: as planned, and beside it as measured where the device tells it."""
+    told = peak_of_budget(result["plan"])
+    host = result["plan"]["predicted"]["host_bytes"]
+    besides = f", {format_size(host)} in host memory" if host else ""
+    measured = result["measured"]
+    return f"{told}{besides}" + (f" ({format_size(measured['peak_bytes'])} measured)" if measured else ", as planned")

@@ -25,8 +25,8 @@ def with_knobs(command: Command) -> Command:
     passes over, and add ``--help-all``, which does not."""
     kind = inspect.Parameter.KEYWORD_ONLY
     shown = command_line_knobs().items()
-    options = [inspect.Parameter(name, kind, default=None, annotation=_annotation(name, knob)) for name, knob in shown]
-    options.append(inspect.Parameter(_HELP_ALL, kind, default=False, annotation=_EVERYTHING))
+    options = [inspect.Parameter(_HELP_ALL, kind, default=False, annotation=_EVERYTHING)]
+    options += [inspect.Parameter(name, kind, default=None, annotation=_annotation(name, knob)) for name, knob in shown]
     return _unfolded(command, name="settings", options=options, make=_values)
 
 

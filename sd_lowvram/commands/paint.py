@@ -18,6 +18,7 @@ from ..checkpoints.fingerprint import fingerprint
 from ..checkpoints.inspection import PICKLES, check_model, configuration, model_path
 from ..checkpoints.load import load_pipeline
 from ..checkpoints.schedulers import label_of, set_scheduler
+from ..demo import SIDE as DEMO_SIDE
 from ..demo.things import unknown_words
 from ..errors import BadInputError
 from ..policies.named import POLICIES, check_policy
@@ -101,6 +102,7 @@ def finished(
     heed_interrupts()
     loaded = time.perf_counter()
     job = sized(job, pipe, images)
+    _note_size(job)
     check_writable(files[0], job.batch * ((job.width or 0) * (job.height or 0) * 4 + (64 << 10)))
     shown = previews(pipe, job, preview, files, console)  # a map of colours is fitted while all weights are here
     plan = optimized(job, pipe, device, console)
@@ -182,6 +184,15 @@ def plan_of(pipe: Any) -> Any:
     from ..session import attachments
 
     return attachments(pipe)[-1].plan
+
+
+def _note_size(job: Job) -> None:
+    """Tell that the demo model, which was trained at one size, draws poorly at others."""
+    if job.model is None and (job.width, job.height) != (DEMO_SIDE, DEMO_SIDE):
+        note(
+            f"the demo model knows {DEMO_SIDE}x{DEMO_SIDE} alone, and draws poorly at {job.width}x{job.height}: leave "
+            "--width and --height out"
+        )
 
 
 def note_unknown_words(job: Job) -> None:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 
 from ..progress import listen
-from ..units import format_size
+from ..units import format_time
 
 _COUNTED = 250
 """More parts than these are no steps that anybody counts."""
@@ -55,15 +55,11 @@ class Bars:
 
 
 def show_plan(console: Console, plan: Any) -> None:
-    """One line on what was chosen and its peak, and the reasons."""
-    predicted = plan.predicted
+    """One line on what was chosen and its time, and the reasons; the peak is told when the picture is there."""
     chosen = ", ".join(f"{name} {'on' if value is True else value}" for name, value in decided(plan))
-    console.print(f"plan: {chosen or 'nothing changed'} ({plan.fidelity})", highlight=False)
-    host = f", {format_size(predicted.host_bytes)} in host memory" if predicted.host_bytes else ""
-    more = predicted.reserved_bytes - predicted.peak_bytes + predicted.overhead_bytes
-    overhead = f" + {format_size(more)} overhead" if more else ""
-    console.print(f"peak: {format_size(predicted.peak_bytes)}{overhead}{host}", highlight=False)
-    for reason in plan.reasons:
+    about = f"about {format_time(plan.predicted.seconds)}"
+    console.print(f"plan: {chosen or 'nothing changed'} ({plan.fidelity}), {about}", highlight=False)
+    for reason in plan.reasons[1:]:
         console.print(f"  {reason}", style="dim", highlight=False)
 
 

@@ -9,4 +9,7 @@ from pathlib import Path
 MODEL_PATH = Path(__file__).resolve().parent / "model"
 COLOURS_PATH = MODEL_PATH.with_name("colours.json")
 
-__all__ = ["COLOURS_PATH", "MODEL_PATH"]
+SIDE = 128
+"""Pixels of the square pictures that it was trained on."""
+
+__all__ = ["COLOURS_PATH", "MODEL_PATH", "SIDE"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..settings import Fidelity, Settings
 from ..streaming.timing import Timing
+from . import shown
 from .request import Request
 
 
@@ -151,7 +152,7 @@ class Rung:
     told: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Settings with what they are predicted to need, and why they were chosen.
 
@@ -185,6 +186,17 @@ class Plan:
     timing: Timing | None = field(default=None, repr=False)
     alike: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
     rungs: tuple[Rung, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Plan {shown.title(self.as_dict())}: {shown.verdict(self.as_dict())}>"
+
+    def __str__(self) -> str:
+        """The table of the command line's ``plan``, in text."""
+        return shown.text(self.as_dict())
+
+    def _repr_html_(self) -> str:
+        """The same with bars, for notebooks."""
+        return shown.as_html(self.as_dict())
 
     def after(self, rungs: tuple[Rung, ...]) -> Plan:
         """This plan, as the one that is left when ``rungs`` were given up besides."""

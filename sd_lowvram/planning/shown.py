@@ -1,0 +1,111 @@
+"""A plan for people, from the plain values that ``plan --json`` prints: as lines of text, and as HTML with bars."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from typing import Any
+
+from ..units import LONG, format_least, format_size, format_time
+
+HEADS = ("stage", "peak", "weights", "in host memory", "time")
+
+_WEIGHTS, _ACTIVATIONS, _BUDGET = "#33567f", "#8fb4d9", "#b3202c"
+_LEAST_ROOM = 0.02
+"""Of the bars' width is left beyond the longest."""
+
+
+def title(plan: dict[str, Any]) -> str:
+    request = plan["request"]
+    return f"{request['width']}x{request['height']}, batch {request['batch']}, {request['steps']} steps"
+
+
+def rows(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """What each stage takes, by :data:`HEADS`."""
+    for stage in plan["stages"]:
+        sizes = (stage["peak_bytes"], stage["weights_bytes"], stage["host_bytes"])
+        yield stage["name"], *map(format_size, sizes), format_time(stage["seconds"])
+
+
+def peak_of_budget(plan: dict[str, Any]) -> str:
+    """The peak, what is held besides, and the budget."""
+    predicted = plan["predicted"]
+    more = predicted["reserved_bytes"] - predicted["peak_bytes"] + predicted["overhead_bytes"]
+    besides = f" + {format_size(more)} for the allocator and the driver" if more else ""
+    return f"peak {format_size(predicted['peak_bytes'])}{besides} of {format_size(plan['request']['vram'])}"
+
+
+def verdict(plan: dict[str, Any]) -> str:
+    """Peak, time and fidelity in one line."""
+    return f"{peak_of_budget(plan)}, {format_time(plan['predicted']['seconds'])}, {plan['fidelity']}"
+
+
+def is_slow(plan: dict[str, Any]) -> bool:
+    return bool(plan["predicted"]["seconds"] >= LONG)
+
+
+def choices(plan: dict[str, Any]) -> Iterator[str]:
+    """How stages run, and why none runs in a faster way; then what all share."""
+    for stage in plan["stages"]:
+        if stage["choice"] or stage["why"]:
+            chosen = [f"{name} {value}" for name, value in stage["choice"].items() if value not in (False, "off")]
+            yield f"{stage['name']}: {', '.join(chosen) or 'plain'}" + (f" ({stage['why']})" if stage["why"] else "")
+    settings = plan["settings"].items()
+    decided = [f"{name} {_word(value)}" for name, value in settings if value not in (None, False, "off", "none")]
+    yield f"settings: {', '.join(decided) or 'nothing changed'}"
+
+
+def _word(value: Any) -> Any:
+    return "on" if value is True else value
+
+
+def reasons(plan: dict[str, Any]) -> list[str]:
+    """What the plan says besides its verdict."""
+    least = (format_least(plan["minimum_vram_bytes"]), format_least(plan["minimum_ram_bytes"]))
+    smallest = f"the smallest budget that works is {least[0]}, with {least[1]} in host memory"
+    return [*plan["reasons"][1:], smallest]
+
+
+def text(plan: dict[str, Any]) -> str:
+    """All of it, in lines."""
+    table = [HEADS, *rows(plan)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADS))]
+    aligned = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([title(plan), "", *aligned, "", *choices(plan), verdict(plan), *reasons(plan)])
+
+
+def as_html(plan: dict[str, Any]) -> str:
+    """The table with a bar of weights and activations for each stage, the budget a line through them."""
+    overhead = plan["predicted"]["overhead_bytes"]
+    limit = plan["request"]["vram"] - overhead
+    longest = max(stage["peak_bytes"] for stage in plan["stages"])
+    whole = max(longest, limit if limit < 3 * longest else 0) * (1 + _LEAST_ROOM)
+    lines = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}<td>{_bar(stage, whole, limit)}</td></tr>"
+        for cells, stage in zip(rows(plan), plan["stages"], strict=True)
+    )
+    heads = "".join(f"<th>{head}</th>" for head in HEADS)
+    far = "" if limit < whole else f"; the budget, {format_size(limit)} without the driver's share, is far above"
+    key = (
+        f"<small><span style='color:{_WEIGHTS}'>&#9632;</span> weights "
+        f"<span style='color:{_ACTIVATIONS}'>&#9632;</span> activations "
+        f"<span style='color:{_BUDGET}'>|</span> budget{far}</small>"
+    )
+    told = "".join(f"<div>{html.escape(line)}</div>" for line in (*choices(plan), *reasons(plan)))
+    return (
+        f"<b>{html.escape(title(plan))}: {html.escape(verdict(plan))}</b>"
+        f"<table><tr>{heads}<th style='text-align:left'>{key}</th></tr>{lines}</table>{told}"
+    )
+
+
+def _bar(stage: dict[str, Any], whole: float, limit: int) -> str:
+    weights = min(stage["weights_bytes"], stage["peak_bytes"])
+    parts = ((_WEIGHTS, weights), (_ACTIVATIONS, stage["peak_bytes"] - weights))
+    place = f"position:absolute;left:{100 * limit / whole:.1f}%;top:0;bottom:0"
+    line = f"<i style='{place};border-left:2px solid {_BUDGET}'></i>"
+    filled = "".join(
+        f"<i style='display:inline-block;height:100%;width:{100 * size / whole:.1f}%;background:{colour}'></i>"
+        for colour, size in parts
+    )
+    inside = filled + (line if limit < whole else "")
+    return f"<div style='position:relative;width:24em;height:1.1em;font-size:1em;line-height:0'>{inside}</div>"
