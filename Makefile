@@ -23,7 +23,7 @@ OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(MODEL),$(if $(SIZE),--width "$$SI
 	$(if $(SEED),--seed "$$SEED") $(if $(STEPS),--steps "$$STEPS") \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu fuzz faults lint format docs gpu gpu-pack clean
+.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu fuzz faults lint format docs dist gpu gpu-pack clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo 'make faults                         runs that are disturbed everywhere, in every way: benchmarks/faults.md'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
 	@echo 'make docs                           the book of docs/, into build/book; no broken link'
+	@echo 'make dist                           wheel and sdist, into dist/'
 	@echo 'make gpu [PART=peaks]               tests and measurements on an NVIDIA GPU, into $(GPU_OUT)'
 	@echo '             [GPU_OUT=folder] [GPU_PYTHON=python3] with an environment that is there already, as docs/gpu.md says'
 	@echo 'make gpu-pack [GPU_VERSION=3.12]    the tree and what that one needs beside torch, as one file: $(GPU_PACK).tar.gz'
@@ -132,6 +133,13 @@ gpu-pack: $(VENV)/.test
 # Links are checked; blocks of Python are run by tests/test_readme.py.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Wheel and sdist of a release, checked as the registry would.
+dist: $(VENV)/.python
+	$(PIP) install --quiet build twine
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
