@@ -59,6 +59,11 @@ ROOMS := $(wildcard tests/benchmarks tests/unets tests/batches)
 test: lint $(VENV)/.gradio
 	$(PYTEST) $(ROOMS:%=--ignore=%)
 
+# Whether all tests can be imported.
+.PHONY: collect
+collect: $(VENV)/.gradio
+	$(BIN)/python -m pytest --collect-only -qq
+
 # Of measurements, smaller UNets and batches, which the package runs without.
 test-rooms: $(VENV)/.gradio
 	$(PYTEST) $(ROOMS)
@@ -67,7 +72,7 @@ test-all: test test-rooms
 
 # In real hosts: COMFYUI_DIR=... and WEBUI_DIR=..., with COMFYUI_PYTHON=... and WEBUI_PYTHON=... for theirs.
 test-hosts: $(VENV)/.test
-	$(BIN)/python -m pytest tests/hosts
+	$(BIN)/python -m pytest tests/hosts $(wildcard tests/unets/hosts)
 
 # diffusers' own tests of its pipelines with our hooks attached: DIFFUSERS_DIR=... names a checkout.
 test-others: $(VENV)/.test
@@ -87,7 +92,7 @@ test-simulated-gpu:
 .PHONY: simulated-gpu
 simulated-gpu: $(VENV)/.cuda
 	SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/simulated_gpu \
-		$(wildcard tests/benchmarks/simulated_gpu)
+		$(wildcard tests/benchmarks/simulated_gpu tests/unets/simulated_gpu)
 
 # Ten times the hostile inputs of a test run.
 fuzz: $(VENV)/.test
@@ -102,7 +107,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(wildcard benchmarks/*.py),$(BIN)/mypy -p benchmarks)
-	$(BIN)/mypy nodes
+	$(BIN)/mypy nodes $(wildcard sd_lowvram/unets/nodes)
 	$(BIN)/mypy --explicit-package-bases webui_ext scripts install.py
 	MYPYPATH=tools/demo $(BIN)/mypy --explicit-package-bases tools/demo/*.py tools/tiles_crop.py tools/gpu_pack.py tools/book.py tools/readme_picture.py
 	$(BIN)/lint-imports --no-logo

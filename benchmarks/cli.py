@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sd_lowvram import doors
 from sd_lowvram.checkpoints.architectures import NAMES
 from sd_lowvram.commands.one_line import OneLine
 from sd_lowvram.commands.values import check_count, check_given, check_names, check_run, check_side
@@ -306,12 +307,16 @@ def storage() -> dict[str, Any]:
     return {}
 
 
+_OF_COMMANDS: dict[str, list[Any]] = {"batch": [batches], "unet": [smaller_unets, students]}
+"""Measurements of what the package may come without, by its command there."""
+
+doors.find()
 for _one in (
     warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans,
-    schedule, matrix, published, batches, winograd, finite, smaller_unets, storage,
+    schedule, matrix, published, winograd, finite, storage,
+    *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
 ):  # fmt: skip
     app.command()(measurement(_one))
-app.command()(measurement(students))
 app.command()(report)
 
 

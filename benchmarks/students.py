@@ -83,7 +83,7 @@ def run(
     Raises:
         BadInputError: no students, or one that does not match the teacher.
     """
-    from sd_lowvram.unets.evaluate import Draw, drawn_by, ground_of, measures, pipeline_to_draw, prompts_of
+    from sd_lowvram.unets.evaluate import STEPS_TIMED, Draw, drawn_by, ground_of, measures, pipeline_to_draw, prompts_of
     from sd_lowvram.unets.frozen import frozen_features
     from sd_lowvram.unets.training_pictures import captioned_pictures
 
@@ -112,6 +112,7 @@ def run(
             shown[name] = pictures
     _time(pipe.unet, students, dict(runs), rows, pairs)
     asked = {"draw": asdict(draw), "features": semantic, "pairs": pairs, "threads": torch.get_num_threads()}
+    asked["steps_timed"] = STEPS_TIMED
     asked["dtype"] = str(dtype).removeprefix("torch.")
     report = {**asked, "torch": torch.__version__, "rows": [{"name": name, **row} for name, row in rows.items()]}
     written(report, lines, out)
@@ -134,7 +135,7 @@ def _time(teacher: Any, students: Path, states: dict[str, str], rows: dict[str, 
 
 def _show(pictures: dict[str, Tensor], prompts: Sequence[str], sheet: Path) -> None:
     """Some of the pictures, evenly, in a row for each who drew them."""
-    from sd_lowvram.plots.picture_rows import picture_rows_png
+    from .plots.picture_rows import picture_rows_png
 
     places = torch.linspace(0, len(prompts) - 1, min(_SHOWN, len(prompts))).round().long()
     few = {name: each[places] for name, each in pictures.items()}
@@ -189,7 +190,7 @@ def _in_place(pipe: Any, students: Path, name: str, state: str, steps: int) -> I
 
 
 def _student(students: Path, name: str, state: str, teacher: Any) -> Any:
-    from sd_lowvram.checkpoints.load_unet import load_unet
+    from sd_lowvram.unets.checkpoints.load_unet import load_unet
     from sd_lowvram.unets.supervision import check_match
 
     unet = load_unet(students / name / state / "unet", teacher.dtype)
@@ -223,8 +224,6 @@ def _course(student: Path) -> dict[str, Any]:
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """What :func:`run` found, as Markdown."""
-    from sd_lowvram.unets.evaluate import STEPS_TIMED
-
     draw = report["draw"]
     yield "# Smaller UNets, trained: what they are worth, and what they save"
     yield ""
@@ -235,8 +234,9 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         "*Retrieved*: how many pictures' nearest training picture is their prompt's own. *Fréchet* distance and "
         "*score* over features of "
         f"{report['features']}, from the training pictures. *Step*: guided, on this CPU, {report['threads']} threads, "
-        f"torch {report['torch']}, beside the teacher's in turn, medians of {report['pairs']} pairs of {STEPS_TIMED} "
-        "steps; of schedules by the steps that each UNet takes. The teacher from other seeds is the yardstick: "
+        f"torch {report['torch']}, beside the teacher's in turn, medians of {report['pairs']} pairs of "
+        f"{report['steps_timed']} steps; of schedules by the steps that each UNet takes. The teacher from other "
+        "seeds is the yardstick: "
         "agreement below it says that the same thing was drawn, not the same picture. Published: FID, inception score "
         "and CLIP score of A-SDM 2023, SD1.5 on COCO."
     )

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..sd_lowvram import doors
 from .decoding import LowVRAMVAEDecode, LowVRAMVAEEncode
 from .optimising import LowVRAMOptimizeModel, LowVRAMOptimizeVAE
 from .reporting import LowVRAMPlan, LowVRAMReport
-from .scheduling import LowVRAMUNetSchedule
 
 _NODES: dict[str, tuple[type[Any], str]] = {
     "LowVRAMOptimizeModel": (LowVRAMOptimizeModel, "Optimize Model (low VRAM)"),
@@ -19,8 +19,9 @@ _NODES: dict[str, tuple[type[Any], str]] = {
     "LowVRAMVAEEncode": (LowVRAMVAEEncode, "VAE Encode (low VRAM)"),
     "LowVRAMPlan": (LowVRAMPlan, "Plan (low VRAM)"),
     "LowVRAMReport": (LowVRAMReport, "Report (low VRAM)"),
-    "LowVRAMUNetSchedule": (LowVRAMUNetSchedule, "UNet Schedule (low VRAM)"),
 }
+doors.find()
+_NODES |= {name: given() for name, given in doors.NODES.items()}
 
 NODE_CLASS_MAPPINGS = {name: node for name, (node, _) in _NODES.items()}
 NODE_DISPLAY_NAME_MAPPINGS = {name: title for name, (_, title) in _NODES.items()}

@@ -16,20 +16,19 @@ _VAES = "the VAEs of SD1.x, SD2.x, SDXL, SD3, FLUX.1 and what shares one of thei
 _LATENTS = ("SD15", "SDXL", "SD3", "Flux")
 """The host's formats of latents that those VAEs make."""
 
-SCHEDULE = "sd-lowvram schedule"
-"""The key of the wrappers of a MODEL that shares its steps with another."""
+SHARED: dict[str, str] = {}
+"""Keys of the wrappers of a MODEL that others' nodes made of two: why no plan can be made for it, and what to do."""
 
 
 def denoiser_of(model: ModelPatcher) -> Anatomy:
     """The anatomy of a MODEL's UNet, which computes as the host lets it.
 
     Raises:
-        BadInputError: no UNet that we know, or two that share a run's steps.
+        BadInputError: no UNet that we know, or several in one.
     """
-    if any(SCHEDULE in by_key for by_key in getattr(model, "wrappers", {}).values()):
-        raise BadInputError(
-            "this MODEL is a schedule of two: put the low VRAM nodes before UNet Schedule, on each of its models"
-        )
+    why = next((SHARED[key] for keys in getattr(model, "wrappers", {}).values() for key in keys if key in SHARED), None)
+    if why is not None:
+        raise BadInputError(why)
     unet = model.get_model_object("diffusion_model")
     anatomy, why = _known(unet)
     if anatomy is None or anatomy.denoiser is None:

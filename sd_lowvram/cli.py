@@ -18,10 +18,6 @@ from .commands.one_line import OneLine
 from .commands.plan import plan
 from .commands.program import run
 from .commands.resume import resume
-from .commands.unet import unet
-from .commands.unet_distil import distil
-from .commands.unet_evaluate import evaluate
-from .commands.unet_lora import lora
 
 app = typer.Typer(
     name="sd-lowvram",
@@ -36,10 +32,6 @@ app.command()(resume)
 app.command(epilog=examples(PLAN))(plan)
 app.command()(doctor)
 app.command()(install)
-unet.command()(distil)
-unet.command()(evaluate)
-unet.command()(lora)
-app.add_typer(unet, name="unet")
 
 
 def _add(app: typer.Typer) -> None:

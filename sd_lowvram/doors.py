@@ -1,4 +1,4 @@
-"""What others add to the package: a knob with its hook, a model family, a command, a crew.
+"""What others add to the package: a knob with its hook, a model family, a model's class, a command, a node, a crew.
 
 One call, :func:`register`, takes all of them, from the package's own rooms as from strangers. Who calls it is found
 
@@ -32,6 +32,18 @@ KNOBS: dict[str, Knob] = {}
 FAMILIES: dict[str, Any] = {}
 """Model families beside diffusers' and CompVis': modules or objects with what ``models/interfaces.py`` asks for."""
 
+CLASSES: dict[str, Callable[[], Any]] = {}
+"""Classes of models beside those of diffusers, by the name that a configuration gives (``_class_name``): functions that
+import and give one."""
+
+UNETS: dict[str, Callable[..., Any]] = {}
+"""What knows UNets in single files beside the architectures' own: functions of an architecture's name, its UNet's
+configuration, the header and the path, which give a :class:`~sd_lowvram.checkpoints.inspection.OwnUNet`, or None for
+what they do not know."""
+
+NODES: dict[str, Callable[[], tuple[Any, str]]] = {}
+"""ComfyUI's nodes beside those of ``nodes/``, by id: functions that import and give the class, and its title."""
+
 COMMANDS: dict[str, Callable[..., Any]] = {}
 """Commands of the command line, by name: functions that import and give one, or typer's group of them."""
 
@@ -41,6 +53,9 @@ CREWS: dict[str, Callable[..., Any]] = {}
 _PLACES: dict[str, dict[str, Any]] = {
     "knob": KNOBS,
     "family": FAMILIES,
+    "class": CLASSES,
+    "unet": UNETS,
+    "node": NODES,
     "command": COMMANDS,
     "crew": CREWS,
 }
@@ -53,6 +68,9 @@ def register(
     *,
     knobs: Mapping[str, Knob] | None = None,
     families: Mapping[str, Any] | None = None,
+    classes: Mapping[str, Callable[[], Any]] | None = None,
+    unets: Mapping[str, Callable[..., Any]] | None = None,
+    nodes: Mapping[str, Callable[[], tuple[Any, str]]] | None = None,
     commands: Mapping[str, Callable[..., Any]] | None = None,
     crews: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[], None]:
@@ -62,6 +80,9 @@ def register(
         knobs: declarations whose ``hook`` is a function ``(anatomy, settings, device) -> patches``. Settings take them
             by name, ``Settings(toy=3)``; command line, nodes and panel show them; plans and their cache hold them.
         families: modules, or objects, with what ``models/interfaces.py`` asks of a family.
+        classes: functions that import and give the class of a model whose configuration has this ``_class_name``.
+        unets: functions that know the UNet of a single file by its header, see :data:`UNETS`.
+        nodes: functions that import and give a node's class for ComfyUI, and its title.
         commands: for ``sd-lowvram NAME``: functions that import and give a command, or typer's group of them.
         crews: for ``batch --on NAME``: functions that make a crew of a number of workers, or of None.
 
@@ -71,7 +92,7 @@ def register(
     Raises:
         BadInputError: something of this name is there already; nothing is added then.
     """
-    given = dict(zip(_PLACES, (knobs, families, commands, crews), strict=True))
+    given = dict(zip(_PLACES, (knobs, families, classes, unets, nodes, commands, crews), strict=True))
     with _lock:
         for kind, added in given.items():
             for name in added or ():

@@ -18,7 +18,8 @@ import torch
 
 import sd_lowvram
 from sd_lowvram import Fidelity, Knob, Settings, attached, optimize, register, restore
-from sd_lowvram.errors import BadInputError, ConflictError, NoSiteError, SettingsError
+from sd_lowvram.checkpoints.safetensors_header import Entry, Header
+from sd_lowvram.errors import BadInputError, CheckpointError, ConflictError, NoSiteError, SettingsError
 from sd_lowvram.patches import Patch, wrap
 from sd_lowvram.settings import knobs
 
@@ -114,7 +115,7 @@ def test_entry_points_are_found(tmp_path: Path) -> None:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
     (about / "entry_points.txt").write_text("[sd_lowvram]\ntheirs = theirs:enter\n")
     path = Path(os.pathsep.join([str(tmp_path), str(PACKAGE.parent)]))
-    assert "--toy" in run(path, "-m", "sd_lowvram", "generate", "--help-all", cwd=tmp_path)
+    assert "--toy" in run(path, "-m", "sd_lowvram", "generate", "--help", cwd=tmp_path)
     assert run(path, "-m", "sd_lowvram", "greet", "you", cwd=tmp_path) == "hello you\n"
 
 
@@ -172,6 +173,48 @@ def test_a_strangers_family_is_planned_run_and_restored() -> None:
         finally:
             unregister()
         assert torch.equal(unet(*given, return_dict=False)[0], before)
+
+
+def test_a_strangers_class_of_model_is_built_by_its_name() -> None:
+    from diffusers import UNet2DConditionModel
+
+    from sd_lowvram.checkpoints.architectures import build_components
+
+    class TheirUNet(UNet2DConditionModel):
+        pass
+
+    config = {"unet": {**tiny.tiniest().unet.config, "_class_name": "TheirUNet"}}
+    with pytest.raises(CheckpointError, match="a model of class TheirUNet is known neither to diffusers"):
+        build_components(config, only=("unet",))
+    unregister = register(classes={"TheirUNet": lambda: TheirUNet})
+    try:
+        assert type(build_components(config, only=("unet",))["unet"]) is TheirUNet
+    finally:
+        unregister()
+
+
+def test_a_strangers_unet_in_a_single_file_is_loaded_by_them(tmp_path: Path) -> None:
+    """SD1.5's names without one of its blocks."""
+    from small import narrow, single_file_state
+
+    from sd_lowvram.checkpoints import inspection
+    from sd_lowvram.checkpoints.architectures import build_components
+
+    state = single_file_state(build_components(narrow("sd15", 600), device="meta"))
+    left = {name: Entry("F32", tuple(one.shape), 0, 0) for name, one in state.items() if "output_blocks.4." not in name}
+    header = Header(left, {}, 0)
+    theirs = inspection.OwnUNet({"mid_block_type": None}, lambda path, config, dtype: (path, config, dtype))
+
+    def known(name: str, whole: Any, header: Any, path: Path) -> Any:
+        assert name == "sd15" and whole["cross_attention_dim"] == 768
+        return theirs if path.name == "theirs.safetensors" else None
+
+    unregister = register(unets={"theirs": known})
+    try:
+        kind = inspection.detect(header, tmp_path / "theirs.safetensors", lambda name: 0.0)
+    finally:
+        unregister()
+    assert kind.unet is theirs and inspection.single_file_config(kind, "epsilon")["unet"]["mid_block_type"] is None
 
 
 class Bright(torch.nn.Module):

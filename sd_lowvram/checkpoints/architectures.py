@@ -7,14 +7,14 @@ base (Podell et al. 2023). The CLIP vocabulary is OpenAI's, MIT, see data/licenc
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BadInputError
+from .. import doors
+from ..errors import BadInputError, CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,12 @@ def architecture(name: str) -> dict[str, Any]:
         raise BadInputError(f"unknown architecture {name!r}: choose one of {', '.join(NAMES)}")
     config: dict[str, Any] = json.loads((_DATA / "architectures" / f"{name}.json").read_text(encoding="utf-8"))
     return config
+
+
+def layers_per_block(config: Mapping[str, Any]) -> list[int]:
+    """Of each down block, from the outside in; its up block across has one more."""
+    given, blocks = config["layers_per_block"], len(config["down_block_types"])
+    return [given] * blocks if isinstance(given, int) else [*given]
 
 
 AUTOENCODERS = ("sd15", "sdxl", "flux", "flux2")
@@ -94,19 +100,30 @@ def build_components(
 
 def _empty(config: dict[str, Any]) -> Any:
     if "_class_name" in config:
-        return getattr(library_of(config), config["_class_name"]).from_config(config)
+        return class_of(config).from_config(config)
     import transformers
 
     return getattr(transformers, config["architectures"][0])(transformers.CLIPTextConfig(**config))
 
 
-def library_of(config: Mapping[str, Any]) -> Any:
-    """The module with the class that a model's configuration names: diffusers, or the one with our UNet.
+def class_of(config: Mapping[str, Any]) -> Any:
+    """The class that a model's configuration names: of diffusers, or one that was registered.
 
     diffusers takes a class of others' from a folder only where its module was imported before.
+
+    Raises:
+        CheckpointError: there is none of this name.
     """
-    ours = config.get("_class_name") == "ASDMUNet2DConditionModel"
-    return importlib.import_module("sd_lowvram.unets.asdm_unet" if ours else "diffusers")
+    import diffusers
+
+    name = str(config.get("_class_name"))
+    doors.find()
+    found = doors.CLASSES[name]() if name in doors.CLASSES else getattr(diffusers, name, None)
+    if found is None:
+        raise CheckpointError(
+            f"a model of class {name} is known neither to diffusers nor to sd-lowvram as it is installed"
+        )
+    return found
 
 
 def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:

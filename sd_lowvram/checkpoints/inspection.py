@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from .. import doors
 from ..errors import CheckpointError
-from .architectures import MODELS, NAMES, architecture
+from .architectures import MODELS, NAMES, architecture, layers_per_block
 from .safetensors_header import Header, read_header, read_values
-from .unet_layout import KEPT, NOTED, Layout, configured, layout_of, layout_of_names
 
 Task = Literal["txt2img", "img2img", "inpaint"]
 Prediction = Literal["epsilon", "v_prediction"]
@@ -28,19 +29,28 @@ _LARGEST_NUMBER, _MOST_LEVELS, _MOST_LAYERS = 1 << 16, 16, 256
 """Of a configuration: more than any model has."""
 
 _UNET = "model.diffusion_model."
+_BLOCK = re.compile(rf"{re.escape(_UNET)}((?:input|output)_blocks\.\d{{1,4}}|middle_block)\.")
 _NO_PICKLE = "it is a pickle, and a pickle can run any program; get it as .safetensors, or trust it with --allow-pickle"
 
 
 @dataclass(frozen=True)
+class OwnUNet:
+    """A UNet in a single file that is not the architecture's: its configuration, and what loads it from the path with
+    the configuration, in a type (None: float32)."""
+
+    config: Mapping[str, Any]
+    load: Callable[[Path, Mapping[str, Any], Any], Any]
+
+
+@dataclass(frozen=True)
 class Kind:
-    """What a single file holds: the built-in architecture, the input channels of its UNet, what it predicts, and the
-    layers of its UNet with the note of which these are, None where they are the architecture's."""
+    """What a single file holds: the built-in architecture, the input channels of its UNet, what it predicts, and its
+    UNet where that is not the architecture's."""
 
     name: str
     in_channels: int = 4
     prediction: Prediction = "epsilon"
-    layout: Layout | None = None
-    kept: Any = None
+    unet: OwnUNet | None = None
 
 
 def check_model(path: Path, task: Task, allow_pickle: bool = False) -> None:
@@ -195,8 +205,8 @@ def _deviation(values: list[float]) -> float:
 def single_file_config(kind: Kind, prediction: str) -> dict[str, Any]:
     """The architecture of ``kind``, with what the file itself decides written into it."""
     config = architecture(kind.name)
-    if kind.layout is not None:
-        config["unet"] = configured(config["unet"], kind.layout) | {KEPT: kind.kept}
+    if kind.unet is not None:
+        config["unet"] = dict(kind.unet.config)
     config["unet"]["in_channels"] = kind.in_channels
     config["scheduler"]["prediction_type"] = prediction
     if kind.name == "sd21" and prediction == "epsilon":
@@ -240,36 +250,28 @@ def detect(header: Header, path: Path, deviation: Callable[[str], float]) -> Kin
         raise CheckpointError(
             f"{path} has a UNet whose input is of shape {first}: 4 channels, or 9 for inpainting, work"
         )
-    layout = _layout(name, header, path)
-    return Kind(name, first[1], _prediction(name, header, deviation), layout, layout and _note(header, path))
+    return Kind(name, first[1], _prediction(name, header, deviation), _own_unet(name, header, path))
 
 
-def _layout(name: str, header: Header, path: Path) -> Layout | None:
-    """Of the UNet in a file, None where it is the architecture's own.
+def _own_unet(name: str, header: Header, path: Path) -> OwnUNet | None:
+    """The UNet in a file, None where it is the architecture's.
 
     Raises:
-        CheckpointError: its blocks are not those of a UNet, or of SDXL's with layers cut.
+        CheckpointError: nobody knows such a UNet.
     """
-    found = layout_of_names(key.removeprefix(_UNET) for key in header.tensors if key.startswith(_UNET))
-    own = layout_of(architecture(name)["unet"])
-    if found is None or len(found.layers) > len(own.layers):
+    whole = architecture(name)["unet"]
+    doors.find()
+    for known in doors.UNETS.values():
+        found: OwnUNet | None = known(name, whole, header, path)
+        if found is not None:
+            return found
+    count = sum(layers + 1 for layers in layers_per_block(whole))
+    usual = {"middle_block", *(f"{side}_blocks.{number}" for side in ("input", "output") for number in range(count))}
+    if {match[1] for key in header.tensors if (match := _BLOCK.match(key))} != usual:
         raise CheckpointError(
             f"{path} has a UNet whose blocks do not go together: weights are missing, or it is of another kind"
         )
-    if found != own and name == "sdxl":
-        raise CheckpointError(
-            f"{path} is SDXL with layers cut out of its UNet: such a model loads from a diffusers folder"
-        )
-    return None if found == own else found
-
-
-def _note(header: Header, path: Path) -> Any:
-    """What the file's metadata tell of which layers were cut; none where another program cut them."""
-    text = header.metadata.get(NOTED)
-    try:
-        return None if text is None else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: its {NOTED} cannot be understood ({error})") from None
+    return None
 
 
 def _prediction(name: str, header: Header, deviation: Callable[[str], float]) -> Prediction:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from .architectures import library_of, write_folder
+from .architectures import class_of, write_folder
 from .inspection import (
     PREDICTIONS,
     SUFFIXES,
@@ -77,8 +77,9 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
     # A safety checker that the index names is skipped; SDXL's pipelines know no such argument.
     extra = {"safety_checker": None, "requires_safety_checker": False} if prefix == "StableDiffusion" else {}
 
+    if "_class_name" in (unet := folder_configuration(folder)["unet"]):
+        class_of(unet)
     with explained(folder):
-        library_of(folder_configuration(folder)["unet"])
         return _pipeline_class(prefix, task).from_pretrained(
             folder,
             variant=variant,
@@ -98,19 +99,11 @@ def _load_file(
         raise CheckpointError(f"prediction {prediction!r} is unknown: choose {' or '.join(PREDICTIONS)}")
     config = single_file_config(kind, prediction or kind.prediction)
     pipeline = _pipeline_class(config["pipeline"], task)
-    own = {} if kind.layout is None else {"unet": _cut_unet(path, config["unet"], dtype)}
+    own = {} if kind.unet is None else {"unet": kind.unet.load(path, config["unet"], dtype)}
     with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
         write_folder(config, pipeline.__name__, Path(folder))
         with explained(path):
             return pipeline.from_single_file(str(path), config=folder, local_files_only=True, **own, **typed(dtype))
-
-
-def _cut_unet(path: Path, config: dict[str, Any], dtype: torch.dtype | None) -> Any:
-    import torch
-
-    from .load_cut_unet import load_cut_unet
-
-    return load_cut_unet(path, config, dtype or torch.float32)
 
 
 def typed(dtype: torch.dtype | None) -> dict[str, Any]:

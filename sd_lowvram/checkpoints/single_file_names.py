@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import BadInputError
-from .unet_layout import layers_per_block
+from .architectures import layers_per_block
 
 UNET = "model.diffusion_model."
 _OUTER = {

@@ -13,14 +13,11 @@ from ..planning.shown import peak_of_budget
 from ..saved_latents.interval import parse_interval
 from ..units import format_size, format_time
 from .guard import guarded
-from .inputs import PICTURE, RUN, Job, check_job, option
+from .inputs import RUN, Job, check_job, option
 from .knobs import with_fields, with_knobs
 from .previews import check_preview
 from .things import show_things
-from .unet_schedule import check_alone, paint_scheduled, parse_schedule
 from .values import checked_settings
-
-_OFTEN = "1min"
 
 
 @with_knobs
@@ -38,7 +35,7 @@ def generate(
             rare=True,
             metavar="INTERVAL",
         ),
-    ] = _OFTEN,
+    ] = "1min",
     keep_latents: Annotated[
         bool,
         option("--keep-latents", text="Leave the latents beside the picture when it is there.", panel=RUN, rare=True),
@@ -52,28 +49,6 @@ def generate(
             panel=RUN,
             rare=True,
             metavar="STEPS",
-        ),
-    ] = None,
-    unet_schedule: Annotated[
-        str | None,
-        option(
-            "--unet-schedule",
-            text='UNets that take the steps in turn, "small:10,full:15": full is the model\'s own, --unet names the '
-            "others. The steps add up to --steps, or say how many there are. Another picture; no latents are kept.",
-            panel=PICTURE,
-            rare=True,
-            metavar="NAME:STEPS,...",
-        ),
-    ] = None,
-    unet: Annotated[
-        list[str] | None,
-        option(
-            "--unet",
-            text="A UNet for --unet-schedule: a folder that unet prune, combine or distil wrote, or a unet folder in "
-            "one. May be repeated.",
-            panel=PICTURE,
-            rare=True,
-            metavar="NAME=PATH",
         ),
     ] = None,
     list_things: Annotated[
@@ -91,32 +66,23 @@ def generate(
         if list_things:
             show_things(as_json)
             return
-        if _left_out(context, "prompt"):
-            raise BadInputError("missing argument 'prompt'; sd-lowvram generate --help tells more")
-        steps = None if _left_out(context, "steps") else job.steps
-        parts = parse_schedule(unet_schedule, unet or (), steps)
-        if parts:
-            job = dataclasses.replace(job, steps=sum(part.steps for part in parts))
+        check_prompt_given(context)
         job = check_job(dataclasses.replace(job, settings=checked_settings(settings or {}, job.policy)))
         interval = parse_interval(latents_every, "--latents-every")
         check_preview(preview)
-        if parts:
-            check_alone(job, latents_every != _OFTEN, keep_latents, preview)
         from rich.console import Console
 
         from .paint import Precaution, paint
 
         console = Console(stderr=True, quiet=quiet or as_json)
-        if parts:
-            print_result(paint_scheduled(job, parts, console), as_json, quiet)
-            return
         print_result(paint(job, console, Precaution(interval, keep_latents), preview), as_json, quiet)
 
 
-def _left_out(context: typer.Context, name: str) -> bool:
-    """Whether the command line says nothing of this parameter."""
-    source = context.get_parameter_source(name)
-    return source is None or source.name == "DEFAULT"
+def check_prompt_given(context: typer.Context) -> None:
+    """Raise BadInputError where the command line has no prompt: an empty one is another thing."""
+    source = context.get_parameter_source("prompt")
+    if source is None or source.name == "DEFAULT":
+        raise BadInputError(f"missing argument 'prompt'; {context.command_path} --help tells more")
 
 
 def print_result(result: dict[str, Any], as_json: bool, quiet: bool) -> None:

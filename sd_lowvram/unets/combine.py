@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoints.unet_layout import layers_per_block
+from ..checkpoints.architectures import layers_per_block
 from ..errors import BadInputError
 from .changes import check_unchanged
 from .cuts import put_together

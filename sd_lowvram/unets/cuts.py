@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..checkpoints.unet_layout import KEPT, layers_per_block
+from ..checkpoints.architectures import layers_per_block
 from ..errors import CheckpointError
+from .checkpoints.unet_layout import KEPT
 
 
 @dataclass(frozen=True)

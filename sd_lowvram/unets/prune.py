@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints.unet_layout import KEPT, Layout, configured
 from ..errors import BadInputError
 from .changes import Changes, Relatives, changed, check_unchanged
+from .checkpoints.unet_layout import KEPT, Layout, configured
 from .cuts import Cut, cut_again, whole
 from .layers import check_unet
 

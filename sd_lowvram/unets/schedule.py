@@ -17,7 +17,6 @@ import torch
 from ..api import attach_plan
 from ..errors import BadInputError, BudgetError
 from ..patches import set_patch, wrap
-from ..planning.merged import in_turn
 from ..planning.plan import Plan
 from ..planning.request import Request, request_for
 from ..planning.search import make_plan
@@ -26,6 +25,7 @@ from ..settings import Settings
 from ..units import format_size, parse_size
 from ..weights import all_tensors
 from .layers import check_unet
+from .merged import in_turn
 
 Part = tuple[Any, int]
 """A UNet, and how many steps it takes."""

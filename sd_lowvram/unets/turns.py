@@ -20,7 +20,7 @@ def parse_turns(text: str, others: Collection[str], what: str, remedy: str = "")
 
     Args:
         others: names beside "full".
-        what: how the text is called where it was written: "--unet-schedule".
+        what: how the text is called where it was written: "--schedule".
         remedy: what to do about an unknown name, with "{name}" in it.
 
     Raises:

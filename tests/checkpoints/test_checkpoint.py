@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from small import narrow, save_single_file, single_file_state
 
+from sd_lowvram import doors
 from sd_lowvram.checkpoints import architectures, inspection
 from sd_lowvram.checkpoints.architectures import build_components, vocabulary
 from sd_lowvram.checkpoints.inspection import detect
@@ -91,6 +92,22 @@ def test_base_and_768_differ_in_size():
 def test_sdxl_that_says_it_predicts_v(small_world, made, tmp_path):
     _, path = None, save_single_file(made("sdxl")[0], tmp_path / "v.safetensors", v_pred=torch.zeros(0))
     assert load_pipeline(path).scheduler.config.prediction_type == "v_prediction"
+
+
+@pytest.mark.parametrize("gone", ["input_blocks.4.", "output_blocks.11.", "middle_block."])
+def test_a_unet_without_one_of_its_blocks_is_refused(small_world, made, tmp_path, monkeypatch, gone):
+    """Where nobody else knows such a UNet."""
+    monkeypatch.setattr(doors, "UNETS", {})
+    state = single_file_state(made("sd15")[0])
+    path = tmp_path / "damaged.safetensors"
+    save_file({key: value for key, value in state.items() if f"diffusion_model.{gone}" not in key}, path)
+    with pytest.raises(CheckpointError, match="blocks do not go together"):
+        load_pipeline(path)
+
+
+def test_a_class_that_nobody_knows_is_told():
+    with pytest.raises(CheckpointError, match="class Foreign2DModel is known neither to diffusers"):
+        build_components({"unet": {"_class_name": "Foreign2DModel"}}, only=("unet",))
 
 
 def test_pickle_is_refused_then_read_without_running_it(small_world, made, tmp_path):

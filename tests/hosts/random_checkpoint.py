@@ -15,19 +15,11 @@ import torch
 from small import single_file_state
 
 from sd_lowvram.checkpoints.architectures import build_components
-from sd_lowvram.checkpoints.single_file_names import unet_state
-from sd_lowvram.unets.prune import cut_of_kind, pruned
 
 
 def write(name: str | dict[str, Any], file: str | Path, seed: int = 0) -> None:
     """Weights that keep the size of what passes through them, of a built-in architecture or of a configuration."""
     write_state(single_file_state(build_components(name, torch.float16, "meta")), file, seed)
-
-
-def write_base_unet(file: str | Path) -> None:
-    """The UNet alone of SD1.5 whose layers the cut "base" took."""
-    unet = build_components("sd15", torch.float16, "meta", ("unet",))["unet"]
-    write_state(unet_state(pruned(unet, cut_of_kind(unet.config, "base"))), file, seed=1)
 
 
 def write_state(state: dict[str, torch.Tensor], file: str | Path, seed: int) -> None:

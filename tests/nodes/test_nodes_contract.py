@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,11 @@ from typing import Any
 import pytest
 from comfy_host import ROOT, import_pack
 
-from sd_lowvram import Settings
+from sd_lowvram import Settings, doors
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.settings import SURFACES, knobs
 
 SAVED = Path(__file__).parents[1] / "data" / "workflows"
-WORKFLOWS = sorted((ROOT / "example_workflows").glob("*.json"))
 COMFYUI_DOES = {
     "precision",
     "channels_last",
@@ -37,8 +37,15 @@ IDS = {
     "LowVRAMVAEEncode",
     "LowVRAMPlan",
     "LowVRAMReport",
-    "LowVRAMUNetSchedule",
 }
+
+doors.find()
+NODES = sorted(IDS | set(doors.NODES))
+WORKFLOWS = [
+    path
+    for path in sorted((ROOT / "example_workflows").glob("*.json"))
+    if {*re.findall(r'"type": ?"(LowVRAM\w+)"', path.read_text(encoding="utf-8"))} <= {*NODES}
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +65,11 @@ def widgets_of(node: Any) -> list[str]:
 
 
 def test_the_ids_stay(pack) -> None:
-    assert set(pack.NODE_CLASS_MAPPINGS) == IDS == set(pack.NODE_DISPLAY_NAME_MAPPINGS)
+    assert sorted(pack.NODE_CLASS_MAPPINGS) == NODES == sorted(pack.NODE_DISPLAY_NAME_MAPPINGS)
     assert not hasattr(pack, "comfy_entrypoint")  # the host reads one contract of the two
 
 
-@pytest.mark.parametrize("name", sorted(IDS))
+@pytest.mark.parametrize("name", NODES)
 def test_every_node_keeps_the_contract(pack, name) -> None:
     node = pack.NODE_CLASS_MAPPINGS[name]
     assert node.CATEGORY == "low-vram" and node.DESCRIPTION
@@ -167,7 +174,7 @@ def test_what_is_wrong_is_told_when_a_prompt_is_queued(pack, given, told) -> Non
     assert answer is True if told is True else told in answer
 
 
-@pytest.mark.parametrize("name", sorted(IDS))
+@pytest.mark.parametrize("name", NODES)
 def test_every_node_has_a_help_page_that_names_its_inputs(pack, name) -> None:
     page = (ROOT / pack.WEB_DIRECTORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
     assert page.startswith(f"# {pack.NODE_DISPLAY_NAME_MAPPINGS[name]}\n")
@@ -177,7 +184,7 @@ def test_every_node_has_a_help_page_that_names_its_inputs(pack, name) -> None:
 
 def test_the_page_shows_what_nodes_tell(pack) -> None:
     script = (ROOT / pack.WEB_DIRECTORY / "lowvram.js").read_text(encoding="utf-8")
-    telling = IDS - {"LowVRAMOptimizeVAE", "LowVRAMUNetSchedule"}
+    telling = IDS - {"LowVRAMOptimizeVAE"}
     assert {name for name in IDS if f'"{name}"' in script} == telling
 
 
@@ -197,7 +204,7 @@ def test_saved_workflows_keep_their_meaning(pack, path) -> None:
     """Values are saved by position. What each of ours meant when the workflow was saved is in tests/data."""
     workflow = json.loads(path.read_text(encoding="utf-8"))
     saved = json.loads((SAVED / path.name).read_text(encoding="utf-8"))
-    ours = {str(node["id"]): node for node in workflow["nodes"] if node["type"] in IDS}
+    ours = {str(node["id"]): node for node in workflow["nodes"] if node["type"] in NODES}
     assert ours.keys() == saved.keys() and ours
     for number, node in ours.items():
         kinds = inputs_of(pack.NODE_CLASS_MAPPINGS[node["type"]])
@@ -221,7 +228,7 @@ def test_saved_workflows_are_wired(pack, path) -> None:
         assert nodes[end]["inputs"][place]["link"] == number
         assert nodes[start]["outputs"][slot]["type"] == kind
     for node in workflow["nodes"]:
-        if node["type"] not in IDS:
+        if node["type"] not in NODES:
             continue
         definition = pack.NODE_CLASS_MAPPINGS[node["type"]]
         assert [output["type"] for output in node["outputs"]] == list(definition.RETURN_TYPES)

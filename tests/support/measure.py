@@ -1,4 +1,4 @@
-"""What the allocator saw, in a process of its own: ``python measure.py NAME...`` prints {"NAME": bytes, ...}.
+"""What the allocator saw, in a process of its own: ``python measure.py FILE NAME...`` prints {"NAME": bytes, ...}.
 
 The trace that is compared with it runs in the test's process, and the two share nothing but the models below.
 """
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def _vae() -> Any:
     )
 
 
-def _unet(**config: Any) -> Any:
+def denoiser(**config: Any) -> Any:
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(**{"cross_attention_dim": 64, "block_out_channels": (64, 128, 128, 128), **config})
@@ -62,11 +63,11 @@ def _unet(**config: Any) -> Any:
 def _full_unet() -> Any:
     """With whatever lies in memory for weights: only bytes are counted, and drawing numbers takes ten seconds."""
     with torch.device("meta"):
-        unet = _unet(cross_attention_dim=768, block_out_channels=(320, 640, 1280, 1280))
+        unet = denoiser(cross_attention_dim=768, block_out_channels=(320, 640, 1280, 1280))
     return unet.to_empty(device="cpu")
 
 
-def _unet_call(unet: Any, batch: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> Call:
+def denoiser_call(unet: Any, batch: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> Call:
     text = torch.randn(batch, 77, unet.config.cross_attention_dim, dtype=dtype)
     return Call(unet, (torch.randn(batch, 4, height, width, dtype=dtype), torch.tensor(3), text))
 
@@ -87,9 +88,9 @@ def _half_vae() -> Call:
 
 
 def _sliced_unet() -> Call:
-    unet = _unet()
+    unet = denoiser()
     unet.set_attention_slice(1)
-    return _unet_call(unet, 2, 32, 24)
+    return denoiser_call(unet, 2, 32, 24)
 
 
 def _text_encoder() -> Call:
@@ -115,18 +116,7 @@ def _decode(**settings: Any) -> Call:
 
 
 def _denoise(**settings: Any) -> Call:
-    return _unet_call(_unet(), 2, 32, 24)._replace(settings=settings)
-
-
-def _denoise_changed(**settings: Any) -> Call:
-    """With experts and regions in the outermost blocks."""
-    from sd_lowvram.unets.changes import Changes
-    from sd_lowvram.unets.cuts import whole
-    from sd_lowvram.unets.prune import pruned
-
-    unet = _unet()
-    changed = pruned(unet, whole(unet.config), Changes(experts=2, regions=8))
-    return _unet_call(changed, 2, 32, 24)._replace(settings=settings)
+    return denoiser_call(denoiser(), 2, 32, 24)._replace(settings=settings)
 
 
 EXACT = {"vae_tiles": "exact", "vae_strip_mib": 1}
@@ -164,12 +154,10 @@ CASES: dict[str, Callable[[], Call]] = {
     "unet, halves": lambda: _denoise(offload="halves"),
     "unet, layers split": lambda: _denoise(**LAYERS, split_layers=True),
     "unet, smallest": lambda: _denoise(**UNET_HOOKS, **FUSED, **LAYERS),
-    "unet, experts and regions": _denoise_changed,
-    "unet, experts and regions, smallest": lambda: _denoise_changed(**UNET_HOOKS, **FUSED, **LAYERS),
     "unet, diffusers' slices": _sliced_unet,
     "text encoder": _text_encoder,
     "parking": _parking,
-    "sd15 unet, full size": lambda: _unet_call(_full_unet(), 1, 16, 16),
+    "sd15 unet, full size": lambda: denoiser_call(_full_unet(), 1, 16, 16),
 }
 
 
@@ -197,9 +185,9 @@ def copies(name: str) -> int:
     return max(image + weight, image * (2 if "bfloat16" in name else 1))
 
 
-def measure(*names: str) -> dict[str, int]:
-    """Bytes by name of the case."""
-    command = [sys.executable, __file__, *names]
+def measure(*names: str, file: str | Path = __file__) -> dict[str, int]:
+    """Bytes by name of the case among ``CASES`` of ``file``."""
+    command = [sys.executable, __file__, str(file), *names]
     root = Path(__file__).resolve().parents[2]
     run = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(run.stdout.splitlines()[-1])
@@ -211,8 +199,9 @@ def main() -> None:
 
     torch.set_num_threads(THREADS)
     peaks = {}
-    for name in sys.argv[1:]:
-        call = (CASES | CONVOLUTIONS)[name]()
+    known = CASES | CONVOLUTIONS | runpy.run_path(sys.argv[1])["CASES"]
+    for name in sys.argv[2:]:
+        call = known[name]()
         gc.freeze()  # each measurement collects, which takes long among all that is imported
         with call.attached():
             peaks[name] = measured_peak(functools.partial(call.function, *call.args))

@@ -36,7 +36,7 @@ def narrow(*parts: str) -> dict[str, Any]:
 def test_comfyui_loads_every_kind(tmp_path: Path) -> None:
     """Its UNet makes of noise what ours makes of the same file, and our node's knobs leave the picture as it is."""
     files = cut_files.write(narrow("unet"), tmp_path)
-    found = inside("comfyui_files.py", str(WIDTH), *map(str, files.values()))
+    found = inside(str(Path(__file__).with_name("comfyui_files.py")), str(WIDTH), *map(str, files.values()))
     assert len(found) == len(cut_files.KINDS)
     noise = torch.Generator().manual_seed(1)
     latents, text = (torch.randn(size, generator=noise) for size in ((2, 4, 8, 8), (2, 77, 768)))

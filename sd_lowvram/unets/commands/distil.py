@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import BadInputError
-from .guard import guarded
-from .unet import Debug, Json, check_layout, empty_unet
-from .values import check_given
+from ...commands.guard import guarded
+from ...commands.values import check_given
+from ...errors import BadInputError
+from .unet import Debug, Json, check_layout, empty_unet, unet
 
 
+@unet.command()
 def distil(
     student: Annotated[str, typer.Option(help="The smaller model, as prune or combine wrote it.", metavar="PATH")],
     data: Annotated[
@@ -48,8 +49,8 @@ def distil(
             raise BadInputError(f"--rate {rate} must lie between 0 and 1; 1e-4 is usual")
         from rich.console import Console
 
-        from ..unets.distil import Course
-        from .show import Bars
+        from ...commands.show import Bars
+        from ..distil import Course
 
         course = Course(steps, batch, rate, seed, blocks, semantic, "bf16" if bf16 else "no", every)
         checkpoint = _checkpoint_of(out)
@@ -63,8 +64,8 @@ def distil(
 
 def _checkpoint_of(out: Path) -> Path:
     """The file beside ``out`` that an ended run goes on from and can be written; ``out`` must be new."""
+    from ...commands.pictures import check_writable
     from ..checkpoints.save import check_new
-    from .pictures import check_writable
 
     check_new(out, "--out")
     target = out.absolute()
@@ -81,13 +82,13 @@ def _trained(
     import torch
     from diffusers import DDPMScheduler
 
-    from ..checkpoints.load import load_pipeline
+    from ...checkpoints.load import load_pipeline
     from ..checkpoints.load_stored import load_as_stored
     from ..checkpoints.save import save_pipeline
-    from ..unets.distil import distil as train
-    from ..unets.layers import own_side
-    from ..unets.supervision import check_match
-    from ..unets.training_pictures import captioned_pictures, encoded
+    from ..distil import distil as train
+    from ..layers import own_side
+    from ..supervision import check_match
+    from ..training_pictures import captioned_pictures, encoded
 
     items = captioned_pictures(data)
     large, small = load_pipeline(teacher, dtype=torch.float32), load_as_stored(student)

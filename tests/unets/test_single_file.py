@@ -16,9 +16,9 @@ from sd_lowvram.checkpoints import inspection
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.checkpoints.safetensors_header import read_header
-from sd_lowvram.checkpoints.unet_layout import Layout, layout_of_names
 from sd_lowvram.cli import app
 from sd_lowvram.errors import CheckpointError
+from sd_lowvram.unets.checkpoints.unet_layout import Layout, layout_of_names
 from sd_lowvram.unets.cuts import recorded
 
 UNET = "model.diffusion_model."

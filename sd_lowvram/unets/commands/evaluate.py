@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import BadInputError
-from ..units import format_size
-from .guard import guarded
-from .unet import Debug, Json, empty_unet
-from .values import check_given
+from ...commands.guard import guarded
+from ...commands.values import check_given
+from ...errors import BadInputError
+from ...units import format_size
+from .unet import Debug, Json, empty_unet, unet
 
 _PUBLISHED = (
     "FID, inception and CLIP score: torchmetrics'; FID from the training pictures. Papers have the first two of "
@@ -21,6 +21,7 @@ _PUBLISHED = (
 )
 
 
+@unet.command()
 def evaluate(
     student: Annotated[str, typer.Option(help="The smaller model.", metavar="PATH")],
     data: Annotated[
@@ -50,8 +51,8 @@ def evaluate(
             raise BadInputError(f"--guidance {guidance} must lie between 0 and 100; 4 to 8 is usual")
         from rich.console import Console
 
-        from ..unets.evaluate import Draw
-        from .show import Bars
+        from ...commands.show import Bars
+        from ..evaluate import Draw
 
         draw = Draw(pictures, steps, guidance, seed)
         with Bars(Console(stderr=True), not as_json).running():
@@ -62,13 +63,13 @@ def evaluate(
 def _evaluated(
     student: str, teacher: str | None, data: Path, draw: Any, pairs: int, semantic: str, torchmetrics: bool
 ) -> dict[str, Any]:
-    from ..unets.analysis import counted
-    from ..unets.evaluate import evaluated, ground_of, pipeline_to_draw, step_times
-    from ..unets.frozen import frozen_features
-    from ..unets.layers import own_side
-    from ..unets.published_measures import at_hand, published_measures
-    from ..unets.supervision import check_match
-    from ..unets.training_pictures import captioned_pictures, read_pictures
+    from ..analysis import counted
+    from ..evaluate import evaluated, ground_of, pipeline_to_draw, step_times
+    from ..frozen import frozen_features
+    from ..layers import own_side
+    from ..published_measures import at_hand, published_measures
+    from ..supervision import check_match
+    from ..training_pictures import captioned_pictures, read_pictures
 
     weights = at_hand() if torchmetrics else None  # before anything is drawn
     items, features = captioned_pictures(data), frozen_features(semantic)
@@ -85,7 +86,7 @@ def _evaluated(
 
 def _lines(found: dict[str, Any]) -> list[str]:
     """A line for each of the three rows, then what they say."""
-    from ..files.tables import table
+    from ...files.tables import table
 
     published = {"fid": "FID", "inception_score": "inception", "clip_score": "CLIP"}
     published = {key: head for key, head in published.items() if key in found["rows"]["teacher"]}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.unets.turns import Turn
-from .denoiser import wrappers_of
-from .interfaces import ModelPatcher
-from .refusals import denoiser_of
+from ....nodes.denoiser import wrappers_of
+from ....nodes.interfaces import ModelPatcher
+from ....nodes.refusals import denoiser_of
+from ...errors import BadInputError
+from ..turns import Turn
 
 _ALIKE = ("in_channels", "out_channels", "context_dim", "adm_in_channels")
 

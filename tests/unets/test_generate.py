@@ -1,4 +1,4 @@
-"""``generate --unet-schedule``: from what was typed to the picture, and each refusal in its own words."""
+"""``unet generate``: from what was typed to the picture, and each refusal in its own words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
-from sd_lowvram.commands.unet_schedule import Part, parse_schedule
+from sd_lowvram.unets.commands.generate import Part, parse_schedule
 from sd_lowvram.unets.prune import cut_by_names, pruned
 
 SEEDED = ("--seed", "3", "--vram", "2GB", "--device", "cpu")
@@ -28,12 +28,12 @@ def small(tmp_path_factory: Any) -> Path:
     return folder
 
 
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["generate", "a red apple", *map(str, arguments)])
+def call(*arguments: object, command: tuple[str, ...] = ("unet", "generate")) -> Any:
+    return CliRunner().invoke(app, [*command, "a red apple", *map(str, arguments)])
 
 
-def made(*arguments: object) -> Any:
-    done = call(*arguments, *SEEDED, "--json")
+def made(*arguments: object, **of: Any) -> Any:
+    done = call(*arguments, *SEEDED, "--json", **of)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout[done.stdout.index("{") :])
 
@@ -45,15 +45,15 @@ def pixels(file: Path) -> bytes:
 
 def test_a_picture_by_two_unets(small: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.png" for name in ("mixed", "plain", "alone", "as_typed")}
-    schedule = ("--unet", f"small={small}", "--unet-schedule", "small:1,full:2")
+    schedule = ("--unet", f"small={small}", "--schedule", "small:1,full:2")
     told = made(*schedule, "-o", files["mixed"])
     assert told["unets"] == [{"name": "small", "steps": 1}, {"name": "full", "steps": 2}]
     assert told["plan"]["request"]["steps"] == 3 and told["latents"] is None
     with Image.open(files["mixed"]) as image:
         assert "Steps: 3," in image.text["parameters"] and "small:1 full:2" in image.text["parameters"]
-    made("--steps", 3, "-o", files["plain"])
-    made("--unet-schedule", "full:3", "-o", files["alone"])
-    made(*("--unet", f"x={small / 'unet'}", "--unet-schedule", "x:1, full:2"), "--steps", 3, "-o", files["as_typed"])
+    made("--steps", 3, "-o", files["plain"], command=("generate",))
+    made("--schedule", "full:3", "-o", files["alone"])
+    made(*("--unet", f"x={small / 'unet'}", "--schedule", "x:1, full:2"), "-o", files["as_typed"])
     assert pixels(files["alone"]) == pixels(files["plain"])
     assert pixels(files["as_typed"]) == pixels(files["mixed"]) != pixels(files["plain"])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(file.name for file in files.values())
@@ -62,40 +62,36 @@ def test_a_picture_by_two_unets(small: Path, tmp_path: Path) -> None:
 def test_a_unet_of_experts_and_regions_has_its_turn(tmp_path: Path) -> None:
     pruned_too = ["unet", "prune", "--drop", "mid", "--experts", "2", "--regions", "2", "--out", str(tmp_path / "e2")]
     assert CliRunner().invoke(app, pruned_too, catch_exceptions=False).exit_code == 0
-    told = made("--unet", f"e2={tmp_path / 'e2'}", "--unet-schedule", "e2:1,full:1", "-o", tmp_path / "a.png")
+    told = made("--unet", f"e2={tmp_path / 'e2'}", "--schedule", "e2:1,full:1", "-o", tmp_path / "a.png")
     assert [one["name"] for one in told["unets"]] == ["e2", "full"]
 
 
 def test_paths_may_have_colons_and_equals_signs() -> None:
-    parts = parse_schedule("a:2,full:3", [r"a=C:\models\x=y"], None)
+    parts = parse_schedule("a:2,full:3", [r"a=C:\models\x=y"])
     assert parts == (Part("a", Path(r"C:\models\x=y"), 2), Part("full", None, 3))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--unet-schedule", "small:2,full:3", "--steps", 30], "add up to 5 and --steps is 30"),
-        (["--unet-schedule", "tiny:2,full:3"], "'tiny', which is unknown: known are full, small"),
-        (["--unet-schedule", "small:0,full:3"], "takes at least 1 step"),
-        (["--unet-schedule", "small:-1,full:3"], "takes at least 1 step"),
-        (["--unet-schedule", "small,full:3"], "NAME:STEPS is needed"),
-        (["--unet-schedule", "small:1,"], "NAME:STEPS is needed"),
-        (["--unet-schedule", ""], "NAME:STEPS is needed"),
-        (["--unet-schedule", "full:3"], "small is not in --unet-schedule"),
-        (["--unet-schedule", "small:600,full:600"], "at most 1000"),
-        ([], "--unet small is in no --unet-schedule"),
+        (["--schedule", "tiny:2,full:3"], "'tiny', which is unknown: known are full, small"),
+        (["--schedule", "small:0,full:3"], "takes at least 1 step"),
+        (["--schedule", "small:-1,full:3"], "takes at least 1 step"),
+        (["--schedule", "small,full:3"], "NAME:STEPS is needed"),
+        (["--schedule", "small:1,"], "NAME:STEPS is needed"),
+        (["--schedule", ""], "NAME:STEPS is needed"),
+        (["--schedule", "full:3"], "small is not in --schedule"),
+        (["--schedule", "small:600,full:600"], "at most 1000"),
+        ([], "missing option '--schedule'"),
         (["--unet", "small=x"], "was given before"),
         (["--unet", "full=x"], "is the model's own UNet"),
         (["--unet", "x"], "must be NAME=PATH"),
-        (["--unet-schedule", "small:1,full:1", "--latents-every", "never"], "--latents-every and --unet-schedule"),
-        (["--unet-schedule", "small:1,full:1", "--keep-latents"], "--keep-latents and --unet-schedule"),
-        (["--unet-schedule", "small:1,full:1", "--preview", 1], "--preview 1 and --unet-schedule"),
-        (["--unet-schedule", "small:1,full:1", "--memory-plot", "m.png"], "--memory-plot m.png and --unet-schedule"),
-        (["--unet-schedule", "small:1,full:1", "--policy", "compvis"], "--policy compvis and --unet-schedule"),
-        (["--unet-schedule", "small:1,full:1", "--deep-cache", 2], "--deep-cache 2 and --unet-schedule"),
-        (["--unet-schedule", "small:1,full:1", "--cuda-graphs"], "--cuda-graphs and --unet-schedule"),
-        (["--unet-schedule", "small:1,full:1", "--init-image", "x.png"], "--init-image x.png and --unet-schedule"),
-        (["--unet-schedule", "small:1,full:1"], "there is no UNet at nowhere"),
+        (
+            ["--schedule", "small:1,full:1", "--deep-cache", 2],
+            "deep_cache=2 and a schedule of UNets exclude each other",
+        ),
+        (["--schedule", "small:1,full:1", "--cuda-graphs"], "cuda_graphs and a schedule of UNets exclude each other"),
+        (["--schedule", "small:1,full:1"], "there is no UNet at nowhere"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(options: list[Any], message: str) -> None:
@@ -109,7 +105,7 @@ def test_unets_of_other_models_are_refused(small: Path, tmp_path: Path, key: str
     config = json.loads((small / "unet" / "config.json").read_text()) | {key: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "x.safetensors").write_bytes(next((small / "unet").glob("*.safetensors")).read_bytes())
-    done = call("--unet", f"other={tmp_path}", "--unet-schedule", "other:1,full:1")
+    done = call("--unet", f"other={tmp_path}", "--schedule", "other:1,full:1")
     assert done.exit_code == 2, done.output
     assert f"do not match: {key} is" in " ".join(done.stderr.split())
 
@@ -118,6 +114,6 @@ def test_another_prediction_is_refused_where_a_scheduler_tells(small: Path, tmp_
     (tmp_path / "scheduler").mkdir()
     (tmp_path / "scheduler" / "scheduler_config.json").write_text('{"prediction_type": "sample"}')
     (tmp_path / "unet").symlink_to(small / "unet")
-    done = call("--unet", f"other={tmp_path}", "--unet-schedule", "other:1,full:1")
+    done = call("--unet", f"other={tmp_path}", "--schedule", "other:1,full:1")
     assert done.exit_code == 2, done.output
     assert "do not match: prediction_type is" in " ".join(done.stderr.split())

@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from ..errors import OutputError
-from .guard import guarded
-from .unet import Debug, Json, empty_unet
-from .values import check_given
+from ...commands.guard import guarded
+from ...commands.values import check_given
+from ...errors import OutputError
+from .unet import Debug, Json, empty_unet, unet
 
 
+@unet.command()
 def lora(
     model: Annotated[
         str, typer.Option("--model", "-m", help="What `unet prune`, `combine` or `distil` wrote.", metavar="PATH")
@@ -34,8 +35,8 @@ def lora(
             raise OutputError(f"--out {out} is there already: name a new file")
         from safetensors.torch import save
 
-        from ..files.whole import write_whole
-        from ..unets.lora import lora_for
+        from ...files.whole import write_whole
+        from ..lora import lora_for
 
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

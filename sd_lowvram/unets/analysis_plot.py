@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .style import ACTIVATIONS, MEASURED, TEXT, WEIGHTS, as_png, new_figure
+from ..plots.style import ACTIVATIONS, MEASURED, TEXT, WEIGHTS, as_png, new_figure
 
 if TYPE_CHECKING:
-    from ..unets.analysis import Taken
+    from .analysis import Taken
 
 
 def analysis_png(taken: Sequence[Taken], title: str, how: str) -> bytes:

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError
-from .architectures import library_of
-from .load import explained, typed
-from .safetensors_header import read_header
+from ...checkpoints.architectures import class_of
+from ...checkpoints.load import explained, typed
+from ...checkpoints.safetensors_header import read_header
+from ...errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def load_unet(folder: Path, dtype: torch.dtype | None) -> Any:
     names = [file.name for file in folder.glob("*.safetensors")]
     variant = "fp16" if all(".fp16." in name for name in names) else None
     with explained(folder):
-        unet: Any = getattr(library_of(config), config["_class_name"]).from_pretrained(
+        unet: Any = class_of(config).from_pretrained(
             str(folder), variant=variant, local_files_only=True, use_safetensors=True, **typed(dtype)
         )
         return unet.eval().requires_grad_(False)

@@ -1,6 +1,6 @@
 """What becomes of two MODELs that take turns by our node in a ComfyUI process, as one JSON object.
 
-COMFYUI_PYTHON tests/hosts/comfyui_schedule.py COMFYUI_DIR
+COMFYUI_PYTHON tests/unets/hosts/comfyui_schedule.py COMFYUI_DIR
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import comfyui_inside as inside
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hosts"))
+import comfyui_inside as inside
 
 STEPS = 5
 TEXTS = {"small first": "small:2,full:3", "full first": "full:3,small:2", "full, small, full": "full:1,small:2,full:2"}

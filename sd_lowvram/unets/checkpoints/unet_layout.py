@@ -6,12 +6,20 @@ sampler on the way down has one, every layer on the way up has one. ComfyUI coun
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
+from ...checkpoints.architectures import layers_per_block
+from ...checkpoints.inspection import OwnUNet
+from ...checkpoints.safetensors_header import Header
+from ...errors import CheckpointError
+
+UNET = "model.diffusion_model."
 _BY_BLOCK = (
     *("attention_head_dim", "num_attention_heads", "cross_attention_dim"),
     *("transformer_layers_per_block", "only_cross_attention"),
@@ -35,12 +43,6 @@ class Layout:
 
     layers: tuple[int, ...]
     mid: bool = True
-
-
-def layers_per_block(config: Mapping[str, Any]) -> list[int]:
-    """Of each down block, from the outside in; its up block across has one more."""
-    given, blocks = config["layers_per_block"], len(config["down_block_types"])
-    return [given] * blocks if isinstance(given, int) else [*given]
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
@@ -94,3 +96,37 @@ def _runs(kinds: list[str]) -> list[list[str]]:
         if len(found[-1]) == len(rest):
             return found
         rest = rest[len(found[-1]) + 1 :]
+
+
+def cut_unet(name: str, whole: Mapping[str, Any], header: Header, path: Path) -> OwnUNet | None:
+    """The UNet of a single file from which layers were cut, None where it is the architecture's, or none at all.
+
+    Raises:
+        CheckpointError: SDXL's with layers cut, or a note of which they are that cannot be understood.
+    """
+    found = layout_of_names(key.removeprefix(UNET) for key in header.tensors if key.startswith(UNET))
+    own = layout_of(whole)
+    if found is None or len(found.layers) > len(own.layers) or found == own:
+        return None
+    if name == "sdxl":
+        raise CheckpointError(
+            f"{path} is SDXL with layers cut out of its UNet: such a model loads from a diffusers folder"
+        )
+    return OwnUNet(configured(whole, found) | {KEPT: _note(header, path)}, _loaded)
+
+
+def _loaded(path: Path, config: Mapping[str, Any], dtype: Any) -> Any:
+    import torch
+
+    from .load_cut_unet import load_cut_unet
+
+    return load_cut_unet(path, config, dtype or torch.float32)
+
+
+def _note(header: Header, path: Path) -> Any:
+    """What the file's metadata tell of which layers were cut; none where another program cut them."""
+    text = header.metadata.get(NOTED)
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: its {NOTED} cannot be understood ({error})") from None

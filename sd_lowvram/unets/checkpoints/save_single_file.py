@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import BadInputError
-from ..files.whole import appearing
-from .architectures import build_components
-from .inspection import Kind, single_file_config
-from .single_file_names import single_file_state
-from .unet_layout import KEPT, NOTED, layout_of
+from ...checkpoints.architectures import build_components
+from ...checkpoints.inspection import Kind, single_file_config
+from ...checkpoints.single_file_names import single_file_state
+from ...errors import BadInputError
+from ...files.whole import appearing
+from .unet_layout import KEPT, NOTED, configured, layout_of
 
 _FREE = {
     "unet": ("sample_size", "layers_per_block", "upcast_attention", "dropout"),
@@ -48,8 +48,9 @@ def check_single_file(parts: Mapping[str, Any]) -> None:
         )
     if unet["in_channels"] not in (4, 9):
         raise BadInputError(f"a UNet of {unet['in_channels']} input channels loads from no single file: {_INSTEAD}")
-    told = Kind(name, unet["in_channels"], layout=layout_of(unet))
-    usual: dict[str, Any] = build_components(single_file_config(told, told.prediction), device="meta")
+    config = single_file_config(Kind(name, unet["in_channels"]), "epsilon")
+    config["unet"] = configured(config["unet"], layout_of(unet))
+    usual: dict[str, Any] = build_components(config, device="meta")
     for part, free in _FREE.items():
         ours, theirs = dict(parts[part].config), dict(usual[part].config)
         _check_alike(part, ours, {key: value for key, value in theirs.items() if key not in free})

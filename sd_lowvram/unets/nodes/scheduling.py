@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.unets.turns import Turn, parse_turns
-from .interfaces import ModelPatcher
-from .optimising import CATEGORY
+from ....nodes.interfaces import ModelPatcher
+from ....nodes.optimising import CATEGORY
+from ...errors import BadInputError
+from ..turns import Turn, parse_turns
 from .turns import scheduled_model
 
 _SMALL = "small"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from .plan import Candidate, Plan, StagePlan
+from ..planning.plan import Candidate, Plan, StagePlan
 
 
 def in_turn(plans: Sequence[Plan], waiting: Sequence[int]) -> Plan:

@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import OutputError
-from .inspection import PICKLES
-from .load import silent
+from ...checkpoints.inspection import PICKLES
+from ...checkpoints.load import silent
+from ...errors import OutputError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import BadInputError, OutputError
-from ..units import format_size
-from .guard import guarded
-from .values import check_given, check_side
+from ...commands.guard import guarded
+from ...commands.values import check_given, check_side
+from ...errors import BadInputError, OutputError
+from ...units import format_size
 
 if TYPE_CHECKING:
-    from ..unets.analysis import Taken
-    from ..unets.changes import Changes
-    from ..unets.cuts import Cut
+    from ..analysis import Taken
+    from ..changes import Changes
+    from ..cuts import Cut
 
 unet = typer.Typer(help="Smaller UNets: analyse, prune, combine. They draw other pictures.", no_args_is_help=True)
 
@@ -57,8 +57,8 @@ def analyse(
         from rich.console import Console
         from torch import nn
 
-        from ..unets.analysis import totals
-        from .show import Bars
+        from ...commands.show import Bars
+        from ..analysis import totals
 
         check_given(model=model, gpu=gpu)
         _check_sides(width, height)
@@ -71,8 +71,8 @@ def analyse(
         with Bars(console, not as_json).running():
             taken = _taken(loaded, width, height, rates)
         if plot is not None:
-            from ..files.whole import write_whole
-            from ..plots.unet_units import analysis_png
+            from ...files.whole import write_whole
+            from ..analysis_plot import analysis_png
 
             write_whole(analysis_png(taken, _title(model), "foretold" if rates else "measured"), plot)
         told = {"units": [asdict(unit) for unit in taken], **totals(taken), "seconds": _seconds(taken)}
@@ -115,8 +115,8 @@ def prune(
         checked = _checked_out(out, dry_run)
         empty = empty_unet(model)
         cut = _cut(empty, kind, drop or (), keep or ())
-        from ..unets.analysis import counted
-        from ..unets.prune import pruned
+        from ..analysis import counted
+        from ..prune import pruned
 
         made = pruned(empty, cut, changes)
         check_layout(out, model, made)
@@ -146,8 +146,8 @@ def combine(
     with guarded(debug):
         check_given(model=model, compressed=compressed)
         checked = _checked_out(out, dry_run)
-        from ..unets.analysis import counted
-        from ..unets.combine import combined
+        from ..analysis import counted
+        from ..combine import combined
 
         empty = empty_unet(model)
         made = combined(empty_unet(compressed), empty, blocks)
@@ -189,7 +189,7 @@ def check_layout(out: Path | None, model: str | None, made: Any) -> None:
     if out is not None and is_single_file(out):
         import torch
 
-        from ..checkpoints.meta_model import meta_components
+        from ...checkpoints.meta_model import meta_components
         from ..checkpoints.save_single_file import check_single_file
 
         check_single_file({**meta_components(model, torch.float16, ("vae", "text_encoder")), "unet": made})
@@ -197,8 +197,8 @@ def check_layout(out: Path | None, model: str | None, made: Any) -> None:
 
 def _check_plot(plot: Path | None) -> None:
     if plot is not None:
-        from ..plots.style import check_plots
-        from .pictures import check_writable
+        from ...commands.pictures import check_writable
+        from ...plots.style import check_plots
 
         check_plots()
         if plot.suffix.lower() != ".png":
@@ -207,7 +207,7 @@ def _check_plot(plot: Path | None) -> None:
 
 
 def _rates(gpu: str | None) -> Any:
-    from ..devices.performance import profile
+    from ...devices.performance import profile
 
     return None if gpu is None else profile(gpu)
 
@@ -220,14 +220,14 @@ def empty_unet(model: str | None) -> Any:
     """
     import torch
 
-    from ..checkpoints.meta_model import meta_anatomy
+    from ...checkpoints.meta_model import meta_anatomy
 
     return meta_anatomy(model, torch.float16, only=("unet",)).denoiser_module
 
 
 def _loaded(model: str | None, console: Any) -> Any:
     """The pipeline with its weights, in the type in which they are stored."""
-    from ..checkpoints.architectures import NAMES
+    from ...checkpoints.architectures import NAMES
     from ..checkpoints.load_stored import load_as_stored
 
     if model in NAMES:
@@ -246,14 +246,14 @@ def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> Change
         if blocks:
             raise BadInputError("--changed names blocks, and nothing is to change there: give --experts or --regions")
         return None
-    from ..unets.changes import Changes
+    from ..changes import Changes
 
     return Changes(experts, regions, tuple(blocks))
 
 
 def _cut(empty: Any, kind: str | None, drop: Any, keep: Any) -> Cut:
-    from ..unets.cuts import whole
-    from ..unets.prune import cut_by_names, cut_of_kind
+    from ..cuts import whole
+    from ..prune import cut_by_names, cut_of_kind
 
     if not (kind or drop or keep):
         return whole(empty.config)
@@ -261,8 +261,8 @@ def _cut(empty: Any, kind: str | None, drop: Any, keep: Any) -> Cut:
 
 
 def _taken(unet: Any, width: int | None, height: int | None, rates: Any) -> list[Taken]:
-    from ..unets.analysis import analysed
-    from ..unets.layers import own_side
+    from ..analysis import analysed
+    from ..layers import own_side
 
     own = own_side(unet)
     return analysed(unet, width or own, height or own, rates=rates)
@@ -278,7 +278,7 @@ def _tell(values: dict[str, Any], lines: list[str], as_json: bool) -> None:
 
 def _lines(taken: list[Taken]) -> list[str]:
     """A table of units, and of blocks."""
-    from ..unets.analysis import by_block, totals
+    from ..analysis import by_block, totals
 
     operations, seconds = totals(taken)["operations"], _seconds(taken)
     rows = [("unit", "parameters", "operations", "of them", "time", "of it", "activations")]

@@ -1,6 +1,6 @@
 """Single files of smaller UNets through ComfyUI's own loader: a JSON line for each, and what its UNet makes of noise.
 
-COMFYUI_PYTHON tests/hosts/comfyui_files.py COMFYUI_DIR WIDTH FILE ...
+COMFYUI_PYTHON tests/unets/hosts/comfyui_files.py COMFYUI_DIR WIDTH FILE ...
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import comfyui_inside as inside
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hosts"))
+import comfyui_inside as inside
 
 PIXELS = 8 * inside.SIDE
 

@@ -14,13 +14,19 @@ from typing import Any
 
 from torch import Tensor
 
-from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.unets.turns import OWN, Turn
-from .call_options import passed_on
-from .denoiser import wrappers_of
-from .interfaces import ModelPatcher
+from ....nodes.call_options import passed_on
+from ....nodes.denoiser import wrappers_of
+from ....nodes.interfaces import ModelPatcher
+from ....nodes.refusals import SHARED
+from ...errors import BadInputError
+from ..turns import OWN, Turn
 from .matching import check_control, check_pair
-from .refusals import SCHEDULE
+
+_SCHEDULE = "sd-lowvram schedule"
+"""The key of the wrappers of a MODEL that shares its steps with another."""
+SHARED[_SCHEDULE] = (
+    "this MODEL is a schedule of two: put the low VRAM nodes before UNet Schedule, on each of its models"
+)
 
 _CLOSE = 1e-4
 """A sigma that is so near to a step's own is that step's: samplers add a little noise, and round."""
@@ -44,7 +50,7 @@ def scheduled_model(own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn
         (WrappersMP.APPLY_MODEL, taking.apply_model),
     ):
         there = clone.wrappers.pop(door, {})
-        clone.add_wrapper_with_key(door, SCHEDULE, wrapper)
+        clone.add_wrapper_with_key(door, _SCHEDULE, wrapper)
         clone.wrappers[door].update(there)  # inside of ours: they are called in turns of their own model only
     around = clone.model_options.get("model_function_wrapper")
     if around is not None:

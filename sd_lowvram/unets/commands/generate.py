@@ -1,17 +1,24 @@
-"""``generate --unet-schedule``: what was typed, and a run whose UNet changes between steps."""
+"""``unet generate``: what was typed, and a run whose UNet changes between steps."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from ..checkpoints.inspection import model_path
-from ..errors import BadInputError
-from ..unets.turns import NAME, OWN, parse_turns
-from .inputs import Job
-from .values import MOST_STEPS
+import typer
+
+from ...checkpoints.inspection import model_path
+from ...commands.generate import check_prompt_given, print_result
+from ...commands.guard import guarded
+from ...commands.inputs import PICTURE, RUN, Job, check_job, option
+from ...commands.knobs import with_fields, with_knobs
+from ...commands.values import MOST_STEPS, checked_settings
+from ...errors import BadInputError
+from ..turns import NAME, OWN, parse_turns
+from .unet import unet
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,28 +32,63 @@ class Part(NamedTuple):
     steps: int
 
 
-def parse_schedule(text: str | None, named: Sequence[str], steps: int | None) -> tuple[Part, ...]:
-    """The parts of a schedule "small:10,full:15"; () where there is none.
+@unet.command()
+@with_knobs
+@with_fields(Job, steps=1, init_image=None, strength=None, mask=None, policy=None, memory_plot=None)
+def generate(
+    context: typer.Context,
+    job: Job,
+    schedule: Annotated[
+        str,
+        option(
+            "--schedule",
+            text='UNets that take the steps in turn, "small:10,full:15": full is the model\'s own, --unet names the '
+            "others.",
+            panel=PICTURE,
+            metavar="NAME:STEPS,...",
+        ),
+    ],
+    named: Annotated[
+        list[str] | None,
+        option(
+            "--unet",
+            text="A UNet of the schedule: a folder that unet prune, combine or distil wrote, or a unet folder in one. "
+            "May be repeated.",
+            panel=PICTURE,
+            metavar="NAME=PATH",
+        ),
+    ] = None,
+    as_json: Annotated[bool, option("--json", text="Print one JSON object and nothing else.", panel=RUN)] = False,
+    quiet: Annotated[bool, option("--quiet", "-q", text="Print only the files' names.", panel=RUN)] = False,
+    debug: Annotated[bool, option("--debug", text="Show the traceback of an error.", panel=RUN)] = False,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Make a picture whose steps several UNets take in turn; another picture than either draws alone."""
+    with guarded(debug):
+        check_prompt_given(context)
+        parts = parse_schedule(schedule, named or ())
+        job = dataclasses.replace(job, steps=sum(part.steps for part in parts))
+        job = check_job(dataclasses.replace(job, settings=checked_settings(settings or {}, job.policy)))
+        from rich.console import Console
+
+        print_result(paint_scheduled(job, parts, Console(stderr=True, quiet=quiet or as_json)), as_json, quiet)
+
+
+def parse_schedule(text: str, named: Sequence[str]) -> tuple[Part, ...]:
+    """The parts of a schedule "small:10,full:15".
 
     Args:
         named: "small=PATH" each, split at the first "=".
-        steps: of the run; None: the schedule says how many.
 
     Raises:
-        BadInputError: not of this form, an unknown or unused name, fewer than one step, or another sum than ``steps``.
+        BadInputError: not of this form, an unknown or unused name, fewer than one step, or too many.
     """
     paths = _paths(named)
-    if text is None:
-        if paths:
-            raise BadInputError(f"--unet {next(iter(paths))} is in no --unet-schedule: state when it has its turn")
-        return ()
-    turns = parse_turns(text, paths, "--unet-schedule", "; --unet {name}=FOLDER")
+    turns = parse_turns(text, paths, "--schedule", "; --unet {name}=FOLDER")
     parts = tuple(Part(name, paths.get(name), count) for name, count in turns)
     total = sum(part.steps for part in parts)
-    if steps is not None and total != steps:
-        raise BadInputError(f"the steps of --unet-schedule {text!r} add up to {total} and --steps is {steps}")
     if total > MOST_STEPS:
-        raise BadInputError(f"the steps of --unet-schedule {text!r} add up to {total}: at most {MOST_STEPS} are served")
+        raise BadInputError(f"the steps of --schedule {text!r} add up to {total}: at most {MOST_STEPS} are served")
     return parts
 
 
@@ -63,23 +105,6 @@ def _paths(named: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def check_alone(job: Job, latents_every: bool, keep_latents: bool, preview: int | None) -> None:
-    """Raise BadInputError where a schedule of UNets goes with options that know of one UNet alone."""
-    refused = {
-        f"--init-image {job.init_image}": job.init_image is not None,
-        f"--policy {job.policy}": job.policy is not None,
-        f"--memory-plot {job.memory_plot}": job.memory_plot is not None,
-        f"--deep-cache {job.settings.deep_cache}": job.settings.deep_cache is not None,
-        "--cuda-graphs": bool(job.settings.cuda_graphs),
-        "--latents-every": latents_every,
-        "--keep-latents": keep_latents,
-        f"--preview {preview}": preview is not None,
-    }
-    for option, is_there in refused.items():
-        if is_there:
-            raise BadInputError(f"{option} and --unet-schedule exclude each other: leave one of them out")
-
-
 def paint_scheduled(job: Job, parts: Sequence[Part], console: Console) -> dict[str, Any]:
     """Make and save the picture of a checked ``job`` by UNets in turn; plain values for ``--json``.
 
@@ -88,14 +113,15 @@ def paint_scheduled(job: Job, parts: Sequence[Part], console: Console) -> dict[s
     Raises:
         LowVRAMError: with the exit code that the command line gives.
     """
+    from ...commands import paint
+    from ...commands.interrupts import heed_interrupts, terminated_as_interrupted
+    from ...commands.memory_plot import measured_run
+    from ...commands.pictures import check_writable, output_paths, parameters_text, save_picture
+    from ...commands.show import show_plan
     from ..checkpoints.load_unet import load_unet
-    from ..unets.schedule import scheduled
-    from . import paint
-    from .interrupts import heed_interrupts, terminated_as_interrupted
-    from .memory_plot import measured_run
-    from .pictures import check_writable, output_paths, parameters_text, save_picture
-    from .show import show_plan
+    from ..schedule import check_settings, scheduled
 
+    check_settings(job.settings)
     files = output_paths(job.output, job.batch, job.seed or 0)
     paint.note_unknown_words(job)
     check_writable(files[0], 1)
@@ -147,9 +173,9 @@ def schedule_text(parts: Sequence[Part]) -> str:
 
 def _checked_folders(job: Job, parts: Sequence[Part]) -> dict[str, Path]:
     """Where the UNets beside the model's own are; they match it, which is known before anything is loaded."""
-    from ..checkpoints.inspection import PICKLES, configuration
+    from ...checkpoints.inspection import PICKLES, configuration
     from ..checkpoints.load_unet import configuration_of_unet, unet_folder
-    from ..unets.schedule import check_match
+    from ..schedule import check_match
 
     folders = {part.name: unet_folder(part.path) for part in parts if part.path is not None}
     model = model_path(job.model)

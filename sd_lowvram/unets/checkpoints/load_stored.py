@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .inspection import Task, configuration, folder_variant, is_pickle, model_path
-from .load import load_pipeline
-from .safetensors_header import read_header
+from ...checkpoints.inspection import Task, configuration, folder_variant, is_pickle, model_path
+from ...checkpoints.load import load_pipeline
+from ...checkpoints.safetensors_header import read_header
 
 _TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 

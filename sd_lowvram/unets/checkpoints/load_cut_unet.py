@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
-from .architectures import build_components
-from .safetensors_header import read_header
-from .single_file_names import unet_names
+from ...checkpoints.architectures import build_components
+from ...checkpoints.safetensors_header import read_header
+from ...checkpoints.single_file_names import unet_names
+from ...errors import CheckpointError
 
 
 def load_cut_unet(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> Any:

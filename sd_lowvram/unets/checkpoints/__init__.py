@@ -1,0 +1,1 @@
+"""UNets that lost layers, or have others, as files and folders."""

@@ -1,0 +1,1 @@
+"""``sd-lowvram unet``: its commands."""

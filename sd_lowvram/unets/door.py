@@ -1,0 +1,30 @@
+"""What smaller UNets add to the package: the command ``unet``, their class, their single files, a node of ComfyUI's."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ..doors import register
+
+
+def _command() -> Any:
+    for name in ("distil", "evaluate", "generate", "lora"):  # which add themselves to it
+        _of(f".commands.{name}")
+    return _of(".commands.unet").unet
+
+
+def _cut_unet(*given: Any) -> Any:
+    return _of(".checkpoints.unet_layout").cut_unet(*given)
+
+
+def _of(name: str) -> Any:
+    return importlib.import_module(name, __package__)
+
+
+register(
+    classes={"ASDMUNet2DConditionModel": lambda: _of(".asdm_unet").ASDMUNet2DConditionModel},
+    unets={"cut": _cut_unet},
+    nodes={"LowVRAMUNetSchedule": lambda: (_of(".nodes.scheduling").LowVRAMUNetSchedule, "UNet Schedule (low VRAM)")},
+    commands={"unet": _command},
+)

@@ -1,0 +1,1 @@
+"""Nodes for ComfyUI, which lie in a pack beside this package: ``nodes/`` has what all share."""

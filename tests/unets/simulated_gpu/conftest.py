@@ -1,0 +1,5 @@
+"""The card is there before the tests of this folder are imported."""
+
+from card_in_place import gpu
+
+__all__ = ["gpu"]
