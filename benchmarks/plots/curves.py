@@ -50,7 +50,18 @@ def curves(title: str, series: Mapping[str, Series], x: str, y: str, *, equal: b
         ends = [min(values), max(values)]
         axes.plot(ends, ends, color=TEXT, linewidth=1, linestyle="--", label="the same")
         axes.set(xscale="log", yscale="log")
+        for axis in (axes.xaxis, axes.yaxis):
+            _plain_numbers(axis)
     else:
         axes.set_ylim(bottom=0)
     axes.legend(frameon=False, labelcolor=TEXT, fontsize=9)
     return figure
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Name 1, 2 and 5 of each power of ten as people write them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

@@ -1,4 +1,5 @@
-"""A number for each height and width: the darker the larger, grey where there is none."""
+"""A number for each height and width, grey where there is none: the darker the larger, or of ratios the darker the
+farther from 1, red above and blue below."""
 
 from __future__ import annotations
 
@@ -10,8 +11,17 @@ from typing import Any
 from sd_lowvram.plots.style import TEXT, new_figure
 
 
-def heat_map(title: str, values: Mapping[tuple[int, int], float | None], what: str = "seconds of a picture") -> Any:
+def heat_map(
+    title: str,
+    values: Mapping[tuple[int, int], float | None],
+    what: str = "seconds of a picture",
+    *,
+    ratios: bool = False,
+) -> Any:
     """A matplotlib Figure of ``values`` by height and width, above 0 or None.
+
+    Args:
+        ratios: whether 1 is the middle of the scale.
 
     Raises:
         BadInputError: matplotlib is not installed.
@@ -22,14 +32,19 @@ def heat_map(title: str, values: Mapping[tuple[int, int], float | None], what: s
     from matplotlib import colormaps
 
     axes = figure.add_subplot()
-    colours = colormaps["Blues"].with_extremes(bad="#c8c8c8")
-    axes.imshow(grid, cmap=colours, aspect="auto")
+    colours = colormaps["RdBu_r" if ratios else "Blues"].with_extremes(bad="#c8c8c8")
     known = [math.log(value) for value in values.values() if value]
-    dark = min(known, default=0.0) + 0.6 * (max(known, default=1.0) - min(known, default=0.0))
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    if ratios:
+        high = max(-low, high)
+        low = -high
+    axes.imshow(grid, cmap=colours, aspect="auto", vmin=low, vmax=high)
+    dark = 0.6 * high if ratios else low + 0.6 * (high - low)
     for (row, height), (column, width) in itertools.product(enumerate(heights), enumerate(widths)):
         value = values.get((height, width))
         if value:
-            shade = "#fefefe" if math.log(value) > dark else "#101214"
+            far = abs(math.log(value)) if ratios else math.log(value)
+            shade = "#fefefe" if far > dark else "#101214"
             digits = 2 if value < 10 else 1 if value < 100 else 0
             axes.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize=8, color=shade)
     axes.tick_params(colors=TEXT)

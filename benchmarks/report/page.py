@@ -19,11 +19,12 @@ _STYLE = """
 }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 62rem;
   margin: 2rem auto; padding: 0 1rem; }
-svg { max-width: 100%; height: auto; }
+svg { width: 100%; min-width: 32rem; max-width: 58rem; height: auto; }
 svg text { font-family: system-ui, sans-serif; }
-figure { margin: 1.5rem 0; }
-figcaption.shown { color: var(--shown); }
-figcaption.not { color: var(--not); font-weight: 600; }
+figure { margin: 1.5rem 0; overflow-x: auto; }
+figcaption { position: sticky; left: 0; }
+li.shown a, figcaption.shown { color: var(--shown); }
+li.not a, figcaption.not { color: var(--not); }
 .wide { overflow-x: auto; }
 .wide td { white-space: nowrap; }
 table { border-collapse: collapse; font-size: 0.85rem; }
@@ -44,7 +45,7 @@ def page(about: Mapping[str, Any], parts: Sequence[Part], found: Mapping[str, An
         about: versions and the machine.
         found: what was measured, by the part's name; charts: drawn of it.
     """
-    body = ["<h1>sd-lowvram on this machine</h1>", _paragraph(_machine(about)), *_summary(charts)]
+    body = ["<h1>sd-lowvram on this machine</h1>", *_summary(charts), _paragraph(_machine(about))]
     body += [_paragraph(_lacking(parts, found))] if len(found) < len(parts) else []
     for part in parts:
         if part.name not in found:
@@ -54,8 +55,9 @@ def page(about: Mapping[str, Any], parts: Sequence[Part], found: Mapping[str, An
         for chart in charts[part.name]:
             shown = "shown" if chart.holds else "not"
             caption = f'<figcaption class="{shown}">{html.escape(chart.verdict)}</figcaption>'
+            caption += _paragraph(chart.why) if chart.why else ""
             drawing = as_svg(chart.figure, f"{part.name}-{chart.name}")
-            body.append(f"<figure>{drawing}{caption}</figure>")
+            body.append(f'<figure id="{part.name}-{chart.name}">{drawing}{caption}</figure>')
         body += _as_html(rest)
         body.append(_paragraph(origin_line(found[part.name]).strip("*").replace("`", "")))
     return (
@@ -74,7 +76,7 @@ def markdown(
     for part in parts:
         if part.name in found:
             heading, *rest = part.lines(found[part.name])
-            verdicts = [f"- {chart.verdict}" for chart in charts[part.name]]
+            verdicts = [f"- {chart.verdict} {chart.why}".rstrip() for chart in charts[part.name]]
             told += ["", f"#{heading}", "", *verdicts, *rest, "", origin_line(found[part.name])]
     return "\n".join(told) + "\n"
 
@@ -89,11 +91,12 @@ def _lacking(parts: Sequence[Part], found: Mapping[str, Any]) -> str:
 
 
 def _summary(charts: Mapping[str, Sequence[Chart]]) -> Iterator[str]:
-    every = [chart for some in charts.values() for chart in some]
-    holding = sum(chart.holds for chart in every)
-    yield _paragraph(
-        f"{len(every)} charts; {holding} show what they were drawn to show, {len(every) - holding} do not."
-    )
+    every = [(f"{part}-{chart.name}", chart) for part, some in charts.items() for chart in some]
+    for holds, shown, heading in ((True, "shown", "What holds"), (False, "not", "What these figures do not show")):
+        some = [(place, chart) for place, chart in every if chart.holds == holds]
+        if some:
+            claims = (f'<li class="{shown}"><a href="#{at}">{html.escape(one.claim)}</a></li>' for at, one in some)
+            yield f"<h2>{heading}: {len(some)} of {len(every)}</h2><ul>{''.join(claims)}</ul>"
 
 
 def _paragraph(text: str) -> str:

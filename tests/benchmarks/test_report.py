@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks import fit, steps
 from benchmarks.cli import app
+from benchmarks.plots.heat_map import heat_map
 from benchmarks.report import run as running
 from benchmarks.report.charts import CHARTS, published_charts, steps_charts
 from benchmarks.report.page import drawn, markdown
@@ -123,3 +124,21 @@ def test_the_committed_page_is_small_and_rendered_from_its_json() -> None:
     told = markdown(about, parts(quick=False), found, drawn(found))
     assert (folder / "report.md").read_text(encoding="utf-8") == told
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 3_000_000
+
+
+def test_the_page_opens_with_what_holds_and_its_claims_lead_to_charts(tmp_path: Path, two_parts: list[str]) -> None:
+    running.run(tmp_path / "here", False, lambda _: None)
+    page = (tmp_path / "here" / "index.html").read_text(encoding="utf-8")
+    body = page.partition("<body>")[2]
+    assert body.index("What holds") < body.index("<figure")
+    aims = re.findall(r'<a href="#([^"]+)"', body)
+    assert len(aims) == body.count("<figure") and all(f'<figure id="{aim}">' in body for aim in aims)
+
+
+def test_ratios_have_1_in_the_middle_of_their_scale() -> None:
+    drawn = heat_map("", {(64, 64): 0.5, (64, 128): 1.0, (128, 64): 1.1}, ratios=True)
+    (image,) = drawn.axes[0].images
+    low, high = image.get_clim()
+    assert low == -high < 0
+    blue, white, red = (image.cmap(image.norm(value))[:3] for value in (low, 0.0, high))
+    assert min(white) > 0.9 and blue[2] > blue[0] and red[0] > red[2]
