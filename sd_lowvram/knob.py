@@ -87,6 +87,7 @@ class Knob:
         excludes: what no other knob may do beside it, by its own values likewise.
         undecided: values that leave it to a plan, as None does.
         implies: other knobs that it decides where it acts and they are undecided.
+        when: where it helps; and what it costs.
     """
 
     label: str
@@ -105,6 +106,7 @@ class Knob:
     excludes: Mapping[Act, tuple[str, ...]] = field(default_factory=dict)
     undecided: tuple[str, ...] = ()
     implies: Mapping[str, Any] = field(default_factory=dict)
+    when: str = ""
 
     @property
     def type(self) -> type[str] | type[int] | type[bool]:

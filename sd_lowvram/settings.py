@@ -61,6 +61,8 @@ class Settings:
         label="Precision",
         help="how finely numbers are kept: fp16 and bf16 take half the memory of fp32; fp16-storage keeps half "
         "the memory and computes in fp32 (GTX 16xx)",
+        when="on a card whose memory or arithmetic fp32 is too much for; a narrower type is another picture, a "
+        "wider one more memory",
         choices=_PRECISIONS,
         fidelity=dict.fromkeys(_PRECISIONS, _APPROXIMATE) | {"fp32": _ROUNDING},
         surfaces=_NOT_COMFYUI,
@@ -72,6 +74,7 @@ class Settings:
         label="Attention",
         help="how parts of the picture look at each other: sdpa takes the fastest kernel for the size and the "
         "card; sliced and fused-softmax bound the memory that this takes",
+        when="large pictures, where the scores are the peak; sliced takes more time, fused-softmax more still",
         choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced", "triton", "cudnn"),
         fidelity=_ROUNDING,
         stages=_ATTENDING,
@@ -82,6 +85,7 @@ class Settings:
     attention_mib: int | None = _knob(
         label="Memory for attention",
         help="the most that sliced and fused-softmax take for attention at once",
+        when="where sliced or fused-softmax still take too much; the less, the slower",
         maximum=65536,
         unit="MiB",
         fidelity=_ROUNDING,
@@ -90,6 +94,7 @@ class Settings:
     deterministic: bool | None = _knob(
         label="Deterministic",
         help="same seed, same picture to the last bit, run after run: only attention that proved it on this machine",
+        when="where pictures are compared bit by bit; a slower kernel where the fastest does not repeat its bits",
         fidelity=_ROUNDING,
         stages=_ATTENDING,
         hook="attention",
@@ -99,6 +104,7 @@ class Settings:
     channels_last: bool | None = _knob(
         label="Channels last",
         help="another layout of the picture in memory; faster on recent cards and processors",
+        when="nearly always on a GPU; weights are copied once into the other order",
         fidelity=_ROUNDING,
         surfaces=_NOT_COMFYUI,
         stages=_ATTENDING,
@@ -108,6 +114,7 @@ class Settings:
     inference_mode: bool | None = _knob(
         label="Inference mode",
         help="run the model without what only training needs",
+        when="always, unless gradients are wanted; it costs nothing",
         fidelity=_BITWISE,
         surfaces=_NOT_COMFYUI,
         hook="inference_mode",
@@ -115,6 +122,7 @@ class Settings:
     vae_slices: bool | None = _knob(
         label="Decode one by one",
         help="decode and encode the pictures of a batch one after the other",
+        when="batches; each picture is decoded by itself, which takes somewhat longer",
         fidelity=_ROUNDING,
         stages=_VAE,
         hook="vae_slices",
@@ -124,6 +132,8 @@ class Settings:
         label="Decode in parts",
         help="exact: strips that know the whole picture, no seam and no colour shift; fast: overlapping tiles, "
         "blended, which may show",
+        when="large pictures, whose decode is the peak; exact takes little time while its map is held, fast "
+        "less and changes tone and seams",
         choices=("off", "exact", "fast"),
         fidelity={"off": _BITWISE, "exact": _ROUNDING, "fast": _APPROXIMATE},
         stages=_VAE,
@@ -134,6 +144,7 @@ class Settings:
         label="Decoding waits",
         help="where the unfinished picture waits while exact strips are made: held on the card, parked in RAM, "
         "or recomputed, which takes no memory and more time",
+        when="held halves the plain peak, parked takes host memory and copies, recomputed several times the time",
         choices=("held", "parked", "recomputed"),
         fidelity=_ROUNDING,
         stages=_VAE,
@@ -141,6 +152,7 @@ class Settings:
     vae_strip_mib: int | None = _knob(
         label="Memory for a strip",
         help="how much of the picture is decoded at once by exact strips",
+        when="where a strip is the peak; the smaller, the more often layers are called",
         maximum=1024,
         unit="MiB",
         fidelity=_ROUNDING,
@@ -150,6 +162,7 @@ class Settings:
         label="Decode on",
         help="what makes the finished picture: the card (gpu), the processor (cpu), or the processor only where "
         "the card cannot hold it (auto)",
+        when="where the decode fits no other way; a processor takes many times as long",
         choices=("gpu", "cpu", "auto"),
         fidelity=_ROUNDING,
         stages=_VAE,
@@ -162,6 +175,8 @@ class Settings:
         help="how much of the model is on the card at once: all of it (none), one of its models (component), "
         "half a UNet (halves), as much as weights_mib says while the rest comes when needed (blocks), or "
         "one layer (layer)",
+        when="models larger than the budget; little time where copies hide under the compute, and host memory "
+        "for the weights",
         choices=("none", "component", "layer", "halves", "blocks"),
         fidelity=_BITWISE,
         surfaces=_NOT_COMFYUI,
@@ -172,6 +187,7 @@ class Settings:
     feed_forward_chunks: int | None = _knob(
         label="Feed-forward in parts",
         help="work through the model's widest layers in this many parts; less memory for large pictures",
+        when="large pictures, where the widest layers are the peak; a little time",
         maximum=1024,
         fidelity=_ROUNDING,
         stages=_UNET,
@@ -182,6 +198,7 @@ class Settings:
     residual_strips: int | None = _knob(
         label="Convolutions in strips",
         help="work through the model's convolutions in this many strips of the picture; less memory for large pictures",
+        when="large pictures, where convolutions are the peak; some time for the rows that strips share",
         maximum=1024,
         fidelity=_ROUNDING,
         stages=_UNET,
@@ -192,6 +209,7 @@ class Settings:
     transformer_chunks: int | None = _knob(
         label="Transformers in parts",
         help="work through the model's transformers in this many parts of the picture; less memory for large pictures",
+        when="large pictures, where transformers are the peak; a little time",
         maximum=1024,
         fidelity=_ROUNDING,
         stages=_UNET,
@@ -203,6 +221,7 @@ class Settings:
         label="Wait in RAM",
         help="what the model needs of the picture only later waits in RAM; with guidance in turn, so does the "
         "half not computed",
+        when="large pictures; host memory and copies, most of which hide under the compute",
         fidelity=_BITWISE,
         stages=_UNET,
         hook="skip_parking",
@@ -213,6 +232,8 @@ class Settings:
         label="Guidance in turn",
         help="prompt and negative prompt one after the other inside the model, so that only one takes memory for "
         "the picture",
+        when="wherever guidance doubles the batch; halves that are too small for the card take longer than both "
+        "at once",
         fidelity=_ROUNDING,
         stages=_UNET,
         hook="guidance_in_turn",
@@ -223,6 +244,7 @@ class Settings:
         label="Keep of the model on the card",
         help="keep this much of the model on the card and fetch the rest from RAM when it is needed; the less, "
         "the slower",
+        when="a budget below the model's size; copies, which hide where the work before them takes as long",
         maximum=1048576,
         unit="MiB",
         fidelity=_BITWISE,
@@ -232,12 +254,14 @@ class Settings:
     split_layers: bool | None = _knob(
         label="Split layers",
         help="fetch layers in parts where they are larger than the room for them",
+        when="budgets below the largest layer; more, smaller copies",
         fidelity=_ROUNDING,
         surfaces=_NOT_COMFYUI,
     )
     weight_storage: str | None = _knob(
         label="Model in 8 bits",
         help="keep the model in 8 bits, half the memory of fp16, and widen each layer when it is used",
+        when="models whose weights are too large for card and bus; another picture, and time to widen each layer",
         choices=("fp8", "int8"),
         fidelity=_APPROXIMATE,
         surfaces=_NOT_COMFYUI,
@@ -249,6 +273,7 @@ class Settings:
     largest_mib: int | None = _knob(
         label="Largest piece",
         help="take no more memory than this in one piece, for cards that have such a limit",
+        when="cards and drivers that refuse large pieces; smaller strips and parts, which take longer",
         maximum=1048576,
         unit="MiB",
         fidelity=_BITWISE,
@@ -257,6 +282,7 @@ class Settings:
     fused_kernels: bool | None = _knob(
         label="Fused kernels",
         help="norms together with their activations in one pass over the picture, by kernels in Triton (NVIDIA)",
+        when="NVIDIA cards, where `doctor --calibrate` measured a gain; compiling once",
         fidelity=_ROUNDING,
         since="0.2",
         stages=_ATTENDING,
@@ -268,6 +294,7 @@ class Settings:
         label="Deep features every",
         help="compute the model's deep layers only every so many steps and use their results again between; "
         "the more, the faster and the farther from the picture",
+        when="many steps of a sampler; another picture, and memory for what is kept",
         minimum=2,
         maximum=100,
         unit="steps",
@@ -282,6 +309,7 @@ class Settings:
     deep_cache_branch: int | None = _knob(
         label="Layers between deep features",
         help="how many of the model's outer layers run at every step; more come nearer to the picture and take longer",
+        when="with deep_cache; the more, the nearer and the slower",
         minimum=0,
         maximum=100,
         fidelity=_APPROXIMATE,
@@ -292,6 +320,7 @@ class Settings:
         label="Merge alike",
         help="let up to so much of the picture's parts that are alike go through self-attention as one; "
         "the more, the faster and the farther from the picture",
+        when="large pictures, whose self-attention takes most of the time; another picture",
         maximum=75,
         unit="%",
         fidelity=_APPROXIMATE,
@@ -305,6 +334,7 @@ class Settings:
         label="Compile",
         help="have torch.compile make code for each kind of block (regional) or for the model as one (whole): the "
         "first picture takes longer, all others are made faster",
+        when="many pictures of one size; a warm-up of seconds to minutes, and a C++ compiler or Triton",
         choices=("off", "regional", "whole"),
         fidelity=dict.fromkeys(("regional", "whole"), _ROUNDING) | {"off": _BITWISE},
         since="0.2",
@@ -319,6 +349,7 @@ class Settings:
     traced: bool | None = _knob(
         label="Traced",
         help="have torch write down once what the model does, and run that without Python; needs no compiler",
+        when="small pictures, where Python is the slower part; a pass to write down for each size",
         fidelity=_ROUNDING,
         since="0.2",
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a traced pass would not call
@@ -334,6 +365,7 @@ class Settings:
         label="Keep weights in order",
         help="on a processor, keep large weights in the order of its kernels besides, which else bring them into it at "
         "every step; faster for small pictures, and more memory",
+        when="processors and small pictures; a second copy of large weights",
         fidelity=_ROUNDING,
         since="0.2",
         surfaces=_NOT_COMFYUI,
@@ -346,6 +378,7 @@ class Settings:
     winograd: bool | None = _knob(
         label="Winograd convolutions",
         help="make and read pictures with fewer multiplications, on a processor: faster on most, and only in fp32",
+        when="decodes on a processor in fp32; memory for the transformed strips",
         fidelity=_ROUNDING,
         since="0.2",
         stages=_VAE,
@@ -357,6 +390,7 @@ class Settings:
         label="CUDA graphs",
         help="record what the model does on an NVIDIA card once and replay it: faster where starting each operation "
         "takes longer than the operation",
+        when="small pictures on fast cards, where launching takes longer than computing; memory for the recordings",
         fidelity=_BITWISE,
         since="0.2",
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a recorded pass would not call

@@ -43,7 +43,8 @@ def test_the_page_of_knobs_is_made_of_their_declarations(book: Any) -> None:
     for one, (name, knob) in zip(told, knobs().items(), strict=True):
         number = f"up to {knob.maximum} {knob.unit}".strip()
         values = ", ".join(knob.choices) or {int: number, bool: "on, off"}[knob.type]
-        assert f"| values | {values} |\n| fidelity | {fidelity_words(knob)} |" in one, name
+        assert f"- **values**: {values}\n- **fidelity**: {fidelity_words(knob)}\n" in one, name
+        assert knob.when and f"what it costs**: {knob.when}\n" in one, name
         assert knob.help.lower() in one.lower(), name
 
 

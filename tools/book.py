@@ -46,12 +46,15 @@ def knobs_page() -> Iterator[str]:
         number = f"up to {knob.maximum} {knob.unit}".strip()
         values = ", ".join(knob.choices) or {int: number, bool: "on, off"}[knob.type]
         yield from ("", f"## {name}", "", f"{knob.help[0].upper()}{knob.help[1:]}.", "")
-        yield from ("| | |", "|---|---|", f"| values | {values} |", f"| fidelity | {fidelity_words(knob)} |")
+        yield f"- **values**: {values}"
+        yield f"- **fidelity**: {fidelity_words(knob)}"
+        if knob.when:
+            yield f"- **when it helps; what it costs**: {knob.when}"
         if knob.stages:
-            yield f"| acts in | {', '.join(knob.stages)} |"
+            yield f"- **acts in**: {', '.join(knob.stages)}"
         excluded = sorted({act.value for act in knob.excludes})
         if excluded:
-            yield f"| not with a knob that | {'; '.join(excluded)} |"
+            yield f"- **not with a knob that** {'; '.join(excluded)}"
 
 
 def command_line_page() -> Iterator[str]:
@@ -137,3 +140,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{found[1]}({posixpath.relpath(place, posixpath.dirname(here) or '.')}{anchor})"
 
     return re.sub(r"(\[[^]]*\])\(([^)#\s]+)(#[^)\s]*)?\)", turned, markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """MkDocs asks this for a page's HTML: roles of docstrings (``:func:``) are names there."""
+    return re.sub(r":(?:func|class|mod|data|attr|meth):(<code>)~?", r"\1", content)
