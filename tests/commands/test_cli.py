@@ -206,6 +206,26 @@ def test_what_the_demo_model_does_not_know_is_named(here, tmp_path):
     assert "animals (68)" in listed and "red apple = apple" in listed
 
 
+@pytest.mark.slow(8)
+def test_generate_ends_with_file_peak_and_time_and_the_demo_model_says_its_size(here):
+    done = here("generate", "a red apple", "--steps", 1, "--width", 64, "--height", 64, "--vram", "1GB", "-o", "a.png")
+    assert done.exit_code == 0, done.stderr
+    file, peak, seconds = done.stdout.strip().splitlines()[-3:]
+    assert file == "a.png" and re.fullmatch(r"peak [\d.]+ MiB of 1 GiB, as planned", peak)
+    assert re.fullmatch(r"time .* s, and .* s to load the model", seconds)
+    assert (done.stdout + done.stderr).count("peak") == 1
+    assert "the demo model knows 128x128 alone, and draws poorly at 64x64" in done.stderr
+
+
+def test_make_asks_the_demo_model_for_the_size_it_knows():
+    root = Path(__file__).parents[2]
+    for given, sized in (("SIZE=512",), False), (("SIZE=512", "MODEL=some.safetensors"), True):
+        line = ["make", "--dry-run", "--old-file=.venv/.standalone", "picture", *given]
+        told = subprocess.run(line, cwd=root, capture_output=True, text=True, check=True).stdout
+        assert ('--width "$SIZE" --height "$SIZE"' in told) == sized
+        assert ("SIZE counts with MODEL" in told) != sized and "sd-lowvram generate --help" in told
+
+
 def test_bad_models(tmp_path, here):
     (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     (tmp_path / "old.ckpt").write_bytes(b"\x80\x02}q\x00.")
