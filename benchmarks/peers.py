@@ -25,7 +25,7 @@ from sd_lowvram.files.whole import write_json
 from sd_lowvram.session import attached
 from sd_lowvram.units import MIB
 
-from .pictures import facts, loaded, picture
+from .pictures import facts, least_budget, loaded, picture
 from .tables import BUSY, begun, eight_bits, figure, trusted, written
 from .trial import measure
 
@@ -120,9 +120,7 @@ def _running(name: str, pipe: Any, size: int, steps: int) -> Iterator[None]:
         yield
         return
     asked: dict[str, Any] = {"width": size, "height": size, "steps": steps, "device": "cpu"}
-    chosen = plan(pipe, **asked)
-    if OURS[name]:
-        chosen = plan(pipe, vram=f"{chosen.minimum_peak_bytes} b", **asked)
+    chosen = plan(pipe, vram=least_budget(pipe, **asked) if OURS[name] else None, **asked)
     with attached(pipe, chosen.settings, device="cpu", timing=chosen.timing):
         yield
 

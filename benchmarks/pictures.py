@@ -16,7 +16,7 @@ from sd_lowvram.checkpoints.architectures import NAMES
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.devices.info import default_device, dtype_on
 from sd_lowvram.devices.pairs import Turns, in_turn
-from sd_lowvram.errors import BadInputError
+from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.planning.as_others import Way, way_of
 from sd_lowvram.policies.named import check_policy, runs_on
 
@@ -42,6 +42,15 @@ def picture(pipe: Any, width: int, height: int, steps: int, *, prompt: str = PRO
     given = {"width": width, "height": height, "num_inference_steps": steps, "output_type": "pt"}
     drawn: Tensor = pipe(prompt, generator=noise, **given).images[0]
     return drawn.float().cpu()
+
+
+def least_budget(pipe: Any, **asked: Any) -> int:
+    """The least bytes of a device with which a plan of what is ``asked`` is made, which was traced whole; a plan tells
+    its ``minimum_vram_bytes`` as traced in parts."""
+    try:
+        return plan(pipe, vram="1 B", **asked).minimum_vram_bytes
+    except BudgetError as refusal:
+        return refusal.needed_bytes
 
 
 def timed_pictures(pipe: Any, width: int, height: int, steps: int, runs: int) -> Turns:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from sd_lowvram.errors import BudgetError
 from sd_lowvram.files.tables import table
 from sd_lowvram.units import GIB, MIB
 
 from ..calls import timed_calls
 from ..models import random_pipeline
+from ..pictures import least_budget
 from .record import Case, Record, in_order, room_for, side_by_side
 
 SHAPES = (("sd15", 512), ("sd15", 1024), ("sd15", 2048), ("sdxl", 1024))
@@ -49,11 +49,8 @@ def trial_peaks(device: str, cases: Sequence[Case], steps: int = 2) -> Iterator[
         pipe = random_pipeline(model, where)
         sizes: dict[str, Any] = {"width": side, "height": side, "device": where}
         plain = plan(pipe, vram=_PLENTY, **sizes)
-        least, most = 0, plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
-        try:
-            plan(pipe, vram="1 B", **sizes)
-        except BudgetError as refusal:  # which was traced whole; of a plan's least, its parts
-            least = refusal.needed_bytes
+        most = plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
+        least = least_budget(pipe, **sizes)
         for case in shares:
             vram = least + int(case["share"] * (most - least)) + MIB
             yield _peak(pipe, vram, sizes, steps)
