@@ -67,7 +67,7 @@ def reserved(allocations: Allocations, held: int = 0) -> Reserved:
     Small tensors have a pool of their own, which is filled well: of them the bytes are counted, of the others every
     place. Whether what an operator makes for itself comes before or behind what it makes for others hangs on versions
     of torch and of libraries, and changes places: of several orders the one is counted for which the card must give
-    most, in some models an eighth more than in the order of ``allocations``.
+    most, in some models a fifth more than in the order of ``allocations``.
 
     Args:
         held: bytes that a library took before, and keeps.

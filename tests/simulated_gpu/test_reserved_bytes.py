@@ -76,7 +76,7 @@ def test_a_plan_runs_on_a_card_of_its_size(
 ) -> None:
     row = on_card(gpu, Case(model, side, side, share))
     assert row.ran
-    assert 0 <= row.planned_reserved - row.reserved <= max(too_much, row.reserved // 6)
+    assert 0 <= row.planned_reserved - row.reserved <= max(too_much, row.reserved // 5)
     assert abs(row.planned_peak - row.peak) <= max(2 * MIB, row.peak // 50)
 
 
@@ -86,7 +86,7 @@ def test_a_ring_that_follows_the_activations_on_a_card_of_its_size(gpu: Any, own
     row = on_card(gpu, Case("sd15", 512, 512, 1.0), **small)
     assert row.ran
     assert 0 <= row.planned_peak - row.peak <= row.peak // 50
-    assert 0 <= row.planned_reserved - row.reserved <= max(2 * MIB, row.reserved // 6)
+    assert 0 <= row.planned_reserved - row.reserved <= max(2 * MIB, row.reserved // 5)
     assert row.peak < 222 * MIB  # of the activations, and of two of the largest layers beside them
 
 
@@ -107,7 +107,7 @@ def test_a_plan_runs_where_segments_grow(
     """A page of 20 MiB more or less hangs on where in a page the weights end."""
     row = on_card(gpu, Case(model, side, side, share))
     assert row.ran
-    assert 0 <= row.planned_reserved - row.reserved <= max(40 * MIB, row.reserved // 6)
+    assert 0 <= row.planned_reserved - row.reserved <= max(40 * MIB, row.reserved // 5)
 
 
 @pytest.mark.parametrize("gib", [4, 16])
