@@ -77,7 +77,7 @@ def optimize(
     tell of it.
 
     Args:
-        target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or its unet, vae or text encoder.
+        target: a diffusers pipeline of SD1.x, SD2.x, SDXL or FLUX.1, or its denoiser, vae or text encoder.
         vram: the budget on the device, as people write it: "4GB", "3.5 GiB", 4096 (MiB). None: what is free now.
         ram: the budget for what waits in host memory. None: what is free now.
         width: of the picture in pixels. None: the model's own.

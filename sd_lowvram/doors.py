@@ -30,7 +30,7 @@ KNOBS: dict[str, Knob] = {}
 """Knobs beside those of :class:`~sd_lowvram.settings.Settings`, by name."""
 
 FAMILIES: dict[str, Any] = {}
-"""Model families beside diffusers' and CompVis': modules or objects with what ``models/interfaces.py`` asks for."""
+"""Model families beside those of ``models/``: values of :class:`~sd_lowvram.models.anatomy.Family`."""
 
 CLASSES: dict[str, Callable[[], Any]] = {}
 """Classes of models beside those of diffusers, by the name that a configuration gives (``_class_name``): functions that
@@ -79,7 +79,7 @@ def register(
     Args:
         knobs: declarations whose ``hook`` is a function ``(anatomy, settings, device) -> patches``. Settings take them
             by name, ``Settings(toy=3)``; command line, nodes and panel show them; plans and their cache hold them.
-        families: modules, or objects, with what ``models/interfaces.py`` asks of a family.
+        families: values of :class:`~sd_lowvram.models.anatomy.Family`: what models are made of and how they are called.
         classes: functions that import and give the class of a model whose configuration has this ``_class_name``.
         unets: functions that know the UNet of a single file by its header, see :data:`UNETS`.
         nodes: functions that import and give a node's class for ComfyUI, and its title.

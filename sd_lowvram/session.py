@@ -264,7 +264,8 @@ def attached(
     """Within the block ``target`` runs with the hooks that ``settings`` ask for, and none of those left undecided.
 
     Args:
-        target: a diffusers pipeline of SD1.x, SD2.x or SDXL, or a model of CompVis, ComfyUI or Forge; or a component.
+        target: a diffusers pipeline of SD1.x, SD2.x, SDXL or FLUX.1, or a model of CompVis, ComfyUI or Forge; or a
+            component.
         settings: what is None in them stays as the model has it. Of a preset (``Settings.smallest()``) what finds
             nothing to act on in this target is left out.
         device: where to compute; None: a GPU when there is one, else the CPU.

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from .. import doors
-from . import compvis, diffusers
+from . import compvis, diffusers, flux
 from .anatomy import Anatomy, Family, sites
 
-_FAMILIES: dict[str, Family] = {"diffusers": diffusers.FAMILY, "compvis": compvis.FAMILY}
+_FAMILIES: dict[str, Family] = {"flux": flux.FAMILY, "diffusers": diffusers.FAMILY, "compvis": compvis.FAMILY}
 
 
 def families() -> dict[str, Family]:

@@ -63,6 +63,7 @@ class StepInputs(NamedTuple):
         text: (rows, tokens, width).
         beside: (rows, c, h, w), channels that the denoiser is given behind the latents': a mask and the masked picture,
             the picture to be edited, depth, or the small picture to be enlarged.
+        joined: (rows, tokens, C), tokens of pictures to look at, given behind the latents', which are packed.
         labels: (rows,) of kinds or noise levels, or (rows, width).
         guidance: (rows, width), the guidance scale's embedding in a model that was distilled with it.
         added: (rows, ...) each, by the names under which diffusers' UNets take them.
@@ -75,6 +76,7 @@ class StepInputs(NamedTuple):
     timestep: Tensor
     text: Tensor
     beside: Tensor | None = None
+    joined: Tensor | None = None
     labels: Tensor | None = None
     guidance: Tensor | None = None
     added: dict[str, Any] = {}  # noqa: RUF012
@@ -127,7 +129,9 @@ def denoise_step(denoiser: nn.Module, inputs: StepInputs, predict: Predict) -> T
     passes = len(inputs.text) // len(latents)
     x = torch.cat([latents] * passes) if passes > 1 else latents
     if inputs.beside is not None:
-        x = torch.cat([x, inputs.beside], 1)
+        x = torch.cat([x, inputs.beside], -1 if x.dim() == 3 else 1)
+    if inputs.joined is not None:
+        x = torch.cat([x, inputs.joined], 1)
     predicted = predict(denoiser, x, inputs)
     if passes > 1:
         first, *others = predicted.chunk(passes)

@@ -121,8 +121,7 @@ def helpers(anatomy: Anatomy, shape: Shape) -> list[Stage]:
     found = []
     for name, component in anatomy.components.items():
         if name.startswith("text_encoder"):
-            inputs = functools.partial(_text_inputs, component, text_length(anatomy, name))
-            found.append(Stage("text", name, _encode_text, inputs))
+            found.append(text_stage(name, component, text_length(anatomy, name)))
         elif name in _SEEING:
             found.append(Stage(name, name, _SEEING[name], functools.partial(_seen, anatomy, name, shape)))
     if ADAPTER in anatomy.components:
@@ -168,12 +167,17 @@ def text_length(anatomy: Anatomy, name: str | None = None) -> int:
     return int(anatomy.config(name).get("max_position_embeddings") or _TOKENS)
 
 
-def _text_inputs(encoder: nn.Module, length: int) -> tuple[nn.Module, Tensor]:
-    return encoder, torch.zeros(1, length, dtype=torch.long)
+def text_stage(name: str, encoder: nn.Module, length: int, hidden: bool = True) -> Stage:
+    """The stage of a text encoder, which reads ``length`` tokens.
 
+    Args:
+        hidden: whether it keeps what each of its layers makes.
+    """
 
-def _encode_text(encoder: nn.Module, tokens: Tensor) -> Any:
-    return encoder(tokens, output_hidden_states=True)
+    def run(encoder: nn.Module, tokens: Tensor) -> Any:
+        return encoder(tokens, output_hidden_states=hidden)
+
+    return Stage("text", name, run, lambda: (encoder, torch.zeros(1, length, dtype=torch.long)))
 
 
 def _text_width(anatomy: Anatomy) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,24 +31,37 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     """The models of a pipeline, or a UNet, autoencoder or text encoder by itself; empty for all else.
 
     Raises:
-        UnsupportedModelError: a pipeline with a part that cannot be planned.
+        UnsupportedModelError, ConflictError: as :func:`served_of`.
+    """
+    return served_of(target, SERVED, _ALONE)
+
+
+def served_of(target: Any, served: support.Served, alone: Iterable[str]) -> dict[str, nn.Module]:
+    """The models of a pipeline in the order of ``served``, or a model by itself; empty for all else.
+
+    Args:
+        alone: the names of models that are served by themselves.
+
+    Raises:
+        UnsupportedModelError: a pipeline with a part that is not among ``served``.
         ConflictError: a part whose weights diffusers casts layer by layer.
     """
     if isinstance(target, nn.Module):
-        found = next(({name: target} for name in _ALONE if SERVED[name](target)), {})
+        found = next(({name: target} for name in alone if served[name](target)), {})
     else:
         parts = getattr(target, "components", None)
         named = parts if isinstance(parts, dict) else {}
         modules = {name: part for name, part in named.items() if isinstance(part, nn.Module)}
-        support.check(target, modules, SERVED)
-        found = {name: modules[name] for name in SERVED if name in modules}
+        support.check(target, modules, served)
+        found = {name: modules[name] for name in served if name in modules}
     support.check_casting(found)
     return found
 
 
-def parts_of(target: Any) -> dict[str, nn.Module]:
-    """The parts of a pipeline that are planned, of whatever kind they are now; of a model by itself there are none."""
-    named = {} if isinstance(target, nn.Module) else {name: getattr(target, name, None) for name in SERVED}
+def parts_of(target: Any, served: support.Served | None = None) -> dict[str, nn.Module]:
+    """The parts of a pipeline that are ``served``, of whatever kind they are now; a model by itself has none."""
+    names = () if isinstance(target, nn.Module) else SERVED if served is None else served
+    named = {name: getattr(target, name, None) for name in names}
     return {name: part for name, part in named.items() if isinstance(part, nn.Module)}
 
 
@@ -99,7 +112,7 @@ def is_autoencoder(module: Any) -> bool:
 _DECODER_BLOCKS = {"UpDecoderBlock2D", "AttnUpDecoderBlock2D"}
 
 
-def _is_of_type(*types: str) -> Callable[[Any], bool]:
+def is_of_type(*types: str) -> Callable[[Any], bool]:
     """Whether a model of transformers is one of these, by its configuration."""
     return lambda module: getattr(getattr(module, "config", None), "model_type", None) in types
 
@@ -110,10 +123,10 @@ def _is_controlnet(module: Any) -> bool:
 
 
 SERVED: support.Served = {
-    "text_encoder": _is_of_type("clip_text_model"),
-    "text_encoder_2": _is_of_type("clip_text_model"),
-    "image_encoder": lambda module: _is_of_type("clip_vision_model")(module) and hasattr(module, "visual_projection"),
-    "depth_estimator": _is_of_type("dpt"),
+    "text_encoder": is_of_type("clip_text_model"),
+    "text_encoder_2": is_of_type("clip_text_model"),
+    "image_encoder": lambda module: is_of_type("clip_vision_model")(module) and hasattr(module, "visual_projection"),
+    "depth_estimator": is_of_type("dpt"),
     "adapter": having("total_downscale_factor"),
     "controlnet": _is_controlnet,
     "unet": is_unet,
@@ -265,12 +278,12 @@ def _upcasts(attention: Any) -> bool:
     return bool(getattr(attention, "upcast_attention", False))
 
 
-def _decode(vae: KLAutoencoder, latents: Tensor) -> Tensor:
+def decode(vae: KLAutoencoder, latents: Tensor) -> Tensor:
     pixels: Tensor = vae.decode(latents, return_dict=False)[0]
     return pixels
 
 
-def _encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
+def encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
     encoded = vae.encode(pixels)
     moments: Tensor = encoded.latents if hasattr(encoded, "latents") else encoded.latent_dist.parameters
     return moments
@@ -291,8 +304,8 @@ FAMILY = Family(
     mixes=_mixes,
     step=calls_diffusers.step,
     predict=calls_diffusers.predict,
-    decode=_decode,
-    encode=_encode,
+    decode=decode,
+    encode=encode,
     conditions=calls_diffusers.conditions,
     helpers=calls_diffusers.helpers,
     run=_run,

@@ -1,0 +1,90 @@
+"""Tiny random pipelines of today's transformers, called with embeddings: they have no tokenizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+SIZE = 64
+WORDS = 512
+"""Tokens of a prompt, as T5 is asked for."""
+
+
+def noise(*shape: int, seed: int = 7) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def vae(channels: int = 16) -> Any:
+    torch.manual_seed(4)
+    return diffusers.AutoencoderKL(
+        block_out_channels=(16, 32, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=channels,
+        norm_num_groups=8,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.1,
+        scaling_factor=0.36,
+    ).eval()
+
+
+def t5() -> Any:
+    torch.manual_seed(1)
+    sizes = {"d_model": 64, "d_kv": 8, "d_ff": 256, "num_layers": 4, "num_heads": 4, "vocab_size": 1000}
+    return T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu", is_encoder_decoder=False)).eval()
+
+
+def clip() -> Any:
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return CLIPTextModel(CLIPTextConfig(**sizes, vocab_size=1000, bos_token_id=0, eos_token_id=2)).eval()
+
+
+def flux(kind: str = "FluxPipeline", channels: int = 64, **transformer: Any) -> Any:
+    """A pipeline of FLUX.1.
+
+    Args:
+        channels: that its transformer is given, packed.
+    """
+    sizes = {"num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16, "num_attention_heads": 4}
+    sizes |= {"joint_attention_dim": 64, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
+    torch.manual_seed(0)
+    made = diffusers.FluxTransformer2DModel(
+        in_channels=channels, out_channels=64, **sizes, **{"guidance_embeds": True, **transformer}
+    )
+    parts = {"vae": vae(), "text_encoder": clip(), "text_encoder_2": t5(), "transformer": made.eval()}
+    empty = {"tokenizer": None, "tokenizer_2": None}
+    return _quiet(getattr(diffusers, kind)(diffusers.FlowMatchEulerDiscreteScheduler(), **parts, **empty))
+
+
+def sd3() -> Any:
+    """StableDiffusion3Pipeline without text encoders."""
+    sizes = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "caption_projection_dim": 64}
+    sizes |= {"joint_attention_dim": 64, "pooled_projection_dim": 64, "sample_size": 32, "pos_embed_max_size": 32}
+    torch.manual_seed(0)
+    made = diffusers.SD3Transformer2DModel(in_channels=16, out_channels=16, patch_size=2, **sizes)
+    names = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    parts = {"transformer": made.eval(), "vae": vae(), "scheduler": scheduler}
+    return _quiet(diffusers.StableDiffusion3Pipeline(**parts, **dict.fromkeys(names)))
+
+
+def _quiet(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def picture(pipe: Any, width: int = SIZE, height: int = SIZE, **options: Any) -> Tensor:
+    """The pipeline's picture (1, 3, height, width), the same for the same sizes."""
+    pooled = 32 if hasattr(pipe.transformer, "single_transformer_blocks") else 64
+    text = {"prompt_embeds": noise(1, WORDS, 64), "pooled_prompt_embeds": noise(1, pooled)}
+    if pooled == 64:
+        text |= {f"negative_{name}": -given for name, given in text.items()}
+    seed = torch.Generator().manual_seed(3)
+    made = pipe(**text, width=width, height=height, num_inference_steps=2, generator=seed, output_type="pt", **options)
+    return torch.as_tensor(made.images)
