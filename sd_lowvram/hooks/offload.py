@@ -133,4 +133,5 @@ def policy_of(settings: Settings, denoises: bool, timing: Timing | None = None) 
         return Policy("halves", room, split) if denoises else Policy("whole")
     kind: Literal["blocks", "layer"] = "blocks" if settings.offload == "blocks" else "layer"
     in_pieces = settings.guidance_in_turn or settings.residual_strips or settings.transformer_chunks
-    return Policy(kind, room, split, timing if denoises else None, together=bool(denoises and in_pieces))
+    timing = timing if denoises else None
+    return Policy(kind, room, split, timing, grows=not denoises, together=bool(denoises and in_pieces))

@@ -141,7 +141,7 @@ class Pricing:
         own = self.costs.weights(stage.component, traced)
         streamed = settings.offload in STREAMED
         step = self.step(stage, settings) if streamed and stage.repeats else None
-        here = step.beside(cost.activation_bytes) if step else self._room(settings, stage.component, own)
+        here = step.beside(cost.activation_bytes) if step else self._room(traced, stage.component, own)
         elsewhere = {stage.component, self.anatomy.autoencoder if away else None}
         stays = settings.offload in (None, "none")
         beside = [size for name, size in weights.items() if name not in elsewhere] if stays else []
@@ -362,10 +362,10 @@ class Pricing:
 
     def _room(self, settings: Settings, component: str, weights: Weights) -> int:
         """Bytes on the device of a component that runs once, or of which its host keeps so many."""
+        if settings.weights_mib is not None and settings.offload in ("blocks", "layer"):
+            return self.costs.room(component, settings)
         if settings.offload == "layer":
-            return weights.room_bytes if settings.weights_mib is None else settings.weights_mib * MIB
-        if settings.offload == "blocks" and settings.weights_mib is not None:
-            return min(weights.bytes, settings.weights_mib * MIB)
+            return weights.room_bytes
         return min(weights.bytes, self.anatomy.kept.get(component, weights.bytes))
 
     def _seconds(

@@ -22,7 +22,7 @@ from ..memory.reserved import allocator_settings
 from ..memory.threads import at_rest
 from ..models.anatomy import Anatomy
 from ..settings import Settings
-from ..streaming.layout import Policy, lay_down
+from ..streaming.layout import Policy, lay_down, most_bytes
 from ..streaming.simulator import simulate
 from ..streaming.timing import Timing, timed
 from ..tracing import MemoryTrace
@@ -124,6 +124,19 @@ class Costs:
                 return Weights(weight_bytes(component), largest, room)
 
         return self._once(Weights, name, (resident, waits, policy.split), count)
+
+    def room(self, name: str, settings: Settings) -> int:
+        """Bytes on the device, at most, of a component that runs once, its weights streamed as ``settings`` say."""
+        storage = settings.weight_storage if name in self.quantised else None
+        resident = Settings(precision=settings.precision, weight_storage=storage)
+        policy = policy_of(settings, denoises=False)
+        key = "room", name, resident, policy
+        if key not in self._known:
+            component = self._fake.anatomy.components[name]
+            with self._fake.running(name, resident):
+                self._known[key] = most_bytes(self._fake.layers({name: component}, resident), policy)
+        found: int = self._known[key]
+        return found
 
     @property
     def quantised(self) -> frozenset[str]:

@@ -45,6 +45,8 @@ class Policy:
             largest layers, one half, or with ``split`` half of the largest layer; in any case what stays and one block.
         split: layers that are larger than half of the room come in parts of output rows.
         timing: how long a step's modules take. None: as many bytes as possible stay.
+        grows: a room that does not hold what stays and the largest block is as large as these, as it was chosen for
+            another model.
         together: residual blocks and transformers are run piece by piece (halves of the guidance, strips, chunks), so
             that their layers are used in turn many times: each comes as one where there is room.
     """
@@ -53,6 +55,7 @@ class Policy:
     device_bytes: int | None = None
     split: bool = False
     timing: Timing | None = None
+    grows: bool = False
     together: bool = False
 
 
@@ -261,22 +264,38 @@ def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str
     Raises:
         BudgetError: a block is larger than the room.
     """
-    granularity: Granularity = "halves" if policy.kind == "halves" else "blocks"
     if policy.timing is not None:
         layers = in_run_order(layers, policy.timing)
+    parts, room = _parted(layers, policy)
+    parts = Blocks(parts.staying, tuple(_ordered(parts.streamed, orders)), parts.lookups)
+    if room is not None and room < _least(parts):
+        helps = not policy.split and _least(blocks_of(layers, _granularity(policy), _part(room, parts))) <= room
+        raise _too_little(room, parts, ", or let layers be split (split_layers)" if helps else "")
+    return Layout(parts, _schedule(parts, policy, room, near))
+
+
+def most_bytes(layers: Sequence[Layer], policy: Policy) -> int:
+    """Bytes of weights on the device at most, without the schedule of :func:`lay_down`."""
+    parts, room = _parted(layers, policy)
+    return parts.bytes if room is None else min(room, parts.bytes)
+
+
+def _granularity(policy: Policy) -> Granularity:
+    return "halves" if policy.kind == "halves" else "blocks"
+
+
+def _parted(layers: Sequence[Layer], policy: Policy) -> tuple[Blocks, int | None]:
+    """The blocks of ``layers`` and the room for them."""
+    granularity = _granularity(policy)
     parts = blocks_of(layers, granularity)
     room = _room(policy, parts)
     if room is not None and parts.bytes > room and (policy.split or policy.together):
         largest = max(block.bytes for block in parts.streamed)
         together = min(max(1, room - parts.staying_bytes), 2 * largest) if policy.together else 0
         parts = blocks_of(layers, granularity, _part(room, parts) if policy.split else None, together)
-    parts = Blocks(parts.staying, tuple(_ordered(parts.streamed, orders)), parts.lookups)
-    if room is not None and policy.device_bytes is None:
+    if room is not None and (policy.device_bytes is None or policy.grows):
         room = max(room, _least(parts))
-    if room is not None and room < _least(parts):
-        helps = not policy.split and _least(blocks_of(layers, granularity, _part(room, parts))) <= room
-        raise _too_little(room, parts, ", or let layers be split (split_layers)" if helps else "")
-    return Layout(parts, _schedule(parts, policy, room, near))
+    return parts, room
 
 
 def _room(policy: Policy, parts: Blocks) -> int | None:

@@ -126,6 +126,19 @@ def test_guidance_by_a_second_call_and_none_embedded() -> None:
     assert torch.equal(todays.picture(pipe, **negative), expected)
 
 
+def test_each_model_has_a_buffer_of_its_own_for_streamed_weights(pipe: Any) -> None:
+    """That of a T5 whose largest layer has 3 MiB, where the transformer's has 1."""
+    pipe.register_modules(text_encoder_2=todays.t5(d_ff=12288))
+    expected, read = todays.picture(pipe), prompts(pipe)
+    settings = sd_lowvram.Settings(offload="blocks", weights_mib=1)
+    plan = sd_lowvram.optimize(pipe, vram="1GB", settings=settings, **ASKED)
+    held = {stage.component: stage.weights_bytes for stage in plan.stages}
+    assert held["transformer"] <= MIB < 3 * MIB <= held["text_encoder_2"] < 4 * MIB
+    with sd_lowvram.measured(pipe) as run:
+        assert torch.equal(todays.picture(pipe), expected) and all(map(torch.equal, prompts(pipe), read))
+    assert within(plan, run)
+
+
 def test_a_transformer_or_a_t5_by_itself(pipe: Any) -> None:
     for part in (pipe.transformer, pipe.text_encoder_2):
         plan = sd_lowvram.optimize(part, vram="1GB", **ASKED)

@@ -33,9 +33,9 @@ def vae(channels: int = 16) -> Any:
     ).eval()
 
 
-def t5() -> Any:
+def t5(**more: Any) -> Any:
     torch.manual_seed(1)
-    sizes = {"d_model": 64, "d_kv": 8, "d_ff": 256, "num_layers": 4, "num_heads": 4, "vocab_size": 1000}
+    sizes = {"d_model": 64, "d_kv": 8, "d_ff": 256, "num_layers": 4, "num_heads": 4, "vocab_size": 1000, **more}
     return T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu", is_encoder_decoder=False)).eval()
 
 
