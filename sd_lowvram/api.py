@@ -49,8 +49,9 @@ def plan(
 ) -> Plan:
     """The fastest settings that fit, with their predicted peak; attaches nothing. Arguments as for :func:`optimize`."""
     size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
-    request = _request(target, vram, ram, **size, device=device)
-    return make_plan(anatomy_of(target), request, stated(settings), _whether(approximate))
+    fixed = stated(settings)
+    request = _request(target, vram, ram, **size, device=device, settings=fixed)
+    return make_plan(anatomy_of(target, fixed), request, fixed, _whether(approximate))
 
 
 def optimize(
@@ -77,7 +78,9 @@ def optimize(
     tell of it.
 
     Args:
-        target: a diffusers pipeline of SD1.x, SD2.x, SDXL or FLUX.1, or its denoiser, vae or text encoder.
+        target: a diffusers pipeline of SD1.x, SD2.x, SDXL or FLUX.1, or its denoiser, vae or text encoder. Any other
+            pipeline or module where ``settings`` fix ``offload``: its weights are placed so and counted, its calls are
+            not planned, and the plan's reasons say so.
         vram: the budget on the device, as people write it: "4GB", "3.5 GiB", 4096 (MiB). None: what is free now.
         ram: the budget for what waits in host memory. None: what is free now.
         width: of the picture in pixels. None: the model's own.
@@ -95,8 +98,9 @@ def optimize(
         NoSiteError, ConflictError: see :func:`attached`.
     """
     size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
-    request = _request(target, vram, ram, **size, device=device)
-    return attach_plan_for(target, request, stated(settings), _whether(approximate))
+    fixed = stated(settings)
+    request = _request(target, vram, ram, **size, device=device, settings=fixed)
+    return attach_plan_for(target, request, fixed, _whether(approximate))
 
 
 def attach_plan_for(
@@ -107,7 +111,7 @@ def attach_plan_for(
     Args:
         rungs: what the run has given up already, by a plan for another size.
     """
-    chosen = make_plan(anatomy_of(target), request, settings, approximate).after(rungs)
+    chosen = make_plan(anatomy_of(target, settings), request, settings, approximate).after(rungs)
     return attach_plan(target, chosen, settings, approximate)
 
 
@@ -138,7 +142,7 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
 
     def go_leaner(short: Shortage) -> Plan:
         now = _plan_of(target)
-        found = _leaner(anatomy_of(target), now, short, settings)
+        found = _leaner(anatomy_of(target, now.settings), now, short, settings)
         if found.request is now.request:  # as before
             attachments(target)[-1].plan = found
             return found
@@ -159,7 +163,7 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
                 return chosen
             except (RuntimeError, MemoryError) as error:
                 short = shortage(error, "the move of the weights")
-            chosen = _leaner(anatomy_of(target), chosen, short, settings)
+            chosen = _leaner(anatomy_of(target, chosen.settings), chosen, short, settings)
 
     return put_on(chosen)
 
@@ -168,7 +172,7 @@ def _put_on(target: Any, chosen: Plan, watches: Callable[[Anatomy, Request], Ite
     """Attach ``chosen`` in place of what is attached to ``target``, and outside it what ``watches`` over its calls."""
     parked = max(stage.parked_bytes for stage in chosen.stages)
     device = chosen.request.device
-    coming = Attachment(anatomy_of(target), chosen.settings, device)
+    coming = Attachment(anatomy_of(target, chosen.settings), chosen.settings, device)
     with at_rest(coming.modules(), coming.places), host_budget(chosen.request.ram, parked):
         restore(target)
         attachment = attach(target, chosen.settings, device, chosen.timing)
@@ -288,7 +292,8 @@ def _run(
     half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
     if half and force_upcast(anatomy, anatomy.autoencoder or ""):
         fixed = fixed.filled(precision="fp32")
-    chosen = make_plan(anatomy, _request(vae, vram, ram, device=device, **size), fixed)
+    request = _request(vae, vram, ram, device=device, settings=None, **size)
+    chosen = make_plan(anatomy, request, fixed)
     while True:
         try:
             with attached(vae, chosen.settings, device=device), torch.no_grad():
@@ -309,12 +314,13 @@ def _request(
     steps: int = DEFAULT_STEPS,
     pictures: int = 1,
     device: torch.device | str | None = None,
+    settings: Settings | None = None,
 ) -> Request:
     """The request of a call of ours; what is not stated is as the target itself runs."""
     vram = None if vram is None else parse_size(vram, "vram")
     ram = None if ram is None else parse_size(ram, "ram")
     size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
-    return request_for(anatomy_of(target), vram=vram, ram=ram, **size, device=device_of(device))
+    return request_for(anatomy_of(target, settings), vram=vram, ram=ram, **size, device=device_of(device))
 
 
 def _whether(approximate: bool) -> bool:

@@ -25,7 +25,7 @@ from .hooks.registry import active_hooks, applicable
 from .memory.rooms import ROOMS
 from .memory.segments import begin_stage
 from .memory.threads import Place, at_rest, carries, every_place, place_of, turn
-from .models import dissect
+from .models import dissect, dissect_any
 from .models.anatomy import Anatomy
 from .models.support import refusal
 from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch, wrap
@@ -165,13 +165,17 @@ class Attachment:
         raise LowVRAMError("this model carries sd-lowvram's hooks and cannot be copied: restore() it first")
 
 
-def anatomy_of(target: Any) -> Anatomy:
+def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:
     """The anatomy of ``target``.
+
+    Args:
+        settings: where they say how to keep the weights, any pipeline or module will do.
 
     Raises:
         UnsupportedModelError: it is of no family of models that we know, or a part of it cannot be planned.
     """
-    anatomy = dissect(target)
+    placed = settings is not None and settings.offload is not None
+    anatomy = dissect_any(target) if placed else dissect(target)
     if anatomy is None:
         raise refusal(target)
     return anatomy
@@ -183,7 +187,7 @@ def attach(target: Any, settings: Settings, device: torch.device, timing: Timing
     Args:
         timing: how long a step's modules take, from the plan: what weights stay is chosen by it.
     """
-    attachment = Attachment(anatomy_of(target), settings, device, timing)
+    attachment = Attachment(anatomy_of(target, settings), settings, device, timing)
     with at_rest(attachment.modules(), attachment.places):
         _put_on(target, attachment)
     return attachment
@@ -206,7 +210,7 @@ def prepare(target: Any, settings: Settings, device: torch.device) -> Attachment
     Raises:
         BadInputError, NoSiteError, SettingsError: as :func:`attached`.
     """
-    attachment = Attachment(anatomy_of(target), settings, device)
+    attachment = Attachment(anatomy_of(target, settings), settings, device)
     attachment.prepare()
     return attachment
 
@@ -239,7 +243,7 @@ def detach(target: Any, attachment: Attachment) -> None:
 
 def attachments(target: Any) -> list[Attachment]:
     """What is attached to ``target`` now, first attached first."""
-    return list(vars(target).get(RECORD, []))
+    return list(getattr(target, "__dict__", {}).get(RECORD, []))
 
 
 def restore(target: Any) -> None:

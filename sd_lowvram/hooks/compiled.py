@@ -73,7 +73,8 @@ def compilable(settings: Settings, device: torch.device) -> Settings:
 def offers(target: Target) -> Iterator[Offer]:
     """Blocks compiled, channels last, where that is known to be faster."""
     known = compiling_of(target.rates, target.device)
-    if known is None or known.gain <= 1 or target.anatomy.denoiser is None or target.fixed.compile is not None:
+    blocks = target.anatomy.residual_blocks or target.anatomy.transformer_blocks
+    if known is None or known.gain <= 1 or not blocks or target.fixed.compile is not None:
         return
     if target.fixed.channels_last is not False and compiler.refusal(target.device) is None:
         yield Offer(Kind.WHOLE, {"compile": "regional", "channels_last": True})

@@ -19,7 +19,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Change, Patch
 from ..settings import STREAMED, Knob, Preset, Settings, conflict, knobs
 from ..streaming.timing import Timing
-from .offers import Offer, Target
+from .offers import Kind, Offer, Target
 
 Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
 
@@ -84,7 +84,12 @@ def offered(target: Target) -> list[Offer]:
             if home and home not in asked and hasattr(home, "offers"):
                 found += home.offers(target)
             asked.add(home)
-    return found
+    return found if target.anatomy.family.known else [offer for offer in found if _is_about_weights(offer)]
+
+
+def _is_about_weights(offer: Offer) -> bool:
+    """Whether it is about where weights lie, or about an autoencoder: all that is planned of an unknown model."""
+    return offer.kind is Kind.WEIGHTS or (bool(offer.stages) and {"encode", "decode"}.issuperset(offer.stages))
 
 
 def _hook(name: str | Hook) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from .. import doors
-from . import compvis, diffusers, flux
-from .anatomy import Anatomy, Family, sites
+from ..errors import UnsupportedModelError
+from . import compvis, diffusers, flux, unknown
+from .anatomy import Anatomy, Family, has, sites
 
 _FAMILIES: dict[str, Family] = {"flux": flux.FAMILY, "diffusers": diffusers.FAMILY, "compvis": compvis.FAMILY}
 
@@ -36,6 +38,15 @@ def dissect(target: Any) -> Anatomy | None:
     return None
 
 
+def dissect_any(target: Any) -> Anatomy | None:
+    """As :func:`dissect`, and of any other pipeline or module where its weights are; None: it has none."""
+    with contextlib.suppress(UnsupportedModelError):
+        if (known := dissect(target)) is not None:
+            return known
+    components = unknown.components_of(target)
+    return anatomy_of_components(unknown.family_of(target), components) if components else None
+
+
 def anatomy_of_components(family: Family | str, components: dict[str, nn.Module]) -> Anatomy:
     """The anatomy of models of a family, or of one known by this name, by the names that the family gives them."""
     of = families()[family] if isinstance(family, str) else family
@@ -45,7 +56,7 @@ def anatomy_of_components(family: Family | str, components: dict[str, nn.Module]
     return Anatomy(
         family=of,
         components=components,
-        entries={name: ("encode", "decode") if name == of.autoencoder else ("forward",) for name in components},
+        entries={name: _entries(part) for name, part in components.items()},
         denoiser=name if denoiser is not None else None,
         autoencoder=of.autoencoder if of.autoencoder in components else None,
         attentions=sum((sites(name, module, of.is_attention) for name, module in components.items()), ()),
@@ -55,3 +66,8 @@ def anatomy_of_components(family: Family | str, components: dict[str, nn.Module]
         course=of.course(denoiser) if of.course is not None and denoiser is not None else None,
         configs=of.configs(components),
     )
+
+
+def _entries(part: nn.Module) -> tuple[str, ...]:
+    """The methods through which a model is called: an autoencoder's are two."""
+    return ("encode", "decode") if has(part, "encode", "decode") else ("forward",)

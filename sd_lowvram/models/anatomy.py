@@ -97,8 +97,8 @@ class Course:
 class Family:
     """A kind of models: data, and methods that say what its models are made of and how a run calls them.
 
-    Only the first four have no default: a family whose denoiser has none of the sites below is planned all the same, by
-    placing its weights and tracing its calls.
+    A family whose denoiser has none of the sites below is planned all the same, by placing its weights and tracing its
+    calls.
 
     Attributes:
         components_of: from a target to its models by name, in the order in which a run uses them; empty where the
@@ -123,6 +123,8 @@ class Family:
         upcasts: whether an attention's scores are asked for in float32.
         attend: ``(attention, original, *args, **kwargs)``: what the attention's own forward does, by torch's
             scaled_dot_product_attention; None where that forward calls it by itself.
+        known: whether it is known what the models are called with. Where it is not, their weights are placed, and of
+            their calls only the autoencoder's are planned.
         hosted: whether a host runs these models, whose own code may act between their layers.
         mixes: whether an attention looks at several rows of a batch together; what a host that is no diffusers puts
             into one is told the conditions of its rows.
@@ -152,6 +154,7 @@ class Family:
     transformer: Callable[..., Transformer | None] = lambda *given, **more: None
     upcasts: Callable[[Any], bool] = lambda attention: False
     attend: Callable[..., Tensor] | None = None
+    known: bool = True
     hosted: bool = False
     mixes: Callable[[Any], bool] = lambda attention: False
 

@@ -79,7 +79,8 @@ def refusal(owner: Any, part: str = "", module: Any = None, works: tuple[str, ..
     can = can or ", ".join(f"optimize(pipe.{name}, ...)" for name in works)
     remedy = f"What works of it: {can}" if can else f"Autoencoders of {AUTOENCODERS} are planned"
     return UnsupportedModelError(
-        f"{of} {why}{shown}, which sd-lowvram does not plan. {remedy}; whole pipelines of {WHOLE}",
+        f"{of} {why}{shown}, which sd-lowvram does not plan. {remedy}; whole pipelines of {WHOLE}. Of any other the "
+        "weights are streamed, and no more is planned, by settings=Settings(offload='layer')",
         owner=of,
         part=part,
         kind=kind,

@@ -126,6 +126,10 @@ class Pricing:
         """All that was priced with ``base``."""
         return [stage for (placed, *_), stage in self._known.items() if placed == base]
 
+    def weights_bytes(self, settings: Settings) -> int:
+        """Of all components."""
+        return sum(self.costs.weights(name, settings).bytes for name in self.anatomy.components)
+
     def fidelity(self, settings: Settings) -> Fidelity:
         """The farthest from the model as loaded that any of the settings goes."""
         others = [knob.fidelity_of(value) for name, knob, value in settings.decided() if name != "precision" and value]
@@ -207,7 +211,7 @@ class Pricing:
     def _gain(self, stage: Stage, settings: Settings) -> float:
         """How many times as fast a stage is with the blocks that are compiled in it."""
         known = self.compiling if is_compiled(settings) else None
-        return known.gain if known is not None and stage.name in self._kinds else 1.0
+        return known.gain if known is not None and self._kinds.get(stage.name) else 1.0
 
     def _warm_up(self, stage: Stage, settings: Settings) -> float:
         """Seconds of compiling that fall to this run, one of those that make all pictures."""
@@ -344,8 +348,7 @@ class Pricing:
         """How long the modules of a stage take, weights being there, and what it costs to bring those."""
         resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
         cost = self.costs(stage, resident)
-        weights = sum(self.costs.weights(name, settings).bytes for name in self.anatomy.components)
-        pinned = self._masters(settings, weights, cost.host_peak_bytes).pinned_bytes
+        pinned = self._masters(settings, self.weights_bytes(settings), cost.host_peak_bytes).pinned_bytes
         key = stage.name, stage.component, resident, pinned
         if key not in self._timings:
             size = self._arithmetic(stage.component, settings).dtype.itemsize

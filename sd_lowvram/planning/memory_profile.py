@@ -108,7 +108,8 @@ def measured(target: Any) -> Iterator[Run]:
     Raises:
         BadInputError: a target of no known family, or a device whose memory is not recorded.
     """
-    anatomy, run = anatomy_of(target), Run()
+    attached = attachments(target)
+    anatomy, run = anatomy_of(target, attached[-1].settings if attached else None), Run()
     device = _device_of(target, anatomy)
     check_measuring(device)
     watch = _OnGpu(device) if device.type == "cuda" else _OnCpu(anatomy)

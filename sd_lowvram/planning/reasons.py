@@ -142,6 +142,16 @@ def reasons(
     return tuple(sentences)
 
 
+def not_planned(weights_bytes: int, chosen: Settings) -> str:
+    """What a plan for a model says of which nobody knows what it is called with."""
+    places = {"none": "on the device", "component": "one model's at a time on the device"}
+    where = places.get(chosen.offload or "", "streamed")
+    return (
+        f"weights {format_size(weights_bytes)}, {where}; activations of this model are traced when a call is given "
+        "(sd_lowvram.trace): they are not in the peak, nor its compute in the time"
+    )
+
+
 def _unknown(request: Request, chosen: Settings) -> list[str]:
     """What is not known of the plan's bytes."""
     if chosen.attention != "cudnn" or request.overhead.attention_share is not None:

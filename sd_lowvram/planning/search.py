@@ -29,7 +29,7 @@ from ..units import MIB
 from .cost_model import Pricing
 from .options import Choice, Group, Way, groups, weight_ways
 from .plan import Candidate, Plan, StagePlan
-from .reasons import reasons, refusal, too_large, why_not
+from .reasons import not_planned, reasons, refusal, too_large, why_not
 from .request import DEFAULT_STEPS, Request
 
 __all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "make_plan"]
@@ -73,7 +73,10 @@ def planned(search: Search) -> Plan:
         minimum_peak_bytes=smallest.peak_bytes,
         minimum_vram_bytes=smallest.needed_bytes,
         minimum_ram_bytes=smallest.least_host_bytes,
-        reasons=reasons(request, best, following, search.pricing.compiling, search.pricing.unlocked_seconds(best)),
+        reasons=(
+            *reasons(request, best, following, search.pricing.compiling, search.pricing.unlocked_seconds(best)),
+            *search.unknown(best),
+        ),
         fidelity=search.pricing.fidelity(best.settings),
         next_faster=following,
         timing=search.timing(best),
@@ -293,6 +296,11 @@ class Search:
         for stage in best.stages:
             others = [one for one in priced if (one.name, one.component) == (stage.name, stage.component)]
             yield dataclasses.replace(stage, why=why_not(stage, others, self.request, self.largest))
+
+    def unknown(self, best: Candidate) -> Iterator[str]:
+        """What is not planned of the model."""
+        if not self.pricing.anatomy.family.known:
+            yield not_planned(self.pricing.weights_bytes(best.settings), best.settings)
 
     def timing(self, best: Candidate) -> Timing | None:
         """How long the modules of a step take, where weights are streamed under it."""

@@ -23,7 +23,7 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
         encodes: whether the run starts from a picture (img2img, inpainting).
     """
     found = anatomy.family.helpers(anatomy, shape)
-    if anatomy.denoiser is not None:
+    if anatomy.denoiser is not None and anatomy.family.known:
         step = functools.partial(denoise_step, predict=anatomy.family.predict)
         found.append(Stage("denoise", anatomy.denoiser, step, functools.partial(_of_step, anatomy, shape), True))
     name = anatomy.autoencoder
@@ -32,10 +32,19 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
         pixels = (shape.batch, pixel_channels(anatomy), shape.height, shape.width)
         decode = functools.partial(_decoded, anatomy.family.decode)
         found.append(Stage("decode", name, decode, functools.partial(_of_decode, anatomy, shape, latents)))
+    if not anatomy.family.known:
+        found += [_unknown(anatomy, name) for name in anatomy.components if name != anatomy.autoencoder]
     found.sort(key=lambda stage: list(anatomy.components).index(stage.component))
     if name is not None and encodes:
         found.insert(0, Stage("encode", name, anatomy.family.encode, _of_one(anatomy, name, pixels)))
     return found
+
+
+def _unknown(anatomy: Anatomy, name: str) -> Stage:
+    """The stage of a model of which only the weights are known: nothing is called."""
+    denoises = name == anatomy.denoiser
+    title = "denoise" if denoises else "text" if name.startswith("text_encoder") else name
+    return Stage(title, name, lambda: None, lambda: (), denoises)
 
 
 def _of_step(anatomy: Anatomy, shape: Shape) -> tuple[nn.Module | None, StepInputs]:
@@ -45,7 +54,7 @@ def _of_step(anatomy: Anatomy, shape: Shape) -> tuple[nn.Module | None, StepInpu
 def _of_decode(anatomy: Anatomy, shape: Shape, latents: tuple[int, ...]) -> tuple[Any, ...]:
     """Also what the last step was given by ControlNets and adapters, which pipelines hold to their end."""
     held: tuple[Tensor, ...] = ()
-    if anatomy.denoiser is not None:
+    if anatomy.denoiser is not None and anatomy.family.known:
         step = anatomy.family.step(anatomy, shape)
         held = (*step.residuals, *step.features, *step.held)
     return (*_of_one(anatomy, anatomy.autoencoder or "", latents)(), *held)

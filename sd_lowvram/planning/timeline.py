@@ -36,7 +36,7 @@ def courses_of(target: Any, plan: Plan) -> tuple[Course, ...]:
     Args:
         target: what was planned, or its anatomy.
     """
-    pricing = Pricing(target if isinstance(target, Anatomy) else anatomy_of(target), plan.request)
+    pricing = Pricing(target if isinstance(target, Anatomy) else anatomy_of(target, plan.settings), plan.request)
     planned = {(stage.name, stage.component): stage for stage in plan.stages}
     courses = []
     for stage in pricing.costs.stages:

@@ -74,6 +74,33 @@ def sd3() -> Any:
     return _quiet(diffusers.StableDiffusion3Pipeline(**parts, **dict.fromkeys(names)))
 
 
+def z_image() -> Any:
+    """ZImagePipeline, whose transformer is given lists, without its text encoder."""
+    sizes = {"dim": 64, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "cap_feat_dim": 64}
+    torch.manual_seed(0)
+    made = diffusers.ZImageTransformer2DModel(**sizes, axes_dims=[8, 4, 4], axes_lens=[256, 32, 32]).eval()
+    with torch.no_grad():
+        made.x_pad_token.fill_(1)
+        made.cap_pad_token.fill_(1)
+    parts = {"transformer": made, "vae": vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    return _quiet(diffusers.ZImagePipeline(**parts, text_encoder=None, tokenizer=None))
+
+
+def qwen_image() -> Any:
+    """QwenImagePipeline, whose autoencoder is one of frames, without its text encoder."""
+    torch.manual_seed(0)
+    made = diffusers.QwenImageTransformer2DModel(
+        out_channels=16, num_layers=3, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=64,
+        axes_dims_rope=(8, 4, 4),
+    ).eval()  # fmt: skip
+    frames = diffusers.AutoencoderKLQwenImage(
+        base_dim=16, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 16, latents_std=[1.0] * 16,
+    ).eval()  # fmt: skip
+    parts = {"transformer": made, "vae": frames, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    return _quiet(diffusers.QwenImagePipeline(**parts, text_encoder=None, tokenizer=None))
+
+
 def _quiet(pipe: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
     return pipe
