@@ -130,7 +130,7 @@ def policy_of(settings: Settings, denoises: bool, timing: Timing | None = None) 
     room = settings.weights_mib * MIB if settings.weights_mib is not None else None
     split = bool(settings.split_layers)
     if settings.offload == "halves":
-        return Policy("halves", room, split) if denoises else Policy("whole")
+        return Policy("halves", room, split, timing) if denoises else Policy("whole")
     kind: Literal["blocks", "layer"] = "blocks" if settings.offload == "blocks" else "layer"
     in_pieces = settings.guidance_in_turn or settings.residual_strips or settings.transformer_chunks
     timing = timing if denoises else None

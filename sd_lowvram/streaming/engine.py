@@ -101,7 +101,7 @@ class Stream:
         self._thread: int | None = None
         self._followed = False
         self._layers: dict[int, Layer] = {}
-        self._seen: dict[int, None] = {}
+        self._called: dict[str, None] = {}
         self._last: int | None = None
         self._room_taken: torch.cuda.Event | None = None
         self._there: set[int] = set()
@@ -187,6 +187,7 @@ class Stream:
             return looked_up(self._device, original, *args, **kwargs)
         if self._followed:
             return self._run_followed(module, original, *args, **kwargs)
+        self._called.setdefault(self._layers[id(module)].name)
         if len(numbers) > 1:
             return self._run_in_parts(module, numbers, original, *args, **kwargs)
         for number in numbers:
@@ -237,7 +238,7 @@ class Stream:
         if STAYING not in self._there:
             self._fetch(STAYING)
         self._lend(STAYING)
-        self._seen = {}
+        self._called = {}
 
     def _end(self) -> None:
         if self._followed:
@@ -277,7 +278,6 @@ class Stream:
         if self._last == number and number in self._lent:
             return
         self._last = number
-        self._seen.setdefault(number)
         for other in [one for one in self._passing if one != number and not self._is_needed(one)]:
             self._leave(other)
         if number not in self._there:
@@ -418,16 +418,19 @@ class Stream:
                 set_patch(self._later[key])
 
     def _learn(self) -> bool:
-        """Note in which order a model's first run used its blocks; whether that is news."""
+        """Note in which order a model's first run called its layers; whether that is news."""
         if self._is_fake() or self._policy.kind == "whole":
             return False
         news = False
-        names = [self._layout.blocks[number] for number in self._seen]
-        for component in {block.component for block in names} - self._orders.keys():
-            order = [block.name for block in names if block.component == component]
+        streamed = dict.fromkeys(layer.name for block in self._layout.blocks for layer in block.layers)
+        called = [name for name in self._called if name in streamed]
+        for component in {name.split(".")[0] for name in called}:
+            order = [name for name in called if name.split(".")[0] == component]
+            if set(order) <= set(self._orders.get(component, ())):
+                continue
             self._orders[component] = order
-            before = [block.name for block in self._layout.blocks if block.name in set(order)]
-            news = news or before != order
+            before = [name for name in streamed if name in set(order)]
+            news = news or (order != before and bool(self._layout.streamed))  # to what stays it does not matter
         if news:
             self._known = None
         return news

@@ -7,7 +7,6 @@ such a wrapper may look at the weights of what it wraps. Nothing is read here bu
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +22,6 @@ _HOLDERS = (nn.ParameterList, nn.ParameterDict)
 """Never called: what they hold is used by the module above."""
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """These read the weights of their children without calling them."""
-_LATER = ("mid_block", "middle_block", "up_blocks", "output_blocks")
-"""Children of a UNet that some classes define in another order than that in which they run."""
-_TURNS = ("resnets", "attentions")
-"""Lists whose modules run in turn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +61,7 @@ class Layer:
 
 
 def layers_of(components: Mapping[str, nn.Module]) -> list[Layer]:
-    """The layers of models by name, as far as that can be told in the order in which a run calls them.
+    """The layers of models by name, in the order in which they were defined: that of a run is seen when it calls them.
 
     Raises:
         ConflictError: weights that cannot be copied byte by byte (tensor subclasses of quantisers, the meta device).
@@ -93,7 +88,7 @@ def _below(name: str, module: nn.Module, seen: set[int], apart: bool = False) ->
         if tensors:
             yield Layer(name, module, tensors, whole=True)
         return
-    children = _children(module)
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
     holders = [child for _, child in children if isinstance(child, _HOLDERS)]
     own = (*own_tensors(module), *all_tensors(*holders))
     below = [layer for child, inner in children for layer in _below(f"{name}.{child}", inner, seen)]
@@ -101,22 +96,6 @@ def _below(name: str, module: nn.Module, seen: set[int], apart: bool = False) ->
         lookup = type(module) is nn.Embedding and module.max_norm is None
         yield Layer(name, module, own, around=bool(below), lookup=lookup)
     yield from below
-
-
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    lists = [(name, child) for name, child in children if name in _TURNS and isinstance(child, nn.ModuleList)]
-    if len(lists) == len(_TURNS):
-        others = [item for item in children if item not in lists]
-        lists.sort(key=lambda item: _TURNS.index(item[0]))
-        named = [[(f"{name}.{number}", one) for number, one in enumerate(child)] for name, child in lists]
-        pairs = itertools.zip_longest(*named)
-        return [one for pair in pairs for one in pair if one is not None] + others
-    return sorted(children, key=lambda item: _LATER.index(item[0]) + 1 if item[0] in _LATER else _last(item[0]))
-
-
-def _last(name: str) -> int:
-    return len(_LATER) + 1 if name in ("conv_norm_out", "conv_act", "conv_out", "norm_out", "out") else 0
 
 
 def _comes_whole(module: Any) -> bool:

@@ -22,7 +22,7 @@ from .pool import Pool
 from .schedule import Schedule, aligned, lay_out
 from .search import best_schedule, no_slower
 from .simulator import Copies
-from .timing import Timing, in_run_order, timed
+from .timing import Timing, as_called, in_run_order, timed
 
 STAYING = -1
 """The number of what stays whatever the schedule says."""
@@ -258,7 +258,7 @@ def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str
     """Blocks and places for ``layers``.
 
     Args:
-        orders: for each model that has run, the names of its blocks as it used them.
+        orders: for each model that has run, the names of its layers as it called them.
         near: as for :func:`best_schedule`.
 
     Raises:
@@ -266,8 +266,7 @@ def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str
     """
     if policy.timing is not None:
         layers = in_run_order(layers, policy.timing)
-    parts, room = _parted(layers, policy)
-    parts = Blocks(parts.staying, tuple(_ordered(parts.streamed, orders)), parts.lookups)
+    parts, room = _parted(_as_learned(layers, orders), policy)
     if room is not None and room < _least(parts):
         helps = not policy.split and _least(blocks_of(layers, _granularity(policy), _part(room, parts))) <= room
         raise _too_little(room, parts, ", or let layers be split (split_layers)" if helps else "")
@@ -349,13 +348,11 @@ def _schedule(parts: Blocks, policy: Policy, room: int | None, near: bool) -> Sc
     return ring
 
 
-def _ordered(blocks: Sequence[Block], orders: dict[str, list[str]]) -> list[Block]:
-    """The blocks that were seen in the order in which they were, in the places where these are now."""
-    places = {name: rank for order in orders.values() for rank, name in enumerate(order)}
-    result = list(blocks)
-    for component in orders:
-        seats = [number for number, block in enumerate(blocks) if block.component == component and block.name in places]
-        sitting = sorted((blocks[number] for number in seats), key=lambda block: places[block.name])
-        for seat, block in zip(seats, sitting, strict=True):
-            result[seat] = block
+def _as_learned(layers: Sequence[Layer], orders: dict[str, list[str]]) -> Sequence[Layer]:
+    """The layers of each model that has run in the order in which it called them, in the places of its layers."""
+    result = list(layers)
+    for component, order in orders.items():
+        seats = [number for number, layer in enumerate(layers) if layer.component == component]
+        for seat, layer in zip(seats, as_called([layers[number] for number in seats], order), strict=True):
+            result[seat] = layer
     return result

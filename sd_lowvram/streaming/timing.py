@@ -31,13 +31,18 @@ class Timing:
 def in_run_order(layers: Sequence[Layer], timing: Timing) -> list[Layer]:
     """``layers`` as a step uses them; one that is not seen to be used stays behind the one before it."""
     owners = {layer.name: [number] for number, layer in enumerate(layers)}
-    first: dict[int, int] = {}
-    for moment, (path, _) in enumerate(timing.spans):
-        for number in _owner(path, owners):
-            first.setdefault(number, moment)
+    first: dict[str, None] = {}
+    for path, _ in timing.spans:
+        first.update((layers[number].name, None) for number in _owner(path, owners))
+    return as_called(layers, list(first))
+
+
+def as_called(layers: Sequence[Layer], called: Sequence[str]) -> list[Layer]:
+    """``layers`` in the order in which these were ``called``, by name; one that was not stays behind the one before."""
+    moments = {name: moment for moment, name in enumerate(called)}
     rank, ranks = -1, []
-    for number in range(len(layers)):
-        rank = first.get(number, rank)
+    for layer in layers:
+        rank = moments.get(layer.name, rank)
         ranks.append(rank)
     return [layers[number] for number in sorted(range(len(layers)), key=ranks.__getitem__)]
 
