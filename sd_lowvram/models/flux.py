@@ -89,7 +89,9 @@ def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
 def came(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Came | None:
     """The packed latents in a call, and the size of the picture that the ids of their tokens tell."""
     given = dict(zip(("hidden_states", "", "", "", "img_ids"), args, strict=False)) | kwargs
-    latents, ids = given["hidden_states"], given["img_ids"]
+    latents, ids = given.get("hidden_states"), given.get("img_ids")
+    if not (isinstance(latents, Tensor) and isinstance(ids, Tensor)):
+        return None  # the call itself says what is missing
 
     def size() -> tuple[int, int]:
         rows, columns = (ids[..., 1:].reshape(-1, 2).max(0).values + 1).int().tolist()
