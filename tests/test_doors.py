@@ -115,7 +115,7 @@ def test_entry_points_are_found(tmp_path: Path) -> None:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
     (about / "entry_points.txt").write_text("[sd_lowvram]\ntheirs = theirs:enter\n")
     path = Path(os.pathsep.join([str(tmp_path), str(PACKAGE.parent)]))
-    assert "--toy" in run(path, "-m", "sd_lowvram", "generate", "--help", cwd=tmp_path)
+    assert "--toy" in run(path, "-m", "sd_lowvram", "generate", "--help-all", cwd=tmp_path)
     assert run(path, "-m", "sd_lowvram", "greet", "you", cwd=tmp_path) == "hello you\n"
 
 
