@@ -120,7 +120,7 @@ def _running(name: str, pipe: Any, size: int, steps: int) -> Iterator[None]:
         yield
         return
     asked: dict[str, Any] = {"width": size, "height": size, "steps": steps, "device": "cpu"}
-    chosen = plan(pipe, vram=least_budget(pipe, **asked) if OURS[name] else None, **asked)
+    chosen = plan(pipe, vram=f"{least_budget(pipe, **asked)} b" if OURS[name] else None, **asked)
     with attached(pipe, chosen.settings, device="cpu", timing=chosen.timing):
         yield
 
