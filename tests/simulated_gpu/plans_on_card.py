@@ -66,9 +66,12 @@ _HEAD = """# Plans on a simulated card of just their size
 Full-size models, shapes only, two steps and a decode on torch's own CUDA allocator over a simulated card
 (`tests/simulated_gpu/plans_on_card.py` wrote this). The card has just the bytes that the plan needs, the context's
 among them; its libraries take no workspace, as calibration sees. Budgets from the least (0) to the plain model's (1);
-MiB. *Reserved planned* holds a margin: of several orders in which operators may make their
-temporaries, the one that needs most. The first rows are drawn by a seed: sides of 264 to 1536 in steps of 8, batches,
-pictures to begin from, ControlNets, LoRAs; the others are listed.
+MiB.
+"""
+_DRAWN = """
+*Reserved planned* holds a margin: of several orders in which operators may make their temporaries, the one that needs
+most. The first rows are drawn by a seed: sides of 264 to 1536 in steps of 8, batches, pictures to begin from,
+ControlNets, LoRAs; the others are listed.
 """
 _HEADS = (
     "model", "size", "batch", "from", "budget", "peak planned", "peak", "reserved planned", "reserved", "ran",
@@ -210,7 +213,9 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     from sd_lowvram.files.tables import table
 
     yield _HEAD
-    rows = ((Case(*row[:6]), row[6:]) for row in report["rows"])
+    rows = [(Case(*row[:6]), row[6:]) for row in report["rows"]]
+    if any(case not in LISTED for case, _ in rows):
+        yield _DRAWN
     yield from table(_HEADS, (_cells(case, figures) for case, figures in rows))
 
 
