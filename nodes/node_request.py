@@ -60,12 +60,15 @@ class NodeRequest:
 
 
 def planned(anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
-    """The fastest settings that fit ``request`` beside the weights that the host keeps; the layout of maps is its own.
+    """The fastest settings that fit ``request`` beside the weights that the host keeps.
+
+    The layout of maps is the host's own, and so is inference mode, which no node attaches (``attachable``): a plan must
+    not count what our hook for it saves.
 
     Raises:
         BudgetError: nothing fits.
     """
-    fixed = dataclasses.replace(settings, channels_last=False, packed_weights=False)
+    fixed = dataclasses.replace(settings, channels_last=False, packed_weights=False, inference_mode=False)
     return plan_beside(host.loading(request.device), anatomy, request, fixed)
 
 

@@ -410,6 +410,15 @@ def test_what_comes_to_the_model_is_what_is_planned(pack, model) -> None:
     assert plan.request.shape.rows == 1 and plan.predicted.activation_bytes < both
 
 
+def test_a_plan_counts_no_hook_that_the_nodes_do_not_attach(pack, model) -> None:
+    """It did: inference mode's, by which a GEGLU is computed in place, so that a step held more than was foretold."""
+    _, record = optimize(pack, model, "1024GB")
+    settings = record.plans["denoise"].settings
+    attached = sys.modules[f"{pack.__name__}.nodes.node_request"].attachable(settings)
+    counted = {name for name, knob, value in settings.decided() if value and value != "none" and knob.hook_of(value)}
+    assert counted == {name for name in counted if getattr(attached, name)}
+
+
 def test_a_plan_that_changes_nothing_attaches_nothing(pack, model) -> None:
     node = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]()
     seen: list[Any] = []
