@@ -412,6 +412,14 @@ def test_the_live_table(monkeypatch):
     assert "0.png" in text and "gpu-0: line 2" in text and "a car" in text and "4 MiB cannot hold it" in text
 
 
+def test_line_breaks_in_the_names_of_pictures(here, tmp_path):
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "an apple", "output": "a\\nb.png"}\n')
+    done = here("jobs.jsonl", "--out", "pictures")
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert r"output 'a\nb.png' holds '\n', which no file's name should: leave it out" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs.jsonl"]
+
+
 def test_columns_are_the_options_of_generate():
     """Every option of generate but those that are about one run, and no other."""
     import inspect
