@@ -1,11 +1,16 @@
 """How fast devices are: named profiles for machines that one does not have.
 
 A GPU works off what the program has launched. Small pictures take the time of the launches, large ones that of the
-arithmetic, and between the two each waits for the other at times: the cube root of the sum of both cubes is what the
-published times of an RTX 2070 follow (`benchmarks/published.md`: 169 sizes). Its rates are fitted to the 13 squares
-among them, with a guided step of SD1.5 at 512x512 pinned to 0.171 s. The other profiles take the makers' figures for
-dense fp16 matrix work, fp32 arithmetic and bus, times the share of them that the RTX 2070 reached, and launches as
-fast as those of the published H100. They tell a plan's time to a factor of about two; calibration tells it better.
+work, and between the two each waits for the other at times: the cube root of the sum of both cubes is what the
+published times of an RTX 2070 follow (169 sizes of picture by each of three programs). A matrix product takes the time
+of its operations or of its bytes, whichever is longer; all else takes that of its bytes.
+
+Cards are told by their makers' figures: dense fp16 matrix work, fp32 arithmetic, memory, bus. What share of them a
+denoiser reaches, and how long a launch takes, is fitted to the 14 speeds of diffusers' page on memory and speed,
+seven cards with and without memory-efficient attention; each card's two are within 25 % by what the other six say
+(`python -m benchmarks published`, from a clone). The RTX 2070's operations and the processor beside it are fitted to
+the published times of pictures. All that is fitted and nothing measured: calibration tells the time of the machine at
+hand better.
 """
 
 from __future__ import annotations
@@ -22,18 +27,27 @@ THIS = "this"
 
 
 class Work(Protocol):
-    """What a stage or a part of it does, as a trace counts it."""
+    """What a part of a stage does, as a trace counts it."""
 
     @property
     def flops(self) -> int: ...
     @property
     def moved_bytes(self) -> int: ...
     @property
+    def product_bytes(self) -> int: ...
+    @property
     def packed_bytes(self) -> int: ...
     @property
     def copied_bytes(self) -> int: ...
     @property
     def operators(self) -> int: ...
+
+
+class Run(Work, Protocol):
+    """What a stage does, and its parts where they are known."""
+
+    @property
+    def spans(self) -> Sequence[Work]: ...
 
 
 @dataclass(frozen=True)
@@ -44,8 +58,7 @@ class Rates:
         name: what ``--gpu`` takes.
         title: for people.
         half_flops, float_flops: effective operations a second in 16 and 32 bits.
-        bandwidth: bytes a second of the device's own memory, for operators without matrix work; 0: contained in the
-            effective rates.
+        bandwidth: effective bytes a second of the device's own memory.
         copy_bandwidth: bytes a second between host and device memory.
         launch_seconds: that every operator costs the program that asks for it.
         vram_bytes: memory of the card.
@@ -55,6 +68,7 @@ class Rates:
         reading: bytes a second from a mapped file that the page cache has into memory for copies. What it has not comes
             at the disk's rate: about 3e9 from NVMe, 0.5e9 from SATA, 0.15e9 from a disk that turns.
         reordering: bytes a second of the same, for kernels of convolutions that are to lie channels last.
+        processor_flops: effective operations a second, in 32 bits, of the processor beside a GPU of another machine.
     """
 
     name: str
@@ -70,15 +84,26 @@ class Rates:
     queued: bool = False
     reading: float = 8.0e9
     reordering: float = 4.0e9
+    processor_flops: float = 0.0
 
-    def seconds(self, cost: Work, element_size: int) -> float:
-        """Time of one run of a stage whose arithmetic is in elements of ``element_size`` bytes."""
-        return self._together(self._working(cost, element_size), self._launching(cost)) + self._copying(cost)
+    def seconds(self, cost: Run, element_size: int, launched: int | None = None) -> float:
+        """Time of one run of a stage whose arithmetic is in elements of ``element_size`` bytes.
 
-    def shares(self, parts: Sequence[Work], element_size: int) -> list[float]:
-        """Time of each part of a run; together they take what the whole takes."""
+        Args:
+            launched: launches of the program; None: one for each operator.
+        """
+        working = sum(self._working(part, element_size) for part in cost.spans or (cost,))
+        launching = (cost.operators if launched is None else launched) * self.launch_seconds
+        return self._together(working, launching) + self._copying(cost)
+
+    def shares(self, parts: Sequence[Work], element_size: int, launched: Sequence[float] | None = None) -> list[float]:
+        """Time of each part of a run; together they take what the whole takes.
+
+        Args:
+            launched: launches of the program in each part; None: one for each operator.
+        """
         working = [self._working(part, element_size) for part in parts]
-        launching = [self._launching(part) for part in parts]
+        launching = [number * self.launch_seconds for number in launched or [part.operators for part in parts]]
         works, launches = sum(working), sum(launching)
         whole = self._together(works, launches)
         # With w and l the whole's two times, (w^3 + l^3)^(1/3) is w (w/whole)^2 + l (l/whole)^2.
@@ -95,74 +120,91 @@ class Rates:
         return (working**3 + launching**3) ** (1 / 3) if self.queued else working + launching
 
     def _working(self, cost: Work, element_size: int) -> float:
-        flops = self.half_flops if element_size <= 2 else self.float_flops
-        traffic = cost.moved_bytes / self.bandwidth if self.bandwidth else 0.0
-        traffic += cost.packed_bytes / self.packing if self.packing else 0.0
-        return cost.flops / flops + traffic
-
-    def _launching(self, cost: Work) -> float:
-        return cost.operators * self.launch_seconds
+        arithmetic = cost.flops / (self.half_flops if element_size <= 2 else self.float_flops)
+        if self.queued:
+            products = max(arithmetic, cost.product_bytes / self.bandwidth)
+            return products + (cost.moved_bytes - cost.product_bytes) / self.bandwidth
+        packing = cost.packed_bytes / self.packing if self.packing else 0.0
+        return arithmetic + cost.moved_bytes / self.bandwidth + packing
 
     def _copying(self, cost: Work) -> float:
         return cost.copied_bytes / self.copy_bandwidth
 
 
-# A guided step of SD1.5 at 512x512 is 1.607e12 operations and 734 launches as a trace counts them.
-_STEP_FLOPS, _STEP_LAUNCHES = 1.607e12, 734
-# The two that make it 0.171 s and, one fixed part for a picture besides, meet the published squares best.
-_RTX2070_FLOPS, _RTX2070_LAUNCH = 13.0e12, 199.0e-6
-# stable-fast's table for an H100: 104.6 steps a second replayed from a graph, 54.5 launched one by one.
-_H100_FLOPS = _STEP_FLOPS * 104.6
-_H100_LAUNCH = (54.5**-3 - 104.6**-3) ** (1 / 3) / _STEP_LAUNCHES
-_MATRIX_SHARE, _FLOAT_SHARE, _BUS_SHARE = _RTX2070_FLOPS / 59.7e12, 0.6, 0.75
+MATRIX_SHARE, MEMORY_SHARE, LAUNCH_SECONDS = 0.376, 0.485, 44e-6
+"""Of makers' figures what a denoiser reaches, and seconds of a launch: fitted to the page of diffusers."""
+
+_FLOAT_SHARE, _BUS_SHARE = 0.6, 0.75
+_RTX2070_FLOPS = 15.0e12
+PROCESSOR_FLOPS = 4.06e11
+"""Of an i7-9700K that decodes in fp32: as the RTX 2070's, fitted to the published times of pictures."""
+
+_H100_LAUNCH = 24e-6
+"""By stable-fast's table: 54.5 steps a second of SD1.5 launched one by one, 104.6 replayed from a graph."""
 
 
-def _card(name: str, title: str, matrix: float, fp32: float, bus: float, vram: float, source: str) -> Rates:
-    """A profile from makers' figures: TFLOP/s, GB/s of the bus in one direction, GiB. Without matrix units: 0."""
+def _card(
+    name: str,
+    title: str,
+    matrix: float,
+    fp32: float,
+    memory: float,
+    bus: float,
+    vram: float,
+    more: str = "",
+    half_flops: float = 0.0,
+    launch_seconds: float = LAUNCH_SECONDS,
+) -> Rates:
+    """A profile from makers' figures: TFLOP/s, GB/s of the memory and of the bus in one direction, GiB.
+
+    Args:
+        matrix: dense, in fp16; of makers that tell two, with sums in fp16 too. 0: the card has no matrix units.
+        more: where its figures come from besides.
+        half_flops: fitted for this card alone.
+    """
     single = fp32 * _FLOAT_SHARE * 1e12
-    half = matrix * _MATRIX_SHARE * 1e12 if matrix else single
-    copies, memory = bus * _BUS_SHARE * 1e9, int(vram * GIB)
-    return Rates(name, title, half, single, 0.0, copies, _H100_LAUNCH, memory, source, queued=True)
+    return Rates(
+        name=name,
+        title=title,
+        half_flops=half_flops or (matrix * MATRIX_SHARE * 1e12 if matrix else single),
+        float_flops=single,
+        bandwidth=memory * MEMORY_SHARE * 1e9,
+        copy_bandwidth=bus * _BUS_SHARE * 1e9,
+        launch_seconds=launch_seconds,
+        vram_bytes=int(vram * GIB),
+        source="; ".join(one for one in (_SPECIFICATION, more) if one),
+        queued=True,
+        processor_flops=PROCESSOR_FLOPS,
+    )
 
 
-_SPECIFICATION = "maker's specification times the share measured on the RTX 2070"
+_SPECIFICATION = "maker's figures times shares fitted to published speeds, not measured"
+_T4 = "matrix work as the TITAN RTX has it for each watt, as 70 W do not carry the figure of its sheet, 65"
 PROFILES = {
     card.name: card
     for card in (
-        _card("gtx1650", "GTX 1650", 0.0, 2.98, 15.75, 4, f"{_SPECIFICATION}; no matrix units, fp16 computes in fp32"),
-        Rates(
-            name="rtx2070",
-            title="RTX 2070",
+        _card("gtx1650", "GTX 1650", 0, 2.98, 128, 15.75, 4, "no matrix units, fp16 computes in fp32"),
+        _card(
+            "rtx2070", "RTX 2070", 59.7, 7.5, 448, 15.75, 8, "operations fitted to 39 published times of pictures",
             half_flops=_RTX2070_FLOPS,
-            float_flops=4.5e12,
-            bandwidth=0.0,
-            copy_bandwidth=12.0e9,
-            launch_seconds=_RTX2070_LAUNCH,
-            vram_bytes=8 * GIB,
-            source="measured: 0.171 s a guided step of SD1.5 at 512x512 in fp16, copies at 12 GB/s",
-            queued=True,
         ),
-        _card("rtx3050-laptop", "RTX 3050 laptop", 43.9, 5.5, 15.75, 4, _SPECIFICATION),
-        _card("rtx3060", "RTX 3060", 51.2, 12.7, 31.5, 12, _SPECIFICATION),
-        _card("rtx4060", "RTX 4060", 60.4, 15.1, 15.75, 8, _SPECIFICATION),
-        _card("rtx4090", "RTX 4090", 330.3, 82.6, 31.5, 24, _SPECIFICATION),
-        _card("t4", "Tesla T4", 65.1, 8.1, 15.75, 16, _SPECIFICATION),
-        _card("a10g", "A10G", 70.0, 31.5, 31.5, 24, _SPECIFICATION),
-        Rates(
-            name="h100",
-            title="H100",
-            half_flops=_H100_FLOPS,
-            float_flops=67.0e12 * _FLOAT_SHARE,
-            bandwidth=0.0,
-            copy_bandwidth=63.0e9 * _BUS_SHARE,
+        _card("rtx3050-laptop", "RTX 3050 laptop", 21.9, 5.5, 192, 15.75, 4),
+        _card("rtx3060", "RTX 3060", 51.2, 12.7, 360, 31.5, 12),
+        _card("rtx4060", "RTX 4060", 60.4, 15.1, 272, 15.75, 8),
+        _card("rtx4090", "RTX 4090", 330.3, 82.6, 1008, 31.5, 24),
+        _card("t4", "Tesla T4", 32.6, 4.1, 320, 15.75, 16, _T4),
+        _card("a10g", "A10G", 125.0, 31.5, 600, 31.5, 24, "matrix work as of the A10, the same chip"),
+        _card("a6000", "RTX A6000", 154.8, 38.7, 768, 31.5, 48),
+        _card("titan-rtx", "TITAN RTX", 130.5, 16.3, 672, 15.75, 24),
+        _card("a100-40gb", "A100 40GB", 312.0, 19.5, 1555, 31.5, 40),
+        _card("a100-80gb", "A100 80GB", 312.0, 19.5, 2039, 31.5, 80),
+        _card(
+            "h100", "H100", 989.0, 67.0, 3350, 63.0, 80, "launches by 54.5 published steps a second of SD1.5",
             launch_seconds=_H100_LAUNCH,
-            vram_bytes=80 * GIB,
-            source="published: SD1.5 at 512x512 in fp16, 104.6 guided steps a second from a graph, 54.5 without",
-            queued=True,
         ),
-        _card("h200", "H200", 989.0, 67.0, 63.0, 141, _SPECIFICATION),
+        _card("h200", "H200", 989.0, 67.0, 4800, 63.0, 141, "launches as of the H100", launch_seconds=_H100_LAUNCH),
     )
-}
+}  # fmt: skip
 
 
 def profile(name: str) -> Rates:

@@ -12,6 +12,7 @@ import torch
 
 from ..devices.compiling import Compiling, compiling_of
 from ..devices.performance import THIS
+from ..devices.this_machine import rates_of
 from ..hooks.channels_last import reordered
 from ..hooks.compiled import is_compiled, kinds_of, were_compiled
 from ..hooks.deep_cache import deep_stations
@@ -36,9 +37,6 @@ from .plan import Candidate, StagePlan
 from .request import Budget, Request
 from .stage_costs import Costs, Step, Weights
 from .stages import CONTROL, Stage
-
-_ASSUMED_CPU_FLOPS = 1e11
-"""Operations a second of a CPU that decodes beside a GPU: an assumption, as no profile has it."""
 
 _PINNED_STEP = 256 * MIB
 
@@ -66,6 +64,7 @@ class Pricing:
         self._traced_whole: set[tuple[Any, ...]] = set()
         self._bytes_in_files: dict[str, tuple[int, int]] | None = None
         self._timings: dict[Any, Timing] = {}
+        self._calls: dict[tuple[int, int, bool], tuple[Figures, float]] = {}
         self._arithmetics: dict[tuple[str, str | None], Arithmetic] = {}
 
     def whole(self, base: Settings, options: Iterable[Candidate]) -> Candidate:
@@ -160,8 +159,7 @@ class Pricing:
         widened = weights[stage.component] if stays and self._arithmetic(stage.component, settings).overflows else 0
         held = max(0, widened - cost.activation_bytes)  # of a type too narrow, until all are in the wider one
         recorded = bool(settings.cuda_graphs) and stage.component == self.anatomy.denoiser
-        launched = dataclasses.replace(cost, operators=0) if recorded else cost
-        plain = self.request.rates.seconds(launched, self._arithmetic(stage.component, settings).dtype.itemsize)
+        plain = self._once(stage, settings, cost, recorded)
         plain *= self._computed(stage, settings, cost) / self._gain(stage, settings)
         return StagePlan(
             name=stage.name,
@@ -190,6 +188,18 @@ class Pricing:
             locked_bytes=(locked + cost.host_peak_bytes + (RING_BYTES if unlocked else 0)) if locks else 0,
             unlocked_bytes=unlocked,
         )
+
+    def _once(self, stage: Stage, settings: Settings, cost: Figures, recorded: bool) -> float:
+        """Seconds of one call of a stage, its weights being there.
+
+        Args:
+            recorded: whether the program launches one graph in place of every operator.
+        """
+        size = self._arithmetic(stage.component, settings).dtype.itemsize
+        key = id(cost), size, recorded
+        if key not in self._calls:  # the figures are kept beside, so that no others get their id
+            self._calls[key] = cost, self.request.rates.seconds(cost, size, 1 if recorded else None)
+        return self._calls[key][1]
 
     def _computed(self, stage: Stage, settings: Settings, cost: Figures) -> float:
         """The share of a traced step's time that a step takes on average, where some pass over deep layers."""
@@ -340,9 +350,16 @@ class Pricing:
             least_host_bytes=others - resident + cost.peak_bytes + cost.host_peak_bytes,
             held_bytes=sum(weights.values()) + cost.allocated_bytes,
             largest_bytes=0,
-            seconds=cost.flops / _ASSUMED_CPU_FLOPS,
+            seconds=self._on_processor(cost),
             choice=choice,
         )
+
+    def _on_processor(self, cost: Figures) -> float:
+        """Seconds of a stage on the processor beside the GPU; calibrated where that is this machine's."""
+        rates = self.request.rates
+        if rates.name == THIS:
+            return rates_of(torch.device("cpu")).seconds(cost, torch.float32.itemsize)
+        return cost.flops / rates.processor_flops
 
     def timing(self, stage: Stage, settings: Settings) -> Timing:
         """How long the modules of a stage take, weights being there, and what it costs to bring those."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..memory.repeats import times
+from .memory_formats import wanted_format
 
 aten = torch.ops.aten
 
@@ -25,6 +26,7 @@ class Span:
         path: dotted name of the module, "" for what runs outside of all.
         flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
         moved_bytes: what all operators read and write, each for itself.
+        product_bytes: of these, what the operators do that are counted in ``flops``.
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
@@ -35,6 +37,7 @@ class Span:
     path: str
     flops: int = 0
     moved_bytes: int = 0
+    product_bytes: int = 0
     copied_bytes: int = 0
     operators: int = 0
     packed_bytes: int = 0
@@ -51,12 +54,20 @@ class Work:
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    def count(self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0, held_bytes: int = 0) -> None:
-        """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others."""
+    def count(
+        self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0, held_bytes: int = 0, besides: int = 0
+    ) -> None:
+        """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others.
+
+        Args:
+            held_bytes: on the device while it runs.
+            besides: bytes that its library moves by kernels before and after it.
+        """
         span, passes = self._span(path), times()
         span.operators += passes
         span.flops += flops * passes
-        span.moved_bytes += moved_bytes * passes
+        span.moved_bytes += (moved_bytes + besides) * passes
+        span.product_bytes += moved_bytes * passes if flops else 0
         span.packed_bytes += packed_bytes * passes
         span.held_bytes = max(span.held_bytes, held_bytes)
 
@@ -81,7 +92,7 @@ def moved(args: Any, result: Any) -> int:
     total = 0
     for value in (*args, result):
         if isinstance(value, Tensor):
-            total += value.numel() * value.element_size()
+            total += nbytes(value)
         elif isinstance(value, (list, tuple)):
             total += moved(value, None)
     return total
@@ -136,7 +147,31 @@ _WEIGHT = {aten.convolution.default: 1, aten.addmm.default: 2, aten.mm.default: 
 def packed(func: Any, args: Any) -> int:
     """Bytes of the weight among the arguments of ``func``, if it is an operator that has one."""
     place = _WEIGHT.get(func)
-    return 0 if place is None else args[place].numel() * args[place].element_size()
+    return 0 if place is None else nbytes(args[place])
+
+
+def passed_besides(func: Any, args: Any, result: Any, hidden: int) -> int:
+    """Bytes that a GPU's library reads and writes for an operator besides its arguments and its result.
+
+    A copy in another order is written and read. cuDNN convolves half types with maps channels last: where neither map
+    nor weight is, it brings both into that order, and the result back. torch adds a convolution's bias by a kernel of
+    its own, and reads a map for GroupNorm's statistics before it reads it again.
+
+    Args:
+        hidden: bytes of the copies that are known.
+    """
+    if func is aten.native_group_norm.default:
+        return 2 * hidden + nbytes(args[0])
+    if func is not aten.convolution.default:
+        return 0
+    image, weight, bias = args[:3]
+    biased = 0 if bias is None else 2 * nbytes(result)
+    half = image.element_size() <= 2 and wanted_format(image, weight) is torch.contiguous_format
+    return 2 * hidden + biased + (2 * (nbytes(image) + nbytes(weight) + nbytes(result)) if half else 0)
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 # These only reserve memory.

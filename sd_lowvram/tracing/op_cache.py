@@ -40,6 +40,7 @@ class Recipe(NamedTuple):
     flops: int = 0
     moved: int = 0
     packed: int = 0
+    besides: int = 0
 
 
 def is_repeatable(func: Any) -> bool:

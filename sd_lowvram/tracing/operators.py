@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compat.private import is_composite
 from ..memory.accounts import on_cpu
-from .flop_counter import COPIES, FLOPS, IDLE
+from .flop_counter import COPIES, FLOPS, IDLE, nbytes
 from .memory_formats import wanted_format
 from .op_cache import is_repeatable
 
@@ -69,10 +69,6 @@ def describe(func: Any) -> Operator:
 
 # They share the memory of their argument, and their schemas keep it from autograd.
 _UNDECLARED_VIEWS = frozenset(f"aten::{name}" for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _copied(wanted: torch.memory_format, *tensors: Tensor) -> int:

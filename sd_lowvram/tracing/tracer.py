@@ -23,11 +23,11 @@ from ..memory.threads import Redirected, at_rest
 from .collector import no_collection
 from .equal_calls import EqualCalls
 from .fake_tensors import Registry, fake_of, faked, modules_of
-from .flop_counter import Span, Work, attention_flops, moved, packed
+from .flop_counter import Span, Work, attention_flops, moved, nbytes, packed, passed_besides
 from .layout_rules import recipe_of
 from .ledger import Ledger, Timeline
 from .op_cache import Recipe, made_of, make, signature
-from .operators import Operator, describe, nbytes
+from .operators import Operator, describe
 from .sdpa import traced_attention
 from .uncompiled import CAN_REST, uncompiled
 
@@ -57,6 +57,7 @@ class Figures:
             ``measured_peak`` reports, and the allocator sees where the device is the CPU.
         flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
         moved_bytes: what all operators read and write, each for itself.
+        product_bytes: of these, what the operators do that are counted in ``flops``.
         copied_bytes: what crosses between the device's account and the host's.
         operators: how many ran, views not counted: on a GPU, about the number of kernel launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
@@ -76,6 +77,7 @@ class Figures:
     allocated_peak_bytes: int
     flops: int
     moved_bytes: int
+    product_bytes: int
     copied_bytes: int
     operators: int
     packed_bytes: int
@@ -265,7 +267,7 @@ class _Tracer(TorchDispatchMode):
             self.ledger.passing(workspace)
         if operator.moves:
             held = self.ledger.live["device"] + recipe.hidden
-            self.work.count(self.ledger.path, recipe.flops, recipe.moved, recipe.packed, held)
+            self.work.count(self.ledger.path, recipe.flops, recipe.moved, recipe.packed, held, recipe.besides)
         if operator.copies:
             self._count_crossing(args, result)
 
@@ -333,7 +335,8 @@ def _recipe(func: Any, operator: Operator, args: tuple[Any, ...], result: Any) -
         return Recipe(made, container)
     hidden = 0 if operator.hidden is None else operator.hidden(args, result)
     flops = 0 if operator.flops is None else operator.flops(args, result)
-    return Recipe(made, container, hidden, flops, moved(args, result), packed(func, args))
+    besides = 0 if on_cpu() else passed_besides(func, args, result, hidden)
+    return Recipe(made, container, hidden, flops, moved(args, result), packed(func, args), besides)
 
 
 @contextlib.contextmanager

@@ -83,10 +83,25 @@ def test_operators_are_counted_as_a_trace_counts_them() -> None:
     assert counted.number == trace(layers, *inputs).operators == 40
 
 
-def test_a_guided_step_of_the_rtx2070_is_pinned() -> None:
-    step = dataclasses.replace(NOTHING, flops=1_606_546_882_560, operators=734)  # SD1.5 at 512x512, as traced
-    assert PROFILES["rtx2070"].seconds(step, 2) == pytest.approx(0.171, rel=0.005)
-    assert 1 / PROFILES["h100"].seconds(step, 2) == pytest.approx(54.5, rel=0.005)
+STEP = dataclasses.replace(NOTHING, flops=1_606_546_882_560, operators=734)
+"""A guided step of SD1.5 at 512x512 in fp16, as traced, its bytes aside."""
+LAST = dataclasses.replace(STEP, moved_bytes=8_796_072_872, product_bytes=3_783_701_128)
+FULL = dataclasses.replace(STEP, moved_bytes=25_731_873_704, product_bytes=12_571_101_832, operators=894)
+
+
+@pytest.mark.parametrize("card", PROFILES)
+def test_scores_that_are_written_take_a_card_time(card: str) -> None:
+    assert PROFILES[card].seconds(FULL, 2) > 1.1 * PROFILES[card].seconds(LAST, 2)
+
+
+def test_a_product_takes_the_longer_of_operations_and_bytes_and_all_else_its_bytes() -> None:
+    card = dataclasses.replace(PROFILES["t4"], half_flops=1e12, bandwidth=1e11)
+    product = dataclasses.replace(NOTHING, flops=10**12, product_bytes=10**9, moved_bytes=10**9)
+    assert card.seconds(product, 2) == pytest.approx(1.0)
+    thin = dataclasses.replace(product, product_bytes=2 * 10**11, moved_bytes=2 * 10**11)
+    assert card.seconds(thin, 2) == pytest.approx(2.0)
+    followed = dataclasses.replace(product, moved_bytes=10**9 + 10**11)
+    assert card.seconds(followed, 2) == pytest.approx(2.0)
 
 
 def test_launches_hide_behind_the_arithmetic_of_large_pictures() -> None:

@@ -46,8 +46,8 @@ def group_norm(
     chunk = max(1, _CHUNK // width, -(-pixels // _MOST_CHUNKS))
     chunks = -(-pixels // chunk)
     partial = torch.empty(count * groups, chunks, 2, dtype=torch.float32, device=x.device)
-    if is_fake(x):
-        partial.copy_(x.sum(dtype=torch.float32).detach())
+    if is_fake(x):  # as many operators as there are kernels, which read and write what these do
+        x.sum(dtype=torch.float32)
         return x.neg()
     x, strides = with_rows_joined(x)
     out = torch.empty_like(x)
