@@ -31,7 +31,7 @@ from sd_lowvram.streaming.layers import layers_of
 from sd_lowvram.streaming.policies import POLICIES
 from sd_lowvram.streaming.search import best_schedule, bound
 from sd_lowvram.streaming.simulator import Copies, simulate
-from sd_lowvram.streaming.timing import Timing, in_run_order, timed
+from sd_lowvram.streaming.timing import Timing, in_run_order, timed, timing_of
 from sd_lowvram.tracing.fake_model import fake_copy
 from sd_lowvram.units import MIB
 
@@ -91,9 +91,8 @@ def table(model: str, width: int, height: int, cards: Sequence[Rates]) -> list[R
     layers = layers_of(fake_copy(unet, FakeTensorMode()).components)
     rows = []
     for rates in cards:
-        copies = Copies(rates.copy_bandwidth)
-        shares = zip(spans, rates.shares(spans, 2), strict=True)
-        timing = Timing(tuple((f"{stage.component}.{span.path}", seconds) for span, seconds in shares), copies)
+        denoiser, copies = unet.components[stage.component], Copies(rates.copy_bandwidth)
+        timing = timing_of(stage.component, denoiser, spans, rates, 2, copies)
         parts = blocks_of(in_run_order(layers, timing))
         rows += [_row(parts, timing, share, model, f"{width}x{height}", rates) for share in SHARES]
     return rows

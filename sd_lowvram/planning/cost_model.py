@@ -27,7 +27,7 @@ from ..models.latents import latent_channels, latent_size
 from ..settings import STREAMED, Fidelity, Settings
 from ..streaming.host_weights import RING_BYTES, bytes_also_in_files
 from ..streaming.simulator import Copies
-from ..streaming.timing import Timing
+from ..streaming.timing import Timing, timing_of
 from ..tracing.tracer import Figures
 from ..units import MIB
 from ..weights import all_tensors
@@ -369,11 +369,11 @@ class Pricing:
         key = stage.name, stage.component, resident, pinned
         if key not in self._timings:
             size = self._arithmetic(stage.component, settings).dtype.itemsize
-            paths = [f"{stage.component}.{span.path}" for span in cost.spans]
-            seconds = tuple(zip(paths, self.request.rates.shares(cost.spans, size), strict=True))
+            model, copies = self.anatomy.components[stage.component], self._copies(stage, settings, pinned)
+            timing = timing_of(stage.component, model, cost.spans, self.request.rates, size, copies)
             alone = CONTROL not in self.anatomy.components  # which takes its turn in the ring, and has maps of its own
             maps = tuple(span.held_bytes for span in cost.spans) if alone else ()
-            self._timings[key] = Timing(seconds, self._copies(stage, settings, pinned), maps)
+            self._timings[key] = dataclasses.replace(timing, maps=maps)
         return self._timings[key]
 
     def step(self, stage: Stage, settings: Settings) -> Step:
