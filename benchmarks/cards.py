@@ -14,7 +14,7 @@ from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.files.tables import table
 from sd_lowvram.files.whole import write_json
-from sd_lowvram.planning.request import request_for
+from sd_lowvram.planning.as_others import request_by
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, MIB, format_time
@@ -44,10 +44,8 @@ def run(cards: Sequence[str] = CARDS, model: str = "sd15", *, out: Path | None) 
 
 
 def _cell(model: str, card: str, side: int, name: str) -> dict[str, Any]:
-    rates = profile(card)
     anatomy = meta_anatomy(model, torch.float16)
-    sizes: dict[str, Any] = {"width": side, "height": side, "steps": _STEPS, "device": "cuda", "rates": rates}
-    request = request_for(anatomy, vram=rates.vram_bytes, ram=_RAM, **sizes)
+    request = request_by(name, anatomy, gpu=card, ram=_RAM, width=side, height=side, steps=_STEPS)
     try:
         predicted = make_plan(anatomy, request, Settings.policy(name)).predicted
     except BudgetError as error:

@@ -94,18 +94,16 @@ def _foretelling(model: str | None, gpu: str, vram: str | None, steps: int, poli
     import torch
 
     from sd_lowvram.checkpoints.meta_model import meta_anatomy
-    from sd_lowvram.devices.performance import profile
-    from sd_lowvram.planning.request import request_for
+    from sd_lowvram.planning.as_others import request_by
     from sd_lowvram.planning.search import make_plan
 
-    card = profile(gpu)
     anatomy = meta_anatomy(model, torch.float16)
-    budget = card.vram_bytes if vram is None else parse_size(vram)
+    budget = None if vram is None else parse_size(vram)
 
     def timed(height: int, width: int) -> Cell:
-        sides: dict[str, Any] = {"width": width, "height": height, "steps": steps, "device": "cuda", "rates": card}
+        request = request_by(policy, anatomy, gpu=gpu, vram=budget, width=width, height=height, steps=steps)
         try:
-            plan = make_plan(anatomy, request_for(anatomy, vram=budget, **sides), Settings.policy(policy))
+            plan = make_plan(anatomy, request, Settings.policy(policy))
         except BudgetError as error:
             return {"needed_bytes": error.needed_bytes}
         return {"seconds": plan.predicted.seconds, "peak_bytes": plan.predicted.peak_bytes}

@@ -66,7 +66,7 @@ def plan(
 
         asked: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps}
         asked |= {"guidance": guidance, "max_size": max_size, "model": model, "vram": vram, "ram": ram, "gpu": gpu}
-        asked |= {"approximate": approximate, "pictures": pictures}
+        asked |= {"approximate": approximate, "pictures": pictures, "policy": policy}
         check_given(model=model, gpu=gpu, policy=policy)
         chosen = checked_settings(settings or {}, policy)
         check_run(width, height, steps, batch, vram, ram)
@@ -164,13 +164,11 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
 
     from ..checkpoints.meta_model import meta_anatomy
     from ..devices.info import default_device, dtype_on
-    from ..devices.performance import profile
-    from ..planning.request import request_for
+    from ..planning.as_others import request_by
 
-    rates = profile(asked["gpu"]) if asked["gpu"] else None
-    device = torch.device("cuda") if rates else default_device()
-    vram = rates.vram_bytes if rates and asked["vram"] is None else asked["vram"]
+    device = torch.device("cuda") if asked["gpu"] else default_device()
     anatomy = meta_anatomy(asked["model"], dtype_on(device))
-    size: dict[str, Any] = {name: asked[name] for name in ("width", "height", "batch", "steps", "pictures")}
+    named = ("gpu", "vram", "ram", "width", "height", "batch", "steps", "pictures")
     passes = 2 if asked["guidance"] else 1
-    return anatomy, request_for(anatomy, **size, passes=passes, device=device, rates=rates, vram=vram, ram=asked["ram"])
+    given: dict[str, Any] = {name: asked[name] for name in named}
+    return anatomy, request_by(asked["policy"], anatomy, **given, passes=passes, device=device)

@@ -1,18 +1,49 @@
-"""A pipeline run by a named policy, whether it is knobs of ours, diffusers' own calls, or a plan."""
+"""A run by a named policy, foretold or made, whether it is knobs of ours, diffusers' own calls, or a plan."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from ..devices.performance import profile
+from ..models.anatomy import Anatomy
 from ..policies.named import check_policy, policy
 from ..policies.offloading import CALLS
 from ..session import attach, attached
 from ..settings import Settings
 from .plan import Plan
+from .request import Request, request_for
+
+
+def request_by(
+    name: str | None, anatomy: Anatomy, *, gpu: str | None = None, vram: int | None = None, **asked: Any
+) -> Request:
+    """The request for a run of ``anatomy``'s models by the policy ``name``, on the named card ``gpu`` or here.
+
+    On a named card it is the program itself whose time is foretold, with what it takes over its launches; here its
+    knobs are ours, and so is the time.
+
+    Args:
+        vram: bytes; None: all that the card has, or what is free here.
+        asked: as of :func:`request_for`.
+
+    Raises:
+        BadInputError: no such card. SettingsError: no such policy.
+    """
+    if gpu is None:
+        return request_for(anatomy, vram=vram, **asked)
+    rates = profile(gpu)
+    launches = 1.0 if name is None else policy(name).launches
+    if launches != 1.0:
+        told = f"{rates.source}; a launch of {name}'s program {launches:g} times as long, fitted too"
+        rates = dataclasses.replace(rates, launch_seconds=launches * rates.launch_seconds, source=told)
+    vram = rates.vram_bytes if vram is None else vram
+    return request_for(anatomy, vram=vram, rates=rates, **asked | {"device": "cuda"})
+
 
 Way = Callable[[], contextlib.AbstractContextManager[Any]]
 """A context that can be entered again and again; the pipeline that it gives runs by the policy inside."""
