@@ -43,7 +43,7 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Where it was measured to be faster on the card; hosts' own code acts between the denoiser's layers, which a
+    """Where it is known to be faster on the card; hosts' own code acts between the denoiser's layers, which a
     recorded pass would not call."""
     anatomy = target.anatomy
     if anatomy.denoiser is None or anatomy.family.hosted or anatomy.kept or is_followed(target.fixed):

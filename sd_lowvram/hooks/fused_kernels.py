@@ -53,7 +53,7 @@ def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) ->
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Where they were measured to be faster."""
+    """Where they are known to be faster."""
     anatomy = target.anatomy
     tiled = anatomy.vae is not None and autoencoder.dissect(anatomy.vae) is not None
     if target.is_faster(*FUSED) and (anatomy.residual_blocks or tiled):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..devices.compiling import Compiling
+from ..devices.performance import THIS
 from ..errors import BudgetError
 from ..hooks.compiled import is_compiled
 from ..settings import Settings
@@ -116,7 +117,7 @@ def reasons(
         sentences.append(_locked(best, unlocked_seconds))
     if chosen.vae_tiles == "exact":
         sentences.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
-    if chosen.decoder_device == "cpu":
+    if any(stage.choice.get("decoder_device") == "cpu" for stage in best.stages):
         sentences.append("decoding on the CPU: the device cannot hold the decoder")
     left = format_size(request.vram - best.needed_bytes)
     if is_compiled(chosen) and compiling is not None:
@@ -125,6 +126,7 @@ def reasons(
         )
     if chosen.cuda_graphs:
         sentences.append(f"{left} left: the denoiser's passes are recorded once and replayed")
+    sentences += _by_the_model(request, chosen)
     if chosen.packed_weights:
         sentences.append(f"{left} left beside large weights that are kept in the order of the CPU's kernels, too")
     sentences += _unknown(request, chosen)
@@ -157,6 +159,15 @@ def _unknown(request: Request, chosen: Settings) -> list[str]:
     if chosen.attention != "cudnn" or request.overhead.attention_share is not None:
         return []
     return ["what cuDNN's attention holds beside tensors is not in the peak: `doctor --calibrate` on the card tells"]
+
+
+def _by_the_model(request: Request, chosen: Settings) -> list[str]:
+    if request.rates.name == THIS or not (chosen.cuda_graphs or chosen.fused_kernels):
+        return []
+    return [
+        "by the time model: on the card itself fused kernels and recorded passes are taken once `sd-lowvram doctor "
+        "--calibrate` has measured them to be faster there"
+    ]
 
 
 def _locked(best: Candidate, seconds: float) -> str:

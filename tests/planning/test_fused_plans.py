@@ -40,11 +40,20 @@ def test_measured_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(monkeypatch, {"group_norm": 1.4, "geglu": 1.1}).settings.fused_kernels is True
 
 
-@pytest.mark.parametrize(
-    ("gains", "rates"), [({}, HERE), ({"group_norm": 1.4, "geglu": 0.97}, HERE), ({"group_norm": 2.0}, ELSEWHERE)]
-)
-def test_not_measured_or_not_faster(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], rates: Any) -> None:
-    assert planned(monkeypatch, gains, rates).settings.fused_kernels is None
+@pytest.mark.parametrize("gains", [{}, {"group_norm": 1.4, "geglu": 0.97}])
+def test_not_measured_or_not_faster(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float]) -> None:
+    assert planned(monkeypatch, gains).settings.fused_kernels is None
+
+
+def test_a_named_card_has_the_kernels_and_the_recordings_that_the_time_model_finds_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = Settings(fused_kernels=False, cuda_graphs=False)
+    slow, found = (planned(monkeypatch, {}, ELSEWHERE, settings) for settings in (plain, NOTHING))
+    assert found.settings.fused_kernels is True and found.settings.cuda_graphs is True
+    assert found.predicted.seconds < slow.predicted.seconds and found.fidelity < Fidelity.APPROXIMATE
+    assert any("doctor --calibrate" in reason for reason in found.reasons)
+    assert not any("doctor --calibrate" in reason for reason in slow.reasons)
 
 
 ATTENTION = {"attention, 40": 1.2, "attention, 512": 1.1}
@@ -66,7 +75,7 @@ def test_attention_that_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> N
 def test_compiled_blocks_leave_our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler cannot look through it: plans with it are beside those that are compiled."""
     for module in (cost_model, compiled):
-        monkeypatch.setattr(module, "compiling_of", lambda rates, device: Compiling(1.5, 0.1, 0.1))
+        monkeypatch.setattr(module, "compiling_of", lambda rates, device: Compiling(1.5, 0.001, 0.001))
     monkeypatch.setattr(compiled.compiler, "refusal", lambda device: None)
     found = planned(monkeypatch, ATTENTION).settings
     assert found.compile == "regional" and found.attention is None
@@ -79,7 +88,6 @@ def test_recording_that_was_measured_as_faster(monkeypatch: pytest.MonkeyPatch) 
     assert "recorded once and replayed" in " ".join(found.reasons)
     for other in (
         planned(monkeypatch, {RECORDED: 0.99}),
-        planned(monkeypatch, {RECORDED: 1.5}, ELSEWHERE),
         planned(monkeypatch, {RECORDED: 1.5}, settings=Settings(cuda_graphs=False)),
         planned(monkeypatch, {RECORDED: 1.5}, settings=Settings(park_skips=True)),
         planned(monkeypatch, {RECORDED: 1.5}, settings=Settings(offload="layer")),
@@ -94,6 +102,18 @@ def decoding(monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], vram: int
     rates = Rates(name, name, 1e11, 1e11, 1e10, 1e10, 1e-6, 16 * GIB, "a test's")
     request = Request(512, 512, 1, vram, 8 * GIB, torch.device("cpu"), rates)
     return search.make_plan(anatomy_of_components("diffusers", vae), request, Settings())
+
+
+@pytest.mark.parametrize("of_processor", [1e11, 4e11])
+def test_a_decode_on_the_processor_at_hand_takes_what_was_calibrated(
+    monkeypatch: pytest.MonkeyPatch, of_processor: float
+) -> None:
+    slow = Rates(THIS, "a processor", of_processor, of_processor, 1e12, 1e10, 0.0, 0, "a test's")
+    monkeypatch.setattr(cost_model, "rates_of", lambda device: slow)
+    vae = build_components(architecture("sd15"), torch.float16, "meta", only=("vae",))
+    request = Request(512, 512, 1, 8 * GIB, 8 * GIB, torch.device("cuda"), HERE)
+    found = search.make_plan(anatomy_of_components("diffusers", vae), request, Settings(decoder_device="cpu"))
+    assert found.predicted.seconds == pytest.approx(2.5e12 / of_processor, rel=0.05)  # operations of a decode in fp32
 
 
 def test_winograd_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
