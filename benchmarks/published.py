@@ -1,56 +1,86 @@
-"""Times that plans foretell beside times that were published for the same pictures, size by size.
+"""Times that plans foretell beside times that were published for the same work, size by size and card by card.
 
-The published ones hold what a plan does not: the program around the model, and the picture's way into a file. That is
-one number for all sizes, fitted to the squares; the sizes that are no squares then judge the time model.
+What a plan says is what `sd-lowvram plan --policy NAME --gpu CARD` says. Beside it stands what the time model says
+where its figures are fitted to the other programs, or to the other cards, alone.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Iterable, Iterator
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sd_lowvram import progress
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
-from sd_lowvram.devices.performance import profile
+from sd_lowvram.devices.performance import Rates, profile
 from sd_lowvram.files.tables import table
-from sd_lowvram.files.whole import write_json
-from sd_lowvram.planning.request import request_for
-from sd_lowvram.planning.search import make_plan
+from sd_lowvram.planning.as_others import request_by
+from sd_lowvram.planning.plan import Plan
+from sd_lowvram.planning.search import Search, planned
 from sd_lowvram.settings import Settings
+from sd_lowvram.tracing.tracer import Figures
 from sd_lowvram.units import GIB
 
-from .tables import begun, written
+from .tables import written
 
 _FOLDER = Path(__file__).parent / "published_times"
 PUBLISHED = ("basujindal-turbo", "consciencia-turbo", "consciencia-modified")
 """The matrices that are here, by the policy that they are of."""
 
-_SAMPLES = 20
-_WORST = 5
-"""So many of the sizes that are farthest off are told."""
+_CARD, _SAMPLES, _WORST = "rtx2070", 20, 5
 _RAM = 32 * GIB
+_ROUNDS, _NEAR = 12, 1e-3
+_PROCESSOR_BY_ITS_MAKER = 0.6 * 8 * 32 * 3.6e9
+"""Operations a second of an i7-9700K: cores, operations of a cycle, cycles, and the share of fp32 of the cards."""
+
+_PLAIN = Settings.policy("diffusers-default")
+_KINDS = {"full": dataclasses.replace(_PLAIN, attention="sliced", attention_mib=65536), "memory_efficient": _PLAIN}
+"""Columns of diffusers' page, and settings with that kind of attention."""
+
+_anatomy = functools.cache(lambda: meta_anatomy("sd15", torch.float16))
 
 Size = tuple[int, int]
 """Height and width of a picture."""
 
 
-class Planned(NamedTuple):
-    """Seconds of a plan: on the card, and of a decode on the processor, whose speed is assumed."""
+@dataclass(frozen=True)
+class Foretold:
+    """A plan, and the work that its time is of.
 
-    on_card: float
-    on_processor: float
+    Attributes:
+        parts: calls of a stage on the card, and what one does.
+        away: operations of what runs on the processor.
+    """
+
+    plan: Plan
+    parts: list[tuple[int, Figures]]
+    away: int
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.predicted.seconds
+
+    def by(self, rates: Rates) -> float:
+        """Seconds that the plan would say of a card with these rates."""
+        return self.seconds + self._worked(rates) - self._worked(self.plan.request.rates)
+
+    def _worked(self, rates: Rates) -> float:
+        here = sum(calls * rates.seconds(figures, 2) for calls, figures in self.parts)
+        return here + self.away / rates.processor_flops
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Foretold times beside published ones, of the sizes that are no squares.
+    """Foretold times beside published ones.
 
     Attributes:
         median_error, worst_tenth_error: of the size of the relative error; a tenth of the sizes is beyond the second.
@@ -63,42 +93,29 @@ class Agreement:
     r_squared: float
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Seconds by size.
-
-    Attributes:
-        fixed_seconds: what a picture takes besides its plan, fitted to the squares; part of ``foretold``.
-        decode_share: of the time that a plan assumes for a decode on a processor, fitted to them too; None: the
-            decoder is on the card.
-    """
-
-    fixed_seconds: float
-    decode_share: float | None
-    published: dict[Size, float]
-    foretold: dict[Size, float]
-    agreement: Agreement
-
-
 def run(names: Iterable[str] = PUBLISHED, *, out: Path | None) -> dict[str, Any]:
-    """Compare plans by the policies ``names`` on the RTX 2070's profile with the 169 published times of each.
+    """Compare plans by the policies ``names`` for the RTX 2070 with the 169 published times of each, and steps on seven
+    cards with their 14 published speeds.
 
-    Takes some minutes each; writes ``out`` and JSON beside it, policy by policy, and goes on with those that lack.
+    Takes some minutes.
     """
-    report = begun({"model": "sd15", "card": "rtx2070", "steps": _SAMPLES}, out)
-    known = [row["policy"] for row in report["rows"]]
-    for name in [name for name in names if name not in known]:
-        published = published_times(name)
-        report["rows"].append(_as_row(name, compared(published, planned_times(name, published))))
-        if out is not None:
-            write_json(report, out.with_suffix(".json"))
+    published = {name: published_times(name) for name in names}
+    foretold = {name: foretold_times(name, sizes) for name, sizes in published.items()}
+    report: dict[str, Any] = {"model": "sd15", "card": _CARD, "steps": _SAMPLES}
+    report["rows"] = [_as_row(name, published[name], foretold[name]) for name in published]
+    errors = [abs(ratio - 1) for row in report["rows"] for ratio in ratios(row).values()]
+    report["median_error"] = median(errors)
+    report["left_out"] = [_left_out(name, published, foretold) for name in published if len(published) > 1]
+    report["speeds"] = speeds()
     return written(report, lines, out)
+
+
+# Pictures on the RTX 2070
 
 
 def published_times(name: str) -> dict[Size, float]:
     """Seconds by size of the picture, as the file ``name`` has them."""
-    with open(_FOLDER / f"{name}.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = _rows(name)
     columns = [column for column in rows[0] if column != "height"]
     return {
         (int(row["height"]), int(column.removeprefix("width_"))): float(row[column])
@@ -107,67 +124,96 @@ def published_times(name: str) -> dict[Size, float]:
     }
 
 
-def planned_times(name: str, sizes: Iterable[Size]) -> dict[Size, Planned]:
-    """Seconds of plans by the policy ``name`` for an RTX 2070 with 8 GB, in fp16 as the published pictures were made.
+def _rows(name: str) -> list[dict[str, str]]:
+    with open(_FOLDER / f"{name}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
-    A picture on its side takes as long as upright. Guidance is planned together: the profile's time of a launch was
-    fitted to a program that has it in turn, whose launches it so holds already.
+
+def foretold_times(name: str, sizes: Iterable[Size]) -> dict[Size, Foretold]:
+    """What plans by the policy ``name`` say for the RTX 2070, in fp16 as the published pictures were made.
+
+    A picture on its side takes as long as upright.
     """
-    sizes = list(sizes)
-    anatomy, card = meta_anatomy("sd15", torch.float16), profile("rtx2070")
-    chosen, found = dataclasses.replace(Settings.policy(name), guidance_in_turn=False), {}
-    for size in progress.counted("sizes", sorted({(min(size), max(size)) for size in sizes})):
-        height, width = size
-        request = request_for(
-            anatomy,
-            vram=card.vram_bytes,
-            ram=_RAM,
-            width=width,
-            height=height,
-            steps=_SAMPLES,
-            device="cuda",
-            rates=card,
-        )
-        plan = make_plan(anatomy, request, chosen)
-        away = sum(stage.seconds for stage in plan.stages if stage.name == "decode" and chosen.decoder_device == "cpu")
-        found[size] = Planned(plan.predicted.seconds - away, away)
+    sizes, found = list(sizes), {}
+    for height, width in progress.counted("sizes", sorted({(min(size), max(size)) for size in sizes})):
+        shape = {"width": width, "height": height, "steps": _SAMPLES}
+        found[height, width] = _foretold(name, Settings.policy(name), _CARD, **shape)
     return {size: found[min(size), max(size)] for size in sizes}
 
 
-def compared(published: dict[Size, float], planned: dict[Size, Planned]) -> Comparison:
-    """``planned`` with the fixed part that brings its squares nearest to the published ones, by relative error.
-
-    Where the decoder is on the processor, that one's speed, of which a card's profile tells nothing, is fitted besides.
-    """
-    squares = [size for size in published if size[0] == size[1]]
-    away = any(one.on_processor for one in planned.values())
-    weights = torch.tensor([1 / published[size] for size in squares], dtype=torch.float64)
-    columns = [[1.0, planned[size].on_processor] if away else [1.0] for size in squares]
-    left = torch.tensor([published[size] - planned[size].on_card for size in squares], dtype=torch.float64)
-    system = torch.tensor(columns, dtype=torch.float64) * weights[:, None]
-    fixed, *share = torch.linalg.lstsq(system, (left * weights)[:, None], driver="gelsd").solution[:, 0].tolist()
-    decode_share = share[0] if share else None
-    foretold = {size: fixed + one.on_card + (decode_share or 0.0) * one.on_processor for size, one in planned.items()}
-    return Comparison(fixed, decode_share, published, foretold, _agreement(published, foretold))
+def _foretold(name: str, settings: Settings, gpu: str, **shape: int) -> Foretold:
+    anatomy = _anatomy()
+    search = Search(anatomy, request_by(name, anatomy, gpu=gpu, ram=_RAM, **shape), settings, approximate=False)
+    plan, costs = planned(search), search.pricing.costs
+    parts, away = [], 0
+    for stage, told in zip(costs.stages, plan.stages, strict=True):
+        traced = search.pricing.as_traced(stage, plan.settings)
+        if told.activation_bytes:
+            parts.append((plan.request.steps if stage.repeats else 1, costs(stage, traced)))
+        else:
+            away += costs(stage, dataclasses.replace(traced, precision="fp32")).flops
+    return Foretold(plan, parts, away)
 
 
-def _agreement(published: dict[Size, float], foretold: dict[Size, float]) -> Agreement:
-    others = [size for size in published if size[0] != size[1]]
-    errors = [abs(foretold[size] / published[size] - 1) for size in others]
-    mean = fmean(published[size] for size in others)
-    left = sum((foretold[size] - published[size]) ** 2 for size in others)
-    variance = sum((published[size] - mean) ** 2 for size in others)
-    return Agreement(len(others), median(errors), quantiles(errors, n=10)[-1], 1 - left / variance)
+def agreement(published: Mapping[Size, float], foretold: Mapping[Size, float]) -> Agreement:
+    errors = [abs(foretold[size] / seconds - 1) for size, seconds in published.items()]
+    mean = fmean(published.values())
+    left = sum((foretold[size] - seconds) ** 2 for size, seconds in published.items())
+    variance = sum((seconds - mean) ** 2 for seconds in published.values())
+    return Agreement(len(errors), median(errors), quantiles(errors, n=10)[-1], 1 - left / variance)
 
 
-def _as_row(name: str, found: Comparison) -> dict[str, Any]:
+def _as_row(name: str, published: dict[Size, float], foretold: Mapping[Size, Foretold]) -> dict[str, Any]:
+    seconds = {size: one.seconds for size, one in foretold.items()}
     times = [
-        {"height": size[0], "width": size[1], "published": one, "foretold": round(found.foretold[size], 3)}
-        for size, one in found.published.items()
+        {"height": size[0], "width": size[1], "published": one, "foretold": round(seconds[size], 3)}
+        for size, one in published.items()
     ]
-    fitted = {"fixed_seconds": found.fixed_seconds, "decode_share": found.decode_share}
-    told = {**fitted, "agreement": asdict(found.agreement), "times": times}
-    return {"policy": name, **told}
+    return {"policy": name, "agreement": asdict(agreement(published, seconds)), "times": times}
+
+
+def _left_out(
+    name: str, published: Mapping[str, Mapping[Size, float]], foretold: Mapping[str, Mapping[Size, Foretold]]
+) -> dict[str, Any]:
+    """Times by the policy ``name``, by figures that are fitted to the squares of the others alone.
+
+    A processor that none of the others decodes on is told by its maker.
+    """
+    others = [(one, size) for one in published if one != name for size in published[one] if size[0] == size[1]]
+    decodes = any(foretold[one][size].away for one, size in others)
+
+    def rates(one: Foretold, factors: Sequence[float]) -> Rates:
+        known = one.plan.request.rates
+        flops, launch, processor = factors
+        return dataclasses.replace(
+            known,
+            half_flops=flops * known.half_flops,
+            launch_seconds=launch * known.launch_seconds,
+            processor_flops=processor * known.processor_flops if decodes else _PROCESSOR_BY_ITS_MAKER,
+        )
+
+    def misses(factors: Sequence[float]) -> list[float]:
+        told = ((foretold[one][size], published[one][size]) for one, size in others)
+        return [math.log(one.by(rates(one, factors)) / seconds) for one, seconds in told]
+
+    factors = fitted(misses, 3)
+    seconds = {size: one.by(rates(one, factors)) for size, one in foretold[name].items()}
+    return {"policy": name, "factors": factors, "agreement": asdict(agreement(published[name], seconds))}
+
+
+def fitted(misses: Callable[[Sequence[float]], list[float]], count: int) -> list[float]:
+    """The ``count`` factors, from 1 on, whose ``misses`` have the least sum of squares: Gauss-Newton, in logs."""
+    place = torch.zeros(count, dtype=torch.float64)
+
+    def at(logs: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(misses(logs.exp().tolist()), dtype=torch.float64)
+
+    for _ in range(_ROUNDS):
+        now, axes = at(place), _NEAR * torch.eye(count, dtype=torch.float64)
+        slopes = torch.stack([(at(place + axis) - now) / _NEAR for axis in axes], dim=1)
+        step = torch.linalg.lstsq(slopes, -now[:, None], driver="gelsd").solution[:, 0]
+        place = place + step.clamp(-0.5, 0.5)
+    return place.exp().tolist()
 
 
 def ratios(row: dict[str, Any]) -> dict[Size, float]:
@@ -175,29 +221,77 @@ def ratios(row: dict[str, Any]) -> dict[Size, float]:
     return {(time["height"], time["width"]): time["foretold"] / time["published"] for time in row["times"]}
 
 
+# Steps on seven cards
+
+
+def speeds() -> list[dict[str, Any]]:
+    """Guided steps a second by card, with all scores of attention and without: published, by plans, and by the shares
+    of makers' figures that the other cards say."""
+    published = {row["card"]: {kind: float(row[kind]) for kind in _KINDS} for row in _rows("diffusers_page")}
+    steps = {
+        card: {
+            kind: _foretold("diffusers-default", settings, card, width=512, height=512)
+            for kind, settings in _KINDS.items()
+        }
+        for card in published
+    }
+
+    def by(card: str, kind: str, factors: Sequence[float]) -> float:
+        rates, (_, figures) = profile(card), max(steps[card][kind].parts, key=lambda part: part[0])
+        flops, memory, launch = factors
+        other = dataclasses.replace(
+            rates,
+            half_flops=flops * rates.half_flops,
+            bandwidth=memory * rates.bandwidth,
+            launch_seconds=launch * rates.launch_seconds,
+        )
+        return 1 / other.seconds(figures, 2)
+
+    def row_of(card: str, kind: str) -> dict[str, Any]:
+        others = [(one, way) for one in published if one != card for way in _KINDS]
+        factors = fitted(lambda tried: [math.log(by(*one, tried) / published[one[0]][one[1]]) for one in others], 3)
+        stage = next(stage for stage in steps[card][kind].plan.stages if stage.name == "denoise")
+        told = {
+            "foretold": steps[card][kind].plan.request.steps / stage.seconds,
+            "by_the_others": by(card, kind, factors),
+        }
+        return {"card": card, "attention": kind, "published": published[card][kind], **told}
+
+    return [row_of(card, kind) for card in progress.counted("cards", list(published)) for kind in _KINDS]
+
+
+def out_of_order(rows: Sequence[dict[str, Any]], told: str) -> list[str]:
+    """Pairs of cards that ``told`` puts the other way round than what was published, by kind of attention."""
+    found = []
+    for one, other in itertools.combinations(rows, 2):
+        same = one["attention"] == other["attention"]
+        if same and (one["published"] - other["published"]) * (one[told] - other[told]) < 0:
+            found.append(f"{one['card']} and {other['card']} ({one['attention'].replace('_', '-')})")
+    return found
+
+
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """What agrees and what does not, and for each policy seconds foretold and published, height by width."""
+    """What agrees and what does not; for each policy seconds foretold and published, height by width."""
     yield "# Times foretold beside published ones"
     yield ""
     yield (
-        f"SD1.5 on an RTX 2070, {report['steps']} samples with guidance, seconds of a picture. The profile's launches "
-        "are fitted to the 13 squares of consciencia-modified; to those of each policy a fixed part of a picture, and "
-        "where the decoder is on the processor what share its decode takes of the time that plans assume. The "
-        "errors and R^2 are of the other sizes. Where the published times come from: "
+        f"SD1.5 on an RTX 2070, {report['steps']} samples with guidance, seconds of a picture as `sd-lowvram plan "
+        f"--model sd15 --gpu {report['card']} --policy NAME` says them. The profile's operations, its processor's, "
+        "and what the programs take over a launch are three numbers, fitted to the 39 squares among the 507 sizes. "
+        "*Left out*: the same three by the squares of the other two policies (the processor's by its maker, where none "
+        "of them decodes there). "
+        "Written by `python -m benchmarks published`; where the published times come from: "
         "`benchmarks/published_times/README.md`."
     )
     yield ""
-    heads = (
-        "policy",
-        "fixed s",
-        "decode share",
-        "other sizes",
-        "median error",
-        "a tenth beyond",
-        "R^2",
-        "worst: foretold / published",
+    yield f"Median error of all sizes: {report['median_error']:.1%}."
+    yield ""
+    heads = "policy", "sizes", "median error", "a tenth beyond", "R^2", "left out: median error", "a tenth beyond"
+    left_out = {row["policy"]: row["agreement"] for row in report["left_out"]}
+    yield from table(
+        (*heads, "worst: foretold / published"), (_agreement_cells(row, left_out) for row in report["rows"])
     )
-    yield from table(heads, map(_agreement_cells, report["rows"]))
+    yield from _speed_lines(report["speeds"])
     for row in report["rows"]:
         yield ""
         yield f"## {row['policy']}: foretold / published"
@@ -205,13 +299,40 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         yield from _matrix(row)
 
 
-def _agreement_cells(row: dict[str, Any]) -> list[str]:
+def _agreement_cells(row: dict[str, Any], left_out: Mapping[str, dict[str, Any]]) -> list[str]:
     one, far = row["agreement"], ratios(row)
     worst = sorted(far, key=lambda size: abs(far[size] - 1), reverse=True)[:_WORST]
     told = ", ".join(f"{height}x{width} {far[height, width]:.2f}" for height, width in worst)
     errors = [f"{one['median_error']:.1%}", f"{one['worst_tenth_error']:.1%}", f"{one['r_squared']:.3f}"]
-    share = "" if row["decode_share"] is None else f"{row['decode_share']:.2f}"
-    return [row["policy"], f"{row['fixed_seconds']:.2f}", share, str(one["sizes"]), *errors, told]
+    without = left_out.get(row["policy"])
+    errors += [f"{without['median_error']:.1%}", f"{without['worst_tenth_error']:.1%}"] if without else ["", ""]
+    return [row["policy"], str(one["sizes"]), *errors, told]
+
+
+def _speed_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield ""
+    yield "## Guided steps a second, by card"
+    yield ""
+    yield (
+        "SD1.5 at 512x512 in fp16, attention with all its scores (`--policy diffusers-default --attention sliced "
+        "--attention-mib 65536`) and memory-efficient (`--policy diffusers-default`). *Foretold*: by plans, whose "
+        "three numbers are fitted to these 14 speeds. *By the others*: by three that are fitted to the other six cards."
+    )
+    yield ""
+    yield from table(
+        ("card", "attention", "published", "foretold", "error", "by the others", "error"), map(_speed, rows)
+    )
+    for told, name in (("foretold", "Foretold"), ("by_the_others", "By the others")):
+        pairs = out_of_order(rows, told)
+        yield ""
+        yield f"{name}, pairs of cards in the wrong order: {'; '.join(pairs) or 'none'}."
+
+
+def _speed(row: dict[str, Any]) -> list[str]:
+    cells = [row["card"], row["attention"].replace("_", "-"), f"{row['published']:g}"]
+    for told in ("foretold", "by_the_others"):
+        cells += [f"{row[told]:.1f}", f"{row[told] / row['published'] - 1:+.0%}"]
+    return cells
 
 
 def _matrix(row: dict[str, Any]) -> Iterator[str]:

@@ -1,58 +1,69 @@
-"""The time model beside published times: the committed comparison is of today's plans, and holds its bounds."""
+"""The time model beside published times: the committed comparison is what users are told, and holds its bounds."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
-from benchmarks.published import Planned, compared, planned_times, published_times
+from benchmarks.published import fitted, out_of_order, published_times, ratios
 
-COMMITTED = Path(__file__).parents[2] / "benchmarks" / "published.json"
-
-
-BOUNDS = {
-    "basujindal-turbo": (0.10, 0.20, 0.95),
-    "consciencia-turbo": (0.06, 0.15, 0.97),
-    "consciencia-modified": (0.06, 0.15, 0.97),
-}
-"""Of the median error, of the error beyond which a tenth is, and of R^2, by policy."""
+COMMITTED = json.loads((Path(__file__).parents[2] / "benchmarks" / "published.json").read_text(encoding="utf-8"))
+ROWS = {row["policy"]: row for row in COMMITTED["rows"]}
 
 
-@pytest.mark.parametrize(
-    "row", json.loads(COMMITTED.read_text(encoding="utf-8"))["rows"], ids=lambda row: row["policy"]
-)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_foretold_times_follow_the_published_ones(row: dict[str, Any]) -> None:
-    times = {(one["height"], one["width"]): one for one in row["times"]}
-    assert {size: one["published"] for size, one in times.items()} == published_times(row["policy"])
-    assert len(times) == 169 and row["agreement"]["sizes"] == 156
-    median_error, worst_tenth, r_squared = BOUNDS[row["policy"]]
-    assert row["agreement"]["median_error"] <= median_error and row["agreement"]["r_squared"] >= r_squared
-    assert row["agreement"]["worst_tenth_error"] <= worst_tenth
-    share = row["decode_share"] or 0.0
-    for size, planned in planned_times(row["policy"], [(256, 256), (512, 512), (1024, 768)]).items():
-        seconds = row["fixed_seconds"] + planned.on_card + share * planned.on_processor
-        assert times[size]["foretold"] == pytest.approx(seconds, rel=0.01)
+    times = {(one["height"], one["width"]): one["published"] for one in row["times"]}
+    assert times == published_times(row["policy"]) and len(times) == row["agreement"]["sizes"] == 169
+    assert row["agreement"]["median_error"] <= 0.15 and row["agreement"]["r_squared"] >= 0.95
 
 
-def test_one_fixed_part_is_fitted_to_the_squares_alone() -> None:
-    published = {(1, 1): 5.0, (2, 2): 7.0, (1, 2): 6.0, (2, 1): 9.0}
-    on_card = {(1, 1): 3.0, (2, 2): 5.0, (1, 2): 4.0, (2, 1): 4.0}
-    found = compared(published, {size: Planned(seconds, 0.0) for size, seconds in on_card.items()})
-    assert found.fixed_seconds == pytest.approx(2.0) and found.decode_share is None
-    assert found.foretold[2, 1] == pytest.approx(6.0) and found.agreement.sizes == 2
+def test_the_median_over_all_sizes() -> None:
+    assert median(abs(ratio - 1) for row in ROWS.values() for ratio in ratios(row).values()) <= 0.10
 
 
-def test_a_decode_on_the_processor_has_a_share_of_its_own() -> None:
-    published = {(1, 1): 5.0, (2, 2): 8.0, (1, 2): 6.0, (2, 1): 6.5}
-    planned = {
-        (1, 1): Planned(3.0, 2.0),
-        (2, 2): Planned(4.0, 6.0),
-        (1, 2): Planned(3.0, 4.0),
-        (2, 1): Planned(3.0, 4.0),
-    }
-    found = compared(published, planned)
-    assert found.fixed_seconds == pytest.approx(1.0) and found.decode_share == pytest.approx(0.5)
-    assert found.foretold[1, 2] == pytest.approx(6.0)
+@pytest.mark.parametrize("row", COMMITTED["left_out"], ids=lambda row: row["policy"])
+def test_a_program_is_foretold_from_the_others(row: dict[str, Any]) -> None:
+    assert row["agreement"]["median_error"] <= 0.25
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("policy", ROWS)
+def test_users_are_told_what_the_comparison_certifies(policy: str, tmp_path: Path) -> None:
+    asked = ["--model", "sd15", "--gpu", "rtx2070", "--policy", policy, "--width", "640", "--height", "384"]
+    command = [sys.executable, "-m", "sd_lowvram", "plan", *asked, "--steps", "20", "--ram", "32GB", "--json"]
+    process = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "SD_LOWVRAM_CACHE": str(tmp_path)}
+    )
+    told = next(one for one in ROWS[policy]["times"] if (one["height"], one["width"]) == (384, 640))
+    answer = json.loads(process.stdout)
+    assert answer["predicted"]["seconds"] == pytest.approx(told["foretold"], abs=0.001)
+    assert "fitted" in answer["rates"] and "not measured" in answer["rates"]
+
+
+@pytest.mark.parametrize("row", COMMITTED["speeds"], ids=lambda row: f"{row['card']}, {row['attention']}")
+def test_a_card_is_foretold_from_the_others(row: dict[str, Any]) -> None:
+    assert row["foretold"] == pytest.approx(row["published"], rel=0.25)
+    assert row["by_the_others"] == pytest.approx(row["published"], rel=0.25)
+
+
+def test_the_order_of_cards() -> None:
+    """Of the 42 pairs one lies the other way round: the TITAN RTX, of slower memory, was faster with all scores."""
+    assert len(COMMITTED["speeds"]) == 14
+    for told in ("foretold", "by_the_others"):
+        assert out_of_order(COMMITTED["speeds"], told) == ["a6000 and titan-rtx (full)"]
+
+
+def test_factors_are_fitted() -> None:
+    def misses(factors: Any) -> list[float]:
+        work, launch = factors
+        return [10 * work + launch - 23, work + 10 * launch - 32, work + launch - 5]
+
+    assert fitted(misses, 2) == pytest.approx([2.0, 3.0])
