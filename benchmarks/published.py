@@ -316,7 +316,10 @@ def _speed_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield (
         "SD1.5 at 512x512 in fp16, attention with all its scores (`--policy diffusers-default --attention sliced "
         "--attention-mib 65536`) and memory-efficient (`--policy diffusers-default`). *Foretold*: by plans, whose "
-        "three numbers are fitted to these 14 speeds. *By the others*: by three that are fitted to the other six cards."
+        "three numbers are fitted to these 14 speeds. *By the others*: by three that are fitted to the other six "
+        "cards. Two cards' matrix work is not of their sheets: the T4's is the TITAN RTX's by watts, the A10G's the "
+        "A10's. With all scores the TITAN RTX was faster than the A6000, of which the maker tells more operations and "
+        "more bytes a second: these two stay in the other order."
     )
     yield ""
     yield from table(

@@ -184,6 +184,7 @@ PROFILES = {
     card.name: card
     for card in (
         _card("gtx1650", "GTX 1650", 0, 2.98, 128, 15.75, 4, "no matrix units, fp16 computes in fp32"),
+        _card("rtx2060", "RTX 2060", 51.6, 6.5, 336, 15.75, 6),
         _card(
             "rtx2070", "RTX 2070", 59.7, 7.5, 448, 15.75, 8, "operations fitted to 39 published times of pictures",
             half_flops=_RTX2070_FLOPS,

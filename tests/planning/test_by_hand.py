@@ -39,8 +39,6 @@ NO_WAYS = {
     "deterministic": "asks more of the same ways",
     "compile": "what it gains is measured on the card, and unknown of one that is not here",
     "traced": "as compile",
-    "cuda_graphs": "as compile",
-    "fused_kernels": "as compile",
 }
 """Knobs that are not asked for, and why."""
 
