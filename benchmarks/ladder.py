@@ -41,7 +41,7 @@ _SECOND = {"traced", "cuda_graphs"}
 
 
 @dataclass(frozen=True)
-class Rung:
+class LadderRow:
     """One row.
 
     Attributes:
@@ -63,7 +63,7 @@ class Rung:
         return max([*found, Fidelity.ROUNDING if self.made else Fidelity.BITWISE])
 
 
-def rungs(source: str, device: torch.device, large: bool) -> tuple[list[Rung], dict[str, str]]:
+def rungs(source: str, device: torch.device, large: bool) -> tuple[list[LadderRow], dict[str, str]]:
     """The rungs of a source's ladder, and ours, that make sense on ``device``; and why others are left out.
 
     Args:
@@ -72,31 +72,31 @@ def rungs(source: str, device: torch.device, large: bool) -> tuple[list[Rung], d
     return _on_gpu(source, device) if device.type == "cuda" else _on_cpu(source, device, large)
 
 
-def _on_cpu(source: str, device: torch.device, large: bool) -> tuple[list[Rung], dict[str, str]]:
+def _on_cpu(source: str, device: torch.device, large: bool) -> tuple[list[LadderRow], dict[str, str]]:
     left = {"half precision": "this CPU has no instructions for 16 bits"} if not has_bfloat16() else {}
-    half = [Rung("bfloat16", 2.63 if source == "B" else 2.46, {"precision": "bf16"})] if has_bfloat16() else []
+    half = [LadderRow("bfloat16", 2.63 if source == "B" else 2.46, {"precision": "bf16"})] if has_bfloat16() else []
     last: dict[str, Any] = {"channels_last": True}
     if source == "B":
         found = [
-            Rung("original", 1.0),
+            LadderRow("original", 1.0),
             *half,
-            Rung("channels last", 2.88, last),
-            Rung("traced", 2.96, {**last, "traced": True}),
+            LadderRow("channels last", 2.88, last),
+            LadderRow("traced", 2.96, {**last, "traced": True}),
         ]
         left["memory-efficient attention"] = "torch's attention on CPUs is of that kind from the first row on"
     else:
-        found = [Rung("fp32", 1.0, inference=False), *half, Rung("inference mode", 2.49)]
+        found = [LadderRow("fp32", 1.0, inference=False), *half, LadderRow("inference mode", 2.49)]
         left["fused kernels"] = "they are Triton's, for GPUs; on a CPU torch.compile fuses the same operators"
-    found.append(Rung("fused QKV products", None, {}, "fused"))
+    found.append(LadderRow("fused QKV products", None, {}, "fused"))
     if large:
-        found.append(Rung("packed weights", None, {"packed_weights": True}))
+        found.append(LadderRow("packed weights", None, {"packed_weights": True}))
     else:
         left["packed weights"] = "the model has no convolutions that are large enough"
     why = compiler.refusal(device)
     if why is None:
-        found += [Rung(f"compiled, {way}, channels last", None, {"compile": way, **last}) for way in _WAYS]
+        found += [LadderRow(f"compiled, {way}, channels last", None, {"compile": way, **last}) for way in _WAYS]
         packs = {"compile": "regional", **last, "packed_weights": True}
-        found += [Rung("compiled, regional, packed weights", None, packs)] if large else []
+        found += [LadderRow("compiled, regional, packed weights", None, packs)] if large else []
     else:
         left["compiled"] = why
     return found, left
@@ -105,29 +105,29 @@ def _on_cpu(source: str, device: torch.device, large: bool) -> tuple[list[Rung],
 _WAYS = ("regional", "whole")
 
 
-def _on_gpu(source: str, device: torch.device) -> tuple[list[Rung], dict[str, str]]:
+def _on_gpu(source: str, device: torch.device) -> tuple[list[LadderRow], dict[str, str]]:
     half, last = {"precision": "fp16"}, {"precision": "fp16", "channels_last": True}
     fused = {**last, "fused_kernels": True}
     if source == "B":
         found = [
-            Rung("original", 1.0),
-            Rung("half precision", 2.63, half),
-            Rung("channels last", 2.88, last),
-            Rung("traced", 2.96, {**last, "traced": True}),
-            Rung("memory-efficient attention", 3.61, {**last, "attention": "efficient"}),
+            LadderRow("original", 1.0),
+            LadderRow("half precision", 2.63, half),
+            LadderRow("channels last", 2.88, last),
+            LadderRow("traced", 2.96, {**last, "traced": True}),
+            LadderRow("memory-efficient attention", 3.61, {**last, "attention": "efficient"}),
         ]
     else:
         found = [
-            Rung("fp32", 1.0, inference=False),
-            Rung("half precision", 2.46, half, inference=False),
-            Rung("inference mode", 2.49, half),
-            Rung("fused kernels", 4.20, fused),
+            LadderRow("fp32", 1.0, inference=False),
+            LadderRow("half precision", 2.46, half, inference=False),
+            LadderRow("inference mode", 2.49, half),
+            LadderRow("fused kernels", 4.20, fused),
         ]
-    found.append(Rung("fused QKV products", None, last, "fused"))
-    found.append(Rung("fused kernels, ours", None, fused))
-    found.append(Rung("recorded as CUDA graphs", None, {**last, "cuda_graphs": True}))
-    found += [Rung(f"compiled, {way}", None, {"compile": way, **last}) for way in _WAYS]
-    found.append(Rung("compiled, regional, recorded", None, {"compile": "regional", "cuda_graphs": True, **last}))
+    found.append(LadderRow("fused QKV products", None, last, "fused"))
+    found.append(LadderRow("fused kernels, ours", None, fused))
+    found.append(LadderRow("recorded as CUDA graphs", None, {**last, "cuda_graphs": True}))
+    found += [LadderRow(f"compiled, {way}", None, {"compile": way, **last}) for way in _WAYS]
+    found.append(LadderRow("compiled, regional, recorded", None, {"compile": "regional", "cuda_graphs": True, **last}))
     lacking = {"fused_kernels": triton.refusal(device), "compile": compiler.refusal(device)}
     lacking["cuda_graphs"] = "a recording is of NVIDIA's runtime" if torch.version.hip else None
     left = {knobs()[name].label.lower(): why for name, why in lacking.items() if why is not None}
@@ -171,7 +171,7 @@ def inputs(unet: Any, size: int, device: torch.device) -> _CALLED:
 
 
 def _row(
-    rung: Rung, plain: nn.Module, unet: nn.Module, given: _CALLED, pairs: int, device: torch.device
+    rung: LadderRow, plain: nn.Module, unet: nn.Module, given: _CALLED, pairs: int, device: torch.device
 ) -> dict[str, Any]:
     mode = torch.inference_mode if rung.inference else torch.no_grad
     with mode(), attached(unet, Settings(**rung.knobs), device=device), _made(rung, unet, given) as ours:
@@ -188,7 +188,7 @@ def step(unet: Any, given: _CALLED) -> Tensor:
 
 
 @contextlib.contextmanager
-def _made(rung: Rung, unet: Any, given: _CALLED) -> Iterator[Callable[[], Tensor]]:
+def _made(rung: LadderRow, unet: Any, given: _CALLED) -> Iterator[Callable[[], Tensor]]:
     """A call of ``unet`` as ``rung`` has it."""
     if rung.made == "fused":
         unet.fuse_qkv_projections()

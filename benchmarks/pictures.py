@@ -15,7 +15,7 @@ from sd_lowvram.api import plan
 from sd_lowvram.checkpoints.architectures import NAMES
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.devices.info import default_device, dtype_on
-from sd_lowvram.devices.pairs import Turns, in_turn
+from sd_lowvram.devices.pairs import PairedTimes, in_turn
 from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.planning.as_others import Way, way_of
 from sd_lowvram.policies.named import check_policy, runs_on
@@ -53,7 +53,7 @@ def least_budget(pipe: Any, **asked: Any) -> int:
         return refusal.needed_bytes
 
 
-def timed_pictures(pipe: Any, width: int, height: int, steps: int, runs: int) -> Turns:
+def timed_pictures(pipe: Any, width: int, height: int, steps: int, runs: int) -> PairedTimes:
     """Seconds of so many pictures, each until it is in host memory; one more goes before."""
     return in_turn([functools.partial(picture, pipe, width, height, steps)], runs, default_device())
 

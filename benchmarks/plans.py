@@ -14,7 +14,7 @@ from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.files.tables import table
 from sd_lowvram.planning.request import request_for
-from sd_lowvram.planning.search import Search
+from sd_lowvram.planning.search import PlanSearch
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, MIB, format_size, format_time
 
@@ -59,7 +59,7 @@ def _row(model: str, size: int, card: str) -> dict[str, Any]:
     request = request_for(
         anatomy, vram=4 * GIB, ram=64 * GIB, width=size, height=size, device="cuda", rates=profile(card)
     )
-    smallest = Search(anatomy, request, Settings(precision="fp16"), approximate=False).smallest()
+    smallest = PlanSearch(anatomy, request, Settings(precision="fp16"), approximate=False).smallest()
     assert smallest is not None  # no bound on allocations was given
     return {
         "model": model,

@@ -23,15 +23,15 @@ from sd_lowvram.devices.performance import Rates, profile
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.files.tables import table as table_lines
 from sd_lowvram.models import anatomy_of_components
-from sd_lowvram.planning.stage_costs import Costs
+from sd_lowvram.planning.stage_costs import StageCosts
 from sd_lowvram.planning.stages import Shape
 from sd_lowvram.settings import Settings
 from sd_lowvram.streaming.blocks import Blocks, blocks_of
 from sd_lowvram.streaming.layers import layers_of
 from sd_lowvram.streaming.policies import POLICIES
 from sd_lowvram.streaming.search import best_schedule, bound
-from sd_lowvram.streaming.simulator import Copies, simulate
-from sd_lowvram.streaming.timing import Timing, in_run_order, timed, timing_of
+from sd_lowvram.streaming.simulator import CopyQueue, simulate
+from sd_lowvram.streaming.timing import StepTiming, in_run_order, timed, timing_of
 from sd_lowvram.tracing.fake_model import fake_copy
 from sd_lowvram.units import MIB
 
@@ -85,20 +85,20 @@ def run(
 def table(model: str, width: int, height: int, cards: Sequence[Rates]) -> list[Row]:
     """The rows of one model and size, a guided step in fp16, for several devices."""
     unet = anatomy_of_components("diffusers", build_components(model, torch.float16, "meta", only=("unet",)))
-    costs = Costs(unet, Shape(width, height), False, torch.device("cuda"))
+    costs = StageCosts(unet, Shape(width, height), False, torch.device("cuda"))
     stage = costs.stages[0]
     spans = costs(stage, Settings(attention="sdpa", inference_mode=True, channels_last=True)).spans
     layers = layers_of(fake_copy(unet, FakeTensorMode()).components)
     rows = []
     for rates in cards:
-        denoiser, copies = unet.components[stage.component], Copies(rates.copy_bandwidth)
+        denoiser, copies = unet.components[stage.component], CopyQueue(rates.copy_bandwidth)
         timing = timing_of(stage.component, denoiser, spans, rates, 2, copies)
         parts = blocks_of(in_run_order(layers, timing))
         rows += [_row(parts, timing, share, model, f"{width}x{height}", rates) for share in SHARES]
     return rows
 
 
-def _row(parts: Blocks, timing: Timing, share: int, model: str, size: str, rates: Rates) -> Row:
+def _row(parts: Blocks, timing: StepTiming, share: int, model: str, size: str, rates: Rates) -> Row:
     units, copies = timed(parts.streamed, timing), timing.copies
     resident = sum(unit.seconds for unit in units)
     device_bytes = parts.bytes * share // 100

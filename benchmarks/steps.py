@@ -9,7 +9,7 @@ from typing import Any
 
 from sd_lowvram import progress
 from sd_lowvram.devices.info import default_device
-from sd_lowvram.devices.pairs import Timing, timed
+from sd_lowvram.devices.pairs import CallTime, timed
 from sd_lowvram.files.tables import table
 
 from .fits import polynomial
@@ -27,7 +27,7 @@ def run(
     names, left_out = chosen_policies(names)
     pipe = loaded(model)
     prepared = ways(names, model, pipe, size, size, max(counts))
-    times: dict[str, list[Timing]] = {name: [] for name in names}
+    times: dict[str, list[CallTime]] = {name: [] for name in names}
     for count in progress.counted("counts of steps", counts):
         for name in names:
             with prepared[name]() as running:
@@ -39,7 +39,7 @@ def run(
     return written(report, lines, out)
 
 
-def _row(name: str, counts: Sequence[int], times: Sequence[Timing]) -> dict[str, Any]:
+def _row(name: str, counts: Sequence[int], times: Sequence[CallTime]) -> dict[str, Any]:
     seconds, own = [one.seconds for one in times], min(one.own for one in times)
     line = polynomial(counts, seconds, 1)
     assert line is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 from sd_lowvram import progress
 from sd_lowvram.checkpoints.architectures import autoencoder, build_components
 from sd_lowvram.demo import MODEL_PATH
-from sd_lowvram.devices.pairs import Timing, spread, timed
+from sd_lowvram.devices.pairs import CallTime, spread, timed
 from sd_lowvram.files.tables import table
 from sd_lowvram.session import attached
 from sd_lowvram.settings import Settings
@@ -82,7 +82,7 @@ def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:
     ways |= {kind: Settings(vae_tiles="exact", vae_map=kind) for kind in MAPS}
     rounds = [[way for way in ways if way != _DEAR] for _ in range(repeats)]
     rounds[-1] += [_DEAR, "plain"]
-    times: dict[str, list[Timing]] = {way: [] for way in ways}
+    times: dict[str, list[CallTime]] = {way: [] for way in ways}
     decode = functools.partial(_decode, vae, latents)
     with attached(vae, Settings(vae_tiles="exact")):
         _decode(vae, latents[..., :8, :8])  # libraries make themselves ready

@@ -29,12 +29,12 @@ from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_size
 from . import host
 from .interfaces import HostVAE
-from .node_request import NodeRequest, Record, attachable, planned
+from .node_request import NodeRequest, PlanRecord, attachable, planned
 from .refusals import autoencoder_of
 from .report_text import warn_above
 
 
-def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: Record | None = None) -> HostVAE:
+def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: PlanRecord | None = None) -> HostVAE:
     """A copy of the host's VAE object that decodes and encodes exactly, within the budget of ``node_request``.
 
     Args:
@@ -43,7 +43,7 @@ def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: Record | None
     Raises:
         BadInputError: an autoencoder of another kind than Stable Diffusion's.
     """
-    hooks = _Autoencoder(vae, node_request, Record() if record is None else record)
+    hooks = _Autoencoder(vae, node_request, PlanRecord() if record is None else record)
     made = copy.copy(vae)
     made.decode, made.encode = hooks.decode, hooks.encode
     made.decode_tiled, made.encode_tiled = hooks.decode_tiled, hooks.encode_tiled
@@ -52,7 +52,7 @@ def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: Record | None
     return made
 
 
-def plan_autoencoder(vae: HostVAE, node_request: NodeRequest, record: Record, request: Request) -> None:
+def plan_autoencoder(vae: HostVAE, node_request: NodeRequest, record: PlanRecord, request: Request) -> None:
     """Write the plan for decoding the pictures of ``request`` into ``record``; nothing is attached.
 
     Raises:
@@ -70,7 +70,7 @@ class _OnDeviceError(Exception):
 class _Autoencoder:
     """Stock calls on a plain copy of the VAE, under the hooks of the plan for each size."""
 
-    def __init__(self, vae: HostVAE, node_request: NodeRequest, record: Record) -> None:
+    def __init__(self, vae: HostVAE, node_request: NodeRequest, record: PlanRecord) -> None:
         self._anatomy = autoencoder_of(vae)
         self._vae = vae
         self._node_request = record.node_request or node_request
@@ -154,7 +154,7 @@ class _Autoencoder:
 
             raise OOM_EXCEPTION(str(error)) from None
         self._plans[_key(stage, tiled, plan)] = dataclasses.replace(found, request=plan.request)  # the budget stays
-        self._record.warn(found.rungs[-1].told)
+        self._record.warn(found.fallback_steps[-1].told)
 
     def _call(self, stage: str) -> Callable[..., Tensor]:
         """The host's own call, of a VAE and its arguments, or what somebody else has set on this VAE in its place."""

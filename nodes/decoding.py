@@ -10,7 +10,7 @@ from ..sd_lowvram.saved_latents.hosted import CHOICES
 from .autoencoder import optimized_vae
 from .inputs import BUDGET, PLAN, VAE, knob_inputs, settings_of, validated, with_save_latents
 from .interfaces import HostVAE
-from .node_request import NodeRequest, Record
+from .node_request import NodeRequest, PlanRecord
 from .optimising import CATEGORY
 from .report_text import verdict
 from .saving import HIDDEN, Workflow, saved_first
@@ -45,14 +45,14 @@ class LowVRAMVAEDecode:
         samples: dict[str, Tensor],
         vae: HostVAE,
         budget: str,
-        plan: Record | None = None,
+        plan: PlanRecord | None = None,
         save_latents: str = CHOICES[0],
         prompt: dict[str, Any] | None = None,
         extra_pnginfo: dict[str, Any] | None = None,
         unique_id: str | None = None,
         **knobs: Any,
     ) -> dict[str, Any]:
-        record = Record() if plan is None else plan
+        record = PlanRecord() if plan is None else plan
         made = optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), record)
         with saved_first(samples["samples"], save_latents, Workflow(prompt or {}, extra_pnginfo or {}, unique_id)):
             pixels = made.decode(samples["samples"])
@@ -80,8 +80,8 @@ class LowVRAMVAEEncode:
         return validated(budget)
 
     def encode(
-        self, pixels: Tensor, vae: HostVAE, budget: str, plan: Record | None = None, **knobs: Any
+        self, pixels: Tensor, vae: HostVAE, budget: str, plan: PlanRecord | None = None, **knobs: Any
     ) -> dict[str, Any]:
-        record = Record() if plan is None else plan
+        record = PlanRecord() if plan is None else plan
         latents = optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), record).encode(pixels[..., :3])
         return {"ui": {"text": [verdict(record, "encode")]}, "result": ({"samples": latents},)}

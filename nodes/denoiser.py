@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..sd_lowvram.memory.rooms import ROOMS
+from ..sd_lowvram.memory.pinned_buffers import PINNED_BUFFERS
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.models.compvis import TOKEN_PATCHES
 from ..sd_lowvram.planning.fallback import Shortage, leaner, shortage
@@ -29,7 +29,7 @@ from ..sd_lowvram.units import format_size
 from . import host
 from .attending import DOOR, is_needed, override
 from .interfaces import ModelPatcher
-from .node_request import NodeRequest, Record, attachable, planned
+from .node_request import NodeRequest, PlanRecord, attachable, planned
 from .refusals import denoiser_of
 from .report_text import warn_above
 
@@ -40,8 +40,8 @@ _ATTENTION = ("attention", "attention_mib", "deterministic")
 
 
 def optimized_model(
-    model: ModelPatcher, node_request: NodeRequest, width: int, height: int, batch: int, made: Record | None = None
-) -> tuple[ModelPatcher, Record]:
+    model: ModelPatcher, node_request: NodeRequest, width: int, height: int, batch: int, made: PlanRecord | None = None
+) -> tuple[ModelPatcher, PlanRecord]:
     """A clone of the ModelPatcher ``model`` that samples within the budget of ``node_request``, and its plan.
 
     Args:
@@ -53,7 +53,7 @@ def optimized_model(
     """
     anatomy = denoiser_of(model)
     native = native_size(anatomy)
-    record = Record() if made is None else made.copy()
+    record = PlanRecord() if made is None else made.copy()
     hooks = _Denoiser(anatomy, record.node_request or node_request, model.load_device, record)
     if "denoise" not in hooks.record.plans:
         hooks.show(hooks.foresee(width or native, height or native, batch, _GUIDED))
@@ -80,7 +80,7 @@ def wrappers_of(model: ModelPatcher) -> list[_Denoiser]:
 class _Denoiser:
     """The wrappers of one clone, with the plans that it has made and the hooks that are ready for them."""
 
-    def __init__(self, anatomy: Anatomy, node_request: NodeRequest, device: Any, record: Record) -> None:
+    def __init__(self, anatomy: Anatomy, node_request: NodeRequest, device: Any, record: PlanRecord) -> None:
         self._anatomy = anatomy
         self._scale = scale_factor(anatomy)
         self._node_request = node_request
@@ -121,7 +121,10 @@ class _Denoiser:
         self._calls, self._attended = 0, set()
         self.record.notes.clear()
         warn_above(self.record, "denoise")
-        with host.replaced(base, "memory_usage_factor", factor), ROOMS.kept():  # hooks come and go in every step
+        with (
+            host.replaced(base, "memory_usage_factor", factor),
+            PINNED_BUFFERS.kept(),
+        ):  # hooks come and go in every step
             out = executor(noise, *args, **kwargs)
         self._tell()
         return out
@@ -191,7 +194,7 @@ class _Denoiser:
         found = dataclasses.replace(found, request=plan.request)  # the budget stays
         self._plans[_key(plan)] = found
         self.show(found)
-        self.record.warn(found.rungs[-1].told)
+        self.record.warn(found.fallback_steps[-1].told)
 
     def _foresee_latents(self, latents: Tensor, rows: int) -> Plan:
         """The plan for so many ``rows`` of the size of ``latents``: the host alone knows whether it runs both halves of

@@ -83,7 +83,7 @@ _ORDER = ("encode", "denoise", "decode")
 
 
 @dataclass(eq=False)
-class Record:
+class PlanRecord:
     """What plans foretold and what their runs took; travels from node to node as LOWVRAM_PLAN.
 
     Attributes:
@@ -122,6 +122,6 @@ class Record:
         """The model that the plan of a stage was made for; None when it is gone."""
         return self._models.get(stage, lambda: None)()
 
-    def copy(self) -> Record:
+    def copy(self) -> PlanRecord:
         """The same plans, for a run of their own."""
-        return Record(self.node_request, dict(self.plans), _models=dict(self._models))
+        return PlanRecord(self.node_request, dict(self.plans), _models=dict(self._models))

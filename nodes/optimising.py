@@ -8,7 +8,7 @@ from .autoencoder import optimized_vae
 from .denoiser import optimized_model
 from .inputs import BATCH, BUDGET, MODEL, PLAN, VAE, knob_inputs, settings_of, side, validated
 from .interfaces import HostVAE, ModelPatcher
-from .node_request import NodeRequest, Record
+from .node_request import NodeRequest, PlanRecord
 from .report_text import verdict
 
 CATEGORY = "low-vram"
@@ -56,7 +56,7 @@ class LowVRAMOptimizeModel:
         width: int,
         height: int,
         batch: int,
-        plan: Record | None = None,
+        plan: PlanRecord | None = None,
         **knobs: Any,
     ) -> dict[str, Any]:
         node_request = NodeRequest(budget, settings_of(knobs))
@@ -88,5 +88,5 @@ class LowVRAMOptimizeVAE:
     def VALIDATE_INPUTS(cls, budget: str | None = None) -> bool | str:
         return validated(budget)
 
-    def optimize(self, vae: HostVAE, budget: str, plan: Record | None = None, **knobs: Any) -> tuple[HostVAE]:
+    def optimize(self, vae: HostVAE, budget: str, plan: PlanRecord | None = None, **knobs: Any) -> tuple[HostVAE]:
         return (optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), plan),)

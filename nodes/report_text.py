@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from ..sd_lowvram.planning.plan import Plan, StagePlan
 from ..sd_lowvram.units import GIB, MIB, format_size, format_time
 from . import host
-from .node_request import Record, attachable
+from .node_request import PlanRecord, attachable
 
 _PARTS = {"denoise": ("UNet", "a step"), "decode": ("VAE", "the decode"), "encode": ("VAE", "the encode")}
 
 
-def verdict(record: Record, *stages: str) -> str:
+def verdict(record: PlanRecord, *stages: str) -> str:
     """What a person wants to know first: whether it fits, and how long it takes; then what the budget counts, and what
     there is beside it.
 
@@ -31,7 +31,7 @@ def verdict(record: Record, *stages: str) -> str:
     return "\n".join([first, *_accounts(record, stage_of(plan, name), plan.request.device.type == "cpu", whole)])
 
 
-def warn_above(record: Record, stage: str) -> None:
+def warn_above(record: PlanRecord, stage: str) -> None:
     """Say that the plan of ``stage`` is above its budget, where it is: the host keeps weights whatever is asked."""
     plan = record.plans[stage]
     if not _fits(plan, stage):
@@ -46,7 +46,7 @@ def _fits(plan: Plan, name: str) -> bool:
     return _needed_bytes(plan, name) <= plan.request.vram
 
 
-def _accounts(record: Record, stage: StagePlan, on_cpu: bool, whole: bool) -> Iterator[str]:
+def _accounts(record: PlanRecord, stage: StagePlan, on_cpu: bool, whole: bool) -> Iterator[str]:
     """What the budget counts of ``stage``, and what else there is."""
     part, work = _PARTS[stage.name]
     yield f"counted: {part} {format_size(stage.weights_bytes)}, {work} {format_size(stage.activation_bytes)}"
@@ -82,7 +82,7 @@ def _duration(plans: Mapping[str, Plan]) -> str:
     return f"about {format_time(seconds)} for {steps} steps"
 
 
-def report_text(record: Record) -> str:
+def report_text(record: PlanRecord) -> str:
     """The record as lines: the verdict, a table of the stages, and what was chosen for each."""
     request = record.plans["denoise"].request
     lines = [
@@ -107,7 +107,7 @@ def report_text(record: Record) -> str:
     return "\n".join([*lines, *record.notes])
 
 
-def measured_peaks(record: Record) -> dict[str, int]:
+def measured_peaks(record: PlanRecord) -> dict[str, int]:
     """The most that each stage held, of those that have run."""
     return {name: max(one.peak_bytes for one in stages) for name, stages in record.measured.items() if stages}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.planning.memory_profile import Run
+from ..sd_lowvram.planning.memory_profile import MeasuredRun
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import DEFAULT_STEPS
 from .autoencoder import plan_autoencoder
@@ -20,7 +20,7 @@ from .bars import memory_bars
 from .denoiser import optimized_model
 from .inputs import BATCH, BUDGET, MODEL, VAE, knob_inputs, settings_of, side, validated, with_steps
 from .interfaces import HostVAE, ModelPatcher
-from .node_request import NodeRequest, Record
+from .node_request import NodeRequest, PlanRecord
 from .optimising import CATEGORY
 from .report_text import measured_peaks, report_text, stage_of
 
@@ -97,17 +97,17 @@ class LowVRAMReport(_Shown):
         after = "IMAGE", {"tooltip": "the pictures of the run, so that the report comes after it"}
         return {"required": {"plan": plan, "images": after}}
 
-    def report(self, plan: Record, images: Tensor) -> dict[str, Any]:
+    def report(self, plan: PlanRecord, images: Tensor) -> dict[str, Any]:
         return _shown(plan)
 
 
-def _shown(record: Record) -> dict[str, Any]:
+def _shown(record: PlanRecord) -> dict[str, Any]:
     text = report_text(record)
     logging.info("sd-lowvram:\n" + text)
     return {"ui": {"text": [text]}, "result": (record, text, _plot(record))}
 
 
-def _joined(record: Record) -> Plan:
+def _joined(record: PlanRecord) -> Plan:
     """The plans of all stages as one; the host moves models in and out between them."""
     stages = tuple(stage_of(plan, name) for name, plan in record.plans.items())
     widest = max(record.plans.values(), key=lambda plan: plan.predicted.peak_bytes)
@@ -115,13 +115,17 @@ def _joined(record: Record) -> Plan:
     return dataclasses.replace(widest, stages=stages, predicted=dataclasses.replace(widest.predicted, **sizes))
 
 
-def _plot(record: Record) -> Tensor:
+def _plot(record: PlanRecord) -> Tensor:
     """The memory of every stage as an IMAGE (1, H, W, 3) in [0, 1]."""
     from PIL import Image
 
     from ..sd_lowvram.plots.memory import memory_png
 
-    run = Run(tuple(stage for stages in record.measured.values() for stage in stages)) if record.measured else None
+    run = (
+        MeasuredRun(tuple(stage for stages in record.measured.values() for stage in stages))
+        if record.measured
+        else None
+    )
     try:
         picture = Image.open(io.BytesIO(memory_png(_joined(record), run)))
     except BadInputError:  # no matplotlib

@@ -21,7 +21,7 @@ from .patches import Patch, roles_of
 from .planning.fallback import Shortage, fallback, leaner, shortage
 from .planning.followed_calls import told_of_autograd
 from .planning.max_size import largest_plans
-from .planning.plan import Plan, Rung
+from .planning.plan import FallbackStep, Plan
 from .planning.replan import exchanges, guard
 from .planning.request import DEFAULT_STEPS, Request, request_for
 from .planning.search import make_plan
@@ -74,8 +74,8 @@ def optimize(
     picture than planned (a hires fix), or a call with another UNet, autoencoder, text encoder or ControlNet than
     planned (``pipe.unet = other``), is planned anew before its first step, or refused there. A call that runs out of
     memory all the same is made again: as before once what was cached is given up, then with smaller strips, parked
-    maps, a smaller ring, and the decoder on the CPU, never with approximate settings; warnings and the plan's ``rungs``
-    tell of it.
+    maps, a smaller ring, and the decoder on the CPU, never with approximate settings; warnings and the plan's
+    ``fallback_steps`` tell of it.
 
     Args:
         target: a diffusers pipeline of SD1.x, SD2.x, SDXL or FLUX.1, or its denoiser, vae or text encoder. Any other
@@ -104,14 +104,14 @@ def optimize(
 
 
 def attach_plan_for(
-    target: Any, request: Request, settings: Settings, approximate: bool, rungs: tuple[Rung, ...] = ()
+    target: Any, request: Request, settings: Settings, approximate: bool, fallback_steps: tuple[FallbackStep, ...] = ()
 ) -> Plan:
     """Plan ``request`` and attach it in place of what is attached to ``target``.
 
     Args:
-        rungs: what the run has given up already, by a plan for another size.
+        fallback_steps: what the run has given up already, by a plan for another size.
     """
-    chosen = make_plan(anatomy_of(target, settings), request, settings, approximate).after(rungs)
+    chosen = make_plan(anatomy_of(target, settings), request, settings, approximate).after(fallback_steps)
     return attach_plan(target, chosen, settings, approximate)
 
 
@@ -127,7 +127,7 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
 
     def replan(**size: Any) -> None:
         now = _plan_of(target)
-        attach_plan_for(target, dataclasses.replace(now.request, **size), settings, approximate, now.rungs)
+        attach_plan_for(target, dataclasses.replace(now.request, **size), settings, approximate, now.fallback_steps)
 
     def larger(width: int, height: int, batch: int, passes: int) -> None:
         replan(width=width, height=height, batch=batch, passes=passes)
@@ -189,7 +189,7 @@ def _plan_of(target: Any) -> Plan:
 def _leaner(anatomy: Anatomy, plan: Plan, short: Shortage, settings: Settings) -> Plan:
     """As :func:`leaner`, told by a warning."""
     found = leaner(plan, short, settings, functools.partial(make_plan, anatomy))
-    warnings.warn(found.rungs[-1].told, stacklevel=2)
+    warnings.warn(found.fallback_steps[-1].told, stacklevel=2)
     return found
 
 

@@ -22,7 +22,7 @@ from .errors import BadInputError, LowVRAMError
 from .hooks.compiled import out_of_sight
 from .hooks.offload import step_groups
 from .hooks.registry import active_hooks, applicable
-from .memory.rooms import ROOMS
+from .memory.pinned_buffers import PINNED_BUFFERS
 from .memory.segments import begin_stage
 from .memory.threads import Place, at_rest, carries, every_place, place_of, turn
 from .models import dissect, dissect_any
@@ -30,7 +30,7 @@ from .models.anatomy import Anatomy
 from .models.support import refusal
 from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch, wrap
 from .settings import Settings, stated
-from .streaming.timing import Timing
+from .streaming.timing import StepTiming
 
 
 @dataclass(eq=False, repr=False)
@@ -44,7 +44,7 @@ class Attachment:
     anatomy: Anatomy
     settings: Settings
     device: torch.device
-    timing: Timing | None = None
+    timing: StepTiming | None = None
     sites: dict[str, int] = field(default_factory=dict, init=False)
     plan: Any = field(default=None, init=False)
     runs_uncompiled: str | None = field(default=None, init=False)
@@ -78,9 +78,9 @@ class Attachment:
                 self._undo.append(step.apply() if isinstance(step, Change) else set_patch(step))
                 self.sites[step.hook] = self.sites.get(step.hook, 0) + 1
             self.add(self._in_turn())
-            rooms = contextlib.ExitStack()
-            rooms.enter_context(ROOMS.kept())
-            self._undo.append(rooms.close)
+            buffers = contextlib.ExitStack()
+            buffers.enter_context(PINNED_BUFFERS.kept())
+            self._undo.append(buffers.close)
         except BaseException:
             self.undo()
             raise
@@ -181,7 +181,7 @@ def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:
     return anatomy
 
 
-def attach(target: Any, settings: Settings, device: torch.device, timing: Timing | None = None) -> Attachment:
+def attach(target: Any, settings: Settings, device: torch.device, timing: StepTiming | None = None) -> Attachment:
     """Attach the hooks that ``settings`` ask for to ``target``, above any that are attached already.
 
     Args:
@@ -263,7 +263,7 @@ def restore(target: Any) -> None:
 
 @contextlib.contextmanager
 def attached(
-    target: Any, settings: Settings, *, device: torch.device | str | None = None, timing: Timing | None = None
+    target: Any, settings: Settings, *, device: torch.device | str | None = None, timing: StepTiming | None = None
 ) -> Iterator[Attachment]:
     """Within the block ``target`` runs with the hooks that ``settings`` ask for, and none of those left undecided.
 

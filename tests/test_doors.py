@@ -18,7 +18,7 @@ import torch
 
 import sd_lowvram
 from sd_lowvram import Fidelity, Knob, Settings, attached, optimize, register, restore
-from sd_lowvram.checkpoints.safetensors_header import Entry, Header
+from sd_lowvram.checkpoints.safetensors_header import Header, TensorEntry
 from sd_lowvram.errors import BadInputError, CheckpointError, ConflictError, NoSiteError, SettingsError
 from sd_lowvram.patches import Patch, wrap
 from sd_lowvram.settings import knobs
@@ -201,7 +201,11 @@ def test_a_strangers_unet_in_a_single_file_is_loaded_by_them(tmp_path: Path) -> 
     from sd_lowvram.checkpoints.architectures import build_components
 
     state = single_file_state(build_components(narrow("sd15", 600), device="meta"))
-    left = {name: Entry("F32", tuple(one.shape), 0, 0) for name, one in state.items() if "output_blocks.4." not in name}
+    left = {
+        name: TensorEntry("F32", tuple(one.shape), 0, 0)
+        for name, one in state.items()
+        if "output_blocks.4." not in name
+    }
     header = Header(left, {}, 0)
     theirs = inspection.OwnUNet({"mid_block_type": None}, lambda path, config, dtype: (path, config, dtype))
 

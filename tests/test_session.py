@@ -18,7 +18,7 @@ import sd_lowvram
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import BadInputError, ConflictError, LowVRAMError, NoSiteError
 from sd_lowvram.session import attach, attachments, detach
-from sd_lowvram.streaming.host_weights import Masters
+from sd_lowvram.streaming.host_weights import HostWeights
 
 CPU = torch.device("cpu")
 EVERYTHING = Settings(
@@ -93,8 +93,8 @@ def test_restored_after_an_error_inside_a_hook(
             raise error("planted")
         return fetch(*args, **kwargs)
 
-    fetch = Masters.copy_to
-    monkeypatch.setattr(Masters, "copy_to", failing)
+    fetch = HostWeights.copy_to
+    monkeypatch.setattr(HostWeights, "copy_to", failing)
     attach(pipe, Settings(offload=offload, precision="fp16"), CPU)
     with pytest.raises(error, match="planted"):
         tiny.run(pipe, steps=1)

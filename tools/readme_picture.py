@@ -20,7 +20,7 @@ from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.planning.request import request_for
 from sd_lowvram.planning.search import make_plan
-from sd_lowvram.planning.timeline import courses_of
+from sd_lowvram.planning.timeline import timelines_of
 from sd_lowvram.plots.style import ACTIVATIONS, BUDGET, MEASURED, TEXT, WEIGHTS, as_png, new_figure
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB
@@ -40,7 +40,7 @@ def course(settings: Settings, vram: int) -> tuple[Any, list[float], list[float]
         anatomy, width=SIDE, height=SIDE, steps=STEPS, device="cuda", rates=profile(CARD), vram=vram, ram=32 * GIB
     )
     plan = make_plan(anatomy, request, settings)
-    traced = {(one.name, one.component): one.device_bytes for one in courses_of(anatomy, plan)}
+    traced = {(one.name, one.component): one.device_bytes for one in timelines_of(anatomy, plan)}
     predicted = plan.predicted
     beside = predicted.reserved_bytes - predicted.peak_bytes + predicted.overhead_bytes
     places, heights, left = [], [], 0.0

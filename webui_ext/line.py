@@ -14,7 +14,7 @@ from sd_lowvram.errors import LowVRAMError
 
 from . import checkpoint_preview, estimate, host, run
 from .arguments import TITLE, arguments, read
-from .picture import Picture, side, steps_run
+from .picture import Generation, side, steps_run
 
 _SIZES = ("width", "height", "batch_size", "steps", "cfg_scale", "denoising_strength")
 _HIRES = ("hr", "hr_scale", "hr_resize_x", "hr_resize_y", "hires_steps")
@@ -98,7 +98,7 @@ def _is_hidden_number(component: Any, elem_id: str | None) -> bool:
     return not elem_id and type(component).__name__ == "Number" and not component.visible
 
 
-def _teller(model: Any, chosen: dict[str, Any], pictures: list[Picture]) -> Callable[[], str]:
+def _teller(model: Any, chosen: dict[str, Any], pictures: list[Generation]) -> Callable[[], str]:
     def tell() -> str:
         lines = []
         for one in pictures:
@@ -108,11 +108,11 @@ def _teller(model: Any, chosen: dict[str, Any], pictures: list[Picture]) -> Call
     return tell
 
 
-def _size(picture: Picture) -> str:
+def _size(picture: Generation) -> str:
     return f"{picture.width}x{picture.height}" + (f", batch {picture.batch}" if picture.batch > 1 else "")
 
 
-def _pictures(sizes: dict[str, Any], model: Any, encodes: bool) -> list[Picture]:
+def _pictures(sizes: dict[str, Any], model: Any, encodes: bool) -> list[Generation]:
     """The passes of a generation: one, and a second with hires fix; none while "Resize by" has no picture."""
     asked = float(sizes["width"] or 0), float(sizes["height"] or 0)
     if sizes.get("by_scale"):
@@ -121,7 +121,7 @@ def _pictures(sizes: dict[str, Any], model: Any, encodes: bool) -> list[Picture]
             return []
         asked = float(told[-1][0]), float(told[-1][1])
     scale, steps = sizes["cfg_scale"], max(1, int(sizes["steps"] or 1))
-    first = Picture(
+    first = Generation(
         width=side(asked[0], encodes),
         height=side(asked[1], encodes),
         batch=max(1, int(sizes["batch_size"] or 1)),

@@ -14,7 +14,7 @@ _FACTOR = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
+class Generation:
     """What a generation makes: pixels, pictures at a time, steps, rows of the denoiser's batch for each picture, and
     whether pictures are encoded.
 
@@ -49,13 +49,13 @@ def steps_run(steps: int, strength: float | None) -> int:
     return min(steps, int(min(strength, 0.999) * steps) + 1)
 
 
-def asked_of(p: Any, model: Any, encodes: bool) -> Picture:
+def asked_of(p: Any, model: Any, encodes: bool) -> Generation:
     """The picture of the generation ``p``; of its first pass, where a hires fix follows.
 
     Args:
         encodes: whether it starts from a picture.
     """
-    return Picture(
+    return Generation(
         width=side(p.width, encodes),
         height=side(p.height, encodes),
         batch=p.batch_size,

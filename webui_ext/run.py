@@ -15,7 +15,7 @@ from sd_lowvram.errors import BudgetError
 from sd_lowvram.memory.threads import at_rest
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.fallback import Shortage, fallback, leaner
-from sd_lowvram.planning.plan import Plan, Rung
+from sd_lowvram.planning.plan import FallbackStep, Plan
 from sd_lowvram.planning.reasons import remedy
 from sd_lowvram.planning.replan import guard
 from sd_lowvram.planning.request import Request, request_for
@@ -28,7 +28,7 @@ from . import host, loading, switching
 from .arguments import NAME, chosen_of, settings_of
 from .estimate import FETCHED, decision_in
 from .memory_estimate import lowered
-from .picture import Picture, side
+from .picture import Generation, side
 from .refusal import as_answer
 
 
@@ -36,7 +36,7 @@ from .refusal import as_answer
 class _Running:
     model: Any
     chosen: Mapping[str, Any]
-    picture: Picture
+    picture: Generation
     attachment: Attachment
     undo: contextlib.ExitStack
 
@@ -44,7 +44,7 @@ class _Running:
 _running: list[_Running] = []
 
 
-def plan_for(model: Any, chosen: Mapping[str, Any], picture: Picture) -> Plan:
+def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan:
     """The fastest settings that fit, attaching nothing. Budget and peak count what the host's other modules hold.
 
     Args:
@@ -121,7 +121,7 @@ def _planned(model: Any, settings: Settings) -> Settings:
 
 
 def start(
-    model: Any, chosen: Mapping[str, Any], picture: Picture, given_up: tuple[Rung, ...] = ()
+    model: Any, chosen: Mapping[str, Any], picture: Generation, given_up: tuple[FallbackStep, ...] = ()
 ) -> tuple[Plan, Attachment]:
     """Plan, attach, and tell of it in the log. A larger picture (a hires fix), or more rows of the denoiser's batch, is
     planned anew before its first step, or refused there; so is another model (a refiner).
@@ -135,7 +135,7 @@ def start(
     return _put_on(model, chosen, picture, plan_for(model, chosen, picture).after(given_up))
 
 
-def _put_on(model: Any, chosen: Mapping[str, Any], picture: Picture, plan: Plan) -> tuple[Plan, Attachment]:
+def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Plan) -> tuple[Plan, Attachment]:
     """Attach ``plan`` in place of what is attached, and tell of it."""
     settings = _attachable(model, plan.settings)
     coming = Attachment(anatomy_of(model), settings, plan.request.device)
@@ -171,15 +171,15 @@ def _told(plan: Plan, attachment: Attachment) -> str:
 
 
 def _again(
-    model: Any, chosen: Mapping[str, Any], picture: Picture, width: int, height: int, batch: int, passes: int
+    model: Any, chosen: Mapping[str, Any], picture: Generation, width: int, height: int, batch: int, passes: int
 ) -> None:
     width, height = side(width, encodes=True), side(height, encodes=True)
     with as_answer():
         came = dataclasses.replace(picture, width=width, height=height, batch=batch, passes=passes)
-        start(model, chosen, came, rungs())
+        start(model, chosen, came, fallback_steps())
 
 
-def _leaner(model: Any, chosen: Mapping[str, Any], picture: Picture, short: Shortage) -> None:
+def _leaner(model: Any, chosen: Mapping[str, Any], picture: Generation, short: Shortage) -> None:
     """Go on with what needs less than the plan by which the run is ``short`` of memory, and tell of it."""
 
     def make(request: Request, held: Settings) -> Plan:
@@ -189,7 +189,7 @@ def _leaner(model: Any, chosen: Mapping[str, Any], picture: Picture, short: Shor
     now: Plan = attachment.plan
     with as_answer():
         found = leaner(now, short, settings_of(chosen), make)
-        print(f"[{NAME}] {found.rungs[-1].told}")
+        print(f"[{NAME}] {found.fallback_steps[-1].told}")
         if found.request is now.request:  # as before
             attachment.plan = found
         else:
@@ -201,10 +201,10 @@ def _within(chosen: Mapping[str, Any], request: Request) -> dict[str, Any]:
 
 
 def _with_another(
-    chosen: Mapping[str, Any], picture: Picture, load: Callable[[], Any], loaded: Callable[[], Any]
+    chosen: Mapping[str, Any], picture: Generation, load: Callable[[], Any], loaded: Callable[[], Any]
 ) -> Any:
     """Take everything off while the host loads another model in the midst of a generation, and start with that."""
-    given_up = rungs()
+    given_up = fallback_steps()
     stop()
     result = load()
     start(loaded(), chosen, picture, given_up)
@@ -233,7 +233,7 @@ def follow(model: Any, width: int, height: int, batch: int, passes: int, steps: 
         running.picture, width=width, height=height, batch=batch, passes=passes, steps=steps or running.picture.steps
     )
     if running.model is not model or picture.load > running.picture.load:
-        start(model, running.chosen, picture, rungs())
+        start(model, running.chosen, picture, fallback_steps())
 
 
 def stop() -> None:
@@ -242,10 +242,10 @@ def stop() -> None:
         _running.pop().undo.close()
 
 
-def rungs() -> tuple[Rung, ...]:
+def fallback_steps() -> tuple[FallbackStep, ...]:
     """What the generation under way has given up since memory ran out."""
     plan = _running[-1].attachment.plan if _running else None
-    return plan.rungs if plan is not None else ()
+    return plan.fallback_steps if plan is not None else ()
 
 
 def current() -> Attachment | None:

@@ -17,7 +17,7 @@ from .estimate import BREAKS, decision_in
 from .grid import OVERRIDES
 from .line import Line
 from .options import defaults
-from .picture import Picture, asked_of, passes_of
+from .picture import Generation, asked_of, passes_of
 
 
 class LowVRAMScript(scripts.Script):
@@ -77,8 +77,8 @@ class LowVRAMScript(scripts.Script):
         saving.save(p, ps.samples)
 
     def postprocess_batch(self, p: Any, *values: Any, **kwargs: Any) -> None:
-        if run.rungs():  # the pictures are there, and what is written into them comes next
-            p.extra_generation_params[infotext.RAN_OUT] = " + ".join(rung.name for rung in run.rungs())
+        if run.fallback_steps():  # the pictures are there, and what is written into them comes next
+            p.extra_generation_params[infotext.RAN_OUT] = " + ".join(step.name for step in run.fallback_steps())
 
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
         run.stop()
@@ -109,7 +109,7 @@ def _begin(p: Any, chosen: Mapping[str, Any], encodes: bool) -> None:
         p.comment(f"{NAME}: this WebUI moves the weights itself; the settings for weights have no effect")
 
 
-def _foresee_refiner(p: Any, chosen: Mapping[str, Any], picture: Picture) -> None:
+def _foresee_refiner(p: Any, chosen: Mapping[str, Any], picture: Generation) -> None:
     """Refuse, before the first step, a refiner that will not fit.
 
     Raises:

@@ -25,10 +25,10 @@ from sd_lowvram.errors import BadInputError, OutputError
 
 from ..tables import commit
 from . import attention, calibration, correctness, kernels, peaks, sizes, streaming, suite, workspaces
-from .record import Record
+from .record import ResultRows
 
 
-class Part(NamedTuple):
+class GpuPart(NamedTuple):
     """What is measured in one go.
 
     Attributes:
@@ -41,15 +41,15 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "tests": Part(suite, 270.0),
-    "calibration": Part(calibration, 270.0),
-    "workspaces": Part(workspaces, 90.0),
-    "peaks": Part(peaks, 450.0),
-    "kernels": Part(kernels, 540.0),
-    "correctness": Part(correctness, 150.0),
-    "attention": Part(attention, 390.0),
-    "streaming": Part(streaming, 540.0),
-    "max-size": Part(sizes, 540.0),
+    "tests": GpuPart(suite, 270.0),
+    "calibration": GpuPart(calibration, 270.0),
+    "workspaces": GpuPart(workspaces, 90.0),
+    "peaks": GpuPart(peaks, 450.0),
+    "kernels": GpuPart(kernels, 540.0),
+    "correctness": GpuPart(correctness, 150.0),
+    "attention": GpuPart(attention, 390.0),
+    "streaming": GpuPart(streaming, 540.0),
+    "max-size": GpuPart(sizes, 540.0),
 }
 """In the order in which they need each other, and are worth the time, if it is short: an hour in all. Neighbours make
 pairs of nine minutes, which docs/gpu.md tells."""
@@ -93,7 +93,7 @@ def run(
         save = functools.partial(_write, place, results)
         save()
         try:
-            PARTS[part].module.run(device, Record(part, measured["rows"], clock, save))
+            PARTS[part].module.run(device, ResultRows(part, measured["rows"], clock, save))
         finally:
             measured["spent_seconds"] = spent + time.monotonic() - start
             save()

@@ -13,13 +13,13 @@ from sd_lowvram.errors import SettingsError
 from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends
 
 from ..attention import OWN_CHOICE, measured, rows_table
-from .record import Case, Record
+from .record import Case, ResultRows
 
 LATENTS = (64, 128, 256)
 _RUNS = 20
 
 
-def run(device: torch.device, record: Record) -> None:
+def run(device: torch.device, record: ResultRows) -> None:
     """One row for each backend and size; of a backend that is not here, each has ``failed``."""
     backends = {OWN_CHOICE: None} | available_backends(device)
     for backend, missing in progress.counted("attention", backends.items()):

@@ -13,10 +13,10 @@ from sd_lowvram.devices.this_machine import measured_here, place_of_measurement
 from sd_lowvram.files.tables import table
 from sd_lowvram.units import MIB
 
-from .record import Case, Record
+from .record import Case, ResultRows
 
 
-def run(device: torch.device, record: Record) -> None:
+def run(device: torch.device, record: ResultRows) -> None:
     """One row for each measurement, in one process as ``doctor`` makes them."""
     record.fill([{"what": what} for what in MEASURED], trial_calibration, device=str(device))
 

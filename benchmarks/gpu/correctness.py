@@ -15,14 +15,14 @@ from sd_lowvram.units import MIB
 from sd_lowvram.weights import weight_bytes
 
 from ..models import embeddings, random_denoiser, random_pipeline
-from .record import Case, Record
+from .record import Case, ResultRows
 
 MODEL, SIDE = "sd15", 512
 WAYS = {"a tenth of the UNet, streamed": "streamed", "the least of all memory, a whole picture": "smallest"}
 _PLENTY = "1000 TB"
 
 
-def run(device: torch.device, record: Record) -> None:
+def run(device: torch.device, record: ResultRows) -> None:
     """One row for each way: the same bits twice, and as resident weights where only weights move."""
     for name, way in progress.counted("correctness", WAYS.items()):
         record.fill([{"what": name, "way": way}], trial_correctness, device=str(device), model=MODEL, side=SIDE)

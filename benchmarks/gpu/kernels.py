@@ -20,7 +20,7 @@ from ..calls import timed_runs
 from ..models import embeddings, random_denoiser
 from ..tables import milliseconds, pair_cells
 from .peaks import held_on
-from .record import Case, Record, in_order
+from .record import Case, ResultRows, in_order
 from .streaming import measured_steps
 
 TYPES = ("float16", "bfloat16", "float32")
@@ -41,7 +41,7 @@ _SAMPLED = 256
 """Rows of queries on which attention's error is taken: all scores in float64 are 2 GiB."""
 
 
-def run(device: torch.device, record: Record) -> None:
+def run(device: torch.device, record: ResultRows) -> None:
     """One row for each kernel and type, then one for each way of a pass."""
     if importlib.util.find_spec("triton") is None:
         record.add({"kernel": "all of Triton's", "dtype": ""}, {"failed": "Triton is not installed"})

@@ -16,7 +16,7 @@ from sd_lowvram.units import GIB, MIB
 from ..calls import timed_calls
 from ..models import random_pipeline
 from ..pictures import least_budget
-from .record import Case, Record, in_order, room_for, side_by_side
+from .record import Case, ResultRows, in_order, room_for, side_by_side
 
 SHAPES = (("sd15", 512), ("sd15", 1024), ("sd15", 2048), ("sdxl", 1024))
 SHARES = (0.0, 0.1, 0.5, 1.0)
@@ -26,7 +26,7 @@ _LARGEST_BYTES = 14 * GIB
 """What the largest of the plans takes of a card, with its context."""
 
 
-def run(device: torch.device, record: Record) -> None:
+def run(device: torch.device, record: ResultRows) -> None:
     """One row for each plan, 16 in all; each has ``within``: whether the prediction is as near as it has to be.
 
     The plans of a size share a process, and with it the model and what was traced of it; sizes go side by side.

@@ -23,7 +23,7 @@ _HOST_BYTES = 6 * GIB
 """Host memory that a trial may need: a pipeline's weights, their pinned copies, and torch itself."""
 
 
-class Record:
+class ResultRows:
     """The rows of one part.
 
     Attributes:

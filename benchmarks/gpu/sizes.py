@@ -16,7 +16,7 @@ from .. import trial
 from ..calls import timed_calls
 from ..models import random_pipeline
 from .peaks import held_on
-from .record import Case, Record, room_for, side_by_side
+from .record import Case, ResultRows, room_for, side_by_side
 
 CAPS = tuple(cap * GIB for cap in (2, 4, 6, 8))
 WAYS = ("ours", "diffusers")
@@ -25,7 +25,7 @@ _BESIDE = 3 * GIB
 """What a trial needs outside of its cap: the context, and for a moment the weights while they are drawn."""
 
 
-def run(device: torch.device, record: Record) -> None:
+def run(device: torch.device, record: ResultRows) -> None:
     """One row for each trial; the sides of a cap and way share a process, caps and ways go side by side."""
 
     def bisect(chain: Case) -> None:

@@ -19,7 +19,7 @@ from ..calls import timed_calls
 from ..models import embeddings, random_denoiser
 from ..tables import milliseconds
 from .peaks import held_on
-from .record import Case, Record
+from .record import Case, ResultRows
 
 SHARES = (100, 50, 25, 10)
 """Per cent of the UNet's weight bytes that are on the device, ring included."""
@@ -41,7 +41,7 @@ _SIMULATED = 0.15
 _PLENTY = "1000 TB"
 
 
-def run(device: torch.device, record: Record) -> None:
+def run(device: torch.device, record: ResultRows) -> None:
     """For each model: a row for every way, ours again at the device bytes of diffusers' ways, and the simulated steps.
 
     One at a time, as their times are compared; those of a model share a process, unless one leaves something behind.
@@ -55,7 +55,7 @@ def run(device: torch.device, record: Record) -> None:
         record.fill(simulated, trial_units, device=str(device))
 
 
-def _instead(record: Record, task: Case) -> Iterator[Case]:
+def _instead(record: ResultRows, task: Case) -> Iterator[Case]:
     """Our way with the bytes on the device that each of diffusers' streaming ways took."""
     resident = record.find(task | {"way": "ours", "share": 100}) or {}
     for way in BASELINES[2:]:
@@ -218,8 +218,8 @@ def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     from sd_lowvram.hooks.offload import policy_of
     from sd_lowvram.streaming.layers import layers_of
     from sd_lowvram.streaming.layout import lay_down
-    from sd_lowvram.streaming.schedule import Unit
-    from sd_lowvram.streaming.simulator import Copies, simulate
+    from sd_lowvram.streaming.schedule import WeightGroup
+    from sd_lowvram.streaming.simulator import CopyQueue, simulate
     from sd_lowvram.weights import weight_bytes
 
     where, (model, side) = torch.device(device), (cases[0]["model"], cases[0]["side"])
@@ -227,7 +227,7 @@ def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     rooms = [max(1, weight_bytes(pipe.unet) * case["share"] // 100 // MIB) for case in cases]
     sizes: dict[str, Any] = {"vram": _PLENTY, "width": side, "height": side, "device": where}
     chosen = [plan(pipe, settings=Settings(offload="blocks", weights_mib=room), **sizes) for room in rooms]
-    copies = Copies(copy_rate(where), overlap=where.type == "cuda")
+    copies = CopyQueue(copy_rate(where), overlap=where.type == "cuda")
     layers = layers_of({"unet": pipe.unet})
     pipe.to(where)
     given = embeddings(pipe, where)
@@ -239,7 +239,7 @@ def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
         moments = [starts[block.name] for block in layout.blocks]
         ends = [*moments[1:], moments[0] + step]  # the last one's share reaches to the next step's first
         units = [
-            Unit(block.name, block.bytes, max(0.0, end - start))
+            WeightGroup(block.name, block.bytes, max(0.0, end - start))
             for block, start, end in zip(layout.blocks, moments, ends, strict=True)
         ]
         foretold = simulate(units, layout.schedule, copies)

@@ -16,7 +16,7 @@ from sd_lowvram import progress
 from sd_lowvram.files.tables import table
 
 from .. import trial
-from .record import Record
+from .record import ResultRows
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARKED = re.compile(r"^(pytestmark = |@)pytest\.mark\.gpu\b", re.MULTILINE)
@@ -28,7 +28,7 @@ def files() -> list[str]:
     return [str(file.relative_to(ROOT)) for file in tests if _MARKED.search(file.read_text(encoding="utf-8"))]
 
 
-def run(_device: torch.device, record: Record) -> None:
+def run(_device: torch.device, record: ResultRows) -> None:
     """One row for each file; one that had not ended when the time was over begins anew in a later call."""
     for file in progress.counted("tests", files()):
         if record.find({"file": file}) is None:

@@ -17,7 +17,7 @@ from sd_lowvram.weights import weight_bytes
 from ..calls import timed_runs
 from ..tables import milliseconds
 from .peaks import held_on
-from .record import Case, Record
+from .record import Case, ResultRows
 
 SHAPES = (
     (2, 320, 320, 64), (2, 640, 640, 32), (2, 1280, 1280, 16), (2, 320, 320, 128), (2, 320, 320, 256),
@@ -32,7 +32,7 @@ _RUNS = 5
 FORMATS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
-def run(device: torch.device, record: Record) -> None:
+def run(device: torch.device, record: ResultRows) -> None:
     """One row for each shape and memory format."""
     names = ("pictures", "channels", "out_channels", "side")
     shapes = [dict(zip(names, shape, strict=True)) for shape in SHAPES]

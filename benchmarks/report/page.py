@@ -10,7 +10,7 @@ from typing import Any
 from ..plots.style import as_svg
 from ..tables import origin_line
 from .charts import CHARTS, Chart
-from .parts import Part
+from .parts import Measurement
 
 _STYLE = """
 :root { --ink: #2b2f36; --paper: #ffffff; --line: #d5d9df; --shown: #2f7d4f; --not: #b3202c; color-scheme: light dark; }
@@ -38,7 +38,9 @@ def drawn(found: Mapping[str, Any]) -> dict[str, list[Chart]]:
     return {name: CHARTS[name](report) for name, report in found.items()}
 
 
-def page(about: Mapping[str, Any], parts: Sequence[Part], found: Mapping[str, Any], charts: Mapping[str, Any]) -> str:
+def page(
+    about: Mapping[str, Any], parts: Sequence[Measurement], found: Mapping[str, Any], charts: Mapping[str, Any]
+) -> str:
     """The HTML.
 
     Args:
@@ -68,7 +70,7 @@ def page(about: Mapping[str, Any], parts: Sequence[Part], found: Mapping[str, An
 
 
 def markdown(
-    about: Mapping[str, Any], parts: Sequence[Part], found: Mapping[str, Any], charts: Mapping[str, Any]
+    about: Mapping[str, Any], parts: Sequence[Measurement], found: Mapping[str, Any], charts: Mapping[str, Any]
 ) -> str:
     """The same without pictures."""
     told = ["# sd-lowvram on this machine", "", _machine(about)]
@@ -85,7 +87,7 @@ def _machine(about: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in about.items())
 
 
-def _lacking(parts: Sequence[Part], found: Mapping[str, Any]) -> str:
+def _lacking(parts: Sequence[Measurement], found: Mapping[str, Any]) -> str:
     names = ", ".join(part.name for part in parts if part.name not in found)
     return f"Not measured yet: {names}. The command that made this page goes on with them."
 

@@ -34,7 +34,7 @@ _OTHERS = tuple(name for name, one in POLICIES.items() if not one.own and name !
 
 
 @dataclass(frozen=True)
-class Part:
+class Measurement:
     """One measurement.
 
     Attributes:
@@ -70,17 +70,17 @@ class Part:
         return report
 
 
-def parts(quick: bool) -> list[Part]:
+def parts(quick: bool) -> list[Measurement]:
     """All parts, in the order in which they are measured: small ones, or those of a whole report."""
     return _small() if quick else _whole()
 
 
-def _small() -> list[Part]:
+def _small() -> list[Measurement]:
     return [_same(4, 1), _steps(30, 1.5), _variance(4, 10, _FEW, 1), _warmup(4, _FEW, 1),
             _largest("largest", 80, ("compvis", "basujindal"), 1), _matrix(4, 192, 1), _fit()]  # fmt: skip
 
 
-def _whole() -> list[Part]:
+def _whole() -> list[Measurement]:
     return [_published(10), _cards(3), _foretold(15), _end_to_end(10), _same(8, 2), _peers(2), _warmup(8, (), 3),
             _largest("largest_demo_16", 16, (), 5), _variance(8, 30, (), 4), _largest("largest_demo", 96, _OTHERS, 5),
             _matrix(8, 384, 4), _fit(), _steps(100, 5), _ladder(4)]  # fmt: skip
@@ -90,86 +90,86 @@ def _named(names: Sequence[str]) -> str:
     return "".join(f" --policy {name}" for name in names)
 
 
-def _same(drawn: int, minutes: float) -> Part:
+def _same(drawn: int, minutes: float) -> Measurement:
     def run(out: Path) -> Report:
         return same.run(None, size=128, steps=drawn, out=out)
 
-    return Part("same", f"same --size 128 --steps {drawn}", minutes, run, same.lines)
+    return Measurement("same", f"same --size 128 --steps {drawn}", minutes, run, same.lines)
 
 
-def _steps(most: int, minutes: float) -> Part:
+def _steps(most: int, minutes: float) -> Measurement:
     def run(out: Path) -> Report:
         return steps.run(None, _FEW, counts=range(10, most + 1, 10), out=out)
 
-    return Part("steps", f"steps --to {most}{_named(_FEW)}", minutes, run, steps.lines)
+    return Measurement("steps", f"steps --to {most}{_named(_FEW)}", minutes, run, steps.lines)
 
 
-def _variance(drawn: int, in_a_row: int, names: Sequence[str], minutes: float) -> Part:
+def _variance(drawn: int, in_a_row: int, names: Sequence[str], minutes: float) -> Measurement:
     def run(out: Path) -> Report:
         return variance.run(None, names, steps=drawn, runs=in_a_row, out=out)
 
     command = f"variance --size 128 --steps {drawn} --runs {in_a_row}{_named(names)}"
-    return Part("variance", command, minutes, run, variance.lines)
+    return Measurement("variance", command, minutes, run, variance.lines)
 
 
-def _warmup(drawn: int, names: Sequence[str], minutes: float) -> Part:
+def _warmup(drawn: int, names: Sequence[str], minutes: float) -> Measurement:
     def run(out: Path) -> Report:
         return warmup.run(None, names, steps=drawn, out=out)
 
-    return Part("warmup", f"warmup --size 128 --steps {drawn}{_named(names)}", minutes, run, warmup.lines)
+    return Measurement("warmup", f"warmup --size 128 --steps {drawn}{_named(names)}", minutes, run, warmup.lines)
 
 
-def _largest(name: str, mib: int, names: Sequence[str], minutes: float) -> Part:
+def _largest(name: str, mib: int, names: Sequence[str], minutes: float) -> Measurement:
     def run(out: Path) -> Report:
         return max_size.measured(None, names, cap=mib * MIB, out=out)
 
-    return Part(name, f"max-size --vram {mib}MiB{_named(names)}", minutes, run, max_size.lines)
+    return Measurement(name, f"max-size --vram {mib}MiB{_named(names)}", minutes, run, max_size.lines)
 
 
-def _matrix(drawn: int, last: int, minutes: float) -> Part:
+def _matrix(drawn: int, last: int, minutes: float) -> Measurement:
     def run(out: Path) -> Report:
         found = matrix.run(None, range(64, last + 1, 64), steps=drawn, out=out.parent)
         return written(found, matrix.lines, out)
 
-    return Part("matrix", f"matrix --steps {drawn} --from 64 --to {last}", minutes, run, matrix.lines)
+    return Measurement("matrix", f"matrix --steps {drawn} --from 64 --to {last}", minutes, run, matrix.lines)
 
 
-def _fit() -> Part:
+def _fit() -> Measurement:
     def run(out: Path) -> Report:
         return fit.run([out.with_name("matrix.json")], out=out)
 
-    return Part("fit", "fit matrix.json", 0.1, run, fit.lines)
+    return Measurement("fit", "fit matrix.json", 0.1, run, fit.lines)
 
 
-def _end_to_end(minutes: float) -> Part:
+def _end_to_end(minutes: float) -> Measurement:
     def run(out: Path) -> Report:
         return end_to_end.run(out=out)
 
-    return Part("end_to_end", "end-to-end", minutes, run, end_to_end.lines)
+    return Measurement("end_to_end", "end-to-end", minutes, run, end_to_end.lines)
 
 
-def _peers(minutes: float) -> Part:
-    return Part("peers", "peers", minutes, lambda out: peers.run(out=out), peers.lines)
+def _peers(minutes: float) -> Measurement:
+    return Measurement("peers", "peers", minutes, lambda out: peers.run(out=out), peers.lines)
 
 
-def _ladder(minutes: float) -> Part:
+def _ladder(minutes: float) -> Measurement:
     def run(out: Path) -> Report:
         return ladder.run("B", model="demo", out=out)
 
-    return Part("ladder", "ladder --of B --model demo", minutes, run, ladder.lines)
+    return Measurement("ladder", "ladder --of B --model demo", minutes, run, ladder.lines)
 
 
-def _cards(minutes: float) -> Part:
-    return Part("cards", "cards", minutes, lambda out: cards.run(out=out), cards.lines)
+def _cards(minutes: float) -> Measurement:
+    return Measurement("cards", "cards", minutes, lambda out: cards.run(out=out), cards.lines)
 
 
-def _foretold(minutes: float) -> Part:
+def _foretold(minutes: float) -> Measurement:
     def run(out: Path) -> Report:
         return max_size.foretold("rtx2070", ("ours", *max_size.PUBLISHED), out=out)
 
     command = f"max-size --gpu rtx2070{_named(('ours', *max_size.PUBLISHED))}"
-    return Part("largest_rtx2070", command, minutes, run, max_size.lines)
+    return Measurement("largest_rtx2070", command, minutes, run, max_size.lines)
 
 
-def _published(minutes: float) -> Part:
-    return Part("published", "published", minutes, lambda out: published.run(out=out), published.lines)
+def _published(minutes: float) -> Measurement:
+    return Measurement("published", "published", minutes, lambda out: published.run(out=out), published.lines)

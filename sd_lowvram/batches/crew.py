@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..commands.inputs import Job
-from .latents import Place
+from .latents import JobLatents
 from .painter import Failed, Painted, Painter
 
 
@@ -26,7 +26,7 @@ class Crew(Protocol):
     def idle(self) -> list[str]:
         """Those that can take a job now."""
 
-    def give(self, worker: str, job: Job, place: Place, pictures: int) -> None:
+    def give(self, worker: str, job: Job, place: JobLatents, pictures: int) -> None:
         """Let an idle worker begin a job, whose latents are kept at ``place``, by a plan for so many ``pictures``."""
 
     def wait(self) -> list[tuple[str, Outcome]]:
@@ -51,12 +51,12 @@ class Alone:
 
     def __init__(self) -> None:
         self._painter = Painter()
-        self._given: tuple[Job, Place, int] | None = None
+        self._given: tuple[Job, JobLatents, int] | None = None
 
     def idle(self) -> list[str]:
         return ["here"] if self._given is None else []
 
-    def give(self, worker: str, job: Job, place: Place, pictures: int) -> None:
+    def give(self, worker: str, job: Job, place: JobLatents, pictures: int) -> None:
         self._given = job, place, pictures
 
     def wait(self) -> list[tuple[str, Outcome]]:

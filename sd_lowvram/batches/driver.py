@@ -13,7 +13,7 @@ from ..commands.pictures import save_png
 from ..errors import LowVRAMError
 from ..saved_latents.interval import Interval
 from .crew import Crew, Lost
-from .journal import Entry, Journal
+from .journal import Journal, JournalEntry
 from .latents import place_in, remove
 from .painter import Failed, Painted, model_key, plan_key
 
@@ -22,11 +22,11 @@ _MOST_LOST = 3
 
 
 @dataclass(frozen=True)
-class Event:
+class JobEvent:
     """Something that happened to a job: ``what`` it was, and where."""
 
     what: Literal["begun", "done", "failed", "again"]
-    entry: Entry
+    entry: JournalEntry
     worker: str
     seconds: float = 0.0
     message: str = ""
@@ -36,8 +36,8 @@ class Event:
 class _Queue:
     """Jobs that wait: those of one model after each other, and of these those of one shape."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        models: dict[Any, dict[Any, list[Entry]]] = {}
+    def __init__(self, entries: Iterable[JournalEntry]) -> None:
+        models: dict[Any, dict[Any, list[JournalEntry]]] = {}
         for entry in entries:
             models.setdefault(model_key(entry.job), {}).setdefault(plan_key(entry.job), []).append(entry)
         self._waiting = [entry for shapes in models.values() for alike in shapes.values() for entry in alike]
@@ -46,7 +46,7 @@ class _Queue:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def take(self, worker: str) -> Entry:
+    def take(self, worker: str) -> JournalEntry:
         """The next job for ``worker``: of the shape for which it has its plan, if there is one left."""
         last = self._last.get(worker)
         place = next((place for place, entry in enumerate(self._waiting) if _shape(entry) == last), 0)
@@ -54,21 +54,21 @@ class _Queue:
         self._last[worker] = _shape(entry)
         return entry
 
-    def back(self, entry: Entry) -> None:
+    def back(self, entry: JournalEntry) -> None:
         """Put a job at the end, behind those that have not been tried."""
         self._waiting.append(entry)
 
 
-def _shape(entry: Entry) -> Any:
+def _shape(entry: JournalEntry) -> Any:
     return model_key(entry.job), plan_key(entry.job)
 
 
 def work(
-    entries: Iterable[Entry],
+    entries: Iterable[JournalEntry],
     crew: Crew,
     journal: Journal,
     folder: Path,
-    tell: Callable[[Event], None],
+    tell: Callable[[JobEvent], None],
     *,
     interval: Interval,
     pictures: Mapping[int, int],
@@ -88,7 +88,7 @@ def work(
         LowVRAMError: no worker is left.
     """
     queue = _Queue(entries)
-    running: dict[str, Entry] = {}
+    running: dict[str, JournalEntry] = {}
     chances = _Chances(retries)
     stopped = False
     while running or (queue and not stopped):
@@ -97,7 +97,7 @@ def work(
             if queue and not stopped:
                 entry = queue.take(worker)
                 journal.begin(entry, worker)
-                tell(Event("begun", entry, worker))
+                tell(JobEvent("begun", entry, worker))
                 place = place_in(folder, entry.id, interval)
                 crew.give(worker, entry.job, place, pictures[entry.line])
                 running[worker] = entry
@@ -108,11 +108,11 @@ def work(
                     save_png(picture.png, folder / name)
                 journal.done(entry, outcome.pictures, outcome.seconds, outcome.notes)
                 remove(place_in(folder, entry.id, interval))
-                tell(Event("done", entry, worker, outcome.seconds, "; ".join(outcome.notes)))
+                tell(JobEvent("done", entry, worker, outcome.seconds, "; ".join(outcome.notes)))
                 continue
             again, message, code = chances.after(entry, outcome)
             journal.failed(entry, message, again=again)
-            tell(Event("again" if again else "failed", entry, worker, 0.0, message, code))
+            tell(JobEvent("again" if again else "failed", entry, worker, 0.0, message, code))
             if again:
                 queue.back(entry)
             stopped = stopped or (stop_on_error and not again)
@@ -126,7 +126,7 @@ class _Chances:
         self._failures: Counter[int] = Counter()
         self._losses: Counter[int] = Counter()
 
-    def after(self, entry: Entry, outcome: Failed | Lost) -> tuple[bool, str, int]:
+    def after(self, entry: JournalEntry, outcome: Failed | Lost) -> tuple[bool, str, int]:
         """Whether the job is tried again, why it has no result, and the exit code for that."""
         if isinstance(outcome, Lost):
             self._losses[entry.id] += 1

@@ -21,7 +21,7 @@ from typing import Any
 from ..commands.inputs import Job
 from ..errors import BadInputError
 from .jobs import Task, stated
-from .marks import Found, Picture
+from .marks import FinishedPicture, Found
 
 NAME = "journal.sqlite"
 _VERSION = 1
@@ -51,7 +51,7 @@ CREATE TABLE results (
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """A job with its place in the journal: ``files`` are the names of its pictures, in the batch's folder."""
 
     id: int
@@ -61,7 +61,7 @@ class Entry:
 
 
 @dataclass
-class Changes:
+class JobChanges:
     """What differs from the last run, as lines of the file; ``gone`` as lines of the file as it was then.
 
     Without a journal, ``found`` are the pictures of jobs of the file that lay in the folder.
@@ -152,7 +152,7 @@ class Journal:
             raise
         self._rows.execute("COMMIT")
 
-    def take_up(self, tasks: Sequence[Task]) -> tuple[list[Entry], Changes]:
+    def take_up(self, tasks: Sequence[Task]) -> tuple[list[JournalEntry], JobChanges]:
         """Write down the jobs of this run; returns those that have no result yet, and what differs from the last run.
 
         A job that ran when the program ended, or that failed, waits again; so does one whose picture is missing. A
@@ -160,7 +160,7 @@ class Journal:
         """
         with self._at_once():
             known = {row[0]: row[1:] for row in self._rows.execute("SELECT key, id, line, seed, files FROM jobs")}
-            changes = Changes(first=not known)
+            changes = JobChanges(first=not known)
             changes.gone = self._leave(known, {task.key for task in tasks})
             self._rows.execute("UPDATE jobs SET state = 'waiting' WHERE state IN ('running', 'failed')")
             self._look_after_pictures(changes)
@@ -187,7 +187,7 @@ class Journal:
         self._rows.executemany("UPDATE jobs SET line = NULL WHERE id = ?", [(one,) for one in left])
         return sorted(left.values())
 
-    def _look_after_pictures(self, changes: Changes) -> None:
+    def _look_after_pictures(self, changes: JobChanges) -> None:
         query = "SELECT results.file, sha256, job FROM results JOIN jobs ON jobs.id = job WHERE line IS NOT NULL"
         for name, digest, job in self._rows.execute(query).fetchall():
             file = self._folder / name
@@ -203,56 +203,58 @@ class Journal:
             "(SELECT count(*) FROM results WHERE job = jobs.id)"
         )
 
-    def _again(self, task: Task, row: tuple[int, int | None, str, str]) -> Entry:
+    def _again(self, task: Task, row: tuple[int, int | None, str, str]) -> JournalEntry:
         number, _, seed, files = row
         self._rows.execute("UPDATE jobs SET line = ? WHERE id = ?", (task.line, number))
         job = dataclasses.replace(task.job, seed=int(seed))
-        return Entry(number, task.line, job, tuple(json.loads(files)))
+        return JournalEntry(number, task.line, job, tuple(json.loads(files)))
 
-    def _first(self, task: Task, names: _Names) -> Entry:
+    def _first(self, task: Task, names: _Names) -> JournalEntry:
         return self._added(task, task.job, names.of(task), "waiting")
 
-    def _found(self, task: Task, seed: int, files: list[str], found: Found) -> Entry:
+    def _found(self, task: Task, seed: int, files: list[str], found: Found) -> JournalEntry:
         """Take up a job whose pictures are there."""
         entry = self._added(task, dataclasses.replace(task.job, seed=seed), files, "done")
         self._take_results(entry, map(found.picture, files))
         return entry
 
-    def _added(self, task: Task, job: Job, files: list[str], state: str) -> Entry:
+    def _added(self, task: Task, job: Job, files: list[str], state: str) -> JournalEntry:
         options = json.dumps(stated(job), ensure_ascii=False)
         values = (task.key, task.line, options, str(job.seed), json.dumps(files), state)
         made = self._rows.execute(
             "INSERT INTO jobs (key, line, options, seed, files, state) VALUES (?, ?, ?, ?, ?, ?)", values
         )
-        return Entry(made.lastrowid or 0, task.line, job, tuple(files))
+        return JournalEntry(made.lastrowid or 0, task.line, job, tuple(files))
 
-    def _take_results(self, entry: Entry, pictures: Iterable[Picture]) -> None:
+    def _take_results(self, entry: JournalEntry, pictures: Iterable[FinishedPicture]) -> None:
         for number, (name, picture) in enumerate(zip(entry.files, pictures, strict=True)):
             values = (name, entry.id, number, _sha256(picture.png), picture.thumbnail)
             self._rows.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?)", values)
 
-    def begin(self, entry: Entry, worker: str) -> None:
+    def begin(self, entry: JournalEntry, worker: str) -> None:
         """Write down that ``worker`` has the job now."""
         with self._at_once():
             self._rows.execute("UPDATE jobs SET state = 'running' WHERE id = ?", (entry.id,))
             values = (entry.id, worker, time.time())
             self._rows.execute("INSERT INTO attempts (job, worker, began) VALUES (?, ?, ?)", values)
 
-    def done(self, entry: Entry, pictures: Sequence[Picture], seconds: float, notes: Sequence[str]) -> None:
+    def done(
+        self, entry: JournalEntry, pictures: Sequence[FinishedPicture], seconds: float, notes: Sequence[str]
+    ) -> None:
         """Write down the result, whose pictures are in their places."""
         with self._at_once():
             self._end_attempt(entry, seconds, None, notes)
             self._rows.execute("UPDATE jobs SET state = 'done', error = NULL WHERE id = ?", (entry.id,))
             self._take_results(entry, pictures)
 
-    def failed(self, entry: Entry, error: str, *, again: bool) -> None:
+    def failed(self, entry: JournalEntry, error: str, *, again: bool) -> None:
         """Write down why an attempt failed, and whether there is another one."""
         with self._at_once():
             self._end_attempt(entry, None, error, ())
             state = "waiting" if again else "failed"
             self._rows.execute("UPDATE jobs SET state = ?, error = ? WHERE id = ?", (state, error, entry.id))
 
-    def _end_attempt(self, entry: Entry, seconds: float | None, error: str | None, notes: Sequence[str]) -> None:
+    def _end_attempt(self, entry: JournalEntry, seconds: float | None, error: str | None, notes: Sequence[str]) -> None:
         last = "SELECT max(rowid) FROM attempts WHERE job = ?"
         self._rows.execute(
             f"UPDATE attempts SET seconds = ?, error = ?, notes = ? WHERE rowid = ({last})",

@@ -28,7 +28,7 @@ _MAY_DIFFER = ("vram", "ram", "device", "output", "allow_pickle", "settings", "i
 
 
 @dataclass(frozen=True)
-class Place:
+class JobLatents:
     """Where the latents of a job are kept, and how often they are written.
 
     Attributes:
@@ -47,17 +47,17 @@ class Begun:
     settings: Settings
 
 
-def place_in(folder: Path, number: int, interval: Interval) -> Place:
+def place_in(folder: Path, number: int, interval: Interval) -> JobLatents:
     """The place for the job ``number`` of the journal of the batch in ``folder``."""
-    return Place(os.path.abspath(folder / _FOLDER / f"{number:05d}{ENDING}"), interval)
+    return JobLatents(os.path.abspath(folder / _FOLDER / f"{number:05d}{ENDING}"), interval)
 
 
-def batch_of(place: Place) -> Path:
+def batch_of(place: JobLatents) -> Path:
     """The folder of the batch to which ``place`` belongs."""
     return Path(place.file).parent.parent
 
 
-def remove(place: Place) -> None:
+def remove(place: JobLatents) -> None:
     """Remove the latents of a job that has its result."""
     Path(place.file).unlink(missing_ok=True)
 
@@ -69,7 +69,7 @@ def tidy(folder: Path) -> None:
         (folder / _FOLDER).rmdir()
 
 
-def begun(place: Place, job: Job, images: dict[str, Any], device: torch.device) -> Begun | None:
+def begun(place: JobLatents, job: Job, images: dict[str, Any], device: torch.device) -> Begun | None:
     """What is done of a sized ``job`` that begins with ``images``; None: nothing that it can go on from.
 
     Warns of latents that are there and of no use, and of the step from which the job goes on.

@@ -23,7 +23,7 @@ _THUMBNAIL = (256, 256)
 
 
 @dataclass(frozen=True)
-class Picture:
+class FinishedPicture:
     """A finished picture: PNG and, small, JPEG."""
 
     png: bytes
@@ -72,13 +72,13 @@ class Found:
                 return seed, files
         return None
 
-    def picture(self, name: str) -> Picture:
+    def picture(self, name: str) -> FinishedPicture:
         """The picture ``name``, with its thumbnail made anew."""
         from PIL import Image
 
         png = (self._folder / name).read_bytes()
         with Image.open(io.BytesIO(png)) as image:
-            return Picture(png, thumbnail(image))
+            return FinishedPicture(png, thumbnail(image))
 
 
 def _marks(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -25,7 +25,7 @@ from ..errors import BadInputError, LowVRAMError
 from ..units import MIB
 from .crew import Lost, Outcome
 from .journal import NAME
-from .latents import Place, batch_of
+from .latents import JobLatents, batch_of
 from .painter import Failed, Painter
 from .processes import threads_of
 
@@ -57,7 +57,7 @@ class Lacks:
     path: str
 
 
-class Station:
+class PainterActor:
     """What an actor is: a painter, and the files that were sent to it."""
 
     def __init__(self, share: int, threads: str | None) -> None:
@@ -77,7 +77,7 @@ class Station:
             self._folder.cleanup()
 
     def attempt(
-        self, job: Job, place: Place, pictures: int, sizes: Sizes, sent: dict[str, dict[str, list[Any]]]
+        self, job: Job, place: JobLatents, pictures: int, sizes: Sizes, sent: dict[str, dict[str, list[Any]]]
     ) -> Outcome | Lacks:
         """The pictures of ``job``, or why there are none.
 
@@ -149,7 +149,7 @@ class Actors:
         self._share = min(self._size, -(-max(cards, self._size) // machines))
         self._actors = {f"ray-{number}": self._actor() for number in range(1, self._size + 1)}
         self._ready: set[str] = set()
-        self._given: dict[str, tuple[Job, Place, int]] = {}
+        self._given: dict[str, tuple[Job, JobLatents, int]] = {}
         self._pending: dict[Any, str] = {}
         self._sizes: Sizes = {}
         self._sent: dict[str, dict[str, list[Any]]] = {}
@@ -164,7 +164,7 @@ class Actors:
     def idle(self) -> list[str]:
         return [name for name in self._actors if name in self._ready and name not in self._given]
 
-    def give(self, worker: str, job: Job, place: Place, pictures: int) -> None:
+    def give(self, worker: str, job: Job, place: JobLatents, pictures: int) -> None:
         self._given[worker] = job, place, pictures
         sizes = {} if self._own else self._files_of(job)
         sent = {path: parts for path, parts in self._sent.items() if path in sizes}
@@ -215,7 +215,7 @@ class Actors:
 
     def _actor(self) -> Any:
         threads = os.environ.get("OMP_NUM_THREADS") if self._own else None
-        remote = self._ray.remote(**self._needs, max_restarts=-1, scheduling_strategy="SPREAD")(Station)
+        remote = self._ray.remote(**self._needs, max_restarts=-1, scheduling_strategy="SPREAD")(PainterActor)
         return remote.remote(self._share, threads)
 
     def _greet(self, name: str) -> None:

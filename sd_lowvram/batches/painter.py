@@ -30,8 +30,8 @@ from ..commands.paint import (
 from ..commands.pictures import output_paths, parameters_text, png_of
 from ..errors import BudgetError
 from ..saved_latents.file import ENDING
-from .latents import Begun, Place, begun
-from .marks import CHUNK, Picture, mark_of, thumbnail
+from .latents import Begun, JobLatents, begun
+from .marks import CHUNK, FinishedPicture, mark_of, thumbnail
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ _SHAPE = ("width", "height", "batch", "steps_run", "guidance", "vram", "ram", "a
 class Painted:
     """The pictures of a job, how long they took, and what people are told of the run."""
 
-    pictures: tuple[Picture, ...]
+    pictures: tuple[FinishedPicture, ...]
     seconds: float
     notes: tuple[str, ...]
 
@@ -76,7 +76,7 @@ class Painter:
         self._loaded: Any = None
         self._planned: Any = None
 
-    def attempt(self, job: Job, place: Place | None = None, pictures: int = 1) -> Painted | Failed:
+    def attempt(self, job: Job, place: JobLatents | None = None, pictures: int = 1) -> Painted | Failed:
         """The pictures of a checked ``job``, or why there are none.
 
         Args:
@@ -95,7 +95,7 @@ class Painter:
             self._pipe = self._loaded = None
         return Failed(code, message)
 
-    def _paint(self, job: Job, place: Place | None, planned: int) -> Painted:
+    def _paint(self, job: Job, place: JobLatents | None, planned: int) -> Painted:
         started, asked = time.perf_counter(), job
         console = Console(quiet=True)
         images = start_pictures(job)
@@ -115,7 +115,7 @@ class Painter:
         for number, image in enumerate(drawn):
             values["Seed"] = (job.seed or 0) + number
             texts = {"parameters": parameters_text(job.prompt, job.negative, values), CHUNK: mark_of(asked, number)}
-            pictures.append(Picture(png_of(image, texts), thumbnail(image)))
+            pictures.append(FinishedPicture(png_of(image, texts), thumbnail(image)))
         return Painted(tuple(pictures), time.perf_counter() - started, ())
 
     def _load(self, job: Job) -> None:
@@ -127,7 +127,7 @@ class Painter:
         self._scheduler = self._pipe.scheduler
         self._loaded = wanted
 
-    def _safety(self, job: Job, images: dict[str, Any], place: Place, saved: Saved | None) -> Safety:
+    def _safety(self, job: Job, images: dict[str, Any], place: JobLatents, saved: Saved | None) -> Safety:
         path = Path(place.file)
         files = output_paths(str(path.with_name(path.name.removesuffix(ENDING) + ".png")), job.batch, 0)
         return safety_of(job, self._pipe, images, files, Precaution(place.interval, place=path, start=saved))

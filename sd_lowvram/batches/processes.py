@@ -14,7 +14,7 @@ from typing import Any
 from ..commands.inputs import Job
 from ..errors import BadInputError, LowVRAMError
 from .crew import Lost, Outcome
-from .latents import Place
+from .latents import JobLatents
 from .painter import Painter
 
 _READY = "ready"
@@ -41,7 +41,7 @@ class Processes:
     def idle(self) -> list[str]:
         return [name for name, worker in self._workers.items() if worker.ready and not worker.busy]
 
-    def give(self, worker: str, job: Job, place: Place, pictures: int) -> None:
+    def give(self, worker: str, job: Job, place: JobLatents, pictures: int) -> None:
         self._workers[worker].busy = True
         with contextlib.suppress(OSError):  # it is dead, and wait() sees that
             self._workers[worker].line.send((job, place, pictures))

@@ -20,8 +20,8 @@ from ..commands.inputs import Job
 from ..commands.streams import give_up_stdout, tell
 from ..errors import LowVRAMError
 from ..units import format_time
-from .driver import Event
-from .journal import Entry
+from .driver import JobEvent
+from .journal import JournalEntry
 
 _PROMPT = 48
 """Characters of a prompt that are shown."""
@@ -40,7 +40,7 @@ class Progress:
         earlier: jobs of the batch that had their results before this run.
     """
 
-    def __init__(self, entries: Sequence[Entry], earlier: int) -> None:
+    def __init__(self, entries: Sequence[JournalEntry], earlier: int) -> None:
         self._total = earlier + len(entries)
         self._earlier = earlier
         self._left = sum(_weight(entry.job) for entry in entries)
@@ -48,9 +48,9 @@ class Progress:
         self._finished = 0.0
         self._pictures = 0
         self.done = 0
-        self.failed: list[Event] = []
+        self.failed: list[JobEvent] = []
 
-    def count(self, event: Event) -> None:
+    def count(self, event: JobEvent) -> None:
         """Take note of what happened."""
         if event.what == "done":
             self.done += 1
@@ -109,7 +109,7 @@ class Lines:
         self._quiet = quiet
         self._silent = silent
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: JobEvent) -> None:
         self._progress.count(event)
         if event.what in ("failed", "again"):
             tell(_trouble(event))
@@ -120,7 +120,7 @@ class Lines:
         if event.message:
             tell(f"line {event.entry.line}: {event.message}")
 
-    def _print(self, event: Event) -> None:
+    def _print(self, event: JobEvent) -> None:
         told = "" if self._quiet else f"  {format_time(event.seconds)}; {self._progress.state}; {self._progress.pace}"
         try:
             print("\n".join(event.entry.files) + told, file=self._out, flush=True)
@@ -134,10 +134,10 @@ class LiveTable:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._running: dict[str, Event] = {}
+        self._running: dict[str, JobEvent] = {}
         self._ended: list[tuple[str, str, str]] = []
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: JobEvent) -> None:
         self._progress.count(event)
         if event.what == "begun":
             self._running[event.worker] = event
@@ -157,7 +157,7 @@ class LiveTable:
         return Group("; ".join(filter(None, (self._progress.state, self._progress.pace))), table)
 
 
-def _trouble(event: Event) -> str:
+def _trouble(event: JobEvent) -> str:
     return f"line {event.entry.line}{', tried again' if event.what == 'again' else ''}: {event.message}"
 
 

@@ -25,7 +25,7 @@ from .crew import Alone, Crew
 from .driver import work
 from .jobs import Task, read_jobs
 from .journal import NAME as JOURNAL
-from .journal import Changes, Journal, finished, is_damaged
+from .journal import JobChanges, Journal, finished, is_damaged
 from .latents import tidy
 from .processes import Processes, places
 from .progress import Progress, shown
@@ -72,7 +72,7 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
         done, jobs = finished(wanted.out)
         if not {task.key for task in tasks} <= done:
             raise
-        return _ended(Progress([], len(tasks)), Changes(), jobs, wanted)
+        return _ended(Progress([], len(tasks)), JobChanges(), jobs, wanted)
     with _damage_told(wanted.out), contextlib.closing(Journal(wanted.out)) as journal:
         sweep(wanted.out)  # nobody else is at work here: the journal is this process's
         if journal.set_aside is not None:
@@ -130,7 +130,7 @@ def _crew(wanted: Wanted) -> Iterator[Crew]:
         yield crew
 
 
-def _tell_changes(changes: Changes, jobs: Path, done: int) -> None:
+def _tell_changes(changes: JobChanges, jobs: Path, done: int) -> None:
     """Tell what differs from the last run, where there was one."""
     if changes.found:
         note(f"found, and taken up without a journal: {_some(changes.found)}")
@@ -157,7 +157,7 @@ def _some(things: Sequence[object]) -> str:
     return ", ".join(map(str, things[:_NAMED])) + more
 
 
-def _ended(progress: Progress, changes: Changes, jobs: list[dict[str, Any]], wanted: Wanted) -> int:
+def _ended(progress: Progress, changes: JobChanges, jobs: list[dict[str, Any]], wanted: Wanted) -> int:
     """Tell how the batch ended; the exit code: that of the first job that failed."""
     if wanted.as_json:
         told: dict[str, Any] = {"folder": str(wanted.out), "sheet": NAME, "seconds": round(progress.seconds, 3)}

@@ -43,7 +43,7 @@ class OwnUNet:
 
 
 @dataclass(frozen=True)
-class Kind:
+class CheckpointKind:
     """What a single file holds: the built-in architecture, the input channels of its UNet, what it predicts, and its
     UNet where that is not the architecture's."""
 
@@ -191,7 +191,7 @@ def check_channels(path: Path, channels: int, task: Task) -> None:
         raise CheckpointError(f"{path} is an inpainting model: give it a picture and a mask (--init-image and --mask)")
 
 
-def kind_of(path: Path) -> Kind:
+def kind_of(path: Path) -> CheckpointKind:
     """The kind of the single ``.safetensors`` file at ``path``."""
     header = read_header(path)
     return detect(header, path, lambda name: _deviation(read_values(path, header, name)))
@@ -202,7 +202,7 @@ def _deviation(values: list[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
 
 
-def single_file_config(kind: Kind, prediction: str) -> dict[str, Any]:
+def single_file_config(kind: CheckpointKind, prediction: str) -> dict[str, Any]:
     """The architecture of ``kind``, with what the file itself decides written into it."""
     config = architecture(kind.name)
     if kind.unet is not None:
@@ -215,7 +215,7 @@ def single_file_config(kind: Kind, prediction: str) -> dict[str, Any]:
     return config
 
 
-def detect(header: Header, path: Path, deviation: Callable[[str], float]) -> Kind:
+def detect(header: Header, path: Path, deviation: Callable[[str], float]) -> CheckpointKind:
     """The kind of a single file, from names and shapes in its header.
 
     What SD2.x predicts cannot be told from names: it is taken from the file's ModelSpec metadata, else from the spread
@@ -250,7 +250,7 @@ def detect(header: Header, path: Path, deviation: Callable[[str], float]) -> Kin
         raise CheckpointError(
             f"{path} has a UNet whose input is of shape {first}: 4 channels, or 9 for inpainting, work"
         )
-    return Kind(name, first[1], _prediction(name, header, deviation), _own_unet(name, header, path))
+    return CheckpointKind(name, first[1], _prediction(name, header, deviation), _own_unet(name, header, path))
 
 
 def _own_unet(name: str, header: Header, path: Path) -> OwnUNet | None:

@@ -19,7 +19,7 @@ from .architectures import class_of, write_folder
 from .inspection import (
     PREDICTIONS,
     SUFFIXES,
-    Kind,
+    CheckpointKind,
     Task,
     check_channels,
     check_model,
@@ -32,7 +32,7 @@ from .inspection import (
     pipeline_prefix,
     single_file_config,
 )
-from .safetensors_header import Entry, Header
+from .safetensors_header import Header, TensorEntry
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,7 @@ def silent(module: str) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _kind_of_pickle(path: Path) -> Kind:
+def _kind_of_pickle(path: Path) -> CheckpointKind:
     import torch
 
     try:
@@ -165,5 +165,5 @@ def _kind_of_pickle(path: Path) -> Kind:
         state = state["state_dict"]
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds no table of weights but a {type(state).__name__}")
-    tensors = {str(k): Entry("", tuple(v.shape), 0, 0) for k, v in state.items() if isinstance(v, torch.Tensor)}
+    tensors = {str(k): TensorEntry("", tuple(v.shape), 0, 0) for k, v in state.items() if isinstance(v, torch.Tensor)}
     return detect(Header(tensors, {}, 0), path, lambda name: state[name].float().std(unbiased=False).item())

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from .architectures import architecture
 from .inspection import folder_variant
 from .load import explained, typed
-from .safetensors_header import Entry, read_header
+from .safetensors_header import TensorEntry, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ def load_autoencoder(path: Path, dtype: torch.dtype) -> nn.Module:
     return file
 
 
-def _configuration(path: Path, tensors: dict[str, Entry]) -> dict[str, Any]:
+def _configuration(path: Path, tensors: dict[str, TensorEntry]) -> dict[str, Any]:
     """The configuration of the autoencoder in a file, by the shapes of its weights."""
     inner = {name.removeprefix("first_stage_model.").removeprefix("vae."): entry for name, entry in tensors.items()}
     levels = {int(match[1]): entry for name, entry in inner.items() if (match := _LEVEL.fullmatch(name))}

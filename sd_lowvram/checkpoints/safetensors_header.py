@@ -24,7 +24,7 @@ _BITS |= {"F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of the file: its type as safetensors writes it ("F16"), its shape, and its place after the header."""
 
     dtype: str
@@ -37,7 +37,7 @@ class Entry:
 class Header:
     """The tensors of a file by name, the free metadata, and the offset at which the data begins, in bytes."""
 
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
     data_offset: int
 
@@ -98,7 +98,7 @@ def read_values(path: Path, header: Header, name: str) -> list[float]:
     return [value for (value,) in struct.iter_unpack(f"<{letter}", data)]
 
 
-def _parse(path: Path, text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
+def _parse(path: Path, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     try:
         raw = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
         metadata = raw.pop("__metadata__", {})
@@ -115,7 +115,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(raw: Any) -> Entry:
+def _entry(raw: Any) -> TensorEntry:
     shape, (begin, end) = raw["shape"], raw["data_offsets"]
     numbers = [*shape, begin, end]
     if any(type(number) is not int or number < 0 for number in numbers):
@@ -123,10 +123,10 @@ def _entry(raw: Any) -> Entry:
     bits = math.prod(shape) * _BITS[raw["dtype"]]
     if bits % 8 or end - begin != bits // 8:
         raise ValueError(f"a tensor of shape {shape} and type {raw['dtype']} does not take {end - begin} bytes")
-    return Entry(raw["dtype"], tuple(shape), begin, end)
+    return TensorEntry(raw["dtype"], tuple(shape), begin, end)
 
 
-def _check_places(path: Path, tensors: dict[str, Entry], available: int) -> None:
+def _check_places(path: Path, tensors: dict[str, TensorEntry], available: int) -> None:
     """The data must be covered without holes or overlaps, as the format demands, and reach the end of the file."""
     position = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):

@@ -15,7 +15,7 @@ from .inputs import Job
 from .pictures import check_writable, save_picture
 
 if TYPE_CHECKING:
-    from ..planning.memory_profile import Run
+    from ..planning.memory_profile import MeasuredRun
 
 _LARGEST = 1 << 20
 
@@ -30,7 +30,7 @@ def check_plot(path: Path | None) -> None:
     check_writable(path, _LARGEST)
 
 
-def measured_run(job: Job, pipe: Any, plan: Any, run: Callable[[], list[Any]]) -> tuple[list[Any], Run | None]:
+def measured_run(job: Job, pipe: Any, plan: Any, run: Callable[[], list[Any]]) -> tuple[list[Any], MeasuredRun | None]:
     """The pictures of ``run`` and what it took; warns once when that is more than planned.
 
     A GPU tells at no cost. On a CPU every allocation would have to be watched: only for a plot.
@@ -47,10 +47,10 @@ def measured_run(job: Job, pipe: Any, plan: Any, run: Callable[[], list[Any]]) -
     return pictures, seen
 
 
-def draw(path: Path, pipe: Any, plan: Any, run: Run) -> None:
+def draw(path: Path, pipe: Any, plan: Any, run: MeasuredRun) -> None:
     """Write the plot of ``plan`` and ``run`` to ``path``, whole or not at all."""
     from PIL import Image
 
-    from ..planning.timeline import courses_of
+    from ..planning.timeline import timelines_of
 
-    save_picture(Image.open(io.BytesIO(memory_png(plan, run, courses_of(pipe, plan)))), path, "")
+    save_picture(Image.open(io.BytesIO(memory_png(plan, run, timelines_of(pipe, plan)))), path, "")

@@ -377,7 +377,7 @@ def parameters(job: Job, pipe: Any, plan: Any, kernels: dict[str, int] | None = 
         "Denoising strength": None if job.strength is None else f"{job.strength:g}",
         "RNG": "CPU",
         "Low VRAM plan": ", ".join(f"{name}={value}" for name, value in decided(plan)) or None,
-        "Low VRAM ran out": " + ".join(rung.name for rung in plan.rungs) or None,
+        "Low VRAM ran out": " + ".join(step.name for step in plan.fallback_steps) or None,
         "Low VRAM attention": " + ".join(attention) or "torch",
         "Version": f"sd-lowvram {__version__}",
     }

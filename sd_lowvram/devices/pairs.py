@@ -13,7 +13,7 @@ from torch import Tensor
 Call = Callable[[], Any]
 
 
-class Timing(NamedTuple):
+class CallTime(NamedTuple):
     """Of one call.
 
     Attributes:
@@ -26,12 +26,12 @@ class Timing(NamedTuple):
     own: float
 
 
-class Turns(NamedTuple):
+class PairedTimes(NamedTuple):
     """Of ways that ran in turn.
 
     Attributes:
         seconds: of each way's calls, in their order.
-        own: as :class:`Timing` has it, of all of them together.
+        own: as :class:`CallTime` has it, of all of them together.
     """
 
     seconds: list[list[float]]
@@ -45,15 +45,15 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def timed(call: Call, device: torch.device) -> tuple[Timing, Any]:
+def timed(call: Call, device: torch.device) -> tuple[CallTime, Any]:
     """How long ``call`` takes, and what it returns."""
     start, processor = now(device), time.thread_time()
     result = call()
     seconds, processor = now(device) - start, time.thread_time() - processor
-    return Timing(seconds, min(1.0, processor / max(seconds, 1e-9)) if device.type == "cpu" else 1.0), result
+    return CallTime(seconds, min(1.0, processor / max(seconds, 1e-9)) if device.type == "cpu" else 1.0), result
 
 
-def in_turn(ways: Sequence[Call], rounds: int, device: torch.device, warm_ups: int = 1) -> Turns:
+def in_turn(ways: Sequence[Call], rounds: int, device: torch.device, warm_ups: int = 1) -> PairedTimes:
     """Time ``ways``, each once a round; every other round begins with the last. ``warm_ups`` rounds do not count."""
     seconds: list[list[float]] = [[] for _ in ways]
     own = whole = 0.0
@@ -64,7 +64,7 @@ def in_turn(ways: Sequence[Call], rounds: int, device: torch.device, warm_ups: i
                 seconds[way].append(timing.seconds)
                 whole += timing.seconds
                 own += timing.seconds * timing.own
-    return Turns(seconds, own / whole if whole else 1.0)
+    return PairedTimes(seconds, own / whole if whole else 1.0)
 
 
 def spread(values: Sequence[float]) -> float | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..compat.private import tree_flatten, tree_map
 from ..models.compvis import TOKEN_PATCHES
-from .offloaded_tensor import Waiting, pictures
+from .offloaded_tensor import OffloadedMap, pictures
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -38,13 +38,13 @@ def changed(
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Pictures in the first map (N, C, H, W) among the arguments; 1 when there is none."""
     return next(
-        (len(leaf) for leaf in _leaves(args, kwargs) if isinstance(leaf, (Tensor, Waiting)) and leaf.ndim == 4), 1
+        (len(leaf) for leaf in _leaves(args, kwargs) if isinstance(leaf, (Tensor, OffloadedMap)) and leaf.ndim == 4), 1
     )
 
 
 def last_are_there(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether of a map among the arguments the last pictures are on the device still."""
-    return any(isinstance(leaf, Waiting) and leaf.last_is_there() for leaf in _leaves(args, kwargs))
+    return any(isinstance(leaf, OffloadedMap) and leaf.last_is_there() for leaf in _leaves(args, kwargs))
 
 
 def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

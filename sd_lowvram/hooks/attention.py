@@ -34,7 +34,7 @@ from ..kernels.triton import support as triton
 from ..models.anatomy import Anatomy, Family, Site, layer
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 _SUCCESSORS = {
     "AttnProcessor": "AttnProcessor2_0",
@@ -72,9 +72,9 @@ def offers(target: Target) -> Iterator[Offer]:
     if not anatomy.attentions or target.fixed.attention is not None or target.fixed.deterministic:
         return
     if target.is_faster(triton.ATTENTION):
-        yield Offer(Kind.ALWAYS, {"attention": "triton"})
+        yield Offer(OfferKind.ALWAYS, {"attention": "triton"})
     if is_worth_choosing(anatomy, target.device):
-        yield Offer(Kind.ALWAYS, {"attention": "sdpa"})
+        yield Offer(OfferKind.ALWAYS, {"attention": "sdpa"})
 
 
 def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:

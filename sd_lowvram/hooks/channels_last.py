@@ -22,7 +22,7 @@ from ..patches import Change
 from ..settings import Settings
 from ..streaming.host_weights import in_files
 from ..weights import all_tensors, lay_last, same_bits, set_data
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 
 def channels_last(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Change]:
@@ -43,7 +43,7 @@ def channels_last(anatomy: Anatomy, settings: Settings, device: torch.device) ->
 def offers(target: Target) -> Iterator[Offer]:
     denoiser = target.anatomy.denoiser_module
     if target.on_gpu and denoiser is not None and _kernels(denoiser):
-        yield Offer(Kind.ALWAYS, {"channels_last": True})
+        yield Offer(OfferKind.ALWAYS, {"channels_last": True})
 
 
 def reordered(component: nn.Module) -> list[Tensor]:

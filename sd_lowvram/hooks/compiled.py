@@ -32,7 +32,7 @@ from ..patches import Patch, is_foreign, wrap
 from ..settings import Settings
 from ..streaming.layers import is_compiled as is_compiled_module
 from ..weights import loaded_dtype, needs_graph, own_tensors
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 
 def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -77,7 +77,7 @@ def offers(target: Target) -> Iterator[Offer]:
     if known is None or known.gain <= 1 or not blocks or target.fixed.compile is not None:
         return
     if target.fixed.channels_last is not False and compiler.refusal(target.device) is None:
-        yield Offer(Kind.WHOLE, {"compile": "regional", "channels_last": True})
+        yield Offer(OfferKind.WHOLE, {"compile": "regional", "channels_last": True})
 
 
 def is_compiled(settings: Settings) -> bool:

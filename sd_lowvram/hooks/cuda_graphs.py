@@ -22,7 +22,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from .captured_calls import Call, CapturedCalls, Replay
 from .compiled import is_followed
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 
 def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -50,7 +50,7 @@ def offers(target: Target) -> Iterator[Offer]:
         return
     open_ = target.fixed.cuda_graphs is None and unrecordable(anatomy, target.device) is None
     if open_ and target.is_faster(RECORDED):
-        yield Offer(Kind.WHOLE, {"cuda_graphs": True})
+        yield Offer(OfferKind.WHOLE, {"cuda_graphs": True})
 
 
 def unrecordable(anatomy: Anatomy, device: torch.device) -> str | None:

@@ -35,10 +35,10 @@ def deep_cache(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
         NoSiteError: the target has no UNet.
         SettingsError: its UNet has no such branch.
     """
-    deep = deep_stations(anatomy, settings)
+    deep = deep_modules(anatomy, settings)
     reuse = _Reuse(anatomy.components[anatomy.denoiser or ""], settings.deep_cache or 1)
     for number, module in enumerate(deep):
-        around = functools.partial(reuse.station, module, number, number == len(deep) - 1)
+        around = functools.partial(reuse.around_module, module, number, number == len(deep) - 1)
         yield wrap(module, "forward", around, "deep_cache")
     calls = {anatomy.denoiser: reuse.step, anatomy.autoencoder: reuse.elsewhere}
     for name, component in anatomy.components.items():
@@ -46,23 +46,23 @@ def deep_cache(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
             yield wrap(component, entry, calls[name], "deep_cache")
 
 
-def deep_stations(anatomy: Anatomy, settings: Settings) -> tuple[nn.Module, ...]:
+def deep_modules(anatomy: Anatomy, settings: Settings) -> tuple[nn.Module, ...]:
     """The modules that are passed over between full steps, in the order of their calls.
 
     Raises:
         NoSiteError, SettingsError: as :func:`deep_cache`.
     """
-    course, branch = anatomy.course, settings.deep_cache_branch or 0
-    if course is None:
+    path, branch = anatomy.unet_path, settings.deep_cache_branch or 0
+    if path is None:
         raise NoSiteError("deep cache: the model has no UNet")
-    most = len(course.makers) - 2
+    most = len(path.makers) - 2
     if branch > most:
         raise SettingsError(f"deep_cache_branch={branch} must be from 0 to {most}: this UNet has no other branch")
     blocks = {site.module for site in anatomy.residual_blocks}
-    upwards = [module for module in course.stations if module in blocks][-len(course.makers) :]
-    places = {module: place for place, module in enumerate(course.stations)}
-    first, last = places[course.makers[branch]], places[upwards[-1 - branch]]
-    return course.stations[first + 1 : last]
+    upwards = [module for module in path.modules if module in blocks][-len(path.makers) :]
+    places = {module: place for place, module in enumerate(path.modules)}
+    first, last = places[path.makers[branch]], places[upwards[-1 - branch]]
+    return path.modules[first + 1 : last]
 
 
 class _Reuse:
@@ -106,7 +106,7 @@ class _Reuse:
         if self._steps % self._interval == 0:
             self._given.clear()
 
-    def station(
+    def around_module(
         self, module: nn.Module, number: int, last: bool, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Around a call of a deep module, of which there is more than one where a batch goes part by part."""

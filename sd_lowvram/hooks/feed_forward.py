@@ -17,7 +17,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 from .strips import assembled, spans
 
 FEWEST_TOKENS = 256
@@ -39,8 +39,8 @@ def feed_forward(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
 
 def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.feed_forwards:
-        for rung, parts in {1: 4, 2: 8, 4: 16}.items():
-            yield Offer(Kind.LADDER, {"feed_forward_chunks": parts}, rung=rung, stages=("denoise",))
+        for level, parts in {1: 4, 2: 8, 4: 16}.items():
+            yield Offer(OfferKind.LADDER, {"feed_forward_chunks": parts}, level=level, stages=("denoise",))
 
 
 def _in_chunks(

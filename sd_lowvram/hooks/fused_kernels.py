@@ -26,7 +26,7 @@ from ..models.anatomy import Anatomy, Residual, geglu_of
 from ..patches import Answered, Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 Look = Callable[..., Residual | None]
 
@@ -57,7 +57,7 @@ def offers(target: Target) -> Iterator[Offer]:
     anatomy = target.anatomy
     tiled = anatomy.vae is not None and autoencoder.dissect(anatomy.vae) is not None
     if target.is_faster(*FUSED) and (anatomy.residual_blocks or tiled):
-        yield Offer(Kind.ALWAYS, {"fused_kernels": True})
+        yield Offer(OfferKind.ALWAYS, {"fused_kernels": True})
 
 
 def _is_plain(parts: Residual | None) -> bool:

@@ -20,8 +20,8 @@ from ..settings import Settings
 from ..streaming.weight_scopes import together
 from ..weights import needs_graph, placed
 from .arguments import are_watched, batch_of, last_are_there, part_of, shares
-from .offers import Kind, Offer, Target
-from .offloaded_tensor import Waiting
+from .offers import Offer, OfferKind, Target
+from .offloaded_tensor import OffloadedMap
 
 
 def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -33,20 +33,20 @@ def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device)
     Raises:
         NoSiteError: the target has no UNet.
     """
-    course = anatomy.course
-    if course is None:
+    path = anatomy.unet_path
+    if path is None:
         raise NoSiteError("guidance in turn: the model has no UNet")
-    tail = course.tail if len(course.tail) == 1 else ()  # else what is between its modules sees the whole batch
+    tail = path.tail if len(path.tail) == 1 else ()  # else what is between its modules sees the whole batch
     attentions = {site.module for site in anatomy.attentions}
-    for module in (*course.stations, *tail):
+    for module in (*path.modules, *tail):
         inside = [one for one in module.modules() if one in attentions]
         around = functools.partial(_in_turn, anatomy.family.mixes, inside, module)
         yield wrap(module, "forward", around, "guidance_in_turn")
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    if target.anatomy.course is not None:
-        yield Offer(Kind.LADDER, {"guidance_in_turn": True}, rung=4, stages=("denoise",))
+    if target.anatomy.unet_path is not None:
+        yield Offer(OfferKind.LADDER, {"guidance_in_turn": True}, level=4, stages=("denoise",))
 
 
 def _in_turn(
@@ -62,7 +62,7 @@ def _in_turn(
     if batch == 1 or mixed or needs_graph(module, args, kwargs):
         return original(*args, **kwargs)
     parts = shares(args, kwargs, batch)
-    joined = _Together(batch, parts)
+    joined = _JoinedOutput(batch, parts)
     with together():
         # The pictures that left the device last have not left yet, and need no copy if they come first.
         for number in range(parts)[:: -1 if last_are_there(args, kwargs) else 1]:
@@ -72,7 +72,7 @@ def _in_turn(
     return joined.result()
 
 
-class _Together:
+class _JoinedOutput:
     """Puts what the parts of a batch gave, in whatever order, into one result of the same structure."""
 
     def __init__(self, batch: int, parts: int) -> None:
@@ -88,11 +88,11 @@ class _Together:
             if isinstance(leaf, Tensor):
                 self._leaves[place] = placed(before, leaf, 0, self._batch * number // self._parts, self._batch)
             else:
-                self._leaves[place] = {**(before or {}), number: leaf} if isinstance(leaf, Waiting) else leaf
+                self._leaves[place] = {**(before or {}), number: leaf} if isinstance(leaf, OffloadedMap) else leaf
 
     def result(self) -> Any:
         joined = [
-            Waiting.joined([leaf[number] for number in sorted(leaf)]) if isinstance(leaf, dict) else leaf
+            OffloadedMap.joined([leaf[number] for number in sorted(leaf)]) if isinstance(leaf, dict) else leaf
             for leaf in self._leaves
         ]
         return tree_unflatten(joined, self._structure)

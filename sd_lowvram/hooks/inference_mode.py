@@ -21,7 +21,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .compiled import is_followed
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 
 def inference_mode(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -37,7 +37,7 @@ def inference_mode(anatomy: Anatomy, settings: Settings, device: torch.device) -
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    yield Offer(Kind.ALWAYS, {"inference_mode": True})
+    yield Offer(OfferKind.ALWAYS, {"inference_mode": True})
 
 
 def _run(component: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,14 +21,14 @@ from ..models.anatomy import Anatomy
 from ..settings import Settings, conflict, knobs
 
 
-class Kind(enum.Enum):
+class OfferKind(enum.Enum):
     """How an offer is combined with the others."""
 
     ALWAYS = "in every run in which nothing excludes it"
     WEIGHTS = "one way among others to keep the weights"
     WHOLE = "for a whole run, or not, with weights kept in any way"
-    LADDER = "from its rung on, with what others offer up to that rung"
-    INSTEAD = "one way among others to run a stage, in the tier of its rung"
+    LADDER = "from its level on, with what others offer up to that level"
+    INSTEAD = "one way among others to run a stage, in the tier of its level"
     BESIDE = "with any way to run a stage, or not"
 
 
@@ -37,7 +37,7 @@ class Offer:
     """Knobs that a hook offers to decide.
 
     Attributes:
-        rung: of ways to run a stage: the more, the more work and the fewer bytes.
+        level: of ways to run a stage: the more, the more work and the fewer bytes.
         stages: in which it makes a difference, for those that are about single stages.
         least: whether no other way to run these stages holds less.
         room: of a way to keep the weights, the knob that says how many MiB of them the device holds, where the search
@@ -45,9 +45,9 @@ class Offer:
         goes_with: whether it can be taken beside all else that is decided, where that is not declared by the knobs.
     """
 
-    kind: Kind
+    kind: OfferKind
     knobs: Mapping[str, Any]
-    rung: int = 0
+    level: int = 0
     stages: tuple[str, ...] = ()
     least: bool = False
     room: str = ""
@@ -97,7 +97,7 @@ class Target:
         return bool(gains) and min(gains) > 1
 
 
-def of_kind(offers: Iterable[Offer], kind: Kind) -> list[Offer]:
+def of_kind(offers: Iterable[Offer], kind: OfferKind) -> list[Offer]:
     return [offer for offer in offers if offer.kind is kind]
 
 

@@ -25,17 +25,17 @@ from ..models.support import check_moved
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
 from ..streaming.device_io import run_at
-from ..streaming.engine import Stream, Turns
-from ..streaming.layout import Policy
-from ..streaming.timing import Timing
+from ..streaming.engine import ActiveStreams, Stream
+from ..streaming.layout import ResidencyPolicy
+from ..streaming.timing import StepTiming
 from ..units import MIB
 from ..weights import all_tensors
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 from .placement import convert_in_one_buffer, place, run_on_cpu, widen_on_host
 
 
 def offload(
-    anatomy: Anatomy, settings: Settings, device: torch.device, timing: Timing | None = None
+    anatomy: Anatomy, settings: Settings, device: torch.device, timing: StepTiming | None = None
 ) -> Iterator[Patch | Change]:
     """Keep the weights as ``settings.offload`` and ``settings.decoder_device`` say.
 
@@ -75,17 +75,19 @@ def offers(target: Target) -> Iterator[Offer]:
     """
     anatomy = target.anatomy
     streams = support_of(target.device).streams
-    yield Offer(Kind.WEIGHTS, {"offload": "none"})
-    yield Offer(Kind.WEIGHTS, {"offload": "component"}, least=not streams)
+    yield Offer(OfferKind.WEIGHTS, {"offload": "none"})
+    yield Offer(OfferKind.WEIGHTS, {"offload": "component"}, least=not streams)
     if streams:
         if anatomy.denoiser is not None:
-            yield Offer(Kind.WEIGHTS, {"offload": "blocks"}, room="weights_mib")
-            yield Offer(Kind.WEIGHTS, {"offload": "halves"})
-        yield Offer(Kind.WEIGHTS, {"offload": "layer"}, least=True)
-        yield Offer(Kind.WEIGHTS, {"offload": "layer", "split_layers": True}, least=True)
+            yield Offer(OfferKind.WEIGHTS, {"offload": "blocks"}, room="weights_mib")
+            yield Offer(OfferKind.WEIGHTS, {"offload": "halves"})
+        yield Offer(OfferKind.WEIGHTS, {"offload": "layer"}, least=True)
+        yield Offer(OfferKind.WEIGHTS, {"offload": "layer", "split_layers": True}, least=True)
     if target.on_gpu and anatomy.vae is not None and target.fixed.decoder_device in (None, "cpu"):
         away = {"vae_tiles": "off", "decoder_device": "cpu"}
-        yield Offer(Kind.INSTEAD, away, rung=2 if dissect(anatomy.vae) is not None else 1, stages=("encode", "decode"))
+        yield Offer(
+            OfferKind.INSTEAD, away, level=2 if dissect(anatomy.vae) is not None else 1, stages=("encode", "decode")
+        )
 
 
 def _entries(anatomy: Anatomy, name: str, around: Callable[..., Any], hook: str) -> Iterator[Patch]:
@@ -97,12 +99,12 @@ def _streamed(
     components: dict[str, nn.Module],
     settings: Settings,
     device: torch.device,
-    timing: Timing | None,
+    timing: StepTiming | None,
 ) -> Iterator[Patch | Change]:
     for name, component in components.items():
         if not all_tensors(component):
             raise NoSiteError(f"offload: {name} holds no weights")
-    turns = Turns()
+    turns = ActiveStreams()
     alone = settings.offload == "component"
     groups = [{name: part} for name, part in components.items()] if alone else step_groups(anatomy, components)
     for group in groups:
@@ -123,15 +125,15 @@ def step_groups(anatomy: Anatomy, components: Mapping[str, nn.Module]) -> list[d
     return [steps, *others] if anatomy.denoiser in steps else [{name: part} for name, part in components.items()]
 
 
-def policy_of(settings: Settings, denoises: bool, timing: Timing | None = None) -> Policy:
+def policy_of(settings: Settings, denoises: bool, timing: StepTiming | None = None) -> ResidencyPolicy:
     """What of a group's weights is on the device; the denoiser's group runs step after step."""
     if settings.offload == "component":
-        return Policy("whole")
+        return ResidencyPolicy("whole")
     room = settings.weights_mib * MIB if settings.weights_mib is not None else None
     split = bool(settings.split_layers)
     if settings.offload == "halves":
-        return Policy("halves", room, split, timing) if denoises else Policy("whole")
+        return ResidencyPolicy("halves", room, split, timing) if denoises else ResidencyPolicy("whole")
     kind: Literal["blocks", "layer"] = "blocks" if settings.offload == "blocks" else "layer"
     in_pieces = settings.guidance_in_turn or settings.residual_strips or settings.transformer_chunks
     timing = timing if denoises else None
-    return Policy(kind, room, split, timing, grows=not denoises, together=bool(denoises and in_pieces))
+    return ResidencyPolicy(kind, room, split, timing, grows=not denoises, together=bool(denoises and in_pieces))

@@ -18,7 +18,7 @@ from ..memory import Parked, fetch, send
 from ..weights import room
 
 
-class Waiting:
+class OffloadedMap:
     """A map (N, C, H, W) in host memory, in pieces along pictures and, within them, along channels.
 
     Attributes:
@@ -33,23 +33,23 @@ class Waiting:
         self.dtype, self.device = first.dtype, first.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Waiting:
+    def of(cls, tensor: Tensor) -> OffloadedMap:
         """Park ``tensor``, which the caller gives up."""
         return cls([[send(tensor)]])
 
     @classmethod
-    def joined(cls, parts: Sequence[Waiting]) -> Waiting:
+    def joined(cls, parts: Sequence[OffloadedMap]) -> OffloadedMap:
         """The pictures of all ``parts``, one after the other; nothing is copied."""
         return cls([row for part in parts for row in part._pieces])
 
     def _counts(self) -> list[int]:
         return [row[0].shape[0] for row in self._pieces]
 
-    def pictures(self, start: int, stop: int) -> Waiting | Tensor:
+    def pictures(self, start: int, stop: int) -> OffloadedMap | Tensor:
         """Some of the pictures: waiting on where they are whole pieces, else fetched."""
         ends = [0, *itertools.accumulate(self._counts())]
         if start in ends and stop in ends:
-            return Waiting(self._pieces[ends.index(start) : ends.index(stop)])
+            return OffloadedMap(self._pieces[ends.index(start) : ends.index(stop)])
         return self.fetched()[start:stop]
 
     def fetched(self) -> Tensor:
@@ -86,18 +86,18 @@ class Waiting:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    def __add__(self, other: Any) -> Waiting:
+    def __add__(self, other: Any) -> OffloadedMap:
         """A sum that waits too: a ControlNet's residual is added to every skip long before it is used."""
         sums = []
         for start, stop in itertools.pairwise([0, *itertools.accumulate(self._counts())]):
             mine, theirs = fetched(self.pictures(start, stop)), pictures(other, len(self), start, stop)
-            sums.append(Waiting.of(mine + fetched(theirs)))
+            sums.append(OffloadedMap.of(mine + fetched(theirs)))
             del mine, theirs
-        return Waiting.joined(sums)
+        return OffloadedMap.joined(sums)
 
     __radd__ = __add__
 
-    def __iadd__(self, other: Any) -> Waiting:
+    def __iadd__(self, other: Any) -> OffloadedMap:
         """As for a tensor, whoever else holds this map sees the sum."""
         self._become(self + other)
         return self
@@ -117,7 +117,7 @@ class Waiting:
     def __setitem__(self, index: Any, value: Any) -> None:
         tensor = self.fetched()
         tensor[index] = fetched(value)
-        self._become(Waiting.of(tensor))
+        self._become(OffloadedMap.of(tensor))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -126,7 +126,7 @@ class Waiting:
             raise AttributeError(f"a map that waits in host memory cannot be changed in place by {name}()")
         return getattr(self.fetched(), name)
 
-    def _become(self, other: Waiting) -> None:
+    def _become(self, other: OffloadedMap) -> None:
         self._pieces, self.dtype = other._pieces, other.dtype
 
     @classmethod
@@ -139,30 +139,30 @@ class Waiting:
         return func(*args, **kwargs)
 
 
-def _beside(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> Waiting | None:
+def _beside(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> OffloadedMap | None:
     """What ``torch.cat`` of a map and its skip gives: still waiting, and nothing copied, when both are and their pieces
     hold the same pictures; None when it must be computed."""
-    waiting = [one for one in tensors if isinstance(one, Waiting)]
+    waiting = [one for one in tensors if isinstance(one, OffloadedMap)]
     if dim != 1 or out is not None or len(waiting) != len(tensors) or len({one.dtype for one in waiting}) > 1:
         return None
     if any(one._counts() != waiting[0]._counts() for one in waiting):
         return None
-    return Waiting([tuple(itertools.chain(*rows)) for rows in zip(*(one._pieces for one in waiting), strict=True)])
+    return OffloadedMap([tuple(itertools.chain(*rows)) for rows in zip(*(one._pieces for one in waiting), strict=True)])
 
 
 def fetched(value: Any) -> Any:
     """``value``, or the tensor for which it stands."""
-    return value.fetched() if isinstance(value, Waiting) else value
+    return value.fetched() if isinstance(value, OffloadedMap) else value
 
 
 def recalled(value: Any) -> Any:
     """As :func:`fetched`, to be read only."""
-    return value.recalled() if isinstance(value, Waiting) else value
+    return value.recalled() if isinstance(value, OffloadedMap) else value
 
 
 def pictures(value: Any, batch: int, start: int, stop: int) -> Any:
     """Some pictures of a tensor or waiting map that has one entry for each of ``batch``; anything else as it is."""
-    if isinstance(value, Waiting):
+    if isinstance(value, OffloadedMap):
         return value.pictures(start, stop) if len(value) == batch else value
     if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch:
         return value[start:stop]

@@ -39,7 +39,7 @@ def is_finite(values: Tensor) -> bool:
     return bool(values.sum(dtype=wide).isfinite()) or bool(values.isfinite().all())  # large ones may have no sum
 
 
-class Watch:
+class OverflowCheck:
     """Looks at the strips of one pass through an autoencoder.
 
     Attributes:

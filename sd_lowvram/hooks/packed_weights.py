@@ -25,7 +25,7 @@ from ..settings import Settings
 from ..streaming.layers import contents
 from ..units import MIB
 from .compiled import is_compiled, is_followed
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 _LEAST_BYTES = 4 * MIB
 """Of a weight that is worth a copy: smaller ones stay in the processor's cache while they are brought in order."""
@@ -65,9 +65,9 @@ def offers(target: Target) -> Iterator[Offer]:
     """On a processor, before all else. Compiling was measured without it, and kernels take it in fp32 alone."""
     if packed.refusal(target.device) is None and packable(target.anatomy):
         yield Offer(
-            Kind.INSTEAD,
+            OfferKind.INSTEAD,
             {"packed_weights": True},
-            rung=-1,
+            level=-1,
             stages=("denoise",),
             goes_with=lambda settings: settings.precision in (None, "fp32") and not is_followed(settings),
         )
@@ -85,15 +85,15 @@ def _is_large(conv: nn.Conv2d) -> bool:
 
 
 def _maps(anatomy: Anatomy, height: int, width: int) -> Iterator[tuple[nn.Module, int, int]]:
-    """The stations of the denoiser with the sides of the maps that their convolutions work on."""
-    course = anatomy.course
+    """The modules of the denoiser with the sides of the maps that their convolutions work on."""
+    path = anatomy.unet_path
     blocks = {site.module for site in (*anatomy.residual_blocks, *anatomy.transformer_blocks)}
-    for number, station in enumerate(course.stations if course is not None else ()):
-        samples = number > 0 and blocks.isdisjoint(station.modules())
-        shrinks = course is not None and station in course.makers
+    for number, module in enumerate(path.modules if path is not None else ()):
+        samples = number > 0 and blocks.isdisjoint(module.modules())
+        shrinks = path is not None and module in path.makers
         if samples and not shrinks:
             height, width = 2 * height, 2 * width
-        yield station, height, width
+        yield module, height, width
         if samples and shrinks:
             height, width = -(-height // 2), -(-width // 2)
 
@@ -113,9 +113,9 @@ class _Copies:
         if x is not None and (x.shape[0], *x.shape[2:]) != self._shape:
             self._made.clear()
             self._shape = x.shape[0], *x.shape[2:]
-            for station, height, width in _maps(self._anatomy, *x.shape[2:]):
+            for module, height, width in _maps(self._anatomy, *x.shape[2:]):
                 if len(x) * height * width <= _MOST_PIXELS:
-                    self._keep(station, (len(x), height, width))
+                    self._keep(module, (len(x), height, width))
         return original(*args, **kwargs)
 
     def entered_by_code(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -129,9 +129,9 @@ class _Copies:
 
         return self.entered(run, *args, **kwargs)
 
-    def _keep(self, station: nn.Module, shape: tuple[int, int, int]) -> None:
+    def _keep(self, module: nn.Module, shape: tuple[int, int, int]) -> None:
         batch, *sides = shape
-        for conv in station.modules():
+        for conv in module.modules():
             if isinstance(conv, nn.Conv2d) and conv in self._layers and conv.weight.dtype == torch.float32:
                 self._make(conv, conv.weight, (batch, conv.in_channels, *sides))
 

@@ -37,7 +37,7 @@ from ..weights import (
     same_bits,
     set_data,
 )
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -80,8 +80,8 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 def offers(target: Target) -> Iterator[Offer]:
     """A type of half the bytes, where another picture is allowed."""
     if target.approximate:
-        yield Offer(Kind.WEIGHTS, {"precision": None})
-        yield Offer(Kind.WEIGHTS, {"precision": "fp16" if target.on_gpu else "bf16"})
+        yield Offer(OfferKind.WEIGHTS, {"precision": None})
+        yield Offer(OfferKind.WEIGHTS, {"precision": "fp16" if target.on_gpu else "bf16"})
 
 
 def _types(

@@ -18,13 +18,13 @@ from ..errors import NoSiteError, SettingsError
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch
 from ..settings import STREAMED, Knob, Preset, Settings, conflict, knobs
-from ..streaming.timing import Timing
-from .offers import Kind, Offer, Target
+from ..streaming.timing import StepTiming
+from .offers import Offer, OfferKind, Target
 
 Hook = Callable[[Anatomy, Settings, torch.device], Iterable[Patch | Change]]
 
 
-def active_hooks(settings: Settings, timing: Timing | None = None) -> list[Hook]:
+def active_hooks(settings: Settings, timing: StepTiming | None = None) -> list[Hook]:
     """The hooks that ``settings`` ask for, in the order in which they wrap the model: the last is the outermost.
 
     Args:
@@ -89,7 +89,7 @@ def offered(target: Target) -> list[Offer]:
 
 def _is_about_weights(offer: Offer) -> bool:
     """Whether it is about where weights lie, or about an autoencoder: all that is planned of an unknown model."""
-    return offer.kind is Kind.WEIGHTS or (bool(offer.stages) and {"encode", "decode"}.issuperset(offer.stages))
+    return offer.kind is OfferKind.WEIGHTS or (bool(offer.stages) and {"encode", "decode"}.issuperset(offer.stages))
 
 
 def _hook(name: str | Hook) -> Any:

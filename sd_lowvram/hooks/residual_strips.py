@@ -26,7 +26,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import kept
 from ..weights import needs_graph
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 from .strips import Span, Statistics, assembled, spans
 
 FEWEST_ROWS = 8
@@ -52,8 +52,8 @@ def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) 
 
 def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.residual_blocks:
-        for rung, parts in {2: 8, 4: 16}.items():
-            yield Offer(Kind.LADDER, {"residual_strips": parts}, rung=rung, stages=("denoise",))
+        for level, parts in {2: 8, 4: 16}.items():
+            yield Offer(OfferKind.LADDER, {"residual_strips": parts}, level=level, stages=("denoise",))
 
 
 def _in_strips(

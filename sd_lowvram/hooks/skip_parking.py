@@ -19,8 +19,8 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .arguments import changed
-from .offers import Kind, Offer, Target
-from .offloaded_tensor import Waiting, recalled
+from .offers import Offer, OfferKind, Target
+from .offloaded_tensor import OffloadedMap, recalled
 
 
 def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -33,19 +33,19 @@ def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
     Raises:
         NoSiteError: the target has no UNet.
     """
-    course = anatomy.course
-    if course is None:
+    path = anatomy.unet_path
+    if path is None:
         raise NoSiteError("park skips: the model has no UNet")
-    parked = {id(module) for module in (course.stations if settings.guidance_in_turn else course.makers)}
-    for module in (*course.stations, *course.tail):
+    parked = {id(module) for module in (path.modules if settings.guidance_in_turn else path.makers)}
+    for module in (*path.modules, *path.tail):
         parks = id(module) in parked
         around = functools.partial(_through_host, module, parks)
         yield wrap(module, "forward", around, "park_skips", "parks" if parks else "fetches")
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    if target.anatomy.course is not None:
-        yield Offer(Kind.LADDER, {"park_skips": True}, rung=3, stages=("denoise",))
+    if target.anatomy.unet_path is not None:
+        yield Offer(OfferKind.LADDER, {"park_skips": True}, level=3, stages=("denoise",))
 
 
 def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -53,4 +53,4 @@ def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], 
     result = original(*args, **kwargs)
     if not parks or needs_graph(module, args, kwargs):
         return result
-    return tree_map(lambda leaf: Waiting.of(leaf) if isinstance(leaf, Tensor) and leaf.ndim == 4 else leaf, result)
+    return tree_map(lambda leaf: OffloadedMap.of(leaf) if isinstance(leaf, Tensor) and leaf.ndim == 4 else leaf, result)

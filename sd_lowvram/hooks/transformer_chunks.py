@@ -24,7 +24,7 @@ from ..patches import Patch, roles_of, set_patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .feed_forward import FEWEST_TOKENS
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 from .strips import Span, assembled, spans
 
 
@@ -45,8 +45,8 @@ def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.devic
 
 def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.transformer_blocks:
-        for rung, parts in {2: 8, 4: 16}.items():
-            yield Offer(Kind.LADDER, {"transformer_chunks": parts}, rung=rung, stages=("denoise",))
+        for level, parts in {2: 8, 4: 16}.items():
+            yield Offer(OfferKind.LADDER, {"transformer_chunks": parts}, level=level, stages=("denoise",))
 
 
 def _in_chunks(

@@ -36,8 +36,8 @@ from ..streaming.weight_scopes import kept
 from ..units import MIB
 from ..weights import needs_graph, placed, room
 from .maps import AnyMap, Given, Map, Strip, load, spans
-from .offers import Kind, Offer, Target
-from .overflow import Watch, is_finite, piece
+from .offers import Offer, OfferKind, Target
+from .overflow import OverflowCheck, is_finite, piece
 from .strips import Statistics
 from .vae_operations import Operation, first_half, needed_rows, operations_of, second_half
 
@@ -69,10 +69,10 @@ def offers(target: Target) -> Iterator[Offer]:
     """The map between layers held on the device; else parked, also in the smallest strips, or recomputed."""
     if target.anatomy.vae is None or dissect(target.anatomy.vae) is None:
         return
-    rungs = [(1, "held", {}), (2, "parked", {}), (2, "parked", {"vae_strip_mib": 4}), (2, "recomputed", {})]
-    for rung, place, more in rungs:
+    levels = [(1, "held", {}), (2, "parked", {}), (2, "parked", {"vae_strip_mib": 4}), (2, "recomputed", {})]
+    for level, place, more in levels:
         ways = {"vae_tiles": "exact", "vae_map": place, **more}
-        yield Offer(Kind.INSTEAD, ways, rung=rung, stages=("encode", "decode"), least=bool(more))
+        yield Offer(OfferKind.INSTEAD, ways, level=level, stages=("encode", "decode"), least=bool(more))
 
 
 def _steps(vae: KLAutoencoder) -> Autoencoder:
@@ -112,16 +112,16 @@ def run_exact(steps: Sequence[Step], x: Tensor, settings: Settings, stage: str =
         NotFiniteError: ``x`` holds values that are no numbers, or the layers make such even in float32.
     """
     fake = isinstance(x, FakeTensor)
-    watch = Watch(stage, x, looks=x.device.type == "cpu" and not fake)
+    watch = OverflowCheck(stage, x, looks=x.device.type == "cpu" and not fake)
     with torch.no_grad():
         if watch.looks:
             _check(stage, x)
-        result = _Run(steps, x, settings, stage, watch)()
+        result = _StripPass(steps, x, settings, stage, watch)()
         if not fake and not watch.looks and not is_finite(result):
             del result
             _check(stage, x)
-            watch = Watch(stage, x, looks=True)
-            result = _Run(steps, x, settings, stage, watch)()
+            watch = OverflowCheck(stage, x, looks=True)
+            result = _StripPass(steps, x, settings, stage, watch)()
     watch.tell()
     return result
 
@@ -164,10 +164,10 @@ class _Overwritten:
         self._map.store(rows, strip)
 
 
-class _Run:
+class _StripPass:
     """One pass of a map through the steps."""
 
-    def __init__(self, steps: Sequence[Step], x: Tensor, settings: Settings, stage: str, watch: Watch) -> None:
+    def __init__(self, steps: Sequence[Step], x: Tensor, settings: Settings, stage: str, watch: OverflowCheck) -> None:
         self.groups = _grouped(steps, settings.vae_map == "recomputed")
         self.input = x
         self.stage = stage

@@ -16,7 +16,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..weights import placed
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 
 def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -35,7 +35,7 @@ def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
 def offers(target: Target) -> Iterator[Offer]:
     """One picture at a time, where there are several."""
     if target.batch > 1 and target.anatomy.vae is not None:
-        yield Offer(Kind.ALWAYS, {"vae_slices": True})
+        yield Offer(OfferKind.ALWAYS, {"vae_slices": True})
 
 
 def _one_by_one(original: Callable[..., Tensor], batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -20,7 +20,7 @@ from ..models.anatomy import Anatomy
 from ..models.autoencoder import dissect
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 from .overflow import is_finite
 from .vae_exact import run_exact
 
@@ -36,7 +36,7 @@ def vae_whole(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.vae is not None:
         tiled = dissect(target.anatomy.vae) is not None
-        yield Offer(Kind.INSTEAD, {"vae_tiles": "off"}, stages=("encode", "decode"), least=not tiled)
+        yield Offer(OfferKind.INSTEAD, {"vae_tiles": "off"}, stages=("encode", "decode"), least=not tiled)
 
 
 def _looked_at(

@@ -30,7 +30,7 @@ from ..settings import Settings
 from ..streaming.followed import exchanged
 from ..streaming.weight_scopes import lent_to_call, present_rows
 from ..weights import loaded_dtype, needs_graph, remember_loaded, set_data
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 _REFUSED = {
     "fuse_lora": "a LoRA cannot be fused into weights of 8 bits: use it unfused, or restore(), fuse it and optimize()",
@@ -97,8 +97,8 @@ def offers(target: Target) -> Iterator[Offer]:
         with at_rest(parts.values()):
             stored = any(quantised_layers(target.anatomy, name, as_loaded=True) for name in parts)
         if stored:
-            yield Offer(Kind.WEIGHTS, {"weight_storage": None})
-            yield Offer(Kind.WEIGHTS, {"weight_storage": "int8"})
+            yield Offer(OfferKind.WEIGHTS, {"weight_storage": None})
+            yield Offer(OfferKind.WEIGHTS, {"weight_storage": "int8"})
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from ..models.anatomy import Anatomy
 from ..patches import Answered, Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
-from .offers import Kind, Offer, Target
+from .offers import Offer, OfferKind, Target
 
 _TILE = 4
 _NARROWEST = 64
@@ -50,7 +50,7 @@ def winograd(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
 def offers(target: Target) -> Iterator[Offer]:
     """In any way to run the autoencoder, on a processor where it was measured to be faster."""
     if target.device.type == "cpu" and target.anatomy.vae is not None and target.is_faster():
-        yield Offer(Kind.BESIDE, {"winograd": True}, stages=("encode", "decode"))
+        yield Offer(OfferKind.BESIDE, {"winograd": True}, stages=("encode", "decode"))
 
 
 def _suits(module: nn.Module) -> bool:

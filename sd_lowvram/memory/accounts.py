@@ -21,13 +21,13 @@ Account = Literal["device", "weights", "host"]
 Kernels = Literal["gpu", "cpu"]
 
 
-class _State(threading.local):
+class _ThreadAccounts(threading.local):
     account: Account = "device"
     traced_device: torch.device | None = None
     kernels: Kernels = "gpu"
 
 
-_state = _State()
+_state = _ThreadAccounts()
 
 
 def current_account() -> Account:

@@ -26,15 +26,15 @@ class CardFullError(Exception):
 
 
 @dataclass(eq=False)
-class _Block:
+class _AllocatorBlock:
     """A piece of a segment, with its neighbours in it."""
 
     address: int
     size: int
     small: bool
     free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
+    before: _AllocatorBlock | None = None
+    after: _AllocatorBlock | None = None
 
 
 class CachingAllocator:
@@ -54,10 +54,10 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_bytes = self.allocated_bytes = self.allocated_peak = 0
         self._card_bytes = card_bytes
         self._max_split = max_split_bytes
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._free: dict[bool, list[tuple[int, int, _AllocatorBlock]]] = {True: [], False: []}
         self._next_address = 0
 
-    def allocate(self, size: int) -> _Block:
+    def allocate(self, size: int) -> _AllocatorBlock:
         """A block of at least ``size`` bytes, to be given to :meth:`free`.
 
         Raises:
@@ -68,7 +68,7 @@ class CachingAllocator:
         block = self._best_fit(size, small) or self._segment(size, small)
         rest = block.size - size
         if rest >= LEAST if small else size < self._max_split and rest > SMALL:
-            after = _Block(block.address + size, rest, small, True, block, block.after)
+            after = _AllocatorBlock(block.address + size, rest, small, True, block, block.after)
             if block.after is not None:
                 block.after.before = after
             block.size, block.after = size, after
@@ -78,7 +78,7 @@ class CachingAllocator:
         self.allocated_peak = max(self.allocated_peak, self.allocated_bytes)
         return block
 
-    def free(self, block: _Block) -> None:
+    def free(self, block: _AllocatorBlock) -> None:
         """Take a block back; free neighbours become one with it."""
         self.allocated_bytes -= block.size
         block.free = True
@@ -104,7 +104,7 @@ class CachingAllocator:
             self.reserved_bytes -= sum(size for size, _, _ in unused)
             pool[:] = [entry for entry in pool if entry not in unused]
 
-    def _best_fit(self, size: int, small: bool) -> _Block | None:
+    def _best_fit(self, size: int, small: bool) -> _AllocatorBlock | None:
         pool = self._free[small]
         place = bisect.bisect_left(pool, (size, -1))
         if place == len(pool):
@@ -114,7 +114,7 @@ class CachingAllocator:
             return None
         return pool.pop(place)[2]
 
-    def _segment(self, size: int, small: bool) -> _Block:
+    def _segment(self, size: int, small: bool) -> _AllocatorBlock:
         """A new segment from the card."""
         rounded = -(-size // ROUND) * ROUND
         wanted = SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _OWN_SEGMENT else rounded
@@ -125,11 +125,11 @@ class CachingAllocator:
         self.reserved_bytes += wanted
         self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
         self._next_address += wanted
-        return _Block(self._next_address - wanted, wanted, small)
+        return _AllocatorBlock(self._next_address - wanted, wanted, small)
 
-    def _keep(self, block: _Block) -> None:
+    def _keep(self, block: _AllocatorBlock) -> None:
         bisect.insort(self._free[block.small], (block.size, block.address, block))  # no two have one address
 
-    def _drop(self, block: _Block) -> None:
+    def _drop(self, block: _AllocatorBlock) -> None:
         pool = self._free[block.small]
         del pool[bisect.bisect_left(pool, (block.size, block.address))]

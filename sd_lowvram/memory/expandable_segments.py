@@ -20,7 +20,7 @@ _ENDLESS = 1 << 50
 
 
 @dataclass(eq=False)
-class _Span:
+class _AddressRange:
     """Some addresses of a pool, with their neighbours: in use, free, or not mapped."""
 
     address: int
@@ -28,8 +28,8 @@ class _Span:
     small: bool
     mapped: bool = False
     used: bool = False
-    before: _Span | None = None
-    after: _Span | None = None
+    before: _AddressRange | None = None
+    after: _AddressRange | None = None
 
 
 class ExpandableAllocator:
@@ -47,10 +47,10 @@ class ExpandableAllocator:
         """
         self.reserved_bytes = self.peak_bytes = self.allocated_bytes = self.allocated_peak = 0
         self._card_bytes = card_bytes
-        self._first = {small: _Span(0, _ENDLESS, small) for small in _PAGES}
-        self._free: dict[bool, list[tuple[int, int, _Span]]] = {small: [] for small in _PAGES}
+        self._first = {small: _AddressRange(0, _ENDLESS, small) for small in _PAGES}
+        self._free: dict[bool, list[tuple[int, int, _AddressRange]]] = {small: [] for small in _PAGES}
 
-    def allocate(self, size: int) -> _Span:
+    def allocate(self, size: int) -> _AddressRange:
         """Room for at least ``size`` bytes, to be given to :meth:`free`.
 
         Raises:
@@ -72,7 +72,7 @@ class ExpandableAllocator:
         self.allocated_peak = max(self.allocated_peak, self.allocated_bytes)
         return span
 
-    def free(self, span: _Span) -> None:
+    def free(self, span: _AddressRange) -> None:
         """Take room back; free neighbours become one with it."""
         self.allocated_bytes -= span.size
         span.used = False
@@ -87,7 +87,7 @@ class ExpandableAllocator:
                 if start < end:
                     self._unmap(span, start, end)
 
-    def _unmap(self, span: _Span, start: int, end: int) -> None:
+    def _unmap(self, span: _AddressRange, start: int, end: int) -> None:
         self._drop(span)
         if span.address < start:
             inside = self._cut(span, start - span.address)
@@ -99,7 +99,7 @@ class ExpandableAllocator:
         span.mapped = False
         self._merged(span)
 
-    def _best_fit(self, size: int, small: bool) -> _Span | None:
+    def _best_fit(self, size: int, small: bool) -> _AddressRange | None:
         """Of spans at which a pool can grow it is their size then that counts."""
         pool = self._free[small]
         place = bisect.bisect_left(pool, (size, -1))
@@ -107,9 +107,9 @@ class ExpandableAllocator:
             place += 1
         return pool[place][2] if place < len(pool) else None
 
-    def _expanded(self, size: int, small: bool) -> _Span | None:
+    def _expanded(self, size: int, small: bool) -> _AddressRange | None:
         """Free room of ``size`` bytes after pages have been mapped; None where the card has none left for them."""
-        span: _Span | None = next(one for one in self._unmapped(small) if _room_from(one) >= size)
+        span: _AddressRange | None = next(one for one in self._unmapped(small) if _room_from(one) >= size)
         assert span is not None
         if not span.mapped:
             span = self._mapped(span, size)
@@ -117,15 +117,15 @@ class ExpandableAllocator:
             span = self._mapped(span.after, size - span.size)
         return span
 
-    def _unmapped(self, small: bool) -> Iterator[_Span]:
+    def _unmapped(self, small: bool) -> Iterator[_AddressRange]:
         """Where a pool can grow, by address, each with what is free before it."""
-        span: _Span | None = self._first[small]
+        span: _AddressRange | None = self._first[small]
         while span is not None:
             if not span.mapped:
                 yield span.before if span.before is not None and not span.before.used else span
             span = span.after
 
-    def _mapped(self, span: _Span, size: int) -> _Span | None:
+    def _mapped(self, span: _AddressRange, size: int) -> _AddressRange | None:
         """Map pages to as much of ``span`` as ``size`` takes; returns all that is free there."""
         page = _PAGES[span.small]
         wanted = -(-min(size, span.size) // page) * page
@@ -140,15 +140,15 @@ class ExpandableAllocator:
         self._keep(span)
         return span
 
-    def _cut(self, span: _Span, size: int) -> _Span:
+    def _cut(self, span: _AddressRange, size: int) -> _AddressRange:
         """Leave ``size`` bytes of ``span``; returns the rest, which is as it was."""
-        rest = _Span(span.address + size, span.size - size, span.small, span.mapped, False, span, span.after)
+        rest = _AddressRange(span.address + size, span.size - size, span.small, span.mapped, False, span, span.after)
         if span.after is not None:
             span.after.before = rest
         span.size, span.after = size, rest
         return rest
 
-    def _merged(self, span: _Span) -> _Span:
+    def _merged(self, span: _AddressRange) -> _AddressRange:
         """``span`` with those of its neighbours that are like it, which are free spans no more."""
         for other in (span.before, span.after):
             if other is None or other.used or other.mapped != span.mapped:
@@ -163,19 +163,19 @@ class ExpandableAllocator:
             span = first
         return span
 
-    def _keep(self, span: _Span) -> None:
+    def _keep(self, span: _AddressRange) -> None:
         bisect.insort(self._free[span.small], (span.size, span.address, span))  # no two have one address
 
-    def _drop(self, span: _Span) -> None:
+    def _drop(self, span: _AddressRange) -> None:
         pool = self._free[span.small]
         del pool[bisect.bisect_left(pool, (span.size, span.address))]
 
 
-def _grown(span: _Span) -> int:
+def _grown(span: _AddressRange) -> int:
     return span.size + (span.after.size if span.after is not None and not span.after.mapped else 0)
 
 
-def _room_from(span: _Span | None) -> int:
+def _room_from(span: _AddressRange | None) -> int:
     """How much is free, or not mapped, from ``span`` on."""
     room = 0
     while span is not None and not span.used:

@@ -22,7 +22,7 @@ from ..weights import is_channels_last
 from .accounts import actual_device, device_account, host_account, mark_host, weights_account
 from .fake_mode import active_fake_mode
 from .pinned import can_pin, pinned_empty
-from .rooms import ROOMS, Room
+from .pinned_buffers import PINNED_BUFFERS, PinnedBuffer
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool | None = None) -> Tensor:
@@ -98,7 +98,7 @@ class Parked:
         nbytes: host memory that it takes.
     """
 
-    _room: Room | None = None
+    _buffer: PinnedBuffer | None = None
 
     def __init__(
         self,
@@ -111,11 +111,11 @@ class Parked:
         """Room for a tensor of ``shape`` whose dimensions lie in host memory in ``order``, the outermost first."""
         on_host = [shape[dim] for dim in order]
         if device.type == "cuda" and can_pin() and active_fake_mode() is None:
-            self._room = ROOMS.take(_nbytes(on_host, dtype))
-        room = self._room
-        self._host = host_empty(on_host, dtype, False) if room is None else _shaped(room.bytes, on_host, dtype)
+            self._buffer = PINNED_BUFFERS.take(_nbytes(on_host, dtype))
+        buffer = self._buffer
+        self._host = host_empty(on_host, dtype, False) if buffer is None else _shaped(buffer.bytes, on_host, dtype)
         mark_host(self._host)
-        self._event: torch.cuda.Event | None = None if room is None else room.copied
+        self._event: torch.cuda.Event | None = None if buffer is None else buffer.copied
         self._order = tuple(order)
         self._format = memory_format
         self._leaving: Tensor | None = None
@@ -125,8 +125,8 @@ class Parked:
         self.nbytes = self._host.nbytes
 
     def __del__(self) -> None:
-        if self._room is not None:
-            ROOMS.leave(self._room, self._event)
+        if self._buffer is not None:
+            PINNED_BUFFERS.leave(self._buffer, self._event)
 
     @classmethod
     def empty(

@@ -31,12 +31,12 @@ class Follower(Protocol):
         the number of the one that it is like."""
 
 
-class _State(threading.local):
+class _ThreadRepeats(threading.local):
     times: int = 1
     follower: Follower | None = None
 
 
-_state = _State()
+_state = _ThreadRepeats()
 
 
 def times() -> int:

@@ -37,7 +37,7 @@ def every_place() -> set[Place]:
     return {place_of(torch.device("cpu")), *cards}
 
 
-class _Turns:
+class _DeviceLocks:
     """Which thread has which places. A thread may take again what it has."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class _Turns:
                 )
 
 
-_turns = _Turns()
+_turns = _DeviceLocks()
 
 
 def turn(places: Iterable[Place]) -> contextlib.AbstractContextManager[Any]:

@@ -63,7 +63,7 @@ def anatomy_of_components(family: Family | str, components: dict[str, nn.Module]
         feed_forwards=inside(of.is_feed_forward),
         residual_blocks=inside(of.is_residual_block),
         transformer_blocks=inside(of.is_transformer_block),
-        course=of.course(denoiser) if of.course is not None and denoiser is not None else None,
+        unet_path=of.unet_path(denoiser) if of.unet_path is not None and denoiser is not None else None,
         configs=of.configs(components),
     )
 

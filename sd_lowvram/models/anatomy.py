@@ -79,16 +79,16 @@ class Transformer:
 
 
 @dataclass(frozen=True)
-class Course:
+class UNetPath:
     """The modules between which a UNet's maps (N, C, H, W) travel.
 
     Attributes:
-        stations: the first convolution, residual blocks, transformers and samplers, in the order of their calls.
-        makers: the stations whose maps become skip connections.
+        modules: the first convolution, residual blocks, transformers and samplers, in the order of their calls.
+        makers: the modules whose maps become skip connections.
         tail: what takes the last map.
     """
 
-    stations: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]
     makers: tuple[nn.Module, ...]
     tail: tuple[nn.Module, ...]
 
@@ -117,7 +117,7 @@ class Family:
         run: ``(target, anatomy)`` to what of the anatomy hangs on the target that the models are from.
         conditions: of a denoiser's own state, what its calls hang on: another object, other conditions.
         is_attention, is_feed_forward, is_residual_block, is_transformer_block: whether a module is such a site.
-        course: of a UNet, the way of its maps.
+        unet_path: of a UNet, the way of its maps.
         residual: ``(block, *more)`` to its parts; ``more`` is what it was called with besides map and time.
         transformer: ``(block, *args, **kwargs)`` to its parts; the arguments are those after the tokens.
         upcasts: whether an attention's scores are asked for in float32.
@@ -149,7 +149,7 @@ class Family:
     is_feed_forward: Callable[[nn.Module], bool] = lambda module: False
     is_residual_block: Callable[[nn.Module], bool] = lambda module: False
     is_transformer_block: Callable[[nn.Module], bool] = lambda module: False
-    course: Callable[[Any], Course] | None = None
+    unet_path: Callable[[Any], UNetPath] | None = None
     residual: Callable[..., Residual | None] = lambda *given, **more: None
     transformer: Callable[..., Transformer | None] = lambda *given, **more: None
     upcasts: Callable[[Any], bool] = lambda attention: False
@@ -173,7 +173,7 @@ class Anatomy:
         feed_forwards: the denoiser's feed-forward modules.
         residual_blocks: the denoiser's residual blocks.
         transformer_blocks: the denoiser's transformer blocks.
-        course: the way of a UNet's maps, None when the denoiser is no UNet.
+        unet_path: the way of a UNet's maps, None when the denoiser is no UNet.
         configs: what components without a configuration of their own would have in it, in diffusers' words.
         computes: the type in which the host lets a component compute, where that is not its weights' own.
         passes: rows of the denoiser's batch for each picture, as the target guides.
@@ -194,7 +194,7 @@ class Anatomy:
     feed_forwards: tuple[Site, ...]
     residual_blocks: tuple[Site, ...]
     transformer_blocks: tuple[Site, ...]
-    course: Course | None = None
+    unet_path: UNetPath | None = None
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     computes: Mapping[str, torch.dtype] = field(default_factory=dict)
     passes: int = 2

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..patches import is_foreign
 from . import calls_compvis, support
-from .anatomy import Course, Family, Residual, TokenAttention, Transformer, has, having, is_3x3, is_pointwise, layer
+from .anatomy import Family, Residual, TokenAttention, Transformer, UNetPath, has, having, is_3x3, is_pointwise, layer
 from .interfaces import CompVisUNet, KLAutoencoder
 
 _ATTENTIONS = ("CrossAttention", "MemoryEfficientCrossAttention")
@@ -96,11 +96,11 @@ is_residual_block = having("in_layers", "emb_layers", "out_layers", "skip_connec
 is_transformer_block = having("norm1", "attn1", "attn2", "norm3", "ff")
 
 
-def course(unet: CompVisUNet) -> Course:
+def unet_path(unet: CompVisUNet) -> UNetPath:
     """The way of a UNet's maps."""
     blocks = [*unet.input_blocks, *([] if unet.middle_block is None else [unet.middle_block]), *unet.output_blocks]
-    return Course(
-        stations=tuple(module for block in blocks for module in block),
+    return UNetPath(
+        modules=tuple(module for block in blocks for module in block),
         makers=tuple(list(block)[-1] for block in unet.input_blocks),
         tail=(unet.out,),
     )
@@ -289,7 +289,7 @@ FAMILY = Family(
     is_feed_forward=is_feed_forward,
     is_residual_block=is_residual_block,
     is_transformer_block=is_transformer_block,
-    course=course,
+    unet_path=unet_path,
     residual=residual,
     transformer=transformer,
     upcasts=_upcasts,

@@ -13,11 +13,11 @@ from . import calls_diffusers, support
 from .anatomy import (
     Anatomy,
     AttentionOverMap,
-    Course,
     Family,
     Residual,
     TokenAttention,
     Transformer,
+    UNetPath,
     has,
     having,
     is_3x3,
@@ -148,22 +148,22 @@ def is_feed_forward(module: nn.Module) -> bool:
     return isinstance(net, nn.ModuleList) and len(net) >= 2 and hasattr(net[0], "proj")
 
 
-def course(unet: DiffusersUNet) -> Course:
+def unet_path(unet: DiffusersUNet) -> UNetPath:
     """The way of a UNet's maps."""
     blocks = [*unet.down_blocks, *([] if unet.mid_block is None else [unet.mid_block]), *unet.up_blocks]
     makers = [unet.conv_in]
     for block in unet.down_blocks:
         last = "attentions" if any(True for _ in _all(block, "attentions")) else "resnets"
         makers += [*_all(block, last), *_all(block, "downsamplers")]
-    return Course(
-        stations=(unet.conv_in, *(module for block in blocks for module in _in_turn(block))),
+    return UNetPath(
+        modules=(unet.conv_in, *(module for block in blocks for module in _in_turn(block))),
         makers=tuple(makers),
         tail=tuple(module for module in (unet.conv_norm_out, unet.conv_out) if module is not None),
     )
 
 
 def _in_turn(block: Any) -> Iterator[nn.Module]:
-    """The stations of a block: each residual block, with its transformer after it where there is one, and a sampler."""
+    """The modules of a block: each residual block, with its transformer after it where there is one, and a sampler."""
     pairs = itertools.zip_longest(_all(block, "resnets"), _all(block, "attentions"))
     yield from (module for pair in pairs for module in pair if module is not None)
     yield from (module for kind in ("downsamplers", "upsamplers") for module in _all(block, kind))
@@ -297,7 +297,7 @@ FAMILY = Family(
     is_feed_forward=is_feed_forward,
     is_residual_block=is_residual_block,
     is_transformer_block=is_transformer_block,
-    course=course,
+    unet_path=unet_path,
     residual=residual,
     transformer=transformer,
     upcasts=_upcasts,

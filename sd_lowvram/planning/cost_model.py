@@ -15,7 +15,7 @@ from ..devices.performance import THIS
 from ..devices.this_machine import rates_of
 from ..hooks.channels_last import reordered
 from ..hooks.compiled import is_compiled, kinds_of, were_compiled
-from ..hooks.deep_cache import deep_stations
+from ..hooks.deep_cache import deep_modules
 from ..hooks.offload import step_groups
 from ..hooks.precision import Arithmetic, arithmetic
 from ..memory.caching_allocator import SMALL
@@ -26,16 +26,16 @@ from ..models.anatomy import Anatomy
 from ..models.latents import latent_channels, latent_size
 from ..settings import STREAMED, Fidelity, Settings
 from ..streaming.host_weights import RING_BYTES, bytes_also_in_files
-from ..streaming.simulator import Copies
-from ..streaming.timing import Timing, timing_of
+from ..streaming.simulator import CopyQueue
+from ..streaming.timing import StepTiming, timing_of
 from ..tracing.tracer import Figures
 from ..units import MIB
 from ..weights import all_tensors
-from .masters import Waiting, masters_of, read_bytes
+from .masters import HostResidentWeights, masters_of, read_bytes
 from .options import Choice
 from .plan import Candidate, StagePlan
 from .request import Budget, Request
-from .stage_costs import Costs, Step, Weights
+from .stage_costs import StageCosts, Step, Weights
 from .stages import CONTROL, Stage
 
 _PINNED_STEP = 256 * MIB
@@ -57,13 +57,15 @@ class Pricing:
         self.request = request
         self.vram, self.ram = Budget(request.vram), Budget(request.ram)
         where = request.device, request.overhead
-        self.costs: Costs = Costs(anatomy, request.shape, request.encodes, *where, like.costs if like else None)
+        self.costs: StageCosts = StageCosts(
+            anatomy, request.shape, request.encodes, *where, like.costs if like else None
+        )
         self.on_gpu = request.device.type != "cpu"
         self._locks_all = False
         self._known: dict[tuple[Any, ...], StagePlan] = {}
         self._traced_whole: set[tuple[Any, ...]] = set()
         self._bytes_in_files: dict[str, tuple[int, int]] | None = None
-        self._timings: dict[Any, Timing] = {}
+        self._timings: dict[Any, StepTiming] = {}
         self._calls: dict[tuple[int, int, bool], tuple[Figures, float]] = {}
         self._arithmetics: dict[tuple[str, str | None], Arithmetic] = {}
 
@@ -205,7 +207,7 @@ class Pricing:
         """The share of a traced step's time that a step takes on average, where some pass over deep layers."""
         if settings.deep_cache is None or stage.component != self.anatomy.denoiser or not cost.spans:
             return 1.0
-        deep = set(deep_stations(self.anatomy, settings))
+        deep = set(deep_modules(self.anatomy, settings))
         paths = {name for name, module in self.anatomy.components[stage.component].named_modules() if module in deep}
         size = self._arithmetic(stage.component, settings).dtype.itemsize
         seconds = list(zip(cost.spans, self.request.rates.shares(cost.spans, size), strict=True))
@@ -259,10 +261,10 @@ class Pricing:
         """What the device gives for weights that lie in buffers of these sizes."""
         return sum(map(segment, sizes)) if self.on_gpu else sum(sizes)
 
-    def _masters(self, settings: Settings, weights: int, parked: int) -> Waiting:
+    def _masters(self, settings: Settings, weights: int, parked: int) -> HostResidentWeights:
         """``weights`` bytes that wait in host memory beside ``parked`` ones of maps."""
         if settings.offload in (None, "none"):
-            return Waiting(weights, weights)
+            return HostResidentWeights(weights, weights)
         mapped = 0
         for name, (size, _) in self._in_files.items() if settings.weight_storage is None else ():
             if not self._arithmetic(name, settings).converted:
@@ -361,7 +363,7 @@ class Pricing:
             return rates_of(torch.device("cpu")).seconds(cost, torch.float32.itemsize)
         return cost.flops / rates.processor_flops
 
-    def timing(self, stage: Stage, settings: Settings) -> Timing:
+    def timing(self, stage: Stage, settings: Settings) -> StepTiming:
         """How long the modules of a stage take, weights being there, and what it costs to bring those."""
         resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
         cost = self.costs(stage, resident)
@@ -389,7 +391,7 @@ class Pricing:
         return min(weights.bytes, self.anatomy.kept.get(component, weights.bytes))
 
     def _seconds(
-        self, stage: Stage, settings: Settings, once: float, weights: dict[str, int], masters: Waiting
+        self, stage: Stage, settings: Settings, once: float, weights: dict[str, int], masters: HostResidentWeights
     ) -> float:
         """All calls of a stage that takes ``once``, and what is copied besides."""
         seconds = self._times(stage) * once
@@ -408,7 +410,7 @@ class Pricing:
         """How often a stage runs in a run."""
         return self.request.steps * self.request.calls if stage.repeats else 1
 
-    def _copies(self, stage: Stage, settings: Settings, pinned: int | None) -> Copies:
+    def _copies(self, stage: Stage, settings: Settings, pinned: int | None) -> CopyQueue:
         rates, (size, kernels) = self.request.rates, self._in_files[stage.component]
         filling = rates.filling(size, kernels if settings.channels_last else 0)
-        return Copies(rates.copy_bandwidth, overlap=self.on_gpu, reading=filling, pinned=pinned)
+        return CopyQueue(rates.copy_bandwidth, overlap=self.on_gpu, reading=filling, pinned=pinned)

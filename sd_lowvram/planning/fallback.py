@@ -21,14 +21,14 @@ from torch import nn
 from ..compat.private import free_pinned
 from ..devices.info import free_vram
 from ..errors import BudgetError, host_ran_out, ran_out
-from ..memory.rooms import ROOMS
+from ..memory.pinned_buffers import PINNED_BUFFERS
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..units import format_size
-from .plan import Plan, Rung
+from .fallback_steps import AS_BEFORE, ladder, without_closed
+from .plan import FallbackStep, Plan
 from .request import Request
-from .rungs import AS_BEFORE, ladder, without_closed
 
 Make = Callable[[Request, Settings], Plan]
 """Plans a request with some knobs fixed, as :func:`make_plan` does; approximate settings are not chosen."""
@@ -86,7 +86,7 @@ def _called(
 
 def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
     """What a run goes on with that ran out of memory by ``plan``: the same plan once more, as long as nothing else was
-    given up and there is room for it, or the first rung of the ladder on which there is a plan that needs less.
+    given up and there is room for it, or the first step of the ladder on which there is a plan that needs less.
 
     Args:
         fixed: what a person has set.
@@ -98,8 +98,10 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
     _give_up_cached(device)
     kind = "host memory" if _of_host(plan, short) else "memory"
     told = f"{short.where} ran out of {kind} on {device} with a plan of {format_size(needed)}"
-    if not plan.rungs and _has_room(plan, short):
-        return plan.after((Rung(AS_BEFORE, f"{told}: what was cached is given up, and it runs again as before"),))
+    if not plan.fallback_steps and _has_room(plan, short):
+        return plan.after(
+            (FallbackStep(AS_BEFORE, f"{told}: what was cached is given up, and it runs again as before"),)
+        )
     request = _less(plan, short)
     refused = BudgetError("the ways that are left take no less", needed_bytes=needed, stage=short.where)
     first: tuple[str, Plan] | None = None
@@ -126,10 +128,10 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
 
 
 def _below(plan: Plan, name: str, found: Plan, told: str, short: Shortage) -> Plan:
-    """``found`` on the rung ``name`` below ``plan``."""
+    """``found`` on the step ``name`` below ``plan``."""
     sentence = f"{told}: it goes on with one of {format_size(_needed(found, short))} ({name})"
     found = dataclasses.replace(found, settings=without_closed(found.settings, plan.settings))
-    return found.after((*plan.rungs, Rung(name, sentence)))
+    return found.after((*plan.fallback_steps, FallbackStep(name, sentence)))
 
 
 def _of_host(plan: Plan, short: Shortage) -> bool:
@@ -139,7 +141,7 @@ def _of_host(plan: Plan, short: Shortage) -> bool:
 
 def _give_up_cached(device: torch.device) -> None:
     gc.collect()
-    ROOMS.give_up()
+    PINNED_BUFFERS.give_up()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free_pinned()  # pinned memory that torch keeps

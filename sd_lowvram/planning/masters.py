@@ -9,7 +9,7 @@ from ..streaming.host_weights import RING_BYTES, least_host_bytes
 
 
 @dataclass(frozen=True)
-class Waiting:
+class HostResidentWeights:
     """Weights that wait in host memory.
 
     Attributes:
@@ -25,7 +25,7 @@ class Waiting:
     pinned_bytes: int | None = None
 
 
-def masters_of(weights: int, mapped: int, ram: int, pinnable: int | None) -> Waiting:
+def masters_of(weights: int, mapped: int, ram: int, pinnable: int | None) -> HostResidentWeights:
     """Of ``weights`` bytes, ``mapped`` of them in files that are mapped, with ``ram`` bytes for all that waits.
 
     What stays mapped needs no memory of its own, but for the ring that it passes, and is the better for some.
@@ -37,9 +37,9 @@ def masters_of(weights: int, mapped: int, ram: int, pinnable: int | None) -> Wai
     least = least_host_bytes(weights, mapped)
     pinned = max(0, min(ram, pinnable if pinnable is not None else ram) - RING_BYTES)
     if pinned >= weights:
-        return Waiting(weights, least, mapped)
+        return HostResidentWeights(weights, least, mapped)
     taken = max(least, min(ram, weights + RING_BYTES)) if mapped else weights
-    return Waiting(taken, least, max(0, taken - (weights - mapped)), pinned)
+    return HostResidentWeights(taken, least, max(0, taken - (weights - mapped)), pinned)
 
 
 def read_bytes(component: str, order: Sequence[str], weights: Mapping[str, int], pinned: int | None) -> int:

@@ -15,7 +15,7 @@ from ..models.anatomy import Anatomy
 from ..settings import Settings
 from .plan import Plan
 from .request import Request
-from .search import Search, planned
+from .search import PlanSearch, planned
 from .stages import scale_factor
 
 MOST = 16384
@@ -39,13 +39,13 @@ def largest_plans(
 
     None where not even the smallest size fits.
     """
-    first = Search(anatomy, request, settings, approximate)
+    first = PlanSearch(anatomy, request, settings, approximate)
     report = functools.partial(_report, itertools.count())
 
-    def searched(width: int, height: int) -> Search:
+    def searched(width: int, height: int) -> PlanSearch:
         report()
         sized = dataclasses.replace(request, width=width, height=height)
-        return Search(anatomy, sized, settings, approximate, like=first)
+        return PlanSearch(anatomy, sized, settings, approximate, like=first)
 
     plans: dict[str, Plan | None] = {}
     area = _GUESS * _GUESS
@@ -61,14 +61,14 @@ def _report(tried: Iterator[int]) -> None:
     progress.report("sizes", min(next(tried), _TRIALS), _TRIALS)
 
 
-def _largest(searched: Callable[[int, int], Search], width: int, height: int, area: int) -> Plan | None:
+def _largest(searched: Callable[[int, int], PlanSearch], width: int, height: int, area: int) -> Plan | None:
     """The plan of the largest size that is a multiple of ``width`` and ``height``.
 
     Args:
         searched: the search for a size.
         area: of a picture that may be near it.
     """
-    known: dict[int, Search] = {}
+    known: dict[int, PlanSearch] = {}
 
     def pressure(steps: int) -> float:
         known[steps] = searched(steps * width, steps * height)
@@ -81,7 +81,7 @@ def _largest(searched: Callable[[int, int], Search], width: int, height: int, ar
     return None
 
 
-def _pressure(search: Search) -> float:
+def _pressure(search: PlanSearch) -> float:
     """How full the fuller of the two budgets is at the least; above 1 nothing fits.
 
     Infinite where ``largest_mib`` forbids all. About a constant and a part that grows with the area.

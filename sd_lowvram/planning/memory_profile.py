@@ -47,7 +47,7 @@ class MeasuredStage:
 
 
 @dataclass
-class Run:
+class MeasuredRun:
     """What :func:`measured` saw; filled when its block ends.
 
     Attributes:
@@ -75,7 +75,7 @@ class Run:
         return {"peak_bytes": self.peak_bytes, "seconds": self.seconds, "stages": stages}
 
 
-def overrun(plan: Any, run: Run) -> str | None:
+def overrun(plan: Any, run: MeasuredRun) -> str | None:
     """A sentence on the stage in which ``run`` went farthest beyond ``plan``; None when it kept to it.
 
     A plan may be too low by 1 % or 8 MiB, whichever is more: that much is no news. On a CPU the allocator counts host
@@ -98,7 +98,7 @@ def overrun(plan: Any, run: Run) -> str | None:
 
 
 @contextlib.contextmanager
-def measured(target: Any) -> Iterator[Run]:
+def measured(target: Any) -> Iterator[MeasuredRun]:
     """Record what ``target`` does inside the block: ``with measured(pipe) as run: pipe("...")``, then ``run.stages``.
 
     On a GPU the figures are those of ``torch.cuda``: its peak statistics are reset. On a CPU they are the events of
@@ -109,7 +109,7 @@ def measured(target: Any) -> Iterator[Run]:
         BadInputError: a target of no known family, or a device whose memory is not recorded.
     """
     attached = attachments(target)
-    anatomy, run = anatomy_of(target, attached[-1].settings if attached else None), Run()
+    anatomy, run = anatomy_of(target, attached[-1].settings if attached else None), MeasuredRun()
     device = _device_of(target, anatomy)
     check_measuring(device)
     watch = _OnGpu(device) if device.type == "cuda" else _OnCpu(anatomy)
@@ -253,15 +253,15 @@ class _OnCpu:
         changes = sorted(self._changes, key=lambda change: change[0])
         live, place = self._held, 0
         for (name, component, start), end in zip(begun, ends, strict=True):
-            course = [(0.0, live)]
+            samples = [(0.0, live)]
             while place < len(changes) and (changes[place][0] < end or end == ends[-1]):
                 live += changes[place][1]
-                course.append((max(0.0, (changes[place][0] - start) / 1e9), live))
+                samples.append((max(0.0, (changes[place][0] - start) / 1e9), live))
                 place += 1
-            yield MeasuredStage(name, component, (end - start) / 1e9, max(b for _, b in course), _thinned(course))
+            yield MeasuredStage(name, component, (end - start) / 1e9, max(b for _, b in samples), _thinned(samples))
 
 
-def _thinned(course: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
+def _thinned(samples: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
     """At most so many points that a plot needs, each the highest of those that it stands for."""
-    size = -(-len(course) // _POINTS)
-    return tuple(max(course[at : at + size], key=lambda point: point[1]) for at in range(0, len(course), size))
+    size = -(-len(samples) // _POINTS)
+    return tuple(max(samples[at : at + size], key=lambda point: point[1]) for at in range(0, len(samples), size))

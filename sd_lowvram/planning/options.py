@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..hooks.offers import Kind, Offer, left_open, of_kind
+from ..hooks.offers import Offer, OfferKind, left_open, of_kind
 from ..settings import Settings, conflict
 from .stages import Stage
 
@@ -46,7 +46,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class WeightPlacement:
     """One way to keep the weights.
 
     Attributes:
@@ -59,17 +59,17 @@ class Way:
     least: bool
 
 
-def weight_ways(offers: Iterable[Offer], fixed: Settings) -> list[Way]:
+def weight_ways(offers: Iterable[Offer], fixed: Settings) -> list[WeightPlacement]:
     """Every way to keep the weights: what is offered of each knob, with what is offered of the others."""
     by_knob: dict[str, list[Offer]] = {}
-    for offer in of_kind(offers, Kind.WEIGHTS):
+    for offer in of_kind(offers, OfferKind.WEIGHTS):
         if all(value is None or getattr(fixed, name) in (None, value) for name, value in offer.knobs.items()):
             by_knob.setdefault(next(iter(offer.knobs)), []).append(offer)
-    found: dict[tuple[Any, ...], Way] = {}
+    found: dict[tuple[Any, ...], WeightPlacement] = {}
     for taken in itertools.product(*by_knob.values()):
         knobs = {name: value for offer in taken for name, value in left_open(offer.knobs, fixed).items()}
         room = "".join(offer.room for offer in taken)
-        found.setdefault(tuple(knobs.items()), Way(knobs, room, any(offer.least for offer in taken)))
+        found.setdefault(tuple(knobs.items()), WeightPlacement(knobs, room, any(offer.least for offer in taken)))
     return list(found.values())
 
 
@@ -88,28 +88,28 @@ def groups(stages: Iterable[Stage], fixed: Settings, offers: Sequence[Offer]) ->
 
 def _group(stages: tuple[Stage, ...], fixed: Settings, offers: list[Offer]) -> Group:
     tiers: dict[int, list[Choice]] = {}
-    for offer in of_kind(offers, Kind.INSTEAD):
-        tiers.setdefault(offer.rung, []).append(dict(offer.knobs))
-    least = next((dict(offer.knobs) for offer in of_kind(offers, Kind.INSTEAD) if offer.least), {})
-    rungs = ladder(offers)
+    for offer in of_kind(offers, OfferKind.INSTEAD):
+        tiers.setdefault(offer.level, []).append(dict(offer.knobs))
+    least = next((dict(offer.knobs) for offer in of_kind(offers, OfferKind.INSTEAD) if offer.least), {})
+    levels = ladder(offers)
     tiers.setdefault(0, [{}])
-    for rung, choice in rungs.items():
-        tiers.setdefault(rung, []).append(choice)
+    for level, choice in levels.items():
+        tiers.setdefault(level, []).append(choice)
         least = choice
-    for beside in of_kind(offers, Kind.BESIDE):
-        tiers = {rung: [*tier, *({**choice, **beside.knobs} for choice in tier)] for rung, tier in tiers.items()}
-    ways = [tiers[rung] for rung in sorted(tiers)]
+    for beside in of_kind(offers, OfferKind.BESIDE):
+        tiers = {level: [*tier, *({**choice, **beside.knobs} for choice in tier)] for level, tier in tiers.items()}
+    ways = [tiers[level] for level in sorted(tiers)]
     return Group(stages, _open(ways, fixed), left_open(least, fixed), offers)
 
 
 def ladder(offers: Iterable[Offer]) -> dict[int, Choice]:
-    """For each rung of the offers that go together, all that is offered up to it: of one knob the last."""
-    climbing = sorted(of_kind(offers, Kind.LADDER), key=lambda offer: offer.rung)
+    """For each level of the offers that go together, all that is offered up to it: of one knob the last."""
+    climbing = sorted(of_kind(offers, OfferKind.LADDER), key=lambda offer: offer.level)
     found: dict[int, Choice] = {}
     choice: Choice = {}
     for offer in climbing:
         choice = {**choice, **offer.knobs}
-        found[offer.rung] = choice
+        found[offer.level] = choice
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..settings import Fidelity, Settings
-from ..streaming.timing import Timing
+from ..streaming.timing import StepTiming
 from . import shown
 from .request import Request
 
@@ -145,7 +145,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Rung:
+class FallbackStep:
     """What a run gave up when memory had run out although its plan fitted: in few words, and as a sentence."""
 
     name: str
@@ -169,7 +169,7 @@ class Plan:
         next_faster: of the faster candidates the one that needs the least more than the budget; None: none is faster.
         timing: how long the modules of a step take, where weights are streamed under it: ``attach`` takes it.
         alike: by "vram" and "ram" the least and the most bytes of a budget for which the plan would be the same.
-        rungs: what was given up on the way to this plan, in that order; their sentences are among the reasons.
+        fallback_steps: what was given up on the way to this plan, in that order; their sentences are among the reasons.
     """
 
     settings: Settings
@@ -183,9 +183,9 @@ class Plan:
     fidelity: Fidelity
     reasons: tuple[str, ...]
     next_faster: Candidate | None = None
-    timing: Timing | None = field(default=None, repr=False)
+    timing: StepTiming | None = field(default=None, repr=False)
     alike: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
-    rungs: tuple[Rung, ...] = ()
+    fallback_steps: tuple[FallbackStep, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Plan {shown.title(self.as_dict())}: {shown.verdict(self.as_dict())}>"
@@ -198,10 +198,12 @@ class Plan:
         """The same with bars, for notebooks."""
         return shown.as_html(self.as_dict())
 
-    def after(self, rungs: tuple[Rung, ...]) -> Plan:
-        """This plan, as the one that is left when ``rungs`` were given up besides."""
-        told = (rung.told for rung in rungs)
-        return dataclasses.replace(self, rungs=(*self.rungs, *rungs), reasons=(*self.reasons, *told))
+    def after(self, fallback_steps: tuple[FallbackStep, ...]) -> Plan:
+        """This plan, as the one that is left when ``fallback_steps`` were given up besides."""
+        told = (step.told for step in fallback_steps)
+        return dataclasses.replace(
+            self, fallback_steps=(*self.fallback_steps, *fallback_steps), reasons=(*self.reasons, *told)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the keys are those of the command line's ``plan --json``."""
@@ -216,7 +218,7 @@ class Plan:
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "fidelity": str(self.fidelity),
             "reasons": list(self.reasons),
-            "rungs": [dataclasses.asdict(rung) for rung in self.rungs],
+            "fallback_steps": [dataclasses.asdict(step) for step in self.fallback_steps],
             "next_faster": self._next_faster(),
         }
 

@@ -35,7 +35,7 @@ def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]
             denoises = name == anatomy.denoiser
             conditions = anatomy.family.conditions if denoises else lambda _: None
             came = anatomy.family.came if denoises else map_in_call
-            watch = _Watch(
+            watch = _SizeGuard(
                 component, entry, request, denoises, 1 if entry == "encode" else factor,
                 1 + anatomy.joined if denoises else 1, came, replan, conditions, conditions(component),
             )  # fmt: skip
@@ -65,7 +65,7 @@ def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object
 
 
 @dataclass(frozen=True)
-class _Watch:
+class _SizeGuard:
     """Looks at the calls of a component, ``scale`` pixels of the picture to a pixel of its input, of which each row has
     those of ``pictures``."""
 

@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterable, Iterator
 from ..errors import BudgetError, LowVRAMError, PlanningError
 from ..hooks.compiled import compilable
 from ..hooks.cuda_graphs import check_recording
-from ..hooks.offers import Kind, Target, of_kind, undecided, with_all
+from ..hooks.offers import OfferKind, Target, of_kind, undecided, with_all
 from ..hooks.registry import applicable, offered
 from ..knob import Act
 from ..models.anatomy import Anatomy
 from ..models.support import check_moved
 from ..settings import Settings, acts, conflict, implied
-from ..streaming.timing import Timing
+from ..streaming.timing import StepTiming
 from ..units import MIB
 from .cost_model import Pricing
-from .options import Choice, Group, Way, groups, weight_ways
+from .options import Choice, Group, WeightPlacement, groups, weight_ways
 from .plan import Candidate, Plan, StagePlan
 from .reasons import not_planned, reasons, refusal, too_large, why_not
 from .request import DEFAULT_STEPS, Request
@@ -45,10 +45,10 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
     Raises:
         BudgetError: none fits; it names the smallest budget that works and the stage that needs it.
     """
-    return planned(Search(anatomy, request, settings, approximate))
+    return planned(PlanSearch(anatomy, request, settings, approximate))
 
 
-def planned(search: Search) -> Plan:
+def planned(search: PlanSearch) -> Plan:
     """The plan that ``search`` ends with.
 
     Raises:
@@ -84,11 +84,11 @@ def planned(search: Search) -> Plan:
     )
 
 
-class Search:
+class PlanSearch:
     """Runs of one request, from the fastest to the smallest."""
 
     def __init__(
-        self, anatomy: Anatomy, request: Request, settings: Settings, approximate: bool, like: Search | None = None
+        self, anatomy: Anatomy, request: Request, settings: Settings, approximate: bool, like: PlanSearch | None = None
     ) -> None:
         """
         Args:
@@ -105,7 +105,7 @@ class Search:
         target = Target(anatomy, request.device, request.rates, request.batch, settings, approximate)
         self._offers = offered(target)
         self._fixed = settings
-        self.base = with_all(settings, of_kind(self._offers, Kind.ALWAYS))
+        self.base = with_all(settings, of_kind(self._offers, OfferKind.ALWAYS))
         self._groups = groups(self.pricing.costs.stages, self.base, self._offers)
         self._rejected: list[Candidate] = []
 
@@ -222,10 +222,10 @@ class Search:
         return list(self._ways)
 
     @functools.cached_property
-    def _ways(self) -> dict[Settings, Way]:
+    def _ways(self) -> dict[Settings, WeightPlacement]:
         """What is decided with each way to keep the weights, and the way. One that this model's weights do not allow is
         no candidate, and ends the search only where there is no other."""
-        found: dict[Settings, Way] = {}
+        found: dict[Settings, WeightPlacement] = {}
         refused: LowVRAMError | None = None
         for way in weight_ways(self._offers, self._fixed):
             base = self.base.filled(**way.knobs)
@@ -247,8 +247,8 @@ class Search:
     def _variants(self) -> list[Settings]:
         """Those ways once more with what is offered for whole runs."""
         found: dict[Settings, None] = {}
-        always = of_kind(self._offers, Kind.ALWAYS)
-        for offer in of_kind(self._offers, Kind.WHOLE):
+        always = of_kind(self._offers, OfferKind.ALWAYS)
+        for offer in of_kind(self._offers, OfferKind.WHOLE):
             for base, way in self._ways.items():
                 room = {way.room: getattr(base, way.room)} if way.room else {}
                 whole = self._fixed.filled(**offer.knobs).filled(**way.knobs).filled(**room)
@@ -302,7 +302,7 @@ class Search:
         if not self.pricing.anatomy.family.known:
             yield not_planned(self.pricing.weights_bytes(best.settings), best.settings)
 
-    def timing(self, best: Candidate) -> Timing | None:
+    def timing(self, best: Candidate) -> StepTiming | None:
         """How long the modules of a step take, where weights are streamed under it."""
         steps = [stage for stage in self.pricing.costs.stages if stage.repeats]
         streamed = Act.STREAMS_WEIGHTS in acts(best.settings)

@@ -22,12 +22,12 @@ from ..memory.reserved import allocator_settings
 from ..memory.threads import at_rest
 from ..models.anatomy import Anatomy
 from ..settings import Settings
-from ..streaming.layout import Policy, lay_down, most_bytes
+from ..streaming.layout import ResidencyPolicy, lay_down, most_bytes
 from ..streaming.simulator import simulate
-from ..streaming.timing import Timing, timed
+from ..streaming.timing import StepTiming, timed
 from ..tracing import MemoryTrace
 from ..tracing.fake_model import FakeModel
-from ..tracing.flop_counter import Span
+from ..tracing.flop_counter import ModuleSpan
 from ..tracing.tracer import Figures, trace_equals_once
 from ..weights import all_tensors, weight_bytes
 from .stages import Shape, Stage, stages
@@ -75,7 +75,7 @@ class Step:
         return max(0, self.peak_bytes - activation_bytes) if self.peak_bytes else self.device_bytes
 
 
-class Costs:
+class StageCosts:
     """Costs of the stages of one model for one shape, each traced when it is first asked for."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Costs:
         encodes: bool,
         device: torch.device,
         overhead: Overhead = NONE,
-        like: Costs | None = None,
+        like: StageCosts | None = None,
     ) -> None:
         """
         Args:
@@ -114,7 +114,7 @@ class Costs:
         storage = settings.weight_storage if name in self.quantised else None
         resident = Settings(precision=settings.precision, weight_storage=storage)
         waits = settings.offload not in (None, "none")
-        policy = Policy("layer", split=bool(settings.split_layers))
+        policy = ResidencyPolicy("layer", split=bool(settings.split_layers))
 
         def count() -> Weights:
             component = self._fake.anatomy.components[name]
@@ -148,7 +148,7 @@ class Costs:
                 self._quantised = frozenset(found)
         return self._quantised
 
-    def __call__(self, stage: Stage, settings: Settings, timing: Timing | None = None) -> Figures:
+    def __call__(self, stage: Stage, settings: Settings, timing: StepTiming | None = None) -> Figures:
         """The cost of ``stage``; settings that do not touch it make no difference.
 
         Args:
@@ -166,7 +166,7 @@ class Costs:
         facts = settings, called, timing, tuple(allocator_settings()), workspaces
         return self._once(_figures, stage.component, facts, count)
 
-    def step(self, stage: Stage, settings: Settings, timing: Timing) -> Step:
+    def step(self, stage: Stage, settings: Settings, timing: StepTiming) -> Step:
         """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.
 
         Args:
@@ -203,7 +203,9 @@ class Costs:
 
         return self._once(Step, stage.component, (chosen, timing), count)
 
-    def trace(self, stage: Stage, settings: Settings, timing: Timing | None = None, whole: bool = False) -> MemoryTrace:
+    def trace(
+        self, stage: Stage, settings: Settings, timing: StepTiming | None = None, whole: bool = False
+    ) -> MemoryTrace:
         """The trace of ``stage``, its timeline included.
 
         Args:
@@ -276,7 +278,7 @@ class Costs:
 
 
 def _figures(spans: list[Any], **others: int) -> Figures:
-    return Figures(spans=tuple(Span(**span) for span in spans), **others)
+    return Figures(spans=tuple(ModuleSpan(**span) for span in spans), **others)
 
 
 def _as_traced(settings: Settings) -> Settings:

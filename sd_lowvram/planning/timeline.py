@@ -1,4 +1,4 @@
-"""The course of memory within each stage of a plan, as a trace of the whole stage finds it; for plots."""
+"""Memory over time within each stage of a plan, as a trace of the whole stage finds it; for plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POINTS = 240
 
 
 @dataclass(frozen=True)
-class Course:
+class StageTimeline:
     """Bytes at equal distances through one stage of a plan (of a denoising step, not of all together).
 
     Attributes:
@@ -30,28 +30,28 @@ class Course:
     host_bytes: tuple[int, ...]
 
 
-def courses_of(target: Any, plan: Plan) -> tuple[Course, ...]:
-    """The courses of the stages that ``plan`` has on the device; takes seconds, as each is traced.
+def timelines_of(target: Any, plan: Plan) -> tuple[StageTimeline, ...]:
+    """The timelines of the stages that ``plan`` has on the device; takes seconds, as each is traced.
 
     Args:
         target: what was planned, or its anatomy.
     """
     pricing = Pricing(target if isinstance(target, Anatomy) else anatomy_of(target, plan.settings), plan.request)
     planned = {(stage.name, stage.component): stage for stage in plan.stages}
-    courses = []
+    timelines = []
     for stage in pricing.costs.stages:
         known = planned.get((stage.name, stage.component))
         if known is not None and known.activation_bytes:
             traced = pricing.costs.trace(stage, pricing.as_traced(stage, plan.settings), whole=True)
-            courses.append(_course(known, traced))
-    return tuple(courses)
+            timelines.append(_timeline(known, traced))
+    return tuple(timelines)
 
 
-def _course(stage: StagePlan, traced: MemoryTrace) -> Course:
+def _timeline(stage: StagePlan, traced: MemoryTrace) -> StageTimeline:
     """The trace's timeline, raised by what the rest of the run holds beside it."""
     others, waiting = stage.peak_bytes - traced.peak_bytes, stage.host_bytes - traced.host_peak_bytes
     events = [event for event in traced.timeline if event.operator]  # not the booking of what was there before
     size = -(-len(events) // _POINTS)
     device = tuple(max(e.device_bytes for e in events[at : at + size]) + others for at in range(0, len(events), size))
     host = tuple(max(e.host_bytes for e in events[at : at + size]) + waiting for at in range(0, len(events), size))
-    return Course(stage.name, stage.component, device, host)
+    return StageTimeline(stage.name, stage.component, device, host)

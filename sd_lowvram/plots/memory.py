@@ -19,10 +19,10 @@ _NARROWEST = 0.16
 
 @dataclass(frozen=True)
 class _Piece:
-    """One run of one stage: what was planned, its traced course if there is one, what was measured if it was."""
+    """One run of one stage: what was planned, its traced timeline if there is one, what was measured if it was."""
 
     plan: Any
-    course: Any
+    timeline: Any
     measured: Any
 
     @property
@@ -31,7 +31,7 @@ class _Piece:
         return seconds
 
 
-def memory_figure(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) -> Any:
+def memory_figure(plan: Any, measured: Any = None, timelines: Sequence[Any] = ()) -> Any:
     """A matplotlib Figure of the memory that each stage takes: weights, activations, and what waits in host memory.
 
     Stages lie side by side, as wide as they are long (the shortest are widened). On a CPU host memory is drawn on top,
@@ -40,7 +40,7 @@ def memory_figure(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) 
     Args:
         plan: a Plan.
         measured: a Run (``sd_lowvram.measured``), drawn as a line over the prediction.
-        courses: the course within each stage (:func:`sd_lowvram.planning.timeline.courses_of`); without it, its peak.
+        timelines: those of :func:`sd_lowvram.planning.timeline.timelines_of`; a stage without one shows its peak.
 
     Raises:
         BadInputError: matplotlib is not installed.
@@ -49,7 +49,7 @@ def memory_figure(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) 
     both = plan.request.device.type == "cpu"
     figure = new_figure(10, 5.4, _layout())
     axes = figure.add_subplot()
-    bands = _bands(plan, measured, courses)
+    bands = _bands(plan, measured, timelines)
     left, top = 0.0, 0
     for band, width in zip(bands, _widths(bands), strict=True):
         highest = _draw_band(axes, band, left, width, both)
@@ -60,14 +60,14 @@ def memory_figure(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) 
     return figure
 
 
-def memory_png(plan: Any, measured: Any = None, courses: Sequence[Any] = ()) -> bytes:
+def memory_png(plan: Any, measured: Any = None, timelines: Sequence[Any] = ()) -> bytes:
     """:func:`memory_figure` as the bytes of a PNG file."""
-    return as_png(memory_figure(plan, measured, courses))
+    return as_png(memory_figure(plan, measured, timelines))
 
 
-def _bands(plan: Any, measured: Any, courses: Sequence[Any]) -> list[list[_Piece]]:
+def _bands(plan: Any, measured: Any, timelines: Sequence[Any]) -> list[list[_Piece]]:
     """Runs of stages in their order, neighbours of one name together."""
-    known = {(course.name, course.component): course for course in courses}
+    known = {(timeline.name, timeline.component): timeline for timeline in timelines}
     planned = {(stage.name, stage.component): stage for stage in plan.stages}
     if measured is None:
         pieces = [_Piece(stage, known.get(key), None) for key, stage in planned.items()]
@@ -88,7 +88,7 @@ def _draw_band(axes: Any, band: list[_Piece], left: float, width: float, both: b
     total, top = sum(piece.seconds for piece in band) or 1.0, 0
     for piece in band:
         share = width * piece.seconds / total
-        device, host = _course(piece)
+        device, host = _timeline(piece)
         xs = [left + share * place / len(device) for place in range(len(device) + 1)]
         weights = min(piece.plan.weights_bytes, piece.plan.peak_bytes)
         resident = [min(weights, value) for value in device]
@@ -106,9 +106,9 @@ def _draw_band(axes: Any, band: list[_Piece], left: float, width: float, both: b
     return top
 
 
-def _course(piece: _Piece) -> tuple[list[int], list[int]]:
-    if piece.course is not None:
-        return list(piece.course.device_bytes), list(piece.course.host_bytes)
+def _timeline(piece: _Piece) -> tuple[list[int], list[int]]:
+    if piece.timeline is not None:
+        return list(piece.timeline.device_bytes), list(piece.timeline.host_bytes)
     return [piece.plan.peak_bytes], [piece.plan.host_bytes]
 
 

@@ -47,7 +47,7 @@ class Safety:
 
 
 @dataclass(frozen=True)
-class _Moment:
+class _StepState:
     """What a step has left behind."""
 
     step: int
@@ -62,7 +62,7 @@ class Keeper:
     def __init__(self, pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> None:
         self._pipe, self._generators, self._safety = pipe, generators, safety
         self._start = safety.start
-        self._latest: _Moment | None = None
+        self._latest: _StepState | None = None
         self._written = (0, time.monotonic())
         self._held = 0 if safety.start is None else safety.start.about["step"]
         self._told = False
@@ -94,7 +94,7 @@ class Keeper:
         if not values["latents"].isfinite().all():
             self.write()
             raise not_finite(step, self._pipe.num_timesteps, self._place())
-        self._latest = _Moment(
+        self._latest = _StepState(
             step, values["latents"], remembered(self._pipe.scheduler),
             [generator.get_state() for generator in self._generators],
         )  # fmt: skip
@@ -133,7 +133,7 @@ class Keeper:
             warnings.warn(f"the latents of this run cannot be saved {why}", stacklevel=2)
         self._told = True
 
-    def _packed(self, moment: _Moment) -> Saved:
+    def _packed(self, moment: _StepState) -> Saved:
         scheduler = self._pipe.scheduler
         tensors = dict(self._safety.tensors)
         latents = pack(moment.latents, "latents", tensors)

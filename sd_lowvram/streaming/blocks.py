@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from .layers import Layer, inner_layers, place_bytes
-from .schedule import Unit, aligned
+from .schedule import WeightGroup, aligned
 
 Granularity = Literal["layer", "blocks", "halves"]
 
@@ -83,9 +83,9 @@ class Blocks:
         """All of it on the device, tables left out."""
         return self.staying_bytes + sum(block.bytes for block in self.streamed)
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[WeightGroup]:
         """The streamed blocks for a schedule to which times do not matter."""
-        return [Unit(block.name, block.bytes, 0.0) for block in self.streamed]
+        return [WeightGroup(block.name, block.bytes, 0.0) for block in self.streamed]
 
 
 def blocks_of(

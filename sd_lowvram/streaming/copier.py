@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from .host_weights import Masters
+from .host_weights import HostWeights
 
 Copy = tuple[Tensor, Tensor]
 """What a master holds, and where it goes on the device."""
@@ -26,7 +26,7 @@ Copied = Future[torch.cuda.Event]
 class Copier:
     """Copies what ``masters`` hold to one device."""
 
-    def __init__(self, masters: Masters, device: torch.device) -> None:
+    def __init__(self, masters: HostWeights, device: torch.device) -> None:
         self._masters = masters
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

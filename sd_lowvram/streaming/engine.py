@@ -43,13 +43,13 @@ from . import weight_scopes as lending
 from .copier import Copied, Copier
 from .device_io import looked_up, refuse_unseen, run_at
 from .followed import exchanged
-from .host_weights import Masters
+from .host_weights import HostWeights
 from .layers import Layer, contents, layers_of, signature, version
-from .layout import STAYING, Policy, lay_down
+from .layout import STAYING, ResidencyPolicy, lay_down
 from .split_rows import in_parts
 
 
-class Turns:
+class ActiveStreams:
     """Of several streams, those whose weights are on the device now: one, or more where one runs inside another."""
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class Stream:
         self,
         components: Mapping[str, nn.Module],
         device: torch.device,
-        policy: Policy,
-        turns: Turns,
+        policy: ResidencyPolicy,
+        turns: ActiveStreams,
         repeats: bool = False,
     ) -> None:
         """
@@ -88,7 +88,7 @@ class Stream:
         self._policy = policy
         self._turns = turns
         self._repeats = repeats
-        self._masters = Masters(device)
+        self._masters = HostWeights(device)
         self._patches = {(id(layer.module), layer.entry): self._patch(layer) for layer in layers_of(self._components)}
         self._later: dict[tuple[int, str], Patch] = {}
         self._orders: dict[str, list[str]] = {}

@@ -54,7 +54,7 @@ _copied: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Tensors whose contents are copies of what lies in a mapped file."""
 
 
-class Masters:
+class HostWeights:
     """What the tensors of a model hold while they are not on the device.
 
     Attributes:

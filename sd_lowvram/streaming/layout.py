@@ -21,8 +21,8 @@ from .layers import Layer, place_bytes
 from .pool import Pool
 from .schedule import Schedule, aligned, lay_out
 from .search import best_schedule, no_slower
-from .simulator import Copies
-from .timing import Timing, as_called, in_run_order, timed
+from .simulator import CopyQueue
+from .timing import StepTiming, as_called, in_run_order, timed
 
 STAYING = -1
 """The number of what stays whatever the schedule says."""
@@ -34,7 +34,7 @@ _SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
-class Policy:
+class ResidencyPolicy:
     """What of a model's weights is on the device.
 
     Attributes:
@@ -54,13 +54,13 @@ class Policy:
     kind: Literal["whole", "halves", "blocks", "layer"]
     device_bytes: int | None = None
     split: bool = False
-    timing: Timing | None = None
+    timing: StepTiming | None = None
     grows: bool = False
     together: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class WeightSlot:
     """One weight of a block on the device.
 
     Attributes:
@@ -75,7 +75,7 @@ class Place:
     view: Tensor
 
 
-class Layout:
+class DeviceLayout:
     """The blocks of some models and their places.
 
     Attributes:
@@ -95,9 +95,9 @@ class Layout:
         self.streamed = sorted(fetch.unit for fetch in schedule.fetches)
         self.rooms = schedule.rooms
         self.ring_bytes = 0
-        self.places: dict[int, list[Place]] = {}
+        self.places: dict[int, list[WeightSlot]] = {}
         self._copies: dict[int, list[Copy]] = {}
-        self._waiting: dict[int, list[_Waiting]] = {}
+        self._waiting: dict[int, list[_HostWeight]] = {}
         self._parts = parts
         self._spans = dict(self._laid(parts.staying_bytes))
 
@@ -161,7 +161,7 @@ class Layout:
             else:
                 self._waiting[number] = waiting
 
-    def _lay(self, number: int, pool: Pool, waiting: Sequence[_Waiting], offset: int) -> None:
+    def _lay(self, number: int, pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> None:
         self.places[number], self._copies[number] = _laid_in(pool, waiting, offset)
 
     def take(self, number: int, device: torch.device) -> None:
@@ -192,9 +192,13 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class _Waiting:
-    """A weight in host memory, as in :class:`Place`; ``like`` has the strides that its copy is to have, and ``bytes``
-    are this weight's and those of the ``more`` behind it that one copy brings with it."""
+class _HostWeight:
+    """A weight in host memory, as in :class:`WeightSlot`.
+
+    Attributes:
+        like: has the strides that its copy is to have.
+        bytes: this weight's, and those of the ``more`` weights behind it that one copy brings with it.
+    """
 
     tensor: Tensor
     master: Tensor
@@ -204,12 +208,12 @@ class _Waiting:
     bytes: Tensor | None = None
 
 
-def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_Waiting]:
+def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_HostWeight]:
     """While none of ``tensors`` is lent."""
     with torch.inference_mode(False), torch.no_grad():
         masters = [tensor.data for tensor in tensors]
         sources = [master if block is None else block.part(master) for master in masters]
-        found = list(map(_Waiting, tensors, masters, sources, map(as_copied, tensors, sources)))
+        found = list(map(_HostWeight, tensors, masters, sources, map(as_copied, tensors, sources)))
         first = len(found)
         for number in reversed(range(len(found))):
             if not number or not _adjoin(*found[number - 1 : number + 1]):
@@ -219,7 +223,7 @@ def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_Waiting]:
     return found
 
 
-def _adjoin(first: _Waiting, second: _Waiting) -> bool:
+def _adjoin(first: _HostWeight, second: _HostWeight) -> bool:
     """Whether two sources lie to each other as their places on the device do, as weight and bias that were settled."""
     if active_fake_mode(first.source) is not None or any(
         one.source.stride() != one.like.stride() for one in (first, second)
@@ -240,10 +244,10 @@ def _from_to(first: Tensor, last: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (stop - start,), (1,))
 
 
-def _laid_in(pool: Pool, waiting: Sequence[_Waiting], offset: int) -> tuple[list[Place], list[Copy]]:
+def _laid_in(pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> tuple[list[WeightSlot], list[Copy]]:
     """The places of a block from ``offset`` on, and the copies that bring it there."""
     views = pool.views((one.like for one in waiting), offset)
-    places = [Place(one.tensor, one.master, one.source, view) for one, view in zip(waiting, views, strict=True)]
+    places = [WeightSlot(one.tensor, one.master, one.source, view) for one, view in zip(waiting, views, strict=True)]
     copies, number = [], 0
     while number < len(waiting):
         one, view = waiting[number], views[number]
@@ -254,7 +258,9 @@ def _laid_in(pool: Pool, waiting: Sequence[_Waiting], offset: int) -> tuple[list
     return places, copies
 
 
-def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str]], near: bool = False) -> Layout:
+def lay_down(
+    layers: Sequence[Layer], policy: ResidencyPolicy, orders: dict[str, list[str]], near: bool = False
+) -> DeviceLayout:
     """Blocks and places for ``layers``.
 
     Args:
@@ -270,20 +276,20 @@ def lay_down(layers: Sequence[Layer], policy: Policy, orders: dict[str, list[str
     if room is not None and room < _least(parts):
         helps = not policy.split and _least(blocks_of(layers, _granularity(policy), _part(room, parts))) <= room
         raise _too_little(room, parts, ", or let layers be split (split_layers)" if helps else "")
-    return Layout(parts, _schedule(parts, policy, room, near))
+    return DeviceLayout(parts, _schedule(parts, policy, room, near))
 
 
-def most_bytes(layers: Sequence[Layer], policy: Policy) -> int:
+def most_bytes(layers: Sequence[Layer], policy: ResidencyPolicy) -> int:
     """Bytes of weights on the device at most, without the schedule of :func:`lay_down`."""
     parts, room = _parted(layers, policy)
     return parts.bytes if room is None else min(room, parts.bytes)
 
 
-def _granularity(policy: Policy) -> Granularity:
+def _granularity(policy: ResidencyPolicy) -> Granularity:
     return "halves" if policy.kind == "halves" else "blocks"
 
 
-def _parted(layers: Sequence[Layer], policy: Policy) -> tuple[Blocks, int | None]:
+def _parted(layers: Sequence[Layer], policy: ResidencyPolicy) -> tuple[Blocks, int | None]:
     """The blocks of ``layers`` and the room for them."""
     granularity = _granularity(policy)
     parts = blocks_of(layers, granularity)
@@ -297,7 +303,7 @@ def _parted(layers: Sequence[Layer], policy: Policy) -> tuple[Blocks, int | None
     return parts, room
 
 
-def _room(policy: Policy, parts: Blocks) -> int | None:
+def _room(policy: ResidencyPolicy, parts: Blocks) -> int | None:
     """Bytes on the device; None: as many as there are."""
     if policy.kind == "whole" or policy.device_bytes is not None:
         return policy.device_bytes
@@ -331,7 +337,7 @@ def _too_little(room: int, parts: Blocks, otherwise: str) -> BudgetError:
     )
 
 
-def _schedule(parts: Blocks, policy: Policy, room: int | None, near: bool) -> Schedule:
+def _schedule(parts: Blocks, policy: ResidencyPolicy, room: int | None, near: bool) -> Schedule:
     units = parts.units()
     if room is None or (parts.bytes <= room and policy.kind != "layer"):
         return lay_out(units, range(len(units)), 0)
@@ -339,7 +345,7 @@ def _schedule(parts: Blocks, policy: Policy, room: int | None, near: bool) -> Sc
     if policy.kind == "blocks" and policy.timing is not None:
         return best_schedule(timed(parts.streamed, policy.timing), room, policy.timing.copies, near)
     if policy.kind == "blocks":
-        return best_schedule(units, room, Copies(1.0, overlap=False), near)
+        return best_schedule(units, room, CopyQueue(1.0, overlap=False), near)
     room = min(room, sum(aligned(unit.bytes) for unit in units))
     ring = lay_out(units, (), room)
     plain = policy.device_bytes is None and not policy.split and not policy.together

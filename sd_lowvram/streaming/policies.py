@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from .schedule import Schedule, Unit, aligned, lay_out
+from .schedule import Schedule, WeightGroup, aligned, lay_out
 
-Policy = Callable[[Sequence[Unit], int], Schedule]
+Policy = Callable[[Sequence[WeightGroup], int], Schedule]
 
 
 POLICIES: dict[str, Policy] = {
@@ -23,7 +23,7 @@ POLICIES: dict[str, Policy] = {
 """From the units of a step and bytes on the device to a schedule. Those that keep something take as many as fit."""
 
 
-def _filled(units: Sequence[Unit], device_bytes: int, order: Iterable[int]) -> Schedule:
+def _filled(units: Sequence[WeightGroup], device_bytes: int, order: Iterable[int]) -> Schedule:
     """As many residents, taken in ``order``, as leave a ring for the others."""
     order = list(order)
     sizes = [aligned(units[number].bytes) for number in order]

@@ -25,7 +25,7 @@ ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
-class Unit:
+class WeightGroup:
     """Weights that are brought in and used together, in the order in which a step uses them.
 
     Attributes:
@@ -88,7 +88,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def lay_out(units: Sequence[Unit], resident: Collection[int], ring_bytes: int) -> Schedule:
+def lay_out(units: Sequence[WeightGroup], resident: Collection[int], ring_bytes: int) -> Schedule:
     """The schedule in which streamed units follow each other round the ring, fetched in the order of their use.
 
     A unit that does not fit behind the one before begins at the start of the ring again.
@@ -117,7 +117,7 @@ def lay_out(units: Sequence[Unit], resident: Collection[int], ring_bytes: int) -
     return Schedule(frozenset(kept), kept_bytes, ring_bytes if places else 0, tuple(_fetches(places)))
 
 
-def follow_maps(units: Sequence[Unit], most: int, ring_bytes: int) -> Schedule:
+def follow_maps(units: Sequence[WeightGroup], most: int, ring_bytes: int) -> Schedule:
     """The schedule in which every unit is streamed, and the ring is as large as the activations leave it at the moment.
 
     While a unit computes, others are fetched ahead as long as what is there, now and at every later moment until they

@@ -15,8 +15,8 @@ from collections.abc import Collection, Sequence
 from ..errors import BudgetError
 from ..units import MIB
 from .policies import POLICIES
-from .schedule import Schedule, Unit, aligned, follow_maps, lay_out
-from .simulator import Copies, simulate
+from .schedule import Schedule, WeightGroup, aligned, follow_maps, lay_out
+from .simulator import CopyQueue, simulate
 
 _FINE = MIB // 4
 """Bytes in which the least for activations and weights is looked for."""
@@ -31,7 +31,7 @@ _NEAR = 1.001
 """A step this close to the bound is not searched further."""
 
 
-def best_schedule(units: Sequence[Unit], device_bytes: int, copies: Copies, near: bool = False) -> Schedule:
+def best_schedule(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue, near: bool = False) -> Schedule:
     """The fastest schedule found whose residents and ring together stay within ``device_bytes``.
 
     It is never slower than any of :data:`POLICIES`, and the same for the same arguments.
@@ -42,14 +42,14 @@ def best_schedule(units: Sequence[Unit], device_bytes: int, copies: Copies, near
     Raises:
         BudgetError: the largest unit does not fit.
     """
-    search = _Search(units, device_bytes, copies)
+    search = _ScheduleSearch(units, device_bytes, copies)
     search.grid()
     if not near:
         search.improve()
     return search.best
 
 
-def no_slower(units: Sequence[Unit], ring: Schedule, copies: Copies) -> Schedule:
+def no_slower(units: Sequence[WeightGroup], ring: Schedule, copies: CopyQueue) -> Schedule:
     """Of the schedules that follow the activations, with no more than the bytes of ``ring``, the one with the fewest
     bytes of both together with which a step is no slower than with ``ring``, which streams all units too.
 
@@ -71,7 +71,7 @@ def no_slower(units: Sequence[Unit], ring: Schedule, copies: Copies) -> Schedule
     return best
 
 
-def bound(units: Sequence[Unit], device_bytes: int, copies: Copies) -> float:
+def bound(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue) -> float:
     """Seconds that a step takes at least under any schedule, of these units or of parts of them.
 
     From the start of one unit to the start of another, all bytes between must be there at their time, and no more than
@@ -96,10 +96,10 @@ def bound(units: Sequence[Unit], device_bytes: int, copies: Copies) -> float:
     return max(end, (total - device_bytes) / rate)
 
 
-class _Search:
+class _ScheduleSearch:
     """The best schedule so far, and where to look for better ones."""
 
-    def __init__(self, units: Sequence[Unit], device_bytes: int, copies: Copies) -> None:
+    def __init__(self, units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue) -> None:
         self.units, self.device_bytes, self.copies = units, device_bytes, copies
         self.sizes = [aligned(unit.bytes) for unit in units]
         self.streamable = [number for number, size in enumerate(self.sizes) if size]

@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .schedule import Schedule, Unit
+from .schedule import Schedule, WeightGroup
 
 _STEPS = 60
 """Enough for what is special about the first steps to pass."""
 
 
 @dataclass(frozen=True)
-class Copies:
+class CopyQueue:
     """What it costs to bring weights to the device.
 
     Attributes:
@@ -59,7 +59,7 @@ class Copies:
         return 1 / (max(slowest) if self.overlap else sum(slowest))
 
 
-def simulate(units: Sequence[Unit], schedule: Schedule, copies: Copies) -> float:
+def simulate(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> float:
     """Seconds of one step among many: fetches run ahead into the next step."""
     if not copies.overlap:
         fetched = sum(copies.of_fetches(units[fetch.unit].bytes for fetch in schedule.fetches))
@@ -70,7 +70,7 @@ def simulate(units: Sequence[Unit], schedule: Schedule, copies: Copies) -> float
 class _Engines:
     """Both engines' clocks. Only streamed units are looked at one by one; what lies between is one sum."""
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, copies: Copies) -> None:
+    def __init__(self, units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> None:
         place = {fetch.unit: index for index, fetch in enumerate(schedule.fetches)}
         taken = list(copies.of_fetches(units[fetch.unit].bytes for fetch in schedule.fetches))
         self.rows = []

@@ -12,15 +12,15 @@ from torch import nn
 from ..devices.performance import Rates
 from .blocks import Block
 from .layers import Layer
-from .schedule import Unit
-from .simulator import Copies
+from .schedule import WeightGroup
+from .simulator import CopyQueue
 
 if TYPE_CHECKING:
-    from ..tracing.flop_counter import Span
+    from ..tracing.flop_counter import ModuleSpan
 
 
 @dataclass(frozen=True)
-class Timing:
+class StepTiming:
     """What a schedule needs to know of a step, besides the bytes.
 
     Attributes:
@@ -31,7 +31,7 @@ class Timing:
     """
 
     spans: tuple[tuple[str, float], ...]
-    copies: Copies
+    copies: CopyQueue
     maps: tuple[int, ...] = ()
 
 
@@ -41,8 +41,8 @@ where weights come in halves, to 1.8 where each layer is fetched by itself."""
 
 
 def timing_of(
-    component: str, model: nn.Module, spans: Sequence[Span], rates: Rates, size: int, copies: Copies
-) -> Timing:
+    component: str, model: nn.Module, spans: Sequence[ModuleSpan], rates: Rates, size: int, copies: CopyQueue
+) -> StepTiming:
     """How long the modules of ``model`` take with their weights streamed, the engine's own part among it.
 
     Args:
@@ -53,12 +53,12 @@ def timing_of(
     layers = {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
     launched = [span.operators + (LAYER_LAUNCHES if span.path in layers else 0.0) for span in spans]
     seconds = rates.shares(spans, size, launched)
-    return Timing(
+    return StepTiming(
         tuple((f"{component}.{span.path}", taken) for span, taken in zip(spans, seconds, strict=True)), copies
     )
 
 
-def in_run_order(layers: Sequence[Layer], timing: Timing) -> list[Layer]:
+def in_run_order(layers: Sequence[Layer], timing: StepTiming) -> list[Layer]:
     """``layers`` as a step uses them; one that is not seen to be used stays behind the one before it."""
     owners = {layer.name: [number] for number, layer in enumerate(layers)}
     first: dict[str, None] = {}
@@ -77,7 +77,7 @@ def as_called(layers: Sequence[Layer], called: Sequence[str]) -> list[Layer]:
     return [layers[number] for number in sorted(range(len(layers)), key=ranks.__getitem__)]
 
 
-def timed(blocks: Sequence[Block], timing: Timing) -> list[Unit]:
+def timed(blocks: Sequence[Block], timing: StepTiming) -> list[WeightGroup]:
     """The units of a schedule for ``blocks``, which are in the order of the run.
 
     What needs no streamed weights counts for the block that was used last.
@@ -104,7 +104,7 @@ def timed(blocks: Sequence[Block], timing: Timing) -> list[Unit]:
     if present:  # the next step's beginning runs while the last block is still there
         seconds[present[-1]] += early
     facts = zip(blocks, seconds, maps, strict=True)
-    return [Unit(block.name, block.bytes, taken, held) for block, taken, held in facts]
+    return [WeightGroup(block.name, block.bytes, taken, held) for block, taken, held in facts]
 
 
 def _owner(path: str, owners: dict[str, list[int]]) -> list[int]:

@@ -21,7 +21,7 @@ _Kept = dict[tuple[int, int], tuple[Tensor, Convert, contextlib.ExitStack]]
 theirs."""
 
 
-class _Together(contextlib.ExitStack):
+class _ExitCallbacks(contextlib.ExitStack):
     """What is done when the outermost of ``depth`` blocks ends, once for each who asked."""
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class _Together(contextlib.ExitStack):
         self.depth = 0
 
 
-class _State(threading.local):
+class _ThreadScopes(threading.local):
     kept: _Kept | None = None
-    together: _Together | None = None
+    together: _ExitCallbacks | None = None
     rows: tuple[int, int] | None = None
 
 
-_state = _State()
+_state = _ThreadScopes()
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def kept() -> Iterator[None]:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Within the block, modules are called again and again: what is streamed in stays as long as there is room."""
-    block = _state.together = _state.together or _Together()
+    block = _state.together = _state.together or _ExitCallbacks()
     block.depth += 1
     try:
         yield

@@ -22,7 +22,7 @@ from ..memory.accounts import current_account
 from ..memory.repeats import times
 from ..patches import roles_of, set_patch, wrap
 from ..weights import own_tensors
-from .flop_counter import Span, Work
+from .flop_counter import ModuleSpan, ModuleWork
 from .ledger import Ledger
 from .op_cache import Recipe, made_of, make
 
@@ -58,7 +58,7 @@ class _Call:
     above: Sequence[int]
     allocations: Sequence[tuple[int, int]]
     kept: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[ModuleSpan, ...]
     path: str
     results: Recipe
     before: int
@@ -67,7 +67,7 @@ class _Call:
 class EqualCalls:
     """The calls of one trace."""
 
-    def __init__(self, ledger: Ledger, work: Work, mode: FakeTensorMode) -> None:
+    def __init__(self, ledger: Ledger, work: ModuleWork, mode: FakeTensorMode) -> None:
         self._ledger, self._work, self._mode = ledger, work, mode
         self._known: dict[Hashable, _Call | None] = {}
 
@@ -109,11 +109,11 @@ class EqualCalls:
         ledger, path = self._ledger, self._ledger.path
         live, met, first = ledger.live_now(), ledger.met, len(self._work.spans)
         place = len(ledger.allocations)
-        self._work.spans.append(Span(path))  # what comes is not added to the span before
+        self._work.spans.append(ModuleSpan(path))  # what comes is not added to the span before
         with ledger.apart() as above:
             result = forward(*args, **kwargs)
-        spans = tuple(Span(**vars(span)) for span in self._work.spans[first:])
-        self._work.spans.append(Span(path))
+        spans = tuple(ModuleSpan(**vars(span)) for span in self._work.spans[first:])
+        self._work.spans.append(ModuleSpan(path))
         results = self._new_tensors(result)
         if results is None or ledger.met != met:
             return result, None
@@ -142,7 +142,7 @@ class EqualCalls:
         for span in call.spans:
             inside = not there or span.path == there or span.path.startswith(f"{there}.")
             path = here + span.path[len(there) :] if inside else span.path
-            self._work.spans.append(Span(**vars(span) | {"path": path, "held_bytes": span.held_bytes + more}))
+            self._work.spans.append(ModuleSpan(**vars(span) | {"path": path, "held_bytes": span.held_bytes + more}))
         result = make(call.results, self._mode, (None,))
         self._ledger.repeat(call.allocations, dict(zip(call.kept, _tensors(result), strict=True)))
         return result

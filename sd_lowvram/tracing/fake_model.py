@@ -27,7 +27,7 @@ from ..patches import copied_without
 from ..session import Attachment
 from ..settings import Settings
 from ..streaming.layers import Layer, layers_of
-from ..streaming.timing import Timing
+from ..streaming.timing import StepTiming
 from ..weights import all_tensors, loaded_dtype
 from .equal_calls import equal_modules
 from .fake_tensors import fake_of
@@ -151,7 +151,7 @@ class FakeModel:
         return self._fingerprints[name]
 
     @contextlib.contextmanager
-    def running(self, name: str, settings: Settings, timing: Timing | None = None) -> Iterator[None]:
+    def running(self, name: str, settings: Settings, timing: StepTiming | None = None) -> Iterator[None]:
         """Within the block, which is in the fake mode, the component ``name`` runs with ``settings``.
 
         It may be one that is no target by itself (a ControlNet, a safety checker).

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class Span:
+class ModuleSpan:
     """What a module does between the calls of other modules.
 
     Attributes:
@@ -44,7 +44,7 @@ class Span:
     held_bytes: int = 0
 
 
-class Work:
+class ModuleWork:
     """What a run does, module by module in its order.
 
     Attributes:
@@ -52,7 +52,7 @@ class Work:
     """
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[ModuleSpan] = []
 
     def count(
         self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0, held_bytes: int = 0, besides: int = 0
@@ -75,14 +75,14 @@ class Work:
         """Add bytes that cross between the accounts in the module ``path``."""
         self._span(path).copied_bytes += copied_bytes * times()
 
-    def _span(self, path: str) -> Span:
+    def _span(self, path: str) -> ModuleSpan:
         if not self.spans or self.spans[-1].path != path:
-            self.spans.append(Span(path))
+            self.spans.append(ModuleSpan(path))
         return self.spans[-1]
 
     def totals(self) -> dict[str, int]:
         """The sums over all spans, by the names of their attributes."""
-        _, *names, _ = (one.name for one in dataclasses.fields(Span))
+        _, *names, _ = (one.name for one in dataclasses.fields(ModuleSpan))
         columns = zip(*map(operator.attrgetter(*names), self.spans), strict=True)
         return dict.fromkeys(names, 0) | dict(zip(names, map(sum, columns), strict=False))
 

@@ -20,7 +20,7 @@ from ..memory.storage_refs import Deaths
 from .whole_loops import whole_loop
 
 
-class Event(NamedTuple):
+class Allocation(NamedTuple):
     """One allocation. Bytes are those alive right after it."""
 
     device_bytes: int
@@ -29,10 +29,10 @@ class Event(NamedTuple):
     operator: str
 
 
-class Timeline(list[Event]):
+class Timeline(list[Allocation]):
     """The allocations of a run in their order."""
 
-    def top(self) -> Event:
+    def top(self) -> Allocation:
         """The moment at which the device held most.
 
         Raises:
@@ -173,7 +173,7 @@ class Ledger:
         born_device, born_weights, born_host = self.born.values()
         self.activation_peak = max(self.activation_peak, born_device + hidden)
         self.born_peak = max(self.born_peak, born_device + born_weights + born_host + hidden)
-        self.timeline.append(Event(device + weights + hidden - self.met, host, self.path, self.operator))
+        self.timeline.append(Allocation(device + weights + hidden - self.met, host, self.path, self.operator))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[list[int]]:

@@ -23,7 +23,7 @@ from ..memory.threads import Redirected, at_rest
 from .collector import no_collection
 from .equal_calls import EqualCalls
 from .fake_tensors import Registry, fake_of, faked, modules_of
-from .flop_counter import Span, Work, attention_flops, moved, nbytes, packed, passed_besides
+from .flop_counter import ModuleSpan, ModuleWork, attention_flops, moved, nbytes, packed, passed_besides
 from .layout_rules import recipe_of
 from .ledger import Ledger, Timeline
 from .op_cache import Recipe, made_of, make, signature
@@ -83,7 +83,7 @@ class Figures:
     packed_bytes: int
     reserved_bytes: int
     recorded_bytes: int
-    spans: tuple[Span, ...] = field(repr=False)
+    spans: tuple[ModuleSpan, ...] = field(repr=False)
 
     @property
     def activation_bytes(self) -> int:
@@ -184,7 +184,7 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, mode: FakeTensorMode, overhead: Overhead) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
-        self.work = Work()
+        self.work = ModuleWork()
         self._mode = mode
         self._overhead = overhead
         self._recipes = _recipes[on_cpu()]

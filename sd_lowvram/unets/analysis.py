@@ -20,7 +20,7 @@ from ..models import anatomy_of_components
 from ..models.calls import Shape, denoise_step
 from ..tracing import MemoryTrace, trace
 from ..weights import weight_bytes
-from .layers import Unit, own_side, units_of
+from .layers import UNetLayer, own_side, units_of
 
 _ROUNDS = 3
 OTHERS = "others"
@@ -57,7 +57,7 @@ def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates |
     Raises:
         BadInputError: not a UNet that is known.
     """
-    units = [*units_of(unet), Unit(OTHERS, "", unet)]
+    units = [*units_of(unet), UNetLayer(OTHERS, "", unet)]
     anatomy = anatomy_of_components("diffusers", {"unet": unet})
     shape = Shape(width, height, passes=passes)
     with _on_device_of(unet):
@@ -126,27 +126,27 @@ def _drawn(empty: Tensor) -> Tensor:
     return torch.randn_like(empty) if empty.is_floating_point() else torch.full_like(empty, 500)
 
 
-def _owner(units: list[Unit], path: str) -> str:
+def _owner(units: list[UNetLayer], path: str) -> str:
     """The name of the unit that the module at ``path`` belongs to."""
     inside = (unit.name for unit in units if unit.path and (path == unit.path or path.startswith(unit.path + ".")))
     return next(inside, OTHERS)
 
 
-def _foretold(units: list[Unit], traced: MemoryTrace, rates: Rates, element_size: int) -> dict[str, float]:
+def _foretold(units: list[UNetLayer], traced: MemoryTrace, rates: Rates, element_size: int) -> dict[str, float]:
     found = dict.fromkeys((unit.name for unit in units), 0.0)
     for span, seconds in zip(traced.spans, rates.shares(traced.spans, element_size), strict=True):
         found[_owner(units, span.path)] += seconds
     return found
 
 
-def _operations(units: list[Unit], traced: MemoryTrace) -> dict[str, int]:
+def _operations(units: list[UNetLayer], traced: MemoryTrace) -> dict[str, int]:
     found = dict.fromkeys((unit.name for unit in units), 0)
     for span in traced.spans:
         found[_owner(units, span.path)] += span.flops
     return found
 
 
-def _peaks(units: list[Unit], traced: MemoryTrace) -> dict[str, int]:
+def _peaks(units: list[UNetLayer], traced: MemoryTrace) -> dict[str, int]:
     found = dict.fromkeys((unit.name for unit in units), 0)
     for event in traced.timeline:
         if event.operator:  # not the booking of what was there before
@@ -155,7 +155,7 @@ def _peaks(units: list[Unit], traced: MemoryTrace) -> dict[str, int]:
     return found
 
 
-def _measured(units: list[Unit], run: Any) -> dict[str, float]:
+def _measured(units: list[UNetLayer], run: Any) -> dict[str, float]:
     """Seconds of each unit, medians of some steps after one that warms up; of the rest what a step takes besides."""
     device = next(units[0].module.parameters()).device
     rounds: list[Mapping[str, float]] = []
@@ -169,7 +169,7 @@ def _measured(units: list[Unit], run: Any) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _timed(units: list[Unit], taken: dict[str, float], device: torch.device) -> Iterator[None]:
+def _timed(units: list[UNetLayer], taken: dict[str, float], device: torch.device) -> Iterator[None]:
     """Inside, ``taken`` gets the seconds of each unit's calls; that of the whole UNet under its own unit."""
     started: dict[str, float] = {}
 

@@ -23,7 +23,7 @@ Relatives = Callable[[str], Iterable[str]]
 
 
 @dataclass(frozen=True)
-class Changes:
+class BlockChanges:
     """What is put into some blocks of a UNet.
 
     Attributes:
@@ -50,7 +50,7 @@ def check_unchanged(unet: Any) -> None:
         )
 
 
-def changed(unet: Any, changes: Changes, whole: Mapping[str, Tensor], relatives: Relatives) -> Any:
+def changed(unet: Any, changes: BlockChanges, whole: Mapping[str, Tensor], relatives: Relatives) -> Any:
     """A UNet like ``unet`` with ``changes``; ``unet`` itself where there is nothing to change.
 
     First experts are the layers of ``unet``; the next ones those that were cut beside them, of the same shape; the

@@ -37,7 +37,7 @@ Told = Callable[[int, dict[str, float]], None]
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingRun:
     """How a student is trained.
 
     Attributes:
@@ -61,7 +61,14 @@ class Course:
 
 
 def distil(
-    teacher: Any, student: Any, vae: Any, schedule: Any, data: Encoded, course: Course, checkpoint: Path, told: Told
+    teacher: Any,
+    student: Any,
+    vae: Any,
+    schedule: Any,
+    data: Encoded,
+    course: TrainingRun,
+    checkpoint: Path,
+    told: Told,
 ) -> Any:
     """Train ``student``; the average of its weights in a UNet of its own, in float32 on the CPU. None in all but the
     first process, where ``accelerate launch`` has started several.
@@ -168,7 +175,7 @@ def _attend_plainly(unet: Any) -> None:
     unet.set_attn_processor(plain)
 
 
-def _samples(data: Encoded, course: Course, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _samples(data: Encoded, course: TrainingRun, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Clean latents, texts, noise and levels of a step; ``place`` counts steps of all processes."""
     generator = torch.Generator().manual_seed((course.seed << 32) + place)
     chosen = torch.randint(len(data.latents), (course.batch,), generator=generator)
@@ -225,7 +232,7 @@ class _Lesson:
         return found
 
 
-def _identity(course: Course, processes: int, teacher: Any, student: Any, data: Encoded) -> dict[str, Any]:
+def _identity(course: TrainingRun, processes: int, teacher: Any, student: Any, data: Encoded) -> dict[str, Any]:
     """What must be the same for a run to go on; more steps may be asked for, and checkpoints at other places."""
     named = asdict(course)
     del named["steps"], named["every"]

@@ -16,7 +16,7 @@ from ..models import anatomy_of_components
 from ..models.latents import native_size
 
 
-class Unit(NamedTuple):
+class UNetLayer(NamedTuple):
     """A residual or transformer unit, or a sampler between two blocks.
 
     Attributes:
@@ -44,7 +44,7 @@ def check_unet(unet: Any) -> None:
         )
 
 
-def units_of(unet: Any) -> Iterator[Unit]:
+def units_of(unet: Any) -> Iterator[UNetLayer]:
     """All units in the order of the run.
 
     Raises:
@@ -59,11 +59,11 @@ def units_of(unet: Any) -> Iterator[Unit]:
         yield from _units(f"up{number}", f"up_blocks.{number}", block, "upsamplers")
 
 
-def _units(name: str, path: str, block: Any, samplers: str | None) -> Iterator[Unit]:
+def _units(name: str, path: str, block: Any, samplers: str | None) -> Iterator[UNetLayer]:
     attentions = [*(getattr(block, "attentions", None) or ())]
     for number, residual in enumerate(block.resnets):
-        yield Unit(f"{name}.{number}.res", f"{path}.resnets.{number}", residual)
+        yield UNetLayer(f"{name}.{number}.res", f"{path}.resnets.{number}", residual)
         if number < len(attentions):
-            yield Unit(f"{name}.{number}.attn", f"{path}.attentions.{number}", attentions[number])
+            yield UNetLayer(f"{name}.{number}.attn", f"{path}.attentions.{number}", attentions[number])
     for sampler in (samplers and getattr(block, samplers, None)) or ():
-        yield Unit(f"{name}.sample", f"{path}.{samplers}.0", sampler)
+        yield UNetLayer(f"{name}.sample", f"{path}.{samplers}.0", sampler)

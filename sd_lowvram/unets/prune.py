@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..errors import BadInputError
-from .changes import Changes, Relatives, changed, check_unchanged
-from .checkpoints.unet_layout import KEPT, Layout, configured
+from .changes import BlockChanges, Relatives, changed, check_unchanged
+from .checkpoints.unet_layout import KEPT, CutLayout, configured
 from .cuts import Cut, cut_again, whole
 from .layers import check_unet
 
@@ -120,7 +120,7 @@ def _check_path(full: Cut, cut: Cut) -> None:
 
 def pruned_config(config: Mapping[str, Any], cut: Cut) -> dict[str, Any]:
     """The configuration of what ``cut`` leaves."""
-    return {**configured(config, Layout(tuple(map(len, cut.down)), cut.mid)), **cut_again(config, cut)}
+    return {**configured(config, CutLayout(tuple(map(len, cut.down)), cut.mid)), **cut_again(config, cut)}
 
 
 _OF_THE_MIDDLE = ("block_out_channels", "attention_head_dim", "num_attention_heads", "transformer_layers_per_block")
@@ -138,7 +138,7 @@ def _check_middle(config: Mapping[str, Any], cut: Cut) -> None:
             )
 
 
-def pruned(unet: Any, cut: Cut, changes: Changes | None = None) -> Any:
+def pruned(unet: Any, cut: Cut, changes: BlockChanges | None = None) -> Any:
     """A UNet of what ``cut`` leaves of ``unet``, with copies of its weights; on the meta device without any.
 
     Args:
@@ -158,7 +158,7 @@ def pruned(unet: Any, cut: Cut, changes: Changes | None = None) -> Any:
             "up layer across has no weights for them"
         )
     left = assembled(pruned_config(unet.config, cut), [(unet, origins(cut, len(widths)))])
-    return changed(left, changes or Changes(), unet.state_dict(), relatives(cut, whole(unet.config)))
+    return changed(left, changes or BlockChanges(), unet.state_dict(), relatives(cut, whole(unet.config)))
 
 
 def origins(cut: Cut, blocks: int) -> dict[str, str]:

@@ -119,14 +119,14 @@ class RegionalAttention(nn.Module):
             out[:, down.start : down.stop, across.start : across.stop] = part
         return out.flatten(1, 2)
 
-    def _attended(self, rows: Run, columns: Run, *maps: Tensor) -> Tensor:
+    def _attended(self, rows: RegionRow, columns: RegionRow, *maps: Tensor) -> Tensor:
         """Of a rectangle of regions of one size, the results where they belong."""
         query, key, value = (self._regions(one, rows, columns) for one in maps)
         attended = F.scaled_dot_product_attention(query, key, value)
         attended = attended.view(-1, rows.number, columns.number, self.heads, rows.size, columns.size, query.shape[-1])
         return attended.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, rows.total, columns.total, maps[0].shape[-1])
 
-    def _regions(self, whole: Tensor, rows: Run, columns: Run) -> Tensor:
+    def _regions(self, whole: Tensor, rows: RegionRow, columns: RegionRow) -> Tensor:
         """(N * regions, heads, tokens of a region, width) of a map (N, height, width, C)."""
         part = whole[:, rows.start : rows.stop, columns.start : columns.stop]
         part = part.reshape(len(part), rows.number, rows.size, columns.number, columns.size, self.heads, -1)
@@ -180,7 +180,7 @@ def _pooled(norm: nn.Module, tokens: Tensor, height: int, width: int) -> Tensor:
     return assembled(lambda start, stop: row(start // columns, stop // columns), pieces, 1, tokens)
 
 
-class Run(NamedTuple):
+class RegionRow(NamedTuple):
     """Neighbouring regions of one size along a side of a map: from where on, how many, of how many tokens each."""
 
     start: int
@@ -203,9 +203,9 @@ def region_sizes(total: int, side: int) -> list[int]:
     return [size + 1] * larger + [size] * (number - larger)
 
 
-def runs(sizes: list[int]) -> list[Run]:
+def runs(sizes: list[int]) -> list[RegionRow]:
     """Regions of ``sizes`` with neighbours of one size together."""
-    found: list[Run] = []
+    found: list[RegionRow] = []
     for size, alike in itertools.groupby(sizes):
-        found.append(Run(found[-1].stop if found else 0, len([*alike]), size))
+        found.append(RegionRow(found[-1].stop if found else 0, len([*alike]), size))
     return found

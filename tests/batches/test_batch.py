@@ -18,7 +18,7 @@ from PIL import Image
 from sd_lowvram.batches import checks, painter
 from sd_lowvram.batches.jobs import read_jobs
 from sd_lowvram.batches.journal import Journal
-from sd_lowvram.batches.marks import CHUNK, Picture, mark_of
+from sd_lowvram.batches.marks import CHUNK, FinishedPicture, mark_of
 from sd_lowvram.batches.painter import Failed, Painted
 from sd_lowvram.batches.run import Wanted, run
 from sd_lowvram.commands.inputs import Job, check_job
@@ -65,7 +65,7 @@ def quick(monkeypatch):
                 raise KeyboardInterrupt
             if "fails" in job.prompt or ("once" in job.prompt and seen.count(job.prompt) == 1):
                 return Failed(3, "4 MiB cannot hold it")
-            pictures = [Picture(png(f"{job.prompt} {job.seed + n}"), b"small") for n in range(job.batch)]
+            pictures = [FinishedPicture(png(f"{job.prompt} {job.seed + n}"), b"small") for n in range(job.batch)]
             return Painted(tuple(pictures), 1.0, ())
 
     monkeypatch.setattr("sd_lowvram.batches.crew.Painter", Quick)
@@ -391,20 +391,20 @@ def test_the_live_table(monkeypatch):
     from rich.console import Console
 
     from sd_lowvram.batches import progress as shown
-    from sd_lowvram.batches.driver import Event
-    from sd_lowvram.batches.journal import Entry
+    from sd_lowvram.batches.driver import JobEvent
+    from sd_lowvram.batches.journal import JournalEntry
 
     clock = iter((0.0, *[30.0] * 9))
     monkeypatch.setattr(shown.time, "perf_counter", lambda: next(clock))
     small, large = Job("a [b]", width=64, height=64), Job("a car", width=128, height=64)
-    entries = [Entry(n, n, job, (f"{n}.png",)) for n, job in enumerate((small, small, large, small))]
+    entries = [JournalEntry(n, n, job, (f"{n}.png",)) for n, job in enumerate((small, small, large, small))]
     progress = shown.Progress(entries, earlier=2)
     table = shown.LiveTable(progress)
     for event in ("begun", "done"):
-        table(Event(event, entries[0], "gpu-0", 12))
-        table(Event(event, entries[1], "gpu-1", 12))
-    table(Event("failed", entries[3], "gpu-1", message="4 MiB cannot hold it"))
-    table(Event("begun", entries[2], "gpu-0"))
+        table(JobEvent(event, entries[0], "gpu-0", 12))
+        table(JobEvent(event, entries[1], "gpu-1", 12))
+    table(JobEvent("failed", entries[3], "gpu-1", message="4 MiB cannot hold it"))
+    table(JobEvent("begun", entries[2], "gpu-0"))
     console = Console(width=120, file=io.StringIO())
     console.print(table)
     text = console.file.getvalue()
@@ -514,6 +514,6 @@ def test_a_finished_batch_in_a_folder_that_cannot_be_written_is_summarised(monke
     Path("out", entry.files[0]).write_bytes(picture)
     with contextlib.closing(Journal(Path("out"))) as journal:
         journal.begin(entry, "cpu")
-        journal.done(entry, [Picture(picture, b"")], 1.0, ())
+        journal.done(entry, [FinishedPicture(picture, b"")], 1.0, ())
     assert run(tasks, wanted) == 0
     assert "1 of 1 done" in capsys.readouterr().out

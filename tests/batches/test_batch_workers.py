@@ -25,9 +25,9 @@ from sd_lowvram.batches import driver, over_ray, processes
 from sd_lowvram.batches.alike import pictures_by_line
 from sd_lowvram.batches.crew import Lost
 from sd_lowvram.batches.journal import Journal
-from sd_lowvram.batches.latents import Place
-from sd_lowvram.batches.marks import Picture
-from sd_lowvram.batches.over_ray import Lacks, Station
+from sd_lowvram.batches.latents import JobLatents
+from sd_lowvram.batches.marks import FinishedPicture
+from sd_lowvram.batches.over_ray import Lacks, PainterActor
 from sd_lowvram.batches.painter import Painted
 from sd_lowvram.commands.inputs import Job
 from sd_lowvram.saved_latents.interval import Interval
@@ -125,7 +125,7 @@ class Losing:
         worker, job = self.busy.popitem()
         if "bomb" in job.prompt or ("late" in job.prompt and self.given.count(job.prompt) == 1):
             return [(worker, Lost(f"its worker {worker} ended"))]
-        return [(worker, Painted((Picture(job.prompt.encode(), b""),), 1.0, ()))]
+        return [(worker, Painted((FinishedPicture(job.prompt.encode(), b""),), 1.0, ()))]
 
     def close(self):
         pass
@@ -194,7 +194,7 @@ def test_files_that_a_worker_lacks_are_sent_once(tmp_path, monkeypatch):
     sizes = {model: over_ray._sizes(Path(model)), str(start): over_ray._sizes(start)}
     assert sizes == {model: {"unet/weights": 7}, str(start): {".": 7}}
 
-    station, place = Station(1, None), Place(str(tmp_path / "out" / "latents" / "1"))
+    station, place = PainterActor(1, None), JobLatents(str(tmp_path / "out" / "latents" / "1"))
     assert station.attempt(job, place, 1, sizes, {}) == job  # they are here
     assert station.attempt(Job("a", model="elsewhere"), place, 1, {}, {}) == Job("a", model="elsewhere")
     (tmp_path / "model" / "unet" / "weights").write_bytes(b"others")

@@ -53,7 +53,7 @@ def test_a_ratio_stands_beside_both_its_sides(change: dict[str, Any], told: str)
 
 def test_a_cell_of_a_busy_machine_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares = iter([0.3, 0.9, 0.9, 0.9, 0.9])
-    monkeypatch.setattr(pictures, "timed_pictures", lambda *_: pairs.Turns([[1.0, 1.0, 1.0]], next(shares)))
+    monkeypatch.setattr(pictures, "timed_pictures", lambda *_: pairs.PairedTimes([[1.0, 1.0, 1.0]], next(shares)))
     first, second = (matrix.run(None, (64, 128), steps=1, out=tmp_path) for _ in range(2))
     assert tables.BUSY in "\n".join(matrix.lines(first)) and None in matrix.seconds_by_size(first).values()
     assert tables.BUSY not in "\n".join(matrix.lines(second)) and len(second["cells"]) == 4

@@ -17,7 +17,7 @@ from benchmarks.plots.heat_map import heat_map
 from benchmarks.report import run as running
 from benchmarks.report.charts import CHARTS, published_charts, steps_charts
 from benchmarks.report.page import drawn, markdown
-from benchmarks.report.parts import Part, parts
+from benchmarks.report.parts import Measurement, parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def two_parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         measured.append("fit")
         return fit.run(out=out)
 
-    some = [Part("steps", "steps", 2, first, steps.lines), Part("fit", "fit", 3, second, fit.lines)]
+    some = [Measurement("steps", "steps", 2, first, steps.lines), Measurement("fit", "fit", 3, second, fit.lines)]
     monkeypatch.setattr(running, "parts", lambda quick: some)
     return measured
 

@@ -17,7 +17,7 @@ from sd_lowvram.checkpoints import architectures, inspection
 from sd_lowvram.checkpoints.architectures import build_components, vocabulary
 from sd_lowvram.checkpoints.inspection import detect
 from sd_lowvram.checkpoints.load import load_pipeline
-from sd_lowvram.checkpoints.safetensors_header import Entry, Header, read_header
+from sd_lowvram.checkpoints.safetensors_header import Header, TensorEntry, read_header
 from sd_lowvram.errors import BadInputError, CheckpointError
 
 
@@ -84,7 +84,7 @@ def test_sd2_prediction(small_world, made, tmp_path):
 
 
 def test_base_and_768_differ_in_size():
-    kind = inspection.Kind("sd21")
+    kind = inspection.CheckpointKind("sd21")
     assert inspection.single_file_config(kind, "epsilon")["unet"]["sample_size"] == 64
     assert inspection.single_file_config(kind, "v_prediction")["unet"]["sample_size"] == 96
 
@@ -233,7 +233,7 @@ def test_good_header(tmp_path):
 
 def meta_header(name: str) -> Header:
     state = single_file_state(build_components(narrow(name), torch.float16, "meta"))
-    return Header({key: Entry("F16", tuple(value.shape), 0, 0) for key, value in state.items()}, {}, 0)
+    return Header({key: TensorEntry("F16", tuple(value.shape), 0, 0) for key, value in state.items()}, {}, 0)
 
 
 def without(header: Header, prefix: str) -> Header:
@@ -246,7 +246,7 @@ def no_read(name: str) -> float:
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_detect_needs_no_weights(name):
-    assert detect(meta_header(name), Path("m"), no_read) == inspection.Kind(name)
+    assert detect(meta_header(name), Path("m"), no_read) == inspection.CheckpointKind(name)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BadInputError, NoSiteError
 from sd_lowvram.hooks.registry import applicable
 from sd_lowvram.planning.request import Request
-from sd_lowvram.planning.search import Search
+from sd_lowvram.planning.search import PlanSearch
 from sd_lowvram.session import anatomy_of, attach
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB
@@ -58,10 +58,10 @@ def test_weights_are_not_streamed_there(device: torch.device, pipe: Any) -> None
     assert not any(tensor.is_meta for tensor in pipe.unet.parameters())
     anatomy = anatomy_of(pipe)
     with pytest.raises(NoSiteError, match="take none or component"):
-        Search(anatomy, request_on(device), Settings(offload="blocks"), approximate=False)
+        PlanSearch(anatomy, request_on(device), Settings(offload="blocks"), approximate=False)
     assert applicable(Settings.smallest(), anatomy, device).offload is None
     assert applicable(Settings.smallest(), anatomy, torch.device("cpu")).offload == "layer"
-    tried = Search(anatomy, request_on(device), Settings(), approximate=False)._placements
+    tried = PlanSearch(anatomy, request_on(device), Settings(), approximate=False)._placements
     assert [one.offload for one in tried] == ["none", "component"]
 
 

@@ -13,7 +13,7 @@ from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.overhead import NONE, Overhead
 from sd_lowvram.kernels.attention import torch_kernels
 from sd_lowvram.memory import kernels_of
-from sd_lowvram.planning.stage_costs import Costs
+from sd_lowvram.planning.stage_costs import StageCosts
 from sd_lowvram.planning.stages import Shape
 from sd_lowvram.settings import Settings
 from sd_lowvram.tracing.tracer import trace_equals_once
@@ -29,11 +29,11 @@ def test_a_convolutions_workspace_is_the_larger_of_both_figures() -> None:
 def test_workspaces_are_counted_where_they_are_taken_and_in_no_peak_of_tensors() -> None:
     anatomy, device = meta_anatomy("sd15", torch.float16), torch.device("cuda")
     shape = Shape(256, 256, 1, 2)
-    plain = Costs(anatomy, shape, False, device)
+    plain = StageCosts(anatomy, shape, False, device)
     decode = next(stage for stage in plain.stages if stage.name == "decode")
     without = plain(decode, Settings())
     with_them = {
-        overhead: Costs(anatomy, shape, False, device, overhead, like=plain)(decode, Settings())
+        overhead: StageCosts(anatomy, shape, False, device, overhead, like=plain)(decode, Settings())
         for overhead in (Overhead(convolution_bytes=200 * MIB), Overhead(0, 0, 0, 1.0), Overhead(0, 12 * MIB, 0))
     }
     fixed, share, matrix = (cost.reserved_bytes - without.reserved_bytes for cost in with_them.values())

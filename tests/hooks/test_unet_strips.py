@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sd_lowvram.hooks import residual_strips as hook
-from sd_lowvram.hooks.offloaded_tensor import Waiting
+from sd_lowvram.hooks.offloaded_tensor import OffloadedMap
 from sd_lowvram.hooks.strips import Statistics, assembled, spans
 from sd_lowvram.memory import current_account
 from sd_lowvram.memory.repeats import each, standing_for, times
@@ -121,30 +121,30 @@ def test_pieces_of_fakes_stand_for_each_other() -> None:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_waiting_maps(layout: torch.memory_format) -> None:
     one, two = (torch.randn(4, c, 5, 6).to(memory_format=layout) for c in (3, 7))
-    first, second = (Waiting.joined([Waiting.of(x[:2]), Waiting.of(x[2:])]) for x in (one, two))
+    first, second = (OffloadedMap.joined([OffloadedMap.of(x[:2]), OffloadedMap.of(x[2:])]) for x in (one, two))
     assert first.shape == one.shape and first.dtype == one.dtype and first.ndim == 4 and first.size(1) == 3
     assert torch.equal(first.fetched(), one)
     both = torch.cat([first, second], dim=1)
-    assert isinstance(both, Waiting)
+    assert isinstance(both, OffloadedMap)
     whole = torch.cat([one, two], dim=1)
     assert torch.equal(both.fetched(), whole) and both.fetched().stride() == whole.stride()
     half = both.pictures(2, 4)
-    assert isinstance(half, Waiting) and torch.equal(half.fetched(), whole[2:])
+    assert isinstance(half, OffloadedMap) and torch.equal(half.fetched(), whole[2:])
     assert torch.equal(both.pictures(1, 3), whole[1:3])
     assert torch.equal(torch.cat([first, two], dim=1), whole)
-    assert torch.equal(torch.cat([first, Waiting.of(two)], dim=1), whole)
+    assert torch.equal(torch.cat([first, OffloadedMap.of(two)], dim=1), whole)
     assert torch.equal(torch.cat([first, first]), torch.cat([one, one]))
     assert torch.equal(nn.functional.silu(first), nn.functional.silu(one))
     assert torch.equal(first * 2, one * 2) and torch.equal(first[:, :2], one[:, :2])
     for total in (first + one, one + first, first + first):
-        assert torch.equal(total.fetched() if isinstance(total, Waiting) else total, one + one)
+        assert torch.equal(total.fetched() if isinstance(total, OffloadedMap) else total, one + one)
     with pytest.raises(AttributeError, match="in place"):
         first.add_(1)
 
 
 def test_changes_of_a_waiting_map_reach_all_who_hold_it() -> None:
     tensor = torch.randn(2, 3, 4, 5)
-    map_ = skip = Waiting.of(tensor)
+    map_ = skip = OffloadedMap.of(tensor)
     map_ += torch.ones(2, 3, 4, 5)
     assert map_ is skip and torch.equal(skip.fetched(), tensor + 1)
     map_[:, :1] = map_[:, :1] * 2

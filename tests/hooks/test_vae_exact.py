@@ -207,14 +207,14 @@ def test_where_looking_would_wait_the_pass_is_made_again(monkeypatch: pytest.Mon
     """As on a card, where nothing is looked at but the picture."""
     vae, looked = autoencoder(), []
 
-    class OnACard(overflow.Watch):
+    class OnACard(overflow.OverflowCheck):
         def __init__(self, stage: str, x: Tensor, looks: bool) -> None:
             looked.append(bool(looked))
             super().__init__(stage, x, looks=looked[-1])
 
     with attached(vae, EXACT):
         wanted = vae.decode(latents()).sample
-        monkeypatch.setattr(vae_exact, "Watch", OnACard)
+        monkeypatch.setattr(vae_exact, "OverflowCheck", OnACard)
         hook = spoiled(vae.decoder.up_blocks[1].resnets[0].conv1, {0})
         assert torch.equal(vae.decode(latents()).sample, wanted)
         hook.remove()

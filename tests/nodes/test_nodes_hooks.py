@@ -170,7 +170,7 @@ def test_a_card_that_is_full_after_all_gets_a_leaner_plan(pack, model) -> None:
     hook = _unet(model).mid_block.register_forward_pre_hook(full)
     assert tiny.relative_error(Guider(mine, TEXT).sample(NOISE), plain) < 1e-5
     hook.remove()
-    assert len(record.plans["denoise"].rungs) == 2
+    assert len(record.plans["denoise"].fallback_steps) == 2
     assert record.plans["denoise"].predicted.peak_bytes < first.predicted.peak_bytes
     assert any("the UNet ran out of memory" in note for note in record.notes)
     assert not traces_of_us(_unet(model))
@@ -250,7 +250,7 @@ def test_the_stock_decode_and_encode_become_exact(pack, vae) -> None:
 
 @pytest.mark.slow(6)
 def test_stock_tiled_nodes_run_exact_strips_instead(pack, vae) -> None:
-    record = sys.modules[f"{pack.__name__}.nodes.node_request"].Record()
+    record = sys.modules[f"{pack.__name__}.nodes.node_request"].PlanRecord()
     mine = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeVAE"]().optimize(vae, "1024GB", plan=record)[0]
     pixels = vae.decode(LATENTS)
     assert tiny.relative_error(mine.decode_tiled(LATENTS, tile_x=32, tile_y=32, overlap=8), pixels) < 1e-5
@@ -329,10 +329,12 @@ def test_out_of_memory_means_a_leaner_plan_and_no_tiles(pack, vae) -> None:
     ours = sys.modules[f"{pack.__name__}.nodes.node_request"]
     optimized = sys.modules[f"{pack.__name__}.nodes.autoencoder"].optimized_vae
     settings = sys.modules[f"{pack.__name__}.sd_lowvram.settings"].Settings()
-    pixels, asked, record = vae.decode(LATENTS), ours.NodeRequest("", settings), ours.Record()
+    pixels, asked, record = vae.decode(LATENTS), ours.NodeRequest("", settings), ours.PlanRecord()
     vae.short = [1, 1]
     assert tiny.relative_error(optimized(vae, asked, record).decode(LATENTS), pixels) < 1e-5
-    assert [rung.name for rung in record.plans["decode"].rungs][1:] == ["smaller strips"] and len(record.notes) == 2
+    assert [step.name for step in record.plans["decode"].fallback_steps][1:] == ["smaller strips"] and len(
+        record.notes
+    ) == 2
     vae.short = [1] * 30
     with pytest.raises(comfy_host.OutOfMemory, match="nothing leaner fits"):
         optimize_vae(pack, vae).decode(LATENTS)

@@ -17,7 +17,7 @@ from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import LowVRAMError
 from sd_lowvram.planning.plan import Plan
 from sd_lowvram.planning.request import request_for
-from sd_lowvram.planning.search import Search
+from sd_lowvram.planning.search import PlanSearch
 from sd_lowvram.planning.search import planned as plan_of
 from sd_lowvram.settings import Fidelity, Settings, knobs
 from sd_lowvram.units import GIB, MIB
@@ -53,7 +53,7 @@ def ways() -> Iterator[dict[str, Any]]:
 
 
 @functools.cache
-def _like(model: str, side: int) -> list[Search]:
+def _like(model: str, side: int) -> list[PlanSearch]:
     """The search that has priced this model at this size, if there was one: the next one begins with its traces."""
     return []
 
@@ -64,7 +64,7 @@ def planned(model: str, side: int, budget: int, card: str, **fixed: Any) -> Plan
     asked = request_for(anatomy, vram=budget, ram=64 * GIB, width=side, height=side, device="cuda", rates=profile(card))
     before = _like(model, side)
     try:
-        search = Search(anatomy, asked, Settings(precision="fp16", **fixed), False, *before[:1])
+        search = PlanSearch(anatomy, asked, Settings(precision="fp16", **fixed), False, *before[:1])
         before[:] = before or [search]
         least = search.smallest()
         return plan_of(search) if least is not None and least.needed_bytes <= budget else None

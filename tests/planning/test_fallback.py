@@ -21,9 +21,9 @@ from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.planning import fallback
 from sd_lowvram.planning.fallback import Shortage
+from sd_lowvram.planning.fallback_steps import AS_BEFORE, ladder
 from sd_lowvram.planning.plan import Plan
 from sd_lowvram.planning.request import Request
-from sd_lowvram.planning.rungs import AS_BEFORE, ladder
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import anatomy_of, attachments
 from sd_lowvram.weights import first_tensor
@@ -81,8 +81,8 @@ def test_the_call_is_made_again_as_before_when_what_was_cached_is_given_up(pipe:
         hook.remove()
     (again,) = attachments(pipe)
     assert torch.equal(picture, wanted)
-    assert [rung.name for rung in again.plan.rungs] == [AS_BEFORE]
-    assert again.plan.settings == first.settings and again.plan.rungs[0].told in again.plan.reasons
+    assert [step.name for step in again.plan.fallback_steps] == [AS_BEFORE]
+    assert again.plan.settings == first.settings and again.plan.fallback_steps[0].told in again.plan.reasons
     sd_lowvram.restore(pipe)
 
 
@@ -96,7 +96,7 @@ def test_the_next_leaner_plan_is_tried_with_the_same_latents(pipe: Any, expected
     finally:
         hook.remove()
     (again,) = attachments(pipe)
-    assert len(frames) == 2 == len(again.plan.rungs)
+    assert len(frames) == 2 == len(again.plan.fallback_steps)
     assert again.plan.predicted.peak_bytes < first.predicted.peak_bytes
     assert again.plan.request.vram < first.request.vram
     assert tiny.relative_error(picture, expected) < 1e-4
@@ -122,16 +122,20 @@ def test_the_rungs_come_in_their_order_and_touch_nothing_of_later_ones(
     pipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = on_a_card(pipe, monkeypatch)
-    rungs = [rung.name for rung in plans[-1].rungs]
+    fallback_steps = [step.name for step in plans[-1].fallback_steps]
     names = [AS_BEFORE, *(name for name, _ in ladder(Settings(), Settings(), of_host=False))]
-    assert rungs[0] == AS_BEFORE and {"parked maps", "smaller ring"} <= set(rungs)  # those that free something
-    assert [plan.rungs for plan in plans] == [plans[-1].rungs[:number] for number in range(len(plans))]
+    assert fallback_steps[0] == AS_BEFORE and {"parked maps", "smaller ring"} <= set(
+        fallback_steps
+    )  # those that free something
+    assert [plan.fallback_steps for plan in plans] == [
+        plans[-1].fallback_steps[:number] for number in range(len(plans))
+    ]
     for before, after in itertools.pairwise(plans):
         changed = {name for name, value in after.settings.as_dict().items() if value != getattr(before.settings, name)}
-        rung = names.index(after.rungs[-1].name)
+        step = names.index(after.fallback_steps[-1].name)
         later = {"parked maps": {"offload", "weights_mib"}, "smaller strips": {"offload", "weights_mib", "park_skips"}}
-        assert not changed & later.get(names[rung], set())
-        assert (after.predicted.reserved_bytes < before.predicted.reserved_bytes) == (rung > 0)
+        assert not changed & later.get(names[step], set())
+        assert (after.predicted.reserved_bytes < before.predicted.reserved_bytes) == (step > 0)
 
 
 def test_what_was_lossless_stays_so(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from sd_lowvram.planning.plan import Request
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import attached
 from sd_lowvram.streaming.host_weights import RING_BYTES, _Mapping, host_budget
-from sd_lowvram.streaming.timing import Timing
+from sd_lowvram.streaming.timing import StepTiming
 from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
 
@@ -120,7 +120,7 @@ def test_the_engine_keeps_the_schedule_of_the_plan(anatomy: Any) -> None:
     plan = planned(anatomy, Settings(offload="blocks", weights_mib=room))
     unet = build_components(CONFIG, dtype=torch.float16, only=("unet",))["unet"]
 
-    def residents(timing: Timing | None) -> set[str]:
+    def residents(timing: StepTiming | None) -> set[str]:
         with attached(unet, Settings(offload="blocks", weights_mib=room), device="cpu", timing=timing) as attachment:
             layout = stream_of(attachment)._layout
             return {layout.blocks[number].name for number in layout.residents}
@@ -255,12 +255,12 @@ def test_sd15_at_512_holds_131_mib(monkeypatch: pytest.MonkeyPatch, card: str, m
 def test_weight_and_bias_come_in_one_copy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, channels_last: bool | None
 ) -> None:
-    from sd_lowvram.streaming.host_weights import Masters
+    from sd_lowvram.streaming.host_weights import HostWeights
 
     copies: list[int] = []
-    before = Masters.copy_to
+    before = HostWeights.copy_to
 
-    def noted(self: Masters, source: torch.Tensor, *rest: Any) -> None:
+    def noted(self: HostWeights, source: torch.Tensor, *rest: Any) -> None:
         copies.append(source.nbytes)
         before(self, source, *rest)
 
@@ -271,7 +271,7 @@ def test_weight_and_bias_come_in_one_copy(
     unet.requires_grad_(False)
     with attached(unet, Settings(channels_last=channels_last), device="cpu"):
         expected = run(unet, (16, 16))
-    monkeypatch.setattr(Masters, "copy_to", noted)
+    monkeypatch.setattr(HostWeights, "copy_to", noted)
     with attached(unet, Settings(offload="layer", channels_last=channels_last), device="cpu") as attachment:
         for _ in range(2):
             copies.clear()

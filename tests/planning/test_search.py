@@ -19,8 +19,8 @@ from sd_lowvram.memory import measured_peak
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.cost_model import Pricing
 from sd_lowvram.planning.plan import Request
-from sd_lowvram.planning.search import Search, make_plan
-from sd_lowvram.planning.stage_costs import Costs
+from sd_lowvram.planning.search import PlanSearch, make_plan
+from sd_lowvram.planning.stage_costs import StageCosts
 from sd_lowvram.planning.stages import Shape
 from sd_lowvram.settings import STREAMED
 from sd_lowvram.units import GIB, MIB
@@ -76,7 +76,7 @@ def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypat
     fewer = 0
     for step in range(7):
         asked = request(least + (most - least) * step // 6, 128)
-        search, whole = (Search(anatomy, asked, Settings(), False) for _ in range(2))
+        search, whole = (PlanSearch(anatomy, asked, Settings(), False) for _ in range(2))
         found = search.fastest()
         fastest = []
         for base in whole._placements:
@@ -181,7 +181,9 @@ def test_fixed_knobs_stay(anatomy: Any) -> None:
 def test_larger_pictures_never_need_less(anatomy: Any) -> None:
     """Between neighbouring sizes the least peak may waver by a row of a strip; from step to step of a doubling not."""
     for fixed in (Settings(), Settings.smallest(), Settings(offload="none", vae_tiles="off")):
-        found = [Search(anatomy, request(GIB, size), fixed, approximate=False).smallest() for size in (64, 128, 192)]
+        found = [
+            PlanSearch(anatomy, request(GIB, size), fixed, approximate=False).smallest() for size in (64, 128, 192)
+        ]
         peaks = [candidate.peak_bytes for candidate in found if candidate is not None]
         assert len(peaks) == 3 and peaks == sorted(peaks)
 
@@ -192,7 +194,7 @@ def test_larger_pictures_of_a_full_size_model_never_need_less() -> None:
     unet = anatomy_of_components("diffusers", build_components("sd15", torch.float16, "meta", only=("unet",)))
     search, peaks = None, []
     for size in (320, 384, 512, 520):
-        search = Search(unet, request(GIB, size), Settings(), approximate=False, like=search)
+        search = PlanSearch(unet, request(GIB, size), Settings(), approximate=False, like=search)
         smallest = search.smallest()
         assert smallest is not None
         peaks.append(smallest.peak_bytes)
@@ -356,7 +358,7 @@ def test_what_is_remembered_of_a_unet_hangs_on_the_latents_of_its_vae() -> None:
     called, weights = set(), set()
     for one in (config, small):
         parts = build_components(one, torch.float16, "meta", ("unet", "vae"))
-        costs = Costs(anatomy_of_components("diffusers", parts), Shape(512, 512), False, torch.device("cuda"))
+        costs = StageCosts(anatomy_of_components("diffusers", parts), Shape(512, 512), False, torch.device("cuda"))
         called.add(costs._called_with["denoise", "unet"])
         weights.add(costs._fake.fingerprint("unet"))
     assert len(called) == 2 and len(weights) == 1

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from sd_lowvram.errors import BadInputError
-from sd_lowvram.planning.memory_profile import MeasuredStage, Run, overrun
-from sd_lowvram.planning.timeline import Course
+from sd_lowvram.planning.memory_profile import MeasuredRun, MeasuredStage, overrun
+from sd_lowvram.planning.timeline import StageTimeline
 from sd_lowvram.plots.memory import memory_figure, memory_png
 from sd_lowvram.units import MIB
 
@@ -38,11 +38,11 @@ def plan(device: str, vram: int = 400) -> Any:
     )
 
 
-def run(denoise: int = 350) -> Run:
+def run(denoise: int = 350) -> MeasuredRun:
     peaks = {"text": 160, "denoise": denoise, "decode": 300}
     names = [("text", "text_encoder"), ("denoise", "unet"), ("denoise", "unet"), ("decode", "vae")]
     curve = ((0.0, 100 * MIB), (0.5, 120 * MIB))
-    return Run(tuple(MeasuredStage(name, part, 1.0, peaks[name] * MIB, curve) for name, part in names))
+    return MeasuredRun(tuple(MeasuredStage(name, part, 1.0, peaks[name] * MIB, curve) for name, part in names))
 
 
 def words(figure: Any) -> str:
@@ -54,8 +54,8 @@ def words(figure: Any) -> str:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("measured", [None, run()])
 def test_a_plan_is_drawn(device: str, measured: Any) -> None:
-    course = Course("decode", "vae", (100 * MIB, 200 * MIB), (0, 50 * MIB))
-    image = Image.open(io.BytesIO(memory_png(plan(device), measured, (course,))))
+    timeline = StageTimeline("decode", "vae", (100 * MIB, 200 * MIB), (0, 50 * MIB))
+    image = Image.open(io.BytesIO(memory_png(plan(device), measured, (timeline,))))
     assert image.format == "PNG" and image.width > 800
     assert len(image.convert("RGB").getcolors(1 << 20)) > 50
 

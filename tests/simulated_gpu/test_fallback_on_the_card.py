@@ -22,7 +22,7 @@ from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.memory import pinned
 from sd_lowvram.planning import request
-from sd_lowvram.planning.rungs import AS_BEFORE
+from sd_lowvram.planning.fallback_steps import AS_BEFORE
 from sd_lowvram.session import attachments
 from sd_lowvram.streaming.host_weights import RING_BYTES
 
@@ -81,7 +81,7 @@ def test_a_tensor_that_somebody_holds_beside_the_run(gpu: Any, pipe: Any, planne
         sd_lowvram.optimize(pipe, **planned)
         made = tiny.run(pipe, size=SIZE).cpu()
     plan = attachments(pipe)[0].plan
-    assert hog.is_cuda and plan.rungs and all(rung.told in plan.reasons for rung in plan.rungs)
+    assert hog.is_cuda and plan.fallback_steps and all(step.told in plan.reasons for step in plan.fallback_steps)
     assert tiny.relative_error(made, wanted) < 1e-4
     sd_lowvram.restore(pipe)
 
@@ -96,7 +96,7 @@ def test_a_tensor_that_somebody_holds_from_the_middle_of_a_run_on(gpu: Any, pipe
     after: list[tuple[int, int]] = []
 
     def held(_: Any, step: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
-        after.append((step, len(attachments(pipe)[0].plan.rungs)))
+        after.append((step, len(attachments(pipe)[0].plan.fallback_steps)))
         if step == 1:
             gc.collect()
             torch.cuda.empty_cache()
@@ -108,14 +108,14 @@ def test_a_tensor_that_somebody_holds_from_the_middle_of_a_run_on(gpu: Any, pipe
         sd_lowvram.optimize(pipe, **planned)
         made = tiny.run(pipe, size=SIZE, steps=4, callback_on_step_end=held).cpu()
     plan = attachments(pipe)[0].plan
-    assert [step for step, _ in after] == [0, 1, 2, 3] and [rungs for _, rungs in after[:2]] == [0, 0]
-    assert len(hogs) == 1 and plan.rungs and all(rung.told in plan.reasons for rung in plan.rungs)
+    assert [step for step, _ in after] == [0, 1, 2, 3] and [fallback_steps for _, fallback_steps in after[:2]] == [0, 0]
+    assert len(hogs) == 1 and plan.fallback_steps and all(step.told in plan.reasons for step in plan.fallback_steps)
     assert tiny.relative_error(made, wanted) < 1e-4
     sd_lowvram.restore(pipe)
 
 
 def test_a_decoder_without_room_on_the_card_runs_on_the_cpu(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
-    """The last rung, where nothing else is left: whoever fixed the plain decode leaves no strips to be made smaller."""
+    """The last step, where nothing else is left: whoever fixed the plain decode leaves no strips to be made smaller."""
     planned |= {"width": 512, "height": 512, "settings": Settings(vae_tiles="off")}
     first = sd_lowvram.optimize(pipe, **planned)
     wanted = tiny.run(pipe, size=512).cpu()
@@ -128,7 +128,7 @@ def test_a_decoder_without_room_on_the_card_runs_on_the_cpu(gpu: Any, pipe: Any,
         sd_lowvram.optimize(pipe, **planned)
         made = tiny.run(pipe, size=512).cpu()
     plan = attachments(pipe)[0].plan
-    assert plan.settings.decoder_device == "cpu" and plan.rungs[-1].name == "decoder on the CPU"
+    assert plan.settings.decoder_device == "cpu" and plan.fallback_steps[-1].name == "decoder on the CPU"
     assert next(pipe.vae.decoder.parameters()).device.type == "cpu"
     assert tiny.relative_error(made, wanted) < 1e-4
     sd_lowvram.restore(pipe)
@@ -178,7 +178,7 @@ def test_a_host_of_less_than_planned_leaves_weights_in_their_file(
         sd_lowvram.optimize(small, **planned)
         made = tiny.run(small, size=SIZE).cpu()
     plan = attachments(small)[0].plan
-    assert [rung.name for rung in plan.rungs] == [AS_BEFORE, "weights from their file"]
+    assert [step.name for step in plan.fallback_steps] == [AS_BEFORE, "weights from their file"]
     assert plan.predicted.host_bytes < first.predicted.host_bytes
     assert torch.equal(made, wanted)
     sd_lowvram.restore(small)

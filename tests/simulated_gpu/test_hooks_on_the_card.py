@@ -24,7 +24,7 @@ from sd_lowvram.planning.request import Request
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.streaming.engine import Stream
 from sd_lowvram.streaming.host_weights import host_budget, mapped_bytes
-from sd_lowvram.streaming.timing import Timing
+from sd_lowvram.streaming.timing import StepTiming
 from sd_lowvram.units import GIB
 
 LATE = ["lazy", "random"]
@@ -164,7 +164,7 @@ def test_others_streamed(gpu: Any, targets: dict[str, Any], name: str, schedule:
     check(gpu, targets, name, WAYS[way], schedule)
 
 
-def timing_of(unet: Any) -> Timing:
+def timing_of(unet: Any) -> StepTiming:
     """As a plan for the card tells it, activations included."""
     request = Request(64, 64, 1, 8 * GIB, 4 * GIB, GPU, profile("rtx2070"))
     pricing = Pricing(anatomy_of(unet), request)

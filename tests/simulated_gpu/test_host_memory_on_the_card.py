@@ -19,9 +19,9 @@ from sd_lowvram import Settings
 from sd_lowvram.devices.info import Memory
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.memory import fetch, host_empty, park, pinned
-from sd_lowvram.memory.rooms import ROOMS
+from sd_lowvram.memory.pinned_buffers import PINNED_BUFFERS
 from sd_lowvram.planning import request
-from sd_lowvram.streaming.host_weights import RING_BYTES, Masters, host_budget, mapped_bytes
+from sd_lowvram.streaming.host_weights import RING_BYTES, HostWeights, host_budget, mapped_bytes
 from sd_lowvram.weights import weight_bytes
 
 MIB = 1 << 20
@@ -46,7 +46,7 @@ def test_nothing_is_rounded_up(gpu: Any, before: int, size: int) -> None:
 
 def test_rooms_of_maps_are_used_again_and_are_never_more_than_maps_were(gpu: Any, before: int) -> None:
     small, large = (torch.rand(1, 4, side, side, device=GPU) for side in (64, 128))
-    with gpu.watched("lazy") as seen, ROOMS.kept():
+    with gpu.watched("lazy") as seen, PINNED_BUFFERS.kept():
         for _ in range(3):
             maps = [park(small), park(small), park(large)]
             there = gpu.card.pinned
@@ -111,7 +111,7 @@ def test_masters_are_pinned_at_their_size(gpu: Any, before: int) -> None:
     tensors = [torch.rand(size) for size in (3 * MIB, 33 * MIB + 7, 5, 40 * MIB)]
     wanted = [tensor.clone() for tensor in tensors]
     total = sum(tensor.nbytes for tensor in tensors)
-    masters = Masters(GPU)
+    masters = HostWeights(GPU)
     masters.add(tensors)
     assert all(tensor.is_pinned() for tensor in tensors)
     assert total <= gpu.card.pinned - before < total + 8 * PAGE
@@ -162,7 +162,7 @@ def test_a_run_locks_no_more_than_planned(
 def test_a_mapped_file_needs_the_ring_alone(gpu: Any, before: int, pipe: Any, tmp_path: Path) -> None:
     pipe.unet.save_pretrained(tmp_path)
     with mapped(tmp_path) as unet, host_budget(RING_BYTES + 3 * MIB):
-        masters = Masters(GPU)
+        masters = HostWeights(GPU)
         masters.add(unet.parameters())
         assert RING_BYTES < gpu.card.pinned_peak - before <= RING_BYTES + 3 * MIB
         masters.undo()
@@ -222,7 +222,7 @@ def test_no_more_than_a_share_of_the_host_is_locked(gpu: Any, before: int, monke
     monkeypatch.setattr(pinned, "_told", set())
     monkeypatch.setattr(pinned, "host_memory", lambda: Memory(64 * MIB, 64 * MIB))
     tensor = torch.rand(5 * MIB, device=GPU)
-    with ROOMS.kept(), pytest.warns(UserWarning, match="more than 50% of the host's memory"):
+    with PINNED_BUFFERS.kept(), pytest.warns(UserWarning, match="more than 50% of the host's memory"):
         maps = [park(tensor) for _ in range(3)]
         assert gpu.card.pinned - before == tensor.nbytes
         assert all(torch.equal(fetch(one), tensor) for one in maps)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.memory import Parked, fetch, host_offload, park, pinned, send
-from sd_lowvram.memory.rooms import ROOMS, Rooms
+from sd_lowvram.memory.pinned_buffers import PINNED_BUFFERS, PinnedBuffers
 from sd_lowvram.streaming import layout
 from sd_lowvram.streaming.copier import Copier
-from sd_lowvram.streaming.engine import Stream, Turns
-from sd_lowvram.streaming.host_weights import Masters, _Ring
-from sd_lowvram.streaming.layout import Layout
+from sd_lowvram.streaming.engine import ActiveStreams, Stream
+from sd_lowvram.streaming.host_weights import HostWeights, _Ring
+from sd_lowvram.streaming.layout import DeviceLayout
 from sd_lowvram.weights import weight_bytes
 
 Work = Callable[[Any, Path], bool]
@@ -119,7 +119,7 @@ def cut_on_the_host(pipe: Any, folder: Path) -> bool:
 def sent(pipe: Any, folder: Path) -> bool:
     """A map leaves while others take its memory."""
     noise = torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0))
-    with ROOMS.kept():
+    with PINNED_BUFFERS.kept():
         parked = send(noise.to(GPU) * 1)
         send(torch.zeros(1, 8, 32, 32, device=GPU))
         torch.zeros(1, 8, 32, 32, device=GPU)
@@ -139,7 +139,7 @@ def handed_on(pipe: Any, folder: Path) -> bool:
     first, second = noise.to(GPU)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with ROOMS.kept():
+    with PINNED_BUFFERS.kept():
         back = fetch(park(first))
         with torch.cuda.stream(stream):
             again = fetch(park(second))
@@ -151,13 +151,13 @@ def after_others(pipe: Any, folder: Path) -> bool:
     """The room on the device is what others have just let go of."""
 
     def taken(take_room: Any) -> Any:
-        def takes(self: Layout, *args: Any) -> None:
+        def takes(self: DeviceLayout, *args: Any) -> None:
             torch.ones(self.bytes, dtype=torch.uint8, device=GPU)
             take_room(self, *args)
 
         return takes
 
-    with exchanged(Layout, "take_room", taken):
+    with exchanged(DeviceLayout, "take_room", taken):
         return LAYERS(pipe, folder)
 
 
@@ -225,16 +225,16 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Work, str]] = {
     "room is filled before it is free": (Stream, "_fetch", _without_room_taken, after_others, "races"),
     "memory of a ring that follows is filled too early": (Copier, "copy", _copies_at_once, following, "races"),
     "the ring is refilled early": (_Ring, "copy", _refilled_early, from_a_file, "races"),
-    "blocks in the same bytes know nothing of each other": (Layout, "overlapping", _alone, LAYERS, "races"),
+    "blocks in the same bytes know nothing of each other": (DeviceLayout, "overlapping", _alone, LAYERS, "races"),
     "blocks lie over each other": (layout, "_laid_in", _half_a_kilobyte_off, BLOCKS, "wrong"),
     "a failed run is not tidied up": (Stream, "_abandon", _removed, broken, "wrong"),
-    "masters stay pinned": (Masters, "undo", _removed, BLOCKS, "pinned"),
+    "masters stay pinned": (HostWeights, "undo", _removed, BLOCKS, "pinned"),
     "the memory of a map is given away while it leaves": (host_offload, "_wait_when_dropped", _removed, sent, "races"),
     "a map leaves before it is computed": (torch.cuda.Stream, "wait_stream", _removed, sent, "races"),
-    "a component is not taken back": (Turns, "take", _removed, IN_TURNS, "wrong"),
+    "a component is not taken back": (ActiveStreams, "take", _removed, IN_TURNS, "wrong"),
     "parking sets no events": (Parked, "_in_order", _in_no_order, parked_elsewhere, "races"),
     "pages are unlocked during copies": (pinned, "_wait", _removed, dropped, "races"),
-    "rooms are handed on during copies": (Rooms, "leave", _without_its_event, handed_on, "races"),
+    "rooms are handed on during copies": (PinnedBuffers, "leave", _without_its_event, handed_on, "races"),
     "the host cuts a map that is on its way": (Parked, "_wait", _removed, cut_on_the_host, "races"),
 }
 

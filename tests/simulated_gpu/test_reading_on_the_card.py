@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sd_lowvram import attached
 from sd_lowvram.streaming.copier import Copied, Copier
-from sd_lowvram.streaming.host_weights import Masters, _Ring, host_budget
+from sd_lowvram.streaming.host_weights import HostWeights, _Ring, host_budget
 
 SECONDS = 60
 """The longest that anything here may wait."""
@@ -50,7 +50,7 @@ def begun(copier: Copier, sources: list[Tensor], targets: list[Tensor]) -> list[
 
 def test_the_host_goes_on_while_a_file_is_read(gpu: Any, sources: list[Tensor], gate: threading.Event) -> None:
     with gpu.watched("random") as seen, host_budget(0):
-        masters = Masters(GPU)
+        masters = HostWeights(GPU)
         masters.add(sources)
         copier, targets = Copier(masters, GPU), [torch.empty(64, 64, device=GPU) for _ in sources]
         ends = begun(copier, sources, targets)
@@ -66,7 +66,7 @@ def test_the_host_goes_on_while_a_file_is_read(gpu: Any, sources: list[Tensor], 
 
 def test_what_is_not_read_yet_is_given_up(gpu: Any, sources: list[Tensor], gate: threading.Event) -> None:
     with gpu.watched("lazy") as seen, host_budget(0):
-        masters = Masters(GPU)
+        masters = HostWeights(GPU)
         masters.add(sources)
         copier, targets = Copier(masters, GPU), [torch.zeros(64, 64, device=GPU) for _ in sources]
         ends = begun(copier, sources, targets)

@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.streaming.policies import POLICIES
-from sd_lowvram.streaming.schedule import ALIGNMENT, Unit, aligned, follow_maps, lay_out
+from sd_lowvram.streaming.schedule import ALIGNMENT, WeightGroup, aligned, follow_maps, lay_out
 from sd_lowvram.streaming.search import best_schedule, bound, no_slower
-from sd_lowvram.streaming.simulator import Copies, simulate
+from sd_lowvram.streaming.simulator import CopyQueue, simulate
 
 K = ALIGNMENT
 
 
 def lists_of_units(maps):
     sizes = st.integers(0, 40).map(lambda size: size * K - size % 7)
-    made = st.builds(Unit, name=st.just("layer"), bytes=sizes, seconds=st.floats(0.0, 4.0), maps=maps)
+    made = st.builds(WeightGroup, name=st.just("layer"), bytes=sizes, seconds=st.floats(0.0, 4.0), maps=maps)
     return st.lists(made, min_size=1, max_size=12)
 
 
 UNITS = lists_of_units(st.just(0))
 BESIDE_MAPS = lists_of_units(st.integers(0, 60 * K))
 COPIES = st.builds(
-    Copies,
+    CopyQueue,
     bandwidth=st.floats(K / 4, 40 * K),
     latency=st.sampled_from([0.0, 0.05]),
     overlap=st.booleans(),
@@ -38,7 +38,7 @@ COPIES = st.builds(
 
 
 def unit(size, seconds=1.0):
-    return Unit("layer", size * K, seconds)
+    return WeightGroup("layer", size * K, seconds)
 
 
 def budget(units, share):
@@ -142,24 +142,24 @@ def test_fetches_wait_for_the_last_who_used_their_bytes():
 )
 def test_two_units_that_take_turns(ring, expected):
     units = [unit(1), unit(1)]
-    assert simulate(units, lay_out(units, (), ring * K), Copies(K)) == pytest.approx(expected)
+    assert simulate(units, lay_out(units, (), ring * K), CopyQueue(K)) == pytest.approx(expected)
 
 
 def test_a_resident_costs_nothing_and_a_fetch_its_latency():
     units = [unit(1), unit(1)]
-    copies = Copies(K, latency=0.5)
+    copies = CopyQueue(K, latency=0.5)
     assert simulate(units, lay_out(units, {0, 1}, 0), copies) == pytest.approx(2.0)
     # one copy of 1.5 s, which begins at the end of its unit and has one second of compute beside it
     assert simulate(units, lay_out(units, {0}, K), copies) == pytest.approx(2.5)
-    assert simulate(units, lay_out(units, {0}, K), Copies(K, 0.5, overlap=False)) == pytest.approx(3.5)
+    assert simulate(units, lay_out(units, {0}, K), CopyQueue(K, 0.5, overlap=False)) == pytest.approx(3.5)
 
 
 def test_what_has_to_be_read_takes_as_long_as_reading_it():
     """The reader fills the ring while its chunks are copied; a CPU does one after the other."""
     units = [unit(2), unit(4)]
-    mapped = Copies(4 * K, reading=K, pinned=2 * K)
+    mapped = CopyQueue(4 * K, reading=K, pinned=2 * K)
     assert list(mapped.of_fetches(one.bytes for one in units)) == pytest.approx([0.5, 4.0])
-    assert list(Copies(K, reading=4 * K, pinned=3 * K).of_fetches([2 * K, 4 * K])) == pytest.approx([2.0, 4.0])
+    assert list(CopyQueue(K, reading=4 * K, pinned=3 * K).of_fetches([2 * K, 4 * K])) == pytest.approx([2.0, 4.0])
     one_by_one = dataclasses.replace(mapped, overlap=False)
     assert list(one_by_one.of_fetches(one.bytes for one in units)) == pytest.approx([0.5, 5.0])
     assert simulate(units, lay_out(units, (), 6 * K), one_by_one) == pytest.approx(7.5)
@@ -168,7 +168,7 @@ def test_what_has_to_be_read_takes_as_long_as_reading_it():
 
 def test_another_schedule_is_best_where_reading_takes_longest():
     units = [unit(5, 3.0), unit(15, 3.0), unit(21, 6.0), unit(8, 5.0)]
-    pinned = Copies(5 * K)
+    pinned = CopyQueue(5 * K)
     mapped = dataclasses.replace(pinned, reading=2 * K, pinned=0)
     room = 45 * K
     of_pinned, of_mapped = (best_schedule(units, room, copies) for copies in (pinned, mapped))
@@ -179,7 +179,7 @@ def test_another_schedule_is_best_where_reading_takes_longest():
 
 def test_prefetch_runs_over_into_the_next_step():
     units = [unit(4, seconds=1.0), *[unit(0, seconds=1.0)] * 3]
-    assert simulate(units, lay_out(units, (), 4 * K), Copies(2 * K)) == pytest.approx(4.0)
+    assert simulate(units, lay_out(units, (), 4 * K), CopyQueue(2 * K)) == pytest.approx(4.0)
 
 
 @settings(max_examples=80)
@@ -225,7 +225,7 @@ def test_of_more_units_the_search_comes_near_the_best_residents():
     chance, times = random.Random(0), []
     for _ in range(12):
         units = [unit(chance.randint(1, 40), chance.random()) for _ in range(11)]
-        room, copies = budget(units, chance.random()), Copies(chance.uniform(5, 40) * K)
+        room, copies = budget(units, chance.random()), CopyQueue(chance.uniform(5, 40) * K)
         found = simulate(units, best_schedule(units, room, copies), copies)
         times.append(found / best_of_all_residents(units, room, copies))
     assert max(times) < 1.06 and sum(times) / len(times) < 1.02
@@ -240,12 +240,12 @@ def test_a_step_is_as_long_as_its_compute_or_its_copies_at_least(units, share, c
 
 
 def test_a_unit_that_does_not_fit_is_refused():
-    units = [unit(1), Unit("mid_block.conv", 5 * K, 1.0)]
+    units = [unit(1), WeightGroup("mid_block.conv", 5 * K, 1.0)]
     with pytest.raises(BudgetError, match=r"mid_block\.conv has 2\.5 KiB") as refusal:
-        best_schedule(units, 4 * K, Copies(K))
+        best_schedule(units, 4 * K, CopyQueue(K))
     assert refusal.value.needed_bytes == 5 * K
 
 
 def test_the_search_gives_the_same_again():
     units = [unit(1 + number * 7 % 11, seconds=number % 3) for number in range(40)]
-    assert best_schedule(units, 60 * K, Copies(3 * K)) == best_schedule(units, 60 * K, Copies(3 * K))
+    assert best_schedule(units, 60 * K, CopyQueue(3 * K)) == best_schedule(units, 60 * K, CopyQueue(3 * K))

@@ -332,10 +332,10 @@ def stream_of(attachment: Any) -> Stream:
 
 
 def test_an_error_while_copying_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd_lowvram.streaming.host_weights import Masters
+    from sd_lowvram.streaming.host_weights import HostWeights
 
     unet = unet_of("sd15")
-    expected, copy_to = run(unet, (8, 8)), Masters.copy_to
+    expected, copy_to = run(unet, (8, 8)), HostWeights.copy_to
     calls = 0
 
     def failing(*args: Any, **kwargs: Any) -> None:
@@ -346,7 +346,7 @@ def test_an_error_while_copying_leaves_all_as_it_was(monkeypatch: pytest.MonkeyP
         copy_to(*args, **kwargs)
 
     with attached(unet, WAYS["little"], device="cpu"):
-        monkeypatch.setattr(Masters, "copy_to", failing)
+        monkeypatch.setattr(HostWeights, "copy_to", failing)
         for _ in range(3):
             with pytest.raises(torch.OutOfMemoryError):
                 run(unet, (8, 8))

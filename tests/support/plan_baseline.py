@@ -18,7 +18,7 @@ from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.planning.request import request_for
-from sd_lowvram.planning.search import Search, make_plan
+from sd_lowvram.planning.search import PlanSearch, make_plan
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, MIB
 
@@ -44,7 +44,7 @@ def planned(asked: dict[str, Any]) -> dict[str, Any]:
         rates=profile(asked.get("card", "rtx2070")),
     )
     if asked.get("smallest"):
-        run = Search(model, request, settings, approximate=False).smallest()
+        run = PlanSearch(model, request, settings, approximate=False).smallest()
         assert run is not None
         least = {"least_peak": run.peak_bytes, "least_host": run.least_host_bytes}
         return least | {"host": run.host_bytes, "seconds": run.seconds}

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sd_lowvram.streaming.host_weights import Masters, host_budget
+from sd_lowvram.streaming.host_weights import HostWeights, host_budget
 
 
-def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.device) -> Masters:
+def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.device) -> HostWeights:
     """Masters of ``tensors``; ``ram_bytes`` None: in the budget that is there."""
-    masters = Masters(device)
+    masters = HostWeights(device)
     with contextlib.nullcontext() if ram_bytes is None else host_budget(ram_bytes):
         masters.add(tensors)
     return masters

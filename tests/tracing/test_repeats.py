@@ -20,7 +20,7 @@ from sd_lowvram.hooks.registry import offered
 from sd_lowvram.memory.repeats import each, representatives
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.options import ladder
-from sd_lowvram.planning.stage_costs import Costs
+from sd_lowvram.planning.stage_costs import StageCosts
 from sd_lowvram.planning.stages import Shape
 from sd_lowvram.tracing import MemoryTrace, trace
 from sd_lowvram.tracing.equal_calls import equal_modules
@@ -92,14 +92,14 @@ def short_and_whole(component: Any, *args: Any, **kwargs: Any) -> tuple[MemoryTr
     return short, trace(component, *args, **kwargs)
 
 
-def rungs() -> list[Settings]:
-    """Every rung of what the hooks offer to run a UNet with less."""
+def levels() -> list[Settings]:
+    """Every level of what the hooks offer to run a UNet with less."""
     unet = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), device="meta", only=("unet",)))
     target = Target(unet, torch.device("cpu"), profile("rtx2070"), 1, Settings(), False)
-    return [Settings(), *(Settings(**rung) for rung in ladder(offered(target)).values())]
+    return [Settings(), *(Settings(**level) for level in ladder(offered(target)).values())]
 
 
-RUNGS = rungs()
+LEVELS = levels()
 
 
 def deep_config(family: str) -> Any:
@@ -109,7 +109,7 @@ def deep_config(family: str) -> Any:
     return config
 
 
-@pytest.mark.parametrize("settings", [*RUNGS, Settings(transformer_chunks=4, guidance_in_turn=True)])
+@pytest.mark.parametrize("settings", [*LEVELS, Settings(transformer_chunks=4, guidance_in_turn=True)])
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 def test_equal_blocks(family: str, settings: Settings) -> None:
     extra: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def test_equal_blocks(family: str, settings: Settings) -> None:
 def test_weights_that_are_streamed_come_and_go_in_every_call(offload: str) -> None:
     anatomy = anatomy_of_components("diffusers", build_components(deep_config("sdxl"), only=("unet",), device="meta"))
     settings = Settings(offload=offload, weights_mib=2 if offload == "blocks" else None, inference_mode=True)
-    costs = Costs(anatomy, Shape(512, 512), False, torch.device("cuda"))
+    costs = StageCosts(anatomy, Shape(512, 512), False, torch.device("cuda"))
     stage = next(stage for stage in costs.stages if stage.name == "denoise")
     short, whole = (costs.trace(stage, settings, whole=whole) for whole in (False, True))
     assert figures(short) == figures(whole) and len(short.timeline) == len(whole.timeline)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
-from sd_lowvram.unets.distil import Course, distil
+from sd_lowvram.unets.distil import TrainingRun, distil
 from sd_lowvram.unets.supervision import clean_of
 from sd_lowvram.unets.training import min_snr_weights, noise_levels
 from sd_lowvram.unets.training_pictures import captioned_pictures, encoded
@@ -88,7 +88,7 @@ def test_it_goes_on_with_another_number_of_threads_in_a_folder_that_is_new(groun
 def test_what_comes_back_is_a_plain_unet(ground: Path, tmp_path: Path, precision: str) -> None:
     pipe = load_pipeline(None)
     data = encoded(pipe, captioned_pictures(ground / "pictures"), 64)
-    course = Course(1, 2, precision=precision)
+    course = TrainingRun(1, 2, precision=precision)
     made = distil(pipe.unet, pipe.unet, pipe.vae, pipe.scheduler, data, course, tmp_path / "x.pt", lambda *_: None)
     assert "forward" not in vars(made)
     assert {weight.dtype for weight in made.parameters()} == {torch.float32}

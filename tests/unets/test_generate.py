@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
-from sd_lowvram.unets.commands.generate import Part, parse_schedule
+from sd_lowvram.unets.commands.generate import ScheduledSteps, parse_schedule
 from sd_lowvram.unets.prune import cut_by_names, pruned
 
 SEEDED = ("--seed", "3", "--vram", "2GB", "--device", "cpu")
@@ -68,7 +68,7 @@ def test_a_unet_of_experts_and_regions_has_its_turn(tmp_path: Path) -> None:
 
 def test_paths_may_have_colons_and_equals_signs() -> None:
     parts = parse_schedule("a:2,full:3", [r"a=C:\models\x=y"])
-    assert parts == (Part("a", Path(r"C:\models\x=y"), 2), Part("full", None, 3))
+    assert parts == (ScheduledSteps("a", Path(r"C:\models\x=y"), 2), ScheduledSteps("full", None, 3))
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_each_unet_keeps_its_plan_also_a_leaner_one(pipe: Any, monkeypatch: pyte
         monkeypatch.setattr("sd_lowvram.api.make_plan", lambda *_: pytest.fail("planned again"))
         second = latents(pipe, 2)
         hook.remove()
-    assert [len(plan.rungs) for plan in planned] == [0, 1, 2, 2]  # the small one's turn in between
+    assert [len(plan.fallback_steps) for plan in planned] == [0, 1, 2, 2]  # the small one's turn in between
     for found in (first, second):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 

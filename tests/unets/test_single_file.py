@@ -18,7 +18,7 @@ from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.checkpoints.safetensors_header import read_header
 from sd_lowvram.cli import app
 from sd_lowvram.errors import CheckpointError
-from sd_lowvram.unets.checkpoints.unet_layout import Layout, layout_of_names
+from sd_lowvram.unets.checkpoints.unet_layout import CutLayout, layout_of_names
 from sd_lowvram.unets.cuts import recorded
 
 UNET = "model.diffusion_model."
@@ -208,8 +208,8 @@ def test_sdxl_with_layers_cut_is_refused_by_name(whole: Any, tmp_path: Path) -> 
 def test_layers_are_counted_from_names() -> None:
     models = build_components(narrow("sd15"), device="meta")
     names = [key.removeprefix(UNET) for key in single_file_state(models) if key.startswith(UNET)]
-    assert layout_of_names(names) == Layout((2, 2, 2, 2))
-    assert layout_of_names([name for name in names if "middle" not in name]) == Layout((2, 2, 2, 2), mid=False)
+    assert layout_of_names(names) == CutLayout((2, 2, 2, 2))
+    assert layout_of_names([name for name in names if "middle" not in name]) == CutLayout((2, 2, 2, 2), mid=False)
     assert layout_of_names([]) is None
     assert layout_of_names([*names, "output_blocks.12.0.in_layers.0.weight"]) is None
 

@@ -407,7 +407,7 @@ def test_a_refusal_names_the_limit_in_question(host: Any, knobs: dict[str, Any],
     if "weights_mib" in knobs:  # a narrow model has no layer that is larger than this
         host.sd_model.model.diffusion_model = compvis.full_unet()
     plan_for = importlib.import_module("webui_ext.run").plan_for
-    picture = importlib.import_module("webui_ext.picture").Picture(256, 256, 1, 2)
+    picture = importlib.import_module("webui_ext.picture").Generation(256, 256, 1, 2)
     chosen = {one.name: one.default for one in arguments()} | {"vram": "16GB", **knobs}
     with pytest.raises(BudgetError, match=says) as refused:
         plan_for(host.sd_model, chosen, picture)
@@ -426,7 +426,7 @@ def moved(flags: dict[str, bool]) -> Any:
 @pytest.mark.parametrize("flags", [{"lowvram": True}, {}], ids=["lowvram", "forge"])
 def test_weights_are_planned_as_the_host_leaves_them(host: Any, flags: dict[str, bool]) -> None:
     model, run = moved(flags), importlib.import_module("webui_ext.run")
-    picture = importlib.import_module("webui_ext.picture").Picture(64, 64, 1, 2)
+    picture = importlib.import_module("webui_ext.picture").Generation(64, 64, 1, 2)
     host.cmd_opts = SimpleNamespace(**flags)
     chosen = {one.name: one.default for one in arguments()}
     weights = {name: weight_bytes(part) for name, part in run.host.anatomy(model).components.items()}
@@ -458,7 +458,7 @@ def test_what_forge_decides_is_told_and_held_against_the_budget(
     model.forge_objects.clip = SimpleNamespace(cond_stage_model=torch.nn.Linear(1 << 10, 1 << 10, bias=False))
     monkeypatch.setattr(loading, "free_vram", lambda where: free << 20)
     monkeypatch.setattr(loading.host, "device", lambda: torch.device("cuda"))
-    chosen, picture = {"vram": "4GB"}, importlib.import_module("webui_ext.picture").Picture(64, 64, 1, 2)
+    chosen, picture = {"vram": "4GB"}, importlib.import_module("webui_ext.picture").Generation(64, 64, 1, 2)
     plan = foretold(model, chosen, picture)  # of 1 GiB, half of it weights
     takes = (1 << 29) + int(kept * (1 << 20))
     for vram, verdict in ((takes + (1 << 20), "fits"), (takes - (1 << 20), "not kept")):
@@ -567,7 +567,7 @@ def test_weights_of_8_bits_are_widened_in_the_denoiser_alone(
     def activations(fp8: bool) -> dict[str, int]:
         sys.modules["modules.devices"].fp8 = fp8  # type: ignore[attr-defined]
         monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / str(fp8)))  # nothing known of the other
-        plan = run.plan_for(host.sd_model, chosen, picture.Picture(128, 128, 1, 2))
+        plan = run.plan_for(host.sd_model, chosen, picture.Generation(128, 128, 1, 2))
         return {stage.name: stage.activation_bytes for stage in plan.stages}
 
     for module in host.sd_model.model.diffusion_model.modules():

@@ -29,7 +29,7 @@ _FEWEST_KEYS = 16
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ScoreBlock:
     """Heads, query rows and keys of one block of the score matrix, and the bytes held beside the output."""
 
     heads: int
@@ -39,17 +39,17 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class _Costs:
+class _BlockBytes:
     """Bytes that a block holds for each score, for each query row and for each key of a head."""
 
     score: int
     row: int
     key: int
 
-    def blocks(self, heads: int, rows: int, keys: int) -> Blocks:
-        return Blocks(heads, rows, keys, heads * (rows * (keys * self.score + self.row) + keys * self.key))
+    def blocks(self, heads: int, rows: int, keys: int) -> ScoreBlock:
+        return ScoreBlock(heads, rows, keys, heads * (rows * (keys * self.score + self.row) + keys * self.key))
 
-    def fit(self, problem: Problem, score_bytes: int) -> Blocks:
+    def fit(self, problem: Problem, score_bytes: int) -> ScoreBlock:
         """All keys at once: as many whole heads as fit, else as many rows of one head as fit, at least one."""
         head_bytes = self.blocks(1, problem.queries, problem.keys).bytes
         if head_bytes <= score_bytes:
@@ -58,7 +58,7 @@ class _Costs:
         rows = max(1, (score_bytes - problem.keys * self.key) // row_bytes)
         return self.blocks(1, _even(problem.queries, rows), problem.keys)
 
-    def fit_keys(self, problem: Problem, score_bytes: int) -> Blocks | None:
+    def fit_keys(self, problem: Problem, score_bytes: int) -> ScoreBlock | None:
         """A useful number of rows of one head, and as many keys as fit beside them; None when all keys fit."""
         rows = min(problem.queries, _USEFUL_ROWS)
         keys = (score_bytes - rows * self.row) // (rows * self.score + self.key)
@@ -71,22 +71,22 @@ class _Costs:
         return self.blocks(1, min(rows, problem.queries), keys)
 
 
-def sliced_blocks(problem: Problem, score_bytes: int) -> Blocks:
+def sliced_blocks(problem: Problem, score_bytes: int) -> ScoreBlock:
     """The slices of `sliced`: ``score_bytes`` hold scores and probabilities, or one row where a row alone is larger."""
     score, widened, values = _common_costs(problem)
-    costs = _Costs(score + problem.score_dtype.itemsize, widened + values + 8, widened + values)
+    costs = _BlockBytes(score + problem.score_dtype.itemsize, widened + values + 8, widened + values)
     return costs.fit(problem, score_bytes)
 
 
-def fused_blocks(problem: Problem, score_bytes: int) -> Blocks:
+def fused_blocks(problem: Problem, score_bytes: int) -> ScoreBlock:
     """The blocks of `fused_softmax`: within ``score_bytes`` whatever the number of keys."""
     score, widened, values = _common_costs(problem)
     size, value_size = problem.score_dtype.itemsize, problem.value_dtype.itemsize
     wide = max(4, size)
     row, key = widened + 4 * size, max(widened, values)
     means = problem.value_width * (value_size + wide * (1 if value_size == wide else 2))  # of this block, and merged
-    split = _Costs(score, row + means + 8 * wide, key).fit_keys(problem, score_bytes)
-    return split or _Costs(score, row + values, key).fit(problem, score_bytes)
+    split = _BlockBytes(score, row + means + 8 * wide, key).fit_keys(problem, score_bytes)
+    return split or _BlockBytes(score, row + values, key).fit(problem, score_bytes)
 
 
 def _common_costs(problem: Problem) -> tuple[int, int, int]:
@@ -235,7 +235,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _space(blocks: Blocks, problem: Problem, q: Tensor) -> Tensor:
+def _space(blocks: ScoreBlock, problem: Problem, q: Tensor) -> Tensor:
     return torch.empty(blocks.heads * blocks.rows * blocks.keys, dtype=problem.score_dtype, device=q.device)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.architectures import build_components
-from ...checkpoints.inspection import Kind, single_file_config
+from ...checkpoints.inspection import CheckpointKind, single_file_config
 from ...checkpoints.single_file_names import single_file_state
 from ...errors import BadInputError
 from ...files.whole import appearing
@@ -48,7 +48,7 @@ def check_single_file(parts: Mapping[str, Any]) -> None:
         )
     if unet["in_channels"] not in (4, 9):
         raise BadInputError(f"a UNet of {unet['in_channels']} input channels loads from no single file: {_INSTEAD}")
-    config = single_file_config(Kind(name, unet["in_channels"]), "epsilon")
+    config = single_file_config(CheckpointKind(name, unet["in_channels"]), "epsilon")
     config["unet"] = configured(config["unet"], layout_of(unet))
     usual: dict[str, Any] = build_components(config, device="meta")
     for part, free in _FREE.items():

@@ -33,7 +33,7 @@ NOTED = "sd_lowvram.kept_layers"
 
 
 @dataclass(frozen=True)
-class Layout:
+class CutLayout:
     """What is left of a UNet that layers were cut out of.
 
     Attributes:
@@ -45,12 +45,12 @@ class Layout:
     mid: bool = True
 
 
-def layout_of(config: Mapping[str, Any]) -> Layout:
+def layout_of(config: Mapping[str, Any]) -> CutLayout:
     """Of the UNet of a configuration."""
-    return Layout(tuple(layers_per_block(config)), config.get("mid_block_type", "mid") is not None)
+    return CutLayout(tuple(layers_per_block(config)), config.get("mid_block_type", "mid") is not None)
 
 
-def configured(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+def configured(config: Mapping[str, Any], layout: CutLayout) -> dict[str, Any]:
     """The configuration of what is left of ``config``'s UNet; of its blocks the outermost stay."""
     blocks, gone = len(layout.layers), len(config["down_block_types"]) - len(layout.layers)
     changed: dict[str, Any] = {
@@ -70,7 +70,7 @@ def configured(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 _NUMBERED = re.compile(r"(input|output)_blocks\.(\d{1,4})\.0\.(op|in_layers)\.")
 
 
-def layout_of_names(names: Iterable[str]) -> Layout | None:
+def layout_of_names(names: Iterable[str]) -> CutLayout | None:
     """Of the UNet in a single file, by the ``names`` of its weights in it, from ``input_blocks`` on.
 
     None where no UNet has such blocks: numbers are missing, or the two sides do not go together.
@@ -85,7 +85,7 @@ def layout_of_names(names: Iterable[str]) -> Layout | None:
     layers = tuple(map(len, _runs([down.get(number, "") for number in range(1, len(down) + 1)])))
     whole = {*down} == {*range(1, len(down) + 1)} and {*up} == {*range(len(up))}
     paired = len(up) == sum(layers) + len(layers) and {*up.values()} == {"in_layers"}
-    return Layout(layers, mid) if whole and paired and all(layers) else None
+    return CutLayout(layers, mid) if whole and paired and all(layers) else None
 
 
 def _runs(kinds: list[str]) -> list[list[str]]:

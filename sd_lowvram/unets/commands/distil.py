@@ -50,9 +50,9 @@ def distil(
         from rich.console import Console
 
         from ...commands.show import Bars
-        from ..distil import Course
+        from ..distil import TrainingRun
 
-        course = Course(steps, batch, rate, seed, blocks, semantic, "bf16" if bf16 else "no", every)
+        course = TrainingRun(steps, batch, rate, seed, blocks, semantic, "bf16" if bf16 else "no", every)
         checkpoint = _checkpoint_of(out)
         check_layout(out, student, empty_unet(student))
         console = Console(stderr=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Part(NamedTuple):
+class ScheduledSteps(NamedTuple):
     """Steps of one UNet; ``path`` None: the model's own."""
 
     name: str
@@ -74,7 +74,7 @@ def generate(
         print_result(paint_scheduled(job, parts, Console(stderr=True, quiet=quiet or as_json)), as_json, quiet)
 
 
-def parse_schedule(text: str, named: Sequence[str]) -> tuple[Part, ...]:
+def parse_schedule(text: str, named: Sequence[str]) -> tuple[ScheduledSteps, ...]:
     """The parts of a schedule "small:10,full:15".
 
     Args:
@@ -85,7 +85,7 @@ def parse_schedule(text: str, named: Sequence[str]) -> tuple[Part, ...]:
     """
     paths = _paths(named)
     turns = parse_turns(text, paths, "--schedule", "; --unet {name}=FOLDER")
-    parts = tuple(Part(name, paths.get(name), count) for name, count in turns)
+    parts = tuple(ScheduledSteps(name, paths.get(name), count) for name, count in turns)
     total = sum(part.steps for part in parts)
     if total > MOST_STEPS:
         raise BadInputError(f"the steps of --schedule {text!r} add up to {total}: at most {MOST_STEPS} are served")
@@ -105,7 +105,7 @@ def _paths(named: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def paint_scheduled(job: Job, parts: Sequence[Part], console: Console) -> dict[str, Any]:
+def paint_scheduled(job: Job, parts: Sequence[ScheduledSteps], console: Console) -> dict[str, Any]:
     """Make and save the picture of a checked ``job`` by UNets in turn; plain values for ``--json``.
 
     No latents are kept on the way: a run that is ended begins again.
@@ -166,12 +166,12 @@ def paint_scheduled(job: Job, parts: Sequence[Part], console: Console) -> dict[s
     }
 
 
-def schedule_text(parts: Sequence[Part]) -> str:
+def schedule_text(parts: Sequence[ScheduledSteps]) -> str:
     """The schedule as it is typed, for the picture's text."""
     return " ".join(f"{part.name}:{part.steps}" for part in parts)
 
 
-def _checked_folders(job: Job, parts: Sequence[Part]) -> dict[str, Path]:
+def _checked_folders(job: Job, parts: Sequence[ScheduledSteps]) -> dict[str, Path]:
     """Where the UNets beside the model's own are; they match it, which is known before anything is loaded."""
     from ...checkpoints.inspection import PICKLES, configuration
     from ..checkpoints.load_unet import configuration_of_unet, unet_folder

@@ -17,7 +17,7 @@ from ...units import format_size
 
 if TYPE_CHECKING:
     from ..analysis import Taken
-    from ..changes import Changes
+    from ..changes import BlockChanges
     from ..cuts import Cut
 
 unet = typer.Typer(help="Smaller UNets: analyse, prune, combine. They draw other pictures.", no_args_is_help=True)
@@ -236,7 +236,7 @@ def _loaded(model: str | None, console: Any) -> Any:
         return load_as_stored(model)
 
 
-def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> Changes | None:
+def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> BlockChanges | None:
     """What is put into the blocks of what is left, None where that is nothing."""
     if experts < 1:
         raise BadInputError(f"--experts {experts} leaves no convolution: 1 is the plain one, 2 and more are mixed")
@@ -246,9 +246,9 @@ def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> Change
         if blocks:
             raise BadInputError("--changed names blocks, and nothing is to change there: give --experts or --regions")
         return None
-    from ..changes import Changes
+    from ..changes import BlockChanges
 
-    return Changes(experts, regions, tuple(blocks))
+    return BlockChanges(experts, regions, tuple(blocks))
 
 
 def _cut(empty: Any, kind: str | None, drop: Any, keep: Any) -> Cut:

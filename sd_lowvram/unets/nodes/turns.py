@@ -43,7 +43,7 @@ def scheduled_model(own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn
     from comfy.patcher_extension import WrappersMP
 
     clone = own.clone()
-    taking = _Turns(own, small, turns)
+    taking = _ModelSwitch(own, small, turns)
     for door, wrapper in (
         (WrappersMP.OUTER_SAMPLE, taking.outer_sample),
         (WrappersMP.PREPARE_SAMPLING, taking.prepare_sampling),
@@ -58,7 +58,7 @@ def scheduled_model(own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn
     return clone
 
 
-class _Turns:
+class _ModelSwitch:
     """The wrappers of one clone: which model's turn it is, and which one the host was asked to load last."""
 
     def __init__(self, own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn]) -> None:

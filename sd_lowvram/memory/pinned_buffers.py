@@ -19,7 +19,7 @@ from .pinned import pinnable_bytes, pinned_empty, unlock_ended
 
 
 @dataclass(eq=False)
-class Room:
+class PinnedBuffer:
     """Pinned bytes for one map at a time.
 
     Attributes:
@@ -30,20 +30,23 @@ class Room:
     copied: torch.cuda.Event | None = None
 
 
-class Rooms:
-    """Rooms that maps have, and those that wait. Maps die in any thread, and in the midst of these functions: lists and
-    dictionaries are touched by single operations only."""
+class PinnedBuffers:
+    """Buffers that maps have, and those that wait for the next map.
+
+    Maps die in any thread, and in the midst of these functions: lists and dictionaries are touched by single operations
+    only.
+    """
 
     def __init__(self) -> None:
         self._used: dict[int, int] = {}
-        self._idle: list[Room] = []
+        self._idle: list[PinnedBuffer] = []
         self._parking: set[object] = set()
         self._taking = threading.Lock()
         self._most = 0
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, rooms wait for the next map; they go when nobody is inside any longer."""
+        """Inside, buffers wait for the next map; they go when nobody is inside any longer."""
         inside = object()
         self._parking.add(inside)
         try:
@@ -54,48 +57,48 @@ class Rooms:
                 self._most = 0
                 self.give_up()
 
-    def take(self, nbytes: int) -> Room | None:
+    def take(self, nbytes: int) -> PinnedBuffer | None:
         """Room for a map of so many bytes; None where they cannot be pinned."""
         with self._taking:  # models on several devices share what may be locked
             in_use = sum([*self._used.values()]) + nbytes
             self._most = max(self._most, in_use)
-            room = next((one for one in [*self._idle] if len(one.bytes) == nbytes and self._is_taken(one)), None)
-            room = self._fresh(nbytes, self._most - in_use) if room is None else room
-            if room is not None:
-                self._used[id(room)] = nbytes
-            return room
+            buffer = next((one for one in [*self._idle] if len(one.bytes) == nbytes and self._is_taken(one)), None)
+            buffer = self._fresh(nbytes, self._most - in_use) if buffer is None else buffer
+            if buffer is not None:
+                self._used[id(buffer)] = nbytes
+            return buffer
 
-    def leave(self, room: Room, copied: torch.cuda.Event | None) -> None:
-        """Hand ``room`` on, whose last copy ends with ``copied``."""
-        room.copied = copied
-        self._used.pop(id(room), None)
+    def leave(self, buffer: PinnedBuffer, copied: torch.cuda.Event | None) -> None:
+        """Hand ``buffer`` on, whose last copy ends with ``copied``."""
+        buffer.copied = copied
+        self._used.pop(id(buffer), None)
         if self._parking:
-            self._idle.append(room)
+            self._idle.append(buffer)
 
     def give_up(self) -> None:
-        """Free the rooms that wait."""
+        """Free the buffers that wait."""
         self._idle.clear()
         unlock_ended()
 
-    def _fresh(self, nbytes: int, may_wait: int) -> Room | None:
-        """New room; of the others, ``may_wait`` bytes may go on waiting."""
+    def _fresh(self, nbytes: int, may_wait: int) -> PinnedBuffer | None:
+        """A new buffer; of the others, ``may_wait`` bytes may go on waiting."""
         while self._idle and (self._waiting() > may_wait or nbytes > pinnable_bytes()):
             with contextlib.suppress(IndexError):
                 self._idle.pop(0)
         pinned = pinned_empty(nbytes)
-        return None if pinned is None else Room(pinned)
+        return None if pinned is None else PinnedBuffer(pinned)
 
     def _waiting(self) -> int:
-        return sum([len(room.bytes) for room in [*self._idle]])
+        return sum([len(buffer.bytes) for buffer in [*self._idle]])
 
-    def _is_taken(self, room: Room) -> bool:
-        """Take ``room`` from those that wait; False where another thread was faster."""
+    def _is_taken(self, buffer: PinnedBuffer) -> bool:
+        """Take ``buffer`` from those that wait; False where another thread was faster."""
         try:
-            self._idle.remove(room)
+            self._idle.remove(buffer)
         except ValueError:
             return False
         return True
 
 
-ROOMS = Rooms()
+PINNED_BUFFERS = PinnedBuffers()
 """Of this process, as what it may lock is."""

@@ -1,7 +1,7 @@
 """The ladder of a run that is out of memory although its plan fitted: what it gives up, and in which order.
 
-First what is cached, and the call is made again as before. Then one rung after the other opens knobs to the search, and
-all others stay as they are, so that no rung touches what a later one may save. The number types are never opened: a run
+First what is cached, and the call is made again as before. Then one step after the other opens knobs to the search, and
+all others stay as they are, so that no step touches what a later one may save. The number types are never opened: a run
 that was lossless stays so.
 """
 
@@ -46,11 +46,11 @@ _HOST_IS_SHORT: _Opened = (
 )
 
 _CLOSED: dict[str, Any] = {"park_skips": False, "vae_map": "held", "decoder_device": "gpu"}
-"""What knobs are, where a plan has left them open, as long as their rung has not come."""
+"""What knobs are, where a plan has left them open, as long as their step has not come."""
 
 
 def ladder(chosen: Settings, fixed: Settings, of_host: bool) -> Iterator[tuple[str, Settings]]:
-    """Each rung's name, and the knobs that stay as they are on it.
+    """Each step's name, and the knobs that stay as they are on it.
 
     Args:
         chosen: what ran out of memory; ``fixed`` of it a person has set.
