@@ -55,9 +55,9 @@ install: $(VENV)/.standalone
 
 # In two processes, which is what most of the tests, Python's own work, can use.
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
-PINNED_BUFFERS := $(wildcard tests/benchmarks tests/unets tests/batches)
+ROOMS := $(wildcard tests/benchmarks tests/unets tests/batches)
 test: lint $(VENV)/.gradio
-	$(PYTEST) $(PINNED_BUFFERS:%=--ignore=%)
+	$(PYTEST) $(ROOMS:%=--ignore=%)
 
 # Whether all tests can be imported.
 .PHONY: collect
@@ -66,7 +66,7 @@ collect: $(VENV)/.gradio
 
 # Of measurements, smaller UNets and batches, which the package runs without.
 test-rooms: $(VENV)/.gradio
-	$(PYTEST) $(PINNED_BUFFERS)
+	$(PYTEST) $(ROOMS)
 
 test-all: test test-rooms
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sd_lowvram"
 PLENTY = {"vram": "1GB", "ram": "1GB", "width": 64, "height": 64, "device": "cpu"}
 
-PINNED_BUFFERS = (
+ROOMS = (
     *("api.py", "session.py", "patches.py", "units.py", "settings.py", "hooks", "streaming", "kernels", "planning"),
     *("models", "tracing", "memory", "saved_latents", "devices"),
 )
@@ -393,7 +393,7 @@ def messages() -> list[str]:
     """The messages of all errors of the library that tell their reader to do something."""
     files = [
         file
-        for room in PINNED_BUFFERS
+        for room in ROOMS
         for file in ([PACKAGE / room] if room.endswith(".py") else (PACKAGE / room).rglob("*.py"))
     ]
     calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]

@@ -32,7 +32,7 @@ from ..tracing.tracer import Figures, trace_equals_once
 from ..weights import all_tensors, weight_bytes
 from .stages import Shape, Stage, stages
 
-_Kind = TypeVar("_Kind", Figures, "Step", "Weights")
+_Kind = TypeVar("_Kind", Figures, "Step", "Weights", "Streamed")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,17 @@ class Weights:
     bytes: int
     largest_bytes: int
     room_bytes: int
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Weights of a component that runs once.
+
+    Attributes:
+        device_bytes: of them on the device, at most.
+    """
+
+    device_bytes: int
 
 
 @dataclass(frozen=True)
@@ -130,13 +141,13 @@ class StageCosts:
         storage = settings.weight_storage if name in self.quantised else None
         resident = Settings(precision=settings.precision, weight_storage=storage)
         policy = policy_of(settings, denoises=False)
-        key = "room", name, resident, policy
-        if key not in self._known:
+
+        def count() -> Streamed:
             component = self._fake.anatomy.components[name]
             with self._fake.running(name, resident):
-                self._known[key] = most_bytes(self._fake.layers({name: component}, resident), policy)
-        found: int = self._known[key]
-        return found
+                return Streamed(most_bytes(self._fake.layers({name: component}, resident), policy))
+
+        return self._once(Streamed, name, (resident, policy), count).device_bytes
 
     @property
     def quantised(self) -> frozenset[str]:
