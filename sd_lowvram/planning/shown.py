@@ -62,7 +62,7 @@ def _word(value: Any) -> Any:
 def reasons(plan: dict[str, Any]) -> list[str]:
     """What the plan says besides its verdict."""
     least = (format_least(plan["minimum_vram_bytes"]), format_least(plan["minimum_ram_bytes"]))
-    smallest = f"the smallest budget that works is {least[0]}, with {least[1]} in host memory"
+    smallest = f"the smallest budget that works is about {least[0]}, with {least[1]} in host memory"
     return [*plan["reasons"][1:], smallest]
 
 

@@ -132,7 +132,8 @@ def test_torch_compile_on_either_side(facts, knobs, uncompiled, order) -> None:
     assert far < 1e-4 and told == uncompiled
 
 
-@serves("SD3, FLUX.1, Z-Image, Chroma")
+@serves("FLUX.1")
+@serves("SD3, Z-Image, Chroma")
 @pytest.mark.parametrize("kind", ["sd15", "flux"])
 def test_exact_tiles_hold_on_the_hosts_autoencoders(facts, kind) -> None:
     assert all(far < 1e-5 for far in facts["autoencoders"][kind].values())
