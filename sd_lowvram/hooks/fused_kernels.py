@@ -53,10 +53,10 @@ def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) ->
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Where they are known to be faster."""
+    """Where they are known to be faster, and the denoiser has sites, or there is an autoencoder alone."""
     anatomy = target.anatomy
-    tiled = anatomy.vae is not None and autoencoder.dissect(anatomy.vae) is not None
-    if target.is_faster(*FUSED) and (anatomy.residual_blocks or tiled):
+    alone = anatomy.denoiser is None and anatomy.vae is not None and autoencoder.dissect(anatomy.vae) is not None
+    if target.is_faster(*FUSED) and (anatomy.residual_blocks or alone):
         yield Offer(OfferKind.ALWAYS, {"fused_kernels": True})
 
 

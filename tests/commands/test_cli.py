@@ -332,7 +332,7 @@ def test_same_seed_same_picture_in_another_number_type(model, tmp_path, here):
 def test_help_is_light_and_shows_every_knob(tmp_path):
     program = LIGHT.replace('"transformers")', '"transformers", "PIL", "numpy")')
     done = subprocess.run(
-        [sys.executable, "-c", program, "generate", "--help"],
+        [sys.executable, "-c", program, "generate", "--help-all"],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
