@@ -428,6 +428,7 @@ def test_columns_are_the_options_of_generate():
     from sd_lowvram.commands.generate import generate
 
     of_a_run = {"as_json", "quiet", "debug", "memory_plot", "latents_every", "keep_latents", "preview"}
+    of_a_run |= {"list_things", "help_all", "context"}
     assert set(columns()) == set(inspect.signature(generate).parameters) - of_a_run
 
 

@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory) -> dict[str, str]:
 def workers_of(process: subprocess.Popen, where: str) -> list[psutil.Process]:
     """The processes that paint, of a batch that runs."""
     found = psutil.Process(process.pid).children(recursive=True)
-    mark = "ray::Station" if where == "ray" else "spawn_main"
+    mark = "ray::PainterActor" if where == "ray" else "spawn_main"
     return [one for one in found if one.is_running() and mark in " ".join(one.cmdline())]
 
 
