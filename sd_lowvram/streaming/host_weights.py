@@ -352,7 +352,7 @@ def bytes_in_files(tensors: Iterable[Tensor]) -> int:
 
 
 def bytes_also_in_files(tensors: Iterable[Tensor]) -> int:
-    """As :func:`bytes_in_files`, those counted too that masters have a copy of: :meth:`HostWeights.undo` gives it up."""
+    """As :func:`bytes_in_files`, and those that host memory has a copy of, which :meth:`HostWeights.undo` gives up."""
     tensors = list(tensors)
     return bytes_in_files(tensors) + sum(tensor.nbytes for tensor in tensors if tensor in _copied)
 
