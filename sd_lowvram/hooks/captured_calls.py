@@ -9,6 +9,7 @@ it is.
 
 from __future__ import annotations
 
+import abc
 import threading
 import warnings
 from collections import OrderedDict
@@ -49,7 +50,7 @@ class Call(NamedTuple):
         return self.function(*args, **kwargs)
 
 
-class CapturedCalls:
+class CapturedCalls(abc.ABC):
     """The calls of ``model`` that were captured, by kind, the one that was used last at the end.
 
     A subclass says which calls it takes (``takes``) and how one is captured (``capture``).
@@ -69,12 +70,13 @@ class CapturedCalls:
         self._refused = False
         self._lock = threading.Lock()
 
+    @abc.abstractmethod
     def takes(self, tensors: list[Tensor]) -> bool:
-        raise NotImplementedError
+        """Whether a call with these can be captured."""
 
+    @abc.abstractmethod
     def capture(self, call: Call) -> Replay:
         """Raises RuntimeError where it cannot be."""
-        raise NotImplementedError
 
     def called(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around a call of the model."""
