@@ -40,7 +40,7 @@ def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device)
     attentions = {site.module for site in anatomy.attentions}
     for module in (*path.modules, *tail):
         inside = [one for one in module.modules() if one in attentions]
-        around = functools.partial(_in_turn, anatomy.family.mixes, inside, module)
+        around = functools.partial(_in_turn, anatomy.family.mixes_rows, inside, module)
         yield wrap(module, "forward", around, "guidance_in_turn")
 
 
@@ -50,7 +50,7 @@ def offers(target: Target) -> Iterator[Offer]:
 
 
 def _in_turn(
-    mixes: Callable[[Any], bool],
+    mixes_rows: Callable[[Any], bool],
     attentions: list[nn.Module],
     module: nn.Module,
     original: Callable[..., Any],
@@ -58,7 +58,7 @@ def _in_turn(
     **kwargs: Any,
 ) -> Any:
     batch = batch_of(args, kwargs)
-    mixed = any(map(mixes, attentions)) or are_watched(args, kwargs)
+    mixed = any(map(mixes_rows, attentions)) or are_watched(args, kwargs)
     if batch == 1 or mixed or needs_graph(module, args, kwargs):
         return original(*args, **kwargs)
     parts = shares(args, kwargs, batch)

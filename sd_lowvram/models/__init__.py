@@ -34,7 +34,7 @@ def dissect(target: Any) -> Anatomy | None:
         components = family.components_of(target)
         if components:
             anatomy = anatomy_of_components(family, components)
-            return dataclasses.replace(anatomy, **family.run(target, anatomy))
+            return dataclasses.replace(anatomy, **family.anatomy_fields(target, anatomy))
     return None
 
 

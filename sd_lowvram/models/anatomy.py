@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import Came, Predict, Shape, Stage, StepInputs, map_in_call
+from .calls import LatentsInCall, Predict, Shape, Stage, StepInputs, map_in_call
 from .interfaces import MapAttention
 
 
@@ -103,18 +103,20 @@ class Family:
     Attributes:
         components_of: from a target to its models by name, in the order in which a run uses them; empty where the
             target is of another family. It raises UnsupportedModelError for a part that cannot be planned.
-        step: ``(anatomy, shape)`` to what a denoising step starts from, as the target's own state asks for it.
+        step_inputs: ``(anatomy, shape)`` to what a denoising step starts from, as the target's own state asks for it.
         predict: ``(denoiser, x, inputs)`` to the prediction.
         decode: ``(vae, latents)``, unscaled, to pixels.
         encode: ``(vae, pixels)`` to moments: mean and log-variance.
-        parts_of: as ``components_of``, of whatever kind the models are now; quick, as nothing is asked of them.
-        begins: the methods of a target that a run goes through before it calls a model.
+        unchecked_components_of: as ``components_of``, of whatever kind the models are now; quick, as none is refused.
+        entry_methods: the target's methods that a run enters before it calls a model.
         denoiser, autoencoder: the names of these among the components.
-        came: ``(denoiser, args, kwargs)`` to the latents in a call of the denoiser, and how much of a picture they are.
-        patch: latent pixels of which both sides of a picture are multiples.
-        helpers: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder, where there are any.
+        latents_in_call: ``(denoiser, args, kwargs)`` to the latents in a call of the denoiser, and how large a picture
+            they make.
+        latent_multiple: latent pixels of which both sides of a picture must be multiples.
+        helper_stages: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder, if any.
         configs: of components whose own configuration does not say it, what it would say in diffusers' words.
-        run: ``(target, anatomy)`` to what of the anatomy hangs on the target that the models are from.
+        anatomy_fields: ``(target, anatomy)`` to those fields of the anatomy that the target itself decides, by its kind
+            or its state: ``passes``, ``encodes``, ``joined``.
         conditions: of a denoiser's own state, what its calls hang on: another object, other conditions.
         is_attention, is_feed_forward, is_residual_block, is_transformer_block: whether a module is such a site.
         unet_path: of a UNet, the way of its maps.
@@ -126,24 +128,24 @@ class Family:
         known: whether it is known what the models are called with. Where it is not, their weights are placed, and of
             their calls only the autoencoder's are planned.
         hosted: whether a host runs these models, whose own code may act between their layers.
-        mixes: whether an attention looks at several rows of a batch together; what a host that is no diffusers puts
-            into one is told the conditions of its rows.
+        mixes_rows: whether an attention looks at several rows of a batch together; what a host that is no diffusers
+            puts into one is told the conditions of its rows.
     """
 
     components_of: Callable[[Any], dict[str, nn.Module]]
-    step: Callable[[Anatomy, Shape], StepInputs]
+    step_inputs: Callable[[Anatomy, Shape], StepInputs]
     predict: Predict
     decode: Callable[[Any, Tensor], Tensor]
     encode: Callable[[Any, Tensor], Tensor]
-    parts_of: Callable[[Any], dict[str, nn.Module]] = lambda target: {}
-    begins: tuple[str, ...] = ()
+    unchecked_components_of: Callable[[Any], dict[str, nn.Module]] = lambda target: {}
+    entry_methods: tuple[str, ...] = ()
     denoiser: str = "unet"
     autoencoder: str = "vae"
-    came: Callable[[Any, tuple[Any, ...], dict[str, Any]], Came | None] = map_in_call
-    patch: int = 1
-    helpers: Callable[[Anatomy, Shape], list[Stage]] = lambda anatomy, shape: []
+    latents_in_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], LatentsInCall | None] = map_in_call
+    latent_multiple: int = 1
+    helper_stages: Callable[[Anatomy, Shape], list[Stage]] = lambda anatomy, shape: []
     configs: Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]] = lambda components: {}
-    run: Callable[[Any, Anatomy], dict[str, Any]] = lambda target, anatomy: {}
+    anatomy_fields: Callable[[Any, Anatomy], dict[str, Any]] = lambda target, anatomy: {}
     conditions: Callable[[Any], object] = lambda denoiser: None
     is_attention: Callable[[nn.Module], bool] = lambda module: False
     is_feed_forward: Callable[[nn.Module], bool] = lambda module: False
@@ -156,7 +158,7 @@ class Family:
     attend: Callable[..., Tensor] | None = None
     known: bool = True
     hosted: bool = False
-    mixes: Callable[[Any], bool] = lambda attention: False
+    mixes_rows: Callable[[Any], bool] = lambda attention: False
 
 
 @dataclass(frozen=True)

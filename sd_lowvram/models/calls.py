@@ -86,7 +86,7 @@ class StepInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Came:
+class LatentsInCall:
     """The latents in a call of a denoiser.
 
     Attributes:
@@ -106,7 +106,7 @@ _MAPS = ("sample", "x", "z", "hidden_states")
 """What denoisers and autoencoders call their first argument, where a caller names it and in whatever order."""
 
 
-def map_in_call(component: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Came | None:
+def map_in_call(component: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
     """The map (N, C, h, w), or frames of it (N, C, frames, h, w), that a component is called with: its first argument.
 
     None: there is none.
@@ -116,7 +116,7 @@ def map_in_call(component: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if x is None or x.dim() not in (4, 5):
         return None
     height, width = x.shape[-2:]
-    return Came(x, len(x), math.prod(x.shape[2:]), lambda: (int(height), int(width)))
+    return LatentsInCall(x, len(x), math.prod(x.shape[2:]), lambda: (int(height), int(width)))
 
 
 Predict = Callable[[Any, Tensor, StepInputs], Tensor]

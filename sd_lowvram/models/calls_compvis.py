@@ -18,7 +18,7 @@ _TOKENS = 77
 _TEXT_WIDTH = 768
 
 
-def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
+def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
     """What a sampler's step starts from. Hosts put what is beside the latents (``c_concat``) behind their channels."""
     unet: Any = anatomy.denoiser_module
     size, channels = latent_size(anatomy, shape), latent_channels(anatomy)

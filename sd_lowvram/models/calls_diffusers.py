@@ -71,7 +71,7 @@ def _arguments(target: Any) -> Mapping[str, Any]:
     return {} if isinstance(target, nn.Module) else inspect.signature(type(target).__call__).parameters
 
 
-def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
+def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
     """What a pipeline's denoising step starts from."""
     unet: Any = anatomy.denoiser_module
     config, rows, size = anatomy.config(anatomy.denoiser), shape.rows, latent_size(anatomy, shape)
@@ -116,7 +116,7 @@ def conditions(unet: Any) -> object:
     return getattr(unet, "encoder_hid_proj", None)
 
 
-def helpers(anatomy: Anatomy, shape: Shape) -> list[Stage]:
+def helper_stages(anatomy: Anatomy, shape: Shape) -> list[Stage]:
     """The stages of the models around UNet and autoencoder."""
     found = []
     for name, component in anatomy.components.items():

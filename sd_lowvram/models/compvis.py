@@ -34,12 +34,12 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     Raises:
         UnsupportedModelError: a shell whose denoiser or autoencoder is of another kind.
     """
-    parts = parts_of(target)
+    parts = unchecked_components_of(target)
     support.check(target, parts, {"unet": is_unet, "vae": is_autoencoder})
     return parts
 
 
-def parts_of(target: Any) -> dict[str, nn.Module]:
+def unchecked_components_of(target: Any) -> dict[str, nn.Module]:
     """As :func:`components_of`, of whatever kind they are."""
     if is_unet(target):
         return {"unet": target}
@@ -283,8 +283,8 @@ def _configs(components: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 FAMILY = Family(
     components_of=components_of,
-    parts_of=parts_of,
-    begins=("apply_model", "decode_first_stage", "encode_first_stage"),
+    unchecked_components_of=unchecked_components_of,
+    entry_methods=("apply_model", "decode_first_stage", "encode_first_stage"),
     is_attention=is_attention,
     is_feed_forward=is_feed_forward,
     is_residual_block=is_residual_block,
@@ -295,7 +295,7 @@ FAMILY = Family(
     upcasts=_upcasts,
     attend=attend,
     hosted=True,
-    step=calls_compvis.step,
+    step_inputs=calls_compvis.step_inputs,
     predict=calls_compvis.predict,
     decode=_decode,
     encode=_encode,

@@ -58,14 +58,14 @@ def served_of(target: Any, served: support.Served, alone: Iterable[str]) -> dict
     return found
 
 
-def parts_of(target: Any, served: support.Served | None = None) -> dict[str, nn.Module]:
+def unchecked_components_of(target: Any, served: support.Served | None = None) -> dict[str, nn.Module]:
     """The parts of a pipeline that are ``served``, of whatever kind they are now; a model by itself has none."""
     names = () if isinstance(target, nn.Module) else SERVED if served is None else served
     named = {name: getattr(target, name, None) for name in names}
     return {name: part for name, part in named.items() if isinstance(part, nn.Module)}
 
 
-def _run(target: Any, anatomy: Anatomy) -> dict[str, Any]:
+def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
     """What the anatomy says of the runs of ``target``, a pipeline or a model."""
     unet = anatomy.denoiser_module
     if unet is None:
@@ -266,7 +266,7 @@ def _is_row_by_row(attention: Any) -> bool:
     return known and not any(mixes)
 
 
-def _mixes(attention: Any) -> bool:
+def _mixes_rows(attention: Any) -> bool:
     """Whether the processor chunks the batch, as those of perturbed attention guidance do, or may, being a user's."""
     if isinstance(attention, MapAttention):
         return False
@@ -291,8 +291,8 @@ def encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
 
 FAMILY = Family(
     components_of=components_of,
-    parts_of=parts_of,
-    begins=("check_inputs",),
+    unchecked_components_of=unchecked_components_of,
+    entry_methods=("check_inputs",),
     is_attention=is_attention,
     is_feed_forward=is_feed_forward,
     is_residual_block=is_residual_block,
@@ -301,12 +301,12 @@ FAMILY = Family(
     residual=residual,
     transformer=transformer,
     upcasts=_upcasts,
-    mixes=_mixes,
-    step=calls_diffusers.step,
+    mixes_rows=_mixes_rows,
+    step_inputs=calls_diffusers.step_inputs,
     predict=calls_diffusers.predict,
     decode=decode,
     encode=encode,
     conditions=calls_diffusers.conditions,
-    helpers=calls_diffusers.helpers,
-    run=_run,
+    helper_stages=calls_diffusers.helper_stages,
+    anatomy_fields=_anatomy_fields,
 )

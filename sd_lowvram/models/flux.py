@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import diffusers, support
 from .anatomy import Anatomy, Family, has
-from .calls import Came, Shape, Stage, StepInputs
+from .calls import LatentsInCall, Shape, Stage, StepInputs
 from .calls_diffusers import text_stage
 from .latents import dtype_of, latent_channels, latent_size
 
@@ -52,7 +52,7 @@ def components_of(target: Any) -> dict[str, nn.Module]:
     return diffusers.served_of(target, SERVED, ("transformer", "text_encoder_2"))
 
 
-def step(anatomy: Anatomy, shape: Shape) -> StepInputs:
+def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
     """What a denoising step starts from."""
     config, rows = anatomy.config(anatomy.denoiser), shape.rows
     empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
@@ -86,7 +86,7 @@ def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
     return prediction
 
 
-def came(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Came | None:
+def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
     """The packed latents in a call, and the size of the picture that the ids of their tokens tell."""
     given = dict(zip(("hidden_states", "", "", "", "img_ids"), args, strict=False)) | kwargs
     latents, ids = given.get("hidden_states"), given.get("img_ids")
@@ -97,16 +97,16 @@ def came(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cam
         rows, columns = (ids[..., 1:].reshape(-1, 2).max(0).values + 1).int().tolist()
         return 2 * rows, 2 * columns
 
-    return Came(latents, len(latents), 4 * latents.shape[1], size)
+    return LatentsInCall(latents, len(latents), 4 * latents.shape[1], size)
 
 
-def helpers(anatomy: Anatomy, shape: Shape) -> list[Stage]:
+def helper_stages(anatomy: Anatomy, shape: Shape) -> list[Stage]:
     """The stages of the text encoders."""
     parts = anatomy.components
     return [text_stage(name, parts[name], tokens, hidden=False) for name, tokens in TOKENS.items() if name in parts]
 
 
-def _run(target: Any, anatomy: Anatomy) -> dict[str, Any]:
+def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
     takes = () if isinstance(target, nn.Module) else inspect.signature(type(target).__call__).parameters
     pictures = {"image", "control_image"}.intersection(takes)
     return {"passes": 1, "encodes": bool(pictures), "joined": int("Kontext" in type(target).__name__)}
@@ -123,16 +123,16 @@ def _configs(components: Any) -> dict[str, dict[str, Any]]:
 
 FAMILY = Family(
     components_of=components_of,
-    parts_of=functools.partial(diffusers.parts_of, served=SERVED),
-    begins=("check_inputs",),
+    unchecked_components_of=functools.partial(diffusers.unchecked_components_of, served=SERVED),
+    entry_methods=("check_inputs",),
     denoiser="transformer",
-    step=step,
+    step_inputs=step_inputs,
     predict=predict,
-    came=came,
-    patch=2,
+    latents_in_call=latents_in_call,
+    latent_multiple=2,
     decode=diffusers.decode,
     encode=diffusers.encode,
-    helpers=helpers,
+    helper_stages=helper_stages,
     configs=_configs,
-    run=_run,
+    anatomy_fields=_anatomy_fields,
 )

@@ -44,11 +44,11 @@ def _calls(*given: Any) -> Any:
 FAMILY = Family(
     components_of=components_of,
     known=False,
-    step=_calls,
+    step_inputs=_calls,
     predict=_calls,
-    parts_of=lambda target: {} if isinstance(target, nn.Module) else components_of(target),
-    begins=("check_inputs",),
-    came=lambda denoiser, args, kwargs: None,
+    unchecked_components_of=lambda target: {} if isinstance(target, nn.Module) else components_of(target),
+    entry_methods=("check_inputs",),
+    latents_in_call=lambda denoiser, args, kwargs: None,
     decode=diffusers.decode,
     encode=diffusers.encode,
 )

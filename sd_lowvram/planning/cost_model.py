@@ -253,7 +253,7 @@ class Pricing:
         if not self.on_gpu or self.anatomy.denoiser is None:
             return 0
         with torch.device("meta"):
-            step = self.anatomy.family.step(self.anatomy, self.request.shape)
+            step = self.anatomy.family.step_inputs(self.anatomy, self.request.shape)
         sizes = [one.numel() * one.element_size() for one in (*step.residuals, *step.features)]
         return sum(segment(size) - size for size in sizes if size > SMALL)
 

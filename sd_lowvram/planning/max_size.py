@@ -50,7 +50,7 @@ def largest_plans(
     plans: dict[str, Plan | None] = {}
     area = _GUESS * _GUESS
     for name, (width, height) in RATIOS.items():
-        unit = scale_factor(anatomy) * anatomy.family.patch
+        unit = scale_factor(anatomy) * anatomy.family.latent_multiple
         plan = plans[name] = _largest(searched, width * unit, height * unit, area)
         area = plan.request.width * plan.request.height if plan else area
     _report(itertools.repeat(_TRIALS))

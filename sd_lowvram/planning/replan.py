@@ -12,7 +12,7 @@ from typing import Any
 from ..compat.private import FakeTensor
 from ..memory.accounts import tracing
 from ..models.anatomy import Anatomy
-from ..models.calls import Came, map_in_call
+from ..models.calls import LatentsInCall, map_in_call
 from ..patches import Patch, wrap
 from .request import Request
 from .stages import scale_factor
@@ -34,10 +34,10 @@ def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]
         for entry in anatomy.entries[name] if name else ():
             denoises = name == anatomy.denoiser
             conditions = anatomy.family.conditions if denoises else lambda _: None
-            came = anatomy.family.came if denoises else map_in_call
+            latents = anatomy.family.latents_in_call if denoises else map_in_call
             watch = _SizeGuard(
                 component, entry, request, denoises, 1 if entry == "encode" else factor,
-                1 + anatomy.joined if denoises else 1, came, replan, conditions, conditions(component),
+                1 + anatomy.joined if denoises else 1, latents, replan, conditions, conditions(component),
             )  # fmt: skip
             yield wrap(component, entry, watch, "guard")
 
@@ -51,14 +51,14 @@ def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object
     """
 
     def look(owner: Any, entry: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        parts = {} if tracing() else anatomy.family.parts_of(target)
+        parts = {} if tracing() else anatomy.family.unchecked_components_of(target)
         other = next((name for name, part in parts.items() if anatomy.components.get(name) is not part), None)
         if other is None:
             return original(*args, **kwargs)
         replan(other, parts[other])
         return getattr(owner, entry)(*args, **kwargs)
 
-    watched = [(target, entry) for entry in anatomy.family.begins if hasattr(target, entry)]
+    watched = [(target, entry) for entry in anatomy.family.entry_methods if hasattr(target, entry)]
     watched += [(part, entry) for name, part in anatomy.components.items() for entry in anatomy.entries[name]]
     for owner, entry in watched:
         yield wrap(owner, entry, functools.partial(look, owner, entry), "exchanges")
@@ -75,40 +75,42 @@ class _SizeGuard:
     denoises: bool
     scale: int
     pictures: int
-    came: Callable[[Any, tuple[Any, ...], dict[str, Any]], Came | None]
+    latents_in_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], LatentsInCall | None]
     replan: Replan
     conditions: Callable[[Any], object]
     planned: object
 
     def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        came = self.came(self.component, args, kwargs)
-        again = came is not None and getattr(_replanning, "call", None) is came.latents
-        if came is None or isinstance(came.latents, FakeTensor) or again:  # what is still too small is not made twice
+        found = self.latents_in_call(self.component, args, kwargs)
+        again = found is not None and getattr(_replanning, "call", None) is found.latents
+        if found is None or isinstance(found.latents, FakeTensor) or again:  # what is still too small is not made twice
             return original(*args, **kwargs)
         request = self.request
         rows = request.shape.rows if self.denoises else request.batch
-        if came.rows * came.area * self.scale**2 > rows * self.pictures * request.width * request.height:
-            batch, passes = _rows_of_the_denoiser(came.rows, request) if self.denoises else (came.rows, request.passes)
-            width, height = self._size(came)
+        if found.rows * found.area * self.scale**2 > rows * self.pictures * request.width * request.height:
+            batch, passes = (
+                _rows_of_the_denoiser(found.rows, request) if self.denoises else (found.rows, request.passes)
+            )
+            width, height = self._size(found)
         elif self.conditions(self.component) is not self.planned:
             width, height, batch, passes = request.width, request.height, request.batch, request.passes
         else:
             return original(*args, **kwargs)
-        before, _replanning.call = getattr(_replanning, "call", None), came.latents
+        before, _replanning.call = getattr(_replanning, "call", None), found.latents
         try:
             self.replan(width, height, batch, passes)
             return getattr(self.component, self.entry)(*args, **kwargs)
         finally:
             _replanning.call = before
 
-    def _size(self, came: Came) -> tuple[int, int]:
+    def _size(self, found: LatentsInCall) -> tuple[int, int]:
         """Width and height of a picture of no less than what came."""
-        height, width = came.size()
-        return width * self.scale, max(height, -(-came.area // (width * self.pictures))) * self.scale
+        height, width = found.size()
+        return width * self.scale, max(height, -(-found.area // (width * self.pictures))) * self.scale
 
 
-def _rows_of_the_denoiser(came: int, request: Request) -> tuple[int, int]:
-    """Pictures, and passes for each of them, that a batch of ``came`` rows may be; together no less than it."""
-    if request.passes > 1 and came % request.passes == 0:
-        return came // request.passes, request.passes
-    return request.batch, -(-came // request.batch)
+def _rows_of_the_denoiser(rows: int, request: Request) -> tuple[int, int]:
+    """Pictures, and passes for each of them, that a batch of ``rows`` may be; together no less than it."""
+    if request.passes > 1 and rows % request.passes == 0:
+        return rows // request.passes, request.passes
+    return request.batch, -(-rows // request.batch)

@@ -114,7 +114,7 @@ def request_for(
     """
     native = native_size(anatomy)
     width, height = width if width is not None else native, height if height is not None else native
-    check_size(width, height, batch, scale_factor(anatomy) * anatomy.family.patch)
+    check_size(width, height, batch, scale_factor(anatomy) * anatomy.family.latent_multiple)
     check_count("steps", steps)
     check_count("pictures", pictures)
     where = torch.device(device) if device is not None else default_device()

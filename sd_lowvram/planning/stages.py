@@ -22,7 +22,7 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
     Args:
         encodes: whether the run starts from a picture (img2img, inpainting).
     """
-    found = anatomy.family.helpers(anatomy, shape)
+    found = anatomy.family.helper_stages(anatomy, shape)
     if anatomy.denoiser is not None and anatomy.family.known:
         step = functools.partial(denoise_step, predict=anatomy.family.predict)
         found.append(Stage("denoise", anatomy.denoiser, step, functools.partial(_of_step, anatomy, shape), True))
@@ -48,14 +48,14 @@ def _unknown(anatomy: Anatomy, name: str) -> Stage:
 
 
 def _of_step(anatomy: Anatomy, shape: Shape) -> tuple[nn.Module | None, StepInputs]:
-    return anatomy.denoiser_module, anatomy.family.step(anatomy, shape)
+    return anatomy.denoiser_module, anatomy.family.step_inputs(anatomy, shape)
 
 
 def _of_decode(anatomy: Anatomy, shape: Shape, latents: tuple[int, ...]) -> tuple[Any, ...]:
     """Also what the last step was given by ControlNets and adapters, which pipelines hold to their end."""
     held: tuple[Tensor, ...] = ()
     if anatomy.denoiser is not None and anatomy.family.known:
-        step = anatomy.family.step(anatomy, shape)
+        step = anatomy.family.step_inputs(anatomy, shape)
         held = (*step.residuals, *step.features, *step.held)
     return (*_of_one(anatomy, anatomy.autoencoder or "", latents)(), *held)
 

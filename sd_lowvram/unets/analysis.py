@@ -61,7 +61,7 @@ def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates |
     anatomy = anatomy_of_components("diffusers", {"unet": unet})
     shape = Shape(width, height, passes=passes)
     with _on_device_of(unet):
-        inputs = anatomy.family.step(anatomy, shape)
+        inputs = anatomy.family.step_inputs(anatomy, shape)
     step = functools.partial(denoise_step, predict=anatomy.family.predict)
     traced = trace(step, unet, inputs)
     if rates is not None:

@@ -307,7 +307,7 @@ def test_bounds(size: int, batch: int, capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_a_step_is_called_with_what_the_unet_takes(changed: Any, beside: Any, labels: Any) -> None:
     anatomy = anatomy_of(compvis.unet(**changed))
-    inputs = anatomy.family.step(anatomy, Shape(64, 64, batch=1, passes=2))
+    inputs = anatomy.family.step_inputs(anatomy, Shape(64, 64, batch=1, passes=2))
     shapes = [None if one is None else tuple(one.shape) for one in (inputs.beside, inputs.labels)]
     assert shapes == [beside, labels]
     assert inputs.latents.shape == (1, 4, 8, 8) and inputs.text.shape == (2, 77, 32)

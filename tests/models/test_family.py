@@ -26,7 +26,7 @@ def sd3_family() -> Any:
         ours = type(parts.get("transformer")).__name__ == "SD3Transformer2DModel"
         return {name: parts[name] for name in ("transformer", "vae")} if ours else {}
 
-    def step(anatomy: Any, shape: Any) -> StepInputs:
+    def step_inputs(anatomy: Any, shape: Any) -> StepInputs:
         config, size = anatomy.config("transformer"), latent_size(anatomy, shape)
         text = torch.empty(shape.rows, todays.WORDS, config["joint_attention_dim"])
         pooled = torch.empty(shape.rows, config["pooled_projection_dim"])
@@ -37,7 +37,15 @@ def sd3_family() -> Any:
         time = inputs.timestep.expand(len(x))
         return transformer(x, inputs.text, timestep=time, return_dict=False, **inputs.added)[0]
 
-    return Family(components_of, step, predict, diffusers.decode, diffusers.encode, denoiser="transformer", patch=2)
+    return Family(
+        components_of,
+        step_inputs,
+        predict,
+        diffusers.decode,
+        diffusers.encode,
+        denoiser="transformer",
+        latent_multiple=2,
+    )
 
 
 def test_a_strangers_transformer_is_planned_run_and_restored() -> None:
