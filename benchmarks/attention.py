@@ -14,9 +14,10 @@ from sd_lowvram.devices.info import default_device, dtype_on
 from sd_lowvram.devices.pairs import figures, in_turn
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.files.tables import table
-from sd_lowvram.kernels.attention.bounded import SCORE_BYTES
+from sd_lowvram.kernels.attention.backend import SCORE_BYTES
 from sd_lowvram.kernels.attention.problem import problem_of
-from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends, kernel_name
+from sd_lowvram.kernels.attention.registry import attend as attend_by
+from sd_lowvram.kernels.attention.registry import available_backends, kernel_name
 from sd_lowvram.kernels.attention.torch_kernels import own_kernel
 from sd_lowvram.memory import kernels_of, measured_peak
 from sd_lowvram.tracing import trace
@@ -105,7 +106,7 @@ def measured(
         for tokens in (queries, keys, keys)
     )
     torchs = backend == OWN_CHOICE
-    function = _as_torch_does if torchs else functools.partial(BACKENDS[backend], score_bytes=score_bytes)
+    function = _as_torch_does if torchs else functools.partial(attend_by, backend, score_bytes=score_bytes)
     attend, attend_beside = functools.partial(function, q, k, v), functools.partial(beside, q, k, v)
     try:
         first = attend()

@@ -16,6 +16,7 @@ from . import errors
 if TYPE_CHECKING:
     from .api import decode, encode, max_size, optimize, plan
     from .doors import register
+    from .kernels.attention.backend import AttentionBackend
     from .knob import Knob
     from .planning.memory_profile import measured
     from .planning.search import Plan
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionBackend",
     "Fidelity",
     "Knob",
     "MemoryTrace",
@@ -49,6 +51,7 @@ __all__ = [
 _HOMES = {
     ".api": ("decode", "encode", "max_size", "optimize", "plan"),
     ".doors": ("register",),
+    ".kernels.attention.backend": ("AttentionBackend",),
     ".knob": ("Knob",),
     ".planning.memory_profile": ("measured",),
     ".planning.plan": ("Plan",),

@@ -1,4 +1,5 @@
-"""What others add to the package: a knob with its hook, a model family, a model's class, a command, a node, a crew.
+"""What others add to the package: a knob with its hook, an attention backend, a model family, a model's class, a
+command, a node, a crew.
 
 One call, :func:`register`, takes all of them, from the package's own rooms as from strangers. Who calls it is found
 
@@ -29,6 +30,9 @@ GROUP = "sd_lowvram"
 KNOBS: dict[str, Knob] = {}
 """Knobs beside those of :class:`~sd_lowvram.settings.Settings`, by name."""
 
+ATTENTION_BACKENDS: dict[str, Any] = {}
+"""Values of the knob ``attention`` beside ours: of :class:`~sd_lowvram.kernels.attention.backend.AttentionBackend`."""
+
 FAMILIES: dict[str, Any] = {}
 """Model families beside those of ``models/``: values of :class:`~sd_lowvram.models.anatomy.Family`."""
 
@@ -52,6 +56,7 @@ CREWS: dict[str, Callable[..., Any]] = {}
 
 _PLACES: dict[str, dict[str, Any]] = {
     "knob": KNOBS,
+    "attention backend": ATTENTION_BACKENDS,
     "family": FAMILIES,
     "class": CLASSES,
     "unet": UNETS,
@@ -67,6 +72,7 @@ _found = threading.Event()
 def register(
     *,
     knobs: Mapping[str, Knob] | None = None,
+    attention_backends: Mapping[str, Any] | None = None,
     families: Mapping[str, Any] | None = None,
     classes: Mapping[str, Callable[[], Any]] | None = None,
     unets: Mapping[str, Callable[..., Any]] | None = None,
@@ -79,6 +85,8 @@ def register(
     Args:
         knobs: declarations whose ``hook`` is a function ``(anatomy, settings, device) -> patches``. Settings take them
             by name, ``Settings(toy=3)``; command line, nodes and panel show them; plans and their cache hold them.
+        attention_backends: values of :class:`~sd_lowvram.AttentionBackend`: a function of queries, keys and values, and
+            what a plan has to know of it. Each is a choice of the knob ``attention``.
         families: values of :class:`~sd_lowvram.models.anatomy.Family`: what models are made of and how they are called.
         classes: functions that import and give the class of a model whose configuration has this ``_class_name``.
         unets: functions that know the UNet of a single file by its header, see :data:`UNETS`.
@@ -92,7 +100,9 @@ def register(
     Raises:
         BadInputError: something of this name is there already; nothing is added then.
     """
-    given = dict(zip(_PLACES, (knobs, families, classes, unets, nodes, commands, crews), strict=True))
+    given = dict(
+        zip(_PLACES, (knobs, attention_backends, families, classes, unets, nodes, commands, crews), strict=True)
+    )
     with _lock:
         for kind, added in given.items():
             for name in added or ():
@@ -123,6 +133,12 @@ def find() -> None:
 
             for point in entry_points(group=GROUP):
                 _tried(point.value, functools.partial(_entered, point))
+
+
+def registered() -> dict[str, list[str]]:
+    """The names of all that is registered, by kind."""
+    find()
+    return {kind: sorted(added) for kind, added in _PLACES.items()}
 
 
 def _entered(point: Any) -> None:

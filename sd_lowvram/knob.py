@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import SettingsError
@@ -126,6 +126,11 @@ class Knob:
 
     def fidelity_of(self, value: Any) -> Fidelity:
         return self.fidelity[value] if isinstance(self.fidelity, Mapping) else self.fidelity
+
+    def with_choices(self, more: Mapping[str, Fidelity]) -> Knob:
+        """This knob with choices that others have added, and how near to the model each stays."""
+        fidelity = {choice: self.fidelity_of(choice) for choice in self.choices} | dict(more)
+        return replace(self, choices=tuple(fidelity), fidelity=fidelity) if more else self
 
     def hook_of(self, value: Any) -> str | Callable[..., Any]:
         """The hook that ``value`` asks for, "" where it asks for none."""

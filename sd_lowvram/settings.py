@@ -509,15 +509,17 @@ Settings.__init__ = _with_registered(Settings.__init__)  # type: ignore[method-a
 
 
 def knobs() -> dict[str, Knob]:
-    """Every knob by name, in the order that saved workflows rely on; registered ones come last."""
+    """Every knob by name, in the order that saved workflows rely on; registered knobs and choices come last."""
     doors.find()
-    return dict(_knobs(tuple((name, id(knob)) for name, knob in doors.KNOBS.items())))
+    registered = (*doors.KNOBS.items(), *doors.ATTENTION_BACKENDS.items())
+    return dict(_knobs(tuple((name, id(one)) for name, one in registered)))
 
 
 @functools.lru_cache(maxsize=1)
 def _knobs(_: Any) -> dict[str, Knob]:
     ours = {field.name: field.metadata["knob"] for field in dataclasses.fields(Settings) if field.metadata}
-    return ours | doors.KNOBS
+    theirs = {name: backend.fidelity for name, backend in doors.ATTENTION_BACKENDS.items()}
+    return ours | {"attention": ours["attention"].with_choices(theirs)} | doors.KNOBS
 
 
 def acts(settings: Settings) -> frozenset[Act]:

@@ -17,9 +17,12 @@ import tiny
 import torch
 
 import sd_lowvram
-from sd_lowvram import Fidelity, Knob, Settings, attached, optimize, register, restore
+from sd_lowvram import AttentionBackend, Fidelity, Knob, Settings, attached, doors, optimize, register, restore
 from sd_lowvram.checkpoints.safetensors_header import Header, TensorEntry
+from sd_lowvram.commands import examination
 from sd_lowvram.errors import BadInputError, CheckpointError, ConflictError, NoSiteError, SettingsError
+from sd_lowvram.kernels.attention.choice import choose_backend
+from sd_lowvram.kernels.attention.registry import available_backends
 from sd_lowvram.patches import Patch, wrap
 from sd_lowvram.settings import knobs
 
@@ -282,3 +285,58 @@ def test_a_strangers_layers_go_by_strips_and_chunks_and_in_8_bits() -> None:
         attached(unet, Settings(merge_tokens=50), device="cpu").__enter__()
     assert "leave merge_tokens off" in str(told.value)
     assert torch.equal(unet(*given, return_dict=False)[0], before)
+
+
+def eight_bits(q: Any, k: Any, v: Any, mask: Any = None, scale: float | None = None, **options: Any) -> Any:
+    """A stranger's attention: probabilities in 8 bits, by what stands for a kernel into which no trace can look."""
+    assert type(q) is torch.Tensor
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    probabilities = (scores if mask is None else scores + mask).softmax(-1)
+    return ((probabilities * 255).round() / 255 @ v).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+EIGHT_BITS = AttentionBackend(
+    eight_bits,
+    why_not=lambda problem: None if problem.device.type == "cpu" else "it is for processors",
+    held_bytes=lambda problem: 100 << 20,
+    label="in 8 bits",
+    fidelity=Fidelity.APPROXIMATE,
+)
+
+
+def test_a_strangers_attention_is_planned_run_listed_and_comes_off() -> None:
+    pipe = tiny.tiniest()
+    before = tiny.run(pipe, steps=1)
+    unregister = register(attention_backends={"8bit": EIGHT_BITS})
+    try:
+        plan = optimize(pipe, width=64, height=64, device="cpu", settings=Settings(attention="8bit"))
+        assert plan.fidelity is Fidelity.APPROXIMATE and max(one.peak_bytes for one in plan.stages) > 100 << 20
+        assert 0 < tiny.relative_error(tiny.run(pipe, steps=1), before) < 0.1
+        restore(pipe)
+        assert torch.equal(tiny.run(pipe, steps=1), before)
+        assert knobs()["attention"].choices[-1] == "8bit" and doors.registered()["attention backend"] == ["8bit"]
+        listed = {row["name"]: row["runs"] for row in examination.examine(probe=False)["attention"]}
+        assert listed["8bit"] and available_backends(torch.device("cuda"))["8bit"] == "it is for processors"
+        with pytest.raises(SettingsError, match=r"attention='8bit' cannot run on cuda: it is for processors"):
+            choose_backend(Settings(attention="8bit"), torch.device("cuda"))
+    finally:
+        unregister()
+    with pytest.raises(SettingsError, match="attention='8bit' is unknown"):
+        Settings(attention="8bit")
+
+
+def test_it_is_chosen_unasked_only_where_it_says_so_and_is_lossless() -> None:
+    def chosen(**more: Any) -> str:
+        unregister = register(attention_backends={"theirs": replace(EIGHT_BITS, **more)})
+        try:
+            pipe = tiny.tiniest()
+            plan = optimize(pipe, width=64, height=64, device="cpu")
+            restore(pipe)
+            return str(plan.settings.attention)
+        finally:
+            unregister()
+
+    lossless = {"fidelity": Fidelity.ROUNDING, "held_bytes": lambda problem: 0}
+    assert chosen(before="sdpa", **lossless) == "theirs"
+    assert chosen(**lossless) != "theirs" and chosen(before="sdpa") != "theirs"
+    assert chosen(before="sdpa", why_not=lambda problem: "never", **lossless) != "theirs"

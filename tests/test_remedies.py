@@ -123,13 +123,13 @@ def test_attention_that_does_not_run_here(pipe: Any, name: str) -> None:
 
 
 def test_attention_that_runs_not_with_this_mask_or_size(pipe: Any) -> None:
-    from sd_lowvram.kernels.attention.registry import BACKENDS
+    from sd_lowvram.kernels.attention.registry import attend
 
     q = torch.randn(1, 2, 16, 8)
     mask = torch.zeros(16, 16)
     with pytest.raises(SettingsError, match=r"Choose attention='sdpa'.* or 'fused-softmax'"):
-        BACKENDS["efficient"](q, q, q, mask)
-    assert all(BACKENDS[name](q, q, q, mask).shape == q.shape for name in ("sdpa", "fused-softmax"))
+        attend("efficient", q, q, q, mask)
+    assert all(attend(name, q, q, q, mask).shape == q.shape for name in ("sdpa", "fused-softmax"))
 
 
 class _ByHand:

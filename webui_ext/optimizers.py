@@ -13,14 +13,8 @@ from torch import Tensor
 
 from sd_lowvram.hooks.attention import Redirect
 from sd_lowvram.kernels.attention.choice import choose_backend
-from sd_lowvram.kernels.attention.registry import score_bytes
-from sd_lowvram.settings import Settings, knobs
-
-_LABELS = {
-    "sdpa": "torch's kernel by size, head width and GPU",
-    "fused-softmax": "exact, holds no score matrix",
-    "sliced": "exact, by slices",
-}
+from sd_lowvram.kernels.attention.registry import backends, score_bytes
+from sd_lowvram.settings import Settings
 
 
 class _OneHead(Redirect):
@@ -42,15 +36,15 @@ def add_optimizers(found: list[Any]) -> None:
         block = theirs.sdp_attnblock_forward
     except (ImportError, AttributeError):  # Forge and reForge
         return
-    for backend in knobs()["attention"].choices:
-        if backend in _LABELS:
-            found.append(_optimization(base, backend, sdp, block))
+    found += [_optimization(base, name, one.label, sdp, block) for name, one in backends().items() if one.label]
 
 
-def _optimization(base: type, backend: str, sdp: Callable[..., Tensor], block: Callable[..., Tensor]) -> Any:
+def _optimization(
+    base: type, backend: str, shown: str, sdp: Callable[..., Tensor], block: Callable[..., Tensor]
+) -> Any:
     class Optimization(base):
         name = f"low-vram {backend}"
-        label = _LABELS[backend]
+        label = shown
         priority = -1
 
         def apply(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from sd_lowvram import progress
 from sd_lowvram.devices.info import dtype_on
 from sd_lowvram.errors import SettingsError
-from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends
+from sd_lowvram.kernels.attention.registry import attend, available_backends
 
 from ..attention import OWN_CHOICE, measured, rows_table
 from .record import Case, ResultRows
@@ -40,7 +41,7 @@ def trial_attention(device: str, cases: Sequence[Case]) -> Iterator[dict[str, An
 def _row(device: torch.device, backend: str, side: int) -> dict[str, Any]:
     shape = 2, 8, side * side, side * side, 40
     try:
-        row = measured(backend, shape, dtype_on(device), device, BACKENDS["sdpa"], _RUNS)
+        row = measured(backend, shape, dtype_on(device), device, functools.partial(attend, "sdpa"), _RUNS)
         return row or {"failed": f"{side}x{side} does not suit it"}
     except (SettingsError, torch.cuda.OutOfMemoryError) as error:  # what leaves the device as it was
         return {"failed": f"at {side}x{side}: {' '.join(str(error).split())[:200]}"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import cache
+from .. import cache, doors
 from ..cache import cache_folder, place_of
 from ..units import GIB, format_size, parse_size
 from .early import gpu_files, has_no_gpu
@@ -90,8 +90,8 @@ def _model(model: str | None) -> list[Any]:
 
 
 def _machine() -> list[Any]:
-    """What changes when the machine does, or what was measured on it."""
+    """What changes when the machine does, what was measured on it, or what others add to the package."""
     set_ = [os.environ.get(name) for name in _VARIABLES]
     folder = cache_folder()
     measured = [(file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("*-*.json"))] if folder else []
-    return [gpu_files(), set_, os.cpu_count(), measured]
+    return [gpu_files(), set_, os.cpu_count(), measured, doors.registered()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,7 @@ from ..devices.info import dtype_on
 from ..devices.this_machine import knows_cudnn_attention
 from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
-from ..kernels.attention.choice import choose_backend
+from ..kernels.attention.choice import choose_backend, unasked
 from ..kernels.attention.problem import Problem, problem_of
 from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, own_kernel, refusal
 from ..kernels.triton import support as triton
@@ -67,10 +68,13 @@ def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Our own kernel where it was measured to be faster; else the choice among torch's, where it makes a difference."""
+    """What others have put before torch's choice; our own kernel where it was measured to be faster; else the choice
+    among torch's, where it makes a difference."""
     anatomy = target.anatomy
     if not anatomy.attentions or target.fixed.attention is not None or target.fixed.deterministic:
         return
+    for name in itertools.takewhile(lambda name: name != "sdpa", unasked(target.device)):
+        yield Offer(OfferKind.ALWAYS, {"attention": name})
     if target.is_faster(triton.ATTENTION):
         yield Offer(OfferKind.ALWAYS, {"attention": "triton"})
     if is_worth_choosing(anatomy, target.device):
@@ -241,7 +245,7 @@ class Redirect(TorchFunctionMode):
         problem = problem_of(q, k, v, mask, self.upcast)
         if problem.real:
             self.ran[kernels.kernel_name(self.backend, problem, self.score_bytes)] += 1
-        return kernels.BACKENDS[self.backend](q, k, v, mask, scale, upcast=self.upcast, score_bytes=self.score_bytes)
+        return kernels.attend(self.backend, q, k, v, mask, scale, upcast=self.upcast, score_bytes=self.score_bytes)
 
 
 def _trains(*tensors: Tensor | None) -> bool:

@@ -16,6 +16,7 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.errors import LowVRAMError, NoSiteError, SettingsError
 from sd_lowvram.hooks.attention import Redirect, attention, kernels_that_ran
 from sd_lowvram.kernels.attention import registry as kernels
+from sd_lowvram.kernels.attention.backend import AttentionBackend
 from sd_lowvram.memory import kernels_of, measured_peak
 from sd_lowvram.models.anatomy import Anatomy, Site
 from sd_lowvram.models.diffusers import FAMILY
@@ -91,7 +92,7 @@ def test_it_is_our_function_that_runs(monkeypatch):
     def zeros(q, k, v, mask, scale, **options):
         return torch.zeros_like(q)
 
-    monkeypatch.setitem(kernels.BACKENDS, "sliced", zeros)
+    monkeypatch.setitem(kernels.BACKENDS, "sliced", AttentionBackend(zeros))
     layer, hidden = self_attention(), tokens()
     with hooked(Settings(attention="sliced"), layer):
         assert torch.equal(layer(hidden), layer.to_out[0].bias.expand_as(hidden))
@@ -206,14 +207,14 @@ def test_upcast_attention_is_obeyed():
     seen = {}
     layer = self_attention(upcast_attention=True).half()
     hidden = tokens().half() * 30
-    plain = kernels.BACKENDS["sliced"]
+    plain = kernels.BACKENDS["sliced"].attend
 
     def spy(*args, **options):
         seen.update(options)
         return plain(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch, hooked(Settings(attention="sliced"), layer):
-        patch.setitem(kernels.BACKENDS, "sliced", spy)
+        patch.setitem(kernels.BACKENDS, "sliced", AttentionBackend(spy))
         layer(hidden)
         assert seen["upcast"] is True
         layer.upcast_attention = False

@@ -20,7 +20,7 @@ from sd_lowvram.kernels.attention import by_triton, torch_kernels
 from sd_lowvram.kernels.attention.bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
 from sd_lowvram.kernels.attention.choice import attention, choose_backend
 from sd_lowvram.kernels.attention.problem import Problem, problem_of
-from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends, held_bytes, kernel_name
+from sd_lowvram.kernels.attention.registry import attend, available_backends, held_bytes, kernel_name
 from sd_lowvram.kernels.attention.torch_kernels import choose_kernel, refusal
 from sd_lowvram.kernels.triton.support import takes
 from sd_lowvram.memory import kernels_of, measured_peak
@@ -70,10 +70,10 @@ def test_backends_agree_with_float64(backend, shape):
         pytest.skip("flash takes one head width")
     q, k, v = tensors(*shape)
     for score_bytes in (64 * KIB, MIB, 64 * MIB):
-        result = BACKENDS[backend](q, k, v, score_bytes=score_bytes)
+        result = attend(backend, q, k, v, score_bytes=score_bytes)
         assert result.shape == (*q.shape[:3], v.shape[3])
         assert error(result, exact(q, k, v)) < 1e-5
-    assert error(BACKENDS[backend](q, k, v, scale=0.3), exact(q, k, v, scale=0.3)) < 1e-5
+    assert error(attend(backend, q, k, v, scale=0.3), exact(q, k, v, scale=0.3)) < 1e-5
 
 
 def masks(batch, heads, queries, keys):
@@ -106,7 +106,7 @@ def test_masks(backend, kind):
         q, k, v = tensors(*shape)
         mask = masks(*shape[:4])[kind]
         for score_bytes in (16 * KIB, 64 * MIB):
-            result = BACKENDS[backend](q, k, v, mask, score_bytes=score_bytes)
+            result = attend(backend, q, k, v, mask, score_bytes=score_bytes)
             assert error(result, exact(q, k, v, mask)) < 1e-5
             if kind == "blind row" and (backend in ("sliced", "fused-softmax") or torch.__version__ >= "2.5"):
                 assert torch.count_nonzero(result[:, :, shape[2] // 2]) == 0
@@ -133,7 +133,7 @@ def test_other_types(backend, dtype, bound, upcast):
     q, k, v = tensors(2, 4, 130, 77, 40, 40, dtype)
     expected = exact(q, k, v)
     for score_bytes in (64 * KIB, MIB):
-        result = BACKENDS[backend](q, k, v, upcast=upcast, score_bytes=score_bytes)
+        result = attend(backend, q, k, v, upcast=upcast, score_bytes=score_bytes)
         assert result.dtype == dtype
         assert error(result, expected) < bound
 
@@ -186,9 +186,10 @@ def test_sums_over_many_keys_do_not_overflow_fp16(as_on_a_gpu):
 @pytest.mark.parametrize("backend", HERE)
 def test_output_is_laid_out_for_the_projection(backend):
     q, k, v = tensors(2, 4, 64, 77, 40, 40)
-    assert BACKENDS[backend](q, k, v).transpose(1, 2).is_contiguous()
+    assert attend(backend, q, k, v).transpose(1, 2).is_contiguous()
     # and arguments may lie any way
-    assert torch.allclose(BACKENDS[backend](q.contiguous(), k.contiguous(), v.contiguous()), BACKENDS[backend](q, k, v))
+    copied = attend(backend, q.contiguous(), k.contiguous(), v.contiguous())
+    assert torch.allclose(copied, attend(backend, q, k, v))
 
 
 # Memory
@@ -217,7 +218,7 @@ def test_peak_is_bounded_foretold_and_traced(backend, shape, dtype, kind, upcast
     problem = problem_of(q, k, v, mask, upcast)
 
     def run(q, k, v):
-        return BACKENDS[backend](q, k, v, mask, upcast=upcast, score_bytes=score_bytes)
+        return attend(backend, q, k, v, mask, upcast=upcast, score_bytes=score_bytes)
 
     with torch.inference_mode():
         held = measured_peak(lambda: run(q, k, v)) - output
@@ -237,7 +238,7 @@ def test_flash_on_the_cpu_holds_what_is_foretold(dtype):
         q, k, v = tensors(*shape, dtype)
         problem = problem_of(q, k, v)
         output = q.numel() * dtype.itemsize
-        held = measured_peak(lambda q=q, k=k, v=v: BACKENDS["flash"](q, k, v)) - output
+        held = measured_peak(lambda q=q, k=k, v=v: attend("flash", q, k, v)) - output
         foretold = held_bytes("flash", problem)
         assert held <= foretold
         if dtype == torch.float32:  # products of 16 bits are reordered on some CPUs; on others less is held
@@ -268,7 +269,7 @@ def test_fake_tensors_are_not_worked_through():
         q, k, v = tensors(1, 8, 262144, 262144, 40, 40, torch.float16)
         for backend in HERE:
             if backend != "flash":
-                assert BACKENDS[backend](q, k, v, score_bytes=8 * MIB).shape == q.shape
+                assert attend(backend, q, k, v, score_bytes=8 * MIB).shape == q.shape
 
 
 def test_what_fake_tensors_hold_is_as_on_a_gpu_unless_the_cpu_is_meant():
@@ -366,7 +367,7 @@ def test_sdpa_never_falls_to_the_math_kernel():
     """Values of another width suit no fused kernel of the CPU: the scores stay bounded all the same."""
     q, k, v = tensors(1, 4, 1024, 1024, 64, 32)
     assert kernel_name("sdpa", problem_of(q, k, v)) == "sliced"
-    held = measured_peak(lambda: BACKENDS["sdpa"](q, k, v, score_bytes=MIB))
+    held = measured_peak(lambda: attend("sdpa", q, k, v, score_bytes=MIB))
     assert held <= MIB + v.numel() * 4
 
 
@@ -381,7 +382,7 @@ def test_sdpa_never_falls_to_the_math_kernel():
 def test_a_forced_kernel_says_why_it_cannot_run(backend, change, says):
     q, k, v = tensors(1, 2, 16, 16, 64, change.get("value_width", 64))
     with pytest.raises(SettingsError, match=says) as raised:
-        BACKENDS[backend](q, k, v)
+        attend(backend, q, k, v)
     assert repr(backend) in str(raised.value) and "fused-softmax" in str(raised.value)
 
 
@@ -447,7 +448,7 @@ def test_xformers_is_called_in_its_own_layout(monkeypatch):
     monkeypatch.setattr("sd_lowvram.kernels.attention.torch_kernels.xformers_refusal", lambda device: None)
     q, k, v = tensors(3, 4, 65, 77, 40, 40)
     for mask in (None, *masks(3, 4, 65, 77).values()):
-        assert error(BACKENDS["xformers"](q, k, v, mask), exact(q, k, v, mask)) < 1e-5
+        assert error(attend("xformers", q, k, v, mask), exact(q, k, v, mask)) < 1e-5
         assert seen["aligned"] and seen["dtype"] in (None, torch.float32)
 
 
@@ -461,8 +462,8 @@ def test_workspaces_on_a_gpu(dtype):
             if backend == "cudnn":  # what it holds is measured, and was not foretold
                 continue
             if why is None and (backend != "flash" or refusal("flash", problem_of(q, k, v)) is None):
-                BACKENDS[backend](q, k, v)
-                held = measured_peak(lambda q=q, k=k, v=v, run=BACKENDS[backend]: run(q, k, v)) - output
+                attend(backend, q, k, v)
+                held = measured_peak(lambda q=q, k=k, v=v, run=backend: attend(run, q, k, v)) - output
                 foretold = held_bytes(backend, problem_of(q, k, v))
                 assert foretold - 24 * MIB <= max(held, 1.05 * held) and held <= 1.01 * foretold + 8 * MIB, backend
 

@@ -12,6 +12,7 @@ from sd_lowvram import Settings
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.kernels.attention import determinism
 from sd_lowvram.kernels.attention import registry as attention
+from sd_lowvram.kernels.attention.backend import AttentionBackend
 from sd_lowvram.kernels.attention.bounded import sliced
 from sd_lowvram.kernels.attention.choice import choose_backend
 from sd_lowvram.kernels.attention.determinism import examine, probe, repeats
@@ -22,9 +23,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def forgetful():
     """No proof from another test, and none left for another."""
-    determinism._proof.cache_clear()
+    determinism._examined.cache_clear()
     yield
-    determinism._proof.cache_clear()
+    determinism._examined.cache_clear()
 
 
 def planted(when):
@@ -71,7 +72,7 @@ def test_nan_equals_itself_and_minus_zero_does_not():
 
 
 def test_only_what_is_proved_is_promised(monkeypatch, forgetful):
-    monkeypatch.setitem(attention.BACKENDS, "sdpa", planted(2))
+    monkeypatch.setitem(attention.BACKENDS, "sdpa", AttentionBackend(planted(2)))
     assert not repeats("sdpa", CPU)
     assert choose_backend(Settings(deterministic=True), CPU) == "fused-softmax"
     assert choose_backend(Settings(deterministic=True, attention="sliced"), CPU) == "sliced"
@@ -86,7 +87,8 @@ def test_the_fastest_proved_one_is_taken():
 
 def test_the_machine_is_asked_once(monkeypatch, forgetful):
     calls = []
-    monkeypatch.setitem(attention.BACKENDS, "sliced", lambda *args, **options: calls.append(1) or sliced(*args))
+    counted = AttentionBackend(lambda *args, **options: calls.append(1) or sliced(*args))
+    monkeypatch.setitem(attention.BACKENDS, "sliced", counted)
     assert repeats("sliced", CPU)
     once = len(calls)
     assert repeats("sliced", torch.device("cpu")) and len(calls) == once == 4 * 20

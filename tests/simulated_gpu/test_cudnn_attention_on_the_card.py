@@ -16,7 +16,7 @@ import sd_lowvram
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.devices.this_machine import knows_cudnn_attention, overhead_of
 from sd_lowvram.kernels.attention import torch_kernels
-from sd_lowvram.kernels.attention.registry import BACKENDS, available_backends
+from sd_lowvram.kernels.attention.registry import attend, available_backends
 from sd_lowvram.planning import request
 
 MIB = 1 << 20
@@ -46,7 +46,7 @@ def test_it_is_chosen_when_it_was_measured_and_its_bytes_are_counted(
         q = torch.zeros(2, 8, 1024, 64, dtype=torch.float16, device=GPU)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        BACKENDS[backend](q, q, q)
+        attend(backend, q, q, q)
         return torch.cuda.max_memory_allocated() - before
 
     assert available_backends(GPU)["cudnn"] is None

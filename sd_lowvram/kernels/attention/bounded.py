@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from ...memory.repeats import each
+from .backend import SCORE_BYTES
 from .problem import Problem, empty_output, problem_of
-
-SCORE_BYTES = 32 << 20
-"""Largest working set of one block when nothing else is asked."""
 
 _USEFUL_ROWS = 128  # with fewer rows a matrix product starves, so keys are split before rows
 _FEWEST_KEYS = 16

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import SettingsError
 from ..triton import support
-from .bounded import SCORE_BYTES
-from .problem import Problem, has_bf16, problem_of
-from .torch_kernels import REMEDY, emulated
+from .backend import SCORE_BYTES
+from .problem import Problem, has_bf16
 
 _NARROW, _WIDEST = 256, 512
 
@@ -25,18 +23,9 @@ def triton(
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
     """Partially fused softmax attention: of a row's scores only maximum and sum are kept, both in float32 as the scores
-    are. The same bits at every run. Other arguments and result as in `sliced`.
-
-    Raises:
-        SettingsError: the kernels cannot run this shape, type or device; the message says why and what would.
+    are. The same bits at every run. `refusal` has been asked before. Other arguments and result as in `sliced`.
     """
-    problem = problem_of(q, k, v, mask, upcast)
-    why = refusal(problem)
-    if why:
-        raise SettingsError(f"attention='triton' cannot run {problem}: {why}. {REMEDY}")
-    if not problem.real:
-        return emulated("triton", q, k, v, mask, scale)
-    if max(problem.width, problem.value_width) <= _NARROW:
+    if max(q.shape[-1], v.shape[-1]) <= _NARROW:
         from ..triton.attention import fused_softmax
 
         return fused_softmax(q, k, v, mask, scale)

@@ -7,13 +7,25 @@ import warnings
 
 import torch
 
+from ... import doors
 from ...errors import SettingsError
 from ...settings import Settings
+from .backend import AttentionFunction
 from .determinism import repeats
-from .registry import BACKENDS, AttentionFunction, available_backends, is_present, score_bytes
+from .registry import attend, available_backends, is_present, score_bytes
 from .torch_kernels import xformers_refusal
 
 _FASTEST_FIRST = ("sdpa", "fused-softmax", "sliced")  # flash and efficient are what sdpa chooses from
+
+
+def unasked(device: torch.device) -> list[str]:
+    """What is chosen where nobody asks for a backend, the fastest first: some of ours, and those of others that say
+    before which one they come, are lossless, and run on ``device``."""
+    names = list(_FASTEST_FIRST)
+    for name, backend in doors.ATTENTION_BACKENDS.items():
+        if backend.before in names and backend.fidelity.lossless and available_backends(device)[name] is None:
+            names.insert(names.index(backend.before), name)
+    return names
 
 
 def attention(settings: Settings, device: torch.device) -> AttentionFunction:
@@ -22,7 +34,7 @@ def attention(settings: Settings, device: torch.device) -> AttentionFunction:
     Raises:
         SettingsError: see `choose_backend`.
     """
-    return functools.partial(BACKENDS[choose_backend(settings, device)], score_bytes=score_bytes(settings))
+    return functools.partial(attend, choose_backend(settings, device), score_bytes=score_bytes(settings))
 
 
 def choose_backend(settings: Settings, device: torch.device) -> str:
@@ -44,11 +56,11 @@ def choose_backend(settings: Settings, device: torch.device) -> str:
             able = ", ".join(backend for backend, reason in available_backends(device).items() if reason is None)
             raise SettingsError(f"attention={name!r} cannot run on {device}: {why}. What runs here: {able}")
     if not settings.deterministic or not is_present(device):
-        return name or _FASTEST_FIRST[0]
-    proved = (backend for backend in ([name] if name else _FASTEST_FIRST) if repeats(backend, device))
+        return name or unasked(device)[0]
+    proved = (backend for backend in ([name] if name else unasked(device)) if repeats(backend, device))
     chosen = next(proved, None)
     if chosen is None:
-        able = ", ".join(backend for backend in _FASTEST_FIRST if repeats(backend, device)) or "none"
+        able = ", ".join(backend for backend in unasked(device) if repeats(backend, device)) or "none"
         raise SettingsError(
             f"attention={name!r} gave other bits when it was run again on {device}, so it cannot be deterministic. "
             f"Backends that repeat their bits here: {able}"

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ...errors import SettingsError
 from ...weights import same_bits
-from .registry import BACKENDS, AttentionFunction, available_backends
+from .backend import AttentionBackend, AttentionFunction
+from .registry import attend, available_backends, backends
 from .torch_kernels import in_clean_thread
 
 RUNS = 20
@@ -44,7 +45,7 @@ class Proof:
 
 def probe(device: torch.device) -> dict[str, Proof]:
     """Run each backend ``RUNS`` times on SD1.5's shapes on ``device`` and compare the bits; the answers are kept."""
-    return {name: _proof(name, torch.device(device)) for name in BACKENDS}
+    return {name: _proof(name, torch.device(device)) for name in backends()}
 
 
 def repeats(backend: str, device: torch.device) -> bool:
@@ -52,10 +53,14 @@ def repeats(backend: str, device: torch.device) -> bool:
     return bool(_proof(backend, torch.device(device)).deterministic)
 
 
-@functools.cache
 def _proof(name: str, device: torch.device) -> Proof:
+    return _examined(name, backends()[name], device)
+
+
+@functools.cache
+def _examined(name: str, backend: AttentionBackend, device: torch.device) -> Proof:
     why = available_backends(device)[name]
-    return Proof(name, None, 0, why) if why else examine(name, BACKENDS[name], device)
+    return Proof(name, None, 0, why) if why else examine(name, functools.partial(attend, name), device)
 
 
 def examine(name: str, function: AttentionFunction, device: torch.device, runs: int = RUNS) -> Proof:

@@ -1,50 +1,88 @@
-"""Attention as one function ``(q, k, v, mask, scale) -> out``: the backends, and what they hold.
-
-q is (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value width), the mask bool
-(True attends) or additive and broadcastable to (batch, heads, queries, keys), the scale of the scores width**-0.5 when
-not given. The result is (batch, heads, queries, value width). All backends agree to rounding.
+"""Attention as one function ``(q, k, v, mask, scale) -> out`` (:class:`.backend.AttentionFunction`): which backends
+there are, what they refuse, and what they hold. All agree to rounding, but for those that say otherwise of themselves.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import doors
 from ...devices.info import dtype_on
+from ...errors import SettingsError
 from ...settings import Settings
-from ..triton import support
-from . import torch_kernels
-from .bounded import SCORE_BYTES, fused_blocks, fused_softmax, sliced, sliced_blocks
-from .by_triton import triton
-from .problem import Problem
+from . import by_triton, torch_kernels
+from .backend import SCORE_BYTES, AttentionBackend
+from .bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
+from .problem import Problem, problem_of
 
-AttentionFunction = Callable[..., Tensor]
 
-BACKENDS: dict[str, AttentionFunction] = {
-    "sdpa": functools.partial(torch_kernels.fused, None),
-    "flash": functools.partial(torch_kernels.fused, "flash"),
-    "efficient": functools.partial(torch_kernels.fused, "efficient"),
-    "xformers": torch_kernels.xformers,
-    "fused-softmax": fused_softmax,
-    "sliced": sliced,
-    "triton": triton,
-    "cudnn": functools.partial(torch_kernels.fused, "cudnn"),
+def _torchs(kernel: str, held_bytes: Any) -> AttentionBackend:
+    """One of torch's own kernels and nothing else."""
+    refusal = functools.partial(torch_kernels.refusal, kernel)
+    return AttentionBackend(functools.partial(torch_kernels.fused, kernel), refusal, held_bytes)
+
+
+BACKENDS: dict[str, AttentionBackend] = {
+    "sdpa": AttentionBackend(
+        functools.partial(torch_kernels.fused, None), label="torch's kernel by size, head width and GPU"
+    ),
+    "flash": _torchs("flash", torch_kernels.flash_bytes),
+    "efficient": _torchs("efficient", torch_kernels.efficient_bytes),
+    "xformers": AttentionBackend(
+        torch_kernels.xformers,
+        lambda problem: torch_kernels.xformers_refusal(problem.device),
+        torch_kernels.efficient_bytes,
+    ),
+    "fused-softmax": AttentionBackend(fused_softmax, label="exact, holds no score matrix"),
+    "sliced": AttentionBackend(sliced, label="exact, by slices"),
+    "triton": AttentionBackend(by_triton.triton, by_triton.refusal, lambda problem: 0),
+    "cudnn": _torchs("cudnn", torch_kernels.cudnn_bytes),
 }
-"""Every backend by its name in the settings; all have the signature of `sliced`."""
+"""Ours by their names in the settings."""
+
+
+def backends() -> dict[str, AttentionBackend]:
+    """Every backend by its name in the settings; those that others registered come last."""
+    doors.find()
+    return BACKENDS | doors.ATTENTION_BACKENDS
+
+
+def attend(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    upcast: bool = False,
+    score_bytes: int = SCORE_BYTES,
+) -> Tensor:
+    """Attention by the backend of this name; arguments and result as in :class:`.backend.AttentionFunction`.
+
+    Fake tensors that it cannot look through are answered in its place, and what it holds is booked.
+
+    Raises:
+        SettingsError: it cannot run this shape, type, mask or device; the message says why and what would.
+    """
+    backend = BACKENDS.get(name) or backends()[name]
+    if backend.why_not is not None or backend.held_bytes is not None:
+        problem = problem_of(q, k, v, mask, upcast)
+        if backend.why_not is not None and (why := backend.why_not(problem)):
+            raise SettingsError(f"attention={name!r} cannot run {problem}: {why}. {torch_kernels.REMEDY}")
+        if backend.held_bytes is not None and not problem.real:
+            return torch_kernels.emulated(name, q, k, v, mask, scale)
+    return backend.attend(q, k, v, mask, scale, upcast=upcast, score_bytes=score_bytes)
 
 
 def available_backends(device: torch.device) -> dict[str, str | None]:
     """Every backend, and why it cannot run on ``device``: None where it can, for the shapes that suit it."""
-    real = is_present(device)
-    problem = Problem(1, 1, 16, 16, 64, 64, dtype_on(device), device, real=real)
-    reasons: dict[str, str | None] = dict.fromkeys(BACKENDS)
-    reasons |= {kernel: torch_kernels.refusal(kernel, problem) for kernel in ("flash", "efficient", "cudnn")}
-    reasons["xformers"] = torch_kernels.xformers_refusal(device)
-    reasons["triton"] = support.refusal(device)
-    return reasons
+    problem = Problem(1, 1, 16, 16, 64, 64, dtype_on(device), device, real=is_present(device))
+    return {name: backend.why_not(problem) if backend.why_not else None for name, backend in backends().items()}
 
 
 def score_bytes(settings: Settings) -> int:
@@ -69,12 +107,7 @@ def held_bytes(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -
         return sliced_blocks(problem, score_bytes).bytes
     if kernel == "fused-softmax":
         return fused_blocks(problem, score_bytes).bytes
-    if kernel == "flash":
-        return torch_kernels.flash_bytes(problem)
-    if kernel == "cudnn":
-        return torch_kernels.cudnn_bytes(problem)
-    if kernel == "triton":
-        return 0
     if kernel == "torch":
         return 2 * problem.scores * problem.score_dtype.itemsize
-    return torch_kernels.efficient_bytes(problem)
+    held = backends()[kernel].held_bytes
+    return held(problem) if held is not None else 0

@@ -22,7 +22,8 @@ from ...compat.private import BUILTIN_ATTENTION, attention_choice
 from ...devices.this_machine import knows_cudnn_attention
 from ...errors import SettingsError
 from ...memory.threads import Redirected, Switch
-from .bounded import SCORE_BYTES, mask_4d, sliced
+from .backend import SCORE_BYTES
+from .bounded import mask_4d, sliced
 from .problem import Problem, capability, empty_output, has_bf16, problem_of
 
 TORCHS_ATTENTION = Redirected(torch.nn.functional, "scaled_dot_product_attention")
@@ -47,19 +48,12 @@ def fused(
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
     """One of torch's kernels: the fastest that can run (see `choose_kernel`), or the ``forced`` one and nothing else,
-    "flash", "efficient" or "cudnn". Other arguments and result as in `sliced`.
+    "flash", "efficient" or "cudnn", which `refusal` has nothing against. Other arguments and result as in `sliced`.
 
     Fidelity: rounding. Source: torch's scaled_dot_product_attention; FlashAttention, Dao 2022; memory-efficient
     attention, Rabe and Staats 2021; the choice by matrix size is consciencia's.
-
-    Raises:
-        SettingsError: the forced one cannot run this shape, type, mask or device; the message says why and what would.
     """
-    problem = problem_of(q, k, v, mask, upcast)
-    why = refusal(forced, problem) if forced else None
-    if why:
-        raise SettingsError(f"attention={forced!r} cannot run {problem}: {why}. {REMEDY}")
-    kernel = forced or choose_kernel(problem, score_bytes)
+    kernel = forced or choose_kernel(problem_of(q, k, v, mask, upcast), score_bytes)
     if kernel == "sliced":
         return sliced(q, k, v, mask, scale, upcast=upcast, score_bytes=score_bytes)
     return _run(kernel, q, k, v, mask, scale)
@@ -78,16 +72,11 @@ def xformers(
     """xformers' memory-efficient attention, by the kernel that it picks itself.
 
     Raises:
-        SettingsError: it is not installed, or refuses the shape, type or device.
+        SettingsError: it refuses the shape, type or device.
     """
-    problem = problem_of(q, k, v, mask, upcast)
-    if not problem.real:
-        return emulated("efficient", q, k, v, mask, scale)
-    why = xformers_refusal(q.device)
-    if why:
-        raise SettingsError(f"attention='xformers' cannot run: {why}. {REMEDY}")
     import xformers.ops
 
+    problem = problem_of(q, k, v, mask, upcast)
     bias = None if mask is None else _aligned_bias(mask, problem)
     try:
         out: Tensor = xformers.ops.memory_efficient_attention(
