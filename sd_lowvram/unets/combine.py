@@ -5,7 +5,11 @@ M1 takes dn0 and the up block across from the compressed one, M2 and M3 one and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..checkpoints.architectures import layers_per_block
 from ..errors import BadInputError
@@ -22,7 +26,7 @@ def combined(compressed: Any, original: Any, blocks: int) -> Any:
 
     Raises:
         BadInputError: no UNets that are known, other widths or kinds of blocks, a number of blocks that leaves
-            nothing of either, or experts and regions in blocks that are not taken.
+            nothing of either, experts and regions in blocks that are not taken, or weights that are the same in both.
     """
     for unet in (compressed, original):
         check_unet(unet)
@@ -39,6 +43,7 @@ def combined(compressed: Any, original: Any, blocks: int) -> Any:
     deep = [f"down_blocks.{number}" for number in range(blocks, total)]
     deep += [f"up_blocks.{number}" for number in range(total - blocks)]
     deep += ["mid_block", "time_embedding", "add_embedding", "class_embedding", "encoder_hid_proj"]
+    _check_different(compressed.state_dict(), original.state_dict(), shallow)
     layers = layers_per_block(compressed.config)[:blocks] + layers_per_block(original.config)[blocks:]
     config = {**original.config, "layers_per_block": layers, **_changes(compressed, total, blocks)}
     config |= put_together(compressed.config, original.config, blocks)
@@ -63,6 +68,24 @@ def _changes(compressed: Any, total: int, blocks: int) -> dict[str, Any]:
         )
     shared = {name: compressed.config[name] for name in ("experts", "regions")}
     return {**shared, "changed_blocks": [outermost[name] for name in named]}
+
+
+def _check_different(
+    compressed: Mapping[str, Tensor], original: Mapping[str, Tensor], taken: Mapping[str, str]
+) -> None:
+    """Refuse to write the original again: the layers that are ``taken`` (path in the result -> in the compressed one)
+    are its own, weight by weight. Without weights nothing is compared."""
+    for new, old in taken.items():
+        theirs = {name.removeprefix(new): weight for name, weight in original.items() if name.startswith(new + ".")}
+        ours = {name.removeprefix(old): weight for name, weight in compressed.items() if name.startswith(old + ".")}
+        if ours.keys() != theirs.keys():
+            return
+        if any(weight.is_meta or not torch.equal(weight, theirs[name]) for name, weight in ours.items()):
+            return
+    raise BadInputError(
+        "the outermost blocks of the compressed UNet are those of the original, weight by weight: the original is what "
+        "would come out"
+    )
 
 
 _SHARED = ("in_channels", "out_channels", "cross_attention_dim", "norm_num_groups", "prediction_type")

@@ -39,9 +39,10 @@ def cut_of_kind(config: Mapping[str, Any], kind: str) -> Cut:
     full = whole(config)
     if any(len(layers) < 2 for layers in full.down):
         layers = " and ".join(map(str, sorted({len(layers) for layers in full.down})))
+        why = "it is cut already" if config.get(KEPT) else "it was made or cut so"
+        left = ". --drop mid cuts its middle block" if full.mid else ""
         raise BadInputError(
-            f"{kind!r} takes the second layer of every down block, and this UNet has {layers} in a block: it is cut "
-            "already. --drop names other parts"
+            f"{kind!r} takes the second layer of every down block, and this UNet has {layers} in a block: {why}{left}"
         )
     down = tuple((0, *layers[2:]) for layers in full.down)
     up = tuple((0, *layers[2:]) for layers in full.up)
@@ -57,7 +58,7 @@ def cut_by_names(config: Mapping[str, Any], keep: Collection[str] = (), drop: Co
     """The cut that drops the named parts, or keeps only the named layers: "dn0.1", "up3.1", "mid", or a block, "dn3".
 
     Raises:
-        BadInputError: an unknown name; both lists; or a cut through which no map finds its way.
+        BadInputError: an unknown name; both lists; a cut that takes nothing, or through which no map finds its way.
     """
     if bool(keep) == bool(drop):
         raise BadInputError("name either layers to keep (--keep) or parts to drop (--drop)")
@@ -73,6 +74,8 @@ def cut_by_names(config: Mapping[str, Any], keep: Collection[str] = (), drop: Co
         del down[-1], up[0]
     cut = Cut(tuple(down), tuple(up), full.mid and left("mid"))
     _check_path(full, cut)
+    if cut == full:
+        raise BadInputError("--keep names all layers that this UNet has: nothing would be cut")
     return cut
 
 

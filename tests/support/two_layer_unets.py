@@ -1,13 +1,19 @@
-"""UNets of two layers a block, which can be cut: SD1.5's own without weights, and a narrow one with weights."""
+"""Models for tests of smaller UNets: two layers a block, which can be cut, or with blocks that are changed."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sd_lowvram.checkpoints.architectures import architecture, build_components
+from sd_lowvram.checkpoints.load import load_pipeline
+from sd_lowvram.unets.changes import BlockChanges
+from sd_lowvram.unets.checkpoints.save import save_pipeline
+from sd_lowvram.unets.cuts import whole
+from sd_lowvram.unets.prune import cut_by_names, pruned
 
 
 @functools.cache
@@ -21,3 +27,12 @@ def tiny() -> Any:
     config = architecture("sd15")["unet"] | {"block_out_channels": [32, 64, 64, 64], "norm_num_groups": 8}
     config |= {"cross_attention_dim": 32, "attention_head_dim": 4, "sample_size": 16}
     return build_components({"unet": config}, seed=3)["unet"]
+
+
+def write_changed_demo(folder: Path, drop: tuple[str, ...] = (), **changes: Any) -> None:
+    """The demo model with experts or regions, which the command makes of models with two layers a block alone."""
+    pipe: Any = load_pipeline(None)
+    config = pipe.unet.config
+    cut = cut_by_names(config, drop=drop) if drop else whole(config)
+    pipe.register_modules(unet=pruned(pipe.unet, cut, BlockChanges(**changes)))
+    save_pipeline(pipe, folder)

@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from test_unet_hooks import TOGETHER, inputs
 from two_layer_unets import tiny as original
+from two_layer_unets import write_changed_demo
 from typer.testing import CliRunner
 
 import sd_lowvram
@@ -87,7 +88,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, colour in enumerate(("red", "green", "blue")):
         Image.new("RGB", (40, 40), colour).save(folder / "pictures" / f"{number}.png")
         (folder / "pictures" / f"{number}.txt").write_text(f"a {colour} box", encoding="utf-8")
-    asked("prune", "--drop", "mid", "--experts", "2", "--out", str(folder / "model"))
+    write_changed_demo(folder / "model", drop=("mid",), experts=2)
     return folder
 
 

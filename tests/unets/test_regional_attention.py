@@ -16,7 +16,7 @@ from diffusers import UNet2DConditionModel
 from PIL import Image
 from test_unet_hooks import TOGETHER, inputs
 from torch.utils.flop_counter import FlopCounterMode
-from two_layer_unets import full_size
+from two_layer_unets import full_size, write_changed_demo
 from two_layer_unets import tiny as original
 from typer.testing import CliRunner
 from unet_bounds import BOUNDS, SMALLEST
@@ -302,8 +302,7 @@ def test_a_pipeline_is_optimized_runs_and_is_restored(ask: Callable[[Any], Any])
 
 def test_a_folder_is_loaded_wherever_models_are(tmp_path: Path) -> None:
     model, picture = str(tmp_path / "model"), tmp_path / "apple.png"
-    found = json.loads(asked("unet", "prune", "--regions", "4", "--experts", "2", "--out", model, "--json"))
-    assert found["operations"] < found["before"]["operations"]
+    write_changed_demo(tmp_path / "model", regions=4, experts=2)
     pipe = load_pipeline(model)
     assert type(pipe.unet) is ASDMUNet2DConditionModel and len(attentions_of(pipe.unet)) == 3
     sizes = ["--width", "64", "--height", "64"]
@@ -322,7 +321,7 @@ def test_gates_are_opened_by_training(tmp_path: Path) -> None:
     for number, colour in enumerate(("red", "green")):
         Image.new("RGB", (40, 40), colour).save(tmp_path / "pictures" / f"{number}.png")
         (tmp_path / "pictures" / f"{number}.txt").write_text(f"a {colour} box", encoding="utf-8")
-    asked("unet", "prune", "--regions", "4", "--out", str(tmp_path / "model"))
+    write_changed_demo(tmp_path / "model", regions=4)
     given = ["--student", str(tmp_path / "model"), "--data", str(tmp_path / "pictures"), "--steps", "2", "--batch", "2"]
     asked("unet", "distil", *given, "--rate", "1e-2", "--out", str(tmp_path / "trained"))
     gates = [

@@ -191,9 +191,15 @@ def test_cut_and_combined_models_run_under_hooks(name: str, settings: Any) -> No
 def test_models_are_combined_by_the_command(tmp_path: Path) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     told("prune", "--drop", "mid", "--out", first)
-    found = told("combine", "--compressed", first, "--blocks", "2", "--out", second)
+    combine = "combine", "--compressed", first, "--blocks", "2", "--out", second
+    assert "the original is what would come out" in refused(*combine) and not Path(second).exists()
+    pipe: Any = load_pipeline(first)
+    pipe.unet.conv_out.bias.data += 1
+    pipe.save_pretrained(tmp_path / "trained")
+    found = told("combine", "--compressed", str(tmp_path / "trained"), *combine[3:])
     assert found["parameters"] == found["before"]["parameters"]  # the middle is the original's
-    assert load_pipeline(second).unet.mid_block is not None
+    made: Any = load_pipeline(second)
+    assert made.unet.mid_block is not None and (made.unet.conv_out.bias > 0.9).all()
 
 
 def test_components_are_written_in_the_types_that_they_had(tmp_path: Path) -> None:
@@ -202,7 +208,9 @@ def test_components_are_written_in_the_types_that_they_had(tmp_path: Path) -> No
     pipe.save_pretrained(tmp_path / "given")
     given, pruned_, both = (str(tmp_path / name) for name in ("given", "pruned", "both"))
     told("prune", "--model", given, "--drop", "mid", "--out", pruned_)
-    told("combine", "--model", given, "--compressed", pruned_, "--out", both)
+    pipe.unet.conv_out.bias.data += 1
+    pipe.save_pretrained(tmp_path / "other")
+    told("combine", "--model", given, "--compressed", str(tmp_path / "other"), "--out", both)
     wanted = {"unet": torch.float16, "text_encoder": torch.float16, "vae": torch.float32}
     for folder in (pruned_, both):
         files = {name: next(Path(folder, name).glob("*.safetensors")) for name in wanted}
@@ -225,7 +233,21 @@ def test_an_analysis_is_drawn_and_told(tmp_path: Path) -> None:
     ("arguments", "why"),
     [
         (["prune", "--kind", "huge", "--dry-run"], "'huge' is unknown: choose one of base, small, tiny"),
-        (["prune", "--kind", "base", "--dry-run"], "it is cut already"),
+        (["prune", "--kind", "base", "--dry-run"], "it was made or cut so. --drop mid cuts its middle block"),
+        (
+            [
+                "prune",
+                "--keep",
+                "mid",
+                *(f"--keep=dn{n}" for n in range(4)),
+                *(f"--keep=up{n}" for n in range(4)),
+                "--dry-run",
+            ],
+            "nothing would be cut",
+        ),
+        (["prune", "--experts", "2", "--dry-run"], "this UNet has one layer a block"),
+        (["prune", "--drop", "mid", "--regions", "4", "--dry-run"], "at once, with --kind base --regions 4"),
+        (["combine", "--compressed", "sd15", "--model", "sd15", "--dry-run"], "are both sd15"),
         (["prune", "--dry-run"], "name one cut"),
         (["prune", "--kind", "tiny", "--drop", "mid", "--dry-run"], "name one cut"),
         (["prune", "--drop", "dn7", "--dry-run"], "has no dn7: its blocks go up to dn3"),
@@ -238,7 +260,7 @@ def test_an_analysis_is_drawn_and_told(tmp_path: Path) -> None:
         (["prune", "--drop", "mid", "--out", "/"], "is there already"),
         (["prune", "--model", "sd15", "--kind", "base", "--out", "/tmp/never"], "architecture without weights"),
         (["combine", "--compressed", "sdxl", "--model", "sd15", "--dry-run"], "do not match: cross_attention_dim"),
-        (["combine", "--compressed", "sd15", "--model", "sd15", "--blocks", "4", "--dry-run"], "from 1 to 3 can"),
+        (["combine", "--compressed", "sd15", "--model", "sd21", "--blocks", "4", "--dry-run"], "from 1 to 3 can"),
         (["prune", "--drop", "dn3", "--drop", "up0", "--dry-run"], "the middle block was made for the innermost"),
         (["prune", "--model", "sdxl", "--drop", "dn2", "--drop", "up0", "--dry-run"], "drop mid, too"),
         (["prune", "--drop", "mid", "--dry-run", "--out", "/"], "is there already"),

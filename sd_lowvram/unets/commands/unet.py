@@ -119,6 +119,7 @@ def prune(
         from ..prune import pruned
 
         made = pruned(empty, cut, changes)
+        _check_changeable(empty, changes)
         check_layout(out, model, made)
         before, after = counted(empty), counted(made)
         if not dry_run:
@@ -145,6 +146,8 @@ def combine(
     """Put the outermost blocks of a compressed UNet and the inner ones of --model together."""
     with guarded(debug):
         check_given(model=model, compressed=compressed)
+        if model == compressed:
+            raise BadInputError(f"--compressed and --model are both {model}: nothing would be put together")
         checked = _checked_out(out, dry_run)
         from ..analysis import counted
         from ..combine import combined
@@ -249,6 +252,18 @@ def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> BlockC
     from ..changes import BlockChanges
 
     return BlockChanges(experts, regions, tuple(blocks))
+
+
+def _check_changeable(empty: Any, changes: BlockChanges | None) -> None:
+    """Refuse experts and regions in a UNet of one layer a block: they stand in for layers that are cut beside them."""
+    from ...checkpoints.architectures import layers_per_block
+
+    if changes and max(layers_per_block(empty.config)) < 2:
+        asked = f"--experts {changes.experts}" if changes.experts > 1 else f"--regions {changes.regions}"
+        raise BadInputError(
+            f"{asked} stands in for layers that are cut, and this UNet has one layer a block, of which none is: cut "
+            f"and change the whole model at once, with --kind base {asked}"
+        )
 
 
 def _cut(empty: Any, kind: str | None, drop: Any, keep: Any) -> Cut:
