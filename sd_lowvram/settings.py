@@ -60,7 +60,7 @@ class Settings:
     precision: str | None = _knob(
         label="Precision",
         help="how finely numbers are kept: fp16 and bf16 take half the memory of fp32; fp16-storage keeps half "
-        "the memory and computes in fp32 (GTX 16xx)",
+        "the memory and computes in fp32 (GTX 16xx); autocast-fp16 and autocast-bf16 are slower than fp16 and bf16",
         when="on a card whose memory or arithmetic fp32 is too much for; a narrower type is another picture, a "
         "wider one more memory",
         choices=_PRECISIONS,

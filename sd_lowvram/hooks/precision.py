@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -62,6 +63,12 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         raise SettingsError(
             f"precision={kind!r}: torch {torch.__version__} cannot compute in {wanted} on a CPU; choose fp32, bf16 or "
             "fp16-storage"
+        )
+    if kind.startswith("autocast-"):
+        warnings.warn(
+            f"precision={kind!r} is slower than {wanted!r}, as weights are cast anew in every call, and holds them as "
+            "wide as they are",
+            stacklevel=2,
         )
     for name, component in anatomy.components.items():
         stored, compute = _types(anatomy, name, settings)
@@ -212,6 +219,8 @@ def _norm_of_torch(norm: nn.GroupNorm, original: Callable[..., Any], x: Tensor) 
 
 
 def _autocast(anatomy: Anatomy, name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Patch]:
+    """Source: diffusers' memory and speed guide, which discourages it."""
+
     def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # each weight is used once a call, so caching its cast would only hold a second copy of the model
         with torch.autocast(device.type, dtype, cache_enabled=False):

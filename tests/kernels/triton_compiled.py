@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sd_lowvram.kernels.triton import attention, geglu, gelu, group_norm, strip, wide_attention
+from sd_lowvram.kernels.triton import attention, geglu, group_norm, strip, wide_attention
 
 FLOATS = {"eps", "scale"}
 TILE = {"CHANNELS": 4, "PIXELS": 256}
@@ -38,8 +38,6 @@ def main(architecture: int) -> None:
         compiled(group_norm._moments_kernel, kind, target, {"x": at, "partial": "*fp32"}, 4, **TILE)
         switches = {"CHUNKS": 64, "WEIGHT": True, "BIAS": True, "SILU": True}
         compiled(group_norm._normalise_kernel, kind, target, norm, 4, **switches, **TILE)
-        for tanh in (False, True):
-            compiled(gelu._gelu_kernel, kind, target, {"x": at, "out": at}, 4, TANH=tanh, BLOCK=1024)
         compiled(geglu._geglu_kernel, kind, target, {"product": at, "out": at}, 4, BLOCK=256)
         affine = {"x": at, "out": at, "scale": "*fp32", "shift": "*fp32"}
         compiled(strip._strip_kernel, kind, target, affine, 4, **TILE)

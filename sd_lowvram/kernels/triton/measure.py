@@ -12,7 +12,7 @@ from torch import Tensor
 from ...devices.pairs import ratio
 from ..attention.by_triton import triton
 from ..attention.torch_kernels import fused
-from . import geglu, gelu, group_norm, strip, support
+from . import geglu, group_norm, strip, support
 
 _MAPS = {"denoise": (2, 320, 64, 64), "decode": (1, 128, 512, 512)}
 _LAYOUTS = (torch.contiguous_format, torch.channels_last)
@@ -29,10 +29,6 @@ def _normalised(shape: tuple[int, ...], layout: torch.memory_format, device: tor
     how: dict[str, Any] = {"groups": 32, "weight": None, "bias": None, "eps": 1e-5, "silu": True}
     x = torch.randn(shape, device=device).to(dtype, memory_format=layout)
     return functools.partial(group_norm.group_norm, **how), functools.partial(group_norm.reference, **how), (x,)
-
-
-def _activated(device: torch.device, dtype: torch.dtype) -> Pair:
-    return gelu.gelu, gelu.reference, (torch.randn(_TOKENS, device=device).to(dtype),)
 
 
 def _gated(device: torch.device, dtype: torch.dtype) -> Pair:
@@ -61,7 +57,6 @@ PAIRS: dict[str, Callable[[torch.device, torch.dtype], Pair]] = {
         for layout in _LAYOUTS
         for stage, shape in _MAPS.items()
     },
-    "gelu": _activated,
     "geglu": _gated,
     **{f"strip, {_named(layout)}": functools.partial(_strip, layout) for layout in _LAYOUTS},
     **{f"{support.ATTENTION}, {width}": functools.partial(_attending, width) for width in _HEADS},
