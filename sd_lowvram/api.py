@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from .planning.plan import FallbackStep, Plan
 from .planning.replan import exchanges, guard
 from .planning.request import DEFAULT_STEPS, Request, request_for
 from .planning.search import make_plan
+from .run_log import happened
 from .session import Attachment, anatomy_of, attach, attached, attachments, restore
 from .settings import Settings, stated
 from .streaming.host_weights import host_budget
@@ -187,9 +187,9 @@ def _plan_of(target: Any) -> Plan:
 
 
 def _leaner(anatomy: Anatomy, plan: Plan, short: Shortage, settings: Settings) -> Plan:
-    """As :func:`leaner`, told by a warning."""
+    """As :func:`leaner`, told in the log."""
     found = leaner(plan, short, settings, functools.partial(make_plan, anatomy))
-    warnings.warn(found.fallback_steps[-1].told, stacklevel=2)
+    happened(__name__, found.fallback_steps[-1].told)
     return found
 
 

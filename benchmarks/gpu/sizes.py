@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -89,6 +88,7 @@ def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps:
     from sd_lowvram.devices.this_machine import overhead_of
     from sd_lowvram.errors import BudgetError
     from sd_lowvram.memory import measured_peak
+    from sd_lowvram.run_log import heard
 
     on_cpu = where.type == "cpu"
     start = time.perf_counter()
@@ -106,14 +106,13 @@ def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps:
         images = pipe("a red apple", width=side, height=side, num_inference_steps=steps, output_type="pt").images
         pictures.append(bool(images.isfinite().all()))
 
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with timed_calls(pipe, where) as calls:
-            peak = measured_peak(paint)
+    told: list[str] = []
+    with heard(told.append), timed_calls(pipe, where) as calls:
+        peak = measured_peak(paint)
     return {
         "fits": peak <= cap,
         "finite": all(pictures),
-        "leaner": sum("ran out of memory" in str(warning.message) for warning in told),
+        "leaner": sum("ran out of memory" in sentence for sentence in told),
         "peak_bytes": peak,
         "reserved_bytes": 0 if on_cpu else torch.cuda.max_memory_reserved(where),
         "plan_seconds": planned - start,

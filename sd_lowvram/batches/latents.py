@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from ..commands.inputs import Job
 from ..commands.latents import job_of, libraries, pictures_as_tensors
 from ..errors import BadInputError
 from ..files.whole import sweep
+from ..run_log import happened
 from ..saved_latents.file import ENDING, Saved, read_saved
 from ..saved_latents.interval import Interval
 from ..settings import Settings
@@ -72,7 +72,7 @@ def tidy(folder: Path) -> None:
 def begun(place: JobLatents, job: Job, images: dict[str, Any], device: torch.device) -> Begun | None:
     """What is done of a sized ``job`` that begins with ``images``; None: nothing that it can go on from.
 
-    Warns of latents that are there and of no use, and of the step from which the job goes on.
+    Logs latents that are there and of no use, and of the step from which the job goes on.
     """
     path = Path(place.file)
     if not path.exists():
@@ -81,13 +81,13 @@ def begun(place: JobLatents, job: Job, images: dict[str, Any], device: torch.dev
         saved = read_saved(path)
         before = job_of(path, saved, {"model": job.model})
     except BadInputError as error:
-        warnings.warn(f"it was begun anew: {error}", stacklevel=2)
+        happened(__name__, f"it was begun anew: {error}")
         return None
     if not _is_same(job, before[0], saved, images, device):
-        warnings.warn("it was begun anew: its latents are of another run", stacklevel=2)
+        happened(__name__, "it was begun anew: its latents are of another run")
         return None
     others = "" if saved.about.get("libraries") == libraries() else " of other versions of torch or diffusers"
-    warnings.warn(f"it went on from step {saved.about['step']} of {saved.about['steps']}{others}", stacklevel=2)
+    happened(__name__, f"it went on from step {saved.about['step']} of {saved.about['steps']}{others}")
     return Begun(saved, before[0].settings)
 
 

@@ -29,6 +29,7 @@ from ..commands.paint import (
 )
 from ..commands.pictures import output_paths, parameters_text, png_of
 from ..errors import BudgetError
+from ..run_log import happened, heard
 from ..saved_latents.file import ENDING
 from .latents import Begun, JobLatents, begun
 from .marks import CHUNK, FinishedPicture, mark_of, thumbnail
@@ -83,12 +84,14 @@ class Painter:
             place: for its latents, from which it goes on if they are there; None: they are not kept.
             pictures: that a plan for it will make in all.
         """
+        notes: list[str] = []
         try:
-            with warnings.catch_warnings(record=True) as notes:
+            with warnings.catch_warnings(), heard(notes.append):
+                warnings.showwarning = lambda message, *_, **__: notes.append(str(message))
                 warnings.filterwarnings("ignore")
                 warnings.filterwarnings("always", module=r"sd_lowvram(\.|$)")
                 painted = self._paint(job, place, pictures)
-                return dataclasses.replace(painted, notes=tuple(str(one.message) for one in notes))
+                return dataclasses.replace(painted, notes=tuple(notes))
         except Exception as error:
             code, message = told(error)
         if code == OURS:  # nobody knows what it left behind
@@ -138,7 +141,7 @@ class Painter:
             try:
                 return self._attach(dataclasses.replace(job, settings=before.settings), pictures, console)
             except BudgetError:
-                warnings.warn("its plan has no room any more; with another its last bits may be others", stacklevel=2)
+                happened(__name__, "its plan has no room any more; with another its last bits may be others")
         return self._attach(job, pictures, console)
 
     def _attach(self, job: Job, pictures: int, console: Console) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from ..errors import BadInputError, LowVRAMError, host_ran_out, ran_out
+from ..run_log import heard
 from ..settings import knobs
 from .interrupts import interrupted
 from .streams import give_up_stdout, note, tell
@@ -22,7 +23,8 @@ def guarded(debug: bool = False) -> Iterator[None]:
     """Within the block errors end the program with their exit code; with ``debug`` the traceback is shown before."""
     _quiet_libraries(debug)
     try:
-        yield
+        with contextlib.nullcontext() if debug else heard(note):
+            yield
         sys.stdout.flush()  # a full disk is told of here, and not by Python on its way out
     except KeyboardInterrupt:
         _end(INTERRUPTED, "interrupted", debug)

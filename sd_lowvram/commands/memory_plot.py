@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OutputError
 from ..plots.memory import memory_png
 from ..plots.style import check_plots
+from ..run_log import happened
 from .inputs import Job
 from .pictures import check_writable, save_picture
 
@@ -31,7 +31,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def measured_run(job: Job, pipe: Any, plan: Any, run: Callable[[], list[Any]]) -> tuple[list[Any], MeasuredRun | None]:
-    """The pictures of ``run`` and what it took; warns once when that is more than planned.
+    """The pictures of ``run`` and what it took; logs it when that is more than planned.
 
     A GPU tells at no cost. On a CPU every allocation would have to be watched: only for a plot.
     """
@@ -43,7 +43,7 @@ def measured_run(job: Job, pipe: Any, plan: Any, run: Callable[[], list[Any]]) -
         pictures = run()
     message = overrun(plan, seen)
     if message:
-        warnings.warn(message, stacklevel=2)
+        happened(__name__, message)
     return pictures, seen
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from ..compat import autocast_dtype
 from ..compat.private import tree_flatten, tree_unflatten
 from ..errors import ran_out
 from ..memory.fake_mode import active_fake_mode
+from ..run_log import happened
 from ..weights import needs_graph
 
 _MOST_KINDS = 32
@@ -128,8 +128,7 @@ class CapturedCalls(abc.ABC):
             return False
         if facts != self._facts:
             if self._replays:
-                what = f"{self.knob}: the model has changed, as by a LoRA: it is {self.done} anew"
-                warnings.warn(what, stacklevel=6)
+                happened(__name__, f"{self.knob}: the model has changed, as by a LoRA: it is {self.done} anew")
             self.forget()
             self._facts = facts
         return True
@@ -148,7 +147,7 @@ class CapturedCalls(abc.ABC):
     def _refuse(self, why: str) -> None:
         self._refused = True
         self.forget()
-        warnings.warn(f"{self.knob}: the denoiser cannot be {self.done} ({why}). It runs as it is", stacklevel=6)
+        happened(__name__, f"{self.knob}: the denoiser cannot be {self.done} ({why}). It runs as it is")
 
 
 def _kind_of(call: Call, device_type: str) -> Any:

@@ -29,6 +29,7 @@ from ..memory.fake_mode import active_fake_mode
 from ..models import autoencoder
 from ..models.anatomy import Anatomy
 from ..patches import Patch, is_foreign, wrap
+from ..run_log import happened
 from ..settings import Settings
 from ..streaming.layers import is_compiled as is_compiled_module
 from ..weights import loaded_dtype, needs_graph, own_tensors
@@ -158,7 +159,7 @@ class _Kinds:
             shapes = tuple(leaf.shape for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
             why = "its layers have changed, as by a LoRA" if shapes in self._shapes else "for another size or batch"
             seconds = time.perf_counter() - start
-            warnings.warn(f"compile: {fresh} pieces of code were compiled anew in {seconds:.0f} s: {why}", stacklevel=2)
+            happened(__name__, f"compile: {fresh} pieces of code were compiled anew in {seconds:.0f} s: {why}")
         if self._met:
             self._shapes.add(tuple(leaf.shape for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)))
         return result
@@ -175,7 +176,7 @@ class _Kinds:
                 raise
             self._failed = True
             told = " ".join(str(error).split())[:200]
-            warnings.warn(f"compile: torch's compiler fails here ({told}). The model runs as it is", stacklevel=2)
+            happened(__name__, f"compile: torch's compiler fails here ({told}). The model runs as it is")
             return original(*args, **kwargs)
         if kind not in self._met:
             self._met.add(kind)

@@ -24,6 +24,7 @@ from ..compat.private import FakeTensor
 from ..errors import NotFiniteError
 from ..memory.repeats import uncounted
 from ..patches import Answered
+from ..run_log import happened
 from ..weights import placed
 
 Rows = Callable[[int, int, bool], Tensor]
@@ -132,9 +133,9 @@ class OverflowCheck:
         )
 
     def tell(self) -> None:
-        """Warn of what was done again."""
+        """Tell what was done again."""
         if self._again:
-            warnings.warn(f"{self._stage}: {_strips(self._again)} computed anew, being no numbers", stacklevel=4)
+            happened(__name__, f"{self._stage}: {_strips(self._again)} computed anew, being no numbers")
         if self._widened:
             kept = ", and its maps from there on kept in bfloat16" if self._kept_in != self._dtype else ""
             warnings.warn(

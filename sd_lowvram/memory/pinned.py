@@ -11,7 +11,6 @@ import contextlib
 import mmap
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ..compat.private import has_context
 from ..devices.info import host_memory, own_ram
+from ..run_log import happened
 from ..units import format_size
 from .accounts import host_account
 
@@ -176,8 +176,8 @@ def _used_devices() -> Iterator[int]:
 def _tell(why: str, size: int) -> None:
     if why not in _told:
         _told.add(why)
-        warnings.warn(
+        happened(
+            __name__,
             f"{format_size(size)} of host memory are not page-locked ({why}): copies between them and the GPU no "
             "longer run beside the compute",
-            stacklevel=5,
         )

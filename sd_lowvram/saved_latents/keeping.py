@@ -10,7 +10,6 @@ import contextlib
 import functools
 import shlex
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from ..errors import BadInputError, NotFiniteError
 from ..patches import set_patch, wrap
+from ..run_log import happened
 from .file import Saved, write_saved
 from .interval import Interval
 from .state import UnkeptStateError, configuration, pack, remembered, unpack
@@ -130,7 +130,7 @@ class Keeper:
 
     def _tell(self, why: str) -> None:
         if not self._told:
-            warnings.warn(f"the latents of this run cannot be saved {why}", stacklevel=2)
+            happened(__name__, f"the latents of this run cannot be saved {why}")
         self._told = True
 
     def _packed(self, moment: _StepState) -> Saved:

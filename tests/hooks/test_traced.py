@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from run_log import logged, nothing_logged
 from test_unet_hosts import add_lora
 
 from sd_lowvram import Settings, attached, optimize, plan, restore
@@ -44,8 +44,7 @@ def test_optimised_run_and_restored(followed: list[Any]) -> None:
     chosen = optimize(pipe, width=64, height=64, device="cpu", settings=TRACED)
     assert chosen.settings.traced and str(chosen.fidelity) == "rounding"
     assert pipe._sd_lowvram[-1].sites["traced"] == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with nothing_logged():
         assert tiny.relative_error(draw(pipe), plain) < 1e-5
         assert tiny.relative_error(draw(pipe), plain) < 1e-5
         assert len(followed) == 1, "three steps of the first picture, four of the second"
@@ -61,12 +60,12 @@ def test_a_lora_is_traced_anew_and_acts(followed: list[Any]) -> None:
     with attached(pipe, TRACED, device="cpu"):
         draw(pipe)
         add_lora(pipe.unet)
-        with pytest.warns(UserWarning, match="traced: the model has changed, as by a LoRA"):
+        with logged("traced: the model has changed, as by a LoRA"):
             during = draw(pipe)
         assert len(followed) == 2
         name = next(iter(pipe.unet.peft_config))
         pipe.unet.set_adapters([name], [0.25])
-        with pytest.warns(UserWarning, match="the model has changed"):
+        with logged("the model has changed"):
             weaker = draw(pipe)
     assert tiny.relative_error(weaker, draw(pipe)) < 1e-5
     pipe.unet.set_adapters([name], [1.0])
@@ -82,17 +81,16 @@ def test_what_cannot_be_traced_runs_as_it_is(followed: list[Any], monkeypatch: p
 
     monkeypatch.setattr(torch.jit, "trace", failing)
     with attached(pipe, TRACED, device="cpu"):
-        with pytest.warns(UserWarning, match="cannot be traced .no way through.. It runs as it is"):
+        with logged("cannot be traced .no way through.. It runs as it is"):
             assert torch.equal(draw(pipe), plain)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with nothing_logged():
             assert torch.equal(draw(pipe), plain)
 
 
 def test_a_listener_inside_and_autocast_are_heeded(followed: list[Any]) -> None:
     pipe, seen = tiny.tiniest(), list[int]()
     hook = pipe.unet.mid_block.register_forward_hook(lambda *_: seen.append(1))
-    with attached(pipe, TRACED, device="cpu"), pytest.warns(UserWarning, match="listens to its layers"):
+    with attached(pipe, TRACED, device="cpu"), logged("listens to its layers"):
         draw(pipe)
     assert len(seen) == 4 and not followed
     hook.remove()

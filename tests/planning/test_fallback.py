@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from run_log import logged
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -75,7 +76,7 @@ def test_the_call_is_made_again_as_before_when_what_was_cached_is_given_up(pipe:
     wanted = tiny.run(pipe)
     hook, frames = fails(PARTS[component](pipe), lambda: not frames)
     try:
-        with pytest.warns(UserWarning, match=f"{component} ran out of memory on cpu with a plan of .*as before"):
+        with logged(f"{component} ran out of memory on cpu with a plan of .*as before"):
             picture = tiny.run(pipe)
     finally:
         hook.remove()
@@ -91,7 +92,7 @@ def test_the_next_leaner_plan_is_tried_with_the_same_latents(pipe: Any, expected
     first = sd_lowvram.optimize(pipe, vram="1GB", **SIZE)
     hook, frames = fails(PARTS[component](pipe), lambda: len(frames) < 2)
     try:
-        with pytest.warns(UserWarning, match=f"{component} ran out of memory on cpu with a plan of .*it goes on with"):
+        with logged(f"{component} ran out of memory on cpu with a plan of .*it goes on with"):
             picture = tiny.run(pipe)
     finally:
         hook.remove()
@@ -155,7 +156,7 @@ def test_host_memory_that_is_full_is_told_by_torchs_and_pythons_errors(
     sd_lowvram.optimize(pipe, vram="1GB", **SIZE)
     hook, frames = fails(pipe.unet.mid_block, lambda: not frames, error)
     try:
-        with pytest.warns(UserWarning, match="unet ran out of memory"):
+        with logged("unet ran out of memory"):
             picture = tiny.run(pipe)
     finally:
         hook.remove()
@@ -172,7 +173,7 @@ def test_plans_grow_leaner_until_one_fits(pipe: Any, expected: torch.Tensor) -> 
 
     hook, frames = fails(pipe.unet.mid_block, too_much)
     try:
-        with pytest.warns(UserWarning) as told:
+        with logged("ran out") as told:
             picture = tiny.run(pipe)
     finally:
         hook.remove()
@@ -188,7 +189,7 @@ def test_where_nothing_is_leaner_that_is_told_and_what_is_attached_stays(pipe: A
     hook, frames = fails(pipe.unet.mid_block, lambda: len(frames) < 2)
     try:
         with (
-            pytest.warns(UserWarning),
+            logged("ran out"),
             pytest.raises(BudgetError, match=r"unet ran out of memory .* and nothing leaner fits: .*at least"),
         ):
             tiny.run(pipe)
@@ -216,7 +217,7 @@ def test_weights_that_do_not_fit_after_all(pipe: Any, monkeypatch: pytest.Monkey
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(offload, "place", full)
-    with pytest.warns(UserWarning, match="the move of the weights ran out of memory"):
+    with logged("the move of the weights ran out of memory"):
         plan = sd_lowvram.optimize(pipe, vram="1GB", **SIZE)
     assert plan.settings.offload != "none" and attachments(pipe)[0].plan is plan
     sd_lowvram.restore(pipe)
@@ -229,7 +230,7 @@ def test_an_autoencoder_alone(pipe: Any, verb: str) -> None:
     expected = call(pipe.vae, given, vram="1GB")
     hook, frames = fails(pipe.vae.get_submodule(f"{verb}r.mid_block"), lambda: len(frames) < 2)
     try:
-        with pytest.warns(UserWarning, match="the autoencoder ran out of memory"):
+        with logged("the autoencoder ran out of memory"):
             made = call(pipe.vae, given, vram="1GB", settings=Settings())
     finally:
         hook.remove()

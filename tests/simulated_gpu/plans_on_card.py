@@ -13,10 +13,11 @@ import gc
 import json
 import random
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from sd_lowvram.run_log import heard
 
 MIB = 1 << 20
 FILE = Path(__file__).parents[2] / "benchmarks" / "plans_on_card.json"
@@ -132,10 +133,10 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     size = chosen.reserved_bytes + chosen.overhead_bytes
-    with card.of_size(size), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    told: list[str] = []
+    with card.of_size(size), heard(told.append):
         pipe(**_given(case), num_inference_steps=2, output_type="pt")
-    ran = not any("ran out of memory" in str(warning.message) for warning in told)  # and went on with a leaner plan
+    ran = not any("ran out of memory" in sentence for sentence in told)  # and went on with a leaner plan
     held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     locked = card.pinned_peak - before
     restore(pipe)

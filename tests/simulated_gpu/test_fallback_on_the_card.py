@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from on_card import GPU
+from run_log import logged
 
 import sd_lowvram
 from sd_lowvram import Settings
@@ -58,7 +59,7 @@ def test_a_card_of_less_than_planned(gpu: Any, pipe: Any, planned: dict[str, Any
     sd_lowvram.restore(pipe)
     with (
         gpu.card.of_size(CONTEXT + emptied(gpu.card) + room * MIB, CONTEXT),
-        pytest.warns(UserWarning, match="ran out"),
+        logged("ran out"),
     ):
         sd_lowvram.optimize(pipe, **planned)
         made = tiny.run(pipe, size=SIZE).cpu()
@@ -76,7 +77,7 @@ def test_a_tensor_that_somebody_holds_beside_the_run(gpu: Any, pipe: Any, planne
     wanted = tiny.run(pipe, size=SIZE).cpu()
     sd_lowvram.restore(pipe)
     room = first.predicted.reserved_bytes + 8 * MIB
-    with gpu.card.of_size(CONTEXT + emptied(gpu.card) + room, CONTEXT), pytest.warns(UserWarning, match="ran out"):
+    with gpu.card.of_size(CONTEXT + emptied(gpu.card) + room, CONTEXT), logged("ran out"):
         hog = torch.empty(room - 24 * MIB, dtype=torch.uint8, device=GPU)
         sd_lowvram.optimize(pipe, **planned)
         made = tiny.run(pipe, size=SIZE).cpu()
@@ -108,7 +109,7 @@ def test_a_tensor_that_somebody_holds_from_the_middle_of_a_run_on(gpu: Any, pipe
             hogs.append(torch.empty(free - 4 * MIB, dtype=torch.uint8, device=GPU))
         return values
 
-    with gpu.card.of_size(CONTEXT + emptied(gpu.card) + room, CONTEXT), pytest.warns(UserWarning, match="ran out"):
+    with gpu.card.of_size(CONTEXT + emptied(gpu.card) + room, CONTEXT), logged("ran out"):
         sd_lowvram.optimize(pipe, **planned)
         made = tiny.run(pipe, size=SIZE, steps=4, callback_on_step_end=held).cpu()
     plan = attachments(pipe)[0].plan
@@ -127,7 +128,7 @@ def test_a_decoder_without_room_on_the_card_runs_on_the_cpu(gpu: Any, pipe: Any,
     least = first.minimum_vram_bytes - first.predicted.overhead_bytes
     with (
         gpu.card.of_size(CONTEXT + emptied(gpu.card) + least * 4 // 5, CONTEXT),
-        pytest.warns(UserWarning, match=r"vae ran out of memory on cuda.*\(decoder on the CPU\)"),
+        logged(r"vae ran out of memory on cuda.*\(decoder on the CPU\)"),
     ):
         sd_lowvram.optimize(pipe, **planned)
         made = tiny.run(pipe, size=512).cpu()
@@ -178,7 +179,7 @@ def test_a_host_of_less_than_planned_leaves_weights_in_their_file(
     sd_lowvram.restore(small)
     assert first.minimum_ram_bytes < first.predicted.host_bytes - lacking
     host_of(first.predicted.host_bytes - lacking)
-    with pytest.warns(UserWarning, match=rf"{where} ran out of host memory on cuda.*\(weights from their file\)"):
+    with logged(rf"{where} ran out of host memory on cuda.*\(weights from their file\)"):
         sd_lowvram.optimize(small, **planned)
         made = tiny.run(small, size=SIZE).cpu()
     plan = attachments(small)[0].plan

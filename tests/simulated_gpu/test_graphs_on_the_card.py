@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import tiny
 import torch
 from on_card import GPU, LARGE
+from run_log import logged, nothing_logged
 from test_unet_hosts import add_lora
 from torch import Tensor
 
@@ -113,7 +113,7 @@ def test_an_adapter_has_passes_recorded_anew(gpu: Any, pipe: Any) -> None:
     pipe.unet.set_adapters([name], [1.0])
     sd_lowvram.optimize(pipe, vram="8GB", settings=GRAPHS, **SIZE)
     replays = gpu.card.replays
-    with pytest.warns(UserWarning, match="recorded anew"):
+    with logged("recorded anew"):
         got = run(pipe, steps=8, callback_on_step_end=changing)
     assert torch.equal(got, wanted) and gpu.card.replays == replays + 3 + 3
     sd_lowvram.restore(pipe)
@@ -125,7 +125,7 @@ def test_a_listener_inside_is_called_at_every_step(gpu: Any, pipe: Any) -> None:
     sd_lowvram.optimize(pipe, vram="8GB", settings=GRAPHS, **SIZE)
     seen.clear()
     replays = gpu.card.replays
-    with pytest.warns(UserWarning, match="listens to its layers"):
+    with logged("listens to its layers"):
         assert torch.equal(run(pipe), wanted)
     assert len(seen) == STEPS and gpu.card.replays == replays
     sd_lowvram.restore(pipe)
@@ -143,10 +143,9 @@ def test_what_waits_for_the_card_is_told_and_runs_as_it_is(gpu: Any, pipe: Any, 
     wanted = planned(pipe)
     pipe.unet.mid_block.forward = waiting
     sd_lowvram.optimize(pipe, vram="8GB", settings=GRAPHS, **SIZE)
-    with pytest.warns(UserWarning, match="cannot be recorded"):
+    with logged("cannot be recorded"):
         assert torch.equal(run(pipe), wanted)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with nothing_logged():
         assert torch.equal(run(pipe), wanted)
     sd_lowvram.restore(pipe)
     del pipe.unet.mid_block.forward
@@ -173,8 +172,7 @@ def test_plans_hold_what_recordings_take(gpu: Any, model: str, side: int) -> Non
         (denoising,) = (stage.reserved_bytes for stage in plan.stages if stage.name == "denoise")
         overhead = plan.predicted.overhead_bytes
         replays = gpu.card.replays
-        with gpu.card.of_size(denoising + overhead + before, context=overhead), warnings.catch_warnings():
-            warnings.filterwarnings("error", ".*ran out of memory")
+        with gpu.card.of_size(denoising + overhead + before, context=overhead), nothing_logged("ran out of memory"):
             pipe("", width=side, height=side, num_inference_steps=4, output_type="latent")
             assert gpu.card.replays == replays + 3
     finally:

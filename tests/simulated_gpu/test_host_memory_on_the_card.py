@@ -12,6 +12,7 @@ import families
 import pytest
 import torch
 from on_card import GPU
+from run_log import logged
 from test_hooks_on_the_card import mapped, run
 
 import sd_lowvram
@@ -209,7 +210,7 @@ def test_what_cannot_be_locked_is_told_once_and_waits_in_ordinary_memory(
         wanted = run(pipe, {})
     with (
         gpu.card.pinning(0),
-        pytest.warns(UserWarning, match="not page-locked.*out of memory") as told,
+        logged("not page-locked.*out of memory") as told,
         gpu.watched("lazy") as seen,
         sd_lowvram.attached(pipe, settings, device=GPU),
     ):
@@ -222,7 +223,7 @@ def test_no_more_than_a_share_of_the_host_is_locked(gpu: Any, before: int, monke
     monkeypatch.setattr(pinned, "_told", set())
     monkeypatch.setattr(pinned, "host_memory", lambda: Memory(64 * MIB, 64 * MIB))
     tensor = torch.rand(5 * MIB, device=GPU)
-    with PINNED_BUFFERS.kept(), pytest.warns(UserWarning, match="more than 50% of the host's memory"):
+    with PINNED_BUFFERS.kept(), logged("more than 50% of the host's memory"):
         maps = [park(tensor) for _ in range(3)]
         assert gpu.card.pinned - before == tensor.nbytes
         assert all(torch.equal(fetch(one), tensor) for one in maps)

@@ -1,0 +1,61 @@
+"""What happens in a run is logged, and seen where a user looks; warnings are of what the caller can change."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sd_lowvram.run_log import happened, heard
+
+TELLS = "unet ran out of memory"
+RUN = """
+import torch, tiny, sd_lowvram
+pipe, failed = tiny.tiniest(), []
+sd_lowvram.optimize(pipe, vram="1GB", width=64, height=64, device="cpu")
+
+def full(*_):
+    if not failed:
+        failed.append(1)
+        raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes.")
+
+pipe.unet.mid_block.register_forward_pre_hook(full)
+pipe("a red apple", width=64, height=64, num_inference_steps=1, output_type="latent")
+"""
+SET_UP = {
+    "no logging": ("", f"sd-lowvram: {TELLS}"),
+    "the default format": ("import logging; logging.basicConfig()", f"WARNING:sd_lowvram.api:sd-lowvram: {TELLS}"),
+    "ComfyUI's format": ("import logging; logging.basicConfig(format='%(message)s')", f"sd-lowvram: {TELLS}"),
+}
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("logging", SET_UP)
+def test_a_leaner_plan_is_told_once_on_the_console(logging: str, tmp_path: Path) -> None:
+    before, line = SET_UP[logging]
+    support = Path(__file__).parent / "support"
+    script = f"import sys; sys.path.insert(0, {str(support)!r})\n{before}\n{RUN}"
+    command = [sys.executable, "-W", "error::UserWarning", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(TELLS) == 1
+    assert any(each.startswith(line) for each in done.stderr.splitlines()), done.stderr
+
+
+def test_who_listens_hears_in_place_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    outer: list[str] = []
+    inner: list[str] = []
+    with heard(outer.append):
+        with heard(inner.append):
+            happened("sd_lowvram.hooks.overflow", "first")
+        happened("sd_lowvram.hooks.overflow", "second")
+    assert (outer, inner, caplog.records) == (["second"], ["first"], [])
+    happened("sd_lowvram.hooks.overflow", "third")
+    (record,) = caplog.records
+    assert (record.name, record.levelname, record.getMessage()) == (
+        "sd_lowvram.hooks.overflow",
+        "WARNING",
+        "sd-lowvram: third",
+    )
