@@ -88,11 +88,14 @@ class Knob:
         undecided: values that leave it to a plan, as None does.
         implies: other knobs that it decides where it acts and they are undecided.
         when: where it helps; and what it costs.
+        place: of ours, in the order of all, which lists of arguments and saved workflows count: a new knob takes the
+            next one.
     """
 
     label: str
     help: str
     fidelity: Fidelity | Mapping[str, Fidelity]
+    place: int = 0
     choices: tuple[str, ...] = ()
     minimum: int = 1
     maximum: int = 0

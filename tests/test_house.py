@@ -52,7 +52,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
     import sd_lowvram
 
     assert sd_lowvram.__all__ == [
-        "Fidelity", "Knob", "MemoryTrace", "Plan", "Settings", "attached", "decode", "encode", "errors", "max_size",
-        "measured", "optimize", "plan", "register", "restore", "resumable", "trace",
+        "AttentionBackend", "Fidelity", "Knob", "MemoryTrace", "Plan", "Settings", "attached", "decode", "encode",
+        "errors", "max_size", "measured", "optimize", "plan", "register", "restore", "resumable", "trace",
     ]  # fmt: skip
     assert all(hasattr(sd_lowvram, name) for name in sd_lowvram.__all__)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sd_lowvram
 from sd_lowvram import Fidelity, Settings
 from sd_lowvram.errors import BadInputError, SettingsError
 from sd_lowvram.settings import SURFACES, Knob, conflict, knobs
 from sd_lowvram.units import GIB, MIB, format_size, parse_size
+
+PACKAGE = Path(sd_lowvram.__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -89,6 +98,63 @@ def test_the_order_of_knobs_never_changes() -> None:
     saved += " vae_strip_mib decoder_device offload"
     names = saved.split(" ")
     assert list(knobs())[: len(names)] == names
+    assert [knob.place for knob in knobs().values()] == list(range(len(knobs())))
+
+
+TOY = '''
+def doubled(anatomy, settings, device):
+    """What the denoiser predicts, so many times; torch is imported here, as the command line asks for knobs first."""
+    from ..patches import wrap
+
+    def around(original, *args, **kwargs):
+        return (original(*args, **kwargs | {"return_dict": False})[0] * settings.toy,)
+
+    yield wrap(anatomy.denoiser_module, "forward", around, "toy")
+
+
+'''
+TOY_FIELD = """
+    toy: int | None = declared(
+        place=30, label="Toy", help="a toy of tests", maximum=9, fidelity=APPROXIMATE, stages=DENOISE, hook=doubled
+    )
+"""
+USES = """
+import tiny, torch
+from sd_lowvram import Settings, plan, attached
+
+unet = tiny.tiniest().unet
+given = torch.randn(2, 4, 8, 8), torch.tensor(5), torch.randn(2, 7, unet.config.cross_attention_dim)
+with torch.no_grad():
+    before = unet(*given, return_dict=False)[0]
+    with attached(unet, Settings(toy=2), device="cpu"):
+        assert torch.equal(unet(*given, return_dict=False)[0], before * 2)
+    assert torch.equal(unet(*given, return_dict=False)[0], before)
+made = plan(unet, width=64, height=64, device="cpu", settings=Settings(toy=2))
+assert made.settings.toy == 2 and made.fidelity.name == "APPROXIMATE"
+"""
+
+
+@pytest.mark.slow(20)
+def test_a_knob_of_ours_is_one_file(tmp_path: Path) -> None:
+    """A copy of the package with one file changed: the knob is a typed field, an option and in plans; its hook acts."""
+    package = tmp_path / "sd_lowvram"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("data", "__pycache__"))
+    file = package / "knobs" / "speed.py"
+    before, head, fields = file.read_text().partition("@dataclass(")
+    file.write_text(before + TOY + head + fields + TOY_FIELD)
+    places = os.pathsep.join([str(tmp_path), *sys.path])
+    run = functools.partial(
+        subprocess.run,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": places},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    told = run([sys.executable, "-m", "sd_lowvram", "plan", "--help-all"])
+    assert "--toy" in told.stdout, told.stderr
+    done = run([sys.executable, "-c", USES])
+    assert done.returncode == 0, done.stderr
 
 
 def test_filling_decides_only_what_is_open() -> None:
