@@ -91,17 +91,18 @@ def knob_inputs(*stages: str) -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def with_steps(inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs`` with steps after the knobs that were there when they came: saved workflows keep their places."""
-    return _with(inputs, "steps", STEPS, after=("0.1",))
+    """``inputs`` with steps where saved workflows have them."""
+    return _with(inputs, "steps", STEPS, place=21)
 
 
 def with_save_latents(inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs`` with the choice whether latents are saved, after the knobs that were there when it came."""
-    return _with(inputs, "save_latents", SAVE_LATENTS, after=("0.1", "0.2"))
+    """``inputs`` with the choice whether latents are saved, where saved workflows have it."""
+    return _with(inputs, "save_latents", SAVE_LATENTS, place=30)
 
 
-def _with(inputs: dict[str, Any], name: str, one: Any, after: tuple[str, ...]) -> dict[str, Any]:
-    later = {name: one for name, one in inputs.items() if name in knobs() and knobs()[name].since not in after}
+def _with(inputs: dict[str, Any], name: str, one: Any, place: int) -> dict[str, Any]:
+    """``inputs`` with one more before the knobs that have this place or a later one."""
+    later = {name: one for name, one in inputs.items() if name in knobs() and knobs()[name].place >= place}
     return {**{name: one for name, one in inputs.items() if name not in later}, name: one, **later}
 
 

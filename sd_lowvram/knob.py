@@ -7,6 +7,7 @@ its declaration, so that a new knob is known everywhere once it is declared.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,19 +89,17 @@ class Knob:
         undecided: values that leave it to a plan, as None does.
         implies: other knobs that it decides where it acts and they are undecided.
         when: where it helps; and what it costs.
-        place: of ours, in the order of all, which lists of arguments and saved workflows count: a new knob takes the
-            next one.
+        place: in the order of all, which payloads and saved workflows count; a new one of ours takes the next, and
+            registered ones come last.
     """
 
     label: str
     help: str
     fidelity: Fidelity | Mapping[str, Fidelity]
-    place: int = 0
     choices: tuple[str, ...] = ()
     minimum: int = 1
     maximum: int = 0
     unit: str = ""
-    since: str = "0.1"
     surfaces: tuple[str, ...] = SURFACES
     stages: tuple[str, ...] | None = None
     hook: str | Mapping[str, str] | Callable[..., Any] = ""
@@ -110,6 +109,7 @@ class Knob:
     undecided: tuple[str, ...] = ()
     implies: Mapping[str, Any] = field(default_factory=dict)
     when: str = ""
+    place: int = sys.maxsize
 
     @property
     def type(self) -> type[str] | type[int] | type[bool]:

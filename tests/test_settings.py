@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sd_lowvram
-from sd_lowvram import Fidelity, Settings
+from sd_lowvram import Fidelity, Settings, register
 from sd_lowvram.errors import BadInputError, SettingsError
 from sd_lowvram.settings import SURFACES, Knob, conflict, knobs
 from sd_lowvram.units import GIB, MIB, format_size, parse_size
@@ -99,6 +99,9 @@ def test_the_order_of_knobs_never_changes() -> None:
     names = saved.split(" ")
     assert list(knobs())[: len(names)] == names
     assert [knob.place for knob in knobs().values()] == list(range(len(knobs())))
+    unregister = register(knobs={"a_strangers": Knob(label="Toy", help="a toy", fidelity=Fidelity.BITWISE)})
+    assert list(knobs())[-1] == "a_strangers" and knobs()["a_strangers"].place > len(knobs())
+    unregister()
 
 
 TOY = '''
@@ -138,7 +141,7 @@ assert made.settings.toy == 2 and made.fidelity.name == "APPROXIMATE"
 def test_a_knob_of_ours_is_one_file(tmp_path: Path) -> None:
     """A copy of the package with one file changed: the knob is a typed field, an option and in plans; its hook acts."""
     package = tmp_path / "sd_lowvram"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("data", "__pycache__"))
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("model", "__pycache__"))
     file = package / "knobs" / "speed.py"
     before, head, fields = file.read_text().partition("@dataclass(")
     file.write_text(before + TOY + head + fields + TOY_FIELD)

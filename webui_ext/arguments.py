@@ -100,8 +100,8 @@ _SAVING = Argument(
     CHOICES[0],
     CHOICES,
 )
-_BEFORE_SAVING = ("0.1", "0.2")
-"""Versions whose knobs come before it: payloads are positional."""
+_PLACE_OF_SAVING = 30
+"""The knobs before this place come before it: payloads are positional."""
 
 IN_SIGHT = ("vram", "preset")
 """The arguments in sight in the panel; all others fold away under "Advanced"."""
@@ -110,8 +110,8 @@ IN_SIGHT = ("vram", "preset")
 def arguments() -> tuple[Argument, ...]:
     """All arguments in the order of the positional list."""
     shown = {name: knob for name, knob in knobs().items() if "panel" in knob.surfaces}
-    before = [_of_knob(name, knob) for name, knob in shown.items() if knob.since in _BEFORE_SAVING]
-    after = [_of_knob(name, knob) for name, knob in shown.items() if knob.since not in _BEFORE_SAVING]
+    before = [_of_knob(name, knob) for name, knob in shown.items() if knob.place < _PLACE_OF_SAVING]
+    after = [_of_knob(name, knob) for name, knob in shown.items() if knob.place >= _PLACE_OF_SAVING]
     return (*_OWN, *before, _SAVING, *after)
 
 

@@ -55,7 +55,6 @@ class AttentionKnobs:
         maximum=75,
         unit="%",
         fidelity=APPROXIMATE,
-        since="0.2",
         stages=DENOISE,
         hook="merge_tokens",
         depth=Depth.COMPUTES,

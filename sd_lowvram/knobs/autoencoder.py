@@ -74,7 +74,6 @@ class AutoencoderKnobs:
         help="make and read pictures with fewer multiplications, on a processor: faster on most, and only in fp32",
         when="decodes on a processor in fp32; memory for the transformed strips",
         fidelity=ROUNDING,
-        since="0.2",
         stages=AUTOENCODER,
         hook="winograd",
         depth=Depth.COMPUTES,

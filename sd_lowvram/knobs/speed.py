@@ -38,7 +38,6 @@ class SpeedKnobs:
         help="norms together with their activations in one pass over the picture, by kernels in Triton (NVIDIA)",
         when="NVIDIA cards, where `doctor --calibrate` measured a gain; compiling once",
         fidelity=ROUNDING,
-        since="0.2",
         stages=ATTENDING,
         hook="fused_kernels",
         depth=Depth.COMPUTES,
@@ -54,7 +53,6 @@ class SpeedKnobs:
         maximum=100,
         unit="steps",
         fidelity=APPROXIMATE,
-        since="0.2",
         stages=DENOISE,
         hook="deep_cache",
         depth=Depth.SKIPS,
@@ -69,7 +67,6 @@ class SpeedKnobs:
         minimum=0,
         maximum=100,
         fidelity=APPROXIMATE,
-        since="0.2",
         stages=DENOISE,
     )
     compile: str | None = declared(
@@ -80,7 +77,6 @@ class SpeedKnobs:
         when="many pictures of one size; a warm-up of seconds to minutes, and a C++ compiler or Triton",
         choices=("off", "regional", "whole"),
         fidelity=dict.fromkeys(("regional", "whole"), ROUNDING) | {"off": BITWISE},
-        since="0.2",
         surfaces=NOT_COMFYUI,
         stages=("denoise", *AUTOENCODER),
         hook=dict.fromkeys(("regional", "whole"), "compiled"),
@@ -95,7 +91,6 @@ class SpeedKnobs:
         help="have torch write down once what the model does, and run that without Python; needs no compiler",
         when="small pictures, where Python is the slower part; a pass to write down for each size",
         fidelity=ROUNDING,
-        since="0.2",
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a traced pass would not call
         stages=DENOISE,
         hook="traced",
@@ -112,7 +107,6 @@ class SpeedKnobs:
         "takes longer than the operation",
         when="small pictures on fast cards, where launching takes longer than computing; memory for the recordings",
         fidelity=BITWISE,
-        since="0.2",
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a recorded pass would not call
         stages=DENOISE,
         hook="cuda_graphs",

@@ -94,7 +94,6 @@ class WeightsKnobs:
         "every step; faster for small pictures, and more memory",
         when="processors and small pictures; a second copy of large weights",
         fidelity=ROUNDING,
-        since="0.2",
         surfaces=NOT_COMFYUI,
         stages=DENOISE,
         hook="packed_weights",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from comfy_host import ROOT, import_pack
 
-from sd_lowvram import Settings, doors
+from sd_lowvram import Fidelity, Knob, Settings, doors, register
 from sd_lowvram.errors import SettingsError
 from sd_lowvram.settings import SURFACES, knobs
 
@@ -142,8 +142,8 @@ def test_knobs_come_after_what_a_node_has_and_in_their_order(pack) -> None:
         ours = [widget for widget in widgets if widget in knobs()]
         assert ours == [knob for knob in knobs() if knob in ours]
         own = [widget for widget in widgets if widget not in (*knobs(), "steps", "save_latents")]
-        first = [knob for knob in ours if knobs()[knob].since == "0.1"]
-        second = [knob for knob in ours if knobs()[knob].since == "0.2"]
+        first = [knob for knob in ours if knobs()[knob].place <= 20]
+        second = [knob for knob in ours if 20 < knobs()[knob].place <= 29]
         steps, save = ["steps"] * (name == "LowVRAMPlan"), ["save_latents"] * (name == "LowVRAMVAEDecode")
         assert widgets == own + first + steps + second + save + ours[len(first) + len(second) :]
 
@@ -235,3 +235,20 @@ def test_saved_workflows_are_wired(pack, path) -> None:
         wired = {one["name"]: one for one in node["inputs"]}
         sockets = set(definition.INPUT_TYPES()["required"]) - set(widgets_of(definition))
         assert sockets <= {name for name, one in wired.items() if one["link"] is not None}
+
+
+def test_a_strangers_knob_moves_no_place_of_ours(pack) -> None:
+    from webui_ext.arguments import arguments
+
+    inside = sys.modules[f"{pack.__name__}.sd_lowvram"]  # the pack's own copy, or this one
+    toy = {"label": "Toy", "help": "a toy", "fidelity": Fidelity.BITWISE}
+    before, panel = list(pack.NODE_CLASS_MAPPINGS["LowVRAMPlan"].INPUT_TYPES()["optional"]), list(arguments())
+    off = inside.register(knobs={"strange": inside.Knob(**toy)})
+    also = register(knobs={"strange": Knob(**toy)}) if inside is not sys.modules["sd_lowvram"] else off
+    try:
+        after, now = pack.NODE_CLASS_MAPPINGS["LowVRAMPlan"].INPUT_TYPES()["optional"], arguments()
+    finally:
+        off()
+        also()
+    assert list(after) == [*before, "strange"]
+    assert [one.name for one in now] == [*(one.name for one in panel), "strange"]
