@@ -114,7 +114,7 @@ def _sum_of_product_flops(args: Any, result: Tensor) -> int:
 
 
 def _convolution_flops(args: Any, result: Tensor) -> int:
-    weight, transposed = args[1], args[6]
+    weight, transposed = args[1], args[6] is True
     counted: Tensor = args[0] if transposed else result
     return 2 * counted.numel() * int(weight[0].numel())
 
@@ -127,6 +127,7 @@ FLOPS: dict[Any, Callable[[Any, Any], int]] = {
     aten.baddbmm.default: _sum_of_product_flops,
     aten.baddbmm_.default: _sum_of_product_flops,
     aten.convolution.default: _convolution_flops,
+    aten.mkldnn_convolution.default: _convolution_flops,
 }
 for _name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
     _packet = getattr(aten, f"_scaled_dot_product_{_name}", None)
@@ -141,7 +142,7 @@ if _packet is not None:
 
     FLOPS[_packet.default] = _packed_convolution_flops
 
-_WEIGHT = {aten.convolution.default: 1, aten.addmm.default: 2, aten.mm.default: 1}
+_WEIGHT = {aten.convolution.default: 1, aten.mkldnn_convolution.default: 1, aten.addmm.default: 2, aten.mm.default: 1}
 
 
 def packed(func: Any, args: Any) -> int:

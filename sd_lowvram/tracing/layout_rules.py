@@ -93,7 +93,7 @@ def _convolved(
     more: Sequence[int],
     groups: int,
 ) -> _Results:
-    if image.dim() != 4 or image.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
+    if image.dim() not in (4, 5) or image.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
         return None
     sides = []
     for side, size, step, pad, spread, rest in zip(
@@ -105,6 +105,18 @@ def _convolved(
     if min(sides) < 1 or image.dtype != weight.dtype or (bias is not None and bias.shape != (channels,)):
         return None
     return (_new((image.shape[0], channels, *sides), image.dtype, wanted_format(image, weight)),)
+
+
+def _by_onednn(
+    image: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> _Results:
+    return _convolved(image, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
 
 
 def _group_normed(
@@ -145,6 +157,7 @@ def _in_place(one: Tensor, other: Any = None, **_: Any) -> _Results:
 
 _RULES: dict[Any, Callable[..., _Results]] = {
     aten.convolution.default: _convolved,
+    aten.mkldnn_convolution.default: _by_onednn,
     aten.native_group_norm.default: _group_normed,
     aten.native_layer_norm.default: _layer_normed,
     **{getattr(aten, name).Tensor: _elementwise for name in ("add", "sub", "mul", "div")},

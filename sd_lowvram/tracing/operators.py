@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compat.private import is_composite
+from ..kernels.cpu_convolutions import is_float32_on_cpu, unfolded_bytes, unfolds
 from ..memory.accounts import on_cpu
 from .flop_counter import COPIES, FLOPS, IDLE, nbytes
 from .memory_formats import wanted_format
@@ -61,7 +62,7 @@ def describe(func: Any) -> Operator:
         hidden=_HIDDEN.get(func),
         flops=FLOPS.get(func),
         moves=not view and func not in IDLE,
-        convolves=func is aten.convolution.default,
+        convolves=func in (aten.convolution.default, aten.mkldnn_convolution.default),
         copies=func in COPIES,
         repeatable=is_repeatable(func),
     )
@@ -94,12 +95,28 @@ def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
         return copies
     if wanted is torch.channels_last:
         return copies + nbytes(weight)
+    stride, groups = args[3], args[8]
+    if image.dim() == 5 and is_float32_on_cpu(image) and unfolds(image.shape, weight.shape[2:], stride, groups):
+        return copies + unfolded_bytes(image, weight.shape[2:], stride, result)
+    return copies + _reordered(image, weight, result)
+
+
+def _by_onednn_copies(args: tuple[Any, ...], result: Any) -> int:
+    image, weight = args[0], args[1]
+    return _copied(torch.contiguous_format, image, weight) + _reordered(image, weight, result)
+
+
+def _reordered(image: Tensor, weight: Tensor, result: Tensor) -> int:
+    """What oneDNN holds at once of what it brings into its own order."""
     half = image.dtype in (torch.float16, torch.bfloat16)
-    return copies + max(nbytes(image) + nbytes(weight), nbytes(result) * (2 if half else 1))
+    if half and weight[0, 0].numel() == 1:
+        return nbytes(image) + nbytes(weight) + 2 * nbytes(result)
+    return max(nbytes(image) + nbytes(weight), nbytes(result) * (2 if half else 1))
 
 
 _HIDDEN: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten.convolution.default: _convolution_copies,
+    aten.mkldnn_convolution.default: _by_onednn_copies,
     aten.native_group_norm.default: _packed_copy,
     aten.native_layer_norm.default: _packed_copy,
     aten._softmax.default: _packed_copy,
