@@ -28,21 +28,25 @@ SHAPES = (
 )  # fmt: skip
 """(pictures, channels, channels of the output, side of the map): UNets in guided batches, decoders up to 1024x1024,
 and the widest map of one of 2048x2048."""
+FRAMES = ((384, 384, 256), (384, 384, 512), (192, 192, 512), (192, 192, 1024), (96, 96, 1024))
+"""(channels, channels of the output, side) of maps that Qwen-Image's and Wan's autoencoders convolve whole, three
+frames at a time, up to 1024x1024, and in the midst of a picture of 2048x2048."""
 _RUNS = 5
 FORMATS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
+_THREE = "3 frames"
 
 
 def run(device: torch.device, record: ResultRows) -> None:
     """One row for each shape and memory format."""
     names = ("pictures", "channels", "out_channels", "side")
     shapes = [dict(zip(names, shape, strict=True)) for shape in SHAPES]
-    record.fill(
-        [shape | {"format": name} for shape in shapes for name in FORMATS], trial_workspaces, device=str(device)
-    )
+    cases = [shape | {"format": name} for shape in shapes for name in FORMATS]
+    cases += [dict(zip(names, (1, *shape), strict=True)) | {"format": _THREE} for shape in FRAMES]
+    record.fill(cases, trial_workspaces, device=str(device))
 
 
 def trial_workspaces(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """For each of ``cases``, a convolution of 3x3: the most bytes beside its maps and weights, and the reserved."""
+    """For each of ``cases``, a convolution: the most bytes beside its maps and weights, and the reserved."""
     for case in cases:
         yield _row(torch.device(device), case)
 
@@ -50,12 +54,18 @@ def trial_workspaces(device: str, cases: Sequence[Case]) -> Iterator[dict[str, A
 @torch.inference_mode()
 def _row(device: torch.device, case: Case) -> dict[str, Any]:
     held_on(device)
-    memory_format = FORMATS[case["format"]]
     place: Any = {"device": device, "dtype": dtype_on(device)}
-    convolution = torch.nn.Conv2d(case["channels"], case["out_channels"], 3, padding=1, **place)
-    torch.nn.Module.to(convolution, memory_format=memory_format)  # type: ignore[call-overload]
-    shape = case["pictures"], case["channels"], case["side"], case["side"]
-    maps = torch.randn(shape, **place).to(memory_format=memory_format)
+    channels = case["channels"], case["out_channels"], 3
+    convolution: torch.nn.Module
+    if case["format"] == _THREE:
+        convolution = torch.nn.Conv3d(*channels, padding=(0, 1, 1), **place)
+        maps = torch.randn(case["pictures"], case["channels"], 3, case["side"], case["side"], **place)
+    else:
+        convolution = torch.nn.Conv2d(*channels, padding=1, **place)
+        memory_format = FORMATS[case["format"]]
+        torch.nn.Module.to(convolution, memory_format=memory_format)  # type: ignore[call-overload]
+        maps = torch.randn(case["pictures"], case["channels"], case["side"], case["side"], **place)
+        maps = maps.to(memory_format=memory_format)
     output = convolution(maps)  # kernels are loaded, and algorithms chosen, at the first call
     output_bytes = output.numel() * output.element_size()
     del output
@@ -78,13 +88,17 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         enough = sum(row["workspace_bytes"] <= row["counted_bytes"] for row in ran)
         yield f"channels last at most {max(row['workspace_bytes'] for row in ran) / MIB:.1f} MiB beside the maps"
         yield f"plans count enough for {enough} of {len(ran)}"
+    frames = [row["workspace_bytes"] for row in rows if row["format"] == _THREE and "workspace_bytes" in row]
+    if frames:
+        yield f"convolutions of frames at most {max(frames) / MIB:.1f} MiB beside theirs"
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Workspaces of convolutions"
     yield ""
-    yield "Convolutions of 3x3 in fp16. *Workspace*: the most that was allocated beside input, weights and output,"
+    yield "Convolutions of 3x3 in fp16, and of 3x3x3 of three frames to one, as autoencoders of frames have them."
+    yield "*Workspace*: the most that was allocated beside input, weights and output,"
     yield "copies in another memory format among it. *Counted*: what a plan adds for it, whose maps are channels last."
     yield "*Reserved*: all that the allocator had of the card. *Host*: until the call returned; *device*: between the"
     yield f"events around it; medians of {_RUNS} calls."

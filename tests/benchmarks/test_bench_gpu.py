@@ -36,6 +36,7 @@ def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "TASKS", [("tiny", 64)])
     monkeypatch.setattr(attention, "LATENTS", [8])
     monkeypatch.setattr(workspaces, "SHAPES", [(2, 8, 4, 16)])
+    monkeypatch.setattr(workspaces, "FRAMES", [(8, 4, 16)])
     monkeypatch.setattr(correctness, "SIDE", 64)
     for name, value in {"_MODEL": "tiny", "_STEP": 64, "_LARGEST": 192, "CAPS": (24 * MIB,)}.items():
         monkeypatch.setattr(sizes, name, value)
@@ -133,8 +134,10 @@ def test_attention(at_once: None, tmp_path: Path) -> None:
 
 def test_workspaces(at_once: None, tmp_path: Path) -> None:
     rows, text = run("workspaces", tmp_path)
-    assert [row["format"] for row in rows] == ["channels last", "contiguous"]
-    assert all(row["map_bytes"] == 2 * (8 + 4) * 16 * 16 * 4 and row["workspace_bytes"] >= 0 for row in rows)
+    assert [row["format"] for row in rows] == ["channels last", "contiguous", "3 frames"]
+    maps = [2 * (8 + 4), 2 * (8 + 4), 3 * 8 + 4]
+    assert [row["map_bytes"] for row in rows] == [planes * 16 * 16 * 4 for planes in maps]
+    assert all(row["workspace_bytes"] >= 0 for row in rows)
     assert "| 2 x 16x16 | 8 to 4 | contiguous |" in text
 
 

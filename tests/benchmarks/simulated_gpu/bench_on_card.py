@@ -86,7 +86,7 @@ def make_narrow(everything: bool) -> None:
     attention._RUNS = 1  # one of the largest has thousands of blocks, and each of their launches is Python's here
     if everything:
         peaks.SHAPES = streaming.TASKS = kernels.PASSES = (("narrow SD1.5", 64),)
-        attention.LATENTS, workspaces.SHAPES = (8,), ((2, 8, 4, 16),)
+        attention.LATENTS, workspaces.SHAPES, workspaces.FRAMES = (8,), ((2, 8, 4, 16),), ((8, 4, 16),)
         sizes._MODEL, sizes._STEP, sizes._LARGEST, sizes.CAPS = "narrow SD1.5", 64, 192, (64 << 20,)
 
 

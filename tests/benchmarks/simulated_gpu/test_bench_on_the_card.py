@@ -33,7 +33,7 @@ def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         streaming: {"TASKS": [("tiny", 64)], "_WARM": 1, "_STEPS": 2},
         kernels: {"PASSES": [("tiny", 64)]},
         attention: {"LATENTS": [8], "_RUNS": 2},
-        workspaces: {"SHAPES": [(2, 8, 4, 16)]},
+        workspaces: {"SHAPES": [(2, 8, 4, 16)], "FRAMES": [(8, 4, 16)]},
         sizes: {"_MODEL": "tiny", "_STEP": 64, "_LARGEST": 192, "CAPS": (64 * MIB,)},
     }.items():
         for name, value in values.items():
