@@ -15,7 +15,8 @@ from .errors import BadInputError, ConflictError
 from .hooks.precision import force_upcast
 from .memory.threads import at_rest
 from .models.anatomy import Anatomy
-from .models.latents import latent_channels, pixel_channels, scale_factor
+from .models.causal_autoencoder import FRAMES
+from .models.latents import has_frames, latent_channels, pixel_channels, scale_factor, unpacked
 from .patches import Patch, roles_of
 from .planning.fallback import Shortage, fallback, leaner, shortage
 from .planning.followed_calls import told_of_autograd
@@ -129,8 +130,8 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
         now = _plan_of(target)
         attach_plan_for(target, dataclasses.replace(now.request, **size), settings, approximate, now.fallback_steps)
 
-    def larger(width: int, height: int, batch: int, passes: int) -> None:
-        replan(width=width, height=height, batch=batch, passes=passes)
+    def larger(width: int, height: int, batch: int, passes: int, frames: int) -> None:
+        replan(width=width, height=height, batch=batch, passes=passes, frames=frames)
 
     def exchanged(name: str, part: nn.Module) -> None:
         if roles_of(part):
@@ -220,14 +221,21 @@ def decode(
 ) -> Tensor:
     """Pixels (N, 3, H, W) in about [-1, 1] from unscaled latents (N, 4, h, w), as ``vae.decode`` takes them.
 
+    Autoencoders of Qwen-Image and Wan take frames (N, C, frames, h, w) and give 1 + 4 (frames - 1) of them; a picture
+    is one. That of FLUX.2 also takes what its denoiser makes, (N, 128, h / 2, w / 2), which is unpacked behind its
+    batch norm as its pipelines do it.
+
     Exact within the budget: strips with whole-image statistics where the plain decode does not fit (``rounding``).
 
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or latents of another shape.
     """
     anatomy = _autoencoder(vae)
-    shape = _checked_shape("latents", latents, latent_channels(anatomy))
-    size = {"width": shape[3] * scale_factor(anatomy), "height": shape[2] * scale_factor(anatomy), "batch": shape[0]}
+    latents = unpacked(anatomy, latents)
+    shape = _checked_shape("latents", latents, latent_channels(anatomy), has_frames(anatomy))
+    factor = scale_factor(anatomy)
+    size = {"width": shape[-1] * factor, "height": shape[-2] * factor, "batch": shape[0]}
+    size |= {"frames": shape[2]} if len(shape) == 5 else {}
     return _run(
         anatomy, vram, ram, latents.device if device is None else device, settings, size, anatomy.family.decode, latents
     )
@@ -244,26 +252,30 @@ def encode(
 ) -> Tensor:
     """Moments (N, 8, h, w), mean and log-variance, of the unscaled latents of ``pixels`` (N, 3, H, W) in [-1, 1].
 
+    Autoencoders of Qwen-Image and Wan take frames (N, 3, frames, H, W), of which all but the first count by fours.
+
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or sides that are no multiple of 8.
     """
     anatomy = _autoencoder(vae)
-    shape = _checked_shape("pixels", pixels, pixel_channels(anatomy))
-    size = {"width": shape[3], "height": shape[2], "batch": shape[0]}
+    shape = _checked_shape("pixels", pixels, pixel_channels(anatomy), has_frames(anatomy))
+    size = {"width": shape[-1], "height": shape[-2], "batch": shape[0]}
+    size |= {"frames": 1 + (shape[2] - 1) // FRAMES} if len(shape) == 5 else {}
     return _run(
         anatomy, vram, ram, pixels.device if device is None else device, settings, size, anatomy.family.encode, pixels
     )
 
 
-def _checked_shape(what: str, given: Tensor, channels: int) -> tuple[int, ...]:
+def _checked_shape(what: str, given: Tensor, channels: int, frames: bool) -> tuple[int, ...]:
     """The shape of a map, if an autoencoder can take it."""
+    takes = f"(N, {channels}, {'frames, ' if frames else ''}height, width)"
     if not isinstance(given, Tensor):
-        raise BadInputError(f"{what} must be a tensor (N, {channels}, height, width), not a {type(given).__name__}")
+        raise BadInputError(f"{what} must be a tensor {takes}, not a {type(given).__name__}")
     shape = tuple(given.shape)
-    if len(shape) != 4 or shape[1] != channels or 0 in shape or not given.is_floating_point():
+    if len(shape) != 4 + frames or shape[1] != channels or 0 in shape or not given.is_floating_point():
         raise BadInputError(
             f"{what} of shape {shape} and type {given.dtype} are not what this autoencoder takes: "
-            f"(N, {channels}, height, width), none of them 0, of a floating type"
+            f"{takes}, none of them 0, of a floating type"
         )
     return shape
 
@@ -313,13 +325,15 @@ def _request(
     batch: int = 1,
     steps: int = DEFAULT_STEPS,
     pictures: int = 1,
+    frames: int = 1,
     device: torch.device | str | None = None,
     settings: Settings | None = None,
 ) -> Request:
     """The request of a call of ours; what is not stated is as the target itself runs."""
     vram = None if vram is None else parse_size(vram, "vram")
     ram = None if ram is None else parse_size(ram, "ram")
-    size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
+    size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "frames": frames}
+    size |= {"steps": steps, "pictures": pictures}
     return request_for(anatomy_of(target, settings), vram=vram, ram=ram, **size, device=device_of(device))
 
 

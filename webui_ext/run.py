@@ -171,7 +171,7 @@ def _told(plan: Plan, attachment: Attachment) -> str:
 
 
 def _again(
-    model: Any, chosen: Mapping[str, Any], picture: Generation, width: int, height: int, batch: int, passes: int
+    model: Any, chosen: Mapping[str, Any], picture: Generation, width: int, height: int, batch: int, passes: int, _: int
 ) -> None:
     width, height = side(width, encodes=True), side(height, encodes=True)
     with as_answer():

@@ -20,7 +20,6 @@ from torch import nn
 from ..devices.support import support_of
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
-from ..models.autoencoder import dissect
 from ..models.support import check_moved
 from ..patches import Change, Patch, wrap
 from ..settings import Settings
@@ -32,6 +31,7 @@ from ..units import MIB
 from ..weights import all_tensors
 from .offers import Offer, OfferKind, Target
 from .placement import convert_in_one_buffer, place, run_on_cpu, widen_on_host
+from .vae_exact import divides
 
 
 def offload(
@@ -85,9 +85,7 @@ def offers(target: Target) -> Iterator[Offer]:
         yield Offer(OfferKind.WEIGHTS, {"offload": "layer", "split_layers": True}, least=True)
     if target.on_gpu and anatomy.vae is not None and target.fixed.decoder_device in (None, "cpu"):
         away = {"vae_tiles": "off", "decoder_device": "cpu"}
-        yield Offer(
-            OfferKind.INSTEAD, away, level=2 if dissect(anatomy.vae) is not None else 1, stages=("encode", "decode")
-        )
+        yield Offer(OfferKind.INSTEAD, away, level=2 if divides(anatomy.vae) else 1, stages=("encode", "decode"))
 
 
 def _entries(anatomy: Anatomy, name: str, around: Callable[..., Any], hook: str) -> Iterator[Patch]:

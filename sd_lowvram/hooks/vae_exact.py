@@ -29,6 +29,7 @@ from ..memory import Parked
 from ..memory.repeats import representatives, standing_for
 from ..models.anatomy import Anatomy, Residual, layer
 from ..models.autoencoder import Attention, Autoencoder, Conv, Downsample, Step, Upsample, dissect
+from ..models.causal_autoencoder import is_causal
 from ..models.interfaces import KLAutoencoder
 from ..patches import Patch, replace
 from ..settings import Settings
@@ -39,6 +40,7 @@ from .maps import AnyMap, Given, Map, Strip, load, spans
 from .offers import Offer, OfferKind, Target
 from .overflow import OverflowCheck, is_finite, piece
 from .strips import Statistics
+from .vae_causal import causal_patches
 from .vae_operations import Operation, first_half, needed_rows, operations_of, second_half
 
 _MOST_STRIP_BYTES = 16 * MIB
@@ -55,10 +57,13 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     vae: Any = anatomy.vae
     if vae is None:
         raise NoSiteError("exact tiles: the target has no autoencoder")
-    _steps(vae)
-    for part, stage in ((vae.decoder, "decode"), (vae.encoder, "encode")):
-        around = functools.partial(_exactly, vae, part, settings, stage)
-        yield Patch(part, "forward", functools.partial(functools.partial, around), exclusive=True, hook="vae_exact")
+    if is_causal(vae):
+        yield from causal_patches(vae, settings)
+    else:
+        _steps(vae)
+        for part, stage in ((vae.decoder, "decode"), (vae.encoder, "encode")):
+            around = functools.partial(_exactly, vae, part, settings, stage)
+            yield Patch(part, "forward", functools.partial(functools.partial, around), exclusive=True, hook="vae_exact")
     if getattr(vae, "use_tiling", False):
         yield replace(vae, "use_tiling", False, "vae_exact")
     if hasattr(vae, "enable_tiling"):
@@ -66,13 +71,24 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """The map between layers held on the device; else parked, also in the smallest strips, or recomputed."""
-    if target.anatomy.vae is None or dissect(target.anatomy.vae) is None:
+    """The map between layers held on the device; else parked, also in the smallest strips, or recomputed. Autoencoders
+    of frames hold no map, and are at least as fast as they are plain: strips of three sizes."""
+    if target.anatomy.vae is None or not divides(target.anatomy.vae):
+        return
+    if is_causal(target.anatomy.vae):
+        for level, mib in ((0, None), (1, 4), (2, 1)):
+            ways = {"vae_tiles": "exact", **({} if mib is None else {"vae_strip_mib": mib})}
+            yield Offer(OfferKind.INSTEAD, ways, level=level, stages=("encode", "decode"), least=mib == 1)
         return
     levels = [(1, "held", {}), (2, "parked", {}), (2, "parked", {"vae_strip_mib": 4}), (2, "recomputed", {})]
     for level, place, more in levels:
         ways = {"vae_tiles": "exact", "vae_map": place, **more}
         yield Offer(OfferKind.INSTEAD, ways, level=level, stages=("encode", "decode"), least=bool(more))
+
+
+def divides(vae: Any) -> bool:
+    """Whether exact strips can run an autoencoder."""
+    return is_causal(vae) or dissect(vae) is not None
 
 
 def _steps(vae: KLAutoencoder) -> Autoencoder:

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import progress
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
+from ..models.causal_autoencoder import sees_frames
 from ..patches import Patch
 from ..settings import Settings
 
@@ -33,6 +34,10 @@ def vae_fast(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
     vae: Any = anatomy.vae
     if vae is None:
         raise NoSiteError("fast tiles: the target has no autoencoder")
+    if sees_frames(vae):
+        raise NoSiteError(
+            f"fast tiles: {type(vae).__name__} sees frames; exact tiles decode it as fast (vae_tiles='exact')"
+        )
     widths = anatomy.config(anatomy.autoencoder or "").get("block_out_channels", (0,) * 4)
     factor = 2 ** (len(widths) - 1)
     for part, up, down, stage in ((vae.decoder, factor, 1, "decode"), (vae.encoder, 1, factor, "encode")):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
-from ..patches import Patch, wrap
+from ..models.causal_autoencoder import sees_frames
+from ..patches import Patch, replace, wrap
 from ..settings import Settings
 from ..weights import placed
 from .offers import Offer, OfferKind, Target
@@ -28,6 +29,9 @@ def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
     vae: Any = anatomy.vae
     if vae is None:
         raise NoSiteError("VAE slices: the target has no autoencoder")
+    if sees_frames(vae):  # between its parts it carries frames from call to call
+        yield replace(vae, "use_slicing", True, "vae_slices")
+        return
     for part in (vae.decoder, vae.encoder):
         yield wrap(part, "forward", _one_by_one, "vae_slices")
 

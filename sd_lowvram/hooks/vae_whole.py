@@ -22,7 +22,7 @@ from ..patches import Patch, wrap
 from ..settings import Settings
 from .offers import Offer, OfferKind, Target
 from .overflow import is_finite
-from .vae_exact import run_exact
+from .vae_exact import divides, run_exact
 
 
 def vae_whole(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -35,7 +35,7 @@ def vae_whole(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.vae is not None:
-        tiled = dissect(target.anatomy.vae) is not None
+        tiled = divides(target.anatomy.vae)
         yield Offer(OfferKind.INSTEAD, {"vae_tiles": "off"}, stages=("encode", "decode"), least=not tiled)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,12 +20,17 @@ CONTROL_STAGE = "control"
 
 @dataclass(frozen=True)
 class Shape:
-    """What is asked for: the picture in pixels, pictures at a time, and the denoiser's rows for each of them."""
+    """What is asked for: the picture in pixels, pictures at a time, and the denoiser's rows for each of them.
+
+    Attributes:
+        frames: of latents that the autoencoder sees together; a picture is one.
+    """
 
     width: int
     height: int
     batch: int = 1
     passes: int = 2
+    frames: int = 1
 
     @property
     def rows(self) -> int:
@@ -93,6 +97,7 @@ class LatentsInCall:
         latents: a tensor of the call, which tells it from others.
         rows: of its batch.
         area: latent pixels in each row, before they were packed, with those of pictures that are joined to them.
+        frames: (see :class:`Shape`) of such an area that each row has.
         size: their height and width; asked for only where more comes than was planned, as it may have to read values.
     """
 
@@ -100,6 +105,7 @@ class LatentsInCall:
     rows: int
     area: int
     size: Callable[[], tuple[int, int]]
+    frames: int = 1
 
 
 _MAPS = ("sample", "x", "z", "hidden_states")
@@ -116,7 +122,8 @@ def map_in_call(component: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if x is None or x.dim() not in (4, 5):
         return None
     height, width = x.shape[-2:]
-    return LatentsInCall(x, len(x), math.prod(x.shape[2:]), lambda: (int(height), int(width)))
+    frames = x.shape[2] if x.dim() == 5 else 1
+    return LatentsInCall(x, len(x), int(height * width), lambda: (int(height), int(width)), frames)
 
 
 Predict = Callable[[Any, Tensor, StepInputs], Tensor]

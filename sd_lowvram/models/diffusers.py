@@ -23,6 +23,7 @@ from .anatomy import (
     is_3x3,
     is_pointwise,
 )
+from .causal_autoencoder import sees_frames
 from .interfaces import DiffusersUNet, KLAutoencoder, MapAttention
 from .latents import latent_channels
 
@@ -99,10 +100,10 @@ _CONDITIONS: dict[str, tuple[str | None, ...]] = {
 
 
 def is_autoencoder(module: Any) -> bool:
-    """Whether it is an AutoencoderKL, that of FLUX.2, or an AutoencoderTiny."""
+    """Whether it is an AutoencoderKL, that of FLUX.2, of Qwen-Image or of Wan, or an AutoencoderTiny."""
     if not has(module, "encoder", "decoder", "encode", "decode"):
         return False
-    if hasattr(module, "latent_magnitude"):
+    if hasattr(module, "latent_magnitude") or sees_frames(module):
         return True
     odd = hasattr(module, "quantize") or hasattr(module.decoder, "condition_encoder")
     blocks = {type(block).__name__ for block in getattr(module.decoder, "up_blocks", ())}

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 
 from ..weights import loaded_dtype
 from .anatomy import Anatomy
 from .calls import Shape
+from .causal_autoencoder import FRAMES, sees_frames
 
 
 def scale_factor(anatomy: Anatomy) -> int:
     """Pixels that a latent pixel stands for in one direction: 8 for Stable Diffusion, 4 for its upscaler."""
-    return int(2 ** (len(anatomy.config(anatomy.autoencoder).get("block_out_channels", (0,) * 4)) - 1))
+    config = anatomy.config(anatomy.autoencoder)
+    if "dim_mult" in config:
+        return int(2 ** (len(config["dim_mult"]) - 1)) * _packed_side(config)
+    return int(2 ** (len(config.get("block_out_channels", (0,) * 4)) - 1))
 
 
 def latent_size(anatomy: Anatomy, shape: Shape) -> tuple[int, int]:
@@ -31,13 +39,37 @@ def native_size(anatomy: Anatomy) -> int:
 def latent_channels(anatomy: Anatomy) -> int:
     """Channels of the latents: those that the autoencoder decodes, and without one those that the denoiser predicts."""
     if anatomy.autoencoder is not None:
-        return int(anatomy.config(anatomy.autoencoder).get("latent_channels", 4))
+        config = anatomy.config(anatomy.autoencoder)
+        return int(config.get("latent_channels") or config.get("z_dim") or 4)
     return int(anatomy.config(anatomy.denoiser).get("out_channels", 4))
 
 
 def pixel_channels(anatomy: Anatomy) -> int:
     """Channels of what the autoencoder encodes: 3, or 6 where depth goes with the colours."""
-    return int(anatomy.config(anatomy.autoencoder).get("in_channels", 3))
+    config = anatomy.config(anatomy.autoencoder)
+    return int(config.get("input_channels") or config.get("in_channels", 3)) // _packed_side(config) ** 2
+
+
+def _packed_side(config: Mapping[str, Any]) -> int:
+    """Pixels of the squares that the autoencoders of Wan 2.2 take as channels."""
+    return int(config.get("patch_size") or 1) if "dim_mult" in config else 1
+
+
+def has_frames(anatomy: Anatomy) -> bool:
+    """Whether the autoencoder takes frames (N, C, frames, H, W), as those of Qwen-Image and Wan; a picture is one."""
+    return anatomy.autoencoder is not None and sees_frames(anatomy.vae)
+
+
+def latent_shape(anatomy: Anatomy, shape: Shape) -> tuple[int, ...]:
+    """Of the latents that the autoencoder decodes."""
+    frames = (shape.frames,) if has_frames(anatomy) else ()
+    return (shape.batch, latent_channels(anatomy), *frames, *latent_size(anatomy, shape))
+
+
+def pixel_shape(anatomy: Anatomy, shape: Shape) -> tuple[int, ...]:
+    """Of what the autoencoder encodes."""
+    frames = (1 + FRAMES * (shape.frames - 1),) if has_frames(anatomy) else ()
+    return (shape.batch, pixel_channels(anatomy), *frames, shape.height, shape.width)
 
 
 def dtype_of(anatomy: Anatomy, name: str, as_loaded: bool = False) -> torch.dtype:
@@ -52,3 +84,14 @@ def dtype_of(anatomy: Anatomy, name: str, as_loaded: bool = False) -> torch.dtyp
     dtypes = (loaded_dtype(tensor) if as_loaded else tensor.dtype for tensor in tensors)
     wide = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
     return anatomy.computes.get(name) or next(wide, torch.float32)
+
+
+def unpacked(anatomy: Anatomy, latents: Any) -> Any:
+    """``latents``, or where they are packed as FLUX.2 denoises them, squares of 2x2 normalised by the autoencoder's
+    batch norm, what they are of."""
+    norm = getattr(anatomy.vae, "bn", None)
+    if norm is None or getattr(latents, "ndim", 0) != 4 or latents.shape[1] != norm.num_features:
+        return latents
+    mean, variance = (one.view(1, -1, 1, 1) for one in (norm.running_mean, norm.running_var))
+    spread = torch.sqrt(variance + norm.eps).to(latents)
+    return F.pixel_shuffle(latents * spread + mean.to(latents), 2)

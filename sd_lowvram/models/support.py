@@ -16,7 +16,7 @@ Served = Mapping[str, Callable[[Any], bool]]
 WHOLE = "SD1.x, SD2.x, SDXL and FLUX.1"
 """The models that are served from the prompt to the picture."""
 
-AUTOENCODERS = "SD3, FLUX.1, FLUX.2, Z-Image and Chroma"
+AUTOENCODERS = "SD3, FLUX.1, FLUX.2, Z-Image, Chroma, Qwen-Image and Wan"
 """Models of which the autoencoder is served."""
 
 _TOLD_FIRST = ("transformer", "unet", "prior", "decoder", "vae")

@@ -13,18 +13,19 @@ from ..compat.private import FakeTensor
 from ..memory.accounts import tracing
 from ..models.anatomy import Anatomy
 from ..models.calls import LatentsInCall, map_in_call
+from ..models.causal_autoencoder import FRAMES
 from ..patches import Patch, wrap
 from .request import Request
 from .stages import scale_factor
 
-Replan = Callable[[int, int, int, int], None]
+Replan = Callable[[int, int, int, int, int], None]
 _replanning = threading.local()
 
 
 def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]:
-    """Watch what comes to denoiser and autoencoder, and call ``replan(width, height, batch, passes)`` where it is more
-    than was planned for: more pixels, more pictures, more passes of guidance for each of them, or other conditions (an
-    IP-Adapter that was loaded or unloaded since).
+    """Watch what comes to denoiser and autoencoder, and call ``replan(width, height, batch, passes, frames)`` where it
+    is more than was planned for: more pixels, more pictures, more frames, more passes of guidance for each of them, or
+    other conditions (an IP-Adapter that was loaded or unloaded since).
 
     The call goes on afterwards with what is attached then; an exception of ``replan`` reaches the caller instead.
     """
@@ -87,21 +88,31 @@ class _SizeGuard:
             return original(*args, **kwargs)
         request = self.request
         rows = request.shape.rows if self.denoises else request.batch
-        if found.rows * found.area * self.scale**2 > rows * self.pictures * request.width * request.height:
+        planned = self._frames(request.frames)
+        pixels, frames = rows * self.pictures * request.width * request.height, request.frames
+        if found.frames > planned or found.rows * found.area * found.frames * self.scale**2 > pixels * planned:
             batch, passes = (
                 _rows_of_the_denoiser(found.rows, request) if self.denoises else (found.rows, request.passes)
             )
             width, height = self._size(found)
+            frames = frames if found.frames <= planned else self._latent_frames(found.frames)
         elif self.conditions(self.component) is not self.planned:
             width, height, batch, passes = request.width, request.height, request.batch, request.passes
         else:
             return original(*args, **kwargs)
         before, _replanning.call = getattr(_replanning, "call", None), found.latents
         try:
-            self.replan(width, height, batch, passes)
+            self.replan(width, height, batch, passes, frames)
             return getattr(self.component, self.entry)(*args, **kwargs)
         finally:
             _replanning.call = before
+
+    def _frames(self, latents: int) -> int:
+        """Frames of what the entry takes, to some of the latents."""
+        return 1 + FRAMES * (latents - 1) if self.entry == "encode" else latents
+
+    def _latent_frames(self, frames: int) -> int:
+        return 1 + -(-(frames - 1) // FRAMES) if self.entry == "encode" else frames
 
     def _size(self, found: LatentsInCall) -> tuple[int, int]:
         """Width and height of a picture of no less than what came."""

@@ -31,6 +31,7 @@ class Request:
         encodes: whether the run starts from a picture.
         pictures: that will be made by the plan in all: what a first one takes longer is shared among them.
         calls: of the denoiser in each step.
+        frames: of latents that the autoencoder decodes together; a picture is one.
     """
 
     width: int
@@ -45,10 +46,11 @@ class Request:
     encodes: bool = False
     pictures: int = 1
     calls: int = 1
+    frames: int = 1
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.width, self.height, self.batch, self.passes)
+        return Shape(self.width, self.height, self.batch, self.passes, self.frames)
 
     @property
     def overhead(self) -> Overhead:
@@ -94,6 +96,7 @@ def request_for(
     passes: int | None = None,
     encodes: bool | None = None,
     pictures: int = 1,
+    frames: int = 1,
     device: torch.device | str | None = None,
     rates: Rates | None = None,
 ) -> Request:
@@ -105,6 +108,7 @@ def request_for(
         width, height: of the picture in pixels; None: the model's own size.
         batch: pictures at a time.
         pictures: in all.
+        frames: of latents, where the autoencoder decodes several together.
         passes, encodes: None: as the target itself runs.
         device: None: a GPU when there is one, else the CPU.
         rates: None: those of this machine.
@@ -132,6 +136,7 @@ def request_for(
         encodes=anatomy.encodes if encodes is None else encodes,
         pictures=max(pictures, batch),
         calls=anatomy.calls,
+        frames=frames,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..models.anatomy import Anatomy
 from ..models.calls import CONTROL, Shape, Stage, StepInputs, denoise_step
-from ..models.latents import dtype_of, latent_channels, latent_size, native_size, pixel_channels, scale_factor
+from ..models.latents import dtype_of, latent_shape, latent_size, native_size, pixel_shape, scale_factor
 
 __all__ = ["CONTROL", "Shape", "Stage", "latent_size", "native_size", "scale_factor", "stages"]
 
@@ -28,8 +28,7 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
         found.append(Stage("denoise", anatomy.denoiser, step, functools.partial(_of_step, anatomy, shape), True))
     name = anatomy.autoencoder
     if name is not None:
-        latents = (shape.batch, latent_channels(anatomy), *latent_size(anatomy, shape))
-        pixels = (shape.batch, pixel_channels(anatomy), shape.height, shape.width)
+        latents, pixels = latent_shape(anatomy, shape), pixel_shape(anatomy, shape)
         decode = functools.partial(_decoded, anatomy.family.decode)
         found.append(Stage("decode", name, decode, functools.partial(_of_decode, anatomy, shape, latents)))
     if not anatomy.family.known:

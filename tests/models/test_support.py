@@ -192,8 +192,8 @@ PIPELINES: list[tuple[str, dict[str, Callable[[], Any]], str, str, tuple[str, ..
     ("ZImagePipeline", {"transformer": _z_image, "vae": _kl}, "transformer", _TRANSFORMER, ("vae",)),
     ("Lumina2Pipeline", {"transformer": _lumina2, "vae": _kl}, "transformer", _TRANSFORMER, ("vae",)),
     ("HunyuanDiTPipeline", {"transformer": _hunyuan, "vae": lambda: _kl(4)}, "transformer", _TRANSFORMER, ("vae",)),
-    ("QwenImagePipeline", {"transformer": _qwen, "vae": _qwen_vae}, "transformer", _TRANSFORMER, ()),
-    ("WanPipeline", {"transformer": _wan, "vae": _wan_vae}, "transformer", _TRANSFORMER, ()),
+    ("QwenImagePipeline", {"transformer": _qwen, "vae": _qwen_vae}, "transformer", _TRANSFORMER, ("vae",)),
+    ("WanPipeline", {"transformer": _wan, "vae": _wan_vae}, "transformer", _TRANSFORMER, ("vae",)),
     ("StableVideoDiffusionPipeline", {"unet": _video_unet, "vae": _temporal}, "unet", _VIDEO, ()),
     ("AnimateDiffPipeline", {"unet": _motion_unet, "vae": lambda: _kl(4)}, "unet", _VIDEO, ("vae",)),
     ("KandinskyV22Pipeline", {"unet": lambda: _unet(addition_embed_type="image", encoder_hid_dim=32,
@@ -242,8 +242,6 @@ def test_other_pipelines_are_refused_in_one_sentence(
 
 BARE: list[tuple[Callable[[], Any], str]] = [
     (_sd3, _TRANSFORMER),
-    (_wan_vae, _VIDEO),
-    (_qwen_vae, _VIDEO),
     (_temporal, _VIDEO),
     (_motion_unet, _VIDEO),
     (_video_unet, _VIDEO),

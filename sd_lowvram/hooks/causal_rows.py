@@ -1,0 +1,306 @@
+"""The layers of an autoencoder of frames over strips of rows: each keeps the few rows that it will look at again.
+
+A strip goes through all layers, one chunk of frames after the other, before the next strip comes. A convolution keeps
+the last two rows of its input for the next strip, and the last two frames of the strip for the next chunk; what a
+shortcut carries waits until the layers beside it have come as far. So every row of every layer is made once, and no map
+is held whole. Convolutions pad the map's own edges alone: their call of torch's ``pad`` is answered so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.cpu_convolutions import as_the_whole, is_float32_on_cpu, unfolds
+from ..models.causal_autoencoder import CausalConv, CausalResidual, CausalStep, Enlarge, Level, Reduce
+from ..patches import Answered
+
+_ROWS = 3
+"""The dimension of rows in maps (N, C, frames, H, W)."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a strip of a chunk of frames is of.
+
+    Attributes:
+        chunk: its number.
+        last_chunk: no other frames follow.
+        last: no rows follow.
+        piece: which of the parts into which the strip was divided on its way, and each of them again.
+    """
+
+    chunk: int
+    last_chunk: bool
+    last: bool
+    piece: tuple[int, ...] = ()
+
+
+class Rows(Protocol):
+    """A layer, or several: takes rows (N, C, frames, rows, W) of a chunk and gives those of the result that it can.
+
+    ``None`` are no rows; at the last turn a layer gives all that are left.
+    """
+
+    def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None: ...
+
+
+def layers_of(steps: Sequence[CausalStep], height: int, width: int, rows: int = 0) -> tuple[Rows, int, int]:
+    """What runs ``steps`` over a map of this size, and the size of what they make.
+
+    Args:
+        rows: of the map in a strip; where they are told, no strip grows by much.
+    """
+    made: list[Rows] = []
+    most, tall = [], height
+    for step in steps:
+        most.append(-(-rows * height // tall) + 2)
+        layer, height, width = _layer_of(step, height, width)
+        made.append(layer)
+    return _InTurn(made, most if rows else ()), height, width
+
+
+def _layer_of(step: CausalStep, height: int, width: int) -> tuple[Rows, int, int]:
+    if isinstance(step, Level):
+        inner, high, wide = layers_of(step.steps, height, width)
+        return _Beside(inner, step.shortcut, high / height), high, wide
+    if isinstance(step, CausalResidual):
+        halves = _InTurn([_Convolution(one, height) for one in (step.first, step.second)])
+        return _Beside(halves, functools.partial(_straight, step.shortcut), 1), height, width
+    if isinstance(step, Enlarge):
+        return _Enlarging(step, height, width), 2 * height, 2 * width
+    if isinstance(step, Reduce):
+        return _Reducing(step, height, width), height // 2, width // 2
+    assert isinstance(step, CausalConv)
+    return _Convolution(step, height), height, width
+
+
+def _straight(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
+    made: Tensor = shortcut(x)
+    return made
+
+
+class _InTurn:
+    """Layers one after the other.
+
+    At a map's lower edge each layer gives, beside the rows of the strip, those that it was behind: strips of more rows
+    than ``most`` says for a layer go on in parts, to hold no more than others.
+    """
+
+    def __init__(self, layers: Sequence[Rows], most: Sequence[int] = ()) -> None:
+        self._layers = layers
+        self._most = most
+
+    def __call__(self, x: Tensor | None, turn: Turn, start: int = 0) -> Tensor | None:
+        for number in range(start, len(self._layers)):
+            if self._most and x is not None and x.shape[_ROWS] > self._most[number]:
+                return self._in_parts(x, turn, number)
+            x = self._layers[number](x, turn)
+        return x
+
+    def _in_parts(self, x: Tensor, turn: Turn, number: int) -> Tensor | None:
+        parts = -(-x.shape[_ROWS] // self._most[number])
+        made = []
+        for part, rows in enumerate(x.tensor_split(parts, _ROWS)):
+            its = dataclasses.replace(turn, last=turn.last and part == parts - 1, piece=(*turn.piece, part))
+            done = self(rows, its, number)
+            made += [] if done is None else [done]
+        return torch.cat(made, _ROWS) if made else None
+
+
+class _Waiting:
+    """Rows of each chunk that are looked at again when the next strip comes."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Tensor] = {}
+
+    def with_new(self, x: Tensor | None, turn: Turn) -> Tensor | None:
+        before = self._rows.pop(turn.chunk, None)
+        if x is None or before is None:
+            return before if x is None else x
+        return torch.cat([before, x], _ROWS)
+
+    def keep(self, rows: Tensor, turn: Turn) -> None:
+        if not turn.last and rows.shape[_ROWS]:
+            self._rows[turn.chunk] = rows.clone()
+
+
+class _Neighbours:
+    """Rows of a map with their neighbours above and below, as they come."""
+
+    def __init__(self) -> None:
+        self._waiting = _Waiting()
+        self._begun: set[int] = set()
+
+    def __call__(self, x: Tensor | None, turn: Turn) -> tuple[Tensor, bool] | None:
+        """Rows of which the first and the last are neighbours, except at the map's edges, and whether they begin it."""
+        rows = self._waiting.with_new(x, turn)
+        if rows is None or (x is None and not turn.last):
+            if rows is not None:
+                self._waiting.keep(rows, turn)
+            return None
+        top = turn.chunk not in self._begun
+        if rows.shape[_ROWS] - 2 + top + turn.last < 1:
+            self._waiting.keep(rows, turn)
+            return None
+        self._begun.add(turn.chunk)
+        self._waiting.keep(rows[:, :, :, -2:], turn)
+        return rows, top
+
+
+class _Before:
+    """The last frames of a strip, for its next chunk."""
+
+    def __init__(self, most: int = 2) -> None:
+        self._most = most
+        self._frames: dict[tuple[int, ...], Tensor] = {}
+
+    def then(self, x: Tensor, turn: Turn, first: int = 0) -> Tensor | None:
+        """The frames before ``x``, whose own are kept from the chunk ``first`` on; None before that."""
+        before = self._frames.pop(turn.piece, None)
+        if not turn.last_chunk and turn.chunk >= first:
+            frames = x if before is None else torch.cat([before, x], 2)
+            self._frames[turn.piece] = frames[:, :, -self._most :].clone()
+        return before
+
+
+class _Convolution:
+    def __init__(self, step: CausalConv, height: int) -> None:
+        self._step = step
+        self._height = height
+        self._neighbours = _Neighbours()
+        self._before = _Before()
+
+    def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None:
+        if x is not None and self._step.norm is not None:
+            x = F.silu(self._step.norm(x), inplace=True)
+        found = self._neighbours(x, turn)
+        if found is None:
+            return None
+        del x
+        rows, top = found
+        return _convolved(self._step.conv, rows, self._before.then(rows, turn), (top, turn.last), self._height)
+
+
+def _convolved(conv: nn.Module, rows: Tensor, before: Tensor | None, edges: tuple[bool, bool], height: int) -> Tensor:
+    """``conv`` of rows, of which the first and the last are only looked at, but padded at the map's ``edges``."""
+    whole = (*rows.shape[:2], rows.shape[2] + 2, height + 2)
+    exact = is_float32_on_cpu(rows) and unfolds(whole, (3, 3, 3))
+    alone = before is None and rows.shape[2] == 1 and not exact
+
+    def padded(x: Tensor, pad: Sequence[int], *_: Any, **__: Any) -> Tensor:
+        left, right, _above, _below, earlier, _later = pad
+        return F.pad(x, (left, right, *map(int, edges), 0 if alone else earlier, 0))
+
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+        if alone:  # the other two thirds of the kernel would see frames of zeros
+            return as_the_whole(whole, x[:, :, 0], weight[:, :, -1], bias).unsqueeze(2)
+        return as_the_whole(whole, x, weight, bias)
+
+    with Answered({F.pad: padded, F.conv3d: convolve}):
+        made: Tensor = conv(rows, before)
+    return made
+
+
+def called_as_the_whole(conv: nn.Module, whole: Sequence[int], x: Tensor, *more: Any) -> Tensor:
+    """``conv`` of a strip of a map of the shape ``whole``."""
+    answer = functools.partial(as_the_whole, whole)
+    with Answered({F.conv2d: answer, F.conv3d: answer}):
+        made: Tensor = conv(x, *more)
+    return made
+
+
+class _Enlarging:
+    def __init__(self, step: Enlarge, height: int, width: int) -> None:
+        self._step = step
+        self._size = height, width
+        self._neighbours = _Neighbours()
+        self._before = _Before()
+
+    def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None:
+        if x is not None and self._step.time is not None and turn.chunk > 0:
+            x = self._two_frames_of_each(x, self._step.time, turn)
+        found = self._neighbours(x, turn)
+        if found is None:
+            return None
+        del x
+        rows, top = found
+        height, width = self._size
+        large = self._step.repeat(_by_frame(rows))
+        made = called_as_the_whole(self._step.conv, (*large.shape[:2], 2 * height, 2 * width), large)
+        del large
+        cropped = made[:, :, 0 if top else 2 : made.shape[2] - (0 if turn.last else 2)]
+        return _of_frames(cropped, len(rows))
+
+    def _two_frames_of_each(self, x: Tensor, time: nn.Module, turn: Turn) -> Tensor:
+        whole = (*x.shape[:2], x.shape[2] + 2, self._size[0])
+        made = called_as_the_whole(time, whole, x, self._before.then(x, turn, first=1))
+        pairs: Tensor = made.unflatten(1, (2, -1)).permute(0, 2, 3, 1, 4, 5)
+        return pairs.flatten(2, 3)
+
+
+class _Reducing:
+    def __init__(self, step: Reduce, height: int, width: int) -> None:
+        self._step = step
+        self._size = height, width
+        self._waiting = _Waiting()
+        self._before = _Before(1)
+
+    def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None:
+        rows = self._waiting.with_new(x, turn)
+        if rows is None:
+            return None
+        below = int(turn.last)
+        made = max(0, (rows.shape[_ROWS] + below - 1) // 2)
+        self._waiting.keep(rows[:, :, :, 2 * made :], turn)
+        if not made:
+            return None
+        height, width = self._size
+        small = F.pad(_by_frame(rows), (0, 1, 0, below))
+        small = called_as_the_whole(self._step.conv, (*small.shape[:2], height + 1, width + 1), small)
+        x = _of_frames(small, len(rows))
+        del rows, small
+        if self._step.time is None:
+            return x
+        before = self._before.then(x, turn)
+        if before is None:
+            return x
+        x = torch.cat([before, x], 2)
+        return called_as_the_whole(self._step.time, (*x.shape[:3], height // 2), x)
+
+
+def _by_frame(x: Tensor) -> Tensor:
+    """(N, C, frames, rows, W) as (N frames, C, rows, W)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _of_frames(x: Tensor, count: int) -> Tensor:
+    """(N frames, C, rows, W) as (N, C, frames, rows, W)."""
+    frames: Tensor = x.unflatten(0, (count, -1))
+    return frames.transpose(1, 2)
+
+
+class _Beside:
+    """What layers make, and a shortcut of the same pixels beside them."""
+
+    def __init__(self, layers: Rows, shortcut: Callable[[Tensor, bool], Tensor], scale: float) -> None:
+        self._layers = layers
+        self._shortcut = shortcut
+        self._scale = scale
+        self._waiting = _Waiting()
+
+    def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None:
+        rows = self._waiting.with_new(x, turn)
+        made = self._layers(x, turn)
+        if rows is None:
+            return made
+        passed = 0 if made is None else round(made.shape[_ROWS] / self._scale)
+        self._waiting.keep(rows[:, :, :, passed:], turn)
+        return None if made is None else made.add_(self._shortcut(rows[:, :, :, :passed], turn.chunk == 0))

@@ -1,0 +1,217 @@
+"""The anatomy of the autoencoders of Qwen-Image and of Wan (2.1 and 2.2): decoder and encoder as a row of steps.
+
+They see frames (N, C, frames, H, W). Every normalisation is of single pixels, every convolution looks at neighbours and
+at the two frames before, and only the attention in the middle sees a whole frame.
+
+As in :mod:`.autoencoder`, steps hold the host's own layers, which are called and never unpacked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .anatomy import has, layer
+
+FRAMES = 4
+"""Frames of a video to one of the latents; the first frame has one for itself."""
+
+
+@dataclass(frozen=True)
+class CausalConv:
+    """A 3x3x3 convolution that sees no later frame, behind a normalisation and SiLU where ``norm`` is given."""
+
+    conv: nn.Module
+    norm: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class CausalResidual:
+    """``second(first(x)) + shortcut(x)``; the shortcut sees single pixels."""
+
+    first: CausalConv
+    second: CausalConv
+    shortcut: nn.Module
+
+
+@dataclass(frozen=True)
+class FrameAttention:
+    """``x + proj(attention(to_qkv(norm(x))))`` of every pixel of a frame (N, C, H, W) to every pixel of it."""
+
+    norm: nn.Module
+    to_qkv: nn.Module
+    proj: nn.Module
+
+
+@dataclass(frozen=True)
+class Enlarge:
+    """Twice the height and width by repetition, then a 3x3 convolution of each frame.
+
+    Attributes:
+        time: before that makes two frames of each but the first, as channels one behind the other.
+    """
+
+    repeat: nn.Module
+    conv: nn.Module
+    time: nn.Module | None
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Half the height and width by a 3x3 convolution of stride 2, padded by one zero at the right and at the bottom.
+
+    Attributes:
+        time: after that makes one frame of two and the one before; the very first is left as it is.
+    """
+
+    conv: nn.Module
+    time: nn.Module | None
+
+
+@dataclass(frozen=True)
+class Level:
+    """``steps(x) + shortcut(x)``, whose shortcut makes every pixel of pixels at the same place.
+
+    Attributes:
+        shortcut: told whether the frames are the first.
+    """
+
+    steps: tuple[CausalStep, ...]
+    shortcut: Callable[[Tensor, bool], Tensor]
+
+
+CausalStep = CausalConv | CausalResidual | FrameAttention | Enlarge | Reduce | Level
+
+
+@dataclass(frozen=True)
+class CausalAutoencoder:
+    """The steps of decoder and encoder in the order in which they run."""
+
+    decoder: tuple[CausalStep, ...]
+    encoder: tuple[CausalStep, ...]
+
+
+def each_step(steps: Sequence[CausalStep]) -> Iterator[CausalStep]:
+    """The steps in their order, those of a level one by one."""
+    for step in steps:
+        yield from each_step(step.steps) if isinstance(step, Level) else [step]
+
+
+def convolutions(step: CausalStep) -> list[nn.Module]:
+    """The convolutions of a step, no level, that look at neighbours."""
+    if isinstance(step, CausalResidual):
+        return [step.first.conv, step.second.conv]
+    return [step.conv] if isinstance(step, CausalConv | Enlarge | Reduce) else []
+
+
+def sees_frames(vae: Any) -> bool:
+    """Whether it is an autoencoder of Qwen-Image or Wan, with whatever layers."""
+    return has(vae, "temperal_downsample", "post_quant_conv", "encoder", "decoder")
+
+
+def is_causal(vae: Any) -> bool:
+    """Whether it is one that is built of such steps."""
+    return sees_frames(vae) and dissect_causal(vae) is not None
+
+
+def dissect_causal(vae: Any) -> CausalAutoencoder | None:
+    """The steps of such an autoencoder; None when ``vae`` is built otherwise."""
+    try:
+        return CausalAutoencoder(tuple(_decoder(vae.decoder)), tuple(_encoder(vae.encoder)))
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def _decoder(decoder: Any) -> Iterator[CausalStep]:
+    yield CausalConv(_3x3x3(decoder.conv_in))
+    yield from _middle(decoder.mid_block)
+    for block in decoder.up_blocks:
+        samplers = block.upsamplers if hasattr(block, "upsamplers") else [block.upsampler]
+        steps = (*map(_residual, block.resnets), *(_resample(one) for one in samplers or () if one is not None))
+        shortcut = getattr(block, "avg_shortcut", None)
+        if shortcut is None:
+            yield from steps
+        else:
+            yield Level(steps, functools.partial(_enlarged, shortcut))
+    yield _last(decoder)
+
+
+def _encoder(encoder: Any) -> Iterator[CausalStep]:
+    yield CausalConv(_3x3x3(encoder.conv_in))
+    for block in encoder.down_blocks:
+        if hasattr(block, "avg_shortcut"):
+            samplers = [block.downsampler] if block.downsampler is not None else []
+            steps = (*map(_residual, block.resnets), *map(_resample, samplers))
+            yield Level(steps, functools.partial(_averaged, block.avg_shortcut))
+        else:
+            yield _resample(block) if hasattr(block, "resample") else _residual(block)
+    yield from _middle(encoder.mid_block)
+    yield _last(encoder)
+
+
+def _enlarged(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
+    made: Tensor = shortcut(x, first_chunk=first)
+    return made
+
+
+def _averaged(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
+    made: Tensor = shortcut(x)
+    return made
+
+
+def _last(part: Any) -> CausalConv:
+    _must_be_silu(part.nonlinearity)
+    return CausalConv(_3x3x3(part.conv_out), _of_pixels(part.norm_out))
+
+
+def _middle(block: Any) -> Iterator[CausalStep]:
+    yield _residual(block.resnets[0])
+    for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
+        yield FrameAttention(_of_pixels(attention.norm), attention.to_qkv, attention.proj)
+        yield _residual(resnet)
+
+
+def _residual(block: Any) -> CausalResidual:
+    _must_be_silu(block.nonlinearity)
+    if block.training and block.dropout.p > 0:
+        raise ValueError("a block that drops some of its values")
+    first = CausalConv(_3x3x3(block.conv1), _of_pixels(block.norm1))
+    return CausalResidual(first, CausalConv(_3x3x3(block.conv2), _of_pixels(block.norm2)), block.conv_shortcut)
+
+
+def _resample(sampler: Any) -> Enlarge | Reduce:
+    resize, conv = sampler.resample
+    time = sampler.time_conv if sampler.mode.endswith("3d") else None
+    if layer(conv).kernel_size != (3, 3) or (time is not None and layer(time).kernel_size != (3, 1, 1)):
+        raise ValueError("a convolution of another kind")
+    if sampler.mode.startswith("upsample") and resize.scale_factor == (2.0, 2.0):
+        return Enlarge(resize, conv, time)
+    if sampler.mode.startswith("downsample") and resize.padding == (0, 1, 0, 1) and layer(conv).stride == (2, 2):
+        return Reduce(conv, time)
+    raise ValueError(f"a sampler of another kind: {sampler.mode}")
+
+
+def _3x3x3(conv: Any) -> nn.Module:
+    inner = layer(conv)
+    sizes = inner.kernel_size, inner.stride, tuple(inner._padding)
+    if sizes != ((3, 3, 3), (1, 1, 1), (1, 1, 1, 1, 2, 0)):
+        raise ValueError(f"a convolution of another kind: {conv}")
+    found: nn.Module = conv
+    return found
+
+
+def _of_pixels(norm: Any) -> nn.Module:
+    """A normalisation of each pixel by its own channels."""
+    if not norm.channel_first or norm.gamma.shape[0] != norm.gamma.numel():
+        raise ValueError(f"a normalisation of another kind: {norm}")
+    found: nn.Module = norm
+    return found
+
+
+def _must_be_silu(activation: Any) -> None:
+    if not isinstance(activation, nn.SiLU):
+        raise ValueError(f"an activation other than SiLU: {activation}")

@@ -1,0 +1,207 @@
+"""The autoencoders of Qwen-Image and Wan decode and encode exactly, within what was planned, frames and pictures."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sd_lowvram
+from sd_lowvram import Settings, attached, decode, encode
+from sd_lowvram.errors import BadInputError, BudgetError, NoSiteError, NotFiniteError
+from sd_lowvram.memory import measured_peak
+from sd_lowvram.session import attachments
+from sd_lowvram.units import KIB, MIB
+
+_SMALL: dict[str, Any] = {"z_dim": 16, "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
+_SQUARES = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen": (diffusers.AutoencoderKLQwenImage, {"base_dim": 16, "dim_mult": [1, 2, 4, 4]}),
+    "qwen, of diffusers' tests": (diffusers.AutoencoderKLQwenImage, {"base_dim": 12, "dim_mult": [1, 2, 4]}),
+    "wan": (diffusers.AutoencoderKLWan, {"base_dim": 3, "dim_mult": [1, 1, 1, 1]}),
+    "wan 2.2": (diffusers.AutoencoderKLWan, {"base_dim": 3, "dim_mult": [1, 1, 1, 1], **_SQUARES}),
+}
+SIZES = [(1, 13, 11), (2, 5, 6)]
+"""Frames, height and width of latents: a picture, and frames of which the plain decode makes five."""
+
+
+@functools.lru_cache
+def small(kind: str) -> Any:
+    cls, sizes = KINDS[kind]
+    levels = len(sizes["dim_mult"]) - 1
+    torch.manual_seed(0)
+    return cls(**_SMALL | {"temperal_downsample": [False, True, True][-levels:]} | sizes).eval().requires_grad_(False)
+
+
+@functools.lru_cache
+def plain(kind: str, *size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Latents, their plain decode, and its moments."""
+    latents = torch.randn(1, 16, *size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        pixels = small(kind).decode(latents).sample
+        return latents, pixels, small(kind).encode(pixels).latent_dist.parameters
+
+
+def factor(kind: str) -> int:
+    return 2 ** (len(KINDS[kind][1]["dim_mult"]) - 1) * KINDS[kind][1].get("patch_size", 1)
+
+
+def error(made: Tensor, wanted: Tensor) -> float:
+    assert made.shape == wanted.shape and made.dtype == wanted.dtype
+    return float((made - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_strips_are_the_plain_decode_and_encode(kind: str, size: tuple[int, ...]) -> None:
+    latents, pixels, moments = plain(kind, *size)
+    assert pixels.shape[2] == 1 + (size[0] - 1) * 2 ** sum(small(kind).config.temperal_downsample)
+    chosen = Settings(vae_tiles="exact", vae_strip_mib=1)
+    assert error(decode(small(kind), latents, settings=chosen), pixels) <= 5e-6
+    assert error(encode(small(kind), pixels, settings=chosen), moments) <= 5e-6
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["qwen", "wan 2.2"])
+def test_several_budgets(kind: str, size: tuple[int, ...]) -> None:
+    latents, pixels, _ = plain(kind, *size)
+    vae, before = small(kind), dict(vars(small(kind)))
+    asked = {"width": size[2] * factor(kind), "height": size[1] * factor(kind), "device": "cpu", "ram": "1GB"}
+    least = sd_lowvram.plan(vae, vram="1GB", **asked).minimum_vram_bytes
+    for budget in (least, 2 * least, 1 << 30):
+        made = sd_lowvram.optimize(vae, vram=f"{budget} B", **asked)
+        assert made.settings.vae_tiles == "exact" and made.predicted.peak_bytes <= budget
+        with sd_lowvram.measured(vae) as run, torch.no_grad():
+            assert error(vae.decode(latents[:, :, :1]).sample, plain(kind, *size)[1][:, :, :1]) <= 5e-6
+        predicted = made.predicted.peak_bytes + made.predicted.host_bytes  # on a CPU the device is host memory too
+        assert run.peak_bytes <= 1.02 * predicted + 2 * MIB
+        sd_lowvram.restore(vae)
+    assert not attachments(vae) and vars(vae) == before
+    with torch.no_grad():
+        assert torch.equal(vae.decode(latents).sample, pixels)
+    with pytest.raises(BudgetError, match="decode"):
+        decode(vae, latents, vram=f"{least // 4} B", ram="1GB")
+
+
+@pytest.mark.parametrize("mib", [None, 1])
+@pytest.mark.parametrize("kind", ["qwen", "wan"])
+def test_frames_are_planned(kind: str, mib: int | None) -> None:
+    """More frames than planned are planned anew; what they take is what was planned."""
+    vae, chosen = small(kind), Settings(vae_tiles="exact", vae_strip_mib=mib)
+    latents, pixels, _ = plain(kind, 2, 5, 6)
+    first = sd_lowvram.optimize(vae, vram="1GB", ram="1GB", width=48, height=40, device="cpu", settings=chosen)
+    try:
+        with torch.no_grad():
+            made = vae.decode(latents).sample
+            peak = measured_peak(functools.partial(vae.decode, latents))
+        assert error(made, pixels) <= 5e-6
+        now = attachments(vae)[-1].plan
+    finally:
+        sd_lowvram.restore(vae)
+    assert (first.request.frames, now.request.frames) == (1, 2)
+    (stage,) = now.stages
+    assert peak <= 1.02 * stage.activation_bytes + 64 * KIB
+    assert peak >= 0.9 * stage.activation_bytes
+
+
+@torch.no_grad()
+def test_pictures_of_a_batch_one_at_a_time() -> None:
+    vae, chosen = small("qwen"), Settings(vae_tiles="exact", vae_slices=True)
+    latents = torch.randn(2, 16, 2, 5, 6)
+    wanted = torch.cat([vae.decode(one).sample for one in latents.split(1)])
+    assert error(decode(vae, latents, settings=chosen), wanted) <= 5e-6
+    assert error(decode(vae, latents, settings=Settings(vae_tiles="off", vae_slices=True)), wanted) <= 5e-6
+    assert not vae.use_slicing
+
+
+def test_gradients_flow_as_without_it() -> None:
+    vae = small("qwen")
+    wanted, given = (
+        torch.randn(1, 16, 1, 5, 6, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in "12"
+    )
+    vae.decode(wanted).sample.sum().backward()
+    with attached(vae, Settings(vae_tiles="exact")):
+        vae.decode(given).sample.sum().backward()
+    assert wanted.grad is not None and given.grad is not None and torch.equal(given.grad, wanted.grad)
+
+
+@torch.no_grad()
+def test_in_bfloat16_the_bits_are_the_plain_ones() -> None:
+    torch.manual_seed(0)
+    vae: Any = diffusers.AutoencoderKLQwenImage(base_dim=32, **_SMALL).to(torch.bfloat16).eval()
+    latents = torch.randn(1, 16, 1, 13, 11).to(torch.bfloat16)
+    wanted = vae.decode(latents).sample
+    assert error(decode(vae, latents, settings=Settings(vae_tiles="exact", vae_strip_mib=1)), wanted) <= 1e-2
+    assert torch.equal(decode(vae, latents, settings=Settings(vae_tiles="exact")), wanted)
+
+
+@torch.no_grad()
+def test_maps_that_onednn_takes_whole_have_the_plain_bits_by_strips() -> None:
+    """Their strips are small enough to be unfolded, which sums in another order."""
+    torch.manual_seed(0)
+    vae: Any = diffusers.AutoencoderKLQwenImage(base_dim=64, **_SMALL, dim_mult=[1, 1, 1, 1]).eval()
+    latents = torch.randn(1, 16, 1, 120, 6)
+    chosen = Settings(vae_tiles="exact", vae_strip_mib=2)
+    pixels = vae.decode(latents).sample
+    assert torch.equal(decode(vae, latents, settings=chosen), pixels)
+
+
+@torch.no_grad()
+def test_what_is_no_numbers_is_refused() -> None:
+    torch.manual_seed(0)
+    vae: Any = diffusers.AutoencoderKLWan(**_SMALL, **KINDS["wan"][1]).eval()
+    latents, chosen = torch.randn(1, 16, 1, 5, 6), Settings(vae_tiles="exact")
+    with pytest.raises(NotFiniteError, match="what it is given"):
+        decode(vae, latents * torch.inf, settings=chosen)
+    vae.decoder.conv_out.bias.fill_(torch.nan)
+    for tiles in ("exact", "off"):
+        with pytest.raises(NotFiniteError, match="load it in float32"):
+            decode(vae, latents, settings=Settings(vae_tiles=tiles))
+
+
+def test_what_does_not_suit_is_refused_by_name() -> None:
+    vae = small("qwen")
+    with pytest.raises(NoSiteError, match="fast tiles: AutoencoderKLQwenImage sees frames"):
+        sd_lowvram.plan(vae, vram="1GB", width=64, height=64, settings=Settings(vae_tiles="fast"))
+    for latents in (torch.zeros(1, 16, 8, 8), torch.zeros(1, 4, 1, 8, 8), torch.zeros(1, 16, 0, 8, 8)):
+        with pytest.raises(BadInputError, match=r"\(N, 16, frames, height, width\)"):
+            decode(vae, latents)
+    torch.manual_seed(0)
+    other: Any = diffusers.AutoencoderKLWan(**_SMALL, **KINDS["wan"][1]).eval()
+    other.decoder.up_blocks[0].resnets[0].nonlinearity = nn.GELU()
+    with pytest.raises(NoSiteError), attached(other, Settings(vae_tiles="exact")):
+        pass
+
+
+@torch.no_grad()
+def test_tiling_that_is_asked_for_later_is_not_laid_on_top() -> None:
+    vae = small("qwen")
+    latents, pixels, _ = plain("qwen", 1, 13, 11)
+    with attached(vae, Settings(vae_tiles="exact")), pytest.warns(UserWarning, match="ignored"):
+        vae.enable_tiling(tile_sample_min_height=32, tile_sample_min_width=32)
+        assert error(vae.decode(latents).sample, pixels) <= 5e-6
+    assert not vae.use_tiling
+
+
+def test_streamed_weights() -> None:
+    vae, chosen = small("qwen"), Settings(vae_tiles="exact", offload="layer")
+    latents, pixels, _ = plain("qwen", 1, 13, 11)
+    assert error(decode(vae, latents, settings=chosen), pixels) <= 5e-6
+
+
+@pytest.mark.parametrize(
+    ("cls", "most"), [(diffusers.AutoencoderKLQwenImage, 1024), (diffusers.AutoencoderKLWan, 1024)]
+)
+def test_full_size_at_2048(cls: type, most: int) -> None:
+    """MiB on a card, the weights among them; the plain decode takes 16 GiB."""
+    with torch.device("meta"):
+        vae = cls().to(torch.bfloat16).eval()
+    size = {"width": 2048, "height": 2048, "device": "cpu", "ram": "64GB"}
+    exact = sd_lowvram.plan(vae, vram="64GB", **size, settings=Settings(vae_tiles="exact"))
+    whole = sd_lowvram.plan(vae, vram="64GB", **size, settings=Settings(vae_tiles="off"))
+    assert exact.predicted.peak_bytes <= most * MIB < 8 * most * MIB < whole.predicted.peak_bytes
+    assert exact.predicted.seconds < whole.predicted.seconds
