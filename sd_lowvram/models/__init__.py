@@ -11,10 +11,15 @@ from torch import nn
 
 from .. import doors
 from ..errors import UnsupportedModelError
-from . import compvis, diffusers, flux, unknown
+from . import compvis, diffusers, flux, sd3, unknown
 from .anatomy import Anatomy, Family, has, sites
 
-_FAMILIES: dict[str, Family] = {"flux": flux.FAMILY, "diffusers": diffusers.FAMILY, "compvis": compvis.FAMILY}
+_FAMILIES: dict[str, Family] = {
+    "flux": flux.FAMILY,
+    "sd3": sd3.FAMILY,
+    "diffusers": diffusers.FAMILY,
+    "compvis": compvis.FAMILY,
+}
 
 
 def families() -> dict[str, Family]:

@@ -34,7 +34,8 @@ class Layer:
         tensors: its parameters and buffers; of a layer that comes whole, also those of all modules below.
         whole: nothing below it is a layer of its own.
         around: modules below it are layers of their own, and run while it runs.
-        lookup: a plain table of which a call reads a few rows: it is read where it is, in host memory.
+        lookup: where it is a table of which a call reads a few rows, through which method: it is read where it is, in
+            host memory. Empty: it is none.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Layer:
     tensors: tuple[Tensor, ...]
     whole: bool = False
     around: bool = False
-    lookup: bool = False
+    lookup: str = ""
 
     @property
     def component(self) -> str:
@@ -57,6 +58,8 @@ class Layer:
     @property
     def entry(self) -> str:
         """The attribute through which it is called."""
+        if self.lookup:
+            return self.lookup
         return "forward" if self.module._compiled_call_impl is None else "_compiled_call_impl"
 
 
@@ -93,9 +96,16 @@ def _below(name: str, module: nn.Module, seen: set[int], apart: bool = False) ->
     own = (*own_tensors(module), *all_tensors(*holders))
     below = [layer for child, inner in children for layer in _below(f"{name}.{child}", inner, seen)]
     if own:
-        lookup = type(module) is nn.Embedding and module.max_norm is None
-        yield Layer(name, module, own, around=bool(below), lookup=lookup)
+        yield Layer(name, module, own, around=bool(below), lookup=_lookup(module))
     yield from below
+
+
+def _lookup(module: Any) -> str:
+    """The method that reads a few rows of a module's table, all that it holds itself; empty: it holds others."""
+    if type(module) is nn.Embedding and module.max_norm is None:
+        return "forward"
+    crops = getattr(module, "pos_embed_max_size", None) and hasattr(module, "cropped_pos_embed")
+    return "cropped_pos_embed" if crops else ""  # SD3's positions
 
 
 def _comes_whole(module: Any) -> bool:

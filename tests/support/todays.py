@@ -7,7 +7,16 @@ from typing import Any
 import diffusers
 import torch
 from torch import Tensor
-from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    T5Config,
+    T5EncoderModel,
+)
 
 SIZE = 64
 WORDS = 512
@@ -39,10 +48,17 @@ def t5(**more: Any) -> Any:
     return T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu", is_encoder_decoder=False)).eval()
 
 
-def clip() -> Any:
+def clip(kind: Any = CLIPTextModel) -> Any:
     torch.manual_seed(2)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return CLIPTextModel(CLIPTextConfig(**sizes, vocab_size=1000, bos_token_id=0, eos_token_id=2)).eval()
+    return kind(CLIPTextConfig(**sizes, vocab_size=1000, bos_token_id=0, eos_token_id=2, projection_dim=32)).eval()
+
+
+def qwen3(kind: Any, **more: Any) -> Any:
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 1024, "head_dim": 16}
+    return kind(Qwen3Config(**sizes, **more)).eval()
 
 
 def flux(kind: str = "FluxPipeline", channels: int = 64, **transformer: Any) -> Any:
@@ -62,20 +78,25 @@ def flux(kind: str = "FluxPipeline", channels: int = 64, **transformer: Any) -> 
     return _quiet(getattr(diffusers, kind)(diffusers.FlowMatchEulerDiscreteScheduler(), **parts, **empty))
 
 
-def sd3() -> Any:
-    """StableDiffusion3Pipeline without text encoders."""
-    sizes = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "caption_projection_dim": 64}
-    sizes |= {"joint_attention_dim": 64, "pooled_projection_dim": 64, "sample_size": 32, "pos_embed_max_size": 32}
+def sd3(kind: str = "StableDiffusion3Pipeline", channels: int = 16) -> Any:
+    """A pipeline of SD3, with a table of positions much larger than what is cut from it.
+
+    Args:
+        channels: that its transformer is given.
+    """
+    sizes = {"num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4, "caption_projection_dim": 64}
+    sizes |= {"joint_attention_dim": 64, "pooled_projection_dim": 64, "sample_size": 32, "pos_embed_max_size": 96}
+    sizes |= {"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}
     torch.manual_seed(0)
-    made = diffusers.SD3Transformer2DModel(in_channels=16, out_channels=16, patch_size=2, **sizes)
-    names = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    parts = {"transformer": made.eval(), "vae": vae(), "scheduler": scheduler}
-    return _quiet(diffusers.StableDiffusion3Pipeline(**parts, **dict.fromkeys(names)))
+    made = diffusers.SD3Transformer2DModel(in_channels=channels, out_channels=16, patch_size=2, **sizes)
+    parts = {"transformer": made.eval(), "vae": vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    parts |= {name: clip(CLIPTextModelWithProjection) for name in ("text_encoder", "text_encoder_2")}
+    tokenizers = dict.fromkeys(("tokenizer", "tokenizer_2", "tokenizer_3"))
+    return _quiet(getattr(diffusers, kind)(**parts, text_encoder_3=t5(), **tokenizers))
 
 
 def z_image() -> Any:
-    """ZImagePipeline, whose transformer is given lists, without its text encoder."""
+    """ZImagePipeline, whose transformer is given lists."""
     sizes = {"dim": 64, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 4, "cap_feat_dim": 64}
     torch.manual_seed(0)
     made = diffusers.ZImageTransformer2DModel(**sizes, axes_dims=[8, 4, 4], axes_lens=[256, 32, 32]).eval()
@@ -83,7 +104,7 @@ def z_image() -> Any:
         made.x_pad_token.fill_(1)
         made.cap_pad_token.fill_(1)
     parts = {"transformer": made, "vae": vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
-    return _quiet(diffusers.ZImagePipeline(**parts, text_encoder=None, tokenizer=None))
+    return _quiet(diffusers.ZImagePipeline(**parts, text_encoder=qwen3(Qwen3Model), tokenizer=None))
 
 
 def qwen_image() -> Any:
@@ -106,12 +127,26 @@ def _quiet(pipe: Any) -> Any:
     return pipe
 
 
-def picture(pipe: Any, width: int = SIZE, height: int = SIZE, **options: Any) -> Tensor:
+def prompts(pipe: Any, guided: bool = True) -> dict[str, Any]:
+    """What stands for a prompt, and for a negative one, in a call of the pipeline."""
+    kind = type(pipe.transformer).__name__
+    positive: dict[str, Any] = {"prompt_embeds": noise(1, _WORDS_OF.get(kind, WORDS), 64)}
+    if kind == "FluxTransformer2DModel":
+        return positive | {"pooled_prompt_embeds": noise(1, 32)}
+    if kind == "SD3Transformer2DModel":
+        positive["pooled_prompt_embeds"] = noise(1, 64)
+    if kind == "ZImageTransformer2DModel":
+        text = {"prompt_embeds": [noise(500, 64)]}
+        return text | ({"negative_prompt_embeds": [noise(20, 64)]} if guided else {"guidance_scale": 0.0})
+    return positive | {f"negative_{name}": -given for name, given in positive.items()}
+
+
+_WORDS_OF = {"SD3Transformer2DModel": 333}
+
+
+def picture(pipe: Any, width: int = SIZE, height: int = SIZE, steps: int = 2, **options: Any) -> Tensor:
     """The pipeline's picture (1, 3, height, width), the same for the same sizes."""
-    pooled = 32 if hasattr(pipe.transformer, "single_transformer_blocks") else 64
-    text = {"prompt_embeds": noise(1, WORDS, 64), "pooled_prompt_embeds": noise(1, pooled)}
-    if pooled == 64:
-        text |= {f"negative_{name}": -given for name, given in text.items()}
+    given = {**prompts(pipe), "width": width, "height": height, **options}
     seed = torch.Generator().manual_seed(3)
-    made = pipe(**text, width=width, height=height, num_inference_steps=2, generator=seed, output_type="pt", **options)
+    made = pipe(**given, num_inference_steps=steps, generator=seed, output_type="pt")
     return torch.as_tensor(made.images)

@@ -1,0 +1,195 @@
+"""What diffusers' pipelines of diffusion transformers share: their parts, text encoders, packed latents and guidance.
+
+A family adds what its transformer is told by, and what a step of it is called with.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import diffusers, support
+from .anatomy import Anatomy, Family
+from .calls import LatentsInCall, Shape, Stage, StepInputs
+from .latents import dtype_of, latent_channels, latent_size
+
+_NATIVE = 128
+"""Latent pixels of the side for which they were made, where a configuration does not say it."""
+
+
+class Reading(NamedTuple):
+    """How a pipeline calls a text encoder.
+
+    Attributes:
+        tokens: of a prompt, to which it is padded, or the most that it may have.
+        hidden: whether what each of its layers makes is kept.
+        masked: whether it is told which tokens are padding.
+        options: that it is called with besides.
+    """
+
+    tokens: int
+    hidden: bool = False
+    masked: bool = False
+    options: Mapping[str, Any] = {}
+
+
+def family(
+    served: support.Served,
+    readings: Mapping[str, Reading],
+    *,
+    step_inputs: Callable[[Anatomy, Shape], StepInputs],
+    channels: Callable[[Mapping[str, Any]], int],
+    anatomy_fields: Callable[[Any, Anatomy], dict[str, Any]],
+    alone: tuple[str, ...] = ("transformer",),
+    **more: Any,
+) -> Family:
+    """A family of pipelines that denoise with a transformer.
+
+    Args:
+        served: the parts of a pipeline, in the order in which a run uses them; "transformer" tells the family.
+        readings: of the text encoders, by name.
+        channels: from the transformer's configuration to the channels of the latents.
+        alone: the names of models that are served by themselves.
+        more: fields of the family that are not as most have them.
+    """
+    fields = {
+        "components_of": functools.partial(_components_of, served=served, alone=alone),
+        "unchecked_components_of": functools.partial(diffusers.unchecked_components_of, served=served),
+        "entry_methods": ("check_inputs",),
+        "denoiser": "transformer",
+        "step_inputs": step_inputs,
+        "predict": predict,
+        "latent_multiple": 2,
+        "decode": diffusers.decode,
+        "encode": diffusers.encode,
+        "helper_stages": functools.partial(_text_stages, readings),
+        "configs": functools.partial(_configs, channels),
+        "anatomy_fields": anatomy_fields,
+    }
+    return Family(**fields | more)
+
+
+def _components_of(target: Any, served: support.Served, alone: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The models of a pipeline, or one that is served by itself; empty for all else.
+
+    Raises:
+        UnsupportedModelError, ConflictError: as :func:`.diffusers.served_of`.
+    """
+    if not isinstance(target, nn.Module) and not served["transformer"](getattr(target, "transformer", None)):
+        return {}
+    return diffusers.served_of(target, served, alone)
+
+
+def _text_stages(readings: Mapping[str, Reading], anatomy: Anatomy, shape: Shape) -> list[Stage]:
+    parts = anatomy.components
+    return [_text_stage(name, parts[name], how) for name, how in readings.items() if name in parts]
+
+
+def _text_stage(name: str, encoder: nn.Module, how: Reading) -> Stage:
+    def run(encoder: nn.Module, tokens: Tensor) -> Any:
+        told = {"attention_mask": torch.ones_like(tokens)} if how.masked else {}
+        return encoder(tokens, output_hidden_states=how.hidden, **told, **how.options)
+
+    return Stage("text", name, run, lambda: (encoder, torch.zeros(1, how.tokens, dtype=torch.long)))
+
+
+def _configs(channels: Callable[[Mapping[str, Any]], int], components: Any) -> dict[str, dict[str, Any]]:
+    """That of a transformer, with the channels and the size of its latents."""
+    if "transformer" not in components:
+        return {}
+    config = components["transformer"].config
+    return {"transformer": {"sample_size": _NATIVE, **config, "out_channels": channels(config)}}
+
+
+def packed_channels(config: Mapping[str, Any]) -> int:
+    """Channels of latents that are packed 2x2, of what a transformer of packed latents predicts."""
+    return int(config["out_channels"] or config["in_channels"]) // 4
+
+
+def arguments(target: Any) -> Mapping[str, inspect.Parameter]:
+    """What a pipeline can be called with; nothing is known of the runs of a model by itself."""
+    return {} if isinstance(target, nn.Module) else inspect.signature(type(target).__call__).parameters
+
+
+def guides(target: Any, scale: str = "guidance_scale", above: float = 1) -> bool:
+    """Whether a pipeline guides unless it is told otherwise: its scale is larger than ``above`` by itself.
+
+    A transformer by itself is taken for one that is guided.
+    """
+    takes = arguments(target)
+    return not takes or (scale in takes and (takes[scale].default or 0) > above)
+
+
+def starts_from_picture(target: Any) -> bool:
+    """Whether the runs of a pipeline start from a picture, which its autoencoder encodes: img2img and inpainting."""
+    return {"image", "strength"} <= arguments(target).keys()
+
+
+def empty_of(anatomy: Anatomy) -> Callable[..., Tensor]:
+    """Makes empty tensors of the type that the denoiser is called with."""
+    return functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
+
+
+def picture_tokens(anatomy: Anatomy, shape: Shape) -> tuple[int, int]:
+    """Rows and columns of a picture's tokens, each of 2x2 latent pixels."""
+    height, width = latent_size(anatomy, shape)
+    return height // 2, width // 2
+
+
+def packed_inputs(anatomy: Anatomy, shape: Shape, words: int, added: dict[str, Any]) -> StepInputs:
+    """What a step of packed latents starts from: (pictures, tokens, 4 C), and behind them what the pipeline adds.
+
+    Args:
+        words: tokens of the prompt.
+        added: what the transformer is called with besides.
+    """
+    config, empty = anatomy.config(anatomy.denoiser), empty_of(anatomy)
+    rows, columns = picture_tokens(anatomy, shape)
+    channels, tokens = 4 * latent_channels(anatomy), rows * columns
+    beside = int(config["in_channels"]) - channels
+    return StepInputs(
+        latents=empty(shape.batch, tokens, channels),
+        timestep=torch.tensor(1.0),
+        text=empty(shape.rows, words, int(config["joint_attention_dim"])),
+        beside=empty(shape.rows, tokens, beside) if beside else None,
+        joined=empty(shape.rows, tokens * anatomy.joined, channels) if anatomy.joined else None,
+        added=added,
+    )
+
+
+def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
+    """The transformer's prediction, as ``x``: (rows, tokens, 4 C), or a map (rows, C, h, w)."""
+    time = inputs.timestep.expand(len(x)).to(x.dtype)
+    prediction: Tensor = transformer(
+        hidden_states=x, encoder_hidden_states=inputs.text, timestep=time, return_dict=False, **inputs.added
+    )[0]
+    return prediction
+
+
+def given_by_name(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a transformer is called with, by the names of its forward."""
+    return dict(zip(_names(type(transformer)), args, strict=False)) | kwargs
+
+
+@functools.lru_cache
+def _names(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def packed_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
+    """The packed latents in a call, and the size of the picture that the ids of their tokens tell."""
+    given = given_by_name(transformer, args, kwargs)
+    latents, ids = given.get("hidden_states"), given.get("img_ids")
+    if not (isinstance(latents, Tensor) and isinstance(ids, Tensor)):
+        return None  # the call itself says what is missing
+
+    def size() -> tuple[int, int]:
+        rows, columns = (ids[..., 1:3].reshape(-1, 2).max(0).values + 1).int().tolist()
+        return 2 * rows, 2 * columns
+
+    return LatentsInCall(latents, len(latents), 4 * latents.shape[1], size)

@@ -1,0 +1,66 @@
+"""Stable Diffusion 3 and 3.5 (medium, large) as diffusers runs them: by text, from a picture, inpainted.
+
+Guidance is in one batch. Where layers are skipped to guide besides, that is one more call, of the pictures alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import diffusers, dit, support
+from .anatomy import Anatomy, has
+from .calls import Shape, StepInputs
+from .latents import latent_channels, latent_size
+
+_CLIP, _T5 = 77, 256
+"""Tokens of a prompt, as each encoder reads them; what CLIP makes of it is put before what T5 makes."""
+
+_READINGS = {
+    "text_encoder": dit.Reading(_CLIP, hidden=True),
+    "text_encoder_2": dit.Reading(_CLIP, hidden=True),
+    "text_encoder_3": dit.Reading(_T5),
+}
+
+
+def is_transformer(module: Any) -> bool:
+    told = has(module, "pos_embed", "context_embedder", "time_text_embed", "transformer_blocks", "proj_out")
+    return told and hasattr(module.pos_embed, "cropped_pos_embed")
+
+
+SERVED: support.Served = {
+    "text_encoder": diffusers.is_of_type("clip_text_model"),
+    "text_encoder_2": diffusers.is_of_type("clip_text_model"),
+    "text_encoder_3": diffusers.is_of_type("t5"),
+    "transformer": is_transformer,
+    "vae": diffusers.is_autoencoder,
+}
+"""The parts of a pipeline, in the order in which a run uses them."""
+
+
+def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
+    """What a denoising step starts from."""
+    config, rows, empty = anatomy.config(anatomy.denoiser), shape.rows, dit.empty_of(anatomy)
+    channels, size = latent_channels(anatomy), latent_size(anatomy, shape)
+    beside = int(config["in_channels"]) - channels
+    return StepInputs(
+        latents=empty(shape.batch, channels, *size),
+        timestep=torch.tensor(1.0),
+        text=empty(rows, _CLIP + _T5, int(config["joint_attention_dim"])),
+        beside=empty(rows, beside, *size) if beside else None,
+        added={"pooled_projections": empty(rows, int(config["pooled_projection_dim"]))},
+    )
+
+
+def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
+    return {"passes": 1 + dit.guides(target), "encodes": dit.starts_from_picture(target)}
+
+
+FAMILY = dit.family(
+    SERVED,
+    _READINGS,
+    step_inputs=step_inputs,
+    channels=lambda config: int(config["out_channels"]),
+    anatomy_fields=_anatomy_fields,
+)
