@@ -11,12 +11,13 @@ from torch import nn
 
 from .. import doors
 from ..errors import UnsupportedModelError
-from . import compvis, diffusers, flux, sd3, unknown
+from . import compvis, diffusers, flux, sd3, unknown, z_image
 from .anatomy import Anatomy, Family, has, sites
 
 _FAMILIES: dict[str, Family] = {
     "flux": flux.FAMILY,
     "sd3": sd3.FAMILY,
+    "z-image": z_image.FAMILY,
     "diffusers": diffusers.FAMILY,
     "compvis": compvis.FAMILY,
 }

@@ -13,7 +13,7 @@ from .anatomy import has
 Served = Mapping[str, Callable[[Any], bool]]
 """By the name that a part has in its target: whether a module there is of the kind that is planned."""
 
-WHOLE = "SD1.x, SD2.x, SDXL, SD3 and FLUX.1"
+WHOLE = "SD1.x, SD2.x, SDXL, SD3, FLUX.1 and Z-Image"
 """The models that are served from the prompt to the picture."""
 
 AUTOENCODERS = "SD3, FLUX.1, FLUX.2, Z-Image, Chroma, Qwen-Image and Wan"

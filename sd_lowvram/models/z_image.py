@@ -1,0 +1,80 @@
+"""Z-Image and Z-Image-Turbo as diffusers runs them: by text, from a picture, inpainted.
+
+The transformer is given lists: of latents (C, 1, h, w), and of texts that are each as long as their prompt. Guidance is
+in one batch where its scale is above 0, until the step in which the pipeline is told to stop with it; a call has fewer
+rows then, and is planned as those before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import diffusers, dit, support
+from .anatomy import Anatomy, has
+from .calls import LatentsInCall, Shape, StepInputs
+from .latents import latent_channels, latent_size
+
+_TOKENS = 512
+_SHORTER = 32
+"""The transformer pads texts to multiples of this: one that is so much shorter makes it mask the attention."""
+
+
+def is_transformer(module: Any) -> bool:
+    told = has(module, "all_x_embedder", "cap_embedder", "noise_refiner", "context_refiner", "layers")
+    return told and module.siglip_embedder is None
+
+
+SERVED: support.Served = {
+    "text_encoder": diffusers.is_of_type("qwen3"),
+    "transformer": is_transformer,
+    "vae": diffusers.is_autoencoder,
+}
+"""The parts of a pipeline, in the order in which a run uses them."""
+
+
+def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
+    """What a denoising step starts from; the pipeline holds its latents in float32."""
+    config = anatomy.config(anatomy.denoiser)
+    return StepInputs(
+        latents=torch.empty(shape.batch, latent_channels(anatomy), *latent_size(anatomy, shape)),
+        timestep=torch.tensor(1.0),
+        text=dit.empty_of(anatomy)(shape.rows, _TOKENS, int(config["cap_feat_dim"])),
+    )
+
+
+def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
+    """The transformer's prediction (rows, C, h, w), of a text as long as it may be, and shorter ones."""
+    first, *others = inputs.text.unbind()
+    texts = [first, *(text[:-_SHORTER] for text in others)]
+    maps = list(x.to(first.dtype).unsqueeze(2).unbind())
+    predicted = transformer(maps, inputs.timestep.expand(len(x)), texts, return_dict=False)[0]
+    return torch.stack([one.float() for one in predicted]).squeeze(2)
+
+
+def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
+    """The latents in a call: a list of one for each row, of which all have one size."""
+    maps = dit.given_by_name(transformer, args, kwargs).get("x")
+    if not (isinstance(maps, list) and maps and isinstance(maps[0], Tensor)):
+        return None
+    height, width = maps[0].shape[-2:]
+    return LatentsInCall(maps[0], len(maps), height * width, lambda: (int(height), int(width)))
+
+
+def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
+    return {"passes": 1 + dit.guides(target, above=0), "encodes": dit.starts_from_picture(target)}
+
+
+FAMILY = dit.family(
+    SERVED,
+    {"text_encoder": dit.Reading(_TOKENS, hidden=True, masked=True)},
+    step_inputs=step_inputs,
+    channels=lambda config: int(config["in_channels"]),
+    anatomy_fields=_anatomy_fields,
+    alone=("transformer", "text_encoder"),
+    predict=predict,
+    latents_in_call=latents_in_call,
+    entry_methods=("encode_prompt", "prepare_latents"),
+)
