@@ -11,13 +11,16 @@ from torch import nn
 
 from .. import doors
 from ..errors import UnsupportedModelError
-from . import compvis, diffusers, flux, sd3, unknown, z_image
+from . import chroma, compvis, diffusers, flux, flux2, qwen_image, sd3, unknown, z_image
 from .anatomy import Anatomy, Family, has, sites
 
 _FAMILIES: dict[str, Family] = {
     "flux": flux.FAMILY,
     "sd3": sd3.FAMILY,
     "z-image": z_image.FAMILY,
+    "qwen-image": qwen_image.FAMILY,
+    "chroma": chroma.FAMILY,
+    "flux2": flux2.FAMILY,
     "diffusers": diffusers.FAMILY,
     "compvis": compvis.FAMILY,
 }

@@ -46,6 +46,7 @@ def family(
     channels: Callable[[Mapping[str, Any]], int],
     anatomy_fields: Callable[[Any, Anatomy], dict[str, Any]],
     alone: tuple[str, ...] = ("transformer",),
+    unplanned: Callable[[Any], str] = lambda target: "",
     **more: Any,
 ) -> Family:
     """A family of pipelines that denoise with a transformer.
@@ -55,10 +56,11 @@ def family(
         readings: of the text encoders, by name.
         channels: from the transformer's configuration to the channels of the latents.
         alone: the names of models that are served by themselves.
+        unplanned: from a pipeline of such parts to the name of the one that it runs in a way which is not planned.
         more: fields of the family that are not as most have them.
     """
     fields = {
-        "components_of": functools.partial(_components_of, served=served, alone=alone),
+        "components_of": functools.partial(_components_of, served=served, alone=alone, unplanned=unplanned),
         "unchecked_components_of": functools.partial(diffusers.unchecked_components_of, served=served),
         "entry_methods": ("check_inputs",),
         "denoiser": "transformer",
@@ -74,7 +76,9 @@ def family(
     return Family(**fields | more)
 
 
-def _components_of(target: Any, served: support.Served, alone: tuple[str, ...]) -> dict[str, nn.Module]:
+def _components_of(
+    target: Any, served: support.Served, alone: tuple[str, ...], unplanned: Callable[[Any], str]
+) -> dict[str, nn.Module]:
     """The models of a pipeline, or one that is served by itself; empty for all else.
 
     Raises:
@@ -82,6 +86,8 @@ def _components_of(target: Any, served: support.Served, alone: tuple[str, ...]) 
     """
     if not isinstance(target, nn.Module) and not served["transformer"](getattr(target, "transformer", None)):
         return {}
+    if not isinstance(target, nn.Module) and (part := unplanned(target)):
+        raise support.refusal(target, part, getattr(target, part), ("vae",))
     return diffusers.served_of(target, served, alone)
 
 
@@ -152,13 +158,15 @@ def packed_inputs(anatomy: Anatomy, shape: Shape, words: int, added: dict[str, A
     rows, columns = picture_tokens(anatomy, shape)
     channels, tokens = 4 * latent_channels(anatomy), rows * columns
     beside = int(config["in_channels"]) - channels
+    text = empty(shape.rows, words, int(config["joint_attention_dim"]))
     return StepInputs(
         latents=empty(shape.batch, tokens, channels),
         timestep=torch.tensor(1.0),
-        text=empty(shape.rows, words, int(config["joint_attention_dim"])),
+        text=text,
         beside=empty(shape.rows, tokens, beside) if beside else None,
         joined=empty(shape.rows, tokens * anatomy.joined, channels) if anatomy.joined else None,
         added=added,
+        held=(torch.empty_like(text),) * (anatomy.calls - 1),  # the text of the other call
     )
 
 

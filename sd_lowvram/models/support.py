@@ -13,7 +13,7 @@ from .anatomy import has
 Served = Mapping[str, Callable[[Any], bool]]
 """By the name that a part has in its target: whether a module there is of the kind that is planned."""
 
-WHOLE = "SD1.x, SD2.x, SDXL, SD3, FLUX.1 and Z-Image"
+WHOLE = "SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2 Klein, Z-Image, Chroma and Qwen-Image"
 """The models that are served from the prompt to the picture."""
 
 AUTOENCODERS = "SD3, FLUX.1, FLUX.2, Z-Image, Chroma, Qwen-Image and Wan"
@@ -96,7 +96,7 @@ def _why(part: str, module: Any) -> str:
     if "Motion" in kind or ((autoencoder or denoiser) and is_of_video(module)):
         return "makes video"
     if part.startswith("text_encoder"):
-        return "reads prompts with a text encoder other than CLIP"
+        return "reads prompts with a text encoder of another kind"
     if autoencoder and packs_latents(module):
         return "packs its latents behind a batch norm, as FLUX.2's do"
     if autoencoder:

@@ -15,7 +15,7 @@ from sd_lowvram.session import attachments
 
 
 def sd3_family() -> Any:
-    """StableDiffusion3Pipeline, which no family of ours serves: where its models are, and what they are called with."""
+    """StableDiffusion3Pipeline as a stranger would add it: where its models are, and what they are called with."""
     from sd_lowvram.models import diffusers
     from sd_lowvram.models.anatomy import Family
     from sd_lowvram.models.calls import StepInputs

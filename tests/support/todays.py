@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import diffusers
@@ -11,6 +12,8 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
@@ -108,7 +111,7 @@ def z_image(kind: str = "ZImagePipeline") -> Any:
 
 
 def qwen_image() -> Any:
-    """QwenImagePipeline, whose autoencoder is one of frames, without its text encoder."""
+    """QwenImagePipeline, whose autoencoder is one of frames."""
     torch.manual_seed(0)
     made = diffusers.QwenImageTransformer2DModel(
         out_channels=16, num_layers=3, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=64,
@@ -119,7 +122,52 @@ def qwen_image() -> Any:
         latents_mean=[0.0] * 16, latents_std=[1.0] * 16,
     ).eval()  # fmt: skip
     parts = {"transformer": made, "vae": frames, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
-    return _quiet(diffusers.QwenImagePipeline(**parts, text_encoder=None, tokenizer=None))
+    return _quiet(diffusers.QwenImagePipeline(**parts, text_encoder=qwen25_vl(), tokenizer=None))
+
+
+def qwen25_vl() -> Any:
+    rope = {"mrope_section": [4, 4, 8], "rope_type": "default", "type": "default"}
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 2, "rope_scaling": rope, "rope_theta": 1e6, "vocab_size": 1000}
+    seen = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    torch.manual_seed(3)
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=seen)).eval()
+
+
+def chroma(kind: str = "ChromaPipeline") -> Any:
+    sizes = {"num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16, "num_attention_heads": 4}
+    sizes |= {"joint_attention_dim": 64, "axes_dims_rope": (4, 4, 8), "approximator_hidden_dim": 32}
+    sizes |= {"approximator_layers": 1, "approximator_num_channels": 16}
+    torch.manual_seed(0)
+    made = diffusers.ChromaTransformer2DModel(in_channels=64, **sizes).eval()
+    parts = {"transformer": made, "vae": vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    return _quiet(getattr(diffusers, kind)(**parts, text_encoder=t5(), tokenizer=None))
+
+
+def klein(kind: str = "Flux2KleinPipeline", **more: Any) -> Any:
+    """A pipeline of FLUX.2 Klein, whose text encoder's table is tied, as that of 4B is."""
+    sizes = {"num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16, "num_attention_heads": 4}
+    sizes |= {"joint_attention_dim": 192, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": False}
+    torch.manual_seed(0)
+    made = diffusers.Flux2Transformer2DModel(in_channels=64, **sizes).eval()
+    torch.manual_seed(4)
+    frames = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(16, 32, 32, 32), latent_channels=16, norm_num_groups=8, layers_per_block=1
+    ).eval()
+    parts = {"transformer": made, "vae": frames, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    text = qwen3(Qwen3ForCausalLM, tie_word_embeddings=True)
+    return _quiet(getattr(diffusers, kind)(**parts, text_encoder=text, tokenizer=None, **more))
+
+
+def lumina2() -> Any:
+    """Lumina2Pipeline, of no family that is planned, without its text encoder."""
+    sizes = {"hidden_size": 48, "num_layers": 3, "num_refiner_layers": 1, "num_attention_heads": 3, "num_kv_heads": 1}
+    torch.manual_seed(0)
+    made = diffusers.Lumina2Transformer2DModel(
+        **sizes, in_channels=16, cap_feat_dim=64, axes_dim_rope=(8, 4, 4), axes_lens=(64, 32, 32)
+    ).eval()
+    parts = {"transformer": made, "vae": vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    return _quiet(diffusers.Lumina2Pipeline(**parts, text_encoder=None, tokenizer=None))
 
 
 def _quiet(pipe: Any) -> Any:
@@ -129,16 +177,27 @@ def _quiet(pipe: Any) -> Any:
 
 def prompts(pipe: Any, guided: bool = True) -> dict[str, Any]:
     """What stands for a prompt, and for a negative one, in a call of the pipeline."""
-    kind = type(pipe.transformer).__name__
+    return _prompts(type(pipe.transformer).__name__, guided)
+
+
+@functools.cache  # made before a run is measured
+def _prompts(kind: str, guided: bool) -> dict[str, Any]:
     positive: dict[str, Any] = {"prompt_embeds": noise(1, _WORDS_OF.get(kind, WORDS), 64)}
     if kind == "FluxTransformer2DModel":
         return positive | {"pooled_prompt_embeds": noise(1, 32)}
-    if kind == "SD3Transformer2DModel":
-        positive["pooled_prompt_embeds"] = noise(1, 64)
     if kind == "ZImageTransformer2DModel":
         text = {"prompt_embeds": [noise(500, 64)]}
         return text | ({"negative_prompt_embeds": [noise(20, 64)]} if guided else {"guidance_scale": 0.0})
-    return positive | {f"negative_{name}": -given for name, given in positive.items()}
+    if kind == "Flux2Transformer2DModel":
+        embeds = noise(1, WORDS, 192)
+        return {"prompt_embeds": embeds, "negative_prompt_embeds": -embeds}
+    if kind == "SD3Transformer2DModel":
+        positive["pooled_prompt_embeds"] = noise(1, 64)
+    if kind == "ChromaTransformer2DModel":
+        positive["prompt_attention_mask"] = torch.ones(1, WORDS)
+    negative = {f"negative_{name}": -given for name, given in positive.items() if "embeds" in name}
+    masks = {f"negative_{name}": given for name, given in positive.items() if "mask" in name}
+    return positive | negative | masks
 
 
 _WORDS_OF = {"SD3Transformer2DModel": 333}

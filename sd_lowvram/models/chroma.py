@@ -1,0 +1,52 @@
+"""Chroma as diffusers runs it: by text, from a picture, inpainted.
+
+As FLUX.1 without CLIP; guidance is a second call, and the attention is masked by the prompt's padding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from . import diffusers, dit, support
+from .anatomy import Anatomy, has
+from .calls import Shape, StepInputs
+
+_WORDS = 512
+
+
+def is_transformer(module: Any) -> bool:
+    return has(module, "x_embedder", "context_embedder", "distilled_guidance_layer", "single_transformer_blocks")
+
+
+SERVED: support.Served = {
+    "text_encoder": diffusers.is_of_type("t5"),
+    "transformer": is_transformer,
+    "vae": diffusers.is_autoencoder,
+}
+"""The parts of a pipeline, in the order in which a run uses them."""
+
+
+def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
+    """What a denoising step starts from."""
+    empty, tokens = dit.empty_of(anatomy), math.prod(dit.picture_tokens(anatomy, shape))
+    added = {
+        "img_ids": empty(tokens, 3),
+        "txt_ids": empty(_WORDS, 3),
+        "attention_mask": empty(shape.rows, _WORDS + tokens),
+    }
+    return dit.packed_inputs(anatomy, shape, _WORDS, added)
+
+
+def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
+    return {"passes": 1, "calls": 1 + dit.guides(target), "encodes": dit.starts_from_picture(target)}
+
+
+FAMILY = dit.family(
+    SERVED,
+    {"text_encoder": dit.Reading(_WORDS, masked=True)},
+    step_inputs=step_inputs,
+    channels=dit.packed_channels,
+    anatomy_fields=_anatomy_fields,
+    latents_in_call=dit.packed_in_call,
+)

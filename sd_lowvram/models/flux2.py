@@ -1,0 +1,60 @@
+"""FLUX.2 Klein (4B, 9B) as diffusers runs it: by text, with pictures to look at, inpainted.
+
+Latents are packed 2x2; pictures to look at are joined to them as more tokens. Guidance is a second call, and distilled
+models have none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from . import diffusers, dit, support
+from .anatomy import Anatomy, has
+from .calls import Shape, StepInputs
+
+_WORDS = 512
+
+
+def is_transformer(module: Any) -> bool:
+    return has(module, "x_embedder", "context_embedder", "time_guidance_embed", "double_stream_modulation_img")
+
+
+SERVED: support.Served = {
+    "text_encoder": diffusers.is_of_type("qwen3"),
+    "transformer": is_transformer,
+    "vae": diffusers.is_autoencoder,
+}
+"""The parts of a pipeline, in the order in which a run uses them."""
+
+
+def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
+    """What a denoising step starts from."""
+    tokens = math.prod(dit.picture_tokens(anatomy, shape))
+    added = {
+        "img_ids": torch.empty(shape.rows, tokens * (1 + anatomy.joined), 4, dtype=torch.long),
+        "txt_ids": torch.empty(shape.rows, _WORDS, 4, dtype=torch.long),
+    }
+    if anatomy.config(anatomy.denoiser)["guidance_embeds"]:
+        added["guidance"] = torch.empty(shape.rows)
+    return dit.packed_inputs(anatomy, shape, _WORDS, added)
+
+
+def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
+    distilled = getattr(getattr(target, "config", None), "is_distilled", False)
+    guides = dit.guides(target) and not distilled and not anatomy.config(anatomy.denoiser).get("guidance_embeds")
+    inpaints = dit.starts_from_picture(target)  # the picture is joined too
+    return {"passes": 1, "calls": 1 + guides, "encodes": inpaints, "joined": int(inpaints)}
+
+
+FAMILY = dit.family(
+    SERVED,
+    {"text_encoder": dit.Reading(_WORDS, hidden=True, masked=True, options={"use_cache": False})},
+    step_inputs=step_inputs,
+    channels=dit.packed_channels,
+    anatomy_fields=_anatomy_fields,
+    unplanned=lambda target: "transformer" if "KV" in type(target).__name__ else "",  # it keeps keys and values
+    latents_in_call=dit.packed_in_call,
+)

@@ -1,0 +1,76 @@
+"""Qwen-Image as diffusers runs it: by text, from a picture, inpainted.
+
+Latents are packed 2x2, their size is told by ``img_shapes``, and guidance is a second call. Pipelines that edit are
+refused, as their text encoder looks at pictures.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from . import diffusers, dit, support
+from .anatomy import Anatomy, has
+from .calls import LatentsInCall, Shape, StepInputs
+
+_WORDS = 512
+_READ = 1024 + 34
+"""Tokens that its text encoder reads at most: the prompt, and what is put before it, which is cut off again."""
+
+
+def is_transformer(module: Any) -> bool:
+    told = has(module, "img_in", "txt_in", "txt_norm", "time_text_embed", "transformer_blocks", "proj_out")
+    return told and hasattr(module.pos_embed, "pos_freqs")
+
+
+SERVED: support.Served = {
+    "text_encoder": diffusers.is_of_type("qwen2_5_vl"),
+    "transformer": is_transformer,
+    "vae": diffusers.is_autoencoder,
+}
+"""The parts of a pipeline, in the order in which a run uses them."""
+
+
+def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
+    """What a denoising step starts from; prompts that are not alike long make it mask the attention."""
+    rows, empty = shape.rows, dit.empty_of(anatomy)
+    added: dict[str, Any] = {"img_shapes": [[(1, *dit.picture_tokens(anatomy, shape))]] * rows}
+    if shape.batch > 1:
+        added["encoder_hidden_states_mask"] = empty(rows, _WORDS)
+    return dit.packed_inputs(anatomy, shape, _WORDS, added)
+
+
+def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
+    """The transformer's prediction (rows, tokens, 4 C)."""
+    transformer.pos_embed = copy.copy(transformer.pos_embed)  # what it keeps from its first call on is in every trace
+    return dit.predict(transformer, x, inputs)
+
+
+def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
+    """The packed latents in a call, and the size of the picture, which comes first where others are joined to it."""
+    given = dit.given_by_name(transformer, args, kwargs)
+    latents, shapes = given.get("hidden_states"), given.get("img_shapes")
+    if not (isinstance(latents, Tensor) and shapes):
+        return None
+    first = shapes[0][0] if isinstance(shapes[0], list) else shapes[0]
+    return LatentsInCall(latents, len(latents), 4 * latents.shape[1], lambda: (2 * first[1], 2 * first[2]))
+
+
+def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
+    calls = 1 + dit.guides(target, "true_cfg_scale")
+    return {"passes": 1, "calls": calls, "encodes": dit.starts_from_picture(target)}
+
+
+FAMILY = dit.family(
+    SERVED,
+    {"text_encoder": dit.Reading(_READ, hidden=True, masked=True)},
+    step_inputs=step_inputs,
+    channels=lambda config: int(config["in_channels"]) // 4,
+    anatomy_fields=_anatomy_fields,
+    alone=("transformer", "text_encoder"),
+    unplanned=lambda target: "text_encoder" if "processor" in target.components else "",
+    predict=predict,
+    latents_in_call=latents_in_call,
+)
