@@ -29,7 +29,7 @@ _FAMILIES: dict[str, Family] = {
 def families() -> dict[str, Family]:
     """Every family by name; those that others registered are asked first, as they are the more special."""
     doors.find()
-    return doors.FAMILIES | _FAMILIES
+    return doors.FAMILIES | {name: ours for name, ours in _FAMILIES.items() if name not in doors.FAMILIES}
 
 
 def dissect(target: Any) -> Anatomy | None:

@@ -59,7 +59,7 @@ def family(
         unplanned: from a pipeline of such parts to the name of the one that it runs in a way which is not planned.
         more: fields of the family that are not as most have them.
     """
-    fields = {
+    fields: dict[str, Any] = {
         "components_of": functools.partial(_components_of, served=served, alone=alone, unplanned=unplanned),
         "unchecked_components_of": functools.partial(diffusers.unchecked_components_of, served=served),
         "entry_methods": ("check_inputs",),
@@ -181,12 +181,12 @@ def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
 
 def given_by_name(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What a transformer is called with, by the names of its forward."""
-    return dict(zip(_names(type(transformer)), args, strict=False)) | kwargs
+    return dict(zip(_names(type(transformer).forward), args, strict=False)) | kwargs
 
 
 @functools.lru_cache
-def _names(kind: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def packed_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
