@@ -152,10 +152,6 @@ def _wan_vae() -> Any:
     return diffusers.AutoencoderKLWan(**_WAN_VAE, temperal_downsample=[False, True, True])
 
 
-def _qwen_vae() -> Any:
-    return diffusers.AutoencoderKLQwenImage(**_WAN_VAE, temperal_downsample=[False, True, True])
-
-
 def _prior() -> Any:
     return diffusers.PriorTransformer(num_attention_heads=2, attention_head_dim=8, embedding_dim=8, num_layers=1)
 
