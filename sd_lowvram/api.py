@@ -25,7 +25,7 @@ from .planning.plan import FallbackStep, Plan
 from .planning.replan import exchanges, guard
 from .planning.request import DEFAULT_STEPS, Request, request_for
 from .planning.search import make_plan
-from .run_log import happened
+from .progress import happened
 from .session import Attachment, anatomy_of, attach, attached, attachments, restore
 from .settings import Settings, stated
 from .streaming.host_weights import host_budget

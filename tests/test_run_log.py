@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_lowvram.run_log import happened, heard
+from sd_lowvram.progress import happened, heard
 
 TELLS = "unet ran out of memory"
 RUN = """

@@ -104,7 +104,7 @@ def trial_passes(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]
     Ends early where one leaves something on the device.
     """
     from sd_lowvram import Settings, attached
-    from sd_lowvram.run_log import heard
+    from sd_lowvram.progress import heard
 
     where, side = torch.device(device), cases[0]["side"]
     pipe = random_denoiser(cases[0]["model"], where)

@@ -88,7 +88,7 @@ def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps:
     from sd_lowvram.devices.this_machine import overhead_of
     from sd_lowvram.errors import BudgetError
     from sd_lowvram.memory import measured_peak
-    from sd_lowvram.run_log import heard
+    from sd_lowvram.progress import heard
 
     on_cpu = where.type == "cpu"
     start = time.perf_counter()

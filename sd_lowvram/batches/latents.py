@@ -13,7 +13,7 @@ from ..commands.inputs import Job
 from ..commands.latents import job_of, libraries, pictures_as_tensors
 from ..errors import BadInputError
 from ..files.whole import sweep
-from ..run_log import happened
+from ..progress import happened
 from ..saved_latents.file import ENDING, Saved, read_saved
 from ..saved_latents.interval import Interval
 from ..settings import Settings

@@ -29,7 +29,7 @@ from ..commands.paint import (
 )
 from ..commands.pictures import output_paths, parameters_text, png_of
 from ..errors import BudgetError
-from ..run_log import happened, heard
+from ..progress import happened, heard
 from ..saved_latents.file import ENDING
 from .latents import Begun, JobLatents, begun
 from .marks import CHUNK, FinishedPicture, mark_of, thumbnail

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from ..errors import BadInputError, LowVRAMError, host_ran_out, ran_out
-from ..run_log import heard
+from ..progress import heard
 from ..settings import knobs
 from .interrupts import interrupted
 from .streams import give_up_stdout, note, tell

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OutputError
 from ..plots.memory import memory_png
 from ..plots.style import check_plots
-from ..run_log import happened
+from ..progress import happened
 from .inputs import Job
 from .pictures import check_writable, save_picture
 

@@ -22,7 +22,7 @@ from ..compat import autocast_dtype
 from ..compat.private import tree_flatten, tree_unflatten
 from ..errors import ran_out
 from ..memory.fake_mode import active_fake_mode
-from ..run_log import happened
+from ..progress import happened
 from ..weights import needs_graph
 
 _MOST_KINDS = 32

@@ -29,7 +29,7 @@ from ..memory.fake_mode import active_fake_mode
 from ..models import autoencoder
 from ..models.anatomy import Anatomy
 from ..patches import Patch, is_foreign, wrap
-from ..run_log import happened
+from ..progress import happened
 from ..settings import Settings
 from ..streaming.layers import is_compiled as is_compiled_module
 from ..weights import loaded_dtype, needs_graph, own_tensors

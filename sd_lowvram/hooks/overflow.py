@@ -24,7 +24,7 @@ from ..compat.private import FakeTensor
 from ..errors import NotFiniteError
 from ..memory.repeats import uncounted
 from ..patches import Answered
-from ..run_log import happened
+from ..progress import happened
 from ..weights import placed
 
 Rows = Callable[[int, int, bool], Tensor]

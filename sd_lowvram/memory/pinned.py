@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..compat.private import has_context
 from ..devices.info import host_memory, own_ram
-from ..run_log import happened
+from ..progress import happened
 from ..units import format_size
 from .accounts import host_account
 

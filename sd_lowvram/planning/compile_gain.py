@@ -18,7 +18,7 @@ from ..devices.this_machine import RECORDED
 from ..hooks.compiled import kinds_of
 from ..hooks.cuda_graphs import unrecordable
 from ..kernels import compiler
-from ..run_log import heard
+from ..progress import heard
 from ..session import anatomy_of, attached
 from ..settings import Settings
 

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import BadInputError, NotFiniteError
 from ..patches import set_patch, wrap
-from ..run_log import happened
+from ..progress import happened
 from .file import Saved, write_saved
 from .interval import Interval
 from .state import UnkeptStateError, configuration, pack, remembered, unpack

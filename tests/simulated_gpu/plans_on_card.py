@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sd_lowvram.run_log import heard
+from sd_lowvram.progress import heard
 
 MIB = 1 << 20
 FILE = Path(__file__).parents[2] / "benchmarks" / "plans_on_card.json"

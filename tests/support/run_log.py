@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sd_lowvram.run_log import heard
+from sd_lowvram.progress import heard
 
 
 @contextmanager
