@@ -21,7 +21,7 @@ from sd_lowvram.units import GIB, MIB, format_time
 
 from .tables import begun, written
 
-CARDS = ("rtx2070", "gtx1650", "rtx3060", "rtx4090")
+CARDS = ("gtx1650", "rtx2060", "rtx2070", "rtx3060", "rtx4090")
 SIDES = {"sd15": (512, 1024, 2048), "sdxl": (1024, 2048)}
 _TITLES = {"sd15": "SD1.5", "sdxl": "SDXL"}
 POLICIES = ("diffusers-default", "ours")
@@ -50,7 +50,7 @@ def _cell(model: str, card: str, side: int, name: str) -> dict[str, Any]:
         predicted = make_plan(anatomy, request, Settings.policy(name)).predicted
     except BudgetError as error:
         return {"needed_bytes": error.needed_bytes}
-    return {"seconds": predicted.seconds, "peak_bytes": predicted.peak_bytes}
+    return {"seconds": predicted.seconds, "peak_bytes": predicted.peak_bytes, "host_bytes": predicted.host_bytes}
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
@@ -59,7 +59,8 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"Squares in fp16, {report['steps']} steps with guidance: time and peak as plans foretell them for all of a "
-        "card's memory. Nothing ran on a card."
+        f"card's memory, and the RAM in which weights and activations wait, of {_RAM / GIB:.0f} GiB (none where none "
+        "is told). Nothing ran on a card."
     )
     yield ""
     heads = [f"{cell['side']}x{cell['side']}, {cell['policy']}" for cell in report["rows"][0]["cells"]]
@@ -73,4 +74,5 @@ def _row(row: dict[str, Any]) -> list[str]:
 def _told(cell: dict[str, Any]) -> str:
     if "seconds" not in cell:
         return f"needs {cell['needed_bytes'] / MIB:.0f} MiB"
-    return f"{format_time(cell['seconds'])}, {cell['peak_bytes'] / MIB:.0f} MiB"
+    waits = f", RAM {cell['host_bytes'] / GIB:.1f} GiB" if cell["host_bytes"] else ""
+    return f"{format_time(cell['seconds'])}, {cell['peak_bytes'] / MIB:.0f} MiB{waits}"

@@ -55,23 +55,43 @@ def course(settings: Settings, vram: int) -> tuple[Any, list[float], list[float]
 
 
 def draw_run(axes: Any) -> None:
-    """Memory over a run: diffusers' as it loads the model, ours within the budget."""
-    for name, settings, vram, colour in (
-        ("diffusers, as it loads the model", Settings.policy("diffusers-default"), 64 * GIB, MEASURED),
-        ("sd-lowvram", Settings(), BUDGET_BYTES, WEIGHTS),
+    """Memory over a run: diffusers' as it loads the model, which the card cannot hold; ours within the budget."""
+    rates = profile(CARD)
+    card, budget = rates.vram_bytes / GIB, BUDGET_BYTES / GIB
+    _, places, heights = course(Settings.policy("diffusers-default"), 64 * GIB)
+    out = next(number for number, height in enumerate(heights) if height > card)
+    _curve(
+        axes,
+        places[: out + 1],
+        heights[: out + 1],
+        f"diffusers, as loaded: needs {max(heights):.1f} GiB",
+        MEASURED,
+    )
+    axes.plot(places[out:], heights[out:], drawstyle="steps-post", color=MEASURED, linewidth=1.0, linestyle=":")
+    axes.plot(places[out], card, marker="X", markersize=9, color=MEASURED, zorder=3)
+    axes.annotate("runs out of memory here", (places[out], card), xytext=(-8, 6), ha="right", **_SAID, color=MEASURED)
+    plan, places, heights = course(Settings(), BUDGET_BYTES)
+    _curve(axes, places, heights, f"sd-lowvram: {max(heights):.1f} GiB, {plan.predicted.seconds:.0f} s", WEIGHTS)
+    for name, height, colour in (
+        (f"{rates.title}, {card:g} GiB", card, TEXT),
+        (f"budget {budget:g} GiB", budget, BUDGET),
     ):
-        plan, places, heights = course(settings, vram)
-        axes.fill_between(places, heights, step="post", color=colour, alpha=0.18, linewidth=0)
-        axes.plot(places, heights, drawstyle="steps-post", color=colour, linewidth=1.4)
-        told = f"{name}: {max(heights):.1f} GiB, {plan.predicted.seconds:.0f} s"
-        first = max(heights[: len(heights) // 3])
-        axes.annotate(told, (0.1, first), xytext=(2, 5), **_SAID, color=colour)
-    budget = BUDGET_BYTES / GIB
-    axes.axhline(budget, color=BUDGET, linewidth=1.4, linestyle=(0, (5, 3)))
-    axes.annotate(f"budget {budget:g} GiB", (places[-1], budget), xytext=(-2, 4), ha="right", **_SAID, color=BUDGET)
+        axes.axhline(height, color=colour, linewidth=1.4, linestyle=(0, (5, 3)))
+        axes.annotate(name, (0, height), xytext=(4, 4), **_SAID, color=colour)
+    _label_run(axes, places[-1])
+
+
+def _curve(axes: Any, places: list[float], heights: list[float], told: str, colour: str) -> None:
+    axes.fill_between(places, heights, step="post", color=colour, alpha=0.18, linewidth=0)
+    axes.plot(places, heights, drawstyle="steps-post", color=colour, linewidth=1.4)
+    first = max(heights[: len(heights) // 3])
+    axes.annotate(told, (0.1, first), xytext=(2, 5), **_SAID, color=colour)
+
+
+def _label_run(axes: Any, right: float) -> None:
     steps = 1.0 + _SHOWN_STEPS * _WIDTHS["denoise"]
-    axes.set_xticks([0.5, (1.0 + steps) / 2, (steps + places[-1]) / 2], ["text", f"{STEPS} steps", "decode"])
-    axes.set(xlim=(0, places[-1]), ylim=(0, None))
+    axes.set_xticks([0.5, (1.0 + steps) / 2, (steps + right) / 2], ["text", f"{STEPS} steps", "decode"])
+    axes.set(xlim=(0, right), ylim=(0, None))
     axes.set_ylabel("GiB on the device")
     axes.set_title(f"SDXL, {SIDE}x{SIDE}, fp16: memory over a run, foretold", loc="left", fontsize=11)
 
