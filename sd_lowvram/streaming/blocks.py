@@ -214,7 +214,10 @@ def _cut_open(layer: Layer, part_bytes: int) -> list[Layer]:
 
 
 def can_be_cut(module: Any) -> bool:
-    """Whether ``module`` computes each output from one row of its weight, by torch's own forward."""
-    if isinstance(module, nn.Conv2d) and module.groups != 1:
+    """Whether ``module`` computes each output from one row of its weight, by torch's own forward, or by that behind
+    the padding of an autoencoder of frames."""
+    convolves = isinstance(module, (nn.Conv2d, nn.Conv3d))
+    if (convolves and module.groups != 1) or not (convolves or isinstance(module, nn.Linear)):
         return False
-    return isinstance(module, (nn.Linear, nn.Conv2d)) and type(module).forward.__module__.startswith("torch.nn.")
+    pads = isinstance(module, nn.Conv3d) and type(module).__name__.endswith("CausalConv3d")
+    return pads or type(module).forward.__module__.startswith("torch.nn.")

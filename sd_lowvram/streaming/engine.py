@@ -206,10 +206,10 @@ class Stream:
         with exchanged(module, away, functools.partial(_brought, device=device)):
             return original(*args, **kwargs)
 
-    def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, input: Tensor) -> Tensor:
+    def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, *inputs: Any) -> Tensor:
         rows = [(number, self._layout.blocks[number].rows or (0, 0)) for number in numbers]
         parts = [(span, self._part(number, span)) for number, span in rows]
-        return in_parts(module, parts, original, input)
+        return in_parts(module, parts, original, *inputs)
 
     @contextlib.contextmanager
     def _part(self, number: int, rows: tuple[int, int]) -> Iterator[None]:

@@ -18,14 +18,14 @@ Part = tuple[tuple[int, int], contextlib.AbstractContextManager[Any]]
 """First and last output, and a context in which the layer holds the rows that make them."""
 
 
-def in_parts(module: nn.Module, parts: Iterable[Part], original: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """``original(x)`` of a Linear (..., outputs) or Conv2d (N, outputs, H, W), a part of the outputs at a time."""
-    convolves = isinstance(module, nn.Conv2d)
-    dim = -3 if convolves else -1  # torch convolves a map (C, H, W) too
-    outputs = getattr(module, "out_channels" if convolves else "out_features")
+def in_parts(module: nn.Module, parts: Iterable[Part], original: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """``original(*inputs)`` of a Linear (..., outputs), a Conv2d (N, outputs, H, W) or a Conv3d (N, outputs, frames, H,
+    W), a part of the outputs at a time."""
+    dims = 3 if isinstance(module, nn.Conv3d) else 2 if isinstance(module, nn.Conv2d) else 0
+    outputs = getattr(module, "out_channels" if dims else "out_features")
     out: Tensor | None = None
     for (start, _), held in parts:
         with held:
-            out = placed(out, original(x), dim, start, outputs)
+            out = placed(out, original(*inputs), -1 - dims, start, outputs)  # torch convolves maps without N too
     assert out is not None
     return out

@@ -187,10 +187,17 @@ def test_tiling_that_is_asked_for_later_is_not_laid_on_top() -> None:
     assert not vae.use_tiling
 
 
-def test_streamed_weights() -> None:
-    vae, chosen = small("qwen"), Settings(vae_tiles="exact", offload="layer")
-    latents, pixels, _ = plain("qwen", 1, 13, 11)
-    assert error(decode(vae, latents, settings=chosen), pixels) <= 5e-6
+@torch.no_grad()
+def test_weights_are_streamed_whole_and_in_parts() -> None:
+    torch.manual_seed(0)
+    sizes = {"base_dim": 64, "dim_mult": [1, 4], "temperal_downsample": [True]}
+    vae: Any = diffusers.AutoencoderKLWan(**_SMALL | sizes).eval()
+    latents = torch.randn(1, 16, 2, 5, 4)
+    pixels = vae.decode(latents).sample
+    assert max(tensor.nbytes for tensor in vae.parameters()) > 6 * MIB
+    for more in ({}, {"split_layers": True, "weights_mib": 2}):
+        with attached(vae, Settings(vae_tiles="exact", offload="layer", **more), device="cpu"):
+            assert error(vae.decode(latents).sample, pixels) <= 5e-6
 
 
 @pytest.mark.parametrize(
