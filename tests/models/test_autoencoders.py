@@ -87,6 +87,21 @@ def test_full_size_at_1024(name: str) -> None:
     assert found["recomputed"] <= 0.6 * found["held"]
 
 
+@torch.no_grad()
+def test_what_the_denoiser_of_flux2_makes_is_unpacked_as_its_pipeline_does_it() -> None:
+    vae = small("flux2")
+    torch.manual_seed(0)
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2)
+    packed = torch.randn(2, 128, 5, 6)
+    pipe = diffusers.Flux2KleinPipeline
+    spread = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+    latents = pipe._unpatchify_latents(packed * spread + vae.bn.running_mean.view(1, -1, 1, 1))
+    exact = Settings(vae_tiles="exact")
+    assert torch.equal(decode(vae, packed, settings=exact), decode(vae, latents, settings=exact))
+    assert tiny.relative_error(decode(vae, packed, settings=exact), vae.decode(latents).sample) < 1e-5
+
+
 def test_the_native_size_is_the_autoencoders_own() -> None:
     plan = sd_lowvram.plan(full_size("flux"), vram="16GB", ram="16GB", device="cpu")
     assert (plan.request.width, plan.request.height) == (1024, 1024)
