@@ -7,15 +7,15 @@ from typing import Any
 
 from sd_lowvram.plots.style import TEXT
 
-SERIES = ("#33567f", "#d9701a", "#4d9078", "#a05195", "#8a6d3b", "#b3202c", "#5b8fd1", "#6b7280", "#c2a83e")
-"""Colours of what is shown side by side; each can be read on white and on black."""
+SERIES = ("#33567f", "#d9701a", "#4d9078", "#a05195", "#8a6d3b", "#b3202c", "#5b8fd1", "#6b7280", "#a98f2a")
+"""Colours of what is shown side by side; on a dark page two have others, that they can be read."""
 
-_THEMED = {TEXT: "var(--ink)", "#ffffff": "var(--paper)"}
+THEMED = {TEXT: "var(--ink)", "#ffffff": "var(--paper)", SERIES[0]: "var(--first)", SERIES[5]: "var(--sixth)"}
 """Colours that a page decides when it is light or dark, and the names of its variables for them."""
 
 
 def as_svg(figure: Any, name: str) -> str:
-    """``figure`` as an element of a page, its text as text; the page's ``--ink`` and ``--paper`` are text and ground.
+    """``figure`` as an element of a page, its text as text; its colours of :data:`THEMED` are the page's.
 
     Args:
         name: one of its own on the page, of letters, digits and dashes: references within the element begin with it.
@@ -27,7 +27,7 @@ def as_svg(figure: Any, name: str) -> str:
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
-    for colour, variable in _THEMED.items():
+    for colour, variable in THEMED.items():
         text = text.replace(colour, variable)
     return text
 

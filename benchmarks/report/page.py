@@ -13,9 +13,11 @@ from .charts import CHARTS, Chart
 from .parts import Measurement
 
 _STYLE = """
-:root { --ink: #2b2f36; --paper: #ffffff; --line: #d5d9df; --shown: #2f7d4f; --not: #b3202c; color-scheme: light dark; }
+:root { --ink: #2b2f36; --paper: #ffffff; --line: #d5d9df; --shown: #2f7d4f; --not: #b3202c;
+  --first: #33567f; --sixth: #b3202c; color-scheme: light dark; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e7eb; --paper: #16181c; --line: #3a3f47; --shown: #6fce96; --not: #ff8087; }
+  :root { --ink: #e4e7eb; --paper: #16181c; --line: #3a3f47; --shown: #6fce96; --not: #ff8087;
+    --first: #a9c6e8; --sixth: #ff8087; }
 }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 62rem;
   margin: 2rem auto; padding: 0 1rem; }

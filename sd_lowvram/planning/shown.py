@@ -10,7 +10,8 @@ from ..units import LONG, format_least, format_size, format_time
 
 HEADS = ("stage", "peak", "weights", "in host memory", "time")
 
-_WEIGHTS, _ACTIVATIONS, _BUDGET = "#33567f", "#8fb4d9", "#b3202c"
+_WEIGHTS, _ACTIVATIONS, _BUDGET = "#4276ad", "#8fb4d9", "#d6384a"
+"""They are seen in a light notebook and in a dark one."""
 _LEAST_ROOM = 0.02
 """Of the bars' width is left beyond the longest."""
 
