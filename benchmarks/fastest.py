@@ -59,7 +59,7 @@ def _ways(device: torch.device, compiled: bool, large: bool) -> tuple[list[tuple
     """What is measured, and why the rest is not."""
     last, left = Settings(channels_last=True), {}
     found = []
-    why = packed.refusal(device) or (None if large else "the model has no convolutions that are large enough")
+    why = packed.why_not(device) or (None if large else "the model has no convolutions that are large enough")
     if why is None:
         found.append((_LOSSLESS, "packed weights", Settings(packed_weights=True)))
     else:
@@ -72,11 +72,11 @@ def _ways(device: torch.device, compiled: bool, large: bool) -> tuple[list[tuple
     found.append((_DECODE, "channels last", last))
     if device.type == "cpu" and large:  # a demo model's layers are narrow as well
         found.append((_DECODE, "winograd", Settings(winograd=True)))
-    why = compiler.refusal(device) or (None if compiled else "not asked for (--compiled)")
+    why = compiler.why_not(device) or (None if compiled else "not asked for (--compiled)")
     if why is None:
         regional = Settings(compile="regional", channels_last=True)
         found += [(part, "compiled, channels last", regional) for part in (_LOSSLESS, _DECODE)]
-        if packed.refusal(device) is None and large:
+        if packed.why_not(device) is None and large:
             found.append((_LOSSLESS, "compiled, packed weights", regional.filled(packed_weights=True)))
     else:
         left["compiled"] = why

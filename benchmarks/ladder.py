@@ -92,7 +92,7 @@ def _on_cpu(source: str, device: torch.device, large: bool) -> tuple[list[Ladder
         found.append(LadderRow("packed weights", None, {"packed_weights": True}))
     else:
         left["packed weights"] = "the model has no convolutions that are large enough"
-    why = compiler.refusal(device)
+    why = compiler.why_not(device)
     if why is None:
         found += [LadderRow(f"compiled, {way}, channels last", None, {"compile": way, **last}) for way in _WAYS]
         packs = {"compile": "regional", **last, "packed_weights": True}
@@ -128,7 +128,7 @@ def _on_gpu(source: str, device: torch.device) -> tuple[list[LadderRow], dict[st
     found.append(LadderRow("recorded as CUDA graphs", None, {**last, "cuda_graphs": True}))
     found += [LadderRow(f"compiled, {way}", None, {"compile": way, **last}) for way in _WAYS]
     found.append(LadderRow("compiled, regional, recorded", None, {"compile": "regional", "cuda_graphs": True, **last}))
-    lacking = {"fused_kernels": triton.refusal(device), "compile": compiler.refusal(device)}
+    lacking = {"fused_kernels": triton.why_not(device), "compile": compiler.why_not(device)}
     lacking["cuda_graphs"] = "a recording is of NVIDIA's runtime" if torch.version.hip else None
     left = {knobs()[name].label.lower(): why for name, why in lacking.items() if why is not None}
     found = [rung for rung in found if not any(lacking.get(name) for name in rung.knobs)]

@@ -177,7 +177,7 @@ def trial_run(model: str | None, name: str, cap: int, steps: int, side: int) -> 
     pipe, settings = loaded(model), Settings.policy(name)
     size: dict[str, Any] = {"width": side, "height": side, "steps": steps, "settings": settings}
     try:
-        chosen = plan(pipe, vram=f"{cap if POLICIES[name].planned else 1 << 50} b", ram=f"{1 << 50} b", **size)
+        chosen = plan(pipe, vram=f"{cap if POLICIES[name].needs_plan else 1 << 50} b", ram=f"{1 << 50} b", **size)
         refused = False
     except BudgetError as error:
         chosen = plan(pipe, vram=f"{error.needed_bytes} b", ram=f"{1 << 50} b", **size)

@@ -25,7 +25,7 @@ from sd_lowvram.devices.performance import Rates, profile
 from sd_lowvram.files.tables import table
 from sd_lowvram.planning.as_others import request_by
 from sd_lowvram.planning.plan import Plan
-from sd_lowvram.planning.search import PlanSearch, planned
+from sd_lowvram.planning.search import PlanSearch, best_plan
 from sd_lowvram.settings import Settings
 from sd_lowvram.tracing.tracer import Figures
 from sd_lowvram.units import GIB
@@ -144,7 +144,7 @@ def foretold_times(name: str, sizes: Iterable[Size]) -> dict[Size, Foretold]:
 def _foretold(name: str, settings: Settings, gpu: str, **shape: int) -> Foretold:
     anatomy = _anatomy()
     search = PlanSearch(anatomy, request_by(name, anatomy, gpu=gpu, ram=_RAM, **shape), settings, approximate=False)
-    plan, costs = planned(search), search.pricing.costs
+    plan, costs = best_plan(search), search.pricing.costs
     parts, away = [], 0
     for stage, told in zip(costs.stages, plan.stages, strict=True):
         traced = search.pricing.as_traced(stage, plan.settings)

@@ -29,7 +29,7 @@ from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_size
 from . import host
 from .interfaces import HostVAE
-from .node_request import NodeRequest, PlanRecord, attachable, planned
+from .node_request import NodeRequest, PlanRecord, attachable, plan_for_host
 from .refusals import autoencoder_of
 from .report_text import warn_above
 
@@ -146,7 +146,7 @@ class _Autoencoder:
     def _go_leaner(self, stage: str, tiled: bool, plan: Plan, short: Shortage) -> None:
         """Plan for less than ``plan``, with which ``stage`` ran out of memory, and say so; where nothing is leaner the
         host is told in its own way."""
-        make = functools.partial(planned, self._anatomy)
+        make = functools.partial(plan_for_host, self._anatomy)
         try:
             found = leaner(plan, short, self._fixed(tiled), make)
         except BudgetError as error:

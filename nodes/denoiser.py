@@ -29,7 +29,7 @@ from ..sd_lowvram.units import format_size
 from . import host
 from .attending import DOOR, is_needed, override
 from .interfaces import ModelPatcher
-from .node_request import NodeRequest, PlanRecord, attachable, planned
+from .node_request import NodeRequest, PlanRecord, attachable, plan_for_host
 from .refusals import denoiser_of
 from .report_text import warn_above
 
@@ -189,7 +189,7 @@ class _Denoiser:
 
     def _go_leaner(self, plan: Plan, short: Shortage) -> None:
         """Plan for less than ``plan``, with which the UNet ran out of memory, and say so."""
-        make = functools.partial(planned, self._anatomy)
+        make = functools.partial(plan_for_host, self._anatomy)
         found = leaner(plan, short, self._node_request.settings, make)
         found = dataclasses.replace(found, request=plan.request)  # the budget stays
         self._plans[_key(plan)] = found

@@ -56,10 +56,10 @@ class NodeRequest:
             encodes=encodes,
             device=device,
         )
-        return planned(anatomy, request, self.settings)
+        return plan_for_host(anatomy, request, self.settings)
 
 
-def planned(anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
+def plan_for_host(anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
     """The fastest settings that fit ``request`` beside the weights that the host keeps.
 
     The layout of maps is the host's own, and so is inference mode, which no node attaches (``attachable``): a plan must

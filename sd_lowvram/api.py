@@ -22,7 +22,7 @@ from .planning.fallback import Shortage, fallback, leaner, shortage
 from .planning.followed_calls import told_of_autograd
 from .planning.max_size import largest_plans
 from .planning.plan import FallbackStep, Plan
-from .planning.replan import exchanges, guard
+from .planning.replan import exchanges, watch_sizes
 from .planning.request import DEFAULT_STEPS, Request, request_for
 from .planning.search import make_plan
 from .progress import happened
@@ -152,7 +152,7 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
     def watches(anatomy: Anatomy, request: Request) -> Iterator[Patch]:
         """What looks at every call, innermost first."""
         yield from fallback(anatomy, go_leaner)
-        yield from guard(anatomy, request, larger)
+        yield from watch_sizes(anatomy, request, larger)
         yield from exchanges(target, anatomy, exchanged)
         yield from told_of_autograd(anatomy)
 

@@ -27,7 +27,7 @@ from .memory.segments import begin_stage
 from .memory.threads import Place, at_rest, carries, every_place, place_of, turn
 from .models import dissect, dissect_any
 from .models.anatomy import Anatomy
-from .models.support import refusal
+from .models.support import unsupported
 from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch, wrap
 from .settings import Settings, stated
 from .streaming.timing import StepTiming
@@ -177,7 +177,7 @@ def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:
     placed = settings is not None and settings.offload is not None
     anatomy = dissect_any(target) if placed else dissect(target)
     if anatomy is None:
-        raise refusal(target)
+        raise unsupported(target)
     return anatomy
 
 

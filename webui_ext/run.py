@@ -17,7 +17,7 @@ from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.fallback import Shortage, fallback, leaner
 from sd_lowvram.planning.plan import FallbackStep, Plan
 from sd_lowvram.planning.reasons import remedy
-from sd_lowvram.planning.replan import guard
+from sd_lowvram.planning.replan import watch_sizes
 from sd_lowvram.planning.request import Request, request_for
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import Attachment, anatomy_of, attach, detach
@@ -151,7 +151,7 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
         attachment.plan = plan
         attachment.add(lowered(model, plan))
         attachment.add(fallback(attachment.anatomy, functools.partial(_leaner, model, chosen, picture)))
-        attachment.add(guard(attachment.anatomy, plan.request, functools.partial(_again, model, chosen, picture)))
+        attachment.add(watch_sizes(attachment.anatomy, plan.request, functools.partial(_again, model, chosen, picture)))
         attachment.add(switching.watched(model, functools.partial(_with_another, chosen, picture)))
         _running.append(_Running(model, chosen, picture, attachment, stack.pop_all()))
     print(f"[{NAME}] {_told(plan, attachment)}")

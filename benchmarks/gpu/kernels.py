@@ -57,10 +57,10 @@ def run(device: torch.device, record: ResultRows) -> None:
 def trial_kernels(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """For each of ``cases``: error of kernel and operators to float64, bits of many runs, time, memory."""
     from sd_lowvram.kernels.triton.measure import PAIRS
-    from sd_lowvram.kernels.triton.support import refusal
+    from sd_lowvram.kernels.triton.support import why_not
 
     where = torch.device(device)
-    why = refusal(where)
+    why = why_not(where)
     for case in cases:
         if why is not None:
             yield {"failed": why}

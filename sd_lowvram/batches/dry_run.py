@@ -13,7 +13,7 @@ from rich.table import Table
 from ..commands.guard import as_typed
 from ..commands.inputs import Job
 from ..commands.paint import start_pictures, start_size
-from ..commands.plan import planned
+from ..commands.plan import plan_as_dict
 from ..errors import BudgetError
 from ..units import format_size, format_time
 from .alike import by_shape, pictures_by_line
@@ -60,7 +60,7 @@ def _plan(job: Job, width: int | None, height: int | None, pictures: int) -> dic
     asked = {"width": width, "height": height, "batch": job.batch, "steps": max(1, job.steps_run), "model": job.model}
     asked |= {"guidance": job.guidance is None or job.guidance > 1, "max_size": False, "gpu": None, "policy": None}
     asked |= {"pictures": pictures, "vram": job.vram, "ram": job.ram, "approximate": job.approximate}
-    return planned(asked, job.settings, shown=False)
+    return plan_as_dict(asked, job.settings, shown=False)
 
 
 def _show(rows: Sequence[dict[str, Any]], counts: dict[str, Any]) -> None:

@@ -81,9 +81,9 @@ def _overhead(device: Any) -> dict[str, Any] | None:
 def _compiling(device: Any) -> dict[str, float] | None:
     """What torch.compile gains, measured and remembered; None where it cannot run."""
     from ..devices.compiling import remember_compiling
-    from ..kernels.compiler import refusal
+    from ..kernels.compiler import why_not
 
-    if refusal(device) is not None or importlib.util.find_spec("diffusers") is None:
+    if why_not(device) is not None or importlib.util.find_spec("diffusers") is None:
         return None
     from ..planning.compile_gain import measured_compiling
 
@@ -95,7 +95,7 @@ def _compiling(device: Any) -> dict[str, float] | None:
 def _kernel_gains(device: Any) -> dict[str, float]:
     """Measured and remembered; empty where the kernels cannot run."""
     from ..devices.this_machine import remember_kernel_gains
-    from ..kernels.triton.support import refusal
+    from ..kernels.triton.support import why_not
 
     found: dict[str, float] = {}
     if device.type == "cpu":
@@ -103,7 +103,7 @@ def _kernel_gains(device: Any) -> dict[str, float]:
 
         found |= of_winograd(device)
     elif device.type == "cuda":
-        if refusal(device) is None:
+        if why_not(device) is None:
             from ..kernels.triton.measure import gains as of_triton
 
             found |= of_triton(device)

@@ -71,7 +71,7 @@ def plan(
         chosen = checked_settings(settings or {}, policy)
         check_run(width, height, steps, batch, vram, ram)
         check_count("--pictures", pictures, 1_000_000)
-        answer = planned(asked, chosen, shown=not as_json)
+        answer = plan_as_dict(asked, chosen, shown=not as_json)
         if as_json:
             print(json.dumps(answer, indent=2))
         elif max_size:
@@ -92,7 +92,7 @@ def _show_policies(as_json: bool) -> None:
             print(f"    deviates: {one.deviates}")
 
 
-def planned(asked: dict[str, Any], settings: Settings, *, shown: bool) -> dict[str, Any]:
+def plan_as_dict(asked: dict[str, Any], settings: Settings, *, shown: bool) -> dict[str, Any]:
     """The plan, or one for each ratio, as plain values, made now or remembered; ``shown`` tells that it takes time.
 
     Raises:

@@ -30,7 +30,7 @@ from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend, unasked
 from ..kernels.attention.problem import Problem, problem_of
-from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, own_kernel, refusal
+from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, own_kernel, why_not
 from ..kernels.triton import support as triton
 from ..models.anatomy import Anatomy, Family, Site, layer
 from ..patches import Patch, wrap
@@ -104,7 +104,7 @@ def _is_well_served(attention: Any, device: torch.device) -> bool:
     problem = Problem(1, int(attention.heads), 1, 1, width, width, dtype_on(device), device, real=here)
     if own_kernel(problem) == "cudnn" and not knows_cudnn_attention(device):
         return False
-    return any(refusal(kernel, problem) is None for kernel in ("flash", "efficient"))
+    return any(why_not(kernel, problem) is None for kernel in ("flash", "efficient"))
 
 
 def kernels_that_ran(sites: Iterable[Site]) -> Counter[str]:

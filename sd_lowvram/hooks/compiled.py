@@ -64,7 +64,7 @@ def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
 
 def compilable(settings: Settings, device: torch.device) -> Settings:
     """``settings``, or with a warning those with ``compile`` off, where nothing can be compiled for ``device``."""
-    why = compiler.refusal(device) if is_compiled(settings) else None
+    why = compiler.why_not(device) if is_compiled(settings) else None
     if why is None:
         return settings
     warnings.warn(f"compile: {why}. The model runs as it is", stacklevel=2)
@@ -77,7 +77,7 @@ def offers(target: Target) -> Iterator[Offer]:
     blocks = target.anatomy.residual_blocks or target.anatomy.transformer_blocks
     if known is None or known.gain <= 1 or not blocks or target.fixed.compile is not None:
         return
-    if target.fixed.channels_last is not False and compiler.refusal(target.device) is None:
+    if target.fixed.channels_last is not False and compiler.why_not(target.device) is None:
         yield Offer(OfferKind.WHOLE, {"compile": "regional", "channels_last": True})
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..compat import autocast_dtype
 from ..errors import NoSiteError
-from ..kernels.triton.support import FUSED, refusal, takes
+from ..kernels.triton.support import FUSED, takes, why_not
 from ..models import autoencoder
 from ..models.anatomy import Anatomy, Residual, geglu_of
 from ..patches import Answered, Patch, wrap
@@ -43,7 +43,7 @@ def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) ->
     gates = [gate for site in anatomy.feed_forwards if (gate := geglu_of(site.module)) is not None]
     if not blocks and not gates:
         raise NoSiteError("fused kernels: the model has no residual block with SiLU and no GEGLU")
-    why = refusal(device)
+    why = why_not(device)
     if why is not None:
         warnings.warn(f"fused_kernels: {why}. The model's own layers run instead", stacklevel=2)
     for block, look in blocks:

@@ -40,8 +40,8 @@ class Offer:
         level: of ways to run a stage: the more, the more work and the fewer bytes.
         stages: in which it makes a difference, for those that are about single stages.
         least: whether no other way to run these stages holds less.
-        room: of a way to keep the weights, the knob that says how many MiB of them the device holds, where the search
-            is to find the number.
+        mib_knob: of a way to keep the weights, the knob that says how many MiB of them the device holds, where the
+            search is to find the number.
         goes_with: whether it can be taken beside all else that is decided, where that is not declared by the knobs.
     """
 
@@ -50,7 +50,7 @@ class Offer:
     level: int = 0
     stages: tuple[str, ...] = ()
     least: bool = False
-    room: str = ""
+    mib_knob: str = ""
     goes_with: Callable[[Settings], bool] = field(default=lambda _: True)
 
 
@@ -89,7 +89,7 @@ class Target:
         """
         if self.on_gpu and self.device.type != "cuda":
             return False
-        if kernels and kernels != (RECORDED,) and triton.refusal(self.device):
+        if kernels and kernels != (RECORDED,) and triton.why_not(self.device):
             return False
         if not self.here:
             return self.on_gpu and bool(kernels) and triton.ATTENTION not in kernels

@@ -79,7 +79,7 @@ def offers(target: Target) -> Iterator[Offer]:
     yield Offer(OfferKind.WEIGHTS, {"offload": "component"}, least=not streams)
     if streams:
         if anatomy.denoiser is not None:
-            yield Offer(OfferKind.WEIGHTS, {"offload": "blocks"}, room="weights_mib")
+            yield Offer(OfferKind.WEIGHTS, {"offload": "blocks"}, mib_knob="weights_mib")
             yield Offer(OfferKind.WEIGHTS, {"offload": "halves"})
         yield Offer(OfferKind.WEIGHTS, {"offload": "layer"}, least=True)
         yield Offer(OfferKind.WEIGHTS, {"offload": "layer", "split_layers": True}, least=True)

@@ -41,7 +41,7 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
         NoSiteError: the denoiser has no convolution with weights of 4 MiB or more.
         SettingsError: the device is no CPU.
     """
-    why = packed.refusal(device)
+    why = packed.why_not(device)
     if why is not None:
         raise SettingsError(f"packed_weights: {why}")
     layers = packable(anatomy)
@@ -63,7 +63,7 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
 
 def offers(target: Target) -> Iterator[Offer]:
     """On a processor, before all else. Compiling was measured without it, and kernels take it in fp32 alone."""
-    if packed.refusal(target.device) is None and packable(target.anatomy):
+    if packed.why_not(target.device) is None and packable(target.anatomy):
         yield Offer(
             OfferKind.INSTEAD,
             {"packed_weights": True},

@@ -37,12 +37,12 @@ _CACHE_BYTES = 2 * GIB
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def refusal(device: torch.device) -> str | None:
+def why_not(device: torch.device) -> str | None:
     """Why nothing can be compiled for ``device``; None where it can, as far as that is told without a trial."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
         return f"torch.compile lets equal blocks share their code from torch 2.5 on, this is {torch.__version__}"
     if device.type == "cuda":
-        return triton.refusal(device)
+        return triton.why_not(device)
     if device.type != "cpu":
         return f"torch.compile is used on NVIDIA GPUs and CPUs, not on {device.type}"
     return _lacks_on_cpu()

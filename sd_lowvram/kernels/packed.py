@@ -19,7 +19,7 @@ from torch import Tensor
 from ..memory.fake_mode import active_fake_mode
 
 
-def refusal(device: torch.device) -> str | None:
+def why_not(device: torch.device) -> str | None:
     """Why weights cannot be kept so on ``device``; None where they can."""
     if device.type != "cpu":
         return f"weights are kept in the order of a CPU's kernels, and the device is {device.type}"

@@ -30,7 +30,7 @@ def check(owner: Any, parts: Mapping[str, nn.Module], served: Served) -> None:
         return
     order = [name for start in _TOLD_FIRST for name in unknown if name.startswith(start)]
     part = (order or unknown)[0]
-    raise refusal(owner, part, parts[part], tuple(name for name in _ALONE if name in parts and name not in unknown))
+    raise unsupported(owner, part, parts[part], tuple(name for name in _ALONE if name in parts and name not in unknown))
 
 
 def check_casting(parts: Mapping[str, nn.Module]) -> None:
@@ -65,7 +65,7 @@ def diffusers_hooks(part: nn.Module) -> set[str]:
     return {name for registry in registries for name in getattr(registry, "hooks", {})}
 
 
-def refusal(owner: Any, part: str = "", module: Any = None, works: tuple[str, ...] = ()) -> UnsupportedModelError:
+def unsupported(owner: Any, part: str = "", module: Any = None, works: tuple[str, ...] = ()) -> UnsupportedModelError:
     """That ``owner`` cannot be planned because of ``module``, which it holds under the name ``part``, and what can be.
 
     Args:

@@ -66,7 +66,7 @@ def way_of(name: str, pipe: Any, device: torch.device, plan: Callable[[], Plan],
         own = load()
         CALLS[name](own, device)
         return lambda: contextlib.nullcontext(own)
-    if chosen.planned:
+    if chosen.needs_plan:
         made = plan()
         return lambda: _within(pipe, device, made.settings, made.timing)
     return lambda: _within(pipe, device, Settings.policy(name))

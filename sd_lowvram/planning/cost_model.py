@@ -31,7 +31,7 @@ from ..streaming.timing import StepTiming, timing_of
 from ..tracing.tracer import Figures
 from ..units import MIB
 from ..weights import all_tensors
-from .masters import HostResidentWeights, masters_of, read_bytes
+from .host_resident import HostResidentWeights, host_resident, read_bytes
 from .options import Choice
 from .plan import Candidate, StagePlan
 from .request import Budget, Request
@@ -152,7 +152,7 @@ class Pricing:
         beside = [size for name, size in weights.items() if name not in elsewhere] if stays else []
         resident = sum(beside)
         waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
-        masters = self._masters(settings, max(0, waiting), cost.host_peak_bytes)
+        masters = self._host_resident(settings, max(0, waiting), cost.host_peak_bytes)
         ours = not stays and not self.anatomy.moved
         copied = here if ours else 0  # the masters stay where they are
         locks = self.on_gpu and not self.anatomy.moved
@@ -261,7 +261,7 @@ class Pricing:
         """What the device gives for weights that lie in buffers of these sizes."""
         return sum(map(segment, sizes)) if self.on_gpu else sum(sizes)
 
-    def _masters(self, settings: Settings, weights: int, parked: int) -> HostResidentWeights:
+    def _host_resident(self, settings: Settings, weights: int, parked: int) -> HostResidentWeights:
         """``weights`` bytes that wait in host memory beside ``parked`` ones of maps."""
         if settings.offload in (None, "none"):
             return HostResidentWeights(weights, weights)
@@ -270,7 +270,7 @@ class Pricing:
             if not self._arithmetic(name, settings).converted:
                 mapped += size
         pinnable = None if self._pinnable is None else max(0, self._pinnable - parked)
-        found = masters_of(weights, mapped, self.request.ram - parked, pinnable)
+        found = host_resident(weights, mapped, self.request.ram - parked, pinnable)
         if self._locks_all:
             return dataclasses.replace(found, pinned_bytes=None)
         if found.pinned_bytes is None:
@@ -367,7 +367,7 @@ class Pricing:
         """How long the modules of a stage take, weights being there, and what it costs to bring those."""
         resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
         cost = self.costs(stage, resident)
-        pinned = self._masters(settings, self.weights_bytes(settings), cost.host_peak_bytes).pinned_bytes
+        pinned = self._host_resident(settings, self.weights_bytes(settings), cost.host_peak_bytes).pinned_bytes
         key = stage.name, stage.component, resident, pinned
         if key not in self._timings:
             size = self._arithmetic(stage.component, settings).dtype.itemsize

@@ -15,7 +15,7 @@ from ..models.anatomy import Anatomy
 from ..settings import Settings
 from .plan import Plan
 from .request import Request
-from .search import PlanSearch, planned
+from .search import PlanSearch, best_plan
 from .stages import scale_factor
 
 MOST = 16384
@@ -77,7 +77,7 @@ def _largest(searched: Callable[[int, int], PlanSearch], width: int, height: int
     steps = largest(pressure, 1, round(math.sqrt(area / (width * height))), MOST // max(width, height))
     for number in range(steps, 0, -1):
         with contextlib.suppress(BudgetError):  # a whole trace may see more than its parts tell
-            return planned(known.get(number) or searched(number * width, number * height))
+            return best_plan(known.get(number) or searched(number * width, number * height))
     return None
 
 

@@ -50,12 +50,12 @@ class WeightPlacement:
     """One way to keep the weights.
 
     Attributes:
-        room: the knob for which the search is to find a number of MiB; "": none.
+        mib_knob: the knob for which the search is to find a number of MiB; "": none.
         least: whether no other holds less on the device.
     """
 
     knobs: Choice
-    room: str
+    mib_knob: str
     least: bool
 
 
@@ -68,8 +68,8 @@ def weight_ways(offers: Iterable[Offer], fixed: Settings) -> list[WeightPlacemen
     found: dict[tuple[Any, ...], WeightPlacement] = {}
     for taken in itertools.product(*by_knob.values()):
         knobs = {name: value for offer in taken for name, value in left_open(offer.knobs, fixed).items()}
-        room = "".join(offer.room for offer in taken)
-        found.setdefault(tuple(knobs.items()), WeightPlacement(knobs, room, any(offer.least for offer in taken)))
+        mib_knob = "".join(offer.mib_knob for offer in taken)
+        found.setdefault(tuple(knobs.items()), WeightPlacement(knobs, mib_knob, any(offer.least for offer in taken)))
     return list(found.values())
 
 

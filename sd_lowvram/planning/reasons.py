@@ -15,7 +15,7 @@ _WORTH_TELLING = 0.95
 """Part of the time from which on down it is worth telling what more memory would buy."""
 
 
-def refusal(request: Request, smallest: Candidate, leanest: Candidate | None) -> BudgetError:
+def budget_error(request: Request, smallest: Candidate, leanest: Candidate | None) -> BudgetError:
     """Why nothing fits, with the smallest budget that would work and the stage that needs it.
 
     Args:

@@ -22,7 +22,7 @@ Replan = Callable[[int, int, int, int, int], None]
 _replanning = threading.local()
 
 
-def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]:
+def watch_sizes(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]:
     """Watch what comes to denoiser and autoencoder, and call ``replan(width, height, batch, passes, frames)`` where it
     is more than was planned for: more pixels, more pictures, more frames, more passes of guidance for each of them, or
     other conditions (an IP-Adapter that was loaded or unloaded since).
@@ -36,11 +36,11 @@ def guard(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[Patch]
             denoises = name == anatomy.denoiser
             conditions = anatomy.family.conditions if denoises else lambda _: None
             latents = anatomy.family.latents_in_call if denoises else map_in_call
-            watch = _SizeGuard(
+            watch = _SizeWatch(
                 component, entry, request, denoises, 1 if entry == "encode" else factor,
                 1 + anatomy.joined if denoises else 1, latents, replan, conditions, conditions(component),
             )  # fmt: skip
-            yield wrap(component, entry, watch, "guard")
+            yield wrap(component, entry, watch, "size watch")
 
 
 def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object]) -> Iterator[Patch]:
@@ -66,7 +66,7 @@ def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object
 
 
 @dataclass(frozen=True)
-class _SizeGuard:
+class _SizeWatch:
     """Looks at the calls of a component, ``scale`` pixels of the picture to a pixel of its input, of which each row has
     those of ``pictures``."""
 
@@ -79,7 +79,7 @@ class _SizeGuard:
     latents_in_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], LatentsInCall | None]
     replan: Replan
     conditions: Callable[[Any], object]
-    planned: object
+    planned_conditions: object
 
     def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = self.latents_in_call(self.component, args, kwargs)
@@ -96,7 +96,7 @@ class _SizeGuard:
             )
             width, height = self._size(found)
             frames = frames if found.frames <= planned else self._latent_frames(found.frames)
-        elif self.conditions(self.component) is not self.planned:
+        elif self.conditions(self.component) is not self.planned_conditions:
             width, height, batch, passes = request.width, request.height, request.batch, request.passes
         else:
             return original(*args, **kwargs)

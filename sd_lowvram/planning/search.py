@@ -29,7 +29,7 @@ from ..units import MIB
 from .cost_model import Pricing
 from .options import Choice, Group, WeightPlacement, groups, weight_ways
 from .plan import Candidate, Plan, StagePlan
-from .reasons import not_planned, reasons, refusal, too_large, why_not
+from .reasons import budget_error, not_planned, reasons, too_large, why_not
 from .request import DEFAULT_STEPS, Request
 
 __all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "make_plan"]
@@ -45,10 +45,10 @@ def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximat
     Raises:
         BudgetError: none fits; it names the smallest budget that works and the stage that needs it.
     """
-    return planned(PlanSearch(anatomy, request, settings, approximate))
+    return best_plan(PlanSearch(anatomy, request, settings, approximate))
 
 
-def planned(search: PlanSearch) -> Plan:
+def best_plan(search: PlanSearch) -> Plan:
     """The plan that ``search`` ends with.
 
     Raises:
@@ -61,7 +61,7 @@ def planned(search: PlanSearch) -> Plan:
         raise search.too_large()
     if best is None:
         smallest = search.smallest_as_traced_whole() or smallest
-        raise refusal(request, smallest, search.leanest() if smallest.needed_bytes <= request.vram else None)
+        raise budget_error(request, smallest, search.leanest() if smallest.needed_bytes <= request.vram else None)
     smallest = min(smallest, best, key=lambda run: run.needed_bytes)
     following = search.next_faster(best)
     return Plan(
@@ -234,7 +234,7 @@ class PlanSearch:
             try:
                 for name in self.pricing.anatomy.components:
                     self.pricing.costs.weights(name, base)
-                found |= dict.fromkeys(self._with_rooms(base, way.room), way)
+                found |= dict.fromkeys(self._with_sizes(base, way.mib_knob), way)
             except PlanningError:
                 raise
             except LowVRAMError as error:
@@ -250,25 +250,25 @@ class PlanSearch:
         always = of_kind(self._offers, OfferKind.ALWAYS)
         for offer in of_kind(self._offers, OfferKind.WHOLE):
             for base, way in self._ways.items():
-                room = {way.room: getattr(base, way.room)} if way.room else {}
+                room = {way.mib_knob: getattr(base, way.mib_knob)} if way.mib_knob else {}
                 whole = self._fixed.filled(**offer.knobs).filled(**way.knobs).filled(**room)
                 if conflict(whole) is None:
                     found[with_all(whole, always)] = None
         return list(found)
 
-    def _with_rooms(self, base: Settings, room: str) -> list[Settings]:
-        """``base`` with every room for streamed weights that is tried; the same whatever the budget.
+    def _with_sizes(self, base: Settings, mib_knob: str) -> list[Settings]:
+        """``base`` with every size of the streamed weights' buffer that is tried; the same whatever the budget.
 
         Args:
-            room: the knob that is the room in MiB; "": there is none.
+            mib_knob: the knob that is this size in MiB; "": there is none.
         """
         denoiser = self.pricing.anatomy.denoiser
-        if not room or getattr(base, room) is not None or denoiser is None:
+        if not mib_knob or getattr(base, mib_knob) is not None or denoiser is None:
             return [base]
         weights = self.pricing.costs.weights(denoiser, base)
-        rooms = {-(-weights.bytes * share // (_ROOMS[-1] * MIB)) for share in _ROOMS[:-1]}
+        sizes = {-(-weights.bytes * share // (_SHARES[-1] * MIB)) for share in _SHARES[:-1]}
         least = -(-weights.room_bytes // MIB)
-        return [base.filled(**{room: size}) for size in sorted({least, *rooms}) if size >= least]
+        return [base.filled(**{mib_knob: size}) for size in sorted({least, *sizes}) if size >= least]
 
     def _option(self, base: Settings, group: Group, choice: Choice) -> Candidate:
         settings = base.filled(**choice)
@@ -312,5 +312,5 @@ class PlanSearch:
 _WORTH_A_TRACE = 0.995
 """Part of the best time that another run must promise."""
 
-_ROOMS = (1, 2, 4, 6, 8, 10, 12, 14, 16)
+_SHARES = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""

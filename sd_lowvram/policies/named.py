@@ -59,7 +59,7 @@ class Policy:
         deviates: where the knobs are not that.
         knobs: decided ones by name; the others are for the plan.
         own: whether it runs by diffusers' own calls (:mod:`.offloading`) and the knobs serve plans alone.
-        planned: whether a run needs a plan for its size and budget.
+        needs_plan: whether a run needs a plan for its size and budget.
         launches: how many times as long as other programs it takes over an operator, for times on named cards.
     """
 
@@ -67,7 +67,7 @@ class Policy:
     deviates: str
     knobs: Mapping[str, Any]
     own: bool = False
-    planned: bool = False
+    needs_plan: bool = False
     launches: float = 1.0
 
 
@@ -134,7 +134,7 @@ POLICIES: dict[str, Policy] = {
         _LAYER,
         own=True,
     ),
-    "ours": Policy("the plan of sd-lowvram: the fastest lossless settings that fit", "in nothing", {}, planned=True),
+    "ours": Policy("the plan of sd-lowvram: the fastest lossless settings that fit", "in nothing", {}, needs_plan=True),
 }
 
 

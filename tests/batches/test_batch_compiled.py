@@ -58,7 +58,7 @@ def was_compiled(file: str) -> bool:
 
 
 @pytest.mark.slow(8)
-@pytest.mark.skipif(compiler.refusal(CPU) is not None, reason=f"{compiler.refusal(CPU)}")
+@pytest.mark.skipif(compiler.why_not(CPU) is not None, reason=f"{compiler.why_not(CPU)}")
 def test_many_pictures_of_a_shape_are_compiled_for_and_a_batch_that_goes_on_does_so_too(costly):
     rows = ["prompt,width,output", *(f"a tree {n},,{n}.png" for n in range(6)), "a car,72,alone.png"]
     Path("jobs.csv").write_text("\n".join(rows))

@@ -25,7 +25,7 @@ from sd_lowvram.kernels import compiler
 from sd_lowvram.memory import measured_peak
 
 pytestmark = pytest.mark.skipif(
-    compiler.refusal(torch.device("cpu")) is not None, reason=f"{compiler.refusal(torch.device('cpu'))}"
+    compiler.why_not(torch.device("cpu")) is not None, reason=f"{compiler.why_not(torch.device('cpu'))}"
 )
 REGIONAL = Settings(compile="regional")
 

@@ -19,7 +19,7 @@ from sd_lowvram.session import attach
 CPU = torch.device("cpu")
 PACKED = Settings(packed_weights=True)
 pytestmark = pytest.mark.skipif(
-    packed.refusal(torch.device("cpu")) is not None, reason=f"{packed.refusal(torch.device('cpu'))}"
+    packed.why_not(torch.device("cpu")) is not None, reason=f"{packed.why_not(torch.device('cpu'))}"
 )
 
 
@@ -119,7 +119,7 @@ def test_refusals(unet: Any) -> None:
 
 
 @pytest.mark.slow(40)
-@pytest.mark.skipif(compiler.refusal(CPU) is not None, reason=f"{compiler.refusal(CPU)}")
+@pytest.mark.skipif(compiler.why_not(CPU) is not None, reason=f"{compiler.why_not(CPU)}")
 def test_compiled_blocks_take_them_and_share_their_code_as_before(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ran = call(unet), list[torch.Tensor]()
     convolve = packed.convolve

@@ -21,7 +21,7 @@ from sd_lowvram.kernels.attention.bounded import fused_blocks, fused_softmax, sl
 from sd_lowvram.kernels.attention.choice import attention, choose_backend
 from sd_lowvram.kernels.attention.problem import Problem, problem_of
 from sd_lowvram.kernels.attention.registry import attend, available_backends, held_bytes, kernel_name
-from sd_lowvram.kernels.attention.torch_kernels import choose_kernel, refusal
+from sd_lowvram.kernels.attention.torch_kernels import choose_kernel, why_not
 from sd_lowvram.kernels.triton.support import takes
 from sd_lowvram.memory import kernels_of, measured_peak
 from sd_lowvram.tracing import trace
@@ -353,7 +353,7 @@ def test_cudnns_kernel_is_taken_where_torch_takes_it_and_what_it_holds_was_measu
 def test_cudnn_says_why_not(monkeypatch, change, card, says):
     monkeypatch.setattr(torch_kernels, "capability", lambda device: card)
     facts = {"width": 64, "value_width": 64, "dtype": torch.float16, "device": CUDA, "real": False} | change
-    why = refusal("cudnn", Problem(1, 8, 64, 64, **facts))
+    why = why_not("cudnn", Problem(1, 8, 64, 64, **facts))
     assert (why is None) if says is None else says in why
 
 
@@ -398,7 +398,7 @@ def test_a_forced_kernel_says_why_it_cannot_run(backend, change, says):
 def test_flash_on_a_gpu_says_why_not(monkeypatch, change, says):
     monkeypatch.setattr("sd_lowvram.kernels.attention.torch_kernels.capability", lambda device: (7, 5))
     facts = {"width": 64, "value_width": 64, "dtype": torch.float16, "device": CUDA, "real": False} | change
-    assert says in refusal("flash", Problem(1, 8, 64, 64, **facts))
+    assert says in why_not("flash", Problem(1, 8, 64, 64, **facts))
 
 
 def test_choice_of_a_backend():
@@ -445,7 +445,7 @@ def test_xformers_is_called_in_its_own_layout(monkeypatch):
     package.ops = ops
     monkeypatch.setitem(sys.modules, "xformers", package)
     monkeypatch.setitem(sys.modules, "xformers.ops", ops)
-    monkeypatch.setattr("sd_lowvram.kernels.attention.torch_kernels.xformers_refusal", lambda device: None)
+    monkeypatch.setattr("sd_lowvram.kernels.attention.torch_kernels.xformers_why_not", lambda device: None)
     q, k, v = tensors(3, 4, 65, 77, 40, 40)
     for mask in (None, *masks(3, 4, 65, 77).values()):
         assert error(attend("xformers", q, k, v, mask), exact(q, k, v, mask)) < 1e-5
@@ -461,7 +461,7 @@ def test_workspaces_on_a_gpu(dtype):
         for backend, why in available_backends(q.device).items():
             if backend == "cudnn":  # what it holds is measured, and was not foretold
                 continue
-            if why is None and (backend != "flash" or refusal("flash", problem_of(q, k, v)) is None):
+            if why is None and (backend != "flash" or why_not("flash", problem_of(q, k, v)) is None):
                 attend(backend, q, k, v)
                 held = measured_peak(lambda q=q, k=k, v=v, run=backend: attend(run, q, k, v)) - output
                 foretold = held_bytes(backend, problem_of(q, k, v))
@@ -474,11 +474,11 @@ def test_bf16_is_computed_on_ampere_and_newer(monkeypatch, capability, runs):
     monkeypatch.setattr(torch_kernels, "own_kernel", lambda problem: "")
     monkeypatch.setattr("sd_lowvram.kernels.attention.problem.capability", lambda device: capability)
     monkeypatch.setattr("sd_lowvram.kernels.attention.torch_kernels.capability", lambda device: capability)
-    monkeypatch.setattr("sd_lowvram.kernels.triton.support.refusal", lambda device: None)
+    monkeypatch.setattr("sd_lowvram.kernels.triton.support.why_not", lambda device: None)
     device = torch.device("cuda")
     narrow, half = (Problem(1, 8, 64, 64, 40, 40, dtype, device, real=False) for dtype in (torch.bfloat16, torch.half))
-    assert (refusal("efficient", narrow) is None) == (by_triton.refusal(narrow) is None) == runs
-    assert refusal("efficient", half) is by_triton.refusal(half) is None
+    assert (why_not("efficient", narrow) is None) == (by_triton.why_not(narrow) is None) == runs
+    assert why_not("efficient", half) is by_triton.why_not(half) is None
     assert choose_kernel(narrow, 1 << 20) == ("flash" if runs else "sliced")
     monkeypatch.setattr("sd_lowvram.kernels.triton.support.device_of_run", lambda _: device)
     assert takes(torch.empty(4, dtype=torch.bfloat16, device="meta")) == runs

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sd_lowvram.kernels.triton.support import _failure, refusal
+from sd_lowvram.kernels.triton.support import _failure, why_not
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -69,12 +69,12 @@ def test_triton_is_imported_only_where_it_is_used() -> None:
 def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if importlib.util.find_spec("triton") is not None:
-        assert refusal(torch.device("cpu")) == "Triton's kernels run on CUDA, not on cpu"
+        assert why_not(torch.device("cpu")) == "Triton's kernels run on CUDA, not on cpu"
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr("sd_lowvram.kernels.triton.support.capability", lambda device: (8, 6))
-        assert "Triton's kernels fail here (" in (refusal(torch.device("cuda")) or "")  # no card answers
+        assert "Triton's kernels fail here (" in (why_not(torch.device("cuda")) or "")  # no card answers
         _failure.cache_clear()
     monkeypatch.setattr("sd_lowvram.kernels.triton.support._is_installed", lambda: False)
-    assert "pip install triton" in (refusal(torch.device("cuda")) or "")
+    assert "pip install triton" in (why_not(torch.device("cuda")) or "")
     monkeypatch.setattr(torch, "__version__", "2.1.2+cu121")
-    assert refusal(torch.device("cuda")) == "Triton's kernels need torch 2.4 or newer, this is 2.1.2+cu121"
+    assert why_not(torch.device("cuda")) == "Triton's kernels need torch 2.4 or newer, this is 2.1.2+cu121"

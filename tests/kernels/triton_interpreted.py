@@ -258,5 +258,5 @@ def test_the_same_bits_again() -> None:
 
 
 def test_interpreted_kernels_run_on_the_cpu() -> None:
-    assert support.refusal(torch.device("cpu")) is None
+    assert support.why_not(torch.device("cpu")) is None
     assert not support.takes(noise(1).double())

@@ -22,7 +22,7 @@ from sd_lowvram.session import anatomy_of
 
 CPU = torch.device("cpu")
 SIZE = {"width": 64, "height": 64, "steps": 30, "device": "cpu"}
-pytestmark = pytest.mark.skipif(compiler.refusal(CPU) is not None, reason=f"{compiler.refusal(CPU)}")
+pytestmark = pytest.mark.skipif(compiler.why_not(CPU) is not None, reason=f"{compiler.why_not(CPU)}")
 
 
 @pytest.fixture(scope="module")

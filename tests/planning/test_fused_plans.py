@@ -30,7 +30,7 @@ def planned(
     monkeypatch: pytest.MonkeyPatch, gains: dict[str, float], rates: Any = HERE, settings: Settings = NOTHING
 ) -> Plan:
     monkeypatch.setattr(offers, "kernel_gains", lambda device: gains)
-    monkeypatch.setattr(offers.triton, "refusal", lambda device: None)
+    monkeypatch.setattr(offers.triton, "why_not", lambda device: None)
     anatomy = anatomy_of_components("diffusers", build_components(tiny.config("sd15"), only=("unet",)))
     request = Request(64, 64, 1, 4 * GIB, 4 * GIB, torch.device("cuda"), rates)
     return search.make_plan(anatomy, request, settings)
@@ -76,7 +76,7 @@ def test_compiled_blocks_leave_our_attention(monkeypatch: pytest.MonkeyPatch) ->
     """The compiler cannot look through it: plans with it are beside those that are compiled."""
     for module in (cost_model, compiled):
         monkeypatch.setattr(module, "compiling_of", lambda rates, device: Compiling(1.5, 0.001, 0.001))
-    monkeypatch.setattr(compiled.compiler, "refusal", lambda device: None)
+    monkeypatch.setattr(compiled.compiler, "why_not", lambda device: None)
     found = planned(monkeypatch, ATTENTION).settings
     assert found.compile == "regional" and found.attention is None
 

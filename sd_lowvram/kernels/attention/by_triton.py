@@ -23,7 +23,7 @@ def triton(
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
     """Partially fused softmax attention: of a row's scores only maximum and sum are kept, both in float32 as the scores
-    are. The same bits at every run. `refusal` has been asked before. Other arguments and result as in `sliced`.
+    are. The same bits at every run. `why_not` has been asked before. Other arguments and result as in `sliced`.
     """
     if max(q.shape[-1], v.shape[-1]) <= _NARROW:
         from ..triton.attention import fused_softmax
@@ -34,7 +34,7 @@ def triton(
     return wide_softmax(q, k, v, mask, scale)
 
 
-def refusal(problem: Problem) -> str | None:
+def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run this problem; None when they can."""
     if problem.dtype not in support.TYPES:
         return f"they compute in fp32, fp16 and bf16, not in {str(problem.dtype).removeprefix('torch.')}"
@@ -42,4 +42,4 @@ def refusal(problem: Problem) -> str | None:
         return "they compute in bf16 on an Ampere GPU or newer"
     if problem.value_width > _WIDEST:
         return f"head width {problem.value_width} is above {_WIDEST}"
-    return support.refusal(problem.device)
+    return support.why_not(problem.device)

@@ -13,7 +13,7 @@ from ...settings import Settings
 from .backend import AttentionFunction
 from .determinism import repeats
 from .registry import attend, available_backends, is_present, score_bytes
-from .torch_kernels import xformers_refusal
+from .torch_kernels import xformers_why_not
 
 _FASTEST_FIRST = ("sdpa", "fused-softmax", "sliced")  # flash and efficient are what sdpa chooses from
 
@@ -47,7 +47,7 @@ def choose_backend(settings: Settings, device: torch.device) -> str:
         SettingsError: it cannot run on ``device``, or has not repeated its bits there; the message says what would do.
     """
     name = settings.attention
-    if name == "xformers" and (why := xformers_refusal(device)):
+    if name == "xformers" and (why := xformers_why_not(device)):
         name = _FASTEST_FIRST[0]
         warnings.warn(f"attention='xformers': {why}. attention={name!r} takes its place", stacklevel=2)
     if name is not None:

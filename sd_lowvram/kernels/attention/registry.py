@@ -22,8 +22,8 @@ from .problem import Problem, problem_of
 
 def _torchs(kernel: str, held_bytes: Any) -> AttentionBackend:
     """One of torch's own kernels and nothing else."""
-    refusal = functools.partial(torch_kernels.refusal, kernel)
-    return AttentionBackend(functools.partial(torch_kernels.fused, kernel), refusal, held_bytes)
+    why_not = functools.partial(torch_kernels.why_not, kernel)
+    return AttentionBackend(functools.partial(torch_kernels.fused, kernel), why_not, held_bytes)
 
 
 BACKENDS: dict[str, AttentionBackend] = {
@@ -34,12 +34,12 @@ BACKENDS: dict[str, AttentionBackend] = {
     "efficient": _torchs("efficient", torch_kernels.efficient_bytes),
     "xformers": AttentionBackend(
         torch_kernels.xformers,
-        lambda problem: torch_kernels.xformers_refusal(problem.device),
+        lambda problem: torch_kernels.xformers_why_not(problem.device),
         torch_kernels.efficient_bytes,
     ),
     "fused-softmax": AttentionBackend(fused_softmax, label="exact, holds no score matrix"),
     "sliced": AttentionBackend(sliced, label="exact, by slices"),
-    "triton": AttentionBackend(by_triton.triton, by_triton.refusal, lambda problem: 0),
+    "triton": AttentionBackend(by_triton.triton, by_triton.why_not, lambda problem: 0),
     "cudnn": _torchs("cudnn", torch_kernels.cudnn_bytes),
 }
 """Ours by their names in the settings."""

@@ -48,7 +48,7 @@ def fused(
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
     """One of torch's kernels: the fastest that can run (see `choose_kernel`), or the ``forced`` one and nothing else,
-    "flash", "efficient" or "cudnn", which `refusal` has nothing against. Other arguments and result as in `sliced`.
+    "flash", "efficient" or "cudnn", which `why_not` has nothing against. Other arguments and result as in `sliced`.
 
     Fidelity: rounding. Source: torch's scaled_dot_product_attention; FlashAttention, Dao 2022; memory-efficient
     attention, Rabe and Staats 2021; the choice by matrix size is consciencia's.
@@ -102,7 +102,7 @@ def choose_kernel(problem: Problem, score_bytes: int) -> str:
     if problem.device.type not in ("cuda", "cpu"):
         return "torch" if 2 * problem.scores * problem.score_dtype.itemsize <= score_bytes else "sliced"
     cudnn = ("cudnn",) * (own_kernel(problem) == "cudnn" and knows_cudnn_attention(problem.device))
-    return next((kernel for kernel in (*cudnn, "flash", "efficient") if refusal(kernel, problem) is None), "sliced")
+    return next((kernel for kernel in (*cudnn, "flash", "efficient") if why_not(kernel, problem) is None), "sliced")
 
 
 def own_kernel(problem: Problem) -> str:
@@ -124,7 +124,7 @@ def _own_kernel(width: int, value_width: int, dtype: torch.dtype, device: torch.
     return str(in_clean_thread(choice))
 
 
-def refusal(kernel: str, problem: Problem) -> str | None:
+def why_not(kernel: str, problem: Problem) -> str | None:
     """Why "flash", "efficient" or "cudnn" cannot run this problem; None when it can.
 
     The rules name what is known of the kernels; where the device is present, a small trial has the last word, because
@@ -218,7 +218,7 @@ def in_clean_thread(function: Any) -> Any:
         return thread.submit(torch.inference_mode()(function)).result()
 
 
-def xformers_refusal(device: torch.device) -> str | None:
+def xformers_why_not(device: torch.device) -> str | None:
     """Why xformers cannot run on ``device``; None when it should."""
     if device.type != "cuda":  # where installing it would not help
         return f"xformers runs on CUDA, not on {device.type}"

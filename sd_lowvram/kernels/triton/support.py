@@ -19,7 +19,7 @@ FUSED, ATTENTION = ("group_norm", "geglu"), "attention"
 """What names of measured kernels begin with: those of ``fused_kernels``, and those of ``attention="triton"``."""
 
 
-def refusal(device: torch.device) -> str | None:
+def why_not(device: torch.device) -> str | None:
     """Why Triton's kernels cannot run on ``device``; None where they can. Triton is imported where all else speaks for
     it, once."""
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -59,4 +59,4 @@ def takes(x: Tensor) -> bool:
     """Whether the kernels can take ``x``: its type, and its device or the one that it stands for in a trace."""
     device = device_of_run(x.device) if is_fake(x) else x.device
     computed = x.dtype in TYPES and (x.dtype != torch.bfloat16 or has_bf16(device))
-    return computed and x.numel() > 0 and refusal(device) is None
+    return computed and x.numel() > 0 and why_not(device) is None

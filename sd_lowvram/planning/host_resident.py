@@ -25,7 +25,7 @@ class HostResidentWeights:
     pinned_bytes: int | None = None
 
 
-def masters_of(weights: int, mapped: int, ram: int, pinnable: int | None) -> HostResidentWeights:
+def host_resident(weights: int, mapped: int, ram: int, pinnable: int | None) -> HostResidentWeights:
     """Of ``weights`` bytes, ``mapped`` of them in files that are mapped, with ``ram`` bytes for all that waits.
 
     What stays mapped needs no memory of its own, but for the ring that it passes, and is the better for some.
