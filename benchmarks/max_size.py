@@ -85,7 +85,7 @@ def _foretold(card: str, name: str) -> dict[str, Any]:
 
     anatomy = meta_anatomy("sd15", torch.float16)
 
-    def request(policy: str, **size: int) -> Any:
+    def request(policy: str, **size: Any) -> Any:
         return request_by(policy, anatomy, gpu=card, ram=32 * GIB, steps=20, **size)
 
     def at(policy: str, side: int) -> float | None:

@@ -141,7 +141,7 @@ def foretold_times(name: str, sizes: Iterable[Size]) -> dict[Size, Foretold]:
     return {size: found[min(size), max(size)] for size in sizes}
 
 
-def _foretold(name: str, settings: Settings, gpu: str, **shape: int) -> Foretold:
+def _foretold(name: str, settings: Settings, gpu: str, **shape: Any) -> Foretold:
     anatomy = _anatomy()
     search = PlanSearch(anatomy, request_by(name, anatomy, gpu=gpu, ram=_RAM, **shape), settings, approximate=False)
     plan, costs = best_plan(search), search.pricing.costs

@@ -23,7 +23,7 @@ from .planning.followed_calls import told_of_autograd
 from .planning.max_size import largest_plans
 from .planning.plan import FallbackStep, Plan
 from .planning.replan import exchanges, watch_sizes
-from .planning.request import DEFAULT_STEPS, Request, request_for
+from .planning.request import DEFAULT_STEPS, Request, RunOptions, request_for
 from .planning.search import make_plan
 from .progress import happened
 from .session import Attachment, anatomy_of, attach, attached, attachments, restore
@@ -49,9 +49,9 @@ def plan(
     approximate: bool = False,
 ) -> Plan:
     """The fastest settings that fit, with their predicted peak; attaches nothing. Arguments as for :func:`optimize`."""
-    size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
     fixed = stated(settings)
-    request = _request(target, vram, ram, **size, device=device, settings=fixed)
+    run: RunOptions = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
+    request = _request(target, fixed, vram, ram, device, run)
     return make_plan(anatomy_of(target, fixed), request, fixed, _whether(approximate))
 
 
@@ -98,9 +98,9 @@ def optimize(
         BadInputError: a target, size, number, device or budget that cannot be used.
         NoSiteError, ConflictError: see :func:`attached`.
     """
-    size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
     fixed = stated(settings)
-    request = _request(target, vram, ram, **size, device=device, settings=fixed)
+    run: RunOptions = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
+    request = _request(target, fixed, vram, ram, device, run)
     return attach_plan_for(target, request, fixed, _whether(approximate))
 
 
@@ -206,7 +206,7 @@ def max_size(
 ) -> dict[str, Plan | None]:
     """The plans of the largest "square" and "16:9" pictures that fit, None where none does. Arguments as for
     :func:`optimize`; takes up to a minute the first time."""
-    request = _request(target, vram, ram, batch=batch, device=device)
+    request = _request(target, None, vram, ram, device, {"batch": batch})
     return largest_plans(anatomy_of(target), request, stated(settings), _whether(approximate))
 
 
@@ -234,11 +234,10 @@ def decode(
     latents = unpacked(anatomy, latents)
     shape = _checked_shape("latents", latents, latent_channels(anatomy), has_frames(anatomy))
     factor = scale_factor(anatomy)
-    size = {"width": shape[-1] * factor, "height": shape[-2] * factor, "batch": shape[0]}
-    size |= {"frames": shape[2]} if len(shape) == 5 else {}
-    return _run(
-        anatomy, vram, ram, latents.device if device is None else device, settings, size, anatomy.family.decode, latents
-    )
+    size: RunOptions = {"width": shape[-1] * factor, "height": shape[-2] * factor, "batch": shape[0]}
+    if len(shape) == 5:
+        size["frames"] = shape[2]
+    return _run(anatomy, anatomy.family.decode, latents, vram, ram, device, settings, size)
 
 
 def encode(
@@ -259,11 +258,10 @@ def encode(
     """
     anatomy = _autoencoder(vae)
     shape = _checked_shape("pixels", pixels, pixel_channels(anatomy), has_frames(anatomy))
-    size = {"width": shape[-1], "height": shape[-2], "batch": shape[0]}
-    size |= {"frames": 1 + (shape[2] - 1) // FRAMES} if len(shape) == 5 else {}
-    return _run(
-        anatomy, vram, ram, pixels.device if device is None else device, settings, size, anatomy.family.encode, pixels
-    )
+    size: RunOptions = {"width": shape[-1], "height": shape[-2], "batch": shape[0]}
+    if len(shape) == 5:
+        size["frames"] = 1 + (shape[2] - 1) // FRAMES
+    return _run(anatomy, anatomy.family.encode, pixels, vram, ram, device, settings, size)
 
 
 def _checked_shape(what: str, given: Tensor, channels: int, frames: bool) -> tuple[int, ...]:
@@ -290,13 +288,13 @@ def _autoencoder(target: Any) -> Anatomy:
 
 def _run(
     anatomy: Anatomy,
-    vram: Size | None,
-    ram: Size | None,
-    device: torch.device | str,
-    settings: Settings | None,
-    size: dict[str, int],
     call: Callable[[Any, Tensor], Tensor],
     given: Tensor,
+    vram: Size | None,
+    ram: Size | None,
+    device: torch.device | str | None,
+    settings: Settings | None,
+    size: RunOptions,
 ) -> Tensor:
     """``call`` of the autoencoder of ``anatomy`` and what it is ``given``, a picture of ``size``, within a budget."""
     vae, fixed = anatomy.vae, stated(settings)
@@ -304,11 +302,12 @@ def _run(
     half = any(tensor.dtype == torch.float16 for tensor in vae.parameters())
     if half and force_upcast(anatomy, anatomy.autoencoder or ""):
         fixed = fixed.filled(precision="fp32")
-    request = _request(vae, vram, ram, device=device, settings=None, **size)
+    where = given.device if device is None else device
+    request = _request(vae, None, vram, ram, where, size)
     chosen = make_plan(anatomy, request, fixed)
     while True:
         try:
-            with attached(vae, chosen.settings, device=device), torch.no_grad():
+            with attached(vae, chosen.settings, device=where), torch.no_grad():
                 return call(vae, given)
         except (RuntimeError, MemoryError) as error:
             short = shortage(error, "the autoencoder")
@@ -317,24 +316,20 @@ def _run(
 
 def _request(
     target: Any,
+    settings: Settings | None,
     vram: Size | None,
     ram: Size | None,
-    *,
-    width: int | None = None,
-    height: int | None = None,
-    batch: int = 1,
-    steps: int = DEFAULT_STEPS,
-    pictures: int = 1,
-    frames: int = 1,
-    device: torch.device | str | None = None,
-    settings: Settings | None = None,
+    device: torch.device | str | None,
+    run: RunOptions,
 ) -> Request:
     """The request of a call of ours; what is not stated is as the target itself runs."""
-    vram = None if vram is None else parse_size(vram, "vram")
-    ram = None if ram is None else parse_size(ram, "ram")
-    size: dict[str, Any] = {"width": width, "height": height, "batch": batch, "frames": frames}
-    size |= {"steps": steps, "pictures": pictures}
-    return request_for(anatomy_of(target, settings), vram=vram, ram=ram, **size, device=device_of(device))
+    asked: RunOptions = {
+        **run,
+        "vram": None if vram is None else parse_size(vram, "vram"),
+        "ram": None if ram is None else parse_size(ram, "ram"),
+        "device": device_of(device),
+    }
+    return request_for(anatomy_of(target, settings), **asked)
 
 
 def _whether(approximate: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,33 +16,35 @@ from ..policies.offloading import CALLS
 from ..session import attach, attached
 from ..settings import Settings
 from .plan import Plan
-from .request import Request, request_for
+from .request import Request, RunOptions, request_for
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-def request_by(
-    name: str | None, anatomy: Anatomy, *, gpu: str | None = None, vram: int | None = None, **asked: Any
-) -> Request:
+def request_by(name: str | None, anatomy: Anatomy, *, gpu: str | None = None, **options: Unpack[RunOptions]) -> Request:
     """The request for a run of ``anatomy``'s models by the policy ``name``, on the named card ``gpu`` or here.
 
     On a named card it is the program itself whose time is foretold, with what it takes over its launches; here its
     knobs are ours, and so is the time.
 
     Args:
-        vram: bytes; None: all that the card has, or what is free here.
-        asked: as of :func:`request_for`.
+        options: as of :func:`request_for`; a named card's ``vram`` is all that it has where it is not stated.
 
     Raises:
         BadInputError: no such card. SettingsError: no such policy.
     """
     if gpu is None:
-        return request_for(anatomy, vram=vram, **asked)
+        return request_for(anatomy, **options)
     rates = profile(gpu)
     launches = 1.0 if name is None else policy(name).launches
     if launches != 1.0:
         told = f"{rates.source}; a launch of {name}'s program {launches:g} times as long, fitted too"
         rates = dataclasses.replace(rates, launch_seconds=launches * rates.launch_seconds, source=told)
-    vram = rates.vram_bytes if vram is None else vram
-    return request_for(anatomy, vram=vram, rates=rates, **asked | {"device": "cuda"})
+    options |= {"rates": rates, "device": "cuda"}
+    if options.get("vram") is None:
+        options["vram"] = rates.vram_bytes
+    return request_for(anatomy, **options)
 
 
 Way = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -17,6 +19,9 @@ from ..models.anatomy import Anatomy
 from ..streaming.host_weights import mapped_bytes
 from ..weights import all_tensors
 from .stages import Shape, native_size, scale_factor
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DEFAULT_STEPS = 30
 
@@ -84,59 +89,70 @@ class Budget:
         return answer
 
 
-def request_for(
-    anatomy: Anatomy,
-    *,
-    vram: int | None = None,
-    ram: int | None = None,
-    width: int | None = None,
-    height: int | None = None,
-    batch: int = 1,
-    steps: int = DEFAULT_STEPS,
-    passes: int | None = None,
-    encodes: bool | None = None,
-    pictures: int = 1,
-    frames: int = 1,
-    device: torch.device | str | None = None,
-    rates: Rates | None = None,
-) -> Request:
-    """The request for a run of ``anatomy``'s models.
+class RunOptions(TypedDict, total=False):
+    """What a caller states of a run; what is left out, or None, is as the target itself runs, or what is free.
 
-    Args:
+    Attributes:
         vram, ram: bytes, on a GPU those of the driver's context included; None: what this process can have now, the
             weights that lie there already counted as free.
         width, height: of the picture in pixels; None: the model's own size.
-        batch: pictures at a time.
-        pictures: in all.
-        frames: of latents, where the autoencoder decodes several together.
+        batch: pictures at a time; 1.
+        steps: of denoising.
+        pictures: in all; 1.
+        frames: of latents, where the autoencoder decodes several together; 1.
         passes, encodes: None: as the target itself runs.
         device: None: a GPU when there is one, else the CPU.
         rates: None: those of this machine.
+    """
+
+    vram: int | None
+    ram: int | None
+    width: int | None
+    height: int | None
+    batch: int
+    steps: int
+    pictures: int
+    frames: int
+    passes: int | None
+    encodes: bool | None
+    device: torch.device | str | None
+    rates: Rates | None
+
+
+def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
+    """The request for a run of ``anatomy``'s models.
 
     Raises:
         BadInputError: a size or a number that cannot be used.
     """
-    native = native_size(anatomy)
-    width, height = width if width is not None else native, height if height is not None else native
+    if unknown := options.keys() - RunOptions.__annotations__.keys():
+        raise TypeError(f"a run has no {', '.join(sorted(unknown))}")
+
+    def stated(name: str, otherwise: Callable[[], Any]) -> Any:
+        value = options.get(name)
+        return otherwise() if value is None else value
+
+    width, height = (stated(name, lambda: native_size(anatomy)) for name in ("width", "height"))
+    batch, pictures, steps = options.get("batch", 1), options.get("pictures", 1), options.get("steps", DEFAULT_STEPS)
     check_size(width, height, batch, scale_factor(anatomy) * anatomy.family.latent_multiple)
     check_count("steps", steps)
     check_count("pictures", pictures)
-    where = torch.device(device) if device is not None else default_device()
+    where = torch.device(stated("device", default_device))
     unlock_ended()  # of models that have gone: that memory is free
     return Request(
         width=width,
         height=height,
         batch=batch,
-        vram=vram if vram is not None else budget_of(where, free_vram(where) + _held(anatomy, where)),
-        ram=ram if ram is not None else available_ram() + _held(anatomy, torch.device("cpu")),
+        vram=stated("vram", lambda: budget_of(where, free_vram(where) + _held(anatomy, where))),
+        ram=stated("ram", lambda: available_ram() + _held(anatomy, torch.device("cpu"))),
         device=where,
-        rates=rates_of(where) if rates is None else rates,
+        rates=stated("rates", lambda: rates_of(where)),
         steps=steps,
-        passes=anatomy.passes if passes is None else passes,
-        encodes=anatomy.encodes if encodes is None else encodes,
+        passes=stated("passes", lambda: anatomy.passes),
+        encodes=stated("encodes", lambda: anatomy.encodes),
         pictures=max(pictures, batch),
         calls=anatomy.calls,
-        frames=frames,
+        frames=options.get("frames", 1),
     )
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ..api import attach_plan
+from ..api import Size, attach_plan
 from ..errors import BadInputError, BudgetError
 from ..patches import set_patch, wrap
 from ..planning.plan import Plan
-from ..planning.request import Request, request_for
+from ..planning.request import Request, RunOptions, request_for
 from ..planning.search import make_plan
 from ..session import anatomy_of, attachments, restore
 from ..settings import Settings
@@ -49,8 +49,8 @@ def scheduled(
     pipe: Any,
     parts: Sequence[Part],
     *,
-    vram: int | float | str | None = None,
-    ram: int | float | str | None = None,
+    vram: Size | None = None,
+    ram: Size | None = None,
     width: int | None = None,
     height: int | None = None,
     batch: int = 1,
@@ -90,9 +90,9 @@ def scheduled(
         fixed = fixed.filled(cuda_graphs=False)
     own = pipe.unet
     restore(pipe)
-    size = {"width": width, "height": height, "batch": batch, "device": device}
+    run: RunOptions = {"width": width, "height": height, "batch": batch, "device": device}
     with _put_back(pipe, own):
-        requests = [_request(pipe, part, parts, vram, ram, size) for part in parts]
+        requests = [_request(pipe, part, parts, vram, ram, run) for part in parts]
         turns = []
         for (unet, steps), request in zip(parts, requests, strict=True):
             pipe.register_modules(unet=unet)
@@ -163,7 +163,9 @@ class _Following:
         return result
 
 
-def _request(pipe: Any, part: Part, parts: Sequence[Part], vram: Any, ram: Any, size: dict[str, Any]) -> Request:
+def _request(
+    pipe: Any, part: Part, parts: Sequence[Part], vram: Size | None, ram: Size | None, run: RunOptions
+) -> Request:
     """For the turn of ``part``, within what the UNets that wait leave of the budget."""
     unet, steps = part
     pipe.register_modules(unet=unet)
@@ -177,8 +179,8 @@ def _request(pipe: Any, part: Part, parts: Sequence[Part], vram: Any, ram: Any, 
                 f"{format_size(waiting)}: raise it, or leave it out",
                 needed_bytes=waiting, stage="denoise", limit="ram", by_size=False,
             )  # fmt: skip
-    budget = None if vram is None else parse_size(vram, "vram")
-    return request_for(anatomy_of(pipe), vram=budget, ram=left, steps=steps, **size)
+    run = {**run, "vram": None if vram is None else parse_size(vram, "vram"), "ram": left, "steps": steps}
+    return request_for(anatomy_of(pipe), **run)
 
 
 def _waiting(unet: Any, parts: Sequence[Part]) -> int:
