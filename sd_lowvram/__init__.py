@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors
+from .files.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .api import decode, encode, max_size, optimize, plan
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from .session import attached, restore
     from .settings import Fidelity, Settings
     from .tracing import MemoryTrace, trace
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AttentionBackend",

@@ -50,7 +50,7 @@ _add(app)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from . import __version__
+        from .files.version import __version__
 
         print(f"sd-lowvram {__version__}")
         raise typer.Exit

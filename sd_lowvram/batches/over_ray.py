@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..commands.inputs import Job
 from ..commands.streams import note
 from ..errors import BadInputError, LowVRAMError
+from ..files.version import __version__
 from ..units import MIB
 from .crew import Lost, Outcome
 from .journal import NAME

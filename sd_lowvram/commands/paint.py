@@ -360,7 +360,7 @@ def parameters(job: Job, pipe: Any, plan: Any, kernels: dict[str, int] | None = 
     Args:
         kernels: the attention kernels of an earlier part of the run, with counts.
     """
-    from .. import __version__
+    from ..files.version import __version__
     from .show import decided
 
     sampler, schedule = label_of(pipe.scheduler)

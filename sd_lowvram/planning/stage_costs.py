@@ -24,10 +24,9 @@ from ..models.anatomy import Anatomy
 from ..settings import Settings
 from ..streaming.layout import ResidencyPolicy, lay_down, most_bytes
 from ..streaming.simulator import simulate
-from ..streaming.timing import StepTiming, timed
+from ..streaming.timing import ModuleSpan, StepTiming, timed
 from ..tracing import MemoryTrace
 from ..tracing.fake_model import FakeModel
-from ..tracing.flop_counter import ModuleSpan
 from ..tracing.tracer import Figures, trace_equals_once
 from ..weights import all_tensors, weight_bytes
 from .stages import Shape, Stage, stages

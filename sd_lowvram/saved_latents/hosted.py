@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
 from ..errors import BadInputError
+from ..files.version import __version__
 from .file import ENDING, Saved, write_saved
 
 if TYPE_CHECKING:

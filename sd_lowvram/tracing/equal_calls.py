@@ -21,8 +21,9 @@ from ..compat.private import FakeTensor, FakeTensorMode, storage_key, tree_flatt
 from ..memory.accounts import current_account
 from ..memory.repeats import times
 from ..patches import roles_of, set_patch, wrap
+from ..streaming.timing import ModuleSpan
 from ..weights import own_tensors
-from .flop_counter import ModuleSpan, ModuleWork
+from .flop_counter import ModuleWork
 from .ledger import Ledger
 from .op_cache import Recipe, made_of, make
 

@@ -6,42 +6,16 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..memory.repeats import times
+from ..streaming.timing import ModuleSpan
 from .memory_formats import wanted_format
 
 aten = torch.ops.aten
-
-
-@dataclass
-class ModuleSpan:
-    """What a module does between the calls of other modules.
-
-    Attributes:
-        path: dotted name of the module, "" for what runs outside of all.
-        flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
-        moved_bytes: what all operators read and write, each for itself.
-        product_bytes: of these, what the operators do that are counted in ``flops``.
-        copied_bytes: what crosses between the device's account and the host's.
-        operators: how many ran, views not counted: on a GPU, about the number of launches.
-        packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
-        held_bytes: most bytes that an operator of it finds and makes on the device, weights aside: what the kernel
-            holds unseen is in them, and the library's workspace.
-    """
-
-    path: str
-    flops: int = 0
-    moved_bytes: int = 0
-    product_bytes: int = 0
-    copied_bytes: int = 0
-    operators: int = 0
-    packed_bytes: int = 0
-    held_bytes: int = 0
 
 
 class ModuleWork:

@@ -20,10 +20,11 @@ from ..memory.fake_mode import CPU, active_fake_mode
 from ..memory.repeats import followed
 from ..memory.reserved import Reserved, reserved
 from ..memory.threads import Redirected, at_rest
+from ..streaming.timing import ModuleSpan
 from .collector import no_collection
 from .equal_calls import EqualCalls
 from .fake_tensors import Registry, fake_of, faked, modules_of
-from .flop_counter import ModuleSpan, ModuleWork, attention_flops, moved, nbytes, packed, passed_besides
+from .flop_counter import ModuleWork, attention_flops, moved, nbytes, packed, passed_besides
 from .layout_rules import recipe_of
 from .ledger import Ledger, Timeline
 from .op_cache import Recipe, made_of, make, signature

@@ -9,8 +9,7 @@ from torch import nn
 
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.streaming.simulator import CopyQueue
-from sd_lowvram.streaming.timing import LAYER_LAUNCHES, timing_of
-from sd_lowvram.tracing.flop_counter import ModuleSpan
+from sd_lowvram.streaming.timing import LAYER_LAUNCHES, ModuleSpan, timing_of
 
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
 SPANS = [ModuleSpan(str(number), operators=1) for number in range(3)]
