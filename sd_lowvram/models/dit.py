@@ -87,7 +87,7 @@ def _components_of(
     if not isinstance(target, nn.Module) and not served["transformer"](getattr(target, "transformer", None)):
         return {}
     if not isinstance(target, nn.Module) and (part := unplanned(target)):
-        raise support.refusal(target, part, getattr(target, part), ("vae",))
+        raise support.unsupported(target, part, getattr(target, part), ("vae",))
     return diffusers.served_of(target, served, alone)
 
 
