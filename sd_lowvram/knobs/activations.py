@@ -51,8 +51,8 @@ class ActivationsKnobs:
     park_skips: bool | None = declared(
         place=15,
         label="Wait in RAM",
-        help="what the model needs of the picture only later waits in RAM; with guidance in turn, so does the "
-        "half not computed",
+        help="activations that the model needs only later (skip connections) wait in RAM; with guidance in turn, so do "
+        "those of the half that is not being computed",
         when="large pictures; host memory and copies, most of which hide under the compute",
         fidelity=BITWISE,
         stages=DENOISE,

@@ -19,8 +19,8 @@ class WeightsKnobs:
         label="Precision",
         help="how finely numbers are kept: fp16 and bf16 take half the memory of fp32; fp16-storage keeps half "
         "the memory and computes in fp32 (GTX 16xx); autocast-fp16 and autocast-bf16 are slower than fp16 and bf16",
-        when="on a card whose memory or arithmetic fp32 is too much for; a narrower type is another picture, a "
-        "wider one more memory",
+        when="on a card that is too small or too slow for fp32; a narrower type is another picture, a wider "
+        "one more memory",
         choices=_PRECISIONS,
         fidelity=dict.fromkeys(_PRECISIONS, APPROXIMATE) | {"fp32": ROUNDING},
         surfaces=NOT_COMFYUI,
@@ -90,8 +90,8 @@ class WeightsKnobs:
     packed_weights: bool | None = declared(
         place=27,
         label="Keep weights in order",
-        help="on a processor, keep large weights in the order of its kernels besides, which else bring them into it at "
-        "every step; faster for small pictures, and more memory",
+        help="on a processor, also keep large weights in the order that its kernels read, into which they are else "
+        "copied at every step; faster for small pictures, and more memory",
         when="processors and small pictures; a second copy of large weights",
         fidelity=ROUNDING,
         surfaces=NOT_COMFYUI,

@@ -44,7 +44,7 @@ def evaluate(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Agreement with the teacher from the same seeds, pictures found again, Frechet distance, score, time, peak."""
+    """Compare a smaller model with its teacher: pictures of the same seeds, Frechet distance, score, time, peak."""
     with guarded(debug):
         check_given(student=student, teacher=teacher, semantic=semantic)
         if not 0 <= guidance < 100:

@@ -63,7 +63,7 @@ def generate(
     debug: Annotated[bool, option("--debug", text="Show the traceback of an error.", panel=RUN)] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Make a picture whose steps several UNets take in turn; another picture than either draws alone."""
+    """Make a picture whose steps several UNets take in turn; it differs from what each of them draws alone."""
     with guarded(debug):
         check_prompt_given(context)
         parts = parse_schedule(schedule, named or ())

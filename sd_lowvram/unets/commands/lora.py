@@ -25,8 +25,8 @@ def lora(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write a LoRA of the whole model for a smaller one, whose layers are counted anew; what changes layers that were
-    cut is left out and named. For diffusers, ComfyUI and the WebUIs alike."""
+    """Convert a LoRA of the whole model for a smaller one: its layers are renumbered, and parts for layers that were
+    cut are left out and named. For diffusers, ComfyUI and the WebUIs alike."""
     with guarded(debug):
         check_given(model=model)
         if out.suffix.lower() != ".safetensors":

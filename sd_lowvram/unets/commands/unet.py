@@ -52,7 +52,7 @@ def analyse(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """What every unit takes in a guided step: weights, operations, time, memory of activations."""
+    """What each part of a UNet takes in a guided step: weights, operations, time, memory of activations."""
     with guarded(debug):
         from rich.console import Console
         from torch import nn
@@ -85,7 +85,8 @@ def prune(
     kind: Annotated[
         str | None,
         typer.Option(
-            help="base: one layer less in every block; small: no middle block either; tiny: nor the innermost blocks."
+            help="base: one layer less in every block; small: base without middle block; tiny: small without "
+            "innermost blocks."
         ),
     ] = None,
     drop: Annotated[list[str] | None, typer.Option(help="dn0.1, up3.1, mid, dn3: what goes; may be repeated.")] = None,
@@ -143,7 +144,7 @@ def combine(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Put the outermost blocks of a compressed UNet and the inner ones of --model together."""
+    """Join the outermost blocks of a smaller UNet with the inner blocks of --model."""
     with guarded(debug):
         check_given(model=model, compressed=compressed)
         if model == compressed:
