@@ -11,6 +11,7 @@ import typer
 from sd_lowvram import doors
 from sd_lowvram.checkpoints.architectures import NAMES
 from sd_lowvram.commands.one_line import OneLine
+from sd_lowvram.commands.streams import tell
 from sd_lowvram.commands.values import check_count, check_given, check_names, check_run, check_side
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.plots.style import check_plots
@@ -348,5 +349,6 @@ def gpu(
         typer.echo(json.dumps(results, indent=1) if as_json else "\n".join([*summary(results), f"written: {written}"]))
         if lacking:
             typer.echo(f"no time was left for {lacking} rows: the same command goes on with them", err=True)
-        if failures(results):
-            raise typer.Exit(1)
+        if failed := failures(results):
+            tell(f"{failed} tests failed: {written} tells which, and why")
+            raise SystemExit(1)

@@ -101,7 +101,11 @@ def run(
 
 
 def _is_tried_again(row: dict[str, Any]) -> bool:
-    """What failed, but for want of memory, which will be too small again."""
+    """What failed, but for want of memory, which will be too small again; a file of tests of which some failed, too."""
+    return _broke(row) or (isinstance(failed := row.get("failed"), int) and failed > 0)
+
+
+def _broke(row: dict[str, Any]) -> bool:
     return isinstance(row.get("error"), str) and not row.get("out_of_memory")
 
 
@@ -218,7 +222,7 @@ def summary(results: dict[str, Any]) -> Iterator[str]:
             continue
         rows = results[part]["rows"]
         told = list(module.summary(rows))
-        if failed := sum(_is_tried_again(row) and not row.get("timed_out") for row in rows):
+        if failed := sum(_broke(row) and not row.get("timed_out") for row in rows):
             told.append(f"**{failed} of {len(rows)} rows failed**")
         if lacking := _lacking(results[part]):
             told.append(f"no time was left for {lacking} rows")

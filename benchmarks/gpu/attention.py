@@ -14,7 +14,7 @@ from sd_lowvram.errors import SettingsError
 from sd_lowvram.kernels.attention.registry import attend, available_backends
 
 from ..attention import OWN_CHOICE, measured, rows_table
-from .record import Case, ResultRows
+from .record import Case, ResultRows, not_run
 
 LATENTS = (64, 128, 256)
 _RUNS = 20
@@ -55,6 +55,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"{side}x{side}: {first['backend']} is fastest, {first['ratio']:.2f} times as fast as sdpa"
     if unsteady := dict.fromkeys(row["backend"] for row in ran if not row["deterministic"]):
         yield f"not the same bits in every run: {', '.join(unsteady)}"
+    yield from not_run(rows, lambda row: row["backend"])
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:
@@ -71,4 +72,5 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     for row in part["rows"]:
         if "shape" not in row:
             yield ""
-            yield f"Not measured: {row['backend']}: {row.get('failed') or row['error']}"
+            why = " ".join((row.get("failed") or row["error"]).split())
+            yield f"Not run here: {row['backend']}: {why}"

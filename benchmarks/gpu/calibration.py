@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from sd_lowvram.cache import remember
 from sd_lowvram.commands.examination import MEASURED
 from sd_lowvram.devices.this_machine import measured_here, place_of_measurement
 from sd_lowvram.files.tables import table
+from sd_lowvram.kernels import compiler
+from sd_lowvram.kernels.triton import support
 from sd_lowvram.units import MIB
 
-from .record import Case, ResultRows
+from .record import Case, ResultRows, not_run
 
 
 def run(device: torch.device, record: ResultRows) -> None:
@@ -23,8 +25,23 @@ def run(device: torch.device, record: ResultRows) -> None:
 
 def trial_calibration(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """For each of ``cases`` what was ``measured``, as plain values, and is remembered for plans by now."""
+    where = torch.device(device)
     for case in cases:
-        yield {"measured": MEASURED[case["what"]](torch.device(device))}
+        why = _NOT_HERE[case["what"]](where) if case["what"] in _NOT_HERE else None
+        yield {"measured": MEASURED[case["what"]](where)} | ({"failed": why} if why else {})
+
+
+def _why_no_overhead(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "it is of a CUDA device"
+
+
+_NOT_HERE: dict[str, Callable[[torch.device], str | None]] = {
+    "overhead": _why_no_overhead,
+    "kernels": support.why_not,
+    "compile": compiler.why_not,
+}
+"""Why some of it cannot be measured on a device, of what needs more than the device; None: it can."""
+_NAMES = {"overhead": "what a context takes", "kernels": "gains of kernels in Triton", "compile": "gains of compiling"}
 
 
 def recall(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
@@ -43,6 +60,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"copies at {rates['copy_bandwidth'] / 1e9:.3g} GB/s, {rates['launch_seconds'] * 1e6:.3g} us an operator"
     if overhead := found.get("overhead"):
         yield f"beside tensors {sum(_mib(overhead).values()):.0f} MiB"
+    yield from not_run(rows, lambda row: _NAMES[row["what"]])
 
 
 def _mib(overhead: dict[str, Any]) -> dict[str, float]:
@@ -66,7 +84,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
 
 def _cells(row: dict[str, Any]) -> Iterator[list[str]]:
     if not row.get("measured"):
-        yield [row["what"], row.get("error", "not on this device").replace("|", "/"), ""]
+        yield [row["what"], str(row.get("error") or row.get("failed") or "not on this device").replace("|", "/"), ""]
         return
     for name, value in row["measured"].items():
         if isinstance(value, float | int) and not isinstance(value, bool):

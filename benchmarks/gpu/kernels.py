@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sd_lowvram.devices.pairs import figures, in_turn
+from sd_lowvram.errors import SettingsError
 from sd_lowvram.files.tables import table
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.units import MIB
@@ -20,7 +21,7 @@ from ..calls import timed_runs
 from ..models import embeddings, random_denoiser
 from ..tables import milliseconds, pair_cells
 from .peaks import held_on
-from .record import Case, ResultRows, in_order
+from .record import Case, ResultRows, in_order, not_run
 from .streaming import measured_steps
 
 TYPES = ("float16", "bfloat16", "float32")
@@ -118,14 +119,17 @@ def trial_passes(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]
     with attached(pipe, Settings(offload="none"), device=where):
         plain = latents()
     warnings.filterwarnings("error", "(fused_kernels|compile): ")  # else the model's own passes are timed
-    with heard(_refused):
-        for case in cases:
-            with attached(pipe, Settings(offload="none", **WAYS[case["pass"]]), device=where):
+    for case in cases:
+        try:
+            with heard(_refused), attached(pipe, Settings(offload="none", **WAYS[case["pass"]]), device=where):
                 found = latents()
                 off = {"same_bits": torch.equal(found, plain), "error": float((found - plain).norm() / plain.norm())}
-                yield off | measured_steps(pipe, where, given, side)
-            if held_on(where):
-                return
+                row = off | measured_steps(pipe, where, given, side)
+        except (UserWarning, SettingsError) as told:
+            row = {"failed": str(told)}
+        yield row
+        if held_on(where):
+            return
 
 
 def _refused(sentence: str) -> None:
@@ -149,6 +153,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         half = [row["ratio"] for row in ran if row["dtype"] == "float16"] or [row["ratio"] for row in ran]
         yield f"{sound} of {len(ran)} no further from float64 than torch's own and with the same bits in every run"
         yield f"in 16 bits {min(half):.2f} to {max(half):.2f} times as fast"
+    yield from not_run(_kernels(rows), lambda row: row["kernel"])
+    yield from not_run(_passes(rows), lambda row: f"{row['model']} at {row['side']}, {row['pass']}")
     for row in _passes(rows):
         first = _plain_step(row, rows)
         if first and row.get("step_seconds") and row["pass"] != "as it is":
@@ -169,12 +175,13 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "runs in turn. *Host*: until the call returned; *device*: between the events around it. *Peak*: above the"
     yield "arguments."
     yield ""
-    yield from table(_HEADS, map(_cells, _kernels(part["rows"])))
+    yield from table(_HEADS, (_cells(row) for row in _kernels(part["rows"]) if "failed" not in row))
     yield ""
     yield "Passes of a UNet, all of its weights on the device. *Error*: of the latents after two steps, relative to"
     yield "those of the UNet as it is; recorded passes have to have the same bits. Medians of steps."
     yield ""
-    yield from table(_HEADS_OF_PASSES, (_cells_of_pass(row, part["rows"]) for row in _passes(part["rows"])))
+    passes = (row for row in _passes(part["rows"]) if "failed" not in row)
+    yield from table(_HEADS_OF_PASSES, (_cells_of_pass(row, part["rows"]) for row in passes))
 
 
 _HEADS = (
@@ -187,7 +194,7 @@ _HEADS_OF_PASSES = "model", "way", "same bits", "error", "step ms", "times as fa
 def _cells(row: dict[str, Any]) -> list[str]:
     what = [row["kernel"], row["dtype"]]
     if "ratio" not in row:
-        return [*what, (row.get("failed") or row["error"]).replace("|", "/"), *[""] * (len(_HEADS) - 3)]
+        return [*what, row["error"].replace("|", "/"), *[""] * (len(_HEADS) - 3)]
     sound = ["yes" if row[name] else "**no**" for name in ("no_worse", "same_bits")]
     times = milliseconds(row["host_seconds"], row["device_seconds"])
     sizes = [f"{row[name] / MIB:.1f}" for name in ("measured_bytes", "torch_bytes")]

@@ -72,7 +72,6 @@ def held_on(device: torch.device) -> int:
 def _peak(pipe: Any, vram: int, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
     from sd_lowvram import optimize
     from sd_lowvram.devices.overhead import Overhead
-    from sd_lowvram.devices.this_machine import overhead_of
     from sd_lowvram.planning.memory_profile import measured
 
     where = sizes["device"]
@@ -94,7 +93,7 @@ def _peak(pipe: Any, vram: int, sizes: dict[str, Any], steps: int) -> dict[str, 
         "measured_bytes": run.peak_bytes,
         "library_bytes": libraries,
         "overhead_bytes": chosen.predicted.overhead_bytes,
-        "overhead_measured": not on_cpu and overhead_of(where) != Overhead(),
+        "overhead_measured": not on_cpu and chosen.request.overhead != Overhead(),
         "predicted_reserved_bytes": chosen.predicted.reserved_bytes,
         "reserved_bytes": run.reserved_bytes,
         "plan_seconds": planned,

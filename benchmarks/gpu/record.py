@@ -92,6 +92,16 @@ def room_for(device: torch.device, nbytes: int) -> int:
     return max(1, min(8, os.cpu_count() or 1, free // nbytes, host // _HOST_BYTES))
 
 
+def not_run(rows: Iterable[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -> Iterator[str]:
+    """What could not run on this machine, by name, and why: of ``rows`` those with ``failed``, a sentence."""
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if isinstance(why := row.get("failed"), str):
+            by_reason.setdefault(" ".join(why.split()), []).append(name(row))
+    for why, names in by_reason.items():
+        yield f"**not run here**: {'; '.join(dict.fromkeys(names))}: {why}"
+
+
 def in_order(rows: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
     """``rows`` by their ``keys``, whatever the order in which they came."""
     return sorted(rows, key=lambda row: tuple(row[key] for key in keys))

@@ -16,15 +16,19 @@ from sd_lowvram import progress
 from sd_lowvram.files.tables import table
 
 from .. import trial
-from .record import ResultRows
+from .record import ResultRows, not_run
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARKED = re.compile(r"^(pytestmark = |@)pytest\.mark\.gpu\b", re.MULTILINE)
 
 
+_WHOLE_MODELS = ("benchmarks", "gpu")
+"""Folders whose tests run whole models: last, so that all others have run where the time is short."""
+
+
 def files() -> list[str]:
-    """Those with such tests, as paths below the root of this tree."""
-    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    """Those with such tests, as paths below the root of this tree, in the order in which they run."""
+    tests = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda file: (file.parent.name in _WHOLE_MODELS, file))
     return [str(file.relative_to(ROOT)) for file in tests if _MARKED.search(file.read_text(encoding="utf-8"))]
 
 
@@ -62,8 +66,16 @@ def _counted(report: ElementTree.ElementTree[Any]) -> dict[str, Any]:
         "failed": len(wrong),
         "skipped": skipped,
         "failures": [f"{name}: {' '.join((found.get('message') or '').split())}"[:400] for name, found in wrong],
+        "skips": [_skip(case) for case in cases if case.find("skipped") is not None],
         "seconds": sum(float(case.get("time") or 0) for case in cases),
     }
+
+
+def _skip(case: ElementTree.Element) -> dict[str, str]:
+    """A test that did not run, without its parameters, and why."""
+    why = case.find("skipped")
+    message = "" if why is None else why.get("message") or ""
+    return {"test": (case.get("name") or "").partition("[")[0], "failed": message or "it gives no reason"}
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -71,6 +83,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     ran = [row for row in rows if "passed" in row]
     passed, failed, skipped = (sum(row[name] for row in ran) for name in ("passed", "failed", "skipped"))
     yield f"{passed} passed, {f'**{failed} failed**' if failed else 'none failed'}, {skipped} skipped"
+    yield from not_run((skip for row in ran for skip in row.get("skips", ())), lambda skip: skip["test"])
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:

@@ -160,7 +160,7 @@ def test_passes_of_a_unet(at_once: None, tmp_path: Path, monkeypatch: pytest.Mon
     assert set(passes) == set(kernels.WAYS)
     assert passes["as it is"]["same_bits"] and passes["as it is"]["error"] == 0.0
     assert 0 <= passes["channels last"]["error"] < 1e-5 and passes["channels last"]["step_seconds"] > 0
-    assert "NVIDIA" in passes["CUDA graphs"]["error"] and "Triton" in passes["fused kernels"]["error"]
+    assert "NVIDIA" in passes["CUDA graphs"]["failed"] and "Triton" in passes["fused kernels"]["failed"]
     assert "| tiny, 64x64 | as it is | yes | 0.0e+00 |" in text
     assert all("riton" in row["failed"] for row in rows if "kernel" in row)
 
@@ -217,7 +217,8 @@ MARK = "import pytest\npytestmark = pytest.mark.gpu\n"
 def test_the_tests_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """File by file, in processes that may end badly or late."""
     files = {
-        "test_good.py": MARK + "def test_a(): pass\ndef test_b(): assert 1 == 2\n",
+        "test_good.py": MARK + "def test_a(): pass\ndef test_b(): assert 1 == 2\n"
+        "@pytest.mark.parametrize('n', [1, 2])\ndef test_c(n): pytest.skip('no such card')\n",
         "test_late.py": MARK + "def test_a(): __import__('time').sleep(60)\n",
         "test_other.py": "def test_a(): pass\n",
     }
@@ -231,11 +232,45 @@ def test_the_tests_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert suite.outcome("tests/test_late.py", 3)["timed_out"]
     monkeypatch.setattr(suite, "files", lambda: ["tests/test_good.py"])
     (good,), text = run("tests", tmp_path / "out", seconds=200)
-    assert (good["passed"], good["failed"], good["skipped"]) == (1, 1, 0)
+    assert (good["passed"], good["failed"], good["skipped"]) == (1, 1, 2)
     assert "test_b: assert 1 == 2" in good["failures"][0]
-    assert "| tests/test_good.py | 1 | **1** | 0 |" in text
-    assert "- tests: 1 passed, **1 failed**, 0 skipped\n- calibration: not yet\n" in text
+    assert "| tests/test_good.py | 1 | **1** | 2 |" in text
+    assert "- 1 passed, **1 failed**, 2 skipped\n  - **not run here**: test_c: no such card\n- calib" in text
     assert gpu.failures(gpu.results_in(tmp_path / "out" / "cpu.md")) == 1
+    (tmp_path / "tests" / "test_good.py").write_text(MARK + "def test_a(): pass\n")
+    (mended,), text = run("tests", tmp_path / "out", seconds=200)  # what failed is run again
+    assert (mended["passed"], mended["failed"]) == (1, 0) and "- tests: 1 passed, none failed, 0 skipped\n" in text
+
+
+def test_a_test_that_fails_is_told_of_and_no_fault_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.cli import app
+
+    row = {"file": "a.py", "passed": 1, "failed": 2, "skipped": 0, "failures": [], "seconds": 1.0}
+    written = {"tests": {"machine": {}, "spent_seconds": 0.0, "rows": [row]}}
+    (tmp_path / "cpu.json").write_text(json.dumps(written))
+    monkeypatch.setattr(gpu, "run", lambda *_, **__: tmp_path / "cpu.md")
+    result = CliRunner().invoke(app, ["gpu"])
+    assert result.exit_code == 1 and "- tests: 1 passed, **2 failed**" in result.output
+    assert "2 tests failed" in result.output and "report it" not in result.output
+
+
+def test_what_is_not_here_is_told_by_name_and_with_its_reason() -> None:
+    """In the summary, which is what is read: each kernel, way, backend and measurement, not a number of rows."""
+    no_triton = {"failed": "Triton is\nnot installed"}
+    results = {
+        "calibration": [{"what": "kernels", "measured": {"recorded passes": 1.4}, **no_triton}],
+        "kernels": [
+            *({"kernel": name, "dtype": dtype, **no_triton} for name in ("gelu", "geglu") for dtype in kernels.TYPES),
+            {"model": "sd15", "side": 512, "pass": "compiled", **no_triton},
+        ],
+        "attention": [{"backend": "triton", "latents": 64, **no_triton}],
+    }
+    told = "\n".join(gpu.summary({part: {"rows": rows} for part, rows in results.items()}))
+    for names in ("gains of kernels in Triton", "gelu; geglu", "sd15 at 512, compiled", "triton"):
+        assert f"**not run here**: {names}: Triton is not installed" in told
+    assert "rows failed" not in told
 
 
 def test_a_calibration_is_taken_along(at_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +285,7 @@ def test_a_calibration_is_taken_along(at_once: None, tmp_path: Path, monkeypatch
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path / "cache"))
     rows, text = run("calibration", tmp_path)
     assert {row["what"]: row["measured"] for row in rows} == measured
-    assert "| kernels | geglu | 2 |" in text and "| overhead | not on this device |" in text
+    assert "| kernels | geglu | 2 |" in text and "| overhead | it is of a CUDA device |" in text
     remember(place_of_measurement("compile", CPU), {"gain": 3.0})
     run("attention", tmp_path, seconds=0)
     assert measured_here("kernels", CPU) == {"geglu": 2.0}

@@ -20,19 +20,18 @@ def main(way: str, fault: str = "") -> None:
     card()
     import tiny
     import torch
-    from on_card import Simulated
+    from on_card import Simulated, rates_here
 
     from benchmarks import models
     from benchmarks.gpu.correctness import trial_correctness
     from sd_lowvram.devices import this_machine
-    from sd_lowvram.devices.performance import PROFILES
     from sd_lowvram.kernels.attention import determinism
     from sd_lowvram.streaming.copier import Copier
 
     torch.set_num_threads(1)
     simulated = Simulated()
     models.architecture = lambda name: tiny.config("sd15")
-    this_machine.calibrate = lambda device: PROFILES["rtx2070"]  # measuring, and probing, takes minutes here
+    this_machine.calibrate = rates_here
     determinism.SHAPES = ((1, 2, 16, 16, 40),)
     if fault == "nothing waits for copies":
         Copier.wait = lambda self, event: None
