@@ -179,7 +179,8 @@ def fastest(
 
 def vae(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Whose autoencoder: sd15, sdxl, flux or flux2.", metavar="NAME")
+        str,
+        typer.Option("--model", "-m", help="Whose autoencoder: sd15, sdxl, flux, flux2 or qwen-image.", metavar="NAME"),
     ] = "sd15",
 ) -> dict[str, Any]:
     """Exact tiles beside the plain decode: time, peak, and how far every way is from it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from sd_lowvram.units import MIB
 from .tables import BUSY, eight_bits, figure, trusted, written
 
 MAPS = ("held", "parked", "recomputed")
+_EXACT = ("exact",)
+"""Of autoencoders of frames, of which no map waits."""
 _DEAR = "recomputed"
 _THEIRS = "diffusers tiling"
 _WITH_DEMO = ("sd15", "sdxl")
@@ -76,12 +78,11 @@ def _built(config: dict[str, Any], device: str, dtype: torch.dtype = torch.float
 
 def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:
     """Seconds of the plain decode, and the others' time over it: ratios of medians."""
-    shape = (1, vae.config["latent_channels"], size // 8, size // 8)
+    shape = _latent_shape(vae.config, size)
     latents = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(vae.device)
-    ways: dict[str, Settings] = {"plain": Settings()}
-    ways |= {kind: Settings(vae_tiles="exact", vae_map=kind) for kind in MAPS}
+    ways: dict[str, Settings] = {"plain": Settings(), **_exact(vae.config)}
     rounds = [[way for way in ways if way != _DEAR] for _ in range(repeats)]
-    rounds[-1] += [_DEAR, "plain"]
+    rounds[-1] += [_DEAR, "plain"] if _DEAR in ways else []
     times: dict[str, list[CallTime]] = {way: [] for way in ways}
     decode = functools.partial(_decode, vae, latents)
     with attached(vae, Settings(vae_tiles="exact")):
@@ -97,7 +98,19 @@ def _timed(vae: Any, size: int, repeats: int) -> dict[str, Any]:
     medians = {way: statistics.median(taken) for way, taken in seconds.items()}
     row = {"size": size, "plain_seconds": medians["plain"], "spreads": {way: spread(seconds[way]) for way in ways}}
     own = min(one.own for taken in times.values() for one in taken)
-    return row | {kind: medians[kind] / medians["plain"] for kind in MAPS} | {"own": own}
+    return row | {kind: medians[kind] / medians["plain"] for kind in _exact(vae.config)} | {"own": own}
+
+
+def _latent_shape(config: Mapping[str, Any], size: int) -> tuple[int, ...]:
+    frames = (1,) if "z_dim" in config else ()
+    return (1, config["z_dim" if frames else "latent_channels"], *frames, size // 8, size // 8)
+
+
+def _exact(config: Mapping[str, Any]) -> dict[str, Settings]:
+    """The ways to run an autoencoder by exact strips."""
+    if "z_dim" in config:
+        return {kind: Settings(vae_tiles="exact") for kind in _EXACT}
+    return {kind: Settings(vae_tiles="exact", vae_map=kind) for kind in MAPS}
 
 
 def _decode(vae: Any, latents: Tensor) -> None:
@@ -108,8 +121,8 @@ def _decode(vae: Any, latents: Tensor) -> None:
 def _peaks(config: dict[str, Any], size: int) -> dict[str, Any]:
     """MiB that a decode in half precision holds on the device beside the weights, and in host memory."""
     vae = _built(config, "meta", torch.float16)
-    latents = torch.empty(1, config["latent_channels"], size // 8, size // 8, dtype=torch.float16, device="meta")
-    ways = {"plain": Settings()} | {kind: Settings(vae_tiles="exact", vae_map=kind) for kind in MAPS}
+    latents = torch.empty(_latent_shape(config, size), dtype=torch.float16, device="meta")
+    ways = {"plain": Settings(), **_exact(config)}
     row: dict[str, Any] = {"size": size}
     with torch.no_grad():
         for way, settings in ways.items():
@@ -128,6 +141,12 @@ def _mib(traced: Any) -> list[float]:
 def _tiled(vae: Any, side: int) -> Iterator[None]:
     """Within the block diffusers tiles a picture of ``side`` pixels, in tiles of at most 512."""
     tile = min(512, side // 16 * 8)
+    if "z_dim" in vae.config:
+        tile, three = min(256, tile), min(256, tile) * 3 // 4
+        vae.enable_tiling(tile, tile, three, three)
+        yield
+        vae.disable_tiling()
+        return
     before = vae.tile_sample_min_size, vae.tile_latent_min_size
     vae.enable_tiling()
     vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // 8
@@ -140,10 +159,11 @@ def _errors(config: dict[str, Any], side: int) -> dict[str, float]:
     """The relative error of every way to decode what a full-size autoencoder with random weights made of a picture."""
     vae = _built(config, "cpu")
     with torch.no_grad():
-        latents = vae.encode(_discs(side)).latent_dist.mode()
+        picture = _discs(side)
+        latents = vae.encode(picture.unsqueeze(2) if "z_dim" in config else picture).latent_dist.mode()
         plain = vae.decode(latents).sample
         errors = {way: float((pixels - plain).norm() / plain.norm()) for way, pixels in _decoded(vae, latents)}
-    errors.pop("fast tiles")  # a picture this small is one of them
+    errors.pop("fast tiles", None)  # a picture this small is one of them
     return errors
 
 
@@ -163,11 +183,12 @@ def _differences(side: int) -> list[dict[str, Any]]:
 
 
 def _decoded(vae: Any, latents: Tensor) -> Iterator[tuple[str, Tensor]]:
-    for kind in MAPS:
-        with attached(vae, Settings(vae_tiles="exact", vae_map=kind)):
-            yield f"exact tiles, {kind}", vae.decode(latents).sample
-    with attached(vae, Settings(vae_tiles="fast")):
-        yield "fast tiles", vae.decode(latents).sample
+    for kind, settings in _exact(vae.config).items():
+        with attached(vae, settings):
+            yield f"exact tiles, {kind}" if kind in MAPS else "exact tiles", vae.decode(latents).sample
+    if "z_dim" not in vae.config:
+        with attached(vae, Settings(vae_tiles="fast")):
+            yield "fast tiles", vae.decode(latents).sample
     with _tiled(vae, 8 * latents.shape[-1]):
         yield _THEIRS, vae.decode(latents).sample
 
@@ -202,10 +223,11 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"Time of a full-size float32 decode by the autoencoder of {report['model']} on {where}; in brackets over"
     yield "that of the plain decode."
     yield ""
-    yield from _by_size(report["times"], ("plain", *MAPS), map(_time_cells, report["times"]))
+    kinds = tuple(_exact(autoencoder(report["model"])))
+    yield from _by_size(report["times"], ("plain", *kinds), (_time_cells(row, kinds) for row in report["times"]))
     if report["peaks"]:
         yield from ("", "MiB held by a decode in half precision beside the weights (and in host memory), traced", "")
-        ways = ("plain", *MAPS, _THEIRS)
+        ways = ("plain", *kinds, _THEIRS)
         yield from _by_size(report["peaks"], ways, ([_two(*row[way]) for way in ways] for row in report["peaks"]))
     yield ""
     if "errors" in report:
@@ -223,11 +245,11 @@ def _by_size(rows: Sequence[dict[str, Any]], heads: Sequence[str], cells: Iterab
     return table(("size", *heads), ([f"{row['size']}", *more] for row, more in zip(rows, cells, strict=True)))
 
 
-def _time_cells(row: dict[str, Any]) -> Iterator[str]:
+def _time_cells(row: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
     """Of the plain decode, and of each way with its ratio to that."""
     plain, spreads = row["plain_seconds"], row.get("spreads", {})
     yield figure(plain, spreads.get("plain"), "{:.2f} s")
-    for kind in MAPS:
+    for kind in kinds:
         ratio = f"{row[kind]:.2f}" if trusted(row) else BUSY
         yield f"{figure(row[kind] * plain, spreads.get(kind), '{:.2f} s')} ({ratio})"
 

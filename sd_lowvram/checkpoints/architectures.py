@@ -46,7 +46,7 @@ def layers_per_block(config: Mapping[str, Any]) -> list[int]:
     return [given] * blocks if isinstance(given, int) else [*given]
 
 
-AUTOENCODERS = ("sd15", "sdxl", "flux", "flux2")
+AUTOENCODERS = ("sd15", "sdxl", "flux", "flux2", "qwen-image")
 """Names for :func:`autoencoder`."""
 
 _WITHOUT_1X1 = {"use_quant_conv": False, "use_post_quant_conv": False}
@@ -60,6 +60,8 @@ def autoencoder(name: str) -> dict[str, Any]:
     """
     if name not in AUTOENCODERS:
         raise BadInputError(f"unknown autoencoder {name!r}: choose one of {', '.join(AUTOENCODERS)}")
+    if name == "qwen-image":  # Qwen, 2025; that of Wan 2.1
+        return {"_class_name": "AutoencoderKLQwenImage", "z_dim": 16}
     config: dict[str, Any] = architecture("sdxl" if name.startswith("flux") else name)["vae"]
     if name == "flux":  # Black Forest Labs, 2024
         config |= {**_WITHOUT_1X1, "latent_channels": 16, "scaling_factor": 0.3611, "shift_factor": 0.1159}

@@ -44,6 +44,16 @@ def test_other_autoencoders() -> None:
     assert max(report["errors"].values()) < 2e-5 < theirs / 100
 
 
+@pytest.mark.slow(9)
+def test_an_autoencoder_of_frames() -> None:
+    report = run(sizes=(32,), repeats=1, side=64, traced=(256,), model="qwen-image")
+    table = "\n".join(lines(report))
+    assert all(way in table for way in ("exact tiles |", "diffusers tiling", "random weights", "qwen-image"))
+    assert report["errors"]["exact tiles"] < 2e-5 < report["errors"]["diffusers tiling"] / 100
+    (peaks,) = report["peaks"]
+    assert peaks["exact"][0] < peaks["plain"][0] / 4
+
+
 def test_an_autoencoder_that_nobody_knows() -> None:
-    with pytest.raises(BadInputError, match="'sd3': choose one of sd15, sdxl, flux, flux2"):
+    with pytest.raises(BadInputError, match="'sd3': choose one of sd15, sdxl, flux, flux2, qwen-image"):
         run(model="sd3")
