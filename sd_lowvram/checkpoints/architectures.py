@@ -22,22 +22,39 @@ if TYPE_CHECKING:
 
 _DATA = Path(__file__).parents[1] / "data"
 NAMES = ("sd15", "sd21", "sdxl")
-MODELS = ("unet", "vae", "text_encoder", "text_encoder_2")
+TRANSFORMERS = (
+    *("flux1-dev", "flux1-schnell", "klein-4b", "klein-9b", "sd3.5-medium", "sd3.5-large"),
+    *("z-image", "z-image-turbo", "chroma1", "qwen-image"),
+)
+"""Today's models, which can be planned by their names."""
+
+MODELS = ("unet", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "transformer")
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 
 
 def architecture(name: str) -> dict[str, Any]:
-    """Component name -> configuration, as diffusers and transformers write them, for "sd15", "sd21" or "sdxl".
+    """Component name -> configuration, as diffusers and transformers write them, for one of ``NAMES`` or
+    ``TRANSFORMERS``.
 
-    "pipeline" holds the prefix of the pipeline's class ("StableDiffusion" or "StableDiffusionXL").
+    "pipeline" holds the prefix of the pipeline's class ("StableDiffusion", "Flux"), "options" what the class is made
+    with besides, "call" what it is called with otherwise than by itself.
 
     Raises:
         BadInputError: another name.
     """
+    if name in TRANSFORMERS:
+        return _transformer(name)
     if name not in NAMES:
-        raise BadInputError(f"unknown architecture {name!r}: choose one of {', '.join(NAMES)}")
+        raise BadInputError(f"unknown architecture {name!r}: choose one of {', '.join((*NAMES, *TRANSFORMERS))}")
     config: dict[str, Any] = json.loads((_DATA / "architectures" / f"{name}.json").read_text(encoding="utf-8"))
     return config
+
+
+def _transformer(name: str) -> dict[str, Any]:
+    """One of today's models, which have parts in common."""
+    told = json.loads((_DATA / "architectures" / "transformers.json").read_text(encoding="utf-8"))
+    parts = told["parts"]
+    return {key: parts[value] if key in MODELS else value for key, value in told["models"][name].items()}
 
 
 def layers_per_block(config: Mapping[str, Any]) -> list[int]:
@@ -105,7 +122,24 @@ def _empty(config: dict[str, Any]) -> Any:
         return class_of(config).from_config(config)
     import transformers
 
-    return getattr(transformers, config["architectures"][0])(transformers.CLIPTextConfig(**config))
+    kind = getattr(transformers, config["architectures"][0])
+    return kind(kind.config_class(**config))
+
+
+def type_for(config: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, or bfloat16 in place of float16: transformers are made for its range, and overflow without."""
+    import torch
+
+    return torch.bfloat16 if "transformer" in config and dtype == torch.float16 else dtype
+
+
+def pipeline_class(prefix: str, suffix: str = "Pipeline") -> Any:
+    """The pipeline of diffusers, or one that was registered, whose name is this.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return class_of({"_class_name": prefix + suffix})
 
 
 def class_of(config: Mapping[str, Any]) -> Any:

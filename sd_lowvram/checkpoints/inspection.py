@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from .. import doors
 from ..errors import CheckpointError
-from .architectures import MODELS, NAMES, architecture, layers_per_block
+from .architectures import MODELS, NAMES, TRANSFORMERS, architecture, layers_per_block
 from .safetensors_header import Header, read_header, read_values
 
 Task = Literal["txt2img", "img2img", "inpaint"]
@@ -25,6 +25,11 @@ DEMO = Path(__file__).parents[1] / "demo" / "model"
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 PREDICTIONS = ("epsilon", "v_prediction")
 SUFFIXES = {"txt2img": "Pipeline", "img2img": "Img2ImgPipeline", "inpaint": "InpaintPipeline"}
+WHOLE = "SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2 Klein, Z-Image, Chroma and Qwen-Image"
+_PREFIXES = (
+    *("StableDiffusionXL", "StableDiffusion", "StableDiffusion3", "Flux", "Flux2Klein"),
+    *("ZImage", "Chroma", "QwenImage"),
+)
 _LARGEST_NUMBER, _MOST_LEVELS, _MOST_LAYERS = 1 << 16, 16, 256
 """Of a configuration: more than any model has."""
 
@@ -62,7 +67,7 @@ def check_model(path: Path, task: Task, allow_pickle: bool = False) -> None:
     if path.is_dir():
         pipeline_prefix(path)
         folder_variant(path, allow_pickle)
-        check_channels(path, folder_configuration(path)["unet"].get("in_channels", 4), task)
+        check_channels(path, folder_configuration(path).get("unet", {}).get("in_channels", 4), task)
     elif not is_pickle(path, allow_pickle):
         check_channels(path, kind_of(path).in_channels, task)
 
@@ -73,7 +78,7 @@ def configuration(model: str | None) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, truncated, of an unknown kind, or a pickle, which has no header to read.
     """
-    if model in NAMES:
+    if model in (*NAMES, *TRANSFORMERS):
         return architecture(model or "")
     path = model_path(model)
     if path.is_dir():
@@ -100,12 +105,19 @@ def model_path(model: str | Path | None) -> Path:
 
 
 def folder_configuration(path: Path) -> dict[str, Any]:
-    """The configurations of a diffusers folder's models, of which its UNet must have one."""
-    found = {}
+    """The configurations of a diffusers folder's models, of which its UNet or transformer must have one; with a
+    transformer also of its pipeline, as :func:`architecture` has it."""
+    found: dict[str, Any] = {}
     for name in MODELS:
         file = path / name / "config.json"
         if file.is_file():
             found[name] = _checked_shapes(file, _read_table(file))
+    if "transformer" in found:
+        plain = {
+            name: value for name, value in _read_index(path).items() if isinstance(value, bool | int | float | str)
+        }
+        options = {name: value for name, value in plain.items() if not name.startswith("_")}
+        return found | {"pipeline": pipeline_prefix(path), "options": options}
     if "unet" not in found:
         raise CheckpointError(f"{path} is no diffusers folder: it has no unet/config.json")
     return found
@@ -129,12 +141,14 @@ def _checked_shapes(file: Path, table: dict[str, Any]) -> dict[str, Any]:
 
 
 def pipeline_prefix(folder: Path) -> str:
-    """What the class of a diffusers folder's pipeline begins with: "StableDiffusion" or "StableDiffusionXL"."""
+    """What the class of a diffusers folder's pipeline begins with: "StableDiffusionXL", "Flux"."""
     name = str(_read_index(folder).get("_class_name", ""))
-    prefixes = ("StableDiffusionXL", "StableDiffusion")
-    found = next((prefix for prefix in prefixes for end in SUFFIXES.values() if name == prefix + end), None)
+    doors.find()
+    theirs = (name.removesuffix("Pipeline"),) if doors.FAMILIES else ()  # which of them serves it is seen later
+    prefixes = (*_PREFIXES, *theirs)
+    found: str | None = next((prefix for prefix in prefixes for end in SUFFIXES.values() if name == prefix + end), None)
     if found is None:
-        raise CheckpointError(f"{folder} holds a {name or 'nameless pipeline'}: SD1.x, SD2.x and SDXL are served")
+        raise CheckpointError(f"{folder} holds a {name or 'nameless pipeline'}: {WHOLE} are served")
     return found
 
 
@@ -164,7 +178,7 @@ def folder_variant(folder: Path, allow_pickle: bool) -> str | None:
     pickles = [file for file in folder.glob("*/*.bin") if file.parent.name != "safety_checker"]
     if not weights and pickles and not allow_pickle:
         raise CheckpointError(f"{pickles[0]} cannot be loaded: {_NO_PICKLE}")
-    unet = [file.name for file in weights or pickles if file.parent.name == "unet"]
+    unet = [file.name for file in weights or pickles if file.parent.name in ("unet", "transformer")]
     if unet and all(".fp16." in name for name in unet):
         return "fp16"
     return None

@@ -1,4 +1,4 @@
-"""Loads a model from disk, offline: diffusers folders and single files of SD1.x, SD2.x and SDXL.
+"""Loads a model from disk, offline: diffusers folders, and single files of SD1.x, SD2.x and SDXL.
 
 The kind of a single file is read from its header alone. Weights that are pickles are refused unless asked for, because
 reading a pickle can run any program; when asked for, torch reads them with ``weights_only=True``.
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError
-from .architectures import class_of, write_folder
+from ..errors import BadInputError, CheckpointError
+from .architectures import class_of, pipeline_class, write_folder
 from .inspection import (
     PREDICTIONS,
     SUFFIXES,
@@ -68,7 +68,9 @@ def load_pipeline(
 def _pipeline_class(prefix: str, task: Task) -> Any:
     import diffusers
 
-    return getattr(diffusers, prefix + SUFFIXES[task])
+    if task != "txt2img" and not hasattr(diffusers, prefix + SUFFIXES[task]):
+        raise BadInputError(f"diffusers has no {prefix}{SUFFIXES[task]}: leave --init-image and --mask out")
+    return pipeline_class(prefix, SUFFIXES[task])
 
 
 def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pickle: bool) -> DiffusionPipeline:
@@ -77,10 +79,11 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
     # A safety checker that the index names is skipped; SDXL's pipelines know no such argument.
     extra = {"safety_checker": None, "requires_safety_checker": False} if prefix == "StableDiffusion" else {}
 
-    if "_class_name" in (unet := folder_configuration(folder)["unet"]):
+    if "_class_name" in (unet := folder_configuration(folder).get("unet", {})):
         class_of(unet)
+    kind = _pipeline_class(prefix, task)
     with explained(folder):
-        return _pipeline_class(prefix, task).from_pretrained(
+        return kind.from_pretrained(
             folder,
             variant=variant,
             local_files_only=True,

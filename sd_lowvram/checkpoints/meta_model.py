@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from typing import Any
+
 import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..models import anatomy_of_components
+from ..models import anatomy_of_components, dissect
 from ..models.anatomy import Anatomy
-from .architectures import MODELS, build_components
+from ..models.support import unsupported
+from .architectures import MODELS, build_components, pipeline_class, type_for
 from .inspection import configuration
 
 
@@ -18,14 +23,32 @@ def meta_anatomy(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = 
     Raises:
         CheckpointError: as that does.
     """
-    return anatomy_of_components("diffusers", meta_components(model, dtype, only))
+    config, parts = configuration(model), meta_components(model, dtype, only)
+    return _of_pipeline(config, parts) if "transformer" in config else anatomy_of_components("diffusers", parts)
+
+
+def _of_pipeline(config: dict[str, Any], parts: dict[str, nn.Module]) -> Anatomy:
+    """The anatomy of a pipeline of these ``parts``, which knows how it guides.
+
+    Raises:
+        UnsupportedModelError: it is of no family that is planned.
+    """
+    kind = pipeline_class(config["pipeline"])
+    taken = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    nothing = {one.name: None for one in taken if one.default is inspect.Parameter.empty}
+    pipe = kind(**nothing | parts | config.get("options", {}))
+    anatomy = dissect(pipe)
+    if anatomy is None:
+        raise unsupported(pipe, "transformer", parts["transformer"])
+    unguided: dict[str, Any] = {"passes": 1, "calls": 1} if config.get("call", {}).get("guidance_scale") == 0 else {}
+    return dataclasses.replace(anatomy, **unguided)
 
 
 def meta_components(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = MODELS) -> dict[str, nn.Module]:
     """The models that a model is made of, by name, on the meta device: shapes and types, and not a byte of weights.
 
     Args:
-        model: "sd15", "sd21" or "sdxl", a diffusers folder, or a ``.safetensors`` file. None: the demo model.
+        model: a built-in name ("flux1-dev"), a diffusers folder, or a ``.safetensors`` file. None: the demo model.
         dtype: the type in which it would be loaded.
         only: components that are wanted.
 
@@ -35,7 +58,7 @@ def meta_components(model: str | None, dtype: torch.dtype, only: tuple[str, ...]
     """
     config = configuration(model)
     try:
-        return build_components(config, dtype=dtype, device="meta", only=only)
+        return build_components(config, dtype=type_for(config, dtype), device="meta", only=only)
     except Exception as error:  # whatever a configuration that makes no sense provokes in the library
         reason = " ".join(str(error).split())
         raise CheckpointError(

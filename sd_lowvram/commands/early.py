@@ -33,7 +33,8 @@ def check_floor(
     batch: int,
     budget: int,
 ) -> None:
-    """Refuse a budget that cannot hold one map of the UNet's first level, which every step makes whole.
+    """Refuse a budget that cannot hold one map of the UNet's first level, which every step makes whole; of a
+    transformer nothing is known without a plan.
 
     Args:
         config: of the model's parts.
@@ -43,6 +44,8 @@ def check_floor(
     Raises:
         BudgetError: with less than would be needed in all, which takes a plan.
     """
+    if "unet" not in config:
+        return
     own_width, own_height, factor = own_size(config)
     width, height = width or own_width, height or own_height
     elements = (width // factor) * (height // factor) * config["unet"].get("block_out_channels", (320,))[0]
@@ -59,7 +62,8 @@ def check_floor(
 def own_size(config: dict[str, Any]) -> tuple[int, int, int]:
     """Width and height in pixels that a model of these configurations makes by itself; pixels a side for a latent's."""
     factor = 2 ** (len(config.get("vae", {}).get("block_out_channels", (0,) * 4)) - 1)
-    sample = config["unet"].get("sample_size") or 64
+    denoiser = config.get("unet") or {"sample_size": 128, **config["transformer"]}
+    sample = denoiser.get("sample_size") or 64
     rows, columns = (sample, sample) if isinstance(sample, int) else sample
     return columns * factor, rows * factor, factor
 

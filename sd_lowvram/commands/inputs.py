@@ -37,8 +37,8 @@ class Job:
     prompt: Annotated[str, typer.Argument(help="What the picture shows.", metavar="PROMPT", show_default=False)] = ""
     model: Annotated[
         str | None,
-        option("--model", "-m", text="Diffusers folder or .safetensors file (SD1.x, SD2.x, SDXL); left out: the demo "
-               "model.", panel=PICTURE, metavar="PATH"),
+        option("--model", "-m", text="Diffusers folder, or .safetensors file of SD1.x, SD2.x, SDXL; left out: the "
+               "demo model.", panel=PICTURE, metavar="PATH"),
     ] = None
     output: Annotated[
         str | None,
@@ -59,7 +59,7 @@ class Job:
     guidance: Annotated[
         float | None,
         option("--guidance", text=f"How strictly to follow the prompt; left out: {USUAL_GUIDANCE} (demo model: "
-                f"{DEMO_GUIDANCE}).", panel=PICTURE),
+                f"{DEMO_GUIDANCE}), of a transformer its pipeline's own.", panel=PICTURE),
     ] = None
     scheduler: Annotated[
         str | None,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.architectures import type_for
 from ..checkpoints.fingerprint import fingerprint
 from ..checkpoints.inspection import PICKLES, check_model, configuration, model_path
 from ..checkpoints.load import load_pipeline
@@ -25,7 +26,8 @@ from ..policies.named import POLICIES, check_policy
 from ..saved_latents.file import Saved
 from ..saved_latents.interval import Interval
 from .early import check_floor, known_budget
-from .inputs import DEMO_GUIDANCE, USUAL_GUIDANCE, Job
+from .guidance import check_calls, check_scheduler, guided_by, takes_size, usual_guidance
+from .inputs import DEMO_GUIDANCE, Job
 from .interrupts import heed_interrupts, terminated_as_interrupted
 from .latents import about_run, pictures_as_tensors, place_of
 from .memory_plot import check_plot, draw, measured_run
@@ -239,7 +241,7 @@ def load(job: Job, path: Path) -> tuple[Any, torch.device]:
     if job.memory_plot:
         check_measuring(device)
     wide = device.type == "cpu" or job.settings.precision in _WIDE
-    dtype = torch.float32 if wide else torch.float16
+    dtype = torch.float32 if wide else type_for(configuration(job.model) if path.is_dir() else {}, torch.float16)
     pipe: Any = load_pipeline(path, job.task, dtype, allow_pickle=job.allow_pickle, prediction=job.prediction)
     pipe.set_progress_bar_config(disable=True)
     return pipe, device
@@ -248,9 +250,11 @@ def load(job: Job, path: Path) -> tuple[Any, torch.device]:
 def schedule(job: Job, pipe: Any) -> None:
     """Give ``pipe`` the scheduler of ``job``; a BadInputError where it cannot go in so many steps."""
     if job.scheduler:
+        check_scheduler(job.scheduler, pipe)
         set_scheduler(pipe, job.scheduler)
+    shifts = {"mu": 1.0} if pipe.scheduler.config.get("use_dynamic_shifting") else {}  # by the size, in a run
     try:
-        pipe.scheduler.set_timesteps(job.steps)
+        pipe.scheduler.set_timesteps(job.steps, **shifts)
     except ValueError as error:
         sampler, reason = label_of(pipe.scheduler)[0], str(error).partition(". ")[0]
         raise BadInputError(f"--steps {job.steps} is not for the scheduler {sampler}: {reason}") from error
@@ -258,11 +262,13 @@ def schedule(job: Job, pipe: Any) -> None:
 
 def sized(job: Job, pipe: Any, images: dict[str, Any]) -> Job:
     """``job`` with its size: as stated, else that of the picture to start from, else the model's own."""
-    sample = pipe.unet.config.sample_size
-    sides = [sample, sample] if isinstance(sample, int) else list(sample)
-    own_height, own_width = (side * pipe.vae_scale_factor for side in sides)
+    from ..models.latents import own_size
+    from ..session import anatomy_of
+
+    own_width, own_height = own_size(anatomy_of(pipe))
     width, height = start_size(job, images)
-    guidance = DEMO_GUIDANCE if job.model is None else USUAL_GUIDANCE
+    guidance = DEMO_GUIDANCE if job.model is None else usual_guidance(pipe)
+    check_calls(job, pipe)
     return dataclasses.replace(
         job,
         width=width or own_width,
@@ -308,17 +314,14 @@ def run(job: Job, pipe: Any, images: dict[str, Any], console: Console, safety: S
     extra: dict[str, Any] = {name: image.resize(size, Image.Resampling.LANCZOS) for name, image in images.items()}
     if job.init_image:
         extra["strength"] = job.strength
-    if job.task != "img2img":
+    if job.task != "img2img" or takes_size(pipe):
         extra |= {"width": size[0], "height": size[1]}
-    # None, not an empty text: SDXL says in its configuration that it wants zeros then.
-    negative = [job.negative] * job.batch if job.negative else None
     # On the CPU, so that a seed means the same picture on every device.
     seeds = [torch.Generator("cpu").manual_seed(((job.seed or 0) + n) % 2**64) for n in range(job.batch)]
     keeping = kept(pipe, seeds, safety) if safety else contextlib.nullcontext()
     with drawn_in_float32(), Bars(console, shown=not console.quiet).running() as bars, keeping as keeper:
         result = pipe(
-            prompt=[job.prompt] * job.batch, negative_prompt=negative, generator=seeds,
-            num_inference_steps=job.steps, guidance_scale=job.guidance,
+            prompt=[job.prompt] * job.batch, generator=seeds, num_inference_steps=job.steps, **guided_by(job, pipe),
             callback_on_step_end=_after_step(job.steps_run, bars.update, keeper), **extra,
         )  # fmt: skip
     heed_interrupts()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..checkpoints.architectures import NAMES, TRANSFORMERS
 from ..policies.named import HELP, POLICIES
 from ..settings import Settings
 from .early import check_floor
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 def plan(
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="sd15, sd21, sdxl, a diffusers folder or a .safetensors file; left out: "
-                     "the demo model.", metavar="NAME|PATH"),
+        typer.Option("--model", "-m", help=f"{', '.join((*NAMES, *TRANSFORMERS))}, a diffusers folder or a "
+                     ".safetensors file; left out: the demo model.", metavar="NAME|PATH"),
     ] = None,
     width: Annotated[int | None, typer.Option(help="In pixels; left out: the model's own.")] = None,
     height: Annotated[int | None, typer.Option(help="In pixels; left out: the model's own.")] = None,
@@ -160,6 +162,7 @@ def _rates(request: Any) -> dict[str, str]:
 
 def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     """What is planned, and the request. What has to be measured of the machine is measured here."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
     from ..checkpoints.meta_model import meta_anatomy
@@ -169,6 +172,8 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     device = torch.device("cuda") if asked["gpu"] else default_device()
     anatomy = meta_anatomy(asked["model"], dtype_on(device))
     named = ("gpu", "vram", "ram", "width", "height", "batch", "steps", "pictures")
-    passes = 2 if asked["guidance"] else 1
+    passes = None if asked["guidance"] else 1
+    if not asked["guidance"]:
+        anatomy = dataclasses.replace(anatomy, calls=1)
     given: dict[str, Any] = {name: asked[name] for name in named}
     return anatomy, request_by(asked["policy"], anatomy, **given, passes=passes, device=device)

@@ -37,6 +37,8 @@ def previews(
     """
     if every is None:
         return contextlib.nullcontext()
+    if not hasattr(pipe, "unet"):
+        raise BadInputError(f"--preview is not for {type(pipe).__name__} yet: leave it out")
     from ..checkpoints.fingerprint import fingerprint
     from ..checkpoints.inspection import model_path
     from ..previews.colours import colours_of, of_the_demo

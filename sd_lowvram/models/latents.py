@@ -28,6 +28,13 @@ def latent_size(anatomy: Anatomy, shape: Shape) -> tuple[int, int]:
     return shape.height // factor, shape.width // factor
 
 
+def own_size(anatomy: Anatomy) -> tuple[int, int]:
+    """Width and height in pixels for which the denoiser was made."""
+    sample = anatomy.config(anatomy.denoiser).get("sample_size") or 64
+    rows, columns = (sample, sample) if isinstance(sample, int) else sample
+    return columns * scale_factor(anatomy), rows * scale_factor(anatomy)
+
+
 def native_size(anatomy: Anatomy) -> int:
     """The picture's side in pixels for which the model was made."""
     if anatomy.denoiser is None:

@@ -203,7 +203,8 @@ def kept(pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> It
     keeper = Keeper(pipe, generators, safety)
     with contextlib.ExitStack() as stack:
         if keeper.passes_over:
-            stack.callback(set_patch(wrap(pipe.unet, "forward", functools.partial(_passed_over, keeper, pipe.unet))))
+            denoiser = denoiser_of(pipe)
+            stack.callback(set_patch(wrap(denoiser, "forward", functools.partial(_passed_over, keeper, denoiser))))
         try:
             yield keeper
         except BaseException:
@@ -211,10 +212,15 @@ def kept(pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> It
             raise
 
 
-def _passed_over(
-    keeper: Keeper, unet: Any, original: Callable[..., Any], sample: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
+def _passed_over(keeper: Keeper, denoiser: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The denoiser's call; of steps that were done before, something of the right shape, which nobody looks at."""
-    if keeper.passes_over:
-        return (sample[:, : unet.config.out_channels],)
-    return original(sample, *args, **kwargs)
+    if not keeper.passes_over:
+        return original(*args, **kwargs)
+    latents = args[0] if args else next(kwargs[name] for name in ("sample", "hidden_states", "x") if name in kwargs)
+    maps = hasattr(latents, "dim") and latents.dim() == 4  # else tokens, or a list of maps
+    return (latents[:, : denoiser.config.out_channels] if maps else latents,)
+
+
+def denoiser_of(pipe: Any) -> Any:
+    """The UNet or the transformer of a pipeline; None: it has neither."""
+    return getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)

@@ -14,7 +14,7 @@ from ..errors import BadInputError
 from ..patches import set_patch, wrap
 from .file import read_saved
 from .interval import Interval, parse_interval
-from .keeping import Keeper, Safety, kept
+from .keeping import Keeper, Safety, denoiser_of, kept
 from .same_call import digest, digests_of_arguments, digests_of_pipeline
 
 _CALL = "call"
@@ -34,7 +34,7 @@ def resumable(pipe: Any, path: str | os.PathLike[str], *, every: str = "1min") -
     steps that are computed; it is not compared.
 
     Args:
-        pipe: a pipeline of diffusers that denoises with a UNet, with or without a plan of ours.
+        pipe: a pipeline of diffusers that denoises with a UNet or a transformer, with or without a plan of ours.
         path: of the file; a name that ends in ``.latents.safetensors`` is usual.
         every: how often it is written: "30s", "5min", "10steps", or "never" but before the decode.
 
@@ -47,10 +47,10 @@ def resumable(pipe: Any, path: str | os.PathLike[str], *, every: str = "1min") -
             there is no generator, or ``path`` holds something else or is damaged.
     """
     taken = inspect.signature(pipe.__call__).parameters if callable(pipe) else {}
-    if getattr(pipe, "unet", None) is None or not {"generator", _CALLBACK, _NEEDED} <= taken.keys():
+    if denoiser_of(pipe) is None or not {"generator", _CALLBACK, _NEEDED} <= taken.keys():
         raise BadInputError(
-            f"{type(pipe).__name__} cannot go on from saved latents: that takes a pipeline of diffusers with a unet, "
-            f"whose call takes generator and {_CALLBACK}, as StableDiffusionPipeline does"
+            f"{type(pipe).__name__} cannot go on from saved latents: that takes a pipeline of diffusers with a UNet or "
+            f"a transformer, whose call takes generator and {_CALLBACK}, as StableDiffusionPipeline does"
         )
     return functools.partial(_called, pipe, Path(path), parse_interval(every, "every"))
 
@@ -69,7 +69,7 @@ def _called(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: Any
     generators = list(given) if isinstance(given, list | tuple) else [given]
     with kept(pipe, generators, safety) as keeper:
         compare = _Compare(keeper, call, start.about.get(_CALL) if start else None, path)
-        undo = set_patch(wrap(pipe.unet, "forward", compare))
+        undo = set_patch(wrap(denoiser_of(pipe), "forward", compare))
         try:
             theirs, needed = arguments.arguments[_CALLBACK], arguments.arguments[_NEEDED]
             arguments.arguments[_CALLBACK] = functools.partial(_after_step, keeper, theirs)

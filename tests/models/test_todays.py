@@ -85,7 +85,7 @@ def least_of(pipe: Any) -> int:
     try:
         sd_lowvram.plan(pipe, vram=f"{about} B", **ASKED)
     except BudgetError as error:
-        assert error.needed_bytes < 1.05 * about
+        assert error.needed_bytes < 1.1 * about
         return error.needed_bytes
     return about
 
@@ -131,6 +131,27 @@ def test_a_larger_picture_is_planned_anew_before_its_first_step_or_refused_there
         patched.setattr(pipe.scheduler, "step", None)
         todays.picture(pipe, 1024, 1024)
     assert todays.picture(pipe).shape == (1, 3, todays.SIZE, todays.SIZE)
+
+
+def test_a_lora_acts_whether_it_is_loaded_before_or_after_the_plan(case: Case) -> None:
+    from peft import LoraConfig
+
+    pipe = case.make()
+    plain, least = todays.picture(pipe), least_of(pipe)
+    lora = LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    torch.manual_seed(9)
+    pipe.transformer.add_adapter(lora)
+    expected = todays.picture(pipe)
+    assert not torch.equal(expected, plain)
+    sd_lowvram.optimize(pipe, vram=f"{2 * least} B", **ASKED)
+    assert torch.equal(todays.picture(pipe), expected)
+    sd_lowvram.restore(pipe)
+    pipe.transformer.delete_adapters("default")
+    sd_lowvram.optimize(pipe, vram=f"{least} B", **ASKED)
+    assert torch.equal(todays.picture(pipe), plain)
+    torch.manual_seed(9)
+    pipe.transformer.add_adapter(lora)
+    assert torch.equal(todays.picture(pipe), expected)
 
 
 def test_sd3s_table_of_positions_stays_in_host_memory() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import diffusers
@@ -12,14 +14,18 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    CLIPTokenizer,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
+    T5Tokenizer,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SIZE = 64
 WORDS = 512
@@ -61,7 +67,7 @@ def qwen3(kind: Any, **more: Any) -> Any:
     torch.manual_seed(3)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 1024, "head_dim": 16}
-    return kind(Qwen3Config(**sizes, **more)).eval()
+    return kind(Qwen3Config(**{**sizes, **more})).eval()
 
 
 def flux(kind: str = "FluxPipeline", channels: int = 64, **transformer: Any) -> Any:
@@ -155,7 +161,7 @@ def klein(kind: str = "Flux2KleinPipeline", **more: Any) -> Any:
         block_out_channels=(16, 32, 32, 32), latent_channels=16, norm_num_groups=8, layers_per_block=1
     ).eval()
     parts = {"transformer": made, "vae": frames, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
-    text = qwen3(Qwen3ForCausalLM, tie_word_embeddings=True)
+    text = qwen3(Qwen3ForCausalLM, tie_word_embeddings=True, num_hidden_layers=28)  # it reads the 27th
     return _quiet(getattr(diffusers, kind)(**parts, text_encoder=text, tokenizer=None, **more))
 
 
@@ -173,6 +179,37 @@ def lumina2() -> Any:
 def _quiet(pipe: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def save(pipe: Any, folder: Path) -> None:
+    """Write a pipeline as a diffusers folder, with tokenizers that know letters."""
+    known = {"clip_text_model": _clip_tokenizer, "t5": _t5_tokenizer}
+    names = [name for name in pipe.components if name.startswith("text_encoder") and getattr(pipe, name) is not None]
+    made = {name: known.get(getattr(pipe, name).config.model_type, _qwen_tokenizer)() for name in names}
+    pipe.register_modules(**{name.replace("text_encoder", "tokenizer"): one for name, one in made.items()})
+    pipe.save_pretrained(folder)
+
+
+def _letters() -> list[str]:
+    return list(bytes_to_unicode().values())
+
+
+def _clip_tokenizer() -> Any:
+    words = [*_letters(), *(letter + "</w>" for letter in _letters()), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[], model_max_length=77)
+
+
+def _t5_tokenizer() -> Any:
+    scores = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0), *((one, -3.0) for one in ascii_letters)]
+    return T5Tokenizer(vocab=scores, extra_ids=0)
+
+
+def _qwen_tokenizer() -> Any:
+    words = [*_letters(), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = dict.fromkeys(("unk_token", "pad_token", "eos_token"), "<|endoftext|>")
+    made = Qwen2Tokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[], **special)
+    made.chat_template = "{% for one in messages %}<|im_start|>{{ one['content'] }}<|im_end|>{% endfor %}"
+    return made
 
 
 def prompts(pipe: Any, guided: bool = True) -> dict[str, Any]:

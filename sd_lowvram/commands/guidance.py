@@ -1,0 +1,69 @@
+"""What ``--guidance``, ``--negative`` and ``--scheduler`` mean to the pipeline of a model: told by what it takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import BadInputError
+from .inputs import USUAL_GUIDANCE, Job
+
+
+def usual_guidance(pipe: Any) -> float:
+    """The guidance scale of a job that states none: of a transformer that of its pipeline."""
+    if hasattr(pipe, "unet"):
+        return USUAL_GUIDANCE
+    return float(_takes(pipe)[_scale(pipe)].default)
+
+
+def guided_by(job: Job, pipe: Any) -> dict[str, Any]:
+    """The arguments of a call of ``pipe`` that come from the guidance scale and the negative prompt.
+
+    FLUX.1 has guidance embedded, FLUX.2 Klein guides by an empty prompt, and Qwen-Image only where there is a negative
+    one, for which a blank stands.
+    """
+    given: dict[str, Any] = {_scale(pipe): job.guidance}
+    blank = " " if _scale(pipe) != "guidance_scale" and (job.guidance or 0) > 1 else ""
+    # None, not an empty text: SDXL says in its configuration that it wants zeros then.
+    negative = job.negative or blank
+    if "negative_prompt" in _takes(pipe):
+        given["negative_prompt"] = [negative] * job.batch if negative else None
+    return given
+
+
+def check_calls(job: Job, pipe: Any) -> None:
+    """Raise BadInputError where ``job`` asks for what its pipeline does not do."""
+    kind = type(pipe).__name__
+    if job.negative and ("negative_prompt" not in _takes(pipe) or _is_embedded(pipe)):
+        raise BadInputError(f"--negative is not for {kind}, which does not guide by a negative prompt: leave it out")
+
+
+def check_scheduler(name: str, pipe: Any) -> None:
+    """Raise BadInputError where the model is not made for such schedulers."""
+    if not hasattr(pipe, "unet"):
+        raise BadInputError(
+            f"--scheduler {name} is not for {type(pipe).__name__}, which goes by {type(pipe.scheduler).__name__}: "
+            "leave it out"
+        )
+
+
+def takes_size(pipe: Any) -> bool:
+    """Whether a pipeline that starts from a picture is told the size besides."""
+    return "width" in _takes(pipe)
+
+
+def _takes(pipe: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(type(pipe).__call__).parameters
+
+
+def _scale(pipe: Any) -> str:
+    """The argument that is the guidance scale."""
+    true = _takes(pipe).get("true_cfg_scale")
+    return "true_cfg_scale" if true is not None and true.default > 1 else "guidance_scale"
+
+
+def _is_embedded(pipe: Any) -> bool:
+    """Whether the guidance scale is one that the model was made with, and a negative prompt takes another."""
+    made = "guidance_embeds" in getattr(getattr(pipe, "transformer", None), "config", {})
+    return made and _scale(pipe) == "guidance_scale" and "true_cfg_scale" in _takes(pipe)
