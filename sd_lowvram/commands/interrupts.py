@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 _came: list[int] = []
@@ -34,6 +34,30 @@ def terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def stop_between_steps() -> Iterator[Callable[[], bool]]:
+    """Inside, the first interrupt or request to end (SIGTERM) waits: the yielded function tells whether one came, so
+    that a long loop can save after the step at hand. The second one acts at once."""
+    came: list[int] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, _: Any) -> None:
+        came.append(number)
+        signal.signal(number, before[number])
+
+    if threading.current_thread() is threading.main_thread():
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before |= {number: signal.getsignal(number) for number in numbers}
+        for number in [one for one in numbers if before[one] not in (signal.SIG_IGN, None)]:
+            signal.signal(number, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)
 
 
 def interrupted() -> bool:

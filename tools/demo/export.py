@@ -76,7 +76,7 @@ def export(work: Path, decoder: Path | None, out: Path) -> None:
     tokenizer.write(load(work)[2], out / "tokenizer")
     tokenize = CLIPTokenizer.from_pretrained(out / "tokenizer")
     state = torch.load(work / "unet.pt")
-    model = Model(len(tokenize), state.get("layers", 1))
+    model = Model(len(tokenize), state.get("layers", 1), load(work)[0].shape[1] // 8)
     model.load_state_dict(state["average"])
     print(f"UNet of step {state['step']}")
     scheduler = DPMSolverMultistepScheduler(**SCHEDULE, timestep_spacing="trailing", steps_offset=1)

@@ -3,7 +3,8 @@
     python tools/demo/train_unet.py --work WORK --steps 4500 --until 1000
 
 Velocity prediction; noise levels stratified over the batch; 10 % empty prompts for guidance; exponential
-moving average. Stops and resumes at any time, with another number of steps too.
+moving average. Stops and resumes at any time, with another number of steps too; one process saves what it has
+done when it is asked to end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import tokenizer
@@ -25,6 +27,8 @@ from torch.multiprocessing.spawn import spawn
 from train_autoencoder import SCALING, save
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from sd_lowvram.commands.guard import INTERRUPTED
+from sd_lowvram.commands.interrupts import stop_between_steps
 from sd_lowvram.unets.training import Average, noise_levels, rate
 
 WIDTH = 192
@@ -32,7 +36,7 @@ TEMPLATES = ("{}", "a {}", "{}", "a {}", "{}", "a {}", "the {}", "a picture of a
 
 
 class Model(torch.nn.Module):
-    def __init__(self, vocabulary: int, layers: int = 1) -> None:
+    def __init__(self, vocabulary: int, layers: int = 1, side: int = 16) -> None:
         super().__init__()
         self.text_encoder = CLIPTextModel(
             CLIPTextConfig(
@@ -49,7 +53,7 @@ class Model(torch.nn.Module):
             )
         )
         self.unet = UNet2DConditionModel(
-            sample_size=16,
+            sample_size=side,
             in_channels=4,
             out_channels=4,
             down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
@@ -114,7 +118,8 @@ def seed(value: int) -> None:
     random.seed(value)
 
 
-def train(rank: int, args: argparse.Namespace) -> None:
+def train(rank: int, args: argparse.Namespace, stopped: Callable[[], bool] = bool) -> int:
+    """The step at which the training stands; where ``stopped`` says so it ends early, saved."""
     if args.processes > 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ends with its parent, under nohup too
         torch.distributed.init_process_group("gloo", args.meeting, rank=rank, world_size=args.processes)
@@ -124,7 +129,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
     tokenize = CLIPTokenizer.from_pretrained(args.work / "tokenizer")
     latents = torch.load(args.work / "latents.pt") * SCALING
     names = list(captions.values())
-    model = Model(len(tokenize), args.layers)
+    model = Model(len(tokenize), args.layers, latents.shape[-1])
     model.unet.set_attn_processor(AttnProcessor())  # its backward pass is the faster one on a CPU
     model.unet.to(memory_format=torch.channels_last)
     scheduler = DDPMScheduler(**SCHEDULE)
@@ -142,7 +147,7 @@ def train(rank: int, args: argparse.Namespace) -> None:
     seed(args.seed + step * args.processes + rank)
 
     start, first, running = time.time(), step, 0.0
-    while step < args.until:
+    while step < args.until and not stopped():
         for group in optimizer.param_groups:
             group["lr"] = rate(step, args.steps, args.rate)
         chosen, texts = batch(names, args.batch)
@@ -161,9 +166,10 @@ def train(rank: int, args: argparse.Namespace) -> None:
             pace = (time.time() - start) / (step - first)
             print(f"step {step} loss {running / 50:.4f} {pace:.2f} s/step", flush=True)
             running = 0.0
-        if rank == 0 and (step % 200 == 0 or step == args.until):
+        if rank == 0 and (step % 200 == 0 or step == args.until or stopped()):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "average": average.shadow}
             save(file, **state, layers=args.layers, step=step)
+    return step
 
 
 def main() -> None:
@@ -179,8 +185,8 @@ def main() -> None:
     args = parser.parse_args()
     args.until = min(args.until or args.steps, args.steps)
     if args.processes == 1:
-        train(0, args)
-        return
+        with stop_between_steps() as stopped:
+            raise SystemExit(0 if train(0, args, stopped) >= args.until else INTERRUPTED)
     with tempfile.TemporaryDirectory() as folder:
         args.meeting = f"file://{folder}/meeting"
         spawn(train, (args,), nprocs=args.processes)
