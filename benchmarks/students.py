@@ -97,16 +97,17 @@ def run(
     grounds = {TRAINED: ground, CUT: replace(ground, prompts=few, places=places)}
     turns = len(runs) + 3
     theirs = {
-        state: drawn_by(pipe, grounds[state], draws[state], turn=(turn, turns)) for turn, state in enumerate(draws)
+        state: drawn_by(pipe, grounds[state].prompts, draws[state], turn=(turn, turns))
+        for turn, state in enumerate(draws)
     }
-    others = drawn_by(pipe, grounds[TRAINED], draw, draw.pictures, (2, turns))
+    others = drawn_by(pipe, grounds[TRAINED].prompts, draw, draw.pictures, (2, turns))
     shown = {_OWN: theirs[TRAINED], OTHERS: others}
     rows: dict[str, dict[str, Any]] = {
         name: {TRAINED: measures(pictures, theirs[TRAINED], grounds[TRAINED])} for name, pictures in shown.items()
     }
     for turn, (name, state) in enumerate(runs, 3):
         with _in_place(pipe, students, name, state, draw.steps):
-            pictures = drawn_by(pipe, grounds[state], draws[state], turn=(turn, turns))
+            pictures = drawn_by(pipe, grounds[state].prompts, draws[state], turn=(turn, turns))
         rows.setdefault(name, {})[state] = measures(pictures, theirs[state], grounds[state])
         if state == TRAINED:
             shown[name] = pictures
@@ -239,6 +240,14 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         "seeds is the yardstick: "
         "agreement below it says that the same thing was drawn, not the same picture. Published: FID, inception score "
         "and CLIP score of A-SDM 2023, SD1.5 on COCO."
+    )
+    yield ""
+    yield (
+        "What this table shows: what a cut saves, and that training brings a student that drew nothing of use back to "
+        "drawing what it is asked for. What it cannot show is which student is better: the prompts are captions of the "
+        "training pictures, and retrieval among these is no test where all pass it; each student was trained once, so "
+        "that tenths of a dB between two mean nothing; where steps of training differ, so does what they are worth; "
+        "and where students have a lower *Fréchet* distance than their teacher, that was not trained to its end."
     )
     yield ""
     heads = ["UNet", "parameters", "operations", "activations", "teacher's step", "step", "faster"]

@@ -69,6 +69,7 @@ def distil(
     course: TrainingRun,
     checkpoint: Path,
     told: Told,
+    stopped: Callable[[], bool] = bool,
 ) -> Any:
     """Train ``student``; the average of its weights in a UNet of its own, in float32 on the CPU. None in all but the
     first process, where ``accelerate launch`` has started several.
@@ -79,16 +80,17 @@ def distil(
         schedule: a scheduler of diffusers; its betas and its prediction type are used.
         checkpoint: a file; what an ended run of the same course has left there is gone on with.
         told: called with a step's number and the means of the loss terms since the last call.
+        stopped: asked after each step; True ends the training there, saved.
 
     Raises:
+        KeyboardInterrupt: ``stopped`` said so.
         BadInputError: UNets that do not match, a kind of model that cannot be trained, or a checkpoint of another
             course.
     """
     from accelerate import Accelerator
 
-    check_match(teacher, student)
     prediction = schedule.config.prediction_type
-    _check_kind(teacher, prediction)
+    _check_kind(teacher, student, prediction)
     accelerator = Accelerator(mixed_precision="no")  # another would be the process's from then on
     device = accelerator.device
     trained = copy.deepcopy(student).float().to(memory_format=torch.channels_last)
@@ -123,12 +125,15 @@ def distil(
         average.update()
         step += 1
         since.append({name: value.item() for name, value in terms.items()})
-        if step % course.every == 0 or step == course.steps:
+        ending = stopped()
+        if step % course.every == 0 or step == course.steps or ending:
             if accelerator.is_main_process:
                 _keep(checkpoint, identity, inner, optimizer, average, step)
                 told(step, {name: fmean(each[name] for each in since) for name in terms})
             since.clear()
         progress.report("distil", step, course.steps)
+        if ending and step < course.steps:
+            raise KeyboardInterrupt
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return None
@@ -141,7 +146,8 @@ def _computing(device: torch.device, precision: str) -> contextlib.AbstractConte
     return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
 
 
-def _check_kind(unet: Any, prediction: str) -> None:
+def _check_kind(unet: Any, student: Any, prediction: str) -> None:
+    check_match(unet, student)
     if prediction not in ("epsilon", "v_prediction"):
         raise BadInputError(f"a model that predicts {prediction!r} cannot be distilled: epsilon and v_prediction can")
     if unet.config.get("addition_embed_type") is not None:

@@ -6,7 +6,7 @@ The measures are those of A-SDM (2023), Frechet distance and inception score, ov
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +123,7 @@ def evaluated(
     """
     runs = {"teacher": (teacher, 0), "student": (student, 0), "other seeds": (teacher, draw.pictures)}
     drawn = {
-        name: drawn_by(pipe, ground, draw, offset, (turn, len(runs)))
+        name: drawn_by(pipe, ground.prompts, draw, offset, (turn, len(runs)))
         for turn, (name, (pipe, offset)) in enumerate(runs.items())
     }
     names = ("student", "teacher", "other seeds")
@@ -145,7 +145,7 @@ def measures(pictures: Tensor, teacher: Tensor, ground: Ground) -> dict[str, flo
 
 
 @torch.inference_mode()
-def drawn_by(pipe: Any, ground: Ground, draw: Draw, offset: int = 0, turn: tuple[int, int] = (0, 1)) -> Tensor:
+def drawn_by(pipe: Any, prompts: Sequence[str], draw: Draw, offset: int = 0, turn: tuple[int, int] = (0, 1)) -> Tensor:
     """The pictures of a pipeline (prompts, 3, H, W) of -1..1, on the CPU.
 
     Args:
@@ -153,8 +153,8 @@ def drawn_by(pipe: Any, ground: Ground, draw: Draw, offset: int = 0, turn: tuple
         turn: the number of this run, and of how many, for progress.
     """
     parts = []
-    for start in range(0, len(ground.prompts), AT_ONCE):
-        some = ground.prompts[start : start + AT_ONCE]
+    for start in range(0, len(prompts), AT_ONCE):
+        some = [*prompts[start : start + AT_ONCE]]
         seeds = [draw.seed + offset + start + place for place in range(len(some))]
         made = pipe(
             some,
@@ -164,7 +164,7 @@ def drawn_by(pipe: Any, ground: Ground, draw: Draw, offset: int = 0, turn: tuple
             output_type="pt",
         )
         parts.append(made.images.float().cpu() * 2 - 1)
-        count = len(ground.prompts)
+        count = len(prompts)
         progress.report("pictures", turn[0] * count + start + len(some), turn[1] * count)
     return torch.cat(parts)
 

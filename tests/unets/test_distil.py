@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from sd_lowvram import progress
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.cli import app
 from sd_lowvram.unets.distil import TrainingRun, distil
@@ -65,6 +66,23 @@ def test_killed_and_started_again_it_ends_with_the_same_weights(ground: Path) ->
     assert killed.keys() == whole.keys() and all(torch.equal(killed[name], whole[name]) for name in whole)
     assert not torch.equal(whole["conv_in.weight"], first["conv_in.weight"])
     assert whole["conv_in.weight"].dtype == first["conv_in.weight"].dtype
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_end_it_saves_after_the_step_at_hand(ground: Path, number: int) -> None:
+    def ask(stage: str, done: int, _: int) -> None:
+        if (stage, done) == ("distil", 2):
+            signal.raise_signal(number)
+
+    before = signal.signal(number, signal.default_int_handler)  # in the background a shell has SIGINT ignored
+    try:
+        with progress.listen(ask):
+            run = CliRunner().invoke(app, asked(ground, f"asked{number}", "--every", "100"))
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+    assert run.exit_code == 130 and "interrupted" in run.output and not (ground / f"asked{number}").exists()
+    assert torch.load(ground / f"asked{number}.training.pt", weights_only=True)["step"] == 3
 
 
 @pytest.mark.slow(30)

@@ -155,16 +155,24 @@ def things(archives: tuple[Path, Path]) -> dict[str, Image.Image]:
     return dict(zip(THINGS, read_pictures(*archives, {short: listed[short] for short in THINGS.values()}), strict=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for everything that is not committed")
+def make(work: Path, alone: int, together: int, held: int) -> None:
+    """Fetch what is not at hand, and :func:`write`."""
+    work.mkdir(parents=True, exist_ok=True)
+    write(work, things((fetch(PICTURES, work / "npm"), fetch(NAMES, work / "npm"))), alone, together, held)
+
+
+def add_counts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alone", type=int, default=4, help="pictures of each combination to train on")
     parser.add_argument("--together", type=int, default=2000, help="pictures of two things to train on")
     parser.add_argument("--held", type=int, default=100, help="pictures of two things in the test")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for everything that is not committed")
+    add_counts(parser)
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    archives = fetch(PICTURES, args.work / "npm"), fetch(NAMES, args.work / "npm")
-    write(args.work, things(archives), args.alone, args.together, args.held)
+    make(args.work, args.alone, args.together, args.held)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -122,7 +123,8 @@ def evaluate_average(
     return result
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, stopped: Callable[[], bool] = bool) -> int:
+    """The step at which the phase stands; where ``stopped`` says so it ends early, saved."""
     joint = args.phase == "joint"
     torch.manual_seed(args.seed)
     pictures, alpha = to_tensors(args.work)
@@ -146,7 +148,7 @@ def train(args: argparse.Namespace) -> None:
         print(f"resumed at step {step}", flush=True)
 
     start, first, running = time.time(), step, 0.0
-    while step < args.steps:
+    while step < args.steps and not stopped():
         for group in optimizer.param_groups:
             group["lr"] = rate(step, args.steps, args.rate)
         if latents is None:
@@ -171,9 +173,11 @@ def train(args: argparse.Namespace) -> None:
             pace = (time.time() - start) / (step - first)
             print(f"step {step} loss {running / 50:.4f} {pace:.2f} s/step", flush=True)
             running = 0.0
-        if step % 500 == 0 or step == args.steps:
+        if step % 500 == 0 or step == args.steps or stopped():
             save(file, vae=vae.state_dict(), optimizer=optimizer.state_dict(), average=average.shadow, step=step)
-            print(f"step {step} PSNR {evaluate_average(vae, average, pictures, latents):.2f} dB", flush=True)
+            if not stopped():
+                print(f"step {step} PSNR {evaluate_average(vae, average, pictures, latents):.2f} dB", flush=True)
+    return step
 
 
 @torch.no_grad()

@@ -42,7 +42,8 @@ def distil(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a smaller UNet to do what a larger one does. Ended at any time and started again, it goes on."""
+    """Train a smaller UNet to do what a larger one does. Ended at any time and started again, it goes on: Ctrl-C and
+    SIGTERM save after the step at hand."""
     with guarded(debug):
         check_given(student=student, teacher=teacher, semantic=semantic)
         if not 0 < rate < 1:
@@ -83,6 +84,7 @@ def _trained(
     from diffusers import DDPMScheduler
 
     from ...checkpoints.load import load_pipeline
+    from ...commands.interrupts import stop_between_steps
     from ..checkpoints.load_stored import load_as_stored
     from ..checkpoints.save import save_pipeline
     from ..distil import distil as train
@@ -103,7 +105,8 @@ def _trained(
 
     schedule = DDPMScheduler.from_config(large.scheduler.config)
     known = encoded(large, items, side)
-    made = train(large.unet, small.unet, large.vae, schedule, known, course, checkpoint, tell)
+    with stop_between_steps() as stopped:
+        made = train(large.unet, small.unet, large.vae, schedule, known, course, checkpoint, tell, stopped)
     if made is not None:
         # diffusers' own `to` warns of parts kept in float32
         small.register_modules(unet=torch.nn.Module.to(made, own))
