@@ -25,19 +25,28 @@ from torch import Tensor, nn
 WORDS = ([*THINGS], [*HUES], [*PLACES])
 
 
+def trunk(channels: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in ((channels, 32), (32, 64), (64, 96), (96, 96)):
+        layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(8, after), nn.SiLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(96 * (SIDE // 16) ** 2, 128), nn.SiLU(), nn.Dropout(0.3))
+
+
 class Judge(nn.Module):
+    """What a thing is and where it stands is told without its colour: the judge, too, must not learn combinations."""
+
     def __init__(self) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        for before, after in ((3, 32), (32, 64), (64, 96), (96, 96)):
-            layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(8, after), nn.SiLU()]
-        self.seen = nn.Sequential(*layers, nn.Flatten(), nn.Linear(96 * (SIDE // 16) ** 2, 128), nn.SiLU())
+        self.shapes, self.colours = trunk(2), trunk(3)
         self.heads = nn.ModuleList(nn.Linear(128, len(words)) for words in WORDS)
 
     def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        seen = self.seen(pictures)
-        thing, colour, place = (head(seen) for head in self.heads)
-        return thing, colour, place
+        ink = (1 - pictures) / 2
+        cover, shade = ink.amax(dim=1, keepdim=True), ink.mean(dim=1, keepdim=True)
+        shape = self.shapes(torch.cat([cover, shade / shade.amax(dim=(2, 3), keepdim=True).clamp_min(0.1)], dim=1))
+        colour = self.colours(pictures)
+        thing, place = self.heads[0](shape), self.heads[2](shape)
+        return thing, self.heads[1](colour), place
 
 
 def views(pictures: Tensor, parts: Sequence[tuple[Combination, ...]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +84,10 @@ def score(right: Tensor) -> dict[str, float]:
 
 
 def blurred(pictures: Tensor) -> Tensor:
-    """By lot as soft and as grainy as an autoencoder may leave them, so that this is not what is judged."""
+    """By lot up to two pixels away, and as soft and grainy as an autoencoder may leave them: none of it is judged."""
+    side = pictures.shape[-1]
+    x, y = torch.randint(5, (2,)).tolist()
+    pictures = F.pad(pictures, (2, 2, 2, 2), value=1.0)[..., y : y + side, x : x + side]
     deviation = 0.1 + 1.7 * torch.rand(())
     taps = torch.exp(-0.5 * (torch.arange(-4.0, 5.0) / deviation).square())
     taps = (taps / taps.sum()).expand(3, 1, 1, 9)

@@ -95,6 +95,7 @@ def make_teacher(args: argparse.Namespace) -> None:
             unet_told = argparse.Namespace(
                 steps=args.teacher_steps, until=args.teacher_steps, layers=2, processes=1, **told
             )
+            told["batch"] = min(args.batch, 24)
             decoder_told = argparse.Namespace(phase="decoder", steps=args.decoder_steps, **told)
             if train_unet.train(0, unet_told, stopped) < args.teacher_steps:
                 raise SystemExit(INTERRUPTED)
