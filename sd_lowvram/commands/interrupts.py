@@ -48,7 +48,7 @@ def stop_between_steps() -> Iterator[Callable[[], bool]]:
         signal.signal(number, before[number])
 
     if threading.current_thread() is threading.main_thread():
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = (int(signal.SIGINT), int(signal.SIGTERM))
         before |= {number: signal.getsignal(number) for number in numbers}
         for number in [one for one in numbers if before[one] not in (signal.SIG_IGN, None)]:
             signal.signal(number, note)
