@@ -44,7 +44,7 @@ def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
         NoSiteError: the target has neither.
         ConflictError: the target is compiled already.
     """
-    if compilable(settings, device).compile == "off":
+    if checked(anatomy, settings, device).compile == "off":
         return
     found = [(name, modules) for name, modules in parts(anatomy, settings.compile == "whole") if modules]
     if not found:
@@ -62,7 +62,7 @@ def compiled(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
             yield wrap(anatomy.components[name], entry, kinds.entered, "compiler")
 
 
-def compilable(settings: Settings, device: torch.device) -> Settings:
+def checked(anatomy: Anatomy, settings: Settings, device: torch.device) -> Settings:
     """``settings``, or with a warning those with ``compile`` off, where nothing can be compiled for ``device``."""
     why = compiler.why_not(device) if is_compiled(settings) else None
     if why is None:

@@ -32,7 +32,7 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
         NoSiteError: the target has no denoiser.
         SettingsError: the device has no CUDA graphs, or the model runs with a ControlNet.
     """
-    check_recording(anatomy, settings, device)
+    checked(anatomy, settings, device)
     if anatomy.denoiser is None or anatomy.denoiser_module is None:
         raise NoSiteError("cuda graphs: the model has no denoiser to record")
     recordings = _Recordings(anatomy.denoiser_module)
@@ -62,10 +62,15 @@ def unrecordable(anatomy: Anatomy, device: torch.device) -> str | None:
     return None
 
 
-def check_recording(anatomy: Anatomy, settings: Settings, device: torch.device) -> None:
-    """Raise SettingsError where ``settings`` ask for recorded passes that cannot be."""
+def checked(anatomy: Anatomy, settings: Settings, device: torch.device) -> Settings:
+    """``settings`` as they are.
+
+    Raises:
+        SettingsError: they ask for recorded passes that cannot be.
+    """
     if settings.cuda_graphs and (why := unrecordable(anatomy, device)) is not None:
         raise SettingsError(why)
+    return settings
 
 
 class _Recordings(CapturedCalls):

@@ -80,11 +80,24 @@ def offered(target: Target) -> list[Offer]:
     asked: set[Any] = set()
     for knob in sorted(knobs().values(), key=lambda one: one.depth):
         for name in knob.hook.values() if isinstance(knob.hook, Mapping) else (knob.hook,):
-            home = name if callable(name) else name and importlib.import_module(f".{name}", __package__)
+            home = _home(name)
             if home and home not in asked and hasattr(home, "offers"):
                 found += home.offers(target)
             asked.add(home)
     return found if target.anatomy.family.known else [offer for offer in found if _is_about_weights(offer)]
+
+
+def checked(settings: Settings, anatomy: Anatomy, device: torch.device) -> Settings:
+    """``settings`` as the hooks that they ask for can have them on ``device``: what a hook's file says by a function
+    ``checked(anatomy, settings, device)`` beside the hook.
+
+    Raises:
+        SettingsError: a hook cannot do what is asked of it.
+    """
+    for home in {_home(knob.hook_of(value)): None for _, knob, value in settings.decided()}:
+        if hasattr(home, "checked"):
+            settings = home.checked(anatomy, settings, device)
+    return settings
 
 
 def _is_about_weights(offer: Offer) -> bool:
@@ -92,5 +105,10 @@ def _is_about_weights(offer: Offer) -> bool:
     return offer.kind is OfferKind.WEIGHTS or (bool(offer.stages) and {"encode", "decode"}.issuperset(offer.stages))
 
 
+def _home(name: str | Hook) -> Any:
+    """Where a hook says more of itself: its file, or the function itself of a registered knob; "" for none."""
+    return name if callable(name) else name and importlib.import_module(f".{name}", __package__)
+
+
 def _hook(name: str | Hook) -> Any:
-    return name if callable(name) else getattr(importlib.import_module(f".{name}", __package__), name)
+    return name if callable(name) else getattr(_home(name), name)

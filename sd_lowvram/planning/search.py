@@ -16,10 +16,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import BudgetError, LowVRAMError, PlanningError
-from ..hooks.compiled import compilable
-from ..hooks.cuda_graphs import check_recording
 from ..hooks.offers import OfferKind, Target, of_kind, undecided, with_all
-from ..hooks.registry import applicable, offered
+from ..hooks.registry import applicable, checked, offered
 from ..knob import Act
 from ..models.anatomy import Anatomy
 from ..models.support import check_moved
@@ -98,8 +96,8 @@ class PlanSearch:
         check_moved(anatomy.components)
         if anatomy.denoiser is not None:
             settings = implied(settings)
-        settings = undecided(compilable(applicable(settings, anatomy, request.device), request.device))
-        check_recording(anatomy, settings, request.device)
+        settings = checked(applicable(settings, anatomy, request.device), anatomy, request.device)
+        settings = undecided(settings)
         self.pricing: Pricing = Pricing(anatomy, request, like.pricing if like else None)
         self.largest = settings.largest_bytes
         target = Target(anatomy, request.device, request.rates, request.batch, settings, approximate)
@@ -166,7 +164,7 @@ class PlanSearch:
     def smallest(self) -> Candidate | None:
         """The run with the least peak, whatever its time and whatever the budgets.
 
-        None: ``largest_mib`` forbids all.
+        None: the bound on single allocations forbids all.
         """
         ways = self._ways.values()
         fewest = [base for base in self._placements if self._ways[base].least or not any(way.least for way in ways)]
@@ -190,7 +188,7 @@ class PlanSearch:
         return self._least(least_rooms.values(), "host_bytes", self._held)
 
     def too_large(self) -> BudgetError:
-        """That some stage makes an allocation above ``largest_mib`` whatever is chosen."""
+        """That some stage makes a larger allocation than the settings allow, whatever is chosen."""
         run = self._least(self._placements, "largest_bytes", lambda _: True)
         assert run is not None
         return too_large(int(self.largest), max(run.stages, key=lambda stage: stage.largest_bytes))
