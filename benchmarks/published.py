@@ -276,8 +276,9 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"SD1.5 on an RTX 2070, {report['steps']} samples with guidance, seconds of a picture as `sd-lowvram plan "
-        f"--model sd15 --gpu {report['card']} --policy NAME` says them. The profile's operations, its processor's, "
-        "and what the programs take over a launch are three numbers, fitted to the 39 squares among the 507 sizes. "
+        f"--model sd15 --gpu {report['card']} --policy NAME` says them. What the programs take over a launch and "
+        "over an operation, and the processor's operations, are three numbers, fitted to the 39 squares among the 507 "
+        "sizes; the card is told by its maker's figures, as all others are. "
         "*Left out*: the same three by the squares of the other two policies (the processor's by its maker, where none "
         "of them decodes there). "
         "Written by `python -m benchmarks published`; where the published times come from: "

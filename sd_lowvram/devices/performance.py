@@ -8,9 +8,9 @@ of its operations or of its bytes, whichever is longer; all else takes that of i
 Cards are told by their makers' figures: dense fp16 matrix work, fp32 arithmetic, memory, bus. What share of them a
 denoiser reaches, and how long a launch takes, is fitted to the 14 speeds of diffusers' page on memory and speed,
 seven cards with and without memory-efficient attention; each card's two are within 25 % by what the other six say
-(`python -m benchmarks published`, from a clone). The RTX 2070's operations and the processor beside it are fitted to
-the published times of pictures. All that is fitted and nothing measured: calibration tells the time of the machine at
-hand better.
+(`python -m benchmarks published`, from a clone). The processor beside a card is fitted to the published times of
+pictures that were made on an RTX 2070. All that is fitted and nothing measured: calibration tells the time of the
+machine at hand better.
 """
 
 from __future__ import annotations
@@ -135,9 +135,8 @@ MATRIX_SHARE, MEMORY_SHARE, LAUNCH_SECONDS = 0.376, 0.485, 44e-6
 """Of makers' figures what a denoiser reaches, and seconds of a launch: fitted to the page of diffusers."""
 
 _FLOAT_SHARE, _BUS_SHARE = 0.6, 0.75
-_RTX2070_FLOPS = 15.0e12
 PROCESSOR_FLOPS = 4.06e11
-"""Of an i7-9700K that decodes in fp32: as the RTX 2070's, fitted to the published times of pictures."""
+"""Of an i7-9700K that decodes in fp32: fitted to the published times of pictures."""
 
 _H100_LAUNCH = 24e-6
 """By stable-fast's table: 54.5 steps a second of SD1.5 launched one by one, 104.6 replayed from a graph."""
@@ -152,7 +151,6 @@ def _card(
     bus: float,
     vram: float,
     more: str = "",
-    half_flops: float = 0.0,
     launch_seconds: float = LAUNCH_SECONDS,
 ) -> Rates:
     """A profile from makers' figures: TFLOP/s, GB/s of the memory and of the bus in one direction, GiB.
@@ -160,13 +158,12 @@ def _card(
     Args:
         matrix: dense, in fp16; of makers that tell two, with sums in fp16 too. 0: the card has no matrix units.
         more: where its figures come from besides.
-        half_flops: fitted for this card alone.
     """
     single = fp32 * _FLOAT_SHARE * 1e12
     return Rates(
         name=name,
         title=title,
-        half_flops=half_flops or (matrix * MATRIX_SHARE * 1e12 if matrix else single),
+        half_flops=matrix * MATRIX_SHARE * 1e12 if matrix else single,
         float_flops=single,
         bandwidth=memory * MEMORY_SHARE * 1e9,
         copy_bandwidth=bus * _BUS_SHARE * 1e9,
@@ -185,10 +182,7 @@ PROFILES = {
     for card in (
         _card("gtx1650", "GTX 1650", 0, 2.98, 128, 15.75, 4, "no matrix units, fp16 computes in fp32"),
         _card("rtx2060", "RTX 2060", 51.6, 6.5, 336, 15.75, 6),
-        _card(
-            "rtx2070", "RTX 2070", 59.7, 7.5, 448, 15.75, 8, "operations fitted to 39 published times of pictures",
-            half_flops=_RTX2070_FLOPS,
-        ),
+        _card("rtx2070", "RTX 2070", 59.7, 7.5, 448, 15.75, 8),
         _card("rtx3050-laptop", "RTX 3050 laptop", 21.9, 5.5, 192, 15.75, 4),
         _card("rtx3060", "RTX 3060", 51.2, 12.7, 360, 31.5, 12),
         _card("rtx4060", "RTX 4060", 60.4, 15.1, 272, 15.75, 8),

@@ -11,7 +11,7 @@ import torch
 
 from ..devices.performance import profile
 from ..models.anatomy import Anatomy
-from ..policies.named import check_policy, policy
+from ..policies.named import Pace, check_policy, policy
 from ..policies.offloading import CALLS
 from ..session import attach, attached
 from ..settings import Settings
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def request_by(name: str | None, anatomy: Anatomy, *, gpu: str | None = None, **options: Unpack[RunOptions]) -> Request:
     """The request for a run of ``anatomy``'s models by the policy ``name``, on the named card ``gpu`` or here.
 
-    On a named card it is the program itself whose time is foretold, with what it takes over its launches; here its
-    knobs are ours, and so is the time.
+    On a named card it is the program itself whose time is foretold, with what it takes over launches and operations;
+    here its knobs are ours, and so is the time.
 
     Args:
         options: as of :func:`request_for`; a named card's ``vram`` is all that it has where it is not stated.
@@ -37,10 +37,15 @@ def request_by(name: str | None, anatomy: Anatomy, *, gpu: str | None = None, **
     if gpu is None:
         return request_for(anatomy, **options)
     rates = profile(gpu)
-    launches = 1.0 if name is None else policy(name).launches
-    if launches != 1.0:
-        told = f"{rates.source}; a launch of {name}'s program {launches:g} times as long, fitted too"
-        rates = dataclasses.replace(rates, launch_seconds=launches * rates.launch_seconds, source=told)
+    pace = Pace() if name is None else policy(name).pace
+    if pace != Pace():
+        rates = dataclasses.replace(
+            rates,
+            launch_seconds=pace.launches * rates.launch_seconds,
+            half_flops=rates.half_flops / pace.arithmetic,
+            source=f"{rates.source}; of {name}'s program launches {pace.launches:g} and operations "
+            f"{pace.arithmetic:.2g} times as long, fitted too",
+        )
     options |= {"rates": rates, "device": "cuda"}
     if options.get("vram") is None:
         options["vram"] = rates.vram_bytes

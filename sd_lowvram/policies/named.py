@@ -51,6 +51,19 @@ _LAYER = _DIFFUSERS | {"offload": "layer"}
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How many times as long as today's programs one takes, for times on named cards.
+
+    Attributes:
+        launches: over the launch of an operator.
+        arithmetic: over operations in 16 bits.
+    """
+
+    launches: float = 1.0
+    arithmetic: float = 1.0
+
+
+@dataclass(frozen=True)
 class Policy:
     """What a program does, in our knobs.
 
@@ -60,7 +73,7 @@ class Policy:
         knobs: decided ones by name; the others are for the plan.
         own: whether it runs by diffusers' own calls (:mod:`.offloading`) and the knobs serve plans alone.
         needs_plan: whether a run needs a plan for its size and budget.
-        launches: how many times as long as other programs it takes over an operator, for times on named cards.
+        pace: of the program on named cards.
     """
 
     stands_for: str
@@ -68,20 +81,21 @@ class Policy:
     knobs: Mapping[str, Any]
     own: bool = False
     needs_plan: bool = False
-    launches: float = 1.0
+    pace: Pace = Pace()
 
 
-FORKS_LAUNCHES = 3.4
-"""Of CompVis' program and its forks: fitted, with the RTX 2070's operations and its processor's, to the published times
-of 39 square pictures. They run under autocast, whose casts are operators that a trace of ours has not, by the torch and
-under the Windows of 2022. A fixed part of a picture besides is none: fitted too, it comes out as nothing."""
+FORKS = Pace(launches=3.4, arithmetic=1.4965)
+"""Of CompVis' program and its forks: fitted, with the processor that decodes, to the published times of 39 square
+pictures on an RTX 2070. They run under autocast, whose casts are operators that a trace of ours has not, by the torch
+and under the Windows of 2022, whose convolutions reached less of a card than today's, by which the shares of other
+cards are told. A fixed part of a picture besides is none: fitted too, it comes out as nothing."""
 
 POLICIES: dict[str, Policy] = {
     "compvis": Policy(
         "CompVis as published: all weights on the device, attention with its whole matrix of scores",
         "weights in the type that they were loaded in, not float32 under autocast",
         _COMPVIS,
-        launches=FORKS_LAUNCHES,
+        pace=FORKS,
     ),
     "basujindal": Policy(
         "basujindal's fork: one model on the device at a time, the UNet in two halves, guidance in turn, attention in "
@@ -89,31 +103,31 @@ POLICIES: dict[str, Policy] = {
         f"parts of attention are bounded at {_ONE_HEAD_MIB} MiB, one head at 512x512, where the fork takes one head at "
         "any size; guidance goes in turn inside each block, and weights come ahead of their turn",
         _TURBO | _HALVES,
-        launches=FORKS_LAUNCHES,
+        pace=FORKS,
     ),
     "basujindal-turbo": Policy(
         "basujindal's fork with --turbo: as basujindal, the UNet whole on the device while it samples",
         "as basujindal",
         _TURBO,
-        launches=FORKS_LAUNCHES,
+        pace=FORKS,
     ),
     "consciencia": Policy(
         "consciencia's fork: as basujindal, with xformers' attention and the decoder on the CPU",
         "torch's own kernels of the same kind in place of xformers' (--attention xformers takes those)",
         _CONSCIENCIA | _HALVES,
-        launches=FORKS_LAUNCHES,
+        pace=FORKS,
     ),
     "consciencia-turbo": Policy(
         "consciencia's fork with --turbo: the UNet whole on the device while it samples",
         "as consciencia",
         _CONSCIENCIA,
-        launches=FORKS_LAUNCHES,
+        pace=FORKS,
     ),
     "consciencia-modified": Policy(
         "consciencia's fork with --turbo and the decoder back on the GPU",
         "as consciencia",
         _CONSCIENCIA | {"decoder_device": "gpu"},
-        launches=FORKS_LAUNCHES,
+        pace=FORKS,
     ),
     "diffusers-default": Policy("diffusers as it loads a model", "in nothing", _DIFFUSERS),
     "diffusers-model-offload": Policy(

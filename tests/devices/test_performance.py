@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -87,6 +88,14 @@ STEP = dataclasses.replace(NOTHING, flops=1_606_546_882_560, operators=734)
 """A guided step of SD1.5 at 512x512 in fp16, as traced, its bytes aside."""
 LAST = dataclasses.replace(STEP, moved_bytes=8_796_072_872, product_bytes=3_783_701_128)
 FULL = dataclasses.replace(STEP, moved_bytes=25_731_873_704, product_bytes=12_571_101_832, operators=894)
+
+
+def test_a_card_that_its_maker_calls_faster_in_everything_is_foretold_faster() -> None:
+    for one, other in itertools.permutations(PROFILES.values(), 2):
+        if one.half_flops > other.half_flops and one.bandwidth > other.bandwidth:
+            assert one.launch_seconds <= other.launch_seconds
+            assert one.seconds(FULL, 2) < other.seconds(FULL, 2), (one.name, other.name)
+    assert PROFILES["rtx2070"].half_flops > PROFILES["rtx2060"].half_flops
 
 
 @pytest.mark.parametrize("card", PROFILES)
