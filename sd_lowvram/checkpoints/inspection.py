@@ -119,7 +119,7 @@ def folder_configuration(path: Path) -> dict[str, Any]:
         options = {name: value for name, value in plain.items() if not name.startswith("_")}
         return found | {"pipeline": pipeline_prefix(path), "options": options}
     if "unet" not in found:
-        raise CheckpointError(f"{path} is no diffusers folder: it has no unet/config.json")
+        raise CheckpointError(f"{path} is no diffusers folder: it has no config.json of a unet or a transformer")
     return found
 
 

@@ -169,8 +169,8 @@ def test_missing_things(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"no model_index.json \(it holds notes.txt\)"):
         load_pipeline(tmp_path)
-    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    with pytest.raises(CheckpointError, match="FluxPipeline"):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    with pytest.raises(CheckpointError, match="WanPipeline"):
         load_pipeline(tmp_path)
     (tmp_path / "model_index.json").write_text("[")
     with pytest.raises(CheckpointError, match="cannot be read"):
