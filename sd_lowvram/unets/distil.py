@@ -112,16 +112,7 @@ def distil(
     since: list[dict[str, float]] = []
     progress.report("distil", step, course.steps)
     while step < course.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, course.steps, course.rate, min(200, course.steps // 10 + 1))
-        place = step * accelerator.num_processes + accelerator.process_index
-        samples = [part.to(device) for part in _samples(data, course, place)]
-        with _computing(device, course.precision):
-            terms = lesson.terms(*samples)
-        optimizer.zero_grad()
-        accelerator.backward(torch.stack([*terms.values()]).sum())
-        accelerator.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
+        terms = _learned(step, lesson, data, course, accelerator, optimizer, weights)
         average.update()
         step += 1
         since.append({name: value.item() for name, value in terms.items()})
@@ -140,6 +131,23 @@ def distil(
     inner.load_state_dict(average.shadow)
     inner.set_attn_processor(processors)
     return inner.cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
+
+
+def _learned(
+    step: int, lesson: _Lesson, data: Encoded, course: TrainingRun, accelerator: Any, optimizer: Any, weights: list[Any]
+) -> dict[str, Tensor]:
+    """The loss terms of a step, by which ``weights`` have been changed."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate(step, course.steps, course.rate, min(200, course.steps // 10 + 1))
+    place = step * accelerator.num_processes + accelerator.process_index
+    samples = [part.to(accelerator.device) for part in _samples(data, course, place)]
+    with _computing(accelerator.device, course.precision):
+        terms = lesson.terms(*samples)
+    optimizer.zero_grad()
+    accelerator.backward(torch.stack([*terms.values()]).sum())
+    accelerator.clip_grad_norm_(weights, 1.0)
+    optimizer.step()
+    return terms
 
 
 def _computing(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
