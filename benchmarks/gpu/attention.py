@@ -73,4 +73,4 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
         if "shape" not in row:
             yield ""
             why = " ".join((row.get("failed") or row["error"]).split())
-            yield f"Not run here: {row['backend']}: {why}"
+            yield f"{'Not run here' if 'failed' in row else 'Not measured'}: {row['backend']}: {why}"
