@@ -97,7 +97,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Workspaces of convolutions"
     yield ""
-    yield "Convolutions of 3x3 in fp16, and of 3x3x3 of three frames to one, as autoencoders of frames have them."
+    yield "Convolutions in fp16, of 3x3, or of 3x3x3 where they take three frames, as autoencoders of frames have them."
     yield "*Workspace*: the most that was allocated beside input, weights and output,"
     yield "copies in another memory format among it. *Counted*: what a plan adds for it, whose maps are channels last."
     yield "*Reserved*: all that the allocator had of the card. *Host*: until the call returned; *device*: between the"
