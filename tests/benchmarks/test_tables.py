@@ -55,6 +55,7 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "unets": smaller_unets.lines,
     "vae": vae.lines,
     "vae_flux": vae.lines,
+    "vae_qwen_image": vae.lines,
     "winograd": winograd.lines,
 }
 """By the file's name in benchmarks/."""
