@@ -61,7 +61,7 @@ class Reserved(NamedTuple):
     kept: int
 
 
-def reserved(allocations: Allocations, held: int = 0) -> Reserved:
+def reserved(allocations: Allocations, held: int = 0, again: bool = False) -> Reserved:
     """Bytes that a card must give for ``allocations`` on one stream, which begin with no unused segment.
 
     Small tensors have a pool of their own, which is filled well: of them the bytes are counted, of the others every
@@ -71,8 +71,11 @@ def reserved(allocations: Allocations, held: int = 0) -> Reserved:
 
     Args:
         held: bytes that a library took before, and keeps.
+        again: whether they come more than once, as those of a step do: what the first time leaves, such as weights that
+            are fetched ahead, lies anywhere, and the second time finds less room beside it than the first.
     """
-    large, small_bytes = _by_pool([(-1, held), *allocations])
+    times = [*allocations, *_next_time(allocations)] if again else allocations
+    large, small_bytes = _by_pool([(-1, held), *times])
     settings = allocator_settings()
     unit = PAGE if settings.expandable else ROUND
     least = kept = 0
@@ -84,6 +87,30 @@ def reserved(allocations: Allocations, held: int = 0) -> Reserved:
     # Growing segments begin where the weights end, anywhere in a page.
     others = settings.expandable * unit + -(-small_bytes // SMALL_SEGMENT) * SMALL_SEGMENT
     return Reserved(least * unit + others, kept * unit + others)
+
+
+def _next_time(allocations: Allocations) -> Iterator[tuple[int, int]]:
+    """``allocations`` once more, after which as much is left as before: of what was left, each takes the place of the
+    first that is made of its size."""
+    live: dict[int, int] = {}
+    for number, size in allocations:
+        if size < 0:
+            del live[number]
+        else:
+            live[number] = size
+    left: dict[int, list[int]] = {}
+    for number, size in live.items():
+        left.setdefault(size, []).append(number)
+    new = itertools.count(max((number for number, _ in allocations), default=0) + 1)
+    now: dict[int, int] = {}
+    for number, size in allocations:
+        if size < 0:
+            yield now.pop(number), -1
+        elif left.get(size):
+            now[number] = left[size].pop(0)
+        else:
+            now[number] = next(new)
+            yield now[number], size
 
 
 def _least(allocations: Allocations, low: int, high: int, unit: int) -> int:

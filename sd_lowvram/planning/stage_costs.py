@@ -229,7 +229,8 @@ class StageCosts:
         equals = {} if whole or settings.offload else self._fake.equals(stage.component)
         running = self._fake.running(stage.component, settings, timing)
         with self._named(stage.component), running, torch.no_grad(), kernels:
-            return trace_equals_once(fake.run, fake.inputs(), {}, equals, self._overhead)
+            again = stage.repeats and settings.offload is not None
+            return trace_equals_once(fake.run, fake.inputs(), {}, equals, self._overhead, again)
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:

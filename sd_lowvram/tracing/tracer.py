@@ -137,12 +137,14 @@ def trace_equals_once(
     kwargs: dict[str, Any],
     equals: Mapping[nn.Module, int],
     overhead: Overhead = NONE,
+    again: bool = False,
 ) -> MemoryTrace:
     """:func:`trace`, in which equal calls of the modules ``equals`` run once; the timeline has nothing of the others.
 
     Args:
         equals: modules, each with a number for its kind (:func:`equal_calls.equal_modules`).
         overhead: by which workspaces are counted in what is reserved.
+        again: whether what is reserved is to do for another such call, too, with what this one leaves.
     """
     leaves = tree_flatten((inputs, kwargs))[0]
     modules = modules_of(module_or_callable, *leaves)
@@ -161,7 +163,9 @@ def trace_equals_once(
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
     activations = ledger.activation_peak + input_bytes
-    given = Reserved(activations, activations) if on_cpu() else reserved(ledger.allocations, overhead.matrix_bytes)
+    given = Reserved(activations, activations)
+    if not on_cpu():
+        given = reserved(ledger.allocations, overhead.matrix_bytes, again)
     return MemoryTrace(
         peak_bytes=ledger.peak,
         host_peak_bytes=ledger.host_peak,

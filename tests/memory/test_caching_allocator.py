@@ -105,6 +105,13 @@ def test_what_a_library_keeps_takes_a_segment_of_which_the_rest_is_used() -> Non
     assert reserved([(0, 9 * MIB), (0, -1)], held=8 * MIB).least == 20 * MIB
 
 
+def test_what_a_step_leaves_for_the_next_lies_in_the_way_of_it() -> None:
+    """Weights of 12 MiB, fetched ahead while the first ones are still there, lie where 40 MiB were."""
+    step = [(0, 12 * MIB), (1, 40 * MIB), (1, -1), (2, 12 * MIB), (0, -1)]
+    assert reserved(step).least == 52 * MIB
+    assert reserved(step, again=True).least == 80 * MIB
+
+
 _OPERATIONS = st.lists(
     st.tuples(st.sampled_from([300, MIB // 2, 3 * MIB, 9 * MIB, 17 * MIB, 40 * MIB]), st.integers(0, 5))
 )

@@ -99,6 +99,11 @@ def test_a_plan_runs_whatever_comes_first_of_outputs_and_temporaries(
     assert on_card(gpu, case).ran
 
 
+def test_a_step_that_finds_weights_of_the_one_before_runs(gpu: Any, own_cache: None) -> None:
+    """Layers that were fetched ahead lie in segments that the first step had to itself."""
+    assert on_card(gpu, Case("sd21", 544, 800, 0.15, 1, "lora")).ran
+
+
 @pytest.mark.parametrize("asked", ["expandable_segments:True"], indirect=True)
 @pytest.mark.parametrize(("model", "side", "share"), [("sd15", 512, 0.0), ("sd15", 512, 0.3), ("sd15", 1024, 0.0)])
 def test_a_plan_runs_where_segments_grow(
