@@ -209,8 +209,10 @@ class _HostWeight:
 
 
 def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_HostWeight]:
-    """While none of ``tensors`` is lent."""
+    """While none of ``tensors`` is lent; in the order in which they lie on the host, that one copy brings many."""
     with torch.inference_mode(False), torch.no_grad():
+        if active_fake_mode(*(tensor.data for tensor in tensors)) is None:
+            tensors = sorted(tensors, key=lambda tensor: (storage_key(tensor), _start(tensor)))
         masters = [tensor.data for tensor in tensors]
         sources = [master if block is None else block.part(master) for master in masters]
         found = list(map(_HostWeight, tensors, masters, sources, map(as_copied, tensors, sources)))

@@ -278,6 +278,5 @@ def test_weight_and_bias_come_in_one_copy(
             assert torch.equal(run(unet, (16, 16)), expected)
         layout = stream_of(attachment)._layout
         # Attached by hand, host memory lies in the order of the definition, of which the first run has shown another: a
-        # block of several small layers may then come in more than one copy.
-        several = sum(len(layout.blocks[number].layers) - 1 for number in layout.streamed)
-        assert len(copies) <= len(layout.streamed) + several + 2 < len([*layout.streamed_tensors()])
+        # block of several small layers comes in one copy where these are neighbours there, too.
+        assert len(copies) <= 1.3 * len(layout.streamed) < len([*layout.streamed_tensors()]) / 2
