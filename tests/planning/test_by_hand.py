@@ -18,7 +18,7 @@ from sd_lowvram.errors import LowVRAMError
 from sd_lowvram.planning.plan import Plan
 from sd_lowvram.planning.request import request_for
 from sd_lowvram.planning.search import PlanSearch
-from sd_lowvram.planning.search import planned as plan_of
+from sd_lowvram.planning.search import best_plan as plan_of
 from sd_lowvram.settings import Fidelity, Settings, knobs
 from sd_lowvram.units import GIB, MIB
 
