@@ -132,6 +132,15 @@ def cards(
     return {"model": model} | ({"cards": card} if card else {})
 
 
+def todays_models(
+    gpu: Annotated[str, typer.Option(help="The card.", metavar="NAME")] = "rtx3060",
+    vram: Annotated[str, typer.Option(help="What of it may be taken.", metavar="SIZE")] = "4GB",
+    ram: Annotated[str, typer.Option(help="Host memory.", metavar="SIZE")] = "64GB",
+) -> dict[str, Any]:
+    """Memory and seconds a step of today's transformers, foretold for a card by their names and three sizes."""
+    return {"card": gpu, "vram": parse_size(vram, "--vram"), "ram": parse_size(ram, "--ram")}
+
+
 def max_size(
     model: Model = None,
     policy: Policies = None,
@@ -315,7 +324,7 @@ _OF_COMMANDS: dict[str, list[Any]] = {"batch": [batches], "unet": [smaller_unets
 doors.find()
 for _one in (
     warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans,
-    schedule, matrix, published, winograd, finite, storage,
+    schedule, matrix, published, winograd, finite, storage, todays_models,
     *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
 ):  # fmt: skip
     app.command()(measurement(_one))

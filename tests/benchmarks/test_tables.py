@@ -27,6 +27,7 @@ from benchmarks import (
     storage,
     students,
     tables,
+    todays_models,
     vae,
     winograd,
 )
@@ -52,6 +53,7 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "simulated/simulated-gpu": lambda values: _on_card("bench").lines(values),
     "smaller_unets": students.lines,
     "storage": storage.lines,
+    "todays_models": todays_models.lines,
     "unets": smaller_unets.lines,
     "vae": vae.lines,
     "vae_flux": vae.lines,
