@@ -16,34 +16,47 @@ from .unet import Debug, Json, check_layout, empty_unet, unet
 
 @unet.command()
 def distil(
-    student: Annotated[str, typer.Option(help="The smaller model, as prune or combine wrote it.", metavar="PATH")],
+    student: Annotated[
+        str, typer.Option(help="The smaller model: what `unet prune` or `unet combine` wrote.", metavar="PATH")
+    ],
     data: Annotated[
-        Path, typer.Option(help="Pictures, each with a .txt of its name, a caption a line.", metavar="FOLDER")
+        Path,
+        typer.Option(
+            help="Folder of pictures; the .txt file beside each has its captions, one a line.", metavar="FOLDER"
+        ),
     ],
     out: Annotated[
         Path,
-        typer.Option("--out", help="New folder for the trained pipeline, or new .safetensors file.", metavar="PATH"),
+        typer.Option(
+            "--out",
+            help="Where the trained model goes: a new folder for the pipeline, or a new .safetensors file.",
+            metavar="PATH",
+        ),
     ],
     teacher: Annotated[
-        str | None, typer.Option(help="The model to learn from; left out: the demo model.", metavar="PATH")
+        str | None,
+        typer.Option(help="The model that the student learns from; left out: the demo model.", metavar="PATH"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="How long.")] = 1000,
-    batch: Annotated[int, typer.Option(min=1, help="Samples a step, in every process.")] = 8,
-    rate: Annotated[float, typer.Option(help="The learning rate's peak.")] = 1e-4,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of samples and noise.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="Samples in each step, in every process.")] = 8,
+    rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the order of samples and of the noise.")] = 0,
     blocks: Annotated[
-        int | None, typer.Option(help="Train only so many outermost blocks on each side; left out: all.")
+        int | None,
+        typer.Option(
+            help="Train only this many of the outermost blocks on each side of the UNet; left out: all blocks."
+        ),
     ] = None,
     semantic: Annotated[
-        str | None, typer.Option(help="Compare the features of a frozen network, too: efficientnet or vgg16.")
+        str | None, typer.Option(help="Also compare the features that a frozen network sees: efficientnet or vgg16.")
     ] = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16; weights stay in float32.")] = False,
-    every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
+    every: Annotated[int, typer.Option(min=1, help="Save a checkpoint after every so many steps.")] = 50,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a smaller UNet to do what a larger one does. Ended at any time and started again, it goes on: Ctrl-C and
-    SIGTERM save after the step at hand."""
+    """Train a smaller UNet to do what a larger one does. Ctrl-C and SIGTERM save after the current step; the same
+    command then goes on from there."""
     with guarded(debug):
         check_given(student=student, teacher=teacher, semantic=semantic)
         if not 0 < rate < 1:

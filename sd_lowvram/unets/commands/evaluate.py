@@ -23,23 +23,40 @@ _PUBLISHED = (
 
 @unet.command()
 def evaluate(
-    student: Annotated[str, typer.Option(help="The smaller model.", metavar="PATH")],
+    student: Annotated[
+        str, typer.Option(help="The smaller model: what `unet prune`, `combine` or `distil` wrote.", metavar="PATH")
+    ],
     data: Annotated[
-        Path, typer.Option(help="Pictures, each with a .txt of its name, a caption a line.", metavar="FOLDER")
+        Path,
+        typer.Option(
+            help="Folder of pictures; the .txt file beside each has its captions, one a line.", metavar="FOLDER"
+        ),
     ],
     teacher: Annotated[
-        str | None, typer.Option(help="The model beside it; left out: the demo model.", metavar="PATH")
+        str | None,
+        typer.Option(help="The model that the student is compared with; left out: the demo model.", metavar="PATH"),
     ] = None,
-    pictures: Annotated[int, typer.Option(help="Prompts, evenly over the captions.")] = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Of each picture.")] = 25,
-    guidance: Annotated[float, typer.Option(help="Of each picture.")] = 4.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the first picture.")] = 0,
-    pairs: Annotated[int, typer.Option(min=1, help="Guided steps of both that are timed, in turn.")] = 15,
+    pictures: Annotated[
+        int, typer.Option(help="How many pictures each model draws; the prompts are spread evenly over the captions.")
+    ] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each picture.")] = 25,
+    guidance: Annotated[float, typer.Option(help="Guidance scale of each picture.")] = 4.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first picture; the others count on from it.")
+    ] = 0,
+    pairs: Annotated[int, typer.Option(min=1, help="How many guided steps of each model are timed, in turn.")] = 15,
     semantic: Annotated[
-        str, typer.Option(help="The frozen network of the Frechet distance and the score: efficientnet or vgg16.")
+        str,
+        typer.Option(
+            help="The frozen network whose features give the Frechet distance and the score: efficientnet or vgg16."
+        ),
     ] = "efficientnet",
     torchmetrics: Annotated[
-        bool, typer.Option("--torchmetrics", help="Also FID, inception and CLIP score; their weights must be at hand.")
+        bool,
+        typer.Option(
+            "--torchmetrics",
+            help="Also compute FID, inception score and CLIP score (torchmetrics); their weights must be here.",
+        ),
     ] = False,
     as_json: Json = False,
     debug: Debug = False,

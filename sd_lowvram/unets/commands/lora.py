@@ -18,10 +18,15 @@ from .unet import Debug, Json, empty_unet, unet
 @unet.command()
 def lora(
     model: Annotated[
-        str, typer.Option("--model", "-m", help="What `unet prune`, `combine` or `distil` wrote.", metavar="PATH")
+        str,
+        typer.Option(
+            "--model", "-m", help="The smaller model: what `unet prune`, `combine` or `distil` wrote.", metavar="PATH"
+        ),
     ],
-    lora: Annotated[Path, typer.Option("--lora", help="A LoRA of the whole model, .safetensors.", metavar="FILE")],
-    out: Annotated[Path, typer.Option("--out", help="The new file, .safetensors.", metavar="FILE")],
+    lora: Annotated[
+        Path, typer.Option("--lora", help="The LoRA of the whole model, a .safetensors file.", metavar="FILE")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The converted LoRA, a new .safetensors file.", metavar="FILE")],
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

@@ -20,20 +20,26 @@ if TYPE_CHECKING:
     from ..changes import BlockChanges
     from ..cuts import Cut
 
-unet = typer.Typer(help="Smaller UNets: analyse, prune, combine. They draw other pictures.", no_args_is_help=True)
+unet = typer.Typer(
+    help="Cut, train and compare smaller UNets. They draw other pictures than the whole model.", no_args_is_help=True
+)
 
 Model = Annotated[
     str | None,
     typer.Option("--model", "-m", help="Diffusers folder or .safetensors file, with --dry-run also sd15, sd21 or sdxl; "
                  "left out: the demo model.", metavar="PATH"),
 ]  # fmt: skip
-Side = Annotated[int | None, typer.Option(help="Of the picture, in pixels; left out: the model's own.")]
+Side = Annotated[
+    int | None, typer.Option(help="Of the picture, in pixels; left out: the size that the model was trained at.")
+]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", help="New folder for the whole pipeline, or new .safetensors file (SD1.x, SD2.x).",
+    typer.Option("--out", help="A new folder for the whole pipeline, or a new .safetensors file (SD1.x, SD2.x).",
                  metavar="PATH"),
 ]  # fmt: skip
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Count without weights: nothing is loaded or written.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only count layers and bytes: no weights are loaded, nothing is written.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -45,14 +51,18 @@ def analyse(
     height: Side = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Foretell times for a card, such as rtx2070; left out: measured on this CPU (float32)."),
+        typer.Option(
+            help="Foretell the times for this card, such as rtx2070; left out: they are measured on this CPU (float32)."
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw it into this PNG file.", metavar="FILE")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the table as a chart into this PNG file.", metavar="FILE")
+    ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """What each part of a UNet takes in a guided step: weights, operations, time, memory of activations."""
+    """Show what each part of a UNet takes in a guided step: weights, operations, time, memory of activations."""
     with guarded(debug):
         from rich.console import Console
         from torch import nn
@@ -89,25 +99,35 @@ def prune(
             "innermost blocks."
         ),
     ] = None,
-    drop: Annotated[list[str] | None, typer.Option(help="dn0.1, up3.1, mid, dn3: what goes; may be repeated.")] = None,
-    keep: Annotated[list[str] | None, typer.Option(help="The layers that stay; all others go.")] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option(help="A block or a layer to cut: mid, dn3, dn0.1, up3.1; may be repeated.")
+    ] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="A layer to keep; all others are cut. May be repeated.")
+    ] = None,
     experts: Annotated[
-        int, typer.Option(help="Of each 3x3 convolution of the outermost blocks, mixed for each picture; 1: as it is.")
+        int,
+        typer.Option(
+            help="Experts in place of each 3x3 convolution of the outermost blocks; each picture mixes them. 1: none."
+        ),
     ] = 1,
     regions: Annotated[
-        int | None, typer.Option(help="Side of the regions of self-attention there, in tokens; left out: as it is.")
+        int | None,
+        typer.Option(help="Side in tokens of the regions of self-attention in these blocks; left out: the whole map."),
     ] = None,
     changed: Annotated[
         list[str] | None,
-        typer.Option(help="dn0, up3: blocks that get experts and regions, as the result has them; may be repeated."),
+        typer.Option(
+            help="A block that gets --experts and --regions: dn0 or up3; may be repeated. Left out: the outermost."
+        ),
     ] = None,
     out: Out = None,
     dry_run: DryRun = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Cut layers out of a model's UNet; the others keep their weights. Without experts and regions stock diffusers
-    loads the result."""
+    """Cut layers out of a model's UNet; the others keep their weights. Stock diffusers loads the result, unless it has
+    experts or regions."""
     with guarded(debug):
         check_given(model=model, kind=kind)
         changes = _changes(experts, regions, changed or ())
@@ -136,9 +156,13 @@ def prune(
 
 @unet.command()
 def combine(
-    compressed: Annotated[str, typer.Option(help="The model whose outermost blocks are taken.", metavar="PATH")],
+    compressed: Annotated[
+        str, typer.Option(help="The smaller model, whose outermost blocks are taken.", metavar="PATH")
+    ],
     model: Model = None,
-    blocks: Annotated[int, typer.Option(help="How many on each side: 1 is M1 of A-SDM, 2 is M2, 3 is M3.")] = 2,
+    blocks: Annotated[
+        int, typer.Option(help="Outermost blocks taken on each side of the UNet: 1 gives M1 of A-SDM, 2 M2, 3 M3.")
+    ] = 2,
     out: Out = None,
     dry_run: DryRun = False,
     as_json: Json = False,
