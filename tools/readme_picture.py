@@ -90,7 +90,9 @@ def _curve(axes: Any, places: list[float], heights: list[float], told: str, colo
 
 def _label_run(axes: Any, right: float) -> None:
     steps = 1.0 + _SHOWN_STEPS * _WIDTHS["denoise"]
-    axes.set_xticks([0.5, (1.0 + steps) / 2, (steps + right) / 2], ["text", f"{STEPS} steps", "decode"])
+    axes.set_xticks(
+        [0.5, (1.0 + steps) / 2, (steps + right) / 2], ["text", f"{STEPS} steps, {_SHOWN_STEPS} drawn", "decode"]
+    )
     axes.set(xlim=(0, right), ylim=(0, None))
     axes.set_ylabel("GiB on the device")
     axes.set_title(f"SDXL, {SIDE}x{SIDE}, fp16: memory over a run, foretold", loc="left", fontsize=11)
