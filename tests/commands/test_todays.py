@@ -82,14 +82,6 @@ def test_a_run_goes_on_from_its_latents(
     assert (numpy.asarray(Image.open("a.png")) == numpy.asarray(Image.open("whole.png"))).all()
 
 
-def test_a_batch_with_a_folder(tmp_path: Path, here: Callable[..., Any]) -> None:
-    todays.save(todays.klein(), tmp_path / "model")
-    (tmp_path / "jobs.txt").write_text("a cat\na dog\n")
-    done = here("batch", "jobs.txt", "--model", "model", "--out", "made", *SIZE)
-    assert done.exit_code == 0, done.output
-    assert len(list((tmp_path / "made").glob("*.png"))) == 2
-
-
 REFUSED: list[tuple[Callable[[], Any], tuple[Any, ...], str]] = [
     (todays.flux, ("--negative", "dark"), "--negative is not for FluxPipeline"),
     (todays.klein, ("--scheduler", "euler"), "--scheduler euler is not for Flux2KleinPipeline"),
