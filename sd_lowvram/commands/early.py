@@ -62,7 +62,7 @@ def check_floor(
 def own_size(config: dict[str, Any]) -> tuple[int, int, int]:
     """Width and height in pixels that a model of these configurations makes by itself; pixels a side for a latent's."""
     factor = 2 ** (len(config.get("vae", {}).get("block_out_channels", (0,) * 4)) - 1)
-    denoiser = config.get("unet") or {"sample_size": 128, **config["transformer"]}
+    denoiser = config["unet"] if "unet" in config else {"sample_size": 128, **config["transformer"]}
     sample = denoiser.get("sample_size") or 64
     rows, columns = (sample, sample) if isinstance(sample, int) else sample
     return columns * factor, rows * factor, factor
