@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from two_layer_unets import write_changed_demo
 from typer.testing import CliRunner
 
 from sd_lowvram.checkpoints.load import load_pipeline
@@ -60,8 +61,7 @@ def test_a_picture_by_two_unets(small: Path, tmp_path: Path) -> None:
 
 
 def test_a_unet_of_experts_and_regions_has_its_turn(tmp_path: Path) -> None:
-    pruned_too = ["unet", "prune", "--drop", "mid", "--experts", "2", "--regions", "2", "--out", str(tmp_path / "e2")]
-    assert CliRunner().invoke(app, pruned_too, catch_exceptions=False).exit_code == 0
+    write_changed_demo(tmp_path / "e2", drop=("mid",), experts=2, regions=2)
     told = made("--unet", f"e2={tmp_path / 'e2'}", "--schedule", "e2:1,full:1", "-o", tmp_path / "a.png")
     assert [one["name"] for one in told["unets"]] == ["e2", "full"]
 

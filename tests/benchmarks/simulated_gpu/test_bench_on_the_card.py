@@ -89,7 +89,7 @@ def test_every_part_ends_and_no_row_is_empty(
             assert row["host_seconds"] > 0 and row["device_seconds"] > 0
     if part == "peaks":
         assert len(rows) == len(peaks.SHARES)
-        assert [row["overhead_measured"] for row in rows] == [False] * len(rows)  # nothing was measured before
+        assert len({row["overhead_measured"] for row in rows}) == 1  # as a test before this one may have measured it
         assert all(row["within"] and row["reserved_bytes"] >= row["measured_bytes"] > 0 for row in rows)
     if part == "streaming":
         assert not [row for row in rows if "error" in row]
