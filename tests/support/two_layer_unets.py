@@ -10,10 +10,6 @@ import torch
 
 from sd_lowvram.checkpoints.architectures import architecture, build_components
 from sd_lowvram.checkpoints.load import load_pipeline
-from sd_lowvram.unets.changes import BlockChanges
-from sd_lowvram.unets.checkpoints.save import save_pipeline
-from sd_lowvram.unets.cuts import whole
-from sd_lowvram.unets.prune import cut_by_names, pruned
 
 
 @functools.cache
@@ -31,6 +27,11 @@ def tiny() -> Any:
 
 def write_changed_demo(folder: Path, drop: tuple[str, ...] = (), **changes: Any) -> None:
     """The demo model with experts or regions, which the command makes of models with two layers a block alone."""
+    from sd_lowvram.unets.changes import BlockChanges
+    from sd_lowvram.unets.checkpoints.save import save_pipeline
+    from sd_lowvram.unets.cuts import whole
+    from sd_lowvram.unets.prune import cut_by_names, pruned
+
     pipe: Any = load_pipeline(None)
     config = pipe.unet.config
     cut = cut_by_names(config, drop=drop) if drop else whole(config)
