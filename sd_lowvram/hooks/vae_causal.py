@@ -3,7 +3,7 @@
 Nothing of them but the attention in the middle sees more of a map than a few rows, so that strips of rows go through
 all layers at once (:mod:`.causal_rows`): to the middle, from keys and values of the whole frame and queries by strips,
 and on. Held whole is only the map in the middle, which is as small as the latents. Every row is made once, and of a
-first frame, before which lie zeros, only what is not zero is multiplied: a picture takes a third of the plain time.
+first frame, before which lie zeros, only what is not zero is multiplied: a picture takes a third of the operations.
 
 Fidelity: ``rounding``; on a CPU the bits are mostly the plain ones. Own idea; rows that layers keep from strip to strip
 are what hardware calls line buffers.

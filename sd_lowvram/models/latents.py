@@ -39,8 +39,7 @@ def native_size(anatomy: Anatomy) -> int:
     """The picture's side in pixels for which the model was made."""
     if anatomy.denoiser is None:
         return int(anatomy.config(anatomy.autoencoder).get("sample_size") or 512)
-    sample = anatomy.config(anatomy.denoiser).get("sample_size") or 64
-    return int(sample if isinstance(sample, int) else sample[0]) * scale_factor(anatomy)
+    return own_size(anatomy)[1]
 
 
 def latent_channels(anatomy: Anatomy) -> int:

@@ -88,7 +88,7 @@ def _sum_of_product_flops(args: Any, result: Tensor) -> int:
 
 
 def _convolution_flops(args: Any, result: Tensor) -> int:
-    weight, transposed = args[1], args[6] is True
+    weight, transposed = args[1], args[6] is True  # oneDNN's operator has its groups there
     counted: Tensor = args[0] if transposed else result
     return 2 * counted.numel() * int(weight[0].numel())
 

@@ -246,3 +246,9 @@ def picture(pipe: Any, width: int = SIZE, height: int = SIZE, steps: int = 2, **
     seed = torch.Generator().manual_seed(3)
     made = pipe(**given, num_inference_steps=steps, generator=seed, output_type="pt")
     return torch.as_tensor(made.images)
+
+
+def within(plan: Any, run: Any) -> bool:
+    """Whether a run took no more than was planned and 2 %; a CPU's allocator sees both accounts."""
+    planned: int = max(stage.held_bytes for stage in plan.stages)
+    return bool(run.peak_bytes <= planned + planned // 50)
