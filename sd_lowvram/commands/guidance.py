@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import BadInputError
-from ..models.dit import arguments
 from .inputs import USUAL_GUIDANCE, Job
 
 
@@ -13,7 +13,7 @@ def usual_guidance(pipe: Any) -> float:
     """The guidance scale of a job that states none: of a transformer that of its pipeline."""
     if hasattr(pipe, "unet"):
         return USUAL_GUIDANCE
-    return float(arguments(pipe)[_scale(pipe)].default)
+    return float(_takes(pipe)[_scale(pipe)].default)
 
 
 def guided_by(job: Job, pipe: Any) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def guided_by(job: Job, pipe: Any) -> dict[str, Any]:
     blank = " " if _scale(pipe) != "guidance_scale" and (job.guidance or 0) > 1 else ""
     # None, not an empty text: SDXL says in its configuration that it wants zeros then.
     negative = job.negative or blank
-    if "negative_prompt" in arguments(pipe):
+    if "negative_prompt" in _takes(pipe):
         given["negative_prompt"] = [negative] * job.batch if negative else None
     return given
 
@@ -34,7 +34,7 @@ def guided_by(job: Job, pipe: Any) -> dict[str, Any]:
 def check_calls(job: Job, pipe: Any) -> None:
     """Raise BadInputError where ``job`` asks for what its pipeline does not do."""
     kind = type(pipe).__name__
-    if job.negative and ("negative_prompt" not in arguments(pipe) or _is_embedded(pipe)):
+    if job.negative and ("negative_prompt" not in _takes(pipe) or _is_embedded(pipe)):
         raise BadInputError(f"--negative is not for {kind}, which does not guide by a negative prompt: leave it out")
 
 
@@ -49,16 +49,22 @@ def check_scheduler(name: str, pipe: Any) -> None:
 
 def takes_size(pipe: Any) -> bool:
     """Whether a pipeline that starts from a picture is told the size besides."""
-    return "width" in arguments(pipe)
+    return "width" in _takes(pipe)
+
+
+def _takes(pipe: Any) -> Mapping[str, Any]:
+    from ..models.dit import arguments  # and torch, for which bad input does not wait
+
+    return arguments(pipe)
 
 
 def _scale(pipe: Any) -> str:
     """The argument that is the guidance scale."""
-    true = arguments(pipe).get("true_cfg_scale")
+    true = _takes(pipe).get("true_cfg_scale")
     return "true_cfg_scale" if true is not None and true.default > 1 else "guidance_scale"
 
 
 def _is_embedded(pipe: Any) -> bool:
     """Whether the guidance scale is one that the model was made with, and a negative prompt takes another."""
     made = "guidance_embeds" in getattr(getattr(pipe, "transformer", None), "config", {})
-    return made and _scale(pipe) == "guidance_scale" and "true_cfg_scale" in arguments(pipe)
+    return made and _scale(pipe) == "guidance_scale" and "true_cfg_scale" in _takes(pipe)
