@@ -188,7 +188,8 @@ def sheet(args: argparse.Namespace, names: list[str]) -> bytes:
     parts = read(args.work, held=True)[1][:: args.every]
     places = torch.linspace(0, len(parts) - 1, min(SHOWN, len(parts))).round().long()
     rows = {name: torch.load(drawn_in(args) / f"{name}-0.pt")[places].float() / 127 for name in names}
-    return picture_rows_png(rows, [caption(parts[place]) for place in places.tolist()])
+    png: bytes = picture_rows_png(rows, [caption(parts[place]) for place in places.tolist()])
+    return png
 
 
 def main() -> None:
