@@ -39,7 +39,7 @@ def feed_forward(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
 
 def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.feed_forwards:
-        for level, parts in {1: 4, 2: 8, 4: 16}.items():
+        for level, parts in {1: 4, 4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"feed_forward_chunks": parts}, level=level, stages=("denoise",))
 
 

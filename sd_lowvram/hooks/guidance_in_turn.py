@@ -46,7 +46,7 @@ def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device)
 
 def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.unet_path is not None:
-        yield Offer(OfferKind.LADDER, {"guidance_in_turn": True}, level=4, stages=("denoise",))
+        yield Offer(OfferKind.LADDER, {"guidance_in_turn": True}, level=3, stages=("denoise",))
 
 
 def _in_turn(

@@ -52,7 +52,7 @@ def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) 
 
 def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.residual_blocks:
-        for level, parts in {2: 8, 4: 16}.items():
+        for level, parts in {4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"residual_strips": parts}, level=level, stages=("denoise",))
 
 

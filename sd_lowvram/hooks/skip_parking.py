@@ -45,7 +45,7 @@ def skip_parking(anatomy: Anatomy, settings: Settings, device: torch.device) -> 
 
 def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.unet_path is not None:
-        yield Offer(OfferKind.LADDER, {"park_skips": True}, level=3, stages=("denoise",))
+        yield Offer(OfferKind.LADDER, {"park_skips": True}, level=2, stages=("denoise",))
 
 
 def _through_host(module: nn.Module, parks: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -45,7 +45,7 @@ def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.devic
 
 def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.transformer_blocks:
-        for level, parts in {2: 8, 4: 16}.items():
+        for level, parts in {4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"transformer_chunks": parts}, level=level, stages=("denoise",))
 
 

@@ -114,3 +114,12 @@ def test_layers_are_split_where_that_is_faster(model: str, side: int, budget_mib
     assert plan is not None and split is not None
     assert plan.predicted.seconds <= 1.001 * split.predicted.seconds
     assert plan.minimum_vram_bytes <= split.minimum_vram_bytes
+
+
+@pytest.mark.slow(15)
+def test_maps_are_parked_and_guidance_goes_in_turn_before_strips_are_at_their_smallest() -> None:
+    """Sixteen strips of each map cost more launches than both of these together."""
+    plan = planned("sd15", 512, 595 * MIB, "rtx2060")
+    by_hand = planned("sd15", 512, 595 * MIB, "rtx2060", feed_forward_chunks=4, park_skips=True, guidance_in_turn=True)
+    assert plan is not None and by_hand is not None
+    assert plan.predicted.seconds <= 1.001 * by_hand.predicted.seconds
