@@ -396,7 +396,8 @@ class Stream:
         self.evict()
         layers = layers_of(self._components)
         self._layout = lay_down(layers, self._policy, self._orders)
-        tensors = *self._layout.streamed_tensors(), *(tensor for layer in layers for tensor in layer.tensors)
+        apart = not self._masters.can_pin(tensor for layer in layers for tensor in layer.tensors)
+        tensors = *self._layout.streamed_tensors(apart), *(tensor for layer in layers for tensor in layer.tensors)
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self._masters.add(self._tensors)  # what is copied in every step is pinned before what is copied once
         self._roles = self._layout.roles()

@@ -3,9 +3,10 @@
 A master is what a weight holds while it is not on the device. Copies that are to run beside the compute need pinned
 memory, and pinned memory is memory for good: so masters are pinned up to a share of what there is and of the run's
 budget. Beyond that a master stays where it is, which for a checkpoint that safetensors opened is the file itself,
-mapped into memory and dropped from it at need; its bytes pass through a small pinned ring, and come into the order that
-they are to have on the device (channels last) on their way into it. Nothing is held twice: what gets a pinned copy
-gives up its first one, unless that is the file.
+mapped into memory; its bytes pass through a small pinned ring, and come into the order that they are to have on the
+device (channels last) on their way into it. Of these files the system's cache holds what the budget has left, and the
+rest is read past it in every step. Nothing is held twice: what gets a pinned copy gives up its first one, unless that
+is the file.
 
 On a CPU-only machine "pinned" memory is ordinary memory in the host's account, and everything else is the same.
 Fidelity: ``bitwise``.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 import threading
 import warnings
 import weakref
@@ -23,8 +25,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from ..memory.pinned import pinnable_bytes, pinned_empty, unlock_ended, whole_pa
 from ..memory.threads import at_rest
 from ..units import MIB
 from ..weights import all_tensors, as_copied, same_bits, set_data
+from .mapped_files import MappedFiles, PastCache, can_read_past_cache
 from .schedule import aligned
 
 CHUNK_BYTES, CHUNKS = 8 * MIB, 4
@@ -62,11 +63,14 @@ class HostWeights:
         ring_bytes: of the ring in front of all others; 0 where there are none.
         held_bytes: ordinary memory of masters that were there before and stay.
         mapped_bytes: of masters that stay in a mapped file.
+        disk_bytes: of those, what the budget has no room for: they are read from the disk whenever they are copied.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pinned_bytes = self.ring_bytes = self.held_bytes = self.mapped_bytes = 0
+        self.pinned_bytes = self.ring_bytes = self.held_bytes = self.mapped_bytes = self.disk_bytes = 0
+        self._past: PastCache | None = None
+        self._on_disk: list[tuple[int, int]] = []
         self._ring: _Ring | None = None
         self._mapped: set[int] = set()
         self._each: list[_Master] = []
@@ -111,6 +115,12 @@ class HostWeights:
                 raise
         self._known |= {id(tensor): (tensor, _place(tensor)) for tensor in news}
 
+    def can_pin(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether there is room to pin all of ``tensors``, those counted that are settled already."""
+        budget = _budget.get()
+        room = pinnable_bytes() if budget is None else min(pinnable_bytes() - budget.parked, budget.left)
+        return sum(tensor.nbytes for tensor in tensors) <= room + self.pinned_bytes + self.held_bytes
+
     def copy_to(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None = None) -> None:
         """Copy what a tensor holds on the host into ``target`` on the device.
 
@@ -123,7 +133,7 @@ class HostWeights:
         """
         with torch.no_grad(), torch.inference_mode(False):
             if self._ring is not None and self._is_slow(source) and (pair := _in_order(source, target)):
-                self._ring.copy(*pair, stream)
+                self._ring.copy(*pair, stream, self._past if self._is_on_disk(source) else None)
                 return
             with _on(stream):
                 target.copy_(source, non_blocking=self.device.type == "cuda")
@@ -140,9 +150,10 @@ class HostWeights:
     def undo(self) -> None:
         """Give the tensors back what they held, where it was; what was changed meanwhile keeps its new contents, and
         nothing stays pinned that was not."""
-        self._ring = None
+        self._ring = self._past = None
         self._put_back(0)
         self._mapped.clear()
+        self._on_disk.clear()
         self._known.clear()
 
     def _put_back(self, first: int) -> None:
@@ -160,9 +171,29 @@ class HostWeights:
             return source.device.type == "cpu" and not source.is_pinned()
         return storage_key(source) in self._mapped
 
+    def _is_on_disk(self, source: Tensor) -> bool:
+        """Whether ``source`` lies in what the budget has no room for."""
+        found = bisect.bisect_right(self._on_disk, (source.data_ptr(), math.inf)) - 1
+        return found >= 0 and source.data_ptr() < self._on_disk[found][1]
+
+    def _leave_on_disk(self, waiting: Iterable[Tensor], budget: _Budget, mapping: MappedFiles) -> None:
+        """Of masters that stay in mapped files those are kept in the system's cache, in order, that are within the
+        ``budget``; the others are read past it."""
+        if not can_read_past_cache():
+            return
+        for data in waiting:
+            if data.nbytes <= budget.left:
+                budget.left -= data.nbytes
+            else:
+                self._on_disk.append((data.data_ptr(), data.data_ptr() + data.nbytes))
+                self.disk_bytes += data.nbytes
+        self._on_disk.sort()
+        if self._on_disk:
+            self._past = PastCache(mapping)
+
     def _settle(self, tensors: Sequence[Tensor]) -> None:
         on_gpu = self.device.type == "cuda"
-        mapping = _Mapping()
+        mapping, waiting = MappedFiles(), list[Tensor]()
         places: dict[_Place, list[Tensor]] = {}
         for tensor in tensors:
             places.setdefault(_place(tensor), []).append(tensor)
@@ -186,6 +217,7 @@ class HostWeights:
                 copy, ordinary = data.to("cpu"), ordinary + size
             if copy is None and kind == "mapped":
                 self._mapped.add(storage_key(data))
+                waiting.append(data)
                 self.mapped_bytes += size
             for tensor in sharing:
                 self._each.append(_Master(tensor, data if kind == "mapped" else None, data.device, kind == "pinned"))
@@ -198,6 +230,7 @@ class HostWeights:
         self.pinned_bytes, self.held_bytes = self.pinned_bytes + pinned, self.held_bytes + ordinary
         if budget is not None:
             budget.left -= pinned + ordinary
+            self._leave_on_disk(waiting, budget, mapping)
         beside = on_gpu and self.held_bytes and (budget is None or budget.left >= 0)
         if self.mapped_bytes or beside:
             self._ring, self.ring_bytes = _ring_of(self.device), RING_BYTES
@@ -284,8 +317,14 @@ class _Ring:
         self._turn = 0
         self.reader = ThreadPoolExecutor(1, "sd-lowvram-reader")
 
-    def copy(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None) -> None:
-        """Copy what :func:`_in_order` gives."""
+    def copy(
+        self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None, past: PastCache | None = None
+    ) -> None:
+        """Copy what :func:`_in_order` gives.
+
+        Args:
+            past: reads ``source`` from its file.
+        """
         with self._lock, _on(stream):
             for piece, place in _pieces(source, target):
                 turn = self._turn
@@ -294,7 +333,9 @@ class _Ring:
                 if copied is not None:
                     copied.synchronize()
                 chunk = self._chunks[turn][: place.nbytes].view(place.dtype).view(place.shape)
-                place.copy_(chunk.copy_(piece), non_blocking=place.is_cuda)
+                if past is None or not past.read(piece, chunk):
+                    chunk.copy_(piece)
+                place.copy_(chunk, non_blocking=place.is_cuda)
                 if place.is_cuda:
                     self._copied[turn] = torch.cuda.current_stream(place.device).record_event()
 
@@ -309,36 +350,12 @@ def _ring_of(device: torch.device) -> _Ring:
     return ring
 
 
-class _Mapping:
-    """Which addresses of this process belong to mapped files. Where the system does not tell, none seem to."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-                span, _, _, _, node, *file = line.split(maxsplit=5)
-                if node != "0" and file and not file[0].startswith(("/dev/", "/memfd:", "/SYSV")):
-                    start, end = span.split("-")
-                    self._starts.append(int(start, 16))
-                    self._ends.append(int(end, 16))
-
-    def kind(self, tensor: Tensor) -> Literal["device", "pinned", "mapped", "ordinary"]:
-        """What memory ``tensor`` lies in."""
-        if tensor.device.type != "cpu":
-            return "device"
-        found = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
-        if found >= 0 and tensor.data_ptr() < self._ends[found]:
-            return "mapped"
-        return "pinned" if torch.cuda.is_available() and tensor.is_pinned() else "ordinary"
-
-
 def in_files(tensors: Iterable[Tensor]) -> list[bool]:
     """Which of ``tensors`` lie in mapped files, and need no memory of their own while they wait.
 
     Weights without contents, on the meta device or fake, count too: a checkpoint is mapped when it is loaded.
     """
-    mapping = _Mapping()
+    mapping = MappedFiles()
     return [
         tensor.device.type == "meta" or active_fake_mode(tensor) is not None or mapping.kind(tensor) == "mapped"
         for tensor in tensors

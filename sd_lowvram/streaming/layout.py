@@ -19,7 +19,7 @@ from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
 from .layers import Layer, place_bytes
 from .pool import Pool
-from .schedule import Schedule, aligned, lay_out
+from .schedule import Schedule, aligned, lay_out, spread
 from .search import best_schedule, no_slower
 from .simulator import CopyQueue
 from .timing import StepTiming, as_called, in_run_order, timed
@@ -131,9 +131,15 @@ class DeviceLayout:
         yield from self._parts.lookups
         yield from (layer for block in self.blocks for layer in block.layers)
 
-    def streamed_tensors(self) -> Iterator[Tensor]:
-        """The weights that pass through the ring, in the order of a step; one that comes in parts more than once."""
-        return (tensor for number in self.streamed for tensor in self.blocks[number].tensors)
+    def streamed_tensors(self, apart: bool = False) -> Iterator[Tensor]:
+        """The weights that pass through the ring, in the order of a step; one that comes in parts more than once.
+
+        Args:
+            apart: in an order of which every beginning lies evenly in a step: where the first are pinned or cached, the
+                disk works on the others all of the time, and not all at once.
+        """
+        order = (self.streamed[number] for number in spread(len(self.streamed))) if apart else self.streamed
+        return (tensor for number in order for tensor in self.blocks[number].tensors)
 
     def roles(self) -> dict[int, tuple[int, ...] | None]:
         """By the id of a layer's module, the numbers of its blocks, none for what stays; None: it is a table."""

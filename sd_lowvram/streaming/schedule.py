@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,14 @@ class Schedule:
 def aligned(size: int) -> int:
     """``size`` rounded up to a place in the ring."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def spread(count: int) -> list[int]:
+    """The numbers below ``count`` in an order of which every beginning lies evenly among them."""
+    return sorted(range(count), key=lambda number: number * _GOLDEN % 1)
 
 
 def lay_out(units: Sequence[WeightGroup], resident: Collection[int], ring_bytes: int) -> Schedule:

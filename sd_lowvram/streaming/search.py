@@ -76,13 +76,14 @@ def bound(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue) ->
 
     From the start of one unit to the start of another, all bytes between must be there at their time, and no more than
     ``device_bytes`` of them can have been there before: the rest is copied meanwhile. The step takes as long as the
-    longest chain of such stretches.
+    longest chain of such stretches, and no less than what has to come from the disk.
     """
     compute = sum(unit.seconds for unit in units)
     total = sum(unit.bytes for unit in units)
     rate = copies.fastest
+    from_disk = copies.on_disk(total - device_bytes) / copies.disk
     if not copies.overlap:
-        return compute + max(0, total - device_bytes) / rate
+        return compute + max(max(0, total - device_bytes) / rate, from_disk)
     before = [0, *itertools.accumulate(unit.bytes for unit in units)]
     longest: list[float] = []
     first, ahead = 0, -math.inf  # of the stretches that begin at units before first: the latest start of their copies
@@ -93,7 +94,7 @@ def bound(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue) ->
             first += 1
         longest[last] = max(longest[last], ahead + (before[last + 1] - device_bytes) / rate)
     end = longest[-1] + units[-1].seconds if units else 0.0
-    return max(end, (total - device_bytes) / rate)
+    return max(end, (total - device_bytes) / rate, from_disk)
 
 
 class _ScheduleSearch:

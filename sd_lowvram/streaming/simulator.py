@@ -6,10 +6,10 @@ Nothing is measured here: bytes, seconds and bandwidth come from the caller.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .schedule import Schedule, WeightGroup
+from .schedule import Schedule, WeightGroup, spread
 
 _STEPS = 60
 """Enough for what is special about the first steps to pass."""
@@ -24,7 +24,9 @@ class CopyQueue:
         latency: seconds that every fetch costs besides.
         overlap: whether copies run beside the compute; not so where the device is the CPU.
         reading: bytes a second into the ring, where weights wait in a mapped file or in memory that is not pinned.
-        pinned: bytes of streamed weights, in the order of a step, that need not be read; None: all.
+        pinned: bytes of streamed weights that need not be read; None: all.
+        disk: bytes a second of those that no memory holds.
+        cached: bytes of streamed weights, pinned ones besides, that memory holds; None: all.
     """
 
     bandwidth: float
@@ -32,23 +34,37 @@ class CopyQueue:
     overlap: bool = True
     reading: float = math.inf
     pinned: int | None = None
+    disk: float = math.inf
+    cached: int | None = None
 
-    def seconds(self, size: int, read: int = 0) -> float:
-        """Of one fetch of ``size`` bytes, of which ``read`` have to be read.
+    def seconds(self, size: int, read: int = 0, on_disk: int = 0) -> float:
+        """Of one fetch of ``size`` bytes, of which ``read`` have to be read, ``on_disk`` of these from the disk.
 
         A thread of its own reads the next chunks while one is copied: the slower of both decides. A CPU does one after
         the other.
         """
-        copying, reading = size / self.bandwidth, read / self.reading
+        copying, reading = (
+            size / self.bandwidth,
+            (read - on_disk) / self.reading + on_disk / min(self.disk, self.reading),
+        )
         return (max(copying, reading) if self.overlap else copying + reading) + self.latency
 
-    def of_fetches(self, sizes: Iterable[int]) -> Iterator[float]:
-        """Seconds of each fetch of a step, in order."""
-        left = self.pinned
-        for size in sizes:
-            read = 0 if left is None else size - min(size, left)
-            left = None if left is None else left - (size - read)
-            yield self.seconds(size, read)
+    def on_disk(self, size: int) -> int:
+        """Of ``size`` bytes that are streamed in a step, those that come from the disk."""
+        return 0 if self.pinned is None or self.cached is None else max(0, size - self.pinned - self.cached)
+
+    def of_fetches(self, sizes: Sequence[int]) -> list[float]:
+        """Seconds of each fetch of a step, in order; those that are read lie evenly among the others."""
+        taken = [0.0] * len(sizes)
+        pinned = math.inf if self.pinned is None else self.pinned
+        cached = math.inf if self.cached is None else self.cached
+        for number in spread(len(sizes)):
+            size = sizes[number]
+            read = int(size - min(size, pinned))
+            on_disk = int(read - min(read, cached))
+            pinned, cached = pinned - (size - read), cached - (read - on_disk)
+            taken[number] = self.seconds(size, read, on_disk)
+        return taken
 
     @property
     def fastest(self) -> float:
@@ -62,7 +78,7 @@ class CopyQueue:
 def simulate(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> float:
     """Seconds of one step among many: fetches run ahead into the next step."""
     if not copies.overlap:
-        fetched = sum(copies.of_fetches(units[fetch.unit].bytes for fetch in schedule.fetches))
+        fetched = sum(copies.of_fetches([units[fetch.unit].bytes for fetch in schedule.fetches]))
         return sum(unit.seconds for unit in units) + fetched
     return _Engines(units, schedule, copies).step_seconds()
 
@@ -72,7 +88,7 @@ class _Engines:
 
     def __init__(self, units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> None:
         place = {fetch.unit: index for index, fetch in enumerate(schedule.fetches)}
-        taken = list(copies.of_fetches(units[fetch.unit].bytes for fetch in schedule.fetches))
+        taken = copies.of_fetches([units[fetch.unit].bytes for fetch in schedule.fetches])
         self.rows = []
         between = 0.0
         for number, unit in enumerate(units):

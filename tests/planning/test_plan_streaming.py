@@ -24,7 +24,8 @@ from sd_lowvram.planning.cost_model import Pricing
 from sd_lowvram.planning.plan import Request
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import attached
-from sd_lowvram.streaming.host_weights import RING_BYTES, _Mapping, host_budget
+from sd_lowvram.streaming.host_weights import RING_BYTES, host_budget
+from sd_lowvram.streaming.mapped_files import MappedFiles
 from sd_lowvram.streaming.timing import StepTiming
 from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
@@ -165,14 +166,16 @@ def test_what_is_copied_in_every_step_is_pinned_before_what_stays(tmp_path: Path
     room = weight_bytes(unet) // 3
     with host_budget(RING_BYTES + room), attached(unet, settings, device="cpu") as attachment:
         stream = stream_of(attachment)
-        layout, mapping = stream._layout, _Mapping()
+        layout, mapping = stream._layout, MappedFiles()
         in_file = {
             number: all(mapping.kind(tensor) == "mapped" for tensor in block.tensors)
             for number, block in enumerate(layout.blocks)
         }
         assert 0.9 * room <= stream._masters.pinned_bytes <= room
     assert layout.residents and all(in_file[number] for number in layout.residents)
-    assert not in_file[layout.streamed[0]] and in_file[layout.streamed[-1]]
+    read = [in_file[number] for number in layout.streamed]
+    assert any(read[: len(read) // 2]) and any(read[len(read) // 2 :])  # the disk works in all of a step
+    assert not all(read[: len(read) // 2]) and not all(read[len(read) // 2 :])
 
 
 @pytest.mark.parametrize("offload", ["layer", "component"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from sd_lowvram.memory import is_host, pinned
 from sd_lowvram.streaming import host_weights as module
 from sd_lowvram.streaming.host_weights import CHUNK_BYTES, RING_BYTES, host_budget, mapped_bytes
+from sd_lowvram.streaming.mapped_files import MappedFiles, can_read_past_cache
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import lay_last, same_bits
 
@@ -35,7 +37,7 @@ def _nbytes(tensors: dict[str, Tensor]) -> int:
 
 
 def _in_file(tensor: Tensor) -> bool:
-    return module._Mapping().kind(tensor) == "mapped"
+    return MappedFiles().kind(tensor) == "mapped"
 
 
 def test_files_stay_mapped_where_memory_is_short_and_pass_the_ring(mapped: dict[str, Tensor]) -> None:
@@ -214,3 +216,65 @@ def test_mapped_bytes_of_modules(mapped: dict[str, Tensor]) -> None:
     assert mapped_bytes(layer) == mapped["large"].nbytes
     with torch.device("meta"):
         assert mapped_bytes(nn.Linear(10, 10)) == 440
+
+
+def _read_from_disk() -> int:
+    """Bytes that this process has had read from a disk so far."""
+    told = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines())
+    return int(told["read_bytes"])
+
+
+@pytest.mark.skipif(not can_read_past_cache(), reason="the system does not tell")
+def test_each_byte_is_read_as_seldom_as_possible(tmp_path: Path) -> None:
+    """Weights in turn, more than the budget: what it holds is read once, the rest once a step, and none is cached."""
+    made = {str(number): torch.randn(1 << 20) for number in range(12)}
+    save_file(made, tmp_path / "weights.safetensors")
+    file = os.open(tmp_path / "weights.safetensors", os.O_RDWR)
+    os.fsync(file)
+    mapped = load_file(tmp_path / "weights.safetensors")
+    masters = masters_of(mapped.values(), RING_BYTES + 25 * MIB, CPU)
+    assert (masters.pinned_bytes, masters.mapped_bytes, masters.disk_bytes) == (24 * MIB, 24 * MIB, 24 * MIB)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    for _ in range(3):
+        before = _read_from_disk()
+        for name, tensor in mapped.items():
+            target = torch.empty_like(tensor)
+            masters.copy_to(tensor.data, target)
+            assert torch.equal(target, made[name])
+        read = _read_from_disk() - before
+        if read == 0:
+            pytest.skip("this file system reads from no disk")
+        assert 23 * MIB <= read <= 25 * MIB  # pages that two weights share may stay
+    masters.undo()
+    os.close(file)
+
+
+@pytest.mark.skipif(not can_read_past_cache(), reason="the system does not tell")
+def test_what_fits_into_the_cache_is_left_to_it(mapped: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "PINNED_SHARE", 0.0)
+    masters = masters_of(mapped.values(), RING_BYTES + 16 * MIB, CPU)
+    assert (masters.mapped_bytes, masters.disk_bytes) == (_nbytes(mapped), 0)
+
+
+@pytest.mark.skipif(not can_read_past_cache(), reason="the system does not tell")
+def test_what_somebody_wrote_into_mapped_weights_is_what_is_copied(mapped: dict[str, Tensor]) -> None:
+    """A LoRA that is fused into them changes memory, and not the file."""
+    mapped["large"][700] += 1
+    changed = mapped["large"].clone()
+    masters = masters_of(mapped.values(), 0, CPU)
+    assert masters.disk_bytes == _nbytes(mapped)
+    target = torch.empty_like(mapped["large"])
+    masters.copy_to(mapped["large"].data, target)
+    assert torch.equal(target, changed)
+
+
+@pytest.mark.skipif(not can_read_past_cache(), reason="the system does not tell")
+def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        save_file({"weight": torch.full((1 << 20,), value)}, tmp_path / f"{value}.safetensors")
+    mapped = load_file(tmp_path / "1.0.safetensors")
+    masters = masters_of(mapped.values(), 0, CPU)
+    os.replace(tmp_path / "2.0.safetensors", tmp_path / "1.0.safetensors")
+    target = torch.empty(1 << 20)
+    masters.copy_to(mapped["weight"].data, target)
+    assert target.eq(1.0).all()

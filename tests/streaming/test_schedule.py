@@ -158,10 +158,10 @@ def test_what_has_to_be_read_takes_as_long_as_reading_it():
     """The reader fills the ring while its chunks are copied; a CPU does one after the other."""
     units = [unit(2), unit(4)]
     mapped = CopyQueue(4 * K, reading=K, pinned=2 * K)
-    assert list(mapped.of_fetches(one.bytes for one in units)) == pytest.approx([0.5, 4.0])
+    assert list(mapped.of_fetches([one.bytes for one in units])) == pytest.approx([0.5, 4.0])
     assert list(CopyQueue(K, reading=4 * K, pinned=3 * K).of_fetches([2 * K, 4 * K])) == pytest.approx([2.0, 4.0])
     one_by_one = dataclasses.replace(mapped, overlap=False)
-    assert list(one_by_one.of_fetches(one.bytes for one in units)) == pytest.approx([0.5, 5.0])
+    assert list(one_by_one.of_fetches([one.bytes for one in units])) == pytest.approx([0.5, 5.0])
     assert simulate(units, lay_out(units, (), 6 * K), one_by_one) == pytest.approx(7.5)
     assert simulate(units, lay_out(units, (), 6 * K), mapped) == pytest.approx(5.0)
 
@@ -234,7 +234,7 @@ def test_of_more_units_the_search_comes_near_the_best_residents():
 @given(UNITS, st.floats(0, 1), COPIES)
 def test_a_step_is_as_long_as_its_compute_or_its_copies_at_least(units, share, copies):
     compute = sum(one.seconds for one in units)
-    copied = sum(copies.of_fetches(one.bytes for one in units if one.bytes))
+    copied = sum(copies.of_fetches([one.bytes for one in units if one.bytes]))
     seconds = simulate(units, lay_out(units, (), budget(units, share)), copies)
     assert max(compute, copied) - 1e-6 <= seconds <= compute + copied + 1e-6
 
