@@ -44,6 +44,7 @@ __all__ = [
     "more_versions",
     "not_compiled",
     "reset_compiler",
+    "storage_expired",
     "storage_key",
     "tree_flatten",
     "tree_map",
@@ -78,6 +79,10 @@ def storage_key(tensor: Tensor | torch.UntypedStorage) -> int:
     storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor
     key: int = storage._cdata
     return key
+
+
+storage_expired: Any = torch.UntypedStorage._expired
+"""Whether the storage with this key is gone. There must be a ``StorageWeakRef`` of it: no other gets its key."""
 
 
 def writes(tensor: Tensor) -> int:

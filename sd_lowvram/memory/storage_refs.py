@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..compat import STORAGES_ARE_OBJECTS
-from ..compat.private import storage_key
+from ..compat.private import storage_expired, storage_key
 
 
 class Deaths:
@@ -32,8 +32,9 @@ class Deaths:
 
     def look(self) -> None:
         """Where torch reports no death, look for the dead."""
-        if not STORAGES_ARE_OBJECTS:
-            for key in [key for key, reference in [*self._references.items()] if reference.expired()]:
+        if not STORAGES_ARE_OBJECTS:  # a trace asks at each operator, of every weight
+            references = self._references.copy()  # kept, whatever other threads find gone meanwhile
+            for key in [*filter(storage_expired, references)]:
                 self._gone(key)
 
     def forget(self) -> None:
