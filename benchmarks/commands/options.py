@@ -19,23 +19,33 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too, and JSON beside it.")]
 _SHARED = {"out": (Out, None), "as_json": (Json, False), "debug": (Debug, False)}
+_IN_PYTHON = object()
+"""Of a command's context: it is run by :func:`run_command`."""
 
 
-def measurement(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+def measurement(function: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
     """A command of ``function``, which checks its options and returns what to call ``run`` with, of the module of its
     name in ``benchmarks``. ``--out``, ``--json`` and ``--debug`` are added; ``lines`` of that module is printed."""
 
-    @functools.wraps(function)
-    def command(context: typer.Context, as_json: bool = False, debug: bool = False, **asked: Any) -> None:
-        with measuring(debug, not as_json):
-            out = {} if "out" in own else {"out": asked.pop("out")}
-            arguments = function(**asked)
-            module = importlib.import_module(f"benchmarks.{function.__name__}")
-            from ..tables import show, told_as, whole
+    def measured(context: typer.Context, asked: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., Any]]:
+        out = {} if "out" in own else {"out": asked.pop("out")}
+        arguments = function(**asked)
+        module = importlib.import_module(f"benchmarks.{function.__name__}")
+        from ..tables import told_as
 
-            with told_as(_typed(context)):
-                report = module.run(**arguments, **out)
-            show(report, whole(report, module.lines), as_json)
+        with told_as(_typed(context)):
+            return module.run(**arguments, **out), module.lines
+
+    @functools.wraps(function)
+    def command(context: typer.Context, as_json: bool = False, debug: bool = False, **asked: Any) -> dict[str, Any]:
+        if context.obj is _IN_PYTHON:
+            return measured(context, asked)[0]
+        with measuring(debug, not as_json):
+            from ..tables import show, whole
+
+            report, lines = measured(context, asked)
+            show(report, whole(report, lines), as_json)
+        return report
 
     own = inspect.signature(function, eval_str=True).parameters
     added = [
@@ -48,6 +58,19 @@ def measurement(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     return command
+
+
+def run_command(app: typer.Typer, words: str, out: Path) -> dict[str, Any]:
+    """What ``python -m benchmarks WORDS`` measures: written, also to ``out`` where ``words`` name no other place, but
+    not printed."""
+    name, *options = shlex.split(words)
+    group: Any = typer.main.get_command(app)
+    command = group.commands[name]
+    if "--out" not in options:
+        options += ["--out", str(out)]
+    with command.make_context(name, options, obj=_IN_PYTHON) as context:
+        report: dict[str, Any] = command.invoke(context)
+    return report
 
 
 @contextlib.contextmanager

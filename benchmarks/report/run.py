@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def run(folder: Path, quick: bool, say: Callable[[str], None], known: Path | Non
     return folder / "index.html"
 
 
-def _collect(known: Path, every: list[Measurement], data: Path) -> None:
+def _collect(known: Path, every: Sequence[Measurement], data: Path) -> None:
     if not known.is_dir():
         raise BadInputError(f"--from {known} is no folder: name one with the JSON files of python -m benchmarks")
     for part in every:
@@ -50,7 +50,7 @@ def _collect(known: Path, every: list[Measurement], data: Path) -> None:
             part.collect(known, data)
 
 
-def _left(left: list[Measurement]) -> str:
+def _left(left: Sequence[Measurement]) -> str:
     names = ", ".join(part.name for part in left)
     return f"left: {names}; about {max(1, round(sum(part.minutes for part in left)))} minutes on two cores"
 
@@ -64,7 +64,7 @@ def _check(file: Path, about: dict[str, Any]) -> None:
     write_json(about, file)
 
 
-def _write(folder: Path, about: dict[str, Any], every: list[Measurement], found: dict[str, Any]) -> None:
+def _write(folder: Path, about: dict[str, Any], every: Sequence[Measurement], found: dict[str, Any]) -> None:
     charts = drawn(found)
     write_whole(page(about, every, found, charts).encode(), folder / "index.html")
     write_whole(markdown(about, every, found, charts).encode(), folder / "report.md")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from html.parser import HTMLParser
@@ -33,15 +34,19 @@ def two_parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The report's parts replaced by two quick ones; tells which were measured."""
     measured: list[str] = []
 
-    def first(out: Path) -> Any:
+    fitted = fit.run
+
+    def first(*, out: Path, **_: Any) -> Any:
         measured.append("steps")
         return measured_steps(out)
 
-    def second(out: Path) -> Any:
+    def second(files: Any, *, out: Path) -> Any:
         measured.append("fit")
-        return fit.run(out=out)
+        return fitted(files, out=out)
 
-    some = [Measurement("steps", "steps", 2, first, steps.lines), Measurement("fit", "fit", 3, second, fit.lines)]
+    monkeypatch.setattr(steps, "run", first)
+    monkeypatch.setattr(fit, "run", second)
+    some = [Measurement("steps", 2, "steps"), Measurement("fit", 3, "fit")]
     monkeypatch.setattr(running, "parts", lambda quick: some)
     return measured
 
@@ -97,6 +102,15 @@ def test_a_quick_report_has_six_charts_or_more_and_is_within_ten_minutes() -> No
     some = parts(quick=True)
     assert len(some) >= 6 and sum(part.minutes for part in some) <= 10
     assert {part.name for part in (*some, *parts(quick=False))} == {*CHARTS}
+
+
+def test_each_part_runs_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    for part in {part.command: part for part in (*parts(quick=True), *parts(quick=False))}.values():
+        module = importlib.import_module(f"benchmarks.{part.command.split()[0].replace('-', '_')}")
+        monkeypatch.setattr(module, "run", lambda *given, **named: asked.update(given=given, **named) or {"rows": []})
+        assert part.measured(tmp_path) == part.kept(tmp_path) == {"rows": []}
+    assert asked["source"] == "B" and asked["model"] == "demo" and asked["out"] == tmp_path / "ladder.md"
 
 
 def test_what_a_bench_has_written_is_not_measured_anew(tmp_path: Path, two_parts: list[str]) -> None:
