@@ -24,7 +24,7 @@ from sd_lowvram.tracing import trace
 from sd_lowvram.units import MIB, format_size
 
 from .calls import timed_runs
-from .tables import milliseconds, pair_cells, written
+from .tables import left_out, milliseconds, pair_cells, written
 
 Shape = tuple[int, int, int, int, int]
 """(batch, heads, queries, keys, width)."""
@@ -150,9 +150,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield "*Shape*: batch x heads x head width, queries x keys. Peaks are above the arguments, with the output."
     yield ""
     yield from rows_table(report["rows"], "plain")
-    for name, why in report["left_out"].items():
-        yield ""
-        yield f"Left out: {name}: {why}."
+    yield from left_out(report["left_out"])
 
 
 def rows_table(rows: Iterable[dict[str, Any]], beside: str) -> Iterator[str]:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sd_lowvram import progress
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.files.tables import table
-from sd_lowvram.files.whole import write_json
 from sd_lowvram.planning.as_others import request_by
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.settings import Settings
-from sd_lowvram.units import GIB, MIB, format_time
+from sd_lowvram.units import GIB, format_time
 
-from .tables import begun, written
+from .tables import filled, mib
 
 CARDS = ("gtx1650", "rtx2060", "rtx2070", "rtx3060", "rtx4090")
 SIDES = {"sd15": (512, 1024, 2048), "sdxl": (1024, 2048)}
@@ -31,16 +30,15 @@ _RAM = 32 * GIB
 
 def run(cards: Sequence[str] = CARDS, model: str = "sd15", *, out: Path | None) -> dict[str, Any]:
     """Foretell the pictures in fp16; writes ``out`` and JSON, card by card, and goes on with what lacks."""
-    report = begun({"model": model, "steps": _STEPS, "how": "foretold"}, out)
-    known = [row["card"] for row in report["rows"]]
-    for card in progress.counted("cards", [card for card in cards if card not in known]):
-        asked = [(side, name) for side in SIDES[model] for name in POLICIES]
-        cells = [{"side": side, "policy": name, **_cell(model, card, side, name)} for side, name in asked]
-        rates = profile(card)
-        report["rows"].append({"card": card, "title": rates.title, "vram_bytes": rates.vram_bytes, "cells": cells})
-        if out is not None:
-            write_json(report, out.with_suffix(".json"))
-    return written(report, lines, out)
+    asked = {"model": model, "steps": _STEPS, "how": "foretold"}
+    cases = [{"card": card} for card in cards]
+    return filled(asked, cases, functools.partial(_of_card, model), lines, out, "cards")
+
+
+def _of_card(model: str, card: str) -> dict[str, Any]:
+    rates, asked = profile(card), [(side, name) for side in SIDES[model] for name in POLICIES]
+    cells = [{"side": side, "policy": name, **_cell(model, card, side, name)} for side, name in asked]
+    return {"title": rates.title, "vram_bytes": rates.vram_bytes, "cells": cells}
 
 
 def _cell(model: str, card: str, side: int, name: str) -> dict[str, Any]:
@@ -73,6 +71,6 @@ def _row(row: dict[str, Any]) -> list[str]:
 
 def _told(cell: dict[str, Any]) -> str:
     if "seconds" not in cell:
-        return f"needs {cell['needed_bytes'] / MIB:.0f} MiB"
+        return mib("needed_bytes", "needs {:.0f} MiB")(cell)
     waits = f", RAM {cell['host_bytes'] / GIB:.1f} GiB" if cell["host_bytes"] else ""
-    return f"{format_time(cell['seconds'])}, {cell['peak_bytes'] / MIB:.0f} MiB{waits}"
+    return f"{format_time(cell['seconds'])}, {mib('peak_bytes')(cell)} MiB{waits}"

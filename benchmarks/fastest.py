@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from sd_lowvram import progress
 from sd_lowvram.devices.info import default_device
 from sd_lowvram.devices.pairs import compared
-from sd_lowvram.files.tables import table
 from sd_lowvram.hooks.packed_weights import packable
 from sd_lowvram.kernels import compiler, packed
 from sd_lowvram.session import anatomy_of, attached
@@ -23,7 +21,7 @@ from sd_lowvram.settings import Settings
 from .ladder import has_bfloat16, inputs, step
 from .models import demo_pipeline, random_pipeline
 from .pictures import facts
-from .tables import pair_cells, written
+from .tables import Sheet, pair_columns, written
 
 _LOSSLESS, _HALF, _DECODE = "lossless step", "step with bfloat16 allowed", "lossless decode"
 
@@ -94,30 +92,16 @@ def _decode(vae: Any, given: Tensor) -> Tensor:
     return pixels
 
 
-def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The figures as Markdown."""
-    side, decode = report["sizes"]
-    yield "# As fast as it gets, beside diffusers as it is"
-    yield ""
-    yield (
-        f"{report['model']} in float32 on {report['device']} with {report['threads']} threads (torch "
-        f"{report['torch']}): guided steps at {side}x{side}, decodes at {decode}x{decode}; both sides in inference "
-        "mode, in turn within one process, medians."
-    )
-    yield ""
-    heads = ("of", "way", "diffusers, s", "ours, s", "times as fast", "error", "pairs", "first call, seconds more")
-    yield from table(heads, map(_cells, report["rows"]))
-    for name, why in report["left_out"].items():
-        yield ""
-        yield f"Left out: {name}: {why}."
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [
-        row["part"],
-        row["name"],
-        *pair_cells(row, "{:.2f}"),
-        f"{row['error']:.0e}",
-        str(row["pairs"]),
-        f"{row['warm_up_seconds']:.1f}",
-    ]
+lines = Sheet(
+    "As fast as it gets, beside diffusers as it is",
+    "{model} in float32 on {device} with {threads} threads (torch {torch}): guided steps at {sizes[0]}x{sizes[0]}, "
+    "decodes at {sizes[1]}x{sizes[1]}; both sides in inference mode, in turn within one process, medians.",
+    (
+        ("of", "{part}"),
+        ("way", "{name}"),
+        *pair_columns("diffusers, s", "ours, s", "{:.2f}"),
+        ("error", "{error:.0e}"),
+        ("pairs", "{pairs}"),
+        ("first call, seconds more", "{warm_up_seconds:.1f}"),
+    ),
+).lines

@@ -18,12 +18,11 @@ from sd_lowvram.checkpoints.architectures import autoencoder, build_components
 from sd_lowvram.checkpoints.load_autoencoder import load_autoencoder
 from sd_lowvram.demo import MODEL_PATH
 from sd_lowvram.devices.pairs import figures, in_turn
-from sd_lowvram.files.tables import table
 from sd_lowvram.hooks import overflow, vae_exact, vae_whole
 from sd_lowvram.session import attached
 from sd_lowvram.settings import Settings
 
-from .tables import pair_cells, written
+from .tables import Sheet, pair_columns, written
 
 SIDES = {"demo": 512, "sd15": 128}
 """Of the pictures in pixels, by the autoencoder: that of the demo model, and a full-size one with random weights."""
@@ -44,19 +43,19 @@ def run(out: Path | None = None, pairs: int = 9) -> dict[str, Any]:
     return written(report, lines, out)
 
 
-def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The report as Markdown."""
-    yield "# What looking for values that are no numbers costs"
-    yield ""
-    yield (
-        f"Decodes in float32 on {report['device']}, {report['threads']} threads, torch {report['torch']}: medians of "
-        f"{report['pairs']} pairs, with the looks and without."
-    )
-    yield ""
-    heads = ("autoencoder", "side", "decode", "looks", "without, s", "with, s", "times as fast with")
-    yield from table(heads, (
-        [row["model"], str(row["side"]), row["way"], str(row["looks"]), *pair_cells(row)] for row in report["rows"]
-    ))  # fmt: skip
+lines = Sheet(
+    "What looking for values that are no numbers costs",
+    "Decodes in float32 on {device}, {threads} threads, torch {torch}: medians of {pairs} pairs, with the looks and "
+    "without.",
+    (
+        ("autoencoder", "{model}"),
+        ("side", "{side}"),
+        ("decode", "{way}"),
+        ("looks", "{looks}"),
+        *pair_columns("without, s", "with, s")[:2],
+        ("times as fast with", pair_columns("without, s", "with, s")[2][1]),
+    ),
+).lines
 
 
 def _rows(model: str, side: int, pairs: int, device: torch.device) -> Iterator[dict[str, Any]]:

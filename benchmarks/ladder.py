@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from sd_lowvram import progress
 from sd_lowvram.devices.info import default_device
 from sd_lowvram.devices.pairs import compared
-from sd_lowvram.files.tables import table
 from sd_lowvram.hooks.packed_weights import packable
 from sd_lowvram.kernels import compiler
 from sd_lowvram.kernels.triton import support as triton
@@ -29,7 +28,7 @@ from sd_lowvram.settings import Fidelity, Settings, knobs
 
 from .models import demo_pipeline, random_denoiser
 from .pictures import facts
-from .tables import pair_cells, written
+from .tables import Sheet, pair_columns, written
 
 SOURCES = {
     "B": "diffusers' page on memory and speed, TITAN RTX, 512x512, 50 steps: 9.50 s at first",
@@ -200,40 +199,22 @@ def _made(rung: LadderRow, unet: Any, given: _CALLED) -> Iterator[Callable[[], T
         yield functools.partial(step, unet, given)
 
 
+_SHEET = Sheet(
+    "The ladder of source {source}, here",
+    "A guided step of {model} at {size}x{size} on {device} with {threads} threads (torch {torch}); every row in turn "
+    "with diffusers' own UNet in float32, medians of {pairs} pairs in one process. Published: {published}, for whole "
+    "pictures. *error*: relative, to the first row.",
+    (
+        ("row", "{name}"),
+        *pair_columns("diffusers' own, s", "this, s"),
+        ("published", lambda row: "" if row["published"] is None else f"{row['published']:.2f}"),
+        ("fidelity", "{fidelity}"),
+        ("error", "{error:.0e}"),
+        ("first call, seconds more", "{warm_up_seconds:.1f}"),
+    ),
+)
+
+
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The ladder as Markdown."""
-    yield f"# The ladder of source {report['source']}, here"
-    yield ""
-    yield (
-        f"A guided step of {report['model']} at {report['size']}x{report['size']} on {report['device']} with "
-        f"{report['threads']} threads (torch {report['torch']}); every row in turn with diffusers' own UNet in "
-        f"float32, medians of {report['pairs']} pairs in one process. Published: {SOURCES[report['source']]}, for "
-        "whole pictures. *error*: relative, to the first row."
-    )
-    yield ""
-    heads = (
-        "row",
-        "diffusers' own, s",
-        "this, s",
-        "times as fast",
-        "published",
-        "fidelity",
-        "error",
-        "first call, seconds more",
-    )
-    yield from table(heads, map(_cells, report["rows"]))
-    for name, why in report["left_out"].items():
-        yield ""
-        yield f"Left out: {name}: {why}."
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    published = "" if row["published"] is None else f"{row['published']:.2f}"
-    return [
-        row["name"],
-        *pair_cells(row),
-        published,
-        row["fidelity"],
-        f"{row['error']:.0e}",
-        f"{row['warm_up_seconds']:.1f}",
-    ]
+    return _SHEET.lines({**report, "published": SOURCES[report["source"]]})

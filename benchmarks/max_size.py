@@ -12,15 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sd_lowvram import progress
 from sd_lowvram.files.tables import table
-from sd_lowvram.files.whole import write_json
 from sd_lowvram.policies.named import POLICIES
 from sd_lowvram.units import GIB, MIB, format_size, format_time
 
 from .end_to_end import device_bytes
 from .pictures import chosen_policies, facts
-from .tables import BUSY, begun, trusted, written
+from .tables import BUSY, filled, left_out, trusted
 from .trial import measure
 
 PUBLISHED = {
@@ -59,21 +57,11 @@ def foretold(card: str = "rtx2070", names: Sequence[str] = tuple(POLICIES), *, o
     Goes on with the policies that the JSON lacks.
     """
     asked = {"model": "sd15", "card": card, "steps": 20, "how": "foretold"}
-    return _filled(asked, names, out, lambda name: _foretold(card, name))
+    cases = [{"policy": name} for name in names]
+    return filled(asked, cases, functools.partial(_foretold, card), lines, out, "policies")
 
 
-def _filled(asked: dict[str, Any], names: Sequence[str], out: Path | None, row_of: Any) -> dict[str, Any]:
-    """A report with a row for each of ``names``; those that ``out`` has already are kept."""
-    report = begun(asked, out)
-    known = [row["policy"] for row in report["rows"]]
-    for name in progress.counted("policies", [name for name in names if name not in known]):
-        report["rows"].append({"policy": name, **row_of(name)})
-        if out is not None:
-            write_json(report, out.with_suffix(".json"))
-    return written(report, lines, out)
-
-
-def _foretold(card: str, name: str) -> dict[str, Any]:
+def _foretold(card: str, policy: str) -> dict[str, Any]:
     import torch
 
     from sd_lowvram.checkpoints.meta_model import meta_anatomy
@@ -85,19 +73,19 @@ def _foretold(card: str, name: str) -> dict[str, Any]:
 
     anatomy = meta_anatomy("sd15", torch.float16)
 
-    def request(policy: str, **size: Any) -> Any:
-        return request_by(policy, anatomy, gpu=card, ram=32 * GIB, steps=20, **size)
+    def request(name: str, **size: Any) -> Any:
+        return request_by(name, anatomy, gpu=card, ram=32 * GIB, steps=20, **size)
 
-    def at(policy: str, side: int) -> float | None:
+    def at(name: str, side: int) -> float | None:
         try:
-            asked = request(policy, width=side, height=side)
-            return make_plan(anatomy, asked, Settings.policy(policy)).predicted.seconds
+            asked = request(name, width=side, height=side)
+            return make_plan(anatomy, asked, Settings.policy(name)).predicted.seconds
         except BudgetError:
             return None
 
-    side, _ = PUBLISHED.get(name, (None, None))
-    found: dict[str, Any] = {"there": side and at(name, side), "ours_there": side and at("ours", side)}
-    plan = largest_plans(anatomy, request(name), Settings.policy(name))["square"]
+    side, _ = PUBLISHED.get(policy, (None, None))
+    found: dict[str, Any] = {"there": side and at(policy, side), "ours_there": side and at("ours", side)}
+    plan = largest_plans(anatomy, request(policy), Settings.policy(policy))["square"]
     if plan is None:
         return found | {"side": None}
     return found | {
@@ -119,12 +107,12 @@ def measured(
     names, left_out = chosen_policies(names)
     asked = {**facts(model, steps=steps, cap=cap), "left_out": list(left_out), "how": "measured"}
 
-    def row_of(name: str) -> dict[str, Any]:
-        task: dict[str, Any] = {"model": model, "name": name, "cap": cap, "steps": steps}
+    def row_of(policy: str) -> dict[str, Any]:
+        task: dict[str, Any] = {"model": model, "name": policy, "cap": cap, "steps": steps}
         found = measure(guess, **task)
         return found if "error" in found else _confirmed(task, found["side"])
 
-    return _filled(asked, names, out, row_of)
+    return filled(asked, [{"policy": name} for name in names], row_of, lines, out, "policies")
 
 
 def _confirmed(task: dict[str, Any], side: int) -> dict[str, Any]:
@@ -224,9 +212,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield from table(("policy", "largest", "held MiB", "s", "one more held MiB"), map(_measured_cells, report["rows"]))
-    if report["left_out"]:
-        yield ""
-        yield f"Left out, as they need an accelerator: {', '.join(report['left_out'])}."
+    yield from left_out(report["left_out"])
 
 
 def _foretold_cells(row: dict[str, Any]) -> list[str]:

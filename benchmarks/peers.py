@@ -16,17 +16,13 @@ from typing import Any
 
 import torch
 
-from sd_lowvram import progress
 from sd_lowvram.api import plan
 from sd_lowvram.devices.pairs import spread, timed
 from sd_lowvram.errors import BadInputError
-from sd_lowvram.files.tables import table
-from sd_lowvram.files.whole import write_json
 from sd_lowvram.session import attached
-from sd_lowvram.units import MIB
 
 from .pictures import facts, least_budget, loaded, picture
-from .tables import BUSY, begun, eight_bits, figure, trusted, written
+from .tables import BUSY, Row, Sheet, eight_bits, figure, filled, mib, trusted
 from .trial import measure
 
 PLAIN = "diffusers"
@@ -73,14 +69,8 @@ def run(*, size: int = 256, steps: int = 8, out: Path | None) -> dict[str, Any]:
     asked = facts(None, size=size, steps=steps, left_out=LEFT_OUT)
     if asked["device"].split(",")[0] != "cpu":
         raise BadInputError(f"peers measures on a CPU, and this runs on {asked['device']}: hide the card")
-    report = begun(asked, out)
-    known = [row["name"] for row in report["rows"]]
-    missing = [name for name in (*THEIRS, *OURS) if name not in known]
-    for name in progress.counted("peers", missing):
-        report["rows"].append({"name": name, **measure(trial_run, name=name, size=size, steps=steps)})
-        if out is not None:
-            write_json(report, out.with_suffix(".json"))
-    return written(report, lines, out)
+    cases = [{"name": name} for name in (*THEIRS, *OURS)]
+    return filled(asked, cases, functools.partial(measure, trial_run, size=size, steps=steps), lines, out, "peers")
 
 
 def trial_run(name: str, size: int, steps: int) -> dict[str, Any]:
@@ -140,31 +130,21 @@ def _resident(figure: str = "VmRSS") -> int | None:
     return None
 
 
-def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The table as Markdown."""
-    yield "# Other programs and ours on one checkpoint"
-    yield ""
-    yield (
-        f"{report['model']}, {report['size']}x{report['size']}, {report['steps']} steps, on {report['device']} with "
-        f"{report['threads']} threads, each in a process of its own. *Process*: its peak beyond what it held before "
-        "the model was loaded. *Allocator*: the peak of all tensors, weights and what waits in host memory included. "
-        "*Differs*: from the picture of diffusers as it is, the largest difference of 8-bit values and the share of "
-        f"pixels. Seconds: medians of {_RUNS} pictures."
-    )
-    yield ""
-    yield from table(("program", "s", "process MiB", "allocator MiB", "differs"), map(_cells, report["rows"]))
-    for name, why in report["left_out"].items():
-        yield ""
-        yield f"Left out: {name}: {why}."
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    if "error" in row:
-        return [row["name"], row["error"], "", "", ""]
-    process = "" if row["process_bytes"] is None else f"{row['process_bytes'] / MIB:.1f}"
-    differs = f"{row['most']} ({row['differing']:.2%})" if row["most"] else "not at all"
-    return [row["name"], _seconds(row), process, f"{row['allocator_bytes'] / MIB:.1f}", differs]
-
-
-def _seconds(row: dict[str, Any]) -> str:
+def _seconds(row: Row) -> str:
     return figure(row["seconds"], row.get("spread"), "{:.2f}") if trusted(row, "spread") else BUSY
+
+
+lines = Sheet(
+    "Other programs and ours on one checkpoint",
+    "{model}, {size}x{size}, {steps} steps, on {device} with {threads} threads, each in a process of its own. "
+    "*Process*: its peak beyond what it held before the model was loaded. *Allocator*: the peak of all tensors, "
+    "weights and what waits in host memory included. *Differs*: from the picture of diffusers as it is, the largest "
+    f"difference of 8-bit values and the share of pixels. Seconds: medians of {_RUNS} pictures.",
+    (
+        ("program", "{name}"),
+        ("s", _seconds),
+        ("process MiB", mib("process_bytes", "{:.1f}")),
+        ("allocator MiB", mib("allocator_bytes", "{:.1f}")),
+        ("differs", lambda row: f"{row['most']} ({row['differing']:.2%})" if row["most"] else "not at all"),
+    ),
+).lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,12 @@ import torch
 from sd_lowvram import progress
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import profile
-from sd_lowvram.files.tables import table
 from sd_lowvram.planning.request import request_for
 from sd_lowvram.planning.search import PlanSearch
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, MIB, format_size, format_time
 
-from .tables import written
+from .tables import Row, Sheet, written
 
 BOUNDS = {
     ("sd15", 512): 320 * MIB,
@@ -31,15 +30,6 @@ BOUNDS = {
     ("sdxl", 4096): 2 * GIB,
 }
 """What the allocator may take for the least peak at most: fp16, batch 1, with guidance. None: nothing was promised."""
-
-_NOTE = """# The least memory that lossless settings need
-
-Nothing ran on a GPU: peaks are traced, times those of the {card} profile for
-30 steps with these smallest settings, which nobody would choose with more memory. fp16, batch 1, with guidance. *In
-segments* is what the allocator takes for the peak and the libraries' workspaces, of a stated size, which the bound is
-for; *least budget* counts the driver's share too, another stated default. *In host memory* with weights in ordinary
-memory, and with weights left in a mapped file. *Searching* is processor time.
-"""
 
 
 def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -75,29 +65,33 @@ def _row(model: str, size: int, card: str) -> dict[str, Any]:
     }
 
 
-_HEADS = (
-    *("model", "size", "least peak", "in segments", "bound", "least budget", "in host memory", "weights mapped"),
-    *("time", "searching"),
-)
+def _size(name: str) -> Callable[[Row], str]:
+    return lambda row: format_size(row[name])
 
 
-def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The report as Markdown."""
-    yield _NOTE.format(card=report["card"])
-    yield from table(_HEADS, map(_cells, report["rows"]))
+def _bound(row: Row) -> str:
+    bound = row["bound_bytes"]
+    missed = bound is not None and row["minimum_reserved_bytes"] > bound
+    return "" if bound is None else format_size(bound) + (" (missed)" if missed else "")
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    least, bound = row["minimum_reserved_bytes"], row["bound_bytes"]
-    promise = "" if bound is None else format_size(bound) + ("" if least <= bound else " (missed)")
-    sizes = [format_size(row[name]) for name in ("minimum_vram_bytes", "host_bytes", "minimum_ram_bytes")]
-    times = [format_time(row["seconds"]), f"{row['searching_seconds']:.1f} s"]
-    return [
-        row["model"],
-        f"{row['size']}x{row['size']}",
-        format_size(row["minimum_peak_bytes"]),
-        format_size(least),
-        promise,
-        *sizes,
-        *times,
-    ]
+lines = Sheet(
+    "The least memory that lossless settings need",
+    """Nothing ran on a GPU: peaks are traced, times those of the {card} profile for
+30 steps with these smallest settings, which nobody would choose with more memory. fp16, batch 1, with guidance. *In
+segments* is what the allocator takes for the peak and the libraries' workspaces, of a stated size, which the bound is
+for; *least budget* counts the driver's share too, another stated default. *In host memory* with weights in ordinary
+memory, and with weights left in a mapped file. *Searching* is processor time.""",
+    (
+        ("model", "{model}"),
+        ("size", "{size}x{size}"),
+        ("least peak", _size("minimum_peak_bytes")),
+        ("in segments", _size("minimum_reserved_bytes")),
+        ("bound", _bound),
+        ("least budget", _size("minimum_vram_bytes")),
+        ("in host memory", _size("host_bytes")),
+        ("weights mapped", _size("minimum_ram_bytes")),
+        ("time", lambda row: format_time(row["seconds"])),
+        ("searching", "{searching_seconds:.1f} s"),
+    ),
+).lines

@@ -14,7 +14,7 @@ from sd_lowvram import progress
 from sd_lowvram.files.tables import table
 
 from .pictures import PROMPT, chosen_policies, facts, loaded, picture, ways
-from .tables import eight_bits, written
+from .tables import eight_bits, left_out, written
 
 PLAIN = "untouched"
 """The pipeline as it was loaded, with nothing attached."""
@@ -68,9 +68,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     rows = ([one, *(_cell(found.get((one, other)) or found[other, one]) for other in names)] for one in names)
     yield from table(("", *names), rows)
-    if report["left_out"]:
-        yield ""
-        yield f"Left out, as they need an accelerator: {', '.join(report['left_out'])}."
+    yield from left_out(report["left_out"])
 
 
 def _cell(pair: dict[str, Any]) -> str:

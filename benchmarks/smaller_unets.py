@@ -15,10 +15,9 @@ import torch
 
 from sd_lowvram import progress
 from sd_lowvram.devices.pairs import compared
-from sd_lowvram.files.tables import table
 from sd_lowvram.units import format_size
 
-from .tables import pair_cells, written
+from .tables import Row, Sheet, pair_columns, written
 
 PUBLISHED_PARAMETERS = {"Base": "0.58", "Small": "0.49", "Tiny": "0.33"}
 """Billions."""
@@ -113,43 +112,30 @@ def _given(config: Any, side: int) -> Callable[[Any], torch.Tensor]:
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """What :func:`run` found, as Markdown."""
-    yield "# Smaller UNets: what they save"
-    yield ""
-    yield (
-        f"SD1.5's UNet in float32 with random weights, as `unet prune` and `unet combine` cut it. Operations and "
-        f"activations of a guided step at {_COUNTED_AT}x{_COUNTED_AT}, counted; seconds of a pass at "
-        f"{report['side']}x{report['side']} on this CPU, {report['threads']} threads, torch {report['torch']}, beside "
-        f"the whole UNet's in turn, medians of {report['pairs']} pairs. "
-        "Published: A-SDM 2023, the times on a phone."
-    )
-    yield ""
-    heads = (
-        "UNet",
-        "parameters",
-        "published",
-        "operations",
-        "activations",
-        "whole, s",
-        "smaller, s",
-        "times as fast",
-        "published",
-    )
-    yield from table(heads, _cells(report["rows"]))
+    whole = report["rows"][0]["operations"]
+    return _SHEET.lines({**report, "rows": [{**row, "share": row["operations"] / whole} for row in report["rows"]]})
 
 
-def _cells(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    whole = rows[0]
-    for row in rows:
-        name = row["name"]
-        times = ["-", "-", "-"]
-        if "ratio" in row:
-            times = pair_cells(row, "{:.2f}")
-        yield [
-            name,
-            f"{row['parameters'] / 1e6:.1f} M",
-            f"{PUBLISHED_PARAMETERS[name]} B" if name in PUBLISHED_PARAMETERS else "-",
-            f"{row['operations'] / whole['operations']:.3f}",
-            format_size(row["peak_bytes"]),
-            *times,
-            PUBLISHED_TIMES.get(name, "-"),
-        ]
+def _timed(cell: Any) -> Callable[[Row], str]:
+    return lambda row: cell(row) if "ratio" in row else "-"
+
+
+_SHEET = Sheet(
+    "Smaller UNets: what they save",
+    "SD1.5's UNet in float32 with random weights, as `unet prune` and `unet combine` cut it. Operations and "
+    f"activations of a guided step at {_COUNTED_AT}x{_COUNTED_AT}, counted; seconds of a pass at "
+    "{side}x{side} on this CPU, {threads} threads, torch {torch}, beside the whole UNet's in turn, medians of {pairs} "
+    "pairs. Published: A-SDM 2023, the times on a phone.",
+    (
+        ("UNet", "{name}"),
+        ("parameters", lambda row: f"{row['parameters'] / 1e6:.1f} M"),
+        (
+            "published",
+            lambda row: f"{PUBLISHED_PARAMETERS[row['name']]} B" if row["name"] in PUBLISHED_PARAMETERS else "-",
+        ),
+        ("operations", "{share:.3f}"),
+        ("activations", lambda row: format_size(row["peak_bytes"])),
+        *((head, _timed(cell)) for head, cell in pair_columns("whole, s", "smaller, s", "{:.2f}")),
+        ("published", lambda row: PUBLISHED_TIMES.get(row["name"], "-")),
+    ),
+)

@@ -14,7 +14,7 @@ from sd_lowvram.files.tables import table
 
 from .fits import polynomial
 from .pictures import chosen_policies, facts, loaded, picture, ways
-from .tables import BUSY, trusted, written
+from .tables import BUSY, left_out, trusted, written
 
 COUNTS = tuple(range(10, 101, 10))
 _LEAST_R_SQUARED = 0.9
@@ -66,9 +66,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield from table(("policy", "ms a step", "ms besides", "R^2", *map(str, counts)), map(_cells, report["rows"]))
-    if report["left_out"]:
-        yield ""
-        yield f"Left out, as they need an accelerator: {', '.join(report['left_out'])}."
+    yield from left_out(report["left_out"])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

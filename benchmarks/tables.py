@@ -8,20 +8,29 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sd_lowvram import progress
 from sd_lowvram.devices.info import default_device
 from sd_lowvram.errors import BadInputError
+from sd_lowvram.files.tables import table
 from sd_lowvram.files.whole import write_json, write_whole
+from sd_lowvram.units import MIB
 
 Report = dict[str, Any]
+Row = dict[str, Any]
 Lines = Callable[[Report], Iterable[str]]
+Cell = str | Callable[[Row], str]
+"""Of a column: a format of a row's values, or a function of the row."""
+Columns = Sequence[tuple[str, Cell]]
+"""Heads and cells."""
 
 LEAST_OWN = 0.8
 """Share of the time that the measuring thread must have had a processor, or its seconds are other programs'."""
@@ -112,6 +121,77 @@ def whole(report: Report, lines: Lines) -> Iterator[str]:
     yield from ("", origin_line(report))
 
 
+@dataclass(frozen=True)
+class Sheet:
+    """How the rows of a report are told.
+
+    Attributes:
+        title, note: formats of the report's values.
+        of: how many of the columns name the case; where a row has an ``error``, a sentence, it follows these.
+    """
+
+    title: str
+    note: str
+    columns: Columns
+    of: int = 1
+
+    def lines(self, report: Report) -> Iterator[str]:
+        """The rows as Markdown, and why others are left out."""
+        yield from (f"# {self.title.format_map(report)}", "", self.note.format_map(report), "")
+        yield from self.table(report["rows"])
+        yield from left_out(report.get("left_out", ()))
+
+    def table(self, rows: Iterable[Row]) -> Iterator[str]:
+        """The rows as a Markdown table."""
+        return rows_table(self.columns, rows, self.of)
+
+
+def rows_table(columns: Columns, rows: Iterable[Row], of: int = 1) -> Iterator[str]:
+    """A Markdown table with a line for each row; see :class:`Sheet`."""
+
+    def cells(row: Row) -> Iterator[str]:
+        error = row["error"] if isinstance(row.get("error"), str) else None
+        for number, (_, cell) in enumerate(columns):
+            if error is not None and number >= of:
+                yield error.replace("|", "/") if number == of else ""
+            else:
+                yield cell.format_map(row) if isinstance(cell, str) else cell(row)
+
+    return table([head for head, _ in columns], (list(cells(row)) for row in rows))
+
+
+def left_out(why: Mapping[str, str] | Sequence[str]) -> Iterator[str]:
+    """What a report does not have: by name with the reason, or policies that need an accelerator."""
+    if isinstance(why, Mapping):
+        for name, reason in why.items():
+            yield from ("", f"Left out: {name}: {reason}.")
+    elif why:
+        yield from ("", f"Left out, as they need an accelerator: {', '.join(why)}.")
+
+
+def filled(
+    asked: Report, cases: Sequence[Row], measure: Callable[..., Row], lines: Lines, out: Path | None, what: str
+) -> Report:
+    """A report with a row for each of ``cases``, which begins with the case; written row by row as they come, and those
+    that ``out`` has already are kept.
+
+    Args:
+        asked: what the report begins with.
+        measure: called with a case, gives what is found of it.
+        what: is counted, in words.
+
+    Raises:
+        BadInputError: what ``out`` has was asked for in another way.
+    """
+    report = begun(asked, out)
+    missing = [case for case in cases if not any(case.items() <= row.items() for row in report["rows"])]
+    for case in progress.counted(what, missing):
+        report["rows"].append({**case, **measure(**case)})
+        if out is not None:
+            write_json(report, out.with_suffix(".json"))
+    return written(report, lines, out)
+
+
 def begun(asked: Report, out: Path | None) -> Report:
     """The report beside ``out`` that is not finished yet, or a new one with no ``rows``.
 
@@ -151,6 +231,35 @@ def trusted(row: Mapping[str, Any], spread: str = "ratio_spread") -> bool:
 def figure(value: float, spread: float | None, form: str = "{:.3f}") -> str:
     """A cell: ``value`` with its spread in percent, where that is known."""
     return form.format(value) + ("" if spread is None else f" ± {spread:.0%}")
+
+
+def quiet(form: str) -> Callable[[Row], str]:
+    """A cell that is not told where the machine was busy."""
+    return lambda row: form.format_map(row) if trusted(row) else BUSY
+
+
+def mib(name: str, form: str = "{:.0f}", unknown: str = "") -> Callable[[Row], str]:
+    """A cell: the bytes of that name in MiB; ``unknown`` where a row does not have them."""
+    return lambda row: unknown if row.get(name) is None else form.format(row[name] / MIB)
+
+
+def ms(name: str) -> Callable[[Row], str]:
+    """A cell: the seconds of that name in milliseconds, empty where none were measured."""
+    return lambda row: milliseconds(row[name])[0]
+
+
+def yes(name: str, no: str = "**no**") -> Callable[[Row], str]:
+    """A cell: whether what is of that name is so."""
+    return lambda row: "yes" if row[name] else no
+
+
+def pair_columns(plain: str, ours: str, form: str = "{:.3f}", unit: float = 1.0) -> Columns:
+    """Three columns: those of :func:`pair_cells`, with heads for both sides."""
+
+    def cell(number: int) -> Callable[[Row], str]:
+        return lambda row: pair_cells(row, form, unit)[number]
+
+    return [(head, cell(number)) for number, head in enumerate((plain, ours, "times as fast"))]
 
 
 def pair_cells(row: Mapping[str, Any], form: str = "{:.3f}", unit: float = 1.0) -> list[str]:

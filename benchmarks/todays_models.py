@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sd_lowvram import progress
 from sd_lowvram.checkpoints.architectures import TRANSFORMERS
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import BudgetError
-from sd_lowvram.files.tables import table
-from sd_lowvram.files.whole import write_json
-from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.as_others import request_by
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB
 
-from .tables import begun, written
+from .tables import Columns, Row, filled, rows_table
 
 SIDES = (512, 1024, 2048)
 _STEPS = 20
+_anatomy = functools.lru_cache(1)(lambda model: meta_anatomy(model, torch.bfloat16))
 
 
 def run(
@@ -37,17 +35,12 @@ def run(
 ) -> dict[str, Any]:
     """Plan the models in bf16; writes ``out`` and JSON, model by model, and goes on with what lacks."""
     told = {"card": card, "title": profile(card).title, "vram_bytes": vram, "ram_bytes": ram, "steps": _STEPS}
-    report = begun(told, out)
-    known = [row["model"] for row in report["rows"]]
-    for model in progress.counted("models", [model for model in models if model not in known]):
-        anatomy = meta_anatomy(model, torch.bfloat16)
-        report["rows"] += [{"model": model, "side": side, **_cell(anatomy, card, vram, ram, side)} for side in SIDES]
-        if out is not None:
-            write_json(report, out.with_suffix(".json"))
-    return written(report, lines, out)
+    cases = [{"model": model, "side": side} for model in models for side in SIDES]
+    return filled(told, cases, functools.partial(_planned, card, vram, ram), lines, out, "models and sizes")
 
 
-def _cell(anatomy: Anatomy, card: str, vram: int, ram: int, side: int) -> dict[str, Any]:
+def _planned(card: str, vram: int, ram: int, model: str, side: int) -> dict[str, Any]:
+    anatomy = _anatomy(model)
     request = request_by("ours", anatomy, gpu=card, vram=vram, ram=ram, width=side, height=side, steps=_STEPS)
     try:
         plan = make_plan(anatomy, request, Settings())
@@ -74,19 +67,25 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         "them; nothing ran on a card. *GiB of the card*: what torch reserves and the driver holds. *Over compute*: a "
         "step's time over that with all weights on the card."
     )
-    heads = (
-        "model", "GiB of the card", "least", "GiB of host memory", "seconds a step", "over compute", "calls a step"
-    )  # fmt: skip
     for side in SIDES:
-        yield ""
-        yield f"## {side}x{side}"
-        yield ""
-        yield from table(heads, [_row(row) for row in report["rows"] if row["side"] == side])
+        yield from ("", f"## {side}x{side}", "")
+        yield from rows_table(_COLUMNS, (row for row in report["rows"] if row["side"] == side))
 
 
-def _row(row: dict[str, Any]) -> list[str]:
-    if "seconds" not in row:
-        return [f"`{row['model']}`", f"needs {row['needed_bytes'] / GIB:.2f}", *[""] * 5]
-    calls = str(row["calls"]) + (f", of {row['passes']} rows" if row["passes"] > 1 else "")
-    sizes = (f"{row[name] / GIB:.2f}" for name in ("card_bytes", "least_bytes", "host_bytes"))
-    return [f"`{row['model']}`", *sizes, f"{row['seconds']:.1f}", f"{row['slowdown']:.2f}", calls]
+def _gib(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[name] / GIB:.2f}" if name in row else ""
+
+
+def _calls(row: Row) -> str:
+    return f"{row['calls']}" + (f", of {row['passes']} rows" if row["passes"] > 1 else "")
+
+
+_COLUMNS: Columns = (
+    ("model", "`{model}`"),
+    ("GiB of the card", lambda row: _gib("card_bytes")(row) or f"needs {row['needed_bytes'] / GIB:.2f}"),
+    ("least", _gib("least_bytes")),
+    ("GiB of host memory", _gib("host_bytes")),
+    ("seconds a step", lambda row: f"{row['seconds']:.1f}" if "seconds" in row else ""),
+    ("over compute", lambda row: f"{row['slowdown']:.2f}" if "seconds" in row else ""),
+    ("calls a step", lambda row: _calls(row) if "seconds" in row else ""),
+)

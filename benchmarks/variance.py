@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from sd_lowvram import progress
-from sd_lowvram.files.tables import table
 
 from .pictures import chosen_policies, facts, loaded, timed_pictures, ways
-from .tables import BUSY, trusted, written
+from .tables import Row, Sheet, quiet, written
 
 PUBLISHED = {
     "compvis": (0.156, 0.040),
@@ -21,6 +21,25 @@ PUBLISHED = {
     "consciencia-modified": (0.060, 0.014),
 }
 """Standard deviation in seconds and coefficient of variation of 30 pictures of 448x448 on an RTX 2070."""
+
+
+def _published(number: int, row: Row) -> str:
+    return f"{PUBLISHED[row['policy']][number]:.3f}" if row["policy"] in PUBLISHED else ""
+
+
+lines = Sheet(
+    "{runs} pictures in a row",
+    "{model}, {size}x{size}, {steps} steps, on {device}, the first picture of each policy left out. Published: SD1.5,"
+    " 30 pictures of 448x448 on an RTX 2070.",
+    (
+        ("policy", "{policy}"),
+        ("mean s", quiet("{mean:.4f}")),
+        ("deviation s", quiet("{deviation:.4f}")),
+        ("variation", quiet("{variation:.4f}")),
+        ("published deviation s", functools.partial(_published, 0)),
+        ("published variation", functools.partial(_published, 1)),
+    ),
+).lines
 
 
 def run(
@@ -39,25 +58,3 @@ def run(
         rows.append({"policy": name, **told, "seconds": seconds, "own": own})
     report = facts(model, size=size, steps=steps, runs=runs, left_out=list(left_out), rows=rows)
     return written(report, lines, out)
-
-
-def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The measurement as Markdown."""
-    yield f"# {report['runs']} pictures in a row"
-    yield ""
-    yield (
-        f"{report['model']}, {report['size']}x{report['size']}, {report['steps']} steps, on {report['device']}, the "
-        "first picture of each policy left out. Published: SD1.5, 30 pictures of 448x448 on an RTX 2070."
-    )
-    yield ""
-    heads = ("policy", "mean s", "deviation s", "variation", "published deviation s", "published variation")
-    yield from table(heads, (_cells(row) for row in report["rows"]))
-    if report["left_out"]:
-        yield ""
-        yield f"Left out, as they need an accelerator: {', '.join(report['left_out'])}."
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    published = [f"{value:.3f}" for value in PUBLISHED.get(row["policy"], ())] or ["", ""]
-    told = (f"{row[name]:.4f}" if trusted(row) else BUSY for name in ("mean", "deviation", "variation"))
-    return [row["policy"], *told, *published]

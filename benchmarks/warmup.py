@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from sd_lowvram import progress
 from sd_lowvram.devices.pairs import timed
-from sd_lowvram.files.tables import table
 
 from .calls import timed_calls
 from .pictures import chosen_policies, facts, loaded, picture, ways
-from .tables import BUSY, trusted, written
+from .tables import BUSY, Cell, Row, Sheet, trusted, written
 from .trial import measure
 
 PUBLISHED = {
@@ -26,6 +25,33 @@ PUBLISHED = {
     "consciencia-modified": 7.52,
 }
 """Seconds that the first picture took longer on an RTX 2070, loading not counted."""
+
+
+def _seconds(name: str) -> Cell:
+    def cell(row: Row) -> str:
+        value = row.get(name)
+        return "" if value is None else f"{value:.3f}" if trusted(row) else BUSY
+
+    return cell
+
+
+lines = Sheet(
+    "The first picture beside the next ones",
+    "{model}, {size}x{size}, {steps} steps, on {device}, each policy in a process of its own: the first picture less "
+    "the median of {runs} more, and the same of the first step and the first decode. Published: on an RTX 2070, "
+    "SD1.5.",
+    (
+        ("policy", "{policy}"),
+        ("load s", _seconds("load_seconds")),
+        ("prepare s", _seconds("prepare_seconds")),
+        ("first s", _seconds("first_seconds")),
+        ("median s", _seconds("median_seconds")),
+        ("first beyond", _seconds("first_beyond")),
+        ("step", _seconds("step_beyond")),
+        ("decode", _seconds("decode_beyond")),
+        ("published", lambda row: f"{PUBLISHED[row['policy']]:.2f}" if row["policy"] in PUBLISHED else ""),
+    ),
+).lines
 
 
 def run(
@@ -67,30 +93,3 @@ def trial_run(model: str | None, name: str, size: int, steps: int, runs: int) ->
         **beyond,
         "own": min(one.own for one in times),
     }
-
-
-def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The measurement as Markdown."""
-    yield "# The first picture beside the next ones"
-    yield ""
-    yield (
-        f"{report['model']}, {report['size']}x{report['size']}, {report['steps']} steps, on {report['device']}, each "
-        f"policy in a process of its own: the first picture less the median of {report['runs']} more, and the same of "
-        "the first step and the first decode. Published: on an RTX 2070, SD1.5."
-    )
-    yield ""
-    heads = ("policy", "load s", "prepare s", "first s", "median s", "first beyond", "step", "decode", "published")
-    yield from table(heads, (_cells(row) for row in report["rows"]))
-    if report["left_out"]:
-        yield ""
-        yield f"Left out, as they need an accelerator: {', '.join(report['left_out'])}."
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    if "error" in row:
-        return [row["policy"], row["error"], *[""] * 7]
-    names = ("load_seconds", "prepare_seconds", "first_seconds", "median_seconds", "first_beyond")
-    values = [*(row[name] for name in names), row.get("step_beyond"), row.get("decode_beyond")]
-    published = PUBLISHED.get(row["policy"])
-    told = ["" if value is None else f"{value:.3f}" if trusted(row) else BUSY for value in values]
-    return [row["policy"], *told, "" if published is None else f"{published:.2f}"]

@@ -37,7 +37,7 @@ def measurement(function: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
             return module.run(**arguments, **out), module.lines
 
     @functools.wraps(function)
-    def command(context: typer.Context, as_json: bool = False, debug: bool = False, **asked: Any) -> dict[str, Any]:
+    def command(context: typer.Context, as_json: bool = False, debug: bool = False, **asked: Any) -> Any:
         if context.obj is _IN_PYTHON:
             return measured(context, asked)[0]
         with measuring(debug, not as_json):
@@ -45,7 +45,7 @@ def measurement(function: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
 
             report, lines = measured(context, asked)
             show(report, whole(report, lines), as_json)
-        return report
+        return None  # what is returned would be the exit code
 
     own = inspect.signature(function, eval_str=True).parameters
     added = [

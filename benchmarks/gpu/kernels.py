@@ -13,13 +13,11 @@ from torch import Tensor
 
 from sd_lowvram.devices.pairs import figures, in_turn
 from sd_lowvram.errors import SettingsError
-from sd_lowvram.files.tables import table
 from sd_lowvram.memory import measured_peak
-from sd_lowvram.units import MIB
 
 from ..calls import timed_runs
 from ..models import embeddings, random_denoiser
-from ..tables import milliseconds, pair_cells
+from ..tables import Columns, Row, mib, ms, pair_columns, rows_table, yes
 from .peaks import held_on
 from .record import Case, ResultRows, in_order, not_run
 from .streaming import measured_steps
@@ -175,39 +173,42 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "runs in turn. *Host*: until the call returned; *device*: between the events around it. *Peak*: above the"
     yield "arguments."
     yield ""
-    yield from table(_HEADS, (_cells(row) for row in _kernels(part["rows"]) if "failed" not in row))
+    yield from rows_table(_KERNELS, (row for row in _kernels(part["rows"]) if "failed" not in row), of=2)
     yield ""
     yield "Passes of a UNet, all of its weights on the device. *Error*: of the latents after two steps, relative to"
     yield "those of the UNet as it is; recorded passes have to have the same bits. Medians of steps."
     yield ""
     passes = (row for row in _passes(part["rows"]) if "failed" not in row)
-    yield from table(_HEADS_OF_PASSES, (_cells_of_pass(row, part["rows"]) for row in passes))
+    yield from rows_table(_PASSES, ({**row, "plain_step": _plain_step(row, part["rows"])} for row in passes), of=2)
 
 
-_HEADS = (
-    "kernel", "type", "error", "torch's", "no worse", "same bits", "torch's, ms", "this, ms", "times as fast",
-    "host ms", "device ms", "peak MiB", "torch's MiB",
-)  # fmt: skip
-_HEADS_OF_PASSES = "model", "way", "same bits", "error", "step ms", "times as fast", "host ms", "device ms", "peak MiB"
+_KERNELS: Columns = (
+    ("kernel", "{kernel}"),
+    ("type", "{dtype}"),
+    ("error", "{error:.1e}"),
+    ("torch's", "{torch_error:.1e}"),
+    ("no worse", yes("no_worse")),
+    ("same bits", yes("same_bits")),
+    *pair_columns("torch's, ms", "this, ms", "{:.2f}", 1e-3),
+    ("host ms", ms("host_seconds")),
+    ("device ms", ms("device_seconds")),
+    ("peak MiB", mib("measured_bytes", "{:.1f}")),
+    ("torch's MiB", mib("torch_bytes", "{:.1f}")),
+)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    what = [row["kernel"], row["dtype"]]
-    if "ratio" not in row:
-        return [*what, row["error"].replace("|", "/"), *[""] * (len(_HEADS) - 3)]
-    sound = ["yes" if row[name] else "**no**" for name in ("no_worse", "same_bits")]
-    times = milliseconds(row["host_seconds"], row["device_seconds"])
-    sizes = [f"{row[name] / MIB:.1f}" for name in ("measured_bytes", "torch_bytes")]
-    errors = [f"{row[name]:.1e}" for name in ("error", "torch_error")]
-    return [*what, *errors, *sound, *pair_cells(row, "{:.2f}", 1e-3), *times, *sizes]
+def _ratio(row: Row) -> str:
+    return f"{row['plain_step'] / row['step_seconds']:.2f}" if row["plain_step"] else ""
 
 
-def _cells_of_pass(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    what = [f"{row['model']}, {row['side']}x{row['side']}", row["pass"]]
-    if "step_seconds" not in row:
-        return [*what, row["error"].replace("|", "/"), *[""] * (len(_HEADS_OF_PASSES) - 3)]
-    bits = "yes" if row["same_bits"] else "**no**" if row["pass"] in _LOSSLESS else "no"
-    first = _plain_step(row, rows)
-    times = milliseconds(row["step_seconds"]), milliseconds(row["host_seconds"], row["device_seconds"])
-    ratio = [f"{first / row['step_seconds']:.2f}" if first else ""]
-    return [*what, bits, f"{row['error']:.1e}", *times[0], *ratio, *times[1], f"{row['peak_bytes'] / MIB:.0f}"]
+_PASSES: Columns = (
+    ("model", "{model}, {side}x{side}"),
+    ("way", "{pass}"),
+    ("same bits", lambda row: yes("same_bits", "**no**" if row["pass"] in _LOSSLESS else "no")(row)),
+    ("error", "{error:.1e}"),
+    ("step ms", ms("step_seconds")),
+    ("times as fast", _ratio),
+    ("host ms", ms("host_seconds")),
+    ("device ms", ms("device_seconds")),
+    ("peak MiB", mib("peak_bytes")),
+)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from sd_lowvram.files.tables import table
 from sd_lowvram.units import GIB, MIB
 
 from ..calls import timed_calls
 from ..models import random_pipeline
 from ..pictures import least_budget
+from ..tables import Columns, Row, mib, rows_table, yes
 from .record import Case, ResultRows, in_order, room_for, side_by_side
 
 SHAPES = (("sd15", 512), ("sd15", 1024), ("sd15", 2048), ("sdxl", 1024))
@@ -145,28 +145,37 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "Python's and torch's work and what they waited for; *device*: between the events around those calls, gaps"
     yield "included: where both are as long, the device waited for the host. Sizes may have run side by side."
     yield ""
-    yield from table(_HEADS, map(_cells, in_order(part["rows"], "model", "side", "share")))
+    yield from rows_table(_COLUMNS, in_order(part["rows"], "model", "side", "share"), of=2)
 
 
-_HEADS = (
-    "model", "picture", "budget MiB", "offload", "stage", "predicted MiB", "measured MiB", "difference", "within",
-    "to reserve MiB", "reserved MiB", "beside MiB", "plan s", "host s", "device s",
-)  # fmt: skip
+def _difference(row: Row) -> str:
+    measured = row["measured_bytes"] - row["library_bytes"]
+    return f"{100 * (row['predicted_bytes'] - measured) / max(measured, 1):+.1f} %"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    what = [row["model"], f"{row['side']}x{row['side']}"]
-    if "error" in row:
-        return [*what, row["error"].replace("|", "/"), *[""] * (len(_HEADS) - 3)]
-    predicted, measured = row["predicted_bytes"], row["measured_bytes"] - row["library_bytes"]
-    plan = [f"{row['vram'] // MIB}", row["settings"].get("offload", "none"), row["stage"]]
-    apart = f"{100 * (predicted - measured) / max(measured, 1):+.1f} %"
-    within = "yes" if row["within"] else "**no**"
-    beside = f"{row['overhead_bytes'] / MIB:.0f}" if "overhead_bytes" in row else "?"
-    seconds = [row["plan_seconds"], row["host_seconds"], row["device_seconds"]]
-    return [
-        *what, *plan, f"{predicted / MIB:.0f}", f"{measured / MIB:.0f}", apart, within,
-        f"{row['predicted_reserved_bytes'] / MIB:.0f}", f"{row['reserved_bytes'] / MIB:.0f}",
-        beside if row.get("overhead_measured") else f"({beside})",
-        *("" if one is None else f"{one:.1f}" for one in seconds),
-    ]  # fmt: skip
+def _beside(row: Row) -> str:
+    told = mib("overhead_bytes", unknown="?")(row)
+    return told if row.get("overhead_measured") else f"({told})"
+
+
+def _seconds(name: str) -> Callable[[Row], str]:
+    return lambda row: "" if row[name] is None else f"{row[name]:.1f}"
+
+
+_COLUMNS: Columns = (
+    ("model", "{model}"),
+    ("picture", "{side}x{side}"),
+    ("budget MiB", lambda row: f"{row['vram'] // MIB}"),
+    ("offload", lambda row: row["settings"].get("offload", "none")),
+    ("stage", "{stage}"),
+    ("predicted MiB", mib("predicted_bytes")),
+    ("measured MiB", lambda row: f"{(row['measured_bytes'] - row['library_bytes']) / MIB:.0f}"),
+    ("difference", _difference),
+    ("within", yes("within")),
+    ("to reserve MiB", mib("predicted_reserved_bytes")),
+    ("reserved MiB", mib("reserved_bytes")),
+    ("beside MiB", _beside),
+    ("plan s", _seconds("plan_seconds")),
+    ("host s", _seconds("host_seconds")),
+    ("device s", _seconds("device_seconds")),
+)

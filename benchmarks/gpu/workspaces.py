@@ -9,13 +9,12 @@ import torch
 
 from sd_lowvram.devices.info import dtype_on
 from sd_lowvram.devices.this_machine import overhead_of
-from sd_lowvram.files.tables import table
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import weight_bytes
 
 from ..calls import timed_runs
-from ..tables import milliseconds
+from ..tables import Columns, mib, ms, rows_table
 from .peaks import held_on
 from .record import Case, ResultRows
 
@@ -103,19 +102,17 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield "*Reserved*: all that the allocator had of the card. *Host*: until the call returned; *device*: between the"
     yield f"events around it; medians of {_RUNS} calls."
     yield ""
-    yield from table(_HEADS, map(_cells, part["rows"]))
+    yield from rows_table(_COLUMNS, part["rows"], of=3)
 
 
-_HEADS = (
-    "map", "channels", "format", "input and output MiB", "workspace MiB", "counted MiB", "reserved MiB", "host ms",
-    "device ms",
-)  # fmt: skip
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    what = [f"{row['pictures']} x {row['side']}x{row['side']}", f"{row['channels']} to {row['out_channels']}"]
-    if "error" in row:
-        return [*what, row["format"], row["error"].replace("|", "/"), *[""] * 5]
-    names = "map_bytes", "workspace_bytes", "counted_bytes", "reserved_bytes"
-    sizes = [f"{row[name] / MIB:.1f}" if name in row else "?" for name in names]
-    return [*what, row["format"], *sizes, *milliseconds(row["host_seconds"], row["device_seconds"])]
+_COLUMNS: Columns = (
+    ("map", "{pictures} x {side}x{side}"),
+    ("channels", "{channels} to {out_channels}"),
+    ("format", "{format}"),
+    ("input and output MiB", mib("map_bytes", "{:.1f}", "?")),
+    ("workspace MiB", mib("workspace_bytes", "{:.1f}", "?")),
+    ("counted MiB", mib("counted_bytes", "{:.1f}", "?")),
+    ("reserved MiB", mib("reserved_bytes", "{:.1f}", "?")),
+    ("host ms", ms("host_seconds")),
+    ("device ms", ms("device_seconds")),
+)
