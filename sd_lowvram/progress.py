@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 Callback = Callable[[str, int, int], None]
 
 _listeners: ContextVar[tuple[Callback, ...]] = ContextVar("sd_lowvram_progress", default=())
-_PACKAGE = __name__.rpartition(".")[0]
+_hears: ContextVar[Callable[[str], None] | None] = ContextVar("sd_lowvram_hears", default=None)
 _NAME = "sd-lowvram: "
 
 
@@ -50,32 +50,24 @@ def listen(callback: Callback) -> Iterator[None]:
 
 
 def happened(module: str, sentence: str) -> None:
-    """Log ``sentence`` as a warning of the logger ``module``.
+    """Log ``sentence`` as a warning of the logger ``module``, unless it is :func:`heard`.
 
     The name stands before it, as many programs show the bare message, and Python does where no logging is set up.
     """
-    logging.getLogger(module).warning(_NAME + sentence)
+    if (hear := _hears.get()) is not None:
+        hear(sentence)
+    else:
+        logging.getLogger(module).warning(_NAME + sentence)
 
 
 @contextmanager
 def heard(hear: Callable[[str], None]) -> Iterator[None]:
-    """Within the block ``hear(sentence)`` is called for what happens, in place of the log.
+    """Within the block ``hear(sentence)`` is called for what happens in this thread, in place of the log.
 
     What ``hear`` raises is raised in the run.
     """
-    logger = logging.getLogger(_PACKAGE)
-    handlers, propagate = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [_Hearing(hear)], False
+    token = _hears.set(hear)
     try:
         yield
     finally:
-        logger.handlers, logger.propagate = handlers, propagate
-
-
-class _Hearing(logging.Handler):
-    def __init__(self, hear: Callable[[str], None]) -> None:
-        super().__init__()
-        self._hear = hear
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._hear(record.getMessage().removeprefix(_NAME))
+        _hears.reset(token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,30 @@ def test_who_listens_hears_in_place_of_the_log(caplog: pytest.LogCaptureFixture)
         "WARNING",
         "sd-lowvram: third",
     )
+
+
+def test_two_threads_that_listen_hear_each_its_own_run(caplog: pytest.LogCaptureFixture) -> None:
+    """The first begins first and ends first: what it found in place is not put back over the other's."""
+    notes: dict[str, list[str]] = {"first": [], "second": []}
+    began, over = threading.Barrier(2), threading.Event()
+
+    def first() -> None:
+        with heard(notes["first"].append):
+            began.wait()
+            happened("sd_lowvram.api", "first")
+        over.set()
+
+    def second() -> None:
+        began.wait()
+        with heard(notes["second"].append):
+            over.wait()
+            happened("sd_lowvram.api", "second")
+
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert notes == {"first": ["first"], "second": ["second"]} and not caplog.records
+    happened("sd_lowvram.api", "after both")
+    assert [record.getMessage() for record in caplog.records] == ["sd-lowvram: after both"]
