@@ -8,12 +8,15 @@ from typing import Any
 from ..errors import BadInputError
 from .inputs import USUAL_GUIDANCE, Job
 
+_TRUE = "true_cfg_scale"
+"""The argument of pipelines that guide by a second call only where a negative prompt is given."""
+
 
 def usual_guidance(pipe: Any) -> float:
     """The guidance scale of a job that states none: of a transformer that of its pipeline."""
     if hasattr(pipe, "unet"):
         return USUAL_GUIDANCE
-    return float(_takes(pipe)[_scale(pipe)].default)
+    return float(_takes(pipe)[_scale_of(pipe)].default)
 
 
 def guided_by(job: Job, pipe: Any) -> dict[str, Any]:
@@ -22,8 +25,9 @@ def guided_by(job: Job, pipe: Any) -> dict[str, Any]:
     FLUX.1 has guidance embedded, FLUX.2 Klein guides by an empty prompt, and Qwen-Image only where there is a negative
     one, for which a blank stands.
     """
-    given: dict[str, Any] = {_scale(pipe): job.guidance}
-    blank = " " if _scale(pipe) != "guidance_scale" and (job.guidance or 0) > 1 else ""
+    scale = _scale_of(pipe)
+    given: dict[str, Any] = {scale: job.guidance}
+    blank = " " if scale == _TRUE and (job.guidance or 0) > 1 else ""
     # None, not an empty text: SDXL says in its configuration that it wants zeros then.
     negative = job.negative or blank
     if "negative_prompt" in _takes(pipe):
@@ -58,13 +62,14 @@ def _takes(pipe: Any) -> Mapping[str, Any]:
     return arguments(pipe)
 
 
-def _scale(pipe: Any) -> str:
-    """The argument that is the guidance scale."""
-    true = _takes(pipe).get("true_cfg_scale")
-    return "true_cfg_scale" if true is not None and true.default > 1 else "guidance_scale"
+def _scale_of(pipe: Any) -> str:
+    """The argument that is the guidance scale, as the pipeline's family has it."""
+    from ..session import anatomy_of
+
+    return anatomy_of(pipe).family.guidance_scale
 
 
 def _is_embedded(pipe: Any) -> bool:
     """Whether the guidance scale is one that the model was made with, and a negative prompt takes another."""
     made = "guidance_embeds" in getattr(getattr(pipe, "transformer", None), "config", {})
-    return made and _scale(pipe) == "guidance_scale" and "true_cfg_scale" in _takes(pipe)
+    return made and _scale_of(pipe) != _TRUE and _TRUE in _takes(pipe)

@@ -113,6 +113,7 @@ class Family:
         latents_in_call: ``(denoiser, args, kwargs)`` to the latents in a call of the denoiser, and how large a picture
             they make.
         latent_multiple: latent pixels of which both sides of a picture must be multiples.
+        guidance_scale: the pipeline's argument that is the guidance scale.
         helper_stages: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder, if any.
         configs: of components whose own configuration does not say it, what it would say in diffusers' words.
         anatomy_fields: ``(target, anatomy)`` to those fields of the anatomy that the target itself decides, by its kind
@@ -143,6 +144,7 @@ class Family:
     autoencoder: str = "vae"
     latents_in_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], LatentsInCall | None] = map_in_call
     latent_multiple: int = 1
+    guidance_scale: str = "guidance_scale"
     helper_stages: Callable[[Anatomy, Shape], list[Stage]] = lambda anatomy, shape: []
     configs: Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]] = lambda components: {}
     anatomy_fields: Callable[[Any, Anatomy], dict[str, Any]] = lambda target, anatomy: {}

@@ -59,7 +59,7 @@ def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
-    calls = 1 + dit.guides(target, "true_cfg_scale")
+    calls = 1 + dit.guides(target, anatomy.family.guidance_scale)
     return {"passes": 1, "calls": calls, "encodes": dit.starts_from_picture(target)}
 
 
@@ -73,4 +73,5 @@ FAMILY = dit.family(
     unplanned=lambda target: "text_encoder" if "processor" in target.components else "",
     predict=predict,
     latents_in_call=latents_in_call,
+    guidance_scale="true_cfg_scale",
 )
