@@ -24,7 +24,7 @@ from ..files.whole import temporary_beside
 from .digests import digest_of
 from .frozen import Features, frozen_features
 from .supervision import check_match, clean_of, features_terms, maps_of, semantic_term
-from .training import Average, min_snr_weights, noise_levels, rate
+from .training import min_snr_weights, noise_levels, rate
 from .training_pictures import Encoded
 
 _UNCAPTIONED = 0.1
@@ -89,37 +89,21 @@ def distil(
     """
     from accelerate import Accelerator
 
-    prediction = schedule.config.prediction_type
-    _check_kind(teacher, student, prediction)
+    _check_kind(teacher, student, schedule.config.prediction_type)
     accelerator = Accelerator(mixed_precision="no")  # another would be the process's from then on
-    device = accelerator.device
-    trained = copy.deepcopy(student).float().to(memory_format=torch.channels_last)
-    _choose_trained(trained, course.blocks)
-    processors = trained.attn_processors
-    if device.type == "cpu" and data.latents[0, 0].numel() <= _FEW_TOKENS:
-        _attend_plainly(trained)
-    teacher = copy.deepcopy(teacher).float().to(device, memory_format=torch.channels_last).requires_grad_(False)
-    features = frozen_features(course.semantic, device) if course.semantic else None
-    vae = copy.deepcopy(vae).float().to(device).requires_grad_(False) if features else None
-    weights = [weight for weight in trained.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=course.rate, betas=(0.9, 0.99), weight_decay=1e-3)
-    inner = trained
-    trained, optimizer = accelerator.prepare(trained, optimizer)
-    average = Average(inner, _DECAY)
+    lesson = _prepared(teacher, student, vae, schedule, data, course, accelerator)
     identity = _identity(course, accelerator.num_processes, teacher, student, data)
-    step = _gone_on(checkpoint, identity, course.steps, inner, optimizer, average)
-    lesson = _Lesson(teacher, trained, inner, vae, features, schedule.alphas_cumprod.to(device), prediction)
+    step = _gone_on(checkpoint, identity, course.steps, lesson)
     since: list[dict[str, float]] = []
     progress.report("distil", step, course.steps)
     while step < course.steps:
-        terms = _learned(step, lesson, data, course, accelerator, optimizer, weights)
-        average.update()
+        terms = _learned(step, lesson, data, course, accelerator)
         step += 1
         since.append({name: value.item() for name, value in terms.items()})
         ending = stopped()
         if step % course.every == 0 or step == course.steps or ending:
             if accelerator.is_main_process:
-                _keep(checkpoint, identity, inner, optimizer, average, step)
+                _keep(checkpoint, identity, lesson, step)
                 told(step, {name: fmean(each[name] for each in since) for name in terms})
             since.clear()
         progress.report("distil", step, course.steps)
@@ -128,15 +112,38 @@ def distil(
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return None
-    inner.load_state_dict(average.shadow)
-    inner.set_attn_processor(processors)
-    return inner.cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
+    made = lesson.inner
+    lesson.average.copy_to(made.parameters())
+    made.set_attn_processor(lesson.processors)
+    return made.cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
 
 
-def _learned(
-    step: int, lesson: _Lesson, data: Encoded, course: TrainingRun, accelerator: Any, optimizer: Any, weights: list[Any]
-) -> dict[str, Tensor]:
-    """The loss terms of a step, by which ``weights`` have been changed."""
+def _prepared(
+    teacher: Any, student: Any, vae: Any, schedule: Any, data: Encoded, course: TrainingRun, accelerator: Any
+) -> _Lesson:
+    """Copies of the models where and as they are trained, the optimizer and the average."""
+    from diffusers import DDPMScheduler
+    from diffusers.training_utils import EMAModel
+
+    device, levels = accelerator.device, DDPMScheduler.from_config(schedule.config)
+    inner = copy.deepcopy(student).float().to(memory_format=torch.channels_last)
+    _choose_trained(inner, course.blocks)
+    processors = inner.attn_processors
+    if device.type == "cpu" and data.latents[0, 0].numel() <= _FEW_TOKENS:
+        _attend_plainly(inner)
+    teacher = copy.deepcopy(teacher).float().to(device, memory_format=torch.channels_last).requires_grad_(False)
+    features = frozen_features(course.semantic, device) if course.semantic else None
+    vae = copy.deepcopy(vae).float().to(device).requires_grad_(False) if features else None
+    weights = [weight for weight in inner.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=course.rate, betas=(0.9, 0.99), weight_decay=1e-3)
+    trained, optimizer = accelerator.prepare(inner, optimizer)
+    average = EMAModel(inner.parameters(), _DECAY)
+    return _Lesson(teacher, trained, inner, processors, vae, features, levels, weights, optimizer, average)
+
+
+def _learned(step: int, lesson: _Lesson, data: Encoded, course: TrainingRun, accelerator: Any) -> dict[str, Tensor]:
+    """The loss terms of a step, by which the weights have been changed, and their average."""
+    optimizer = lesson.optimizer
     for group in optimizer.param_groups:
         group["lr"] = rate(step, course.steps, course.rate, min(200, course.steps // 10 + 1))
     place = step * accelerator.num_processes + accelerator.process_index
@@ -145,8 +152,9 @@ def _learned(
         terms = lesson.terms(*samples)
     optimizer.zero_grad()
     accelerator.backward(torch.stack([*terms.values()]).sum())
-    accelerator.clip_grad_norm_(weights, 1.0)
+    accelerator.clip_grad_norm_(lesson.weights, 1.0)
     optimizer.step()
+    lesson.average.step(lesson.inner.parameters())
     return terms
 
 
@@ -205,29 +213,37 @@ def _samples(data: Encoded, course: TrainingRun, place: int) -> tuple[Tensor, Te
 
 @dataclass(frozen=True)
 class _Lesson:
-    """The terms of a batch.
+    """The models of a training, and the terms of a batch.
 
     Attributes:
         trained: the student as it is called; ``inner`` has its blocks.
+        processors: the student's own, to be put back.
+        schedule: the ``DDPMScheduler`` of the model's levels of noise.
+        weights: those that ``optimizer`` changes.
+        average: an ``EMAModel`` of diffusers over all of the student's weights.
     """
 
     teacher: Any
     trained: Any
     inner: Any
+    processors: Any
     vae: Any
     features: Features | None
-    alphas: Tensor
-    prediction: str
+    schedule: Any
+    weights: list[Any]
+    optimizer: Any
+    average: Any
 
     def terms(self, clean: Tensor, texts: Tensor, noise: Tensor, levels: Tensor) -> dict[str, Tensor]:
-        alphas = self.alphas[levels].view(-1, 1, 1, 1)
-        noisy = alphas.sqrt() * clean + (1 - alphas).sqrt() * noise
-        wanted = noise if self.prediction == "epsilon" else alphas.sqrt() * noise - (1 - alphas).sqrt() * clean
+        schedule = self.schedule
+        noisy = schedule.add_noise(clean, noise, levels)
+        predicts_noise = schedule.config.prediction_type == "epsilon"
+        wanted = noise if predicts_noise else schedule.get_velocity(clean, noise, levels)
         with torch.no_grad(), maps_of(self.teacher) as theirs:
             target = self.teacher(noisy, levels, texts).sample.float()
         with maps_of(self.inner) as ours:
             output = self.trained(noisy, levels, texts).sample.float()
-        weights = min_snr_weights(alphas, self.prediction)
+        weights = min_snr_weights(schedule, levels).view(-1, 1, 1, 1)
         terms = {
             "task": ((output - wanted).square() * weights).mean(),
             "output": ((output - target).square() * weights).mean(),
@@ -236,12 +252,14 @@ class _Lesson:
         if self.features is not None:
             # The least noisy quarter, which comes first: of the others no picture can be seen yet.
             few = max(1, len(clean) // 4)
-            pictures = [self._pictures(noisy[:few], told[:few], alphas[:few]) for told in (output, target)]
+            pictures = [self._pictures(noisy[:few], one[:few], levels[:few]) for one in (output, target)]
             terms["semantic"] = semantic_term(*(self.features(each) for each in pictures))
         return terms
 
-    def _pictures(self, noisy: Tensor, output: Tensor, alphas: Tensor) -> Tensor:
-        latents = clean_of(noisy, output, alphas, self.prediction) / self.vae.config.scaling_factor
+    def _pictures(self, noisy: Tensor, output: Tensor, levels: Tensor) -> Tensor:
+        alphas = self.schedule.alphas_cumprod.to(levels.device)[levels].view(-1, 1, 1, 1)
+        clean = clean_of(noisy, output, alphas, self.schedule.config.prediction_type)
+        latents = clean / self.vae.config.scaling_factor
         found: Tensor = self.vae.decode(latents).sample
         return found
 
@@ -254,12 +272,14 @@ def _identity(course: TrainingRun, processes: int, teacher: Any, student: Any, d
     return {**named, **models, "data": data.digest, "processes": processes}
 
 
-def _keep(file: Path, identity: dict[str, Any], unet: Any, optimizer: Any, average: Average, step: int) -> None:
+def _keep(file: Path, identity: dict[str, Any], lesson: _Lesson, step: int) -> None:
+    """One file, which is replaced as a whole and read without running code: accelerate's ``save_state`` writes a folder
+    piece by piece, and its ``load_state`` unpickles what is registered with it."""
     state = {
         "course": identity,
-        "student": unet.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "average": average.shadow,
+        "student": lesson.inner.state_dict(),
+        "optimizer": lesson.optimizer.state_dict(),
+        "average": lesson.average.state_dict(),
         "step": step,
     }
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -272,7 +292,7 @@ def _keep(file: Path, identity: dict[str, Any], unet: Any, optimizer: Any, avera
         os.replace(temporary, file)
 
 
-def _gone_on(file: Path, identity: dict[str, Any], steps: int, unet: Any, optimizer: Any, average: Average) -> int:
+def _gone_on(file: Path, identity: dict[str, Any], steps: int, lesson: _Lesson) -> int:
     """The step at which the checkpoint stands, no more than ``steps``, with all that it held put in place; 0 without
     one."""
     if not file.exists():
@@ -292,8 +312,8 @@ def _gone_on(file: Path, identity: dict[str, Any], steps: int, unet: Any, optimi
         raise BadInputError(
             f"{file} stands at step {state['step']}, and {steps} steps are asked for: give no fewer, or another --out"
         )
-    unet.load_state_dict(state["student"])
-    optimizer.load_state_dict(state["optimizer"])
-    average.shadow = {name: value.to(average.shadow[name].device) for name, value in state["average"].items()}
-    average.steps = state["step"]
+    lesson.inner.load_state_dict(state["student"])
+    lesson.optimizer.load_state_dict(state["optimizer"])
+    lesson.average.load_state_dict(state["average"])
+    lesson.average.to(next(lesson.inner.parameters()).device)
     return int(state["step"])

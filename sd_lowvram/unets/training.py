@@ -1,33 +1,15 @@
-"""What training a denoiser takes, whatever its loss: noise levels, their weights, a rate and an average of weights."""
+"""What training a denoiser takes, whatever its loss, beside what diffusers has: noise levels spread over a batch, their
+weights, and a rate that follows from a step's number alone, so that an ended run needs no state of it."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 LEVELS = 1000
-
-
-class Average:
-    """Exponential moving average of a module's parameters and buffers.
-
-    Attributes:
-        shadow: name -> average.
-        steps: how many updates it has seen; the first ones forget faster.
-    """
-
-    def __init__(self, module: nn.Module, decay: float) -> None:
-        self.module, self.decay, self.steps = module, decay, 0
-        self.shadow = {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        self.steps += 1
-        decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
-        for name, value in self.module.state_dict().items():
-            self.shadow[name].lerp_(value, 1 - decay)
 
 
 def rate(step: int, steps: int, peak: float, warmup: int = 200) -> float:
@@ -43,11 +25,9 @@ def noise_levels(count: int, generator: torch.Generator | None = None) -> Tensor
     return spread.long().clamp(max=LEVELS - 1)
 
 
-def min_snr_weights(alphas: Tensor, prediction: str, gamma: float = 5.0) -> Tensor:
-    """Weights of the squared error at levels of ``alphas`` (products of the schedule), after Hang et al. 2023.
+def min_snr_weights(schedule: Any, levels: Tensor, gamma: float = 5.0) -> Tensor:
+    """Weights (N,) of the squared error at ``levels`` (N,) of a scheduler of diffusers, after Hang et al. 2023."""
+    from diffusers.training_utils import compute_snr
 
-    Args:
-        prediction: "epsilon" or "v_prediction".
-    """
-    snr = alphas / (1 - alphas)
-    return snr.clamp(max=gamma) / (snr if prediction == "epsilon" else snr + 1)
+    snr: Tensor = compute_snr(schedule, levels)
+    return snr.clamp(max=gamma) / (snr if schedule.config.prediction_type == "epsilon" else snr + 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import DDPMScheduler
 from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -127,9 +128,11 @@ def test_only_outer_blocks_are_trained_and_every_term_is_told(ground: Path) -> N
 def test_levels_are_spread_and_weights_are_the_published_ones() -> None:
     levels = noise_levels(8, torch.Generator().manual_seed(1))
     assert [int(level) // 125 for level in levels] == [*range(8)]
-    alphas = torch.tensor([0.5, 0.99])  # signal to noise 1 and 99
-    assert torch.allclose(min_snr_weights(alphas, "epsilon"), torch.tensor([1.0, 5 / 99]), rtol=1e-3)
-    assert torch.allclose(min_snr_weights(alphas, "v_prediction"), torch.tensor([0.5, 5 / 100]), rtol=1e-3)
+    both = torch.arange(2)
+    for prediction, weights in (("epsilon", [1.0, 5 / 99]), ("v_prediction", [0.5, 5 / 100])):
+        schedule = DDPMScheduler(prediction_type=prediction)
+        schedule.alphas_cumprod = torch.tensor([0.5, 0.99])  # signal to noise 1 and 99
+        assert torch.allclose(min_snr_weights(schedule, both), torch.tensor(weights), rtol=1e-3)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from data import load
 from diffusers import AutoencoderKL
+from diffusers.training_utils import EMAModel
 
-from sd_lowvram.unets.training import Average, rate
+from sd_lowvram.unets.training import rate
 
 SCALING = 0.18215
 SHIPPED = Path(__file__).resolve().parents[2] / "sd_lowvram" / "demo" / "model"
@@ -114,12 +115,12 @@ def decoder_loss(vae: AutoencoderKL, latents: torch.Tensor, target: torch.Tensor
 
 @torch.no_grad()
 def evaluate_average(
-    vae: AutoencoderKL, average: Average, pictures: torch.Tensor, latents: torch.Tensor | None
+    vae: AutoencoderKL, average: EMAModel, pictures: torch.Tensor, latents: torch.Tensor | None
 ) -> float:
-    current = {k: v.clone() for k, v in vae.state_dict().items()}
-    vae.load_state_dict(average.shadow)
+    average.store(vae.parameters())
+    average.copy_to(vae.parameters())
     result = evaluate(vae, pictures, latents)
-    vae.load_state_dict(current)
+    average.restore(vae.parameters())
     return result
 
 
@@ -137,13 +138,15 @@ def train(args: argparse.Namespace, stopped: Callable[[], bool] = bool) -> int:
         vae.decoder.requires_grad_(True)
     trained = [p for p in vae.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    average = Average(vae, 0.998)
+    average = EMAModel(vae.parameters(), 0.998)
+    parts = [name for name, _ in vae.named_parameters()]
     file, step = args.work / f"autoencoder-{args.phase}.pt", 0
     if file.exists():
         state = torch.load(file)
         vae.load_state_dict(state["vae"])
         optimizer.load_state_dict(state["optimizer"])
-        average.shadow, average.steps, step = state["average"], state["step"], state["step"]
+        average.shadow_params = [state["average"][name] for name in parts]
+        average.optimization_step = step = state["step"]
         torch.manual_seed(args.seed + step)
         print(f"resumed at step {step}", flush=True)
 
@@ -166,7 +169,7 @@ def train(args: argparse.Namespace, stopped: Callable[[], bool] = bool) -> int:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        average.update()
+        average.step(vae.parameters())
         step += 1
         running += loss.item()
         if step % 50 == 0:
@@ -174,7 +177,8 @@ def train(args: argparse.Namespace, stopped: Callable[[], bool] = bool) -> int:
             print(f"step {step} loss {running / 50:.4f} {pace:.2f} s/step", flush=True)
             running = 0.0
         if step % 500 == 0 or step == args.steps or stopped():
-            save(file, vae=vae.state_dict(), optimizer=optimizer.state_dict(), average=average.shadow, step=step)
+            averaged = {**vae.state_dict(), **dict(zip(parts, average.shadow_params, strict=True))}
+            save(file, vae=vae.state_dict(), optimizer=optimizer.state_dict(), average=averaged, step=step)
             if not stopped():
                 print(f"step {step} PSNR {evaluate_average(vae, average, pictures, latents):.2f} dB", flush=True)
     return step

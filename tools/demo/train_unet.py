@@ -23,13 +23,14 @@ import torch
 from data import load
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
+from diffusers.training_utils import EMAModel
 from torch.multiprocessing.spawn import spawn
 from train_autoencoder import SCALING, save
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from sd_lowvram.commands.guard import INTERRUPTED
 from sd_lowvram.commands.interrupts import stop_between_steps
-from sd_lowvram.unets.training import Average, noise_levels, rate
+from sd_lowvram.unets.training import noise_levels, rate
 
 WIDTH = 192
 TEMPLATES = ("{}", "a {}", "{}", "a {}", "{}", "a {}", "the {}", "a picture of a {}", "an icon of a {}")
@@ -134,7 +135,8 @@ def train(rank: int, args: argparse.Namespace, stopped: Callable[[], bool] = boo
     model.unet.to(memory_format=torch.channels_last)
     scheduler = DDPMScheduler(**SCHEDULE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.99), weight_decay=1e-3, fused=True)
-    average = Average(model, 0.998)
+    average = EMAModel(model.parameters(), 0.998)
+    parts = [name for name, _ in model.named_parameters()]
     file, step = args.work / "unet.pt", 0
     if file.exists():
         state = torch.load(file)
@@ -142,7 +144,8 @@ def train(rank: int, args: argparse.Namespace, stopped: Callable[[], bool] = boo
             raise SystemExit(f"{file} has {state.get('layers', 1)} layers a block: give --layers the same")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        average.shadow, average.steps, step = state["average"], state["step"], state["step"]
+        average.shadow_params = [state["average"][name] for name in parts]
+        average.optimization_step = step = state["step"]
         print(f"resumed at step {step}", flush=True)
     seed(args.seed + step * args.processes + rank)
 
@@ -159,7 +162,7 @@ def train(rank: int, args: argparse.Namespace, stopped: Callable[[], bool] = boo
             share_gradients(model, args.processes)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        average.update()
+        average.step(model.parameters())
         step += 1
         running += loss.item()
         if rank == 0 and step % 50 == 0:
@@ -167,7 +170,8 @@ def train(rank: int, args: argparse.Namespace, stopped: Callable[[], bool] = boo
             print(f"step {step} loss {running / 50:.4f} {pace:.2f} s/step", flush=True)
             running = 0.0
         if rank == 0 and (step % 200 == 0 or step == args.until or stopped()):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "average": average.shadow}
+            averaged = {**model.state_dict(), **dict(zip(parts, average.shadow_params, strict=True))}
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "average": averaged}
             save(file, **state, layers=args.layers, step=step)
     return step
 

@@ -94,7 +94,6 @@ def _trained(
 ) -> dict[str, float]:
     """Train, write ``out`` and tell the last means of the terms (none where all steps were done already)."""
     import torch
-    from diffusers import DDPMScheduler
 
     from ...checkpoints.load import load_pipeline
     from ...commands.interrupts import stop_between_steps
@@ -116,10 +115,9 @@ def _trained(
         if not quiet:
             print(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in terms.items()), flush=True)
 
-    schedule = DDPMScheduler.from_config(large.scheduler.config)
     known = encoded(large, items, side)
     with stop_between_steps() as stopped:
-        made = train(large.unet, small.unet, large.vae, schedule, known, course, checkpoint, tell, stopped)
+        made = train(large.unet, small.unet, large.vae, large.scheduler, known, course, checkpoint, tell, stopped)
     if made is not None:
         # diffusers' own `to` warns of parts kept in float32
         small.register_modules(unet=torch.nn.Module.to(made, own))
