@@ -1,25 +1,25 @@
-"""ComfyUI nodes: settings become inputs, and hooks go on through the host's own doors. Nothing is computed here.
-
-The ids are in people's workflows: they stay for ever, and so does the order of inputs and outputs.
-"""
+"""ComfyUI nodes: settings become inputs, and hooks go on through the host's own doors. Nothing is computed here."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..sd_lowvram import doors
+from ..sd_lowvram import doors, errors
 from .decoding import LowVRAMVAEDecode, LowVRAMVAEEncode
-from .optimising import LowVRAMOptimizeModel, LowVRAMOptimizeVAE
+from .optimising import LowVRAM, LowVRAMSettings
 from .reporting import LowVRAMPlan, LowVRAMReport
 
 _NODES: dict[str, tuple[type[Any], str]] = {
-    "LowVRAMOptimizeModel": (LowVRAMOptimizeModel, "Optimize Model (low VRAM)"),
-    "LowVRAMOptimizeVAE": (LowVRAMOptimizeVAE, "Optimize VAE (low VRAM)"),
+    "LowVRAM": (LowVRAM, "Low VRAM"),
+    "LowVRAMSettings": (LowVRAMSettings, "Low VRAM Settings"),
     "LowVRAMVAEDecode": (LowVRAMVAEDecode, "VAE Decode (low VRAM)"),
     "LowVRAMVAEEncode": (LowVRAMVAEEncode, "VAE Encode (low VRAM)"),
     "LowVRAMPlan": (LowVRAMPlan, "Plan (low VRAM)"),
     "LowVRAMReport": (LowVRAMReport, "Report (low VRAM)"),
 }
+for _error in vars(errors).values():
+    if isinstance(_error, type):
+        _error.__module__ = "sd_lowvram.errors"  # the page shows it, and in a host it is a path
 doors.find()
 _NODES |= {name: given() for name, given in doors.NODES.items()}
 

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,10 +27,9 @@ from ..sd_lowvram.planning.request import Request
 from ..sd_lowvram.planning.stages import scale_factor
 from ..sd_lowvram.session import Attachment, entered, prepare
 from ..sd_lowvram.settings import Settings
-from ..sd_lowvram.units import format_size
 from . import host
 from .interfaces import HostVAE
-from .node_request import NodeRequest, PlanRecord, attachable, plan_for_host
+from .node_request import ChosenSettings, NodeRequest, PlanRecord, attachable, chosen, plan_for_host
 from .refusals import autoencoder_of
 from .report_text import warn_above
 
@@ -50,6 +50,39 @@ def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: PlanRecord | 
     made.memory_used_decode = functools.partial(hooks.memory_used, "decode", False, vae.memory_used_decode)
     made.memory_used_encode = functools.partial(hooks.memory_used, "encode", False, vae.memory_used_encode)
     return made
+
+
+def optimized_again(vae: HostVAE, budget: str, settings: ChosenSettings | None) -> tuple[HostVAE, PlanRecord]:
+    """``vae`` optimized by what a node of the VAE was asked for, and the record of that.
+
+    Where it comes from Low VRAM, what is not said here is as it was said there, and the record is that node's.
+    """
+    hooks = hooks_of(vae)
+    if hooks is None:
+        record, request = PlanRecord(), NodeRequest(budget, chosen(settings).settings)
+    else:
+        record, known = hooks.record, hooks.node_request
+        request = NodeRequest(
+            budget if budget.strip() else known.budget, known.settings if settings is None else settings.settings
+        )
+    return optimized_vae(vae, request, record), record
+
+
+def hooks_of(vae: HostVAE) -> _Autoencoder | None:
+    """What :func:`optimized_vae` has put on ``vae``."""
+    hooks = getattr(vars(vae).get("decode"), "__self__", None)
+    return hooks if isinstance(hooks, _Autoencoder) else None
+
+
+def foresee_decode(vae: HostVAE | None, shape: Sequence[int]) -> None:
+    """Put the plan for decoding (N, C, h, w) latents into the record of an optimized ``vae``; others tell nothing.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    hooks = None if vae is None else hooks_of(vae)
+    if hooks is not None and len(shape) == 4:
+        hooks.foresee("decode", shape)
 
 
 def plan_autoencoder(vae: HostVAE, node_request: NodeRequest, record: PlanRecord, request: Request) -> None:
@@ -73,13 +106,9 @@ class _Autoencoder:
     def __init__(self, vae: HostVAE, node_request: NodeRequest, record: PlanRecord) -> None:
         self._anatomy = autoencoder_of(vae)
         self._vae = vae
-        self._node_request = record.node_request or node_request
-        self._record = record
+        self.node_request = node_request
+        self.record = record
         self._plans: dict[tuple[str, bool, int, int, int], Plan] = {}
-        for stage in ("decode", "encode"):
-            plan = record.plan_of(stage, vae.first_stage_model)
-            if plan is not None:
-                self._plans[_key(stage, False, plan)] = plan
         self._ready: dict[tuple[Settings, torch.device], Attachment] = {}
 
     def decode(self, samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -113,14 +142,14 @@ class _Autoencoder:
         key = stage, tiled, width, height, shape[0]
         if key not in self._plans:
             settings = self._fixed(tiled)
-            self._plans[key] = dataclasses.replace(self._node_request, settings=settings).plan(
+            self._plans[key] = dataclasses.replace(self.node_request, settings=settings).plan(
                 self._anatomy, self._device(settings), width, height, shape[0], passes=1, encodes=stage == "encode"
             )
-        self._record.add(stage, self._plans[key], self._vae.first_stage_model)
+        self.record.add(stage, self._plans[key], self._vae.first_stage_model)
         return self._plans[key]
 
     def _fixed(self, tiled: bool) -> Settings:
-        settings = self._node_request.settings
+        settings = self.node_request.settings
         return settings.filled(vae_tiles="exact") if tiled else settings
 
     def _device(self, settings: Settings) -> torch.device:
@@ -133,7 +162,7 @@ class _Autoencoder:
         with host.bar():
             while True:
                 plan = self.foresee(stage, shape, tiled)
-                warn_above(self._record, stage)
+                warn_above(self.record, stage)
                 try:
                     with self._hooked(stage, tiled, plan.settings) as vae:
                         return call(vae, *args, **kwargs)
@@ -154,7 +183,7 @@ class _Autoencoder:
 
             raise OOM_EXCEPTION(str(error)) from None
         self._plans[_key(stage, tiled, plan)] = dataclasses.replace(found, request=plan.request)  # the budget stays
-        self._record.warn(found.fallback_steps[-1].told)
+        self.record.warn(found.fallback_steps[-1].told)
 
     def _call(self, stage: str) -> Callable[..., Tensor]:
         """The host's own call, of a VAE and its arguments, or what somebody else has set on this VAE in its place."""
@@ -181,20 +210,19 @@ class _Autoencoder:
         if (wanted, device) not in self._ready:
             self._ready[wanted, device] = prepare(model, wanted, device)
         attachment = self._ready[wanted, device]
-        with measured(model) as run, entered(model, attachment):
+        with contextlib.ExitStack() as stack:
+            run = stack.enter_context(measured(model)) if host.is_watched(device) else None
+            stack.enter_context(entered(model, attachment))
+            begun = time.monotonic()
             yield vae
-        self._record.measured[stage] = run.stages
-        self._tell(stage, attachment)
-
-    def _tell(self, stage: str, attachment: Attachment) -> None:
-        request = self._record.plans[stage].request
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            self.record.seconds[stage] = time.monotonic() - begun
+        if run is not None:
+            self.record.measured[stage] = run.stages
+        self.record.kept[stage] = host.kept(getattr(vae, "patcher", None))
         sites = ", ".join(f"{name} {count}" for name, count in sorted(attachment.sites.items())) or "none"
-        asked = format_size(self._asked(stage))
-        logging.info(f"sd-lowvram: {stage} {request.width}x{request.height}, asked for {asked}; sites: {sites}")
-
-    def _asked(self, stage: str) -> int:
-        stages = self._record.plans[stage].stages
-        return next(one.activation_bytes for one in stages if one.name == stage)
+        logging.debug(f"sd-lowvram: {stage}, sites: {sites}")
 
 
 def _key(stage: str, tiled: bool, plan: Plan) -> tuple[str, bool, int, int, int]:

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..sd_lowvram.saved_latents.hosted import CHOICES
-from .autoencoder import optimized_vae
-from .inputs import BUDGET, PLAN, VAE, knob_inputs, settings_of, validated, with_save_latents
+from .autoencoder import optimized_again
+from .inputs import BUDGET_OF_VAE, SETTINGS, VAE, checked_budget
 from .interfaces import HostVAE
-from .node_request import NodeRequest, PlanRecord
+from .node_request import ChosenSettings, chosen
 from .optimising import CATEGORY
 from .report_text import verdict
 from .saving import HIDDEN, Workflow, saved_first
@@ -31,29 +30,27 @@ class LowVRAMVAEDecode:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
-            "required": {"samples": _LATENTS, "vae": VAE, "budget": BUDGET},
-            "optional": with_save_latents({**knob_inputs("decode"), "plan": PLAN}),
+            "required": {"samples": _LATENTS, "vae": VAE, "budget": BUDGET_OF_VAE},
+            "optional": {"settings": SETTINGS},
             "hidden": HIDDEN,
         }
 
     @classmethod
     def VALIDATE_INPUTS(cls, budget: str | None = None) -> bool | str:
-        return validated(budget)
+        return checked_budget(budget)
 
     def decode(
         self,
         samples: dict[str, Tensor],
         vae: HostVAE,
         budget: str,
-        plan: PlanRecord | None = None,
-        save_latents: str = CHOICES[0],
+        settings: ChosenSettings | None = None,
         prompt: dict[str, Any] | None = None,
         extra_pnginfo: dict[str, Any] | None = None,
         unique_id: str | None = None,
-        **knobs: Any,
     ) -> dict[str, Any]:
-        record = PlanRecord() if plan is None else plan
-        made = optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), record)
+        made, record = optimized_again(vae, budget, settings)
+        save_latents = chosen(settings).save_latents
         with saved_first(samples["samples"], save_latents, Workflow(prompt or {}, extra_pnginfo or {}, unique_id)):
             pixels = made.decode(samples["samples"])
         return {"ui": {"text": [verdict(record, "decode")]}, "result": (pixels,)}
@@ -71,17 +68,17 @@ class LowVRAMVAEEncode:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
-            "required": {"pixels": _PIXELS, "vae": VAE, "budget": BUDGET},
-            "optional": {**knob_inputs("encode"), "plan": PLAN},
+            "required": {"pixels": _PIXELS, "vae": VAE, "budget": BUDGET_OF_VAE},
+            "optional": {"settings": SETTINGS},
         }
 
     @classmethod
     def VALIDATE_INPUTS(cls, budget: str | None = None) -> bool | str:
-        return validated(budget)
+        return checked_budget(budget)
 
     def encode(
-        self, pixels: Tensor, vae: HostVAE, budget: str, plan: PlanRecord | None = None, **knobs: Any
+        self, pixels: Tensor, vae: HostVAE, budget: str, settings: ChosenSettings | None = None
     ) -> dict[str, Any]:
-        record = PlanRecord() if plan is None else plan
-        latents = optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), record).encode(pixels[..., :3])
+        made, record = optimized_again(vae, budget, settings)
+        latents = made.encode(pixels[..., :3])
         return {"ui": {"text": [verdict(record, "encode")]}, "result": ({"samples": latents},)}

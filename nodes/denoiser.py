@@ -7,15 +7,17 @@ it is told besides of the memory that lies outside the budget.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from torch import Tensor
 
+from ..sd_lowvram.errors import BudgetError
 from ..sd_lowvram.memory.pinned_buffers import PINNED_BUFFERS
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.models.compvis import TOKEN_PATCHES
@@ -28,10 +30,12 @@ from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.units import format_size
 from . import host
 from .attending import DOOR, is_needed, override
-from .interfaces import ModelPatcher
+from .autoencoder import foresee_decode
+from .interfaces import HostVAE, ModelPatcher
 from .node_request import NodeRequest, PlanRecord, attachable, plan_for_host
 from .refusals import denoiser_of
-from .report_text import warn_above
+from .report_text import fits, needed_bytes, run_line, verdict, warn_above
+from .step_clock import StepClock
 
 _KEY = "sd-lowvram"
 _GUIDED = 2
@@ -40,23 +44,18 @@ _ATTENTION = ("attention", "attention_mib", "deterministic")
 
 
 def optimized_model(
-    model: ModelPatcher, node_request: NodeRequest, width: int, height: int, batch: int, made: PlanRecord | None = None
-) -> tuple[ModelPatcher, PlanRecord]:
-    """A clone of the ModelPatcher ``model`` that samples within the budget of ``node_request``, and its plan.
+    model: ModelPatcher, node_request: NodeRequest, record: PlanRecord, vae: HostVAE | None = None
+) -> ModelPatcher:
+    """A clone of the ModelPatcher ``model`` that samples within the budget of ``node_request``.
 
     Args:
-        width, height: in pixels, 0 for the model's own size. Other sizes are planned when they come to the sampler.
-        made: of a Plan node: what it foretold is what runs, and the record of the run.
+        record: where plans and measurements go.
+        vae: of :func:`~.autoencoder.optimized_vae`: its decode is planned with each size that is sampled.
 
     Raises:
-        BudgetError: nothing fits. BadInputError: no UNet that we know, or a size that it cannot make.
+        BadInputError: no UNet that we know.
     """
-    anatomy = denoiser_of(model)
-    native = native_size(anatomy)
-    record = PlanRecord() if made is None else made.copy()
-    hooks = _Denoiser(anatomy, record.node_request or node_request, model.load_device, record)
-    if "denoise" not in hooks.record.plans:
-        hooks.show(hooks.foresee(width or native, height or native, batch, _GUIDED))
+    hooks = _Denoiser(denoiser_of(model), node_request, model.load_device, record, vae)
     clone = model.clone()
     from comfy.patcher_extension import WrappersMP
 
@@ -67,7 +66,17 @@ def optimized_model(
     ):
         clone.remove_wrappers_with_key(door, _KEY)  # a second node of ours replaces the first
         clone.add_wrapper_with_key(door, _KEY, wrapper)
-    return clone, hooks.record
+    return clone
+
+
+def foresee_sampling(model: ModelPatcher, width: int = 0, height: int = 0, batch: int = 1) -> None:
+    """Plan a size in pixels for an optimized ``model`` before a sampler comes with one; 0 is the model's own.
+
+    Raises:
+        BudgetError: nothing fits. BadInputError: a size that the model cannot make.
+    """
+    for hooks in wrappers_of(model):
+        hooks.foresee_pixels(width, height, batch)
 
 
 def wrappers_of(model: ModelPatcher) -> list[_Denoiser]:
@@ -80,23 +89,29 @@ def wrappers_of(model: ModelPatcher) -> list[_Denoiser]:
 class _Denoiser:
     """The wrappers of one clone, with the plans that it has made and the hooks that are ready for them."""
 
-    def __init__(self, anatomy: Anatomy, node_request: NodeRequest, device: Any, record: PlanRecord) -> None:
+    def __init__(
+        self, anatomy: Anatomy, node_request: NodeRequest, device: Any, record: PlanRecord, vae: HostVAE | None
+    ) -> None:
         self._anatomy = anatomy
         self._scale = scale_factor(anatomy)
         self._node_request = node_request
         self._device = device
+        self._vae = vae
         self._plans: dict[tuple[int, int, int, int], Plan] = {}
         self._ready: dict[Settings, tuple[Any, Attachment]] = {}
         self._attended: set[Hashable] = set()
         self._calls = 0
         self._batch = 1
+        self._clock = StepClock(device)
         self.record = record
-        self.settings = self._node_request.settings
-        plan = record.plan_of("denoise", anatomy.denoiser_module)
-        record.plans.pop("denoise", None)
-        if plan is not None:
-            self._plans[_key(plan)] = plan
-            self.show(plan)
+        self.settings = node_request.settings
+
+    def foresee_pixels(self, width: int, height: int, batch: int) -> None:
+        """Plan a size, and the decode of it where the VAE is known; 0 is the model's own."""
+        native = native_size(self._anatomy)
+        width, height = width or native, height or native
+        self.show(self.foresee(width, height, batch, _GUIDED))
+        foresee_decode(self._vae, (batch, 4, height // self._scale, width // self._scale))
 
     def foresee(self, width: int, height: int, batch: int, passes: int) -> Plan:
         """The plan for a size in pixels and the UNet's rows, made once."""
@@ -109,25 +124,92 @@ class _Denoiser:
         """Put ``plan`` into the record."""
         self.record.add("denoise", plan, self._anatomy.denoiser_module)
 
-    def outer_sample(self, executor: Any, noise: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def outer_sample(
+        self,
+        executor: Any,
+        noise: Tensor,
+        latents: Any = None,
+        sampler: Any = None,
+        sigmas: Any = None,
+        mask: Any = None,
+        callback: Callable[..., Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         guider = executor.class_obj
         base = guider.model_patcher.model
         self._batch = len(noise)
         rows = self._batch * host.passes(guider, guider.model_options)
-        plan = self._foresee_latents(noise, rows)
+        plan = self._fitting(noise, rows)
         self.show(plan)
         stock = base.memory_required([rows, *noise.shape[1:]])
         factor = base.memory_usage_factor * _activation_bytes(plan) / max(stock, 1)
-        self._calls, self._attended = 0, set()
-        self.record.notes.clear()
+        self._calls, self._attended, self._clock = 0, set(), StepClock(self._device)
+        self.record.begin(0 if sigmas is None else len(sigmas) - 1)
+        self._foresee_decode(noise)
+        host.tell(self.record.node, verdict(self.record))
         warn_above(self.record, "denoise")
         with (
             host.replaced(base, "memory_usage_factor", factor),
             PINNED_BUFFERS.kept(),
         ):  # hooks come and go in every step
-            out = executor(noise, *args, **kwargs)
+            out = executor(noise, latents, sampler, sigmas, mask, self._clock.around(callback), *args, **kwargs)
+        self.record.step_seconds = self._clock.seconds
+        self.record.kept["denoise"] = host.kept(guider.model_patcher)
         self._tell()
         return out
+
+    def _fitting(self, latents: Tensor, rows: int) -> Plan:
+        """The plan for ``latents``.
+
+        Raises:
+            BudgetError: they do not fit and smaller ones would; it names a size. On a device where the host keeps all
+                weights the budget may be below these alone: then the settings that take least are as good as it gets.
+        """
+        written = bool(self._node_request.budget.strip())
+        try:
+            plan = self._foresee_latents(latents, rows)
+        except BudgetError as error:
+            size = self._largest_fitting(latents, rows)
+            raise BudgetError(
+                f"{error}{_that_fits(size)}", needed_bytes=error.needed_bytes, stage=error.stage
+            ) from None
+        if not written or fits(plan, "denoise"):
+            return plan
+        size = self._largest_fitting(latents, rows)
+        if size is None:
+            return plan
+        needed = format_size(needed_bytes(plan, "denoise"))
+        raise BudgetError(
+            f"{plan.request.width}x{plan.request.height} does not fit: it needs at least {needed}, and the budget is "
+            f"{format_size(plan.request.vram)}.{_that_fits(size)}",
+            needed_bytes=needed_bytes(plan, "denoise"),
+            stage="denoise",
+        )
+
+    def _largest_fitting(self, latents: Tensor, rows: int) -> tuple[int, int] | None:
+        """About the largest size in pixels, of the shape of ``latents``, that fits; None: not even the smallest."""
+        height, width = latents.shape[-2] * self._scale, latents.shape[-1] * self._scale
+        eighths = range(7, 0, -1)
+        sizes = [(_part_of(width, part / 8), _part_of(height, part / 8)) for part in eighths]
+        sizes = [size for size in dict.fromkeys(sizes) if size[0] * size[1] < width * height]
+
+        def has_room(size: tuple[int, int]) -> bool:
+            with contextlib.suppress(BudgetError):
+                return fits(self.foresee(*size, self._batch, max(1, rows // self._batch)), "denoise")
+            return False
+
+        if not sizes or not has_room(sizes[-1]):
+            return None
+        place = bisect.bisect_left(range(len(sizes) - 1), 1, key=lambda number: has_room(sizes[number]))
+        return sizes[place]
+
+    def _foresee_decode(self, latents: Tensor) -> None:
+        """Plan the decode of what is about to be sampled; where it cannot fit, say so before the first step."""
+        try:
+            foresee_decode(self._vae, latents.shape)
+        except BudgetError as error:
+            self.record.warn(f"the decode of this size will not fit: {error}")
 
     def prepare_sampling(self, executor: Any, model: ModelPatcher, *args: Any, **kwargs: Any) -> Any:
         plan = self.record.plans["denoise"]
@@ -179,6 +261,7 @@ class _Denoiser:
                 options[DOOR] = override(settings, x.device, self._attended.add, options.get(DOOR))
             settings = dataclasses.replace(settings, **dict.fromkeys(_ATTENTION))
         attachment = self._prepared(unet, attachable(settings))
+        self._clock.called()
         with self._measured(unet), entered(unet, attachment):
             self.record.sites = dict(attachment.sites)
             out = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
@@ -221,7 +304,7 @@ class _Denoiser:
     @contextlib.contextmanager
     def _measured(self, unet: Any) -> Iterator[None]:
         """Record the first call of a sampling; the others are its like."""
-        if self._calls:
+        if self._calls or not host.is_watched(self._device):
             yield
             return
         with measured(unet) as run:
@@ -229,16 +312,20 @@ class _Denoiser:
         self.record.measured["denoise"] = run.stages
 
     def _tell(self) -> None:
+        """The line in the log of a sampling."""
         record = self.record
         if self._attended:
             record.sites["attention"] = len(self._attended)
-        plan = record.plans["denoise"]
-        request = plan.request
-        sites = ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())) or "none"
-        logging.info(
-            f"sd-lowvram: {request.width}x{request.height}, {self._calls} calls of the UNet, "
-            f"activations planned {format_size(_activation_bytes(plan))}; sites: {sites}"
-        )
+        logging.info(f"sd-lowvram: {run_line(record, self._calls)}")
+
+
+def _part_of(side: int, part: float) -> int:
+    """A multiple of 64 pixels near ``part`` of a side."""
+    return max(64, round(side * part / 64) * 64)
+
+
+def _that_fits(size: tuple[int, int] | None) -> str:
+    return "" if size is None else f" {size[0]}x{size[1]} fits in it"
 
 
 def _key(plan: Plan) -> tuple[int, int, int, int]:

@@ -23,6 +23,9 @@ from ..sd_lowvram.weights import weight_bytes
 from .interfaces import ModelPatcher
 from .loading import Loading
 
+REPORT = "LowVRAMReport"
+"""The id of the node for which runs are measured."""
+
 
 def budget(written: str, device: torch.device) -> int:
     """Bytes in a node's budget; when it is empty, what this process can have once the host has unloaded its models.
@@ -89,9 +92,37 @@ def others_beside(module: nn.Module) -> dict[str, int]:
     return {name: weight_bytes(*models.values()) for name, models in found.items() if models}
 
 
+def _page() -> Any:
+    """The server of the page; None where there is none."""
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+
+
+def tell(node: str | None, text: str) -> None:
+    """Have the page show ``text`` in a node that has run already, as it shows what a node gives when it runs."""
+    page = _page()
+    if node is not None and hasattr(page, "send_sync"):
+        output = {"node": node, "display_node": node, "output": {"text": [text]}, "prompt_id": page.last_prompt_id}
+        page.send_sync("executed", output, page.client_id)
+
+
+def is_watched(device: torch.device) -> bool:
+    """Whether the memory of the run on ``device`` is to be recorded: on a processor that takes time, and is done where
+    a Report asks for it."""
+    queue = getattr(_page(), "prompt_queue", None)
+    if device.type != "cpu" or queue is None:
+        return True
+    running, _ = queue.get_current_queue()
+    return any(node.get("class_type") == REPORT for _, _, prompt, *_ in running for node in prompt.values())
+
+
+def kept(patcher: Any) -> int:
+    """Bytes of a model's weights that the host has on the device it computes on."""
+    return int(patcher.loaded_size()) if hasattr(patcher, "loaded_size") else 0
+
+
 def show(text: str) -> None:
     """Have the page show ``text`` on the node that runs, where there is a page."""
-    page: Any = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    page = _page()
     with contextlib.suppress(ImportError):  # an older ComfyUI
         from comfy_execution.utils import get_executing_context
 

@@ -1,7 +1,6 @@
 """Inputs generated from the knobs of ``sd_lowvram.settings``: one that is added there appears here by itself.
 
-Saved workflows hold the values by position. What a node has of its own comes first and never changes; the knobs follow
-in their append-only order.
+A node asks for what only the user can know; the knobs all stand in Low VRAM Settings, by what of a run they touch.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..sd_lowvram.errors import BadInputError
-from ..sd_lowvram.planning.request import DEFAULT_STEPS, check_size
+from ..sd_lowvram.planning.request import DEFAULT_STEPS
 from ..sd_lowvram.saved_latents.hosted import CHOICES
 from ..sd_lowvram.settings import Fidelity, Knob, Settings, knobs
 from ..sd_lowvram.units import parse_size
@@ -26,18 +25,19 @@ BUDGET = (
     {
         "default": "",
         "placeholder": "4GB",
-        "tooltip": 'device memory that may be used, such as "4GB" or "3.5 GiB"; empty: what is free',
+        "tooltip": 'memory of the card that may be used, such as "4GB" or "3.5 GiB"; empty: what is free',
+    },
+)
+BUDGET_OF_VAE = (
+    "STRING",
+    {
+        **BUDGET[1],
+        "tooltip": f"{BUDGET[1]['tooltip'].split(';')[0]}; empty: what Low VRAM was given, else what is free",
     },
 )
 MODEL = ("MODEL", {"tooltip": "a model of SD1.x, SD2.x or SDXL, as its loader or a LoRA gives it"})
 VAE = ("VAE", {"tooltip": "the VAE of SD1.x, SD2.x, SDXL, SD3, FLUX.1 or a model that shares one of theirs"})
-PLAN = (
-    "LOWVRAM_PLAN",
-    {
-        "tooltip": "of a Plan node: what it shows is what runs, and budget and knobs here count no more. Of Optimize "
-        "Model: its Report then tells of the VAE too"
-    },
-)
+SETTINGS = ("LOWVRAM_SETTINGS", {"tooltip": "of Low VRAM Settings; without it the plan chooses"})
 BATCH = ("INT", {"default": 1, "min": 1, "max": 4096, "tooltip": "pictures at a time; guidance doubles them inside"})
 STEPS = (
     "INT",
@@ -48,7 +48,8 @@ SAVE_LATENTS = (
     list(CHOICES),
     {
         "default": CHOICES[0],
-        "tooltip": "Save latents first: in a file in the output folder, until they are decoded or to keep; "
+        "display_name": "Picture · Save latents first",
+        "tooltip": "by VAE Decode (low VRAM): in a file in the output folder, until they are decoded or to keep; "
         "sd-lowvram resume FILE decodes them",
     },
 )
@@ -60,19 +61,15 @@ def side(what: str) -> tuple[str, dict[str, Any]]:
     return "INT", {"default": 0, "min": 0, "max": _LONGEST_SIDE, "step": 8, "tooltip": help}
 
 
-def validated(budget: str | None = None, **sides: int | None) -> bool | str:
-    """What a node answers when a prompt is queued: True, or what is wrong with a budget or with a picture's sides.
+def checked_budget(budget: str | None) -> bool | str:
+    """What a node answers when a prompt is queued: True, or what is wrong with its budget.
 
-    None stands for what another node will give.
+    None stands for what another node will give. The host puts the answer on every input that it has asked for, so a
+    node asks for the budget alone.
     """
     try:
         if budget is not None and budget.strip():
             _checked_budget(budget)
-        for name, pixels in sides.items():
-            if pixels:
-                check_size(**{"width": 8, "height": 8, name: pixels})
-                if pixels > _LONGEST_SIDE:
-                    raise BadInputError(f"{name} {pixels} is above {_LONGEST_SIDE}")
     except BadInputError as error:
         return str(error)
     return True
@@ -84,26 +81,22 @@ def _checked_budget(written: str) -> None:
         raise BadInputError(f'budget {written.strip()} means MiB: write "{written.strip()}GB" for gigabytes')
 
 
-def knob_inputs(*stages: str) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """An input for each knob that nodes show and that touches one of ``stages`` ("denoise", "decode", "encode")."""
-    shown = ((name, knob) for name, knob in knobs().items() if "node" in knob.surfaces)
-    return {name: _input(knob) for name, knob in shown if not knob.stages or {*stages} & {*knob.stages}}
+_GROUPS = ("Memory", "Step", "Other picture", "Picture")
+"""Of the whole run; of each step of the sampler; what is faster and draws another one; of decoding and encoding."""
 
 
-def with_steps(inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs`` with steps where saved workflows have them."""
-    return _with(inputs, "steps", STEPS, place=21)
+def knob_inputs() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """An input for each knob that nodes show, group by group."""
+    shown = [(name, knob) for name, knob in knobs().items() if "node" in knob.surfaces]
+    return {name: _input(knob) for group in _GROUPS for name, knob in shown if _group(knob) == group}
 
 
-def with_save_latents(inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs`` with the choice whether latents are saved, where saved workflows have it."""
-    return _with(inputs, "save_latents", SAVE_LATENTS, place=30)
-
-
-def _with(inputs: dict[str, Any], name: str, one: Any, place: int) -> dict[str, Any]:
-    """``inputs`` with one more before the knobs that have this place or a later one."""
-    later = {name: one for name, one in inputs.items() if name in knobs() and knobs()[name].place >= place}
-    return {**{name: one for name, one in inputs.items() if name not in later}, name: one, **later}
+def _group(knob: Knob) -> str:
+    if knob.fidelity is Fidelity.APPROXIMATE:
+        return "Other picture"
+    if knob.stages and {*knob.stages} <= {"decode", "encode"}:
+        return "Picture"
+    return "Step" if knob.stages == ("denoise",) else "Memory"
 
 
 _DIVIDE_TOKENS = ("transformer_chunks", "guidance_in_turn")
@@ -113,12 +106,13 @@ _UNDIVIDED = "; transformers that ToMe, HyperTile or the like watch stay undivid
 def _input(knob: Knob) -> tuple[Any, dict[str, Any]]:
     unit = f" in {knob.unit}" if knob.unit else ""
     help = f"{knob.label}{unit}: {knob.help} ({_fidelity(knob)}){_UNDIVIDED if knob.hook in _DIVIDE_TOKENS else ''}"
+    label = f"{_group(knob)} · {knob.label}" + (f" ({knob.unit})" if knob.unit else "")
     if knob.type is int:
-        shown = {"default": 0, "min": 0, "max": knob.maximum, "tooltip": f"{help}; 0: left to the plan"}
-        return "INT", {**shown, "advanced": True}
+        told = f"{help}; 0: left to the plan"
+        return "INT", {"default": 0, "min": 0, "max": knob.maximum, "display_name": label, "tooltip": told}
     choices = knob.choices or tuple(_SWITCH)
     words = [AUTO, *(choice for choice in choices if choice != AUTO)]
-    return words, {"default": AUTO, "tooltip": f"{help}; auto: left to the plan", "advanced": True}
+    return words, {"default": AUTO, "display_name": label, "tooltip": f"{help}; auto: left to the plan"}
 
 
 def _fidelity(knob: Knob) -> str:

@@ -14,9 +14,27 @@ from ..sd_lowvram.devices.info import available_ram
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.planning.request import DEFAULT_STEPS, Request, request_for
+from ..sd_lowvram.saved_latents.hosted import CHOICES
 from ..sd_lowvram.settings import Settings, knobs
 from . import host
 from .loading import plan_beside
+
+
+@dataclass(frozen=True)
+class ChosenSettings:
+    """What Low VRAM Settings gives, as LOWVRAM_SETTINGS.
+
+    Attributes:
+        save_latents: one of ``CHOICES``, for VAE Decode (low VRAM).
+    """
+
+    settings: Settings = field(default_factory=Settings)
+    save_latents: str = CHOICES[0]
+
+
+def chosen(given: ChosenSettings | None) -> ChosenSettings:
+    """``given``, or what leaves all to the plan."""
+    return ChosenSettings() if given is None else given
 
 
 @dataclass(frozen=True)
@@ -84,19 +102,27 @@ _ORDER = ("encode", "denoise", "decode")
 
 @dataclass(eq=False)
 class PlanRecord:
-    """What plans foretold and what their runs took; travels from node to node as LOWVRAM_PLAN.
+    """What plans foretold and what their runs took; travels from Low VRAM to Report as LOWVRAM_PLAN.
 
     Attributes:
-        node_request: what a Plan node was asked for: nodes that are given its plan go by it.
+        node: the id of the node that shows the verdict; None: none does while the workflow runs.
         plans: the latest for each stage, by its name, in the order of a run.
+        steps: of the latest sampling, as the sampler has told them; 0 before there was one.
         measured: the latest run of each stage, as the allocator saw it.
-        sites: on how many sites each hook acted in the latest call of the UNet.
+        seconds: that each stage took, from its first step to its last.
+        step_seconds: that each step took in which the model ran.
+        kept: bytes of a stage's weights that the host kept on the device in its latest run.
+        sites: on how many sites each hook acted in the latest call of the model.
         notes: sentences on the latest sampling.
     """
 
-    node_request: NodeRequest | None = None
+    node: str | None = None
     plans: dict[str, Plan] = field(default_factory=dict)
+    steps: int = 0
     measured: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    step_seconds: list[float] = field(default_factory=list)
+    kept: dict[str, int] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _models: dict[str, Any] = field(default_factory=dict)
@@ -107,9 +133,14 @@ class PlanRecord:
         self.plans = {name: plans[name] for name in _ORDER if name in plans}
         self._models[stage] = weakref.ref(model)
 
-    def plan_of(self, stage: str, model: Any) -> Plan | None:
-        """The plan of a stage where it was made for this very model."""
-        return self.plans.get(stage) if self.model_of(stage) is model else None
+    def begin(self, steps: int) -> None:
+        """Forget the sampling before, as one of ``steps`` begins."""
+        self.steps = steps
+        self.step_seconds = []
+        self.notes.clear()
+        for figures in (self.measured, self.seconds, self.kept):
+            for stage in ("denoise", "decode"):
+                figures.pop(stage, None)
 
     def warn(self, sentence: str) -> None:
         """Note ``sentence`` on the run, and say it in the log and on the node that runs."""
@@ -121,7 +152,3 @@ class PlanRecord:
     def model_of(self, stage: str) -> Any:
         """The model that the plan of a stage was made for; None when it is gone."""
         return self._models.get(stage, lambda: None)()
-
-    def copy(self) -> PlanRecord:
-        """The same plans, for a run of their own."""
-        return PlanRecord(self.node_request, dict(self.plans), _models=dict(self._models))

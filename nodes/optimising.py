@@ -1,92 +1,85 @@
-"""The nodes that make a MODEL or a VAE run within a budget; all else in the workflow stays stock."""
+"""The node that makes a MODEL and a VAE run within a budget, and the node of everything that it leaves to the plan."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..sd_lowvram.errors import BudgetError
 from .autoencoder import optimized_vae
-from .denoiser import optimized_model
-from .inputs import BATCH, BUDGET, MODEL, PLAN, VAE, knob_inputs, settings_of, side, validated
+from .denoiser import foresee_sampling, optimized_model
+from .inputs import BUDGET, MODEL, SAVE_LATENTS, SETTINGS, VAE, checked_budget, knob_inputs, settings_of
 from .interfaces import HostVAE, ModelPatcher
-from .node_request import NodeRequest, PlanRecord
+from .node_request import ChosenSettings, NodeRequest, PlanRecord, chosen
 from .report_text import verdict
 
 CATEGORY = "low-vram"
 
 
-class LowVRAMOptimizeModel:
-    """MODEL within a budget. Goes anywhere between loader and sampler, before or after LoRAs."""
+class LowVRAM:
+    """MODEL and VAE within a budget; all else in the workflow stays stock."""
 
     DESCRIPTION = (
-        "Makes the model sample within a memory budget, with the same picture (to rounding). The fastest settings that "
-        "fit are planned for the size given here, and anew for another size that comes to the sampler."
+        "Makes model and VAE run within a memory budget, with the same picture (to rounding). The fastest settings "
+        "that fit are planned for the model's own size, and anew for the size that comes to the sampler."
     )
     CATEGORY = CATEGORY
     FUNCTION = "optimize"
-    RETURN_TYPES = ("MODEL", "LOWVRAM_PLAN")
-    RETURN_NAMES = ("model", "plan")
+    RETURN_TYPES = ("MODEL", "VAE", "LOWVRAM_PLAN")
+    RETURN_NAMES = ("model", "vae", "plan")
     OUTPUT_TOOLTIPS = (
         "the model for the sampler, or for nodes that patch it",
-        "what was planned and, after the run, measured: for Report, and for nodes of the VAE",
+        "the VAE, with which VAE Decode and VAE Encode run exactly, in bounded memory",
+        "what was planned and, after the run, measured: for Report",
     )
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
-            "required": {
-                "model": MODEL,
-                "budget": BUDGET,
-                "width": side("width"),
-                "height": side("height"),
-                "batch": BATCH,
-            },
-            "optional": {**knob_inputs("denoise"), "plan": PLAN},
-        }
-
-    @classmethod
-    def VALIDATE_INPUTS(
-        cls, budget: str | None = None, width: int | None = None, height: int | None = None
-    ) -> bool | str:
-        return validated(budget, width=width, height=height)
-
-    def optimize(
-        self,
-        model: ModelPatcher,
-        budget: str,
-        width: int,
-        height: int,
-        batch: int,
-        plan: PlanRecord | None = None,
-        **knobs: Any,
-    ) -> dict[str, Any]:
-        node_request = NodeRequest(budget, settings_of(knobs))
-        made, record = optimized_model(model, node_request, width, height, batch, plan)
-        return {"ui": {"text": [verdict(record)]}, "result": (made, record)}
-
-
-class LowVRAMOptimizeVAE:
-    """VAE whose stock Decode and Encode run exactly, in bounded memory."""
-
-    DESCRIPTION = (
-        "Makes the stock VAE Decode and VAE Encode run in bounded memory without seams or colour shifts, and ask the "
-        "host only for the memory that they need."
-    )
-    CATEGORY = CATEGORY
-    FUNCTION = "optimize"
-    RETURN_TYPES = ("VAE",)
-    RETURN_NAMES = ("vae",)
-    OUTPUT_TOOLTIPS = ("the VAE for the stock VAE Decode and VAE Encode",)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {
-            "required": {"vae": VAE, "budget": BUDGET},
-            "optional": {**knob_inputs("decode", "encode"), "plan": PLAN},
+            "required": {"model": MODEL, "vae": VAE, "budget": BUDGET},
+            "optional": {"settings": SETTINGS},
+            "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
     @classmethod
     def VALIDATE_INPUTS(cls, budget: str | None = None) -> bool | str:
-        return validated(budget)
+        return checked_budget(budget)
 
-    def optimize(self, vae: HostVAE, budget: str, plan: PlanRecord | None = None, **knobs: Any) -> tuple[HostVAE]:
-        return (optimized_vae(vae, NodeRequest(budget, settings_of(knobs)), plan),)
+    def optimize(
+        self,
+        model: ModelPatcher,
+        vae: HostVAE,
+        budget: str,
+        settings: ChosenSettings | None = None,
+        unique_id: str | None = None,
+    ) -> dict[str, Any]:
+        node_request = NodeRequest(budget, chosen(settings).settings)
+        record = PlanRecord(node=unique_id)
+        made_vae = optimized_vae(vae, node_request, record)
+        made = optimized_model(model, node_request, record, made_vae)
+        try:
+            foresee_sampling(made)
+            told = verdict(record)
+        except BudgetError as error:  # the sampler may come with a smaller size
+            told = f"does not fit at the model's own size: {error}"
+        return {"ui": {"text": [told]}, "result": (made, made_vae, record)}
+
+
+class LowVRAMSettings:
+    """What the plan else chooses, for Low VRAM, Plan and the nodes of the VAE."""
+
+    DESCRIPTION = (
+        "For what you want to decide yourself; all else is left to the plan. Of the picture as a whole, of each step "
+        "of the sampler, of decoding and encoding, and what is faster and makes another picture."
+    )
+    CATEGORY = CATEGORY
+    FUNCTION = "choose"
+    RETURN_TYPES = ("LOWVRAM_SETTINGS",)
+    RETURN_NAMES = ("settings",)
+    OUTPUT_TOOLTIPS = ("for Low VRAM, Plan, VAE Decode and VAE Encode (low VRAM)",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {}, "optional": {**knob_inputs(), "save_latents": SAVE_LATENTS}}
+
+    def choose(self, save_latents: str = SAVE_LATENTS[1]["default"], **knobs: Any) -> tuple[ChosenSettings]:
+        return (ChosenSettings(settings_of(knobs), save_latents),)

@@ -33,7 +33,7 @@ def denoiser_of(model: ModelPatcher) -> Anatomy:
     anatomy, why = _known(unet)
     if anatomy is None or anatomy.denoiser is None:
         works = _what_works(model.model, why)
-        raise BadInputError(f"{type(model.model).__name__} {why}: Optimize Model (low VRAM) serves {_MODELS}.{works}")
+        raise BadInputError(f"{type(model.model).__name__} {why}: Low VRAM serves {_MODELS}.{works}")
     computes = host.computes(model)
     return anatomy if computes is None else dataclasses.replace(anatomy, computes={anatomy.denoiser: computes})
 
@@ -70,4 +70,4 @@ def _what_works(base: Any, why: str) -> str:
     latents = type(getattr(base, "latent_format", None)).__name__
     if latents not in _LATENTS or "video" in why:
         return ""
-    return " Its VAE works: Optimize VAE, or VAE Decode (low VRAM), decodes exactly in bounded memory"
+    return " Its VAE works: VAE Decode (low VRAM) decodes exactly in bounded memory"

@@ -9,7 +9,7 @@ from ..sd_lowvram.units import GIB, MIB, format_size, format_time
 from . import host
 from .node_request import PlanRecord, attachable
 
-_PARTS = {"denoise": ("UNet", "a step"), "decode": ("VAE", "the decode"), "encode": ("VAE", "the encode")}
+_PARTS = {"denoise": ("model", "a step"), "decode": ("VAE", "the decode"), "encode": ("VAE", "the encode")}
 
 
 def verdict(record: PlanRecord, *stages: str) -> str:
@@ -20,10 +20,10 @@ def verdict(record: PlanRecord, *stages: str) -> str:
         stages: those that are told of; none: all of the record.
     """
     plans = {name: plan for name, plan in record.plans.items() if not stages or name in stages}
-    name = max(plans, key=lambda name: _needed_bytes(plans[name], name))
+    name = max(plans, key=lambda name: needed_bytes(plans[name], name))
     plan, whole = plans[name], host.loading(plans[name].request.device).whole
-    first = f"{_of(_needed_bytes(plan, name), plan.request.vram)}, {_duration(plans)}"
-    if _fits(plan, name):
+    first = f"{_of(needed_bytes(plan, name), plan.request.vram)}, {_duration(plans, record.steps)}"
+    if fits(plan, name):
         first = f"fits: {first}"
     else:
         first = f"above the budget: {first}, with the settings that take least"
@@ -34,16 +34,16 @@ def verdict(record: PlanRecord, *stages: str) -> str:
 def warn_above(record: PlanRecord, stage: str) -> None:
     """Say that the plan of ``stage`` is above its budget, where it is: the host keeps weights whatever is asked."""
     plan = record.plans[stage]
-    if not _fits(plan, stage):
+    if not fits(plan, stage):
         record.warn(f"{stage} {plan.request.width}x{plan.request.height} is {verdict(record, stage)}")
 
 
-def _needed_bytes(plan: Plan, name: str) -> int:
+def needed_bytes(plan: Plan, name: str) -> int:
     return stage_of(plan, name).reserved_bytes + plan.predicted.overhead_bytes
 
 
-def _fits(plan: Plan, name: str) -> bool:
-    return _needed_bytes(plan, name) <= plan.request.vram
+def fits(plan: Plan, name: str) -> bool:
+    return needed_bytes(plan, name) <= plan.request.vram
 
 
 def _accounts(record: PlanRecord, stage: StagePlan, on_cpu: bool, whole: bool) -> Iterator[str]:
@@ -64,6 +64,8 @@ def _accounts(record: PlanRecord, stage: StagePlan, on_cpu: bool, whole: bool) -
 def _of(part: int, whole: int) -> str:
     """ "3.3 of 4 GiB"."""
     step, unit = (GIB, "GiB") if whole >= GIB else (MIB, "MiB")
+    if part < step / 10:
+        return f"{format_size(part)} of {_number(whole / step)} {unit}"
     return f"{_number(part / step)} of {_number(whole / step)} {unit}"
 
 
@@ -71,33 +73,61 @@ def _number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0") if value < 100 else f"{value:.0f}"
 
 
-def _duration(plans: Mapping[str, Plan]) -> str:
-    """Of one step where the UNet is alone, else of all stages."""
-    seconds = sum(stage_of(plan, name).seconds for name, plan in plans.items())
+def _duration(plans: Mapping[str, Plan], steps: int) -> str:
+    """Of one step until a sampler has told how many there are, then of all of them and of what comes after."""
     if "denoise" not in plans:
-        return f"about {format_time(seconds)}"
-    steps = plans["denoise"].request.steps
-    if len(plans) == 1:
-        return f"about {format_time(seconds / steps)} a step"
-    return f"about {format_time(seconds)} for {steps} steps"
+        return f"about {format_time(sum(stage_of(plan, name).seconds for name, plan in plans.items()))}"
+    a_step = seconds_a_step(plans["denoise"])
+    if not steps:
+        return f"about {format_time(a_step)} a step"
+    decode = stage_of(plans["decode"], "decode").seconds if "decode" in plans else 0.0
+    parts = f"{steps} steps of {format_time(a_step)}" + (f", decode {format_time(decode)}" if "decode" in plans else "")
+    return f"about {format_time(steps * a_step + decode)} ({parts})"
+
+
+def seconds_a_step(plan: Plan) -> float:
+    """What ``plan`` foretells for each step of the sampler."""
+    return stage_of(plan, "denoise").seconds / plan.request.steps
+
+
+def measured_step(record: PlanRecord) -> float | None:
+    """Seconds of a step in the latest sampling; of one that has no other, the first, with which a model warms up."""
+    steps = record.step_seconds[1:] or record.step_seconds
+    return sum(steps) / len(steps) if steps else None
+
+
+def run_line(record: PlanRecord, calls: int) -> str:
+    """A sampling in one line."""
+    plan = record.plans["denoise"]
+    took = measured_step(record)
+    seconds = "" if took is None else f" of {format_time(took)} ({format_time(seconds_a_step(plan))} foretold)"
+    return (
+        f"{plan.request.width}x{plan.request.height}, {calls} calls of the model, {len(record.step_seconds)} steps"
+        f"{seconds}, planned {_of(needed_bytes(plan, 'denoise'), plan.request.vram)}"
+    )
 
 
 def report_text(record: PlanRecord) -> str:
-    """The record as lines: the verdict, a table of the stages, and what was chosen for each."""
-    request = record.plans["denoise"].request
+    """The record as lines: the verdict, then for each stage what was foretold, what was measured, and its choices."""
+    request = next(iter(record.plans.values())).request
+    peaks = measured_peaks(record)
     lines = [
         verdict(record),
-        f"{request.width}x{request.height}, batch {request.batch}, budget {format_size(request.vram)}, "
-        f"seconds for {request.steps} steps",
-        f"{'stage':<9}{'planned':>10}{'weights':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
+        f"{request.width}x{request.height}, batch {request.batch}, budget {format_size(request.vram)}",
+        f"{'':<9}{'peak':>10}{'measured':>10}{'weights':>10}{'kept':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
     ]
-    peaks = measured_peaks(record)
     for name, plan in record.plans.items():
         stage = stage_of(plan, name)
-        sizes = (stage.peak_bytes, stage.weights_bytes, stage.host_bytes)
-        figures = "".join(f"{format_size(size):>10}" for size in sizes)
-        measured = format_size(peaks[name]) if name in peaks else "-"
-        lines.append(f"{name:<9}{figures}{stage.seconds:>9.1f}{measured:>10}")
+        sizes = (stage.peak_bytes, peaks.get(name), stage.weights_bytes, record.kept.get(name), stage.host_bytes)
+        figures = "".join(f"{'-' if size is None else format_size(size):>10}" for size in sizes)
+        foretold = seconds_a_step(plan) if name == "denoise" else stage.seconds
+        took = measured_step(record) if name == "denoise" else record.seconds.get(name)
+        row = "a step" if name == "denoise" else name
+        lines.append(f"{row:<9}{figures}{_seconds(foretold):>9}{_seconds(took):>10}")
+    if record.step_seconds:
+        ran, a_step = len(record.step_seconds), seconds_a_step(record.plans["denoise"])
+        whole = f"{format_time(sum(record.step_seconds))} measured, {format_time(ran * a_step)} foretold"
+        lines.append(f"{ran} steps ran: {whole}")
     if peaks and request.device.type == "cpu":
         both = (f"{name} {format_size(stage_of(plan, name).held_bytes)}" for name, plan in record.plans.items())
         lines.append(f"on a CPU device and host are measured together: planned {', '.join(both)}")
@@ -105,6 +135,12 @@ def report_text(record: PlanRecord) -> str:
     if record.sites:
         lines.append("sites: " + ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())))
     return "\n".join([*lines, *record.notes])
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
 
 
 def measured_peaks(record: PlanRecord) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import logging
 from typing import Any
 
 import numpy
@@ -14,36 +13,28 @@ from torch import Tensor
 from ..sd_lowvram.errors import BadInputError
 from ..sd_lowvram.planning.memory_profile import MeasuredRun
 from ..sd_lowvram.planning.plan import Plan
-from ..sd_lowvram.planning.request import DEFAULT_STEPS
 from .autoencoder import plan_autoencoder
 from .bars import memory_bars
-from .denoiser import optimized_model
-from .inputs import BATCH, BUDGET, MODEL, VAE, knob_inputs, settings_of, side, validated, with_steps
+from .denoiser import foresee_sampling, optimized_model
+from .inputs import BATCH, BUDGET, MODEL, SETTINGS, STEPS, VAE, checked_budget, side
 from .interfaces import HostVAE, ModelPatcher
-from .node_request import NodeRequest, PlanRecord
+from .node_request import ChosenSettings, NodeRequest, PlanRecord, chosen
 from .optimising import CATEGORY
 from .report_text import measured_peaks, report_text, stage_of
 
-
-class _Shown:
-    """What both nodes give: the record, and the same as text, which the node shows too, and as a plot."""
-
-    CATEGORY = CATEGORY
-    RETURN_TYPES = ("LOWVRAM_PLAN", "STRING", "IMAGE")
-    RETURN_NAMES = ("plan", "text", "plot")
-    OUTPUT_NODE = True
-    OUTPUT_TOOLTIPS = (
-        "for Optimize Model and the nodes of the VAE: what is shown here is what they run",
-        "what the node shows, as text",
-        "the memory of every stage as a picture, the budget a line across it",
-    )
+_TOOLTIPS = ("what the node shows, as text", "the memory of every stage as a picture, the budget a line across it")
 
 
-class LowVRAMPlan(_Shown):
+class LowVRAMPlan:
     """The plan of a MODEL and a VAE for a size, before anything runs."""
 
     DESCRIPTION = "Foretells for a size and a budget what each stage takes, and draws it. Nothing is run."
+    CATEGORY = CATEGORY
     FUNCTION = "plan"
+    OUTPUT_NODE = True
+    RETURN_TYPES = ("STRING", "IMAGE")
+    RETURN_NAMES = ("text", "plot")
+    OUTPUT_TOOLTIPS = _TOOLTIPS
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -55,15 +46,14 @@ class LowVRAMPlan(_Shown):
                 "width": side("width"),
                 "height": side("height"),
                 "batch": BATCH,
+                "steps": STEPS,
             },
-            "optional": with_steps(knob_inputs("denoise", "decode", "encode")),
+            "optional": {"settings": SETTINGS},
         }
 
     @classmethod
-    def VALIDATE_INPUTS(
-        cls, budget: str | None = None, width: int | None = None, height: int | None = None
-    ) -> bool | str:
-        return validated(budget, width=width, height=height)
+    def VALIDATE_INPUTS(cls, budget: str | None = None) -> bool | str:
+        return checked_budget(budget)
 
     def plan(
         self,
@@ -73,27 +63,32 @@ class LowVRAMPlan(_Shown):
         width: int,
         height: int,
         batch: int,
-        steps: int = DEFAULT_STEPS,
-        **knobs: Any,
+        steps: int,
+        settings: ChosenSettings | None = None,
     ) -> dict[str, Any]:
-        node_request = NodeRequest(budget, settings_of(knobs), steps)
-        _, record = optimized_model(model, node_request, width, height, batch)
+        node_request = NodeRequest(budget, chosen(settings).settings, steps)
+        record = PlanRecord(steps=steps)
+        foresee_sampling(optimized_model(model, node_request, record), width, height, batch)
         plan_autoencoder(vae, node_request, record, record.plans["denoise"].request)
-        record.node_request = node_request
         return _shown(record)
 
 
-class LowVRAMReport(_Shown):
+class LowVRAMReport:
     """Measured against predicted, after the run."""
 
     DESCRIPTION = (
         "Compares what each stage took with what its plan foretold. Connect the finished pictures: it runs then."
     )
+    CATEGORY = CATEGORY
     FUNCTION = "report"
+    OUTPUT_NODE = True
+    RETURN_TYPES = ("STRING", "IMAGE")
+    RETURN_NAMES = ("text", "plot")
+    OUTPUT_TOOLTIPS = _TOOLTIPS
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        plan = "LOWVRAM_PLAN", {"tooltip": "of the Optimize Model that the sampler's model went through"}
+        plan = "LOWVRAM_PLAN", {"tooltip": "of the Low VRAM that the sampler's model went through"}
         after = "IMAGE", {"tooltip": "the pictures of the run, so that the report comes after it"}
         return {"required": {"plan": plan, "images": after}}
 
@@ -103,8 +98,7 @@ class LowVRAMReport(_Shown):
 
 def _shown(record: PlanRecord) -> dict[str, Any]:
     text = report_text(record)
-    logging.info("sd-lowvram:\n" + text)
-    return {"ui": {"text": [text]}, "result": (record, text, _plot(record))}
+    return {"ui": {"text": [text]}, "result": (text, _plot(record))}
 
 
 def _joined(record: PlanRecord) -> Plan:

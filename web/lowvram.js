@@ -1,40 +1,74 @@
-// Shows in the node itself what Plan, Report, Optimize Model and the nodes of the VAE tell: no Preview Any is needed.
+// Shows in the node itself what our nodes tell. Of the page's modules only app.js is public: the box is made with what
+// nodes have of their own, and where a page has no addDOMWidget the text becomes a line of the canvas.
 import { app } from "../../scripts/app.js";
-import { ComfyWidgets } from "../../scripts/widgets.js";
 
-const TELLING = ["LowVRAMPlan", "LowVRAMReport", "LowVRAMOptimizeModel", "LowVRAMVAEDecode", "LowVRAMVAEEncode"];
-const NAME = "lowvram_told";
-const LINE = 15;
-const WIDTH = 520;
+// What the box is called, by node.
+const TELLING = {
+  LowVRAM: "verdict",
+  LowVRAMPlan: "forecast",
+  LowVRAMReport: "report",
+  LowVRAMVAEDecode: "verdict",
+  LowVRAMVAEEncode: "verdict",
+};
+const WIDTHS = { forecast: 560, report: 640, verdict: 380 };
 
-function told(node) {
-  const there = node.widgets?.find((widget) => widget.name === NAME);
+function box() {
+  const made = document.createElement("pre");
+  Object.assign(made.style, {
+    margin: "0",
+    padding: "6px 8px",
+    boxSizing: "border-box",
+    width: "100%",
+    overflow: "auto",
+    whiteSpace: "pre-wrap",
+    overflowWrap: "anywhere",
+    font: "11px/1.4 monospace",
+    color: "var(--input-text, #ddd)",
+    background: "var(--comfy-input-bg, #222)",
+    borderRadius: "6px",
+    userSelect: "text",
+  });
+  return made;
+}
+
+function widgetOf(node, name) {
+  const there = node.widgets?.find((widget) => widget.name === name);
   if (there) return there;
-  const { widget } = ComfyWidgets.STRING(node, NAME, ["STRING", { multiline: true }], app);
-  widget.element.readOnly = true;
-  Object.assign(widget.element.style, { fontFamily: "monospace", whiteSpace: "pre-wrap" });
+  if (!node.addDOMWidget) return node.addWidget("text", name, "", () => {}, { serialize: false });
+  const element = box();
+  const widget = node.addDOMWidget(name, "lowvram", element, {
+    serialize: false,
+    hideOnZoom: false,
+    getValue: () => element.textContent,
+    setValue: (text) => (element.textContent = text),
+    getMinHeight: () => element.scrollHeight + 4 || 60,
+    getMaxHeight: () => element.scrollHeight + 4 || 60,
+  });
   widget.serialize = false; // saved workflows hold the values of inputs alone
-  widget.options.serialize = false;
   return widget;
 }
 
-function show(node, text) {
-  told(node).value = text;
-  const lines = text.split("\n").length;
-  const [width, height] = node.computeSize();
-  const wide = lines > 1 ? Math.max(width, WIDTH) : width;
-  node.setSize([Math.max(node.size[0], wide), Math.max(node.size[1], height + LINE * (lines - 1))]);
-  node.setDirtyCanvas(true, true);
+function show(node, name, text) {
+  widgetOf(node, name).value = text;
+  // the height of the text is known once the box has its width
+  const fit = () => {
+    const [width, height] = node.computeSize();
+    node.setSize([Math.max(node.size[0], width, WIDTHS[name]), height]);
+    node.setDirtyCanvas(true, true);
+  };
+  fit();
+  requestAnimationFrame(fit);
 }
 
 app.registerExtension({
   name: "sd-lowvram",
   beforeRegisterNodeDef(nodeType, nodeData) {
-    if (!TELLING.includes(nodeData.name)) return;
+    const name = TELLING[nodeData.name];
+    if (!name) return;
     const { onExecuted } = nodeType.prototype;
     nodeType.prototype.onExecuted = function (message) {
       onExecuted?.apply(this, arguments);
-      if (message?.text) show(this, [message.text].flat().join("\n"));
+      if (message?.text) show(this, name, [message.text].flat().join("\n"));
     };
   },
 });

@@ -26,13 +26,13 @@ def main(host: str) -> None:
 
 def refusals(nodes: dict[str, Any]) -> dict[str, str]:
     """What is said of models that are not served."""
-    told = {kind: _error(lambda kind=kind: _ours(nodes, inside.model(kind))) for kind in inside.REFUSED}
+    told = {kind: _error(lambda kind=kind: inside.ours(nodes, inside.model(kind))) for kind in inside.REFUSED}
     model, vae = inside.model("sd15"), inside.autoencoder("taesd")
-    told["taesd"] = _error(lambda: nodes["LowVRAMOptimizeVAE"]().optimize(vae, ""))
+    told["taesd"] = _error(lambda: nodes["LowVRAM"]().optimize(model, vae, ""))
     if inside.knows_flux2():
         packed = inside.autoencoder("flux2")
         told["flux2"] = _error(lambda: nodes["LowVRAMVAEDecode"]().decode({"samples": packed}, packed, ""))
-    told["taesd in a plan"] = _error(lambda: nodes["LowVRAMPlan"]().plan(model, vae, "", PIXELS, PIXELS, 1))
+    told["taesd in a plan"] = _error(lambda: nodes["LowVRAMPlan"]().plan(model, vae, "", PIXELS, PIXELS, 1, 20))
     return told
 
 
@@ -44,7 +44,8 @@ def autoencoders(nodes: dict[str, Any]) -> dict[str, dict[str, float]]:
 def _distances(nodes: dict[str, Any], vae: Any) -> dict[str, float]:
     noise = torch.Generator().manual_seed(3)
     latents = torch.randn(1, vae.latent_channels, 24, 20, generator=noise)
-    (ours,) = nodes["LowVRAMOptimizeVAE"]().optimize(vae, "", vae_tiles="exact", vae_map="parked", vae_strip_mib=1)
+    settings = nodes["LowVRAMSettings"]().choose(vae_tiles="exact", vae_map="parked", vae_strip_mib=1)[0]
+    ours = nodes["LowVRAM"]().optimize(inside.model("sd15"), vae, "", settings)["result"][1]
     with torch.inference_mode():
         pixels = vae.decode(latents)
         decoded, encoded = ours.decode(latents), ours.encode(pixels)
@@ -70,7 +71,7 @@ def pictures(nodes: dict[str, Any]) -> dict[str, float]:
         ("ControlNet", None, {"control": inside.control_net()}),
     ):
         model = inside.patched(inside.model("sd15"), stock)
-        found[name] = _far(inside.sample(model, **run), inside.sample(_ours(nodes, model, **ON)[0], **run))
+        found[name] = _far(inside.sample(model, **run), inside.sample(inside.ours(nodes, model, **ON)[0], **run))
     return found
 
 
@@ -82,7 +83,7 @@ def compiled(nodes: dict[str, Any]) -> dict[str, Any]:
     for name, knobs in {**{name: {name: ON[name]} for name in alone}, "together": ON, "none": {}}.items():
         for order in ("before", "after"):
             model = inside.model("sd15")
-            made, record = _ours(nodes, inside.compiled(model) if order == "before" else model, **knobs)
+            made, record = inside.ours(nodes, inside.compiled(model) if order == "before" else model, **knobs)
             drawn = inside.sample(made if order == "before" else inside.compiled(made), steps=2)
             found[f"{name}, {order}"] = [_far(plain, drawn), any("runs uncompiled" in note for note in record.notes)]
     return found
@@ -97,7 +98,7 @@ def rows(nodes: dict[str, Any]) -> dict[str, list[int]]:
         ("one at a scale of 1", None, {"cfg": 1.0}),
         ("perturbed", "PAG", {"batch": 3}),
     ):
-        made, record = _ours(nodes, inside.patched(inside.model("sd15"), stock))
+        made, record = inside.ours(nodes, inside.patched(inside.model("sd15"), stock))
         inside.sample(made, **run)
         request = record.plans["denoise"].request
         found[name] = [request.shape.rows, request.batch]
@@ -108,16 +109,11 @@ def peaks(nodes: dict[str, Any]) -> dict[str, list[int]]:
     """Bytes that a step was planned to hold, and held as the allocator saw it, by the storage of the weights."""
     found = {}
     for storage in inside.STORAGE:
-        made, record = _ours(nodes, inside.model("sd15", storage), side=512)
+        made, record = inside.ours(nodes, inside.model("sd15", storage))
         inside.sample(made, side=64)
         plan = next(stage for stage in record.plans["denoise"].stages if stage.name == "denoise")
         found[storage] = [plan.held_bytes, max(one.peak_bytes for one in record.measured["denoise"])]
     return found
-
-
-def _ours(nodes: dict[str, Any], model: Any, side: int = PIXELS, **knobs: Any) -> tuple[Any, Any]:
-    made: tuple[Any, Any] = nodes["LowVRAMOptimizeModel"]().optimize(model, "1024GB", side, side, 1, **knobs)["result"]
-    return made
 
 
 def _error(work: Any) -> str:

@@ -7,6 +7,7 @@ Run by ComfyUI's Python; :func:`enter` comes first.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import inspect
 import logging
@@ -142,7 +143,7 @@ REFUSED = {
     "flux": ("Flux", _FLUX),
     "lumina2": ("Lumina2", _LUMINA),
 }
-"""Models that Optimize Model does not serve."""
+"""Models that Low VRAM does not serve."""
 
 
 def enter(host: Path) -> None:
@@ -164,6 +165,18 @@ def our_nodes() -> dict[str, Any]:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return dict(module.NODE_CLASS_MAPPINGS)
+
+
+def ours(nodes: dict[str, Any], model: Any, **knobs: Any) -> tuple[Any, Any]:
+    """What Low VRAM makes of a MODEL within more than it can use, and its record."""
+    settings = nodes["LowVRAMSettings"]().choose(**knobs)[0]
+    made, _, record = nodes["LowVRAM"]().optimize(model, _some_vae(), "1024GB", settings)["result"]
+    return made, record
+
+
+@functools.cache
+def _some_vae() -> Any:
+    return autoencoder("sd15")
 
 
 def model(kind: str, storage: str = "fp32", seed: int = 0) -> Any:

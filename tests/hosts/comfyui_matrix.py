@@ -47,14 +47,8 @@ def _storage(nodes: dict[str, Any], kind: str, storage: str) -> None:
 def _both(nodes: dict[str, Any], model: Any, stock: str | None, side: str, knobs: dict[str, Any]) -> Any:
     """``model`` through the stock node, with ours before or after it."""
     if side == "before":
-        return inside.patched(_ours(nodes, model, knobs), stock)
-    return _ours(nodes, inside.patched(model, stock), knobs)
-
-
-def _ours(nodes: dict[str, Any], model: Any, knobs: dict[str, Any]) -> Any:
-    pixels = 8 * inside.SIDE
-    out = nodes["LowVRAMOptimizeModel"]().optimize(model, "1024GB", pixels, pixels, 1, **knobs)
-    return (out["result"] if isinstance(out, dict) else out)[0]
+        return inside.patched(inside.ours(nodes, model, **knobs)[0], stock)
+    return inside.ours(nodes, inside.patched(model, stock), **knobs)[0]
 
 
 def _attempt(work: Any) -> Any:

@@ -31,10 +31,13 @@ PYTHON = os.environ.get("COMFYUI_PYTHON", sys.executable)
 ROOT = Path(__file__).parents[2]
 SIZE = int(os.environ.get("COMFYUI_SIZE", "256"))
 NAME, LORA = "sd-lowvram-test.safetensors", "sd-lowvram-test-lora.safetensors"
-IDS = "OptimizeModel OptimizeVAE VAEDecode VAEEncode Plan Report"
 TITLES = {
-    name: name.replace("VAED", "VAE D").replace("VAEE", "VAE E").replace("Optimize", "Optimize ").replace("tS", "t S")
-    for name in IDS.split()
+    "LowVRAM": "Low VRAM",
+    "LowVRAMSettings": "Low VRAM Settings",
+    "LowVRAMVAEDecode": "VAE Decode (low VRAM)",
+    "LowVRAMVAEEncode": "VAE Encode (low VRAM)",
+    "LowVRAMPlan": "Plan (low VRAM)",
+    "LowVRAMReport": "Report (low VRAM)",
 }
 
 pytestmark = pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs")
@@ -129,13 +132,19 @@ def prompt(size: int = SIZE, seed: int = 42, steps: int = 2) -> Prompt:
     }
 
 
-def optimized(made: Prompt, model: str = "1", size: int = SIZE, budget: str = "", **knobs: Any) -> Prompt:
-    """``made`` with our node before the sampler."""
-    made["10"] = node(
-        "LowVRAMOptimizeModel", model=[model, 0], budget=budget, width=size, height=size, batch=1, **knobs
-    )
+def optimized(made: Prompt, model: str = "1", budget: str = "", **knobs: Any) -> Prompt:
+    """``made`` with our node before the sampler; its VAE is not used."""
+    made["10"] = node("LowVRAM", model=[model, 0], vae=["1", 2], budget=budget, **chosen(made, "100", **knobs))
     made["5"]["inputs"]["model"] = ["10", 0]
     return made
+
+
+def chosen(made: Prompt, number: str, **knobs: Any) -> dict[str, Any]:
+    """The input that takes ``knobs`` from a node of settings, which is put into ``made`` if there are any."""
+    if not knobs:
+        return {}
+    made[number] = node("LowVRAMSettings", **knobs)
+    return {"settings": [number, 0]}
 
 
 def with_lora(made: Prompt, model: str, clip: str = "1") -> Prompt:
@@ -163,45 +172,60 @@ def test_imported_and_listed(server) -> None:
     assert any(PACK in line and "IMPORT FAILED" not in line for line in server.lines(r"seconds.*: "))
     info = server.call("/object_info")
     ours = {name for name, one in info.items() if one["python_module"] == f"custom_nodes.{PACK}"}
-    assert ours >= {f"LowVRAM{name}" for name in IDS.split()}
+    assert ours >= TITLES.keys()
     assert not server.lines(f"File .*{PACK}") and not server.lines(f"Cannot import .*{PACK}")
 
 
 def test_the_page_gets_its_script_and_help(server) -> None:
     assert f"/extensions/{PACK}/lowvram.js" in server.call("/extensions")
-    for name in IDS.split():
-        assert f"# {TITLES[name]} (low VRAM)" in server.text(f"/extensions/{PACK}/docs/LowVRAM{name}.md")
-    options = server.call("/object_info/LowVRAMOptimizeModel")["LowVRAMOptimizeModel"]
-    assert all(options["output_tooltips"]) and options["input"]["optional"]["park_skips"][1]["advanced"]
+    for name, title in TITLES.items():
+        assert server.text(f"/extensions/{PACK}/docs/{name}.md").startswith(f"# {title}\n")
+    options = server.call("/object_info/LowVRAM")["LowVRAM"]
+    assert all(options["output_tooltips"]) and [*options["input"]["required"]] == ["model", "vae", "budget"]
+    settings = server.call("/object_info/LowVRAMSettings")["LowVRAMSettings"]["input"]["optional"]
+    assert settings["park_skips"][1]["display_name"] == "Step · Wait in RAM"
 
 
-@pytest.mark.parametrize(
-    ("inputs", "told"),
-    [({"budget": "banana"}, "is not a size"), ({"budget": "4"}, "4GB"), ({"width": 1001}, "the nearest is 1000")],
-    ids=str,
-)
-def test_what_is_wrong_is_told_before_anything_is_loaded(server, inputs, told) -> None:
-    made = optimized(prompt())
-    made["10"]["inputs"] |= inputs
-    with pytest.raises(RunError, match=told):
+@pytest.mark.parametrize(("budget", "told"), [("banana", "is not a size"), ("4", "4GB")])
+def test_one_mistake_is_one_error_before_anything_is_loaded(server, budget, told) -> None:
+    made = prompt()
+    size = {"width": 512, "height": 512, "batch": 1, "steps": 2}
+    made["12"] = node("LowVRAMPlan", model=["1", 0], vae=["1", 2], budget=budget, **size)
+    with pytest.raises(RunError, match=told) as raised:
         server.start(made)
+    ((errors,),) = [[one["errors"]] for one in json.loads(str(raised.value))["node_errors"].values()]
+    assert len(errors) == 1 and errors[0]["extra_info"]["input_name"] == "budget"
 
 
-def test_what_the_plan_node_shows_is_what_runs(server, stock) -> None:
+def test_an_error_in_a_run_names_no_path(server) -> None:
+    made = prompt()
+    made["12"] = node("LowVRAMPlan", model=["1", 0], vae=["1", 2], budget="", width=1001, height=512, batch=1, steps=2)
+    with pytest.raises(RunError, match="the nearest is 1000") as raised:
+        server.run(made)
+    ((_, told),) = [one for one in json.loads(str(raised.value)) if one[0] == "execution_error"]
+    assert told["exception_type"] == "sd_lowvram.errors.BadInputError" and "/" not in told["exception_message"]
+
+
+def test_a_size_that_does_not_fit_is_refused_with_one_that_does(server) -> None:
+    made = optimized(prompt(1024), budget="3400MB")
+    with pytest.raises(RunError, match=r"1024x1024 does not fit: it needs at least .* (\d+)x\1 fits in it"):
+        server.run(made)
+
+
+def test_the_plan_node_shows_what_low_vram_runs(server, stock) -> None:
     made = prompt()
     size = {"budget": "8GB", "width": SIZE, "height": SIZE, "batch": 1, "steps": 2}
-    made["12"] = node("LowVRAMPlan", model=["1", 0], vae=["1", 2], **size, **CHUNKED)
-    made["10"] = node("LowVRAMOptimizeModel", model=["1", 0], budget="1MB", width=0, height=0, batch=1, plan=["12", 0])
-    made["5"]["inputs"]["model"] = ["10", 0]
-    made["20"] = node("LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="1MB", plan=["10", 1])
-    made["7"]["inputs"]["images"] = ["20", 0]
-    made["13"] = node("LowVRAMReport", plan=["10", 1], images=["20", 0])
+    made = optimized(made, budget="8GB", **CHUNKED)
+    made["12"] = node("LowVRAMPlan", model=["1", 0], vae=["1", 2], **size, settings=["100", 0])
+    made["6"]["inputs"]["vae"] = ["10", 1]
+    made["13"] = node("LowVRAMReport", plan=["10", 2], images=["6", 0])
     entry = server.run(made)
     shown, report = (entry["outputs"][number]["text"][0] for number in ("12", "13"))
-    assert shown.startswith("fits: ") and " of 8 GiB, about " in shown and " for 2 steps" in shown
-    rows = [[line.split()[:2] for line in text.splitlines() if line.startswith(("denoise ", "decode "))]
+    assert shown.startswith("fits: ") and " of 8 GiB, about " in shown and "(2 steps of " in shown
+    rows = [[line[:19].split() for line in text.splitlines() if line.startswith(("a step ", "decode "))]
             for text in (shown, report)]  # fmt: skip
-    assert rows[0] == rows[1]  # stage and planned bytes
+    assert rows[0] == rows[1] and len(rows[0]) == 2  # stage and planned bytes
+    assert "2 steps ran: " in report and " measured, " in report
     assert "residual_strips 22" in report and entry["outputs"]["10"]["text"][0].startswith("fits: ")
     assert far(stock, server.pictures(entry)["7"]).max() <= 1
 
@@ -215,7 +239,7 @@ def test_hypertile_on_either_side(server, ours) -> None:
     made["14"] = node("HyperTile", model=["1", 0], **tiles)
     made["5"]["inputs"]["model"] = ["14", 0]
     plain = server.pictures(server.run(made))["7"]
-    made = optimized(made, "14", small)
+    made = optimized(made, "14")
     if ours == "before":
         made["10"]["inputs"]["model"], made["14"]["inputs"]["model"] = ["1", 0], ["10", 0]
         made["5"]["inputs"]["model"] = ["14", 0]
@@ -230,24 +254,22 @@ def stock(server) -> Path:
 @pytest.fixture(scope="module")
 def decoded(server, stock) -> dict[str, Path]:
     """One sampling through our model node, decoded by the stock nodes and in every way of ours; the report beside."""
-    made = optimized(prompt(), **CHUNKED)
-    saved(made, "20", "LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", vae_tiles="exact")
-    made["30"] = node(
-        "LowVRAMOptimizeVAE", vae=["1", 2], budget="", plan=["10", 1], vae_tiles="exact", vae_map="parked"
-    )
-    saved(made, "31", "VAEDecode", samples=["5", 0], vae=["30", 0])
-    here = {"decoder_device": "cpu", "vae_tiles": "exact"}
+    made = optimized(prompt(), **CHUNKED, vae_tiles="exact", vae_map="parked")
+    strips = chosen(made, "101", vae_tiles="exact")
+    saved(made, "20", "LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", **strips)
+    saved(made, "31", "VAEDecode", samples=["5", 0], vae=["10", 1])
+    here = chosen(made, "102", decoder_device="cpu", vae_tiles="exact")
     saved(made, "40", "LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="", **here)
     tiles = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8}
     saved(made, "50", "VAEDecodeTiled", samples=["5", 0], vae=["1", 2], **tiles)
-    exact = {"budget": "", "vae_tiles": "exact", "vae_strip_mib": 1}
-    made["32"] = node("LowVRAMOptimizeVAE", vae=["1", 2], budget="")
-    saved(made, "51", "VAEDecodeTiled", samples=["5", 0], vae=["32", 0], **tiles)
+    exact = {"budget": "", **chosen(made, "103", vae_tiles="exact", vae_strip_mib=1)}
+    made["32"] = node("LowVRAM", model=["1", 0], vae=["1", 2], budget="")
+    saved(made, "51", "VAEDecodeTiled", samples=["5", 0], vae=["32", 1], **tiles)
     encoders = (("70", "VAEEncode", "1", 2, {}), ("80", "LowVRAMVAEEncode", "1", 2, exact))
-    for number, encoder, vae, output, more in (*encoders, ("90", "VAEEncodeTiled", "32", 0, tiles)):
+    for number, encoder, vae, output, more in (*encoders, ("90", "VAEEncodeTiled", "32", 1, tiles)):
         made[number] = node(encoder, pixels=["6", 0], vae=[vae, output], **more)
         saved(made, f"{number}1", "VAEDecode", samples=[number, 0], vae=["1", 2])
-    made["60"] = node("LowVRAMReport", plan=["10", 1], images=["31", 0])
+    made["60"] = node("LowVRAMReport", plan=["10", 2], images=["31", 0])
     entry = server.run(made)
     server.report = entry["outputs"]["60"]["text"][0]
     return server.pictures(entry)
@@ -255,7 +277,8 @@ def decoded(server, stock) -> dict[str, Path]:
 
 def test_the_model_node_keeps_the_picture(server, stock, decoded) -> None:
     assert far(stock, decoded["7"]).max() <= 1
-    line = server.lines("sd-lowvram: .*calls of the UNet")[-1]
+    assert len(server.lines("sd-lowvram: .*calls of the model")) == len(server.lines("sd-lowvram: "))  # a line a run
+    (line,) = (line for line in server.report.splitlines() if line.startswith("sites: "))
     assert "attention 32" in line and "residual_strips 22" in line and "feed_forward 16" in line
 
 
@@ -267,14 +290,13 @@ def test_the_vae_nodes_keep_the_picture(server, decoded) -> None:
     assert far(decoded["209"], decoded["409"]).max() <= 1
     for number in ("8019", "9019"):  # encoded, and decoded by the stock node
         assert (far(decoded["7019"], decoded[number]) <= 1).mean() >= 0.999
-    for stage in ("decode", "encode"):
-        assert any("vae_exact 2" in line for line in server.lines(f"sd-lowvram: {stage} {SIZE}x{SIZE}"))
+    assert "decode: vae_tiles exact, vae_map parked" in server.report
 
 
 def test_latents_are_saved_first_and_decoded_without_the_host(server, stock) -> None:
     made = optimized(prompt(), **CHUNKED)
     for number, choice in (("20", "keep"), ("21", "until decoded")):
-        ours = {"budget": "", "vae_tiles": "exact", "save_latents": choice}
+        ours = {"budget": "", **chosen(made, f"{number}0", vae_tiles="exact", save_latents=choice)}
         saved(made, number, "LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], **ours)
     seen: set[Path] = set()
     begun = server.start(made)
@@ -301,18 +323,18 @@ def test_below_what_fits_a_plan_does_less_and_says_so(server) -> None:
         size = {"budget": budget, "width": 512, "height": 512, "batch": 1, "steps": 2}
         made[number] = node("LowVRAMPlan", model=["1", 0], vae=["1", 2], **size)
     saved(made, "20", "LowVRAMVAEDecode", samples=["5", 0], vae=["1", 2], budget="300MB")
-    made["30"] = node("LowVRAMOptimizeVAE", vae=["1", 2], budget="290MB")
-    saved(made, "31", "VAEDecode", samples=["5", 0], vae=["30", 0])
+    made["30"] = node("LowVRAM", model=["1", 0], vae=["1", 2], budget="290MB")
+    saved(made, "31", "VAEDecode", samples=["5", 0], vae=["30", 1])
     entry = server.run(made)
     told = {number: entry["outputs"][number]["text"][0].splitlines() for number in (*budgets, "20")}
     assert [told[number][0].split(":")[0] for number in budgets] == 2 * ["fits"] + 2 * ["above the budget"]
-    rows = [next(line.split() for line in told[number] if line.startswith("denoise ")) for number in budgets]
-    planned = [float(row[1]) if row[2] == "MiB" else 1024 * float(row[1]) for row in rows]
+    rows = [next(line[9:19].split() for line in told[number] if line.startswith("a step ")) for number in budgets]
+    planned = [float(size) if unit == "MiB" else 1024 * float(size) for size, unit in rows]
     assert planned == sorted(planned, reverse=True), planned
     for line in told["12"], told["20"]:
         assert line[1].startswith("counted: ") and "not counted: CLIP " in line[2]
     assert (
-        told["12"][1].startswith("counted: UNet 3.2") and ", VAE 319 MiB, which ComfyUI keeps loaded" in told["12"][2]
+        told["12"][1].startswith("counted: model 3.2") and ", VAE 319 MiB, which ComfyUI keeps loaded" in told["12"][2]
     )
     assert told["20"][0].startswith("above the budget: ") and "counted: VAE 319 MiB" in told["20"][1]
     assert server.lines("sd-lowvram: decode .* is above the budget: .* of 290 MiB")
@@ -322,7 +344,8 @@ def test_below_what_fits_a_plan_does_less_and_says_so(server) -> None:
 
 def test_the_report_compares(server, decoded) -> None:
     report = server.report
-    assert "denoise" in report and "decode" in report and "residual_strips 22" in report
+    rows = [line.split() for line in report.splitlines() if line.startswith(("a step ", "decode "))]
+    assert len(rows) == 2 and all("-" not in row for row in rows) and "residual_strips 22" in report
 
 
 @pytest.mark.serves("LoRA")
@@ -332,8 +355,8 @@ def test_loras_have_their_full_effect(server) -> None:
     made = with_lora(prompt(small), "1")
     made["5"]["inputs"]["model"] = ["11", 0]
     plain = server.pictures(server.run(made))["7"]
-    before = server.pictures(server.run(optimized(with_lora(prompt(small), "1"), "11", small, **CHUNKED)))["7"]
-    made = with_lora(optimized(prompt(small), "1", small, **CHUNKED), "10")
+    before = server.pictures(server.run(optimized(with_lora(prompt(small), "1"), "11", **CHUNKED)))["7"]
+    made = with_lora(optimized(prompt(small), **CHUNKED), "10")
     made["5"]["inputs"]["model"] = ["11", 0]
     after = server.pictures(server.run(made))["7"]
     assert far(without, plain).mean() > 5
@@ -343,7 +366,7 @@ def test_loras_have_their_full_effect(server) -> None:
 def test_cancel_and_errors_leave_the_host_as_it_was(server) -> None:
     small = 128
     first = pixels(server.pictures(server.run(prompt(small, seed=7)))["7"])
-    number = server.start(optimized(prompt(small, seed=8, steps=30), "1", small, **CHUNKED))
+    number = server.start(optimized(prompt(small, seed=8, steps=30), **CHUNKED))
     end = time.monotonic() + 300
     while not server.lines(r"\b1/30 ") and time.monotonic() < end:
         time.sleep(0.2)
@@ -351,7 +374,7 @@ def test_cancel_and_errors_leave_the_host_as_it_was(server) -> None:
     with pytest.raises(RunError, match="interrupted"):
         server.finish(number)
     with pytest.raises(RunError, match="MiB"):
-        server.run(optimized(prompt(small, seed=9), "1", small, budget="banana"))
+        server.run(optimized(prompt(small, seed=9), budget="banana"))
     server.call("/free", {"unload_models": False, "free_memory": True})
     again = pixels(server.pictures(server.run(prompt(small, seed=7)))["7"])
     assert (first == again).all()
@@ -387,7 +410,7 @@ def test_example_workflows_are_accepted(server, path) -> None:
 
 
 def test_deterministic_gives_equal_bits_in_two_processes(host, server, tmp_path) -> None:
-    made = optimized(prompt(128, seed=11), "1", 128, deterministic="on")
+    made = optimized(prompt(128, seed=11), deterministic="on")
     first = pixels(server.pictures(server.run(made))["7"])
     with serving(host, PYTHON, tmp_path, "--use-pytorch-cross-attention") as fresh:
         assert (pixels(fresh.pictures(fresh.run(made))["7"]) == first).all()

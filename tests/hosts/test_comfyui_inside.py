@@ -81,8 +81,8 @@ def facts() -> dict[str, Any]:
 )
 def test_other_models_are_refused_in_the_hosts_words(facts, kind, name, works) -> None:
     told = facts["refusals"][kind]
-    assert told.startswith(f"BadInputError: {name}: Optimize Model (low VRAM) serves SD1.x")
-    assert ("Its VAE works: Optimize VAE" in told) == works and "diffusers" not in told and "\n" not in told
+    assert told.startswith(f"BadInputError: {name}: Low VRAM serves SD1.x")
+    assert ("Its VAE works: VAE Decode (low VRAM)" in told) == works and "diffusers" not in told and "\n" not in told
 
 
 @serves("TAESD in place of the VAE")

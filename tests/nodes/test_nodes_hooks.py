@@ -54,9 +54,22 @@ def model(parts) -> Patcher:
     return Patcher(Model(parts["unet"]))
 
 
+def choose(pack: Any, **knobs: Any) -> Any:
+    """What Low VRAM Settings gives."""
+    return pack.NODE_CLASS_MAPPINGS["LowVRAMSettings"]().choose(**knobs)[0]
+
+
+def shown_and_given(pack: Any, model: Patcher, vae: Any, budget: str = "", **knobs: Any) -> tuple[str, Any]:
+    """What Low VRAM shows, and its outputs."""
+    out = pack.NODE_CLASS_MAPPINGS["LowVRAM"]().optimize(model, vae, budget, choose(pack, **knobs))
+    return out["ui"]["text"][0], out["result"]
+
+
 def optimize(pack: Any, model: Patcher, budget: str = "") -> tuple[Patcher, Any]:
     """One set of knobs for all tests: their traces are made once and remembered."""
-    return pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(model, budget, 64, 64, 1, **CHUNKED)["result"]
+    vae = comfy_host.VAE(tiny.components("sd15")["vae"].eval().requires_grad_(False))
+    mine, _, record = shown_and_given(pack, model, vae, budget, **CHUNKED)[1]
+    return mine, record
 
 
 def traces_of_us(module: torch.nn.Module) -> list[str]:
@@ -130,17 +143,16 @@ def test_memory_outside_the_budget_is_not_for_weights(pack, model) -> None:
     assert guider.asked_to_load == pytest.approx(planned + free - (1 << 30), rel=0.2)
 
 
-def test_below_what_fits_a_plan_does_less_not_more(pack, model) -> None:
+def test_below_what_fits_a_plan_does_less_not_more(pack, model, vae) -> None:
     """The host keeps the weights whatever is asked: what is left of a smaller budget is never more."""
-    node, found = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"](), {}
+    found = {}
     weights = sum(tensor.numel() * 4 for tensor in _unet(model).parameters())
     for budget in (weights + (8 << 20), weights + (1 << 20), weights // 2, 100 << 10):
-        made = node.optimize(model, f"{budget}B", 64, 64, 1)
-        plan = made["result"][1].plans["denoise"]
-        found[plan.predicted.activation_bytes] = made["ui"]["text"][0].split(":")[0]
+        text, (mine, _, record) = shown_and_given(pack, model, vae, f"{budget}B")
+        plan = record.plans["denoise"]
+        found[plan.predicted.activation_bytes] = text.split(":")[0]
         assert plan.request.vram == budget
     assert [*found] == sorted(found, reverse=True) and [*found.values()] == ["fits", "above the budget"]
-    mine, record = made["result"]
     assert tiny.relative_error(Guider(mine, TEXT).sample(NOISE), Guider(model, TEXT).sample(NOISE)) < 1e-5
     assert record.sites["residual_strips"] == 22 and record.notes[0].startswith("denoise 64x64 is above the budget")
 
@@ -156,9 +168,8 @@ def test_another_size_is_planned_when_it_comes(pack, model) -> None:
 
 
 @pytest.mark.slow(10)
-def test_a_card_that_is_full_after_all_gets_a_leaner_plan(pack, model) -> None:
-    node = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]()
-    mine, record = node.optimize(model, "", 64, 64, 1)["result"]
+def test_a_card_that_is_full_after_all_gets_a_leaner_plan(pack, model, vae) -> None:
+    mine, _, record = shown_and_given(pack, model, vae)[1]
     plain, first = Guider(model, TEXT).sample(NOISE), record.plans["denoise"]
 
     times = iter(range(2))
@@ -184,9 +195,7 @@ def test_a_second_node_replaces_the_first(pack, model) -> None:
 
 
 def test_an_unknown_model_is_refused_by_name(pack) -> None:
-    with pytest.raises(
-        Exception, match=r"is a model of another kind: Optimize Model .* serves SD1.x, SD2.x, SDXL"
-    ) as raised:
+    with pytest.raises(Exception, match=r"is a model of another kind: Low VRAM serves SD1.x, SD2.x, SDXL") as raised:
         optimize(pack, Patcher(Model(torch.nn.Linear(2, 2))))
     assert type(raised.value).__name__ == "BadInputError"
 
@@ -229,7 +238,10 @@ def vae(parts) -> comfy_host.VAE:
 
 
 def optimize_vae(pack: Any, vae: Any, **knobs: Any) -> Any:
-    return pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeVAE"]().optimize(vae, "", **knobs)[0]
+    """The copy of ``vae`` that Low VRAM gives, without planning for a model beside it."""
+    inside = f"{pack.__name__}.nodes."
+    request = sys.modules[inside + "node_request"].NodeRequest("", choose(pack, **knobs).settings)
+    return sys.modules[inside + "autoencoder"].optimized_vae(vae, request)
 
 
 LATENTS = torch.randn(2, 4, 9, 13, generator=torch.Generator().manual_seed(3))
@@ -249,9 +261,8 @@ def test_the_stock_decode_and_encode_become_exact(pack, vae) -> None:
 
 
 @pytest.mark.slow(6)
-def test_stock_tiled_nodes_run_exact_strips_instead(pack, vae) -> None:
-    record = sys.modules[f"{pack.__name__}.nodes.node_request"].PlanRecord()
-    mine = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeVAE"]().optimize(vae, "1024GB", plan=record)[0]
+def test_stock_tiled_nodes_run_exact_strips_instead(pack, model, vae) -> None:
+    _, mine, record = shown_and_given(pack, model, vae, "1024GB")[1]
     pixels = vae.decode(LATENTS)
     assert tiny.relative_error(mine.decode_tiled(LATENTS, tile_x=32, tile_y=32, overlap=8), pixels) < 1e-5
     assert record.plans["decode"].settings.vae_tiles == "exact" and vae.asked[1] < vae.asked[0] / 2
@@ -261,7 +272,7 @@ def test_stock_tiled_nodes_run_exact_strips_instead(pack, vae) -> None:
     assert record.plans["decode"].settings.vae_tiles != "exact"  # nobody has asked for tiles, and it fits
 
 
-def test_a_decode_above_its_budget_is_told(pack, vae, monkeypatch, caplog) -> None:
+def test_a_decode_above_its_budget_is_told(pack, model, vae, monkeypatch, caplog) -> None:
     """The host keeps the weights: in the node that has a budget, and on the stock node that runs an optimized VAE."""
     shown: list[tuple[str, str]] = []
     page = types.SimpleNamespace(send_progress_text=lambda text, node: shown.append((node, text)))
@@ -280,7 +291,7 @@ def test_a_decode_above_its_budget_is_told(pack, vae, monkeypatch, caplog) -> No
         shown.clear()
         made = nodes["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, budget)
         assert made["ui"]["text"][0].startswith("above the budget: " if told else "fits: ")
-        nodes["LowVRAMOptimizeVAE"]().optimize(vae, budget)[0].decode(LATENTS)
+        shown_and_given(pack, model, vae, budget)[1][1].decode(LATENTS)
         assert [node for node, _ in shown] == ["7", "7"] * told
     assert all("decode 104x72 is above the budget: " in text for _, text in shown)
     assert caplog.text.count("ComfyUI keeps all weights loaded on this device") == 2
@@ -288,26 +299,25 @@ def test_a_decode_above_its_budget_is_told(pack, vae, monkeypatch, caplog) -> No
 
 def test_what_the_budget_counts_and_what_lies_beside_it_is_named(pack, model, vae) -> None:
     clip = comfy_host.CLIP(torch.nn.Linear(1024, 768))
-    made = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(model, "1GB", 64, 64, 1, **CHUNKED)
-    first, counted, *others = made["ui"]["text"][0].splitlines()
-    stage = next(one for one in made["result"][1].plans["denoise"].stages if one.name == "denoise")
+    text, (_, _, record) = shown_and_given(pack, model, vae, "1GB", **CHUNKED)
+    first, counted, *others = text.splitlines()
+    stage = next(one for one in record.plans["denoise"].stages if one.name == "denoise")
     sizes = [sys.modules[pack.__name__ + ".sd_lowvram.units"].format_size(size)
              for size in (stage.weights_bytes, stage.activation_bytes)]  # fmt: skip
-    assert first.startswith("fits: ") and counted == f"counted: UNet {sizes[0]}, a step {sizes[1]}"
+    assert first.startswith("fits: ") and counted == f"counted: model {sizes[0]}, a step {sizes[1]}"
     assert "CLIP 3.0 MiB, VAE " in others[0] and others[0].endswith("which ComfyUI keeps loaded")
     assert others[1].endswith("that are parked, in the same memory on a CPU")
     decode = pack.NODE_CLASS_MAPPINGS["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "1GB")
-    assert "counted: VAE " in decode["ui"]["text"][0] and "CLIP 3.0 MiB, model " in decode["ui"]["text"][0]
+    assert "counted: VAE " in decode["ui"]["text"][0] and "CLIP 3.0 MiB, " in decode["ui"]["text"][0]
     del clip
 
 
-def test_a_host_that_no_budget_bounds_is_told_of(pack, model, monkeypatch) -> None:
+def test_a_host_that_no_budget_bounds_is_told_of(pack, model, vae, monkeypatch) -> None:
     """Dynamic VRAM, ComfyUI's own way on NVIDIA's cards from 0.33 on."""
     free = types.ModuleType("comfy.memory_management")
     free.aimdo_enabled = True
-    node = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]()
     for told in (False, True):
-        (text,) = node.optimize(model, "1GB", 64, 64, 1, **CHUNKED)["ui"]["text"]
+        text, _ = shown_and_given(pack, model, vae, "1GB", **CHUNKED)
         assert ("not bounded: ComfyUI's dynamic VRAM" in text) == told
         monkeypatch.setitem(sys.modules, "comfy.memory_management", free)
 
@@ -342,11 +352,11 @@ def test_out_of_memory_means_a_leaner_plan_and_no_tiles(pack, vae) -> None:
 
 
 def test_decode_and_encode_nodes(pack, vae) -> None:
-    nodes = pack.NODE_CLASS_MAPPINGS
-    (pixels,) = nodes["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "2GB", vae_tiles="exact")["result"]
+    nodes, exact = pack.NODE_CLASS_MAPPINGS, choose(pack, vae_tiles="exact")
+    (pixels,) = nodes["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "2GB", exact)["result"]
     assert tiny.relative_error(pixels, vae.decode(LATENTS)) < 1e-5
     with_alpha = torch.cat([pixels, torch.ones_like(pixels[..., :1])], dim=-1)
-    (latents,) = nodes["LowVRAMVAEEncode"]().encode(with_alpha, vae, "2GB", vae_tiles="exact")["result"]
+    (latents,) = nodes["LowVRAMVAEEncode"]().encode(with_alpha, vae, "2GB", exact)["result"]
     assert tiny.relative_error(latents["samples"], vae.encode(pixels)) < 1e-5
 
 
@@ -372,7 +382,7 @@ def test_latents_are_saved_first(pack, vae, tmp_path, monkeypatch, choice) -> No
         return stock(self, latents)
 
     monkeypatch.setattr(type(vae), "decode", decode)
-    asked = {"budget": "2GB", "vae_tiles": "exact", "save_latents": choice, **told}
+    asked = {"budget": "2GB", "settings": choose(pack, vae_tiles="exact", save_latents=choice), **told}
     fails = False
     (pixels,) = node.decode({"samples": LATENTS}, vae, **asked)["result"]
     assert len(seen) == (choice != "off") and len([*tmp_path.iterdir()]) == (choice == "keep")
@@ -421,8 +431,7 @@ def test_a_plan_counts_no_hook_that_the_nodes_do_not_attach(pack, model) -> None
     assert counted == {name for name in counted if getattr(attached, name)}
 
 
-def test_a_plan_that_changes_nothing_attaches_nothing(pack, model) -> None:
-    node = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]()
+def test_a_plan_that_changes_nothing_attaches_nothing(pack, model, vae) -> None:
     seen: list[Any] = []
 
     def watched(x: Any, t: Any, c: Any, text: Any, control: Any, options: Any) -> Any:
@@ -430,7 +439,7 @@ def test_a_plan_that_changes_nothing_attaches_nothing(pack, model) -> None:
         return type(model.model).apply(model.model, x, t, c, text, control, options)
 
     for knobs, overridden in (({}, False), ({"attention": "sliced"}, True)):
-        mine, _ = node.optimize(model, "1024GB", 64, 64, 1, **knobs)["result"]
+        mine = shown_and_given(pack, model, vae, "1024GB", **knobs)[1][0]
         model.model.apply = watched
         Guider(mine, TEXT).sample(NOISE)
         del model.model.apply
@@ -496,25 +505,22 @@ def test_weights_are_planned_as_the_host_keeps_them(pack, parts) -> None:
 
 
 def test_the_plot_without_matplotlib(pack, model, vae, monkeypatch) -> None:
-    record, _, _ = pack.NODE_CLASS_MAPPINGS["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1)["result"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    reporting = sys.modules[pack.__name__ + ".nodes.reporting"]
-    plot = reporting._plot(record)
+    _, plot = pack.NODE_CLASS_MAPPINGS["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1, 30)["result"]
     assert plot.shape[-1] == 3 and len(plot.flatten(0, 2).unique(dim=0)) > 3
 
 
 def test_plan_and_report(pack, model, vae) -> None:
     nodes = pack.NODE_CLASS_MAPPINGS
-    shown = nodes["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1, **CHUNKED)
-    record, text, plot = shown["result"]
-    assert text.startswith("fits: ") and "of 4 GiB, about " in text and " for 30 steps" in text
-    assert shown["ui"]["text"] == [text] and {"denoise", "decode"} == record.plans.keys()
-    assert "denoise: " in text and "residual_strips 4" in text and "park_skips True" in text
+    shown = nodes["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1, 20, choose(pack, **CHUNKED))
+    text, plot = shown["result"]
+    assert text.startswith("fits: ") and "of 4 GiB, about " in text and "(20 steps of " in text
+    assert shown["ui"]["text"] == [text] and "denoise: " in text and "decode: " in text
+    assert "residual_strips 4" in text and "park_skips True" in text
     assert plot.dim() == 4 and plot.shape[-1] == 3 and 0 <= plot.min() < plot.max() <= 1
-    mine, record = optimize(pack, model)
-    made = optimize_vae(pack, vae, plan=record)
+    mine, made, record = shown_and_given(pack, model, vae, **CHUNKED)[1]
     pixels = made.decode(Guider(mine, TEXT).sample(NOISE))
-    _, text, _ = nodes["LowVRAMReport"]().report(record, pixels)["result"]
+    text, _ = nodes["LowVRAMReport"]().report(record, pixels)["result"]
     for stage in ("denoise", "decode"):
         planned = next(one.peak_bytes for one in record.plans[stage].stages if one.name == stage)
         seen = max(one.peak_bytes for one in record.measured[stage])
@@ -522,28 +528,84 @@ def test_plan_and_report(pack, model, vae) -> None:
         assert stage in text
 
 
-def test_what_a_plan_shows_is_what_runs(pack, model, vae) -> None:
-    """Its budget and knobs count, and those of the nodes that are given it do not."""
-    nodes = pack.NODE_CLASS_MAPPINGS
-    shown = nodes["LowVRAMPlan"]().plan(model, vae, "4GB", 64, 64, 1, steps=20, **CHUNKED)["result"][0]
-    mine, record = nodes["LowVRAMOptimizeModel"]().optimize(model, "1KB", 0, 0, 3, plan=shown)["result"]
-    assert record is not shown and record.plans["denoise"] is shown.plans["denoise"]
-    latents = Guider(mine, TEXT).sample(NOISE)
-    nodes["LowVRAMOptimizeVAE"]().optimize(vae, "1KB", plan=record)[0].decode(latents)
-    assert record.plans == shown.plans and record.sites["residual_strips"] == 22
-    assert list(record.plans) == ["denoise", "decode"]  # as in a run, in whatever order they came
-    text = nodes["LowVRAMReport"]().report(record, latents)["result"][1]
-    assert " for 20 steps" in text
-    other = Patcher(Model(tiny.components("sd15")["unet"].eval()))
-    _, record = nodes["LowVRAMOptimizeModel"]().optimize(other, "", 64, 64, 1, plan=shown)["result"]
-    assert record.plans["denoise"] is not shown.plans["denoise"]  # it is of another model, under the same wish
-    assert record.plans["denoise"].settings == shown.plans["denoise"].settings
+def test_the_report_tells_the_run_that_was(pack, model, vae) -> None:
+    """It told a whole time for 30 steps after a run of 2, and no second that was measured."""
+    mine, made, record = shown_and_given(pack, model, vae, **CHUNKED)[1]
+    pixels = made.decode(Guider(mine, TEXT).sample(NOISE))
+    text, _ = pack.NODE_CLASS_MAPPINGS["LowVRAMReport"]().report(record, pixels)["result"]
+    assert "(2 steps of " in text.splitlines()[0] and "30 steps" not in text
+    assert any(line.startswith("2 steps ran: ") and "measured, " in line for line in text.splitlines())
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("a step", "decode "))}
+    assert len(record.step_seconds) == 2 and rows["a"][-1] != "-" and rows["decode"][-1] != "-"
+    assert float(rows["a"][-1]) == pytest.approx(record.step_seconds[1], abs=0.006)  # the first warms up
+    assert record.kept == {"denoise": model.loaded_size(), "decode": 0} and "kept" in text
 
 
-def test_a_cpu_that_cannot_keep_the_budget_says_so(pack, model) -> None:
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_processor_is_watched_for_a_report_alone(pack, model, vae, monkeypatch, reported) -> None:
+    """The recorder of its allocator takes time, and writes lines of its own to the console."""
+    queue = [(0, "id", {"1": {"class_type": "LowVRAMReport" if reported else "SaveImage"}}, {}, [])]
+    page = types.SimpleNamespace(prompt_queue=types.SimpleNamespace(get_current_queue=lambda: (queue, [])))
+    server = types.ModuleType("server")
+    server.PromptServer = types.SimpleNamespace(instance=page)
+    monkeypatch.setitem(sys.modules, "server", server)
+    mine, made, record = shown_and_given(pack, model, vae, **CHUNKED)[1]
+    made.decode(Guider(mine, TEXT).sample(NOISE))
+    assert bool(record.measured) == reported and len(record.step_seconds) == 2
+
+
+def test_a_run_is_one_line_in_the_log(pack, model, vae, caplog) -> None:
+    with caplog.at_level("INFO"):
+        mine, made, record = shown_and_given(pack, model, vae, **CHUNKED)[1]
+        pixels = made.decode(Guider(mine, TEXT).sample(NOISE))
+        pack.NODE_CLASS_MAPPINGS["LowVRAMReport"]().report(record, pixels)
+    (line,) = [one.message for one in caplog.records if "sd-lowvram" in one.message]
+    assert line.startswith("sd-lowvram: 64x64, 2 calls of the model, 2 steps of ") and " foretold), planned " in line
+
+
+def test_the_verdict_is_made_anew_when_the_sampler_tells_its_steps(pack, model, vae, monkeypatch) -> None:
+    sent: list[Any] = []
+    page = types.SimpleNamespace(last_prompt_id="a", client_id="b", send_sync=lambda *told: sent.append(told))
+    server = types.ModuleType("server")
+    server.PromptServer = types.SimpleNamespace(instance=page)
+    monkeypatch.setitem(sys.modules, "server", server)
+    node = pack.NODE_CLASS_MAPPINGS["LowVRAM"]()
+    out = node.optimize(model, vae, "4GB", choose(pack, **CHUNKED), unique_id="12")
+    assert " a step" in out["ui"]["text"][0].splitlines()[0] and not sent
+    Guider(out["result"][0], TEXT).sample(NOISE)
+    ((event, told, client),) = sent
+    first = told["output"]["text"][0].splitlines()[0]
+    assert (event, told["node"], client) == ("executed", "12", "b")
+    assert first.startswith("fits: ") and "(2 steps of " in first and "decode" in first
+
+
+def test_a_size_that_does_not_fit_is_refused_with_one_that_does(pack, model, vae) -> None:
     weights = sum(tensor.numel() * 4 for tensor in _unet(model).parameters())
-    shown = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(model, f"{weights}B", 64, 64, 1, **CHUNKED)
-    (text,) = shown["ui"]["text"]
+    mine, _, record = shown_and_given(pack, model, vae, f"{weights + (2 << 20)}B")[1]
+    larger = torch.randn(1, 4, 64, 48, generator=torch.Generator().manual_seed(2))
+    with pytest.raises(Exception, match=r"384x512 does not fit: .* fits in it") as raised:
+        Guider(mine, TEXT).sample(larger)
+    assert type(raised.value).__name__ == "BudgetError" and type(raised.value).__module__ == "sd_lowvram.errors"
+    assert not traces_of_us(_unet(model)) and not record.step_seconds
+    width, height = (int(side) for side in str(raised.value).rsplit(". ", 1)[1].split()[0].split("x"))
+    Guider(mine, TEXT).sample(larger[..., : height // 8, : width // 8])
+    assert record.plans["denoise"].fits
+
+
+def test_a_node_of_the_vae_goes_on_with_what_low_vram_was_given(pack, model, vae) -> None:
+    decode = pack.NODE_CLASS_MAPPINGS["LowVRAMVAEDecode"]().decode
+    _, made, record = shown_and_given(pack, model, vae, "3GB", vae_tiles="exact", vae_map="parked")[1]
+    for budget, gib in (("", 3), ("2GB", 2)):
+        decode({"samples": LATENTS}, made, budget)
+        plan = record.plans["decode"]
+        assert plan.request.vram == gib << 30 and plan.settings.vae_map == "parked" and "decode" in record.seconds
+    decode({"samples": LATENTS}, vae, "1GB")
+    assert record.plans["decode"] is plan
+
+
+def test_a_cpu_that_cannot_keep_the_budget_says_so(pack, model, vae) -> None:
+    weights = sum(tensor.numel() * 4 for tensor in _unet(model).parameters())
+    text, _ = shown_and_given(pack, model, vae, f"{weights}B", **CHUNKED)
     assert text.startswith("above the budget: ") and "ComfyUI keeps all weights" in text
 
 

@@ -145,6 +145,9 @@ class Patcher:
         made.wrappers = {door: {key: list(all_) for key, all_ in keys.items()} for door, keys in self.wrappers.items()}
         return made
 
+    def loaded_size(self) -> int:
+        return 7
+
     def get_model_object(self, name: str) -> Any:
         return getattr(self.model, name)
 
@@ -169,9 +172,12 @@ class Guider:
         self.model_options = patcher.model_options
 
     def sample(self, noise: Tensor) -> Tensor:
-        return self.model_patcher.through("outer_sample", self._sample, self)(noise, None)
+        sigmas = torch.tensor([9.0, 3.0, 0.0])
+        return self.model_patcher.through("outer_sample", self._sample, self)(noise, None, None, sigmas)
 
-    def _sample(self, noise: Tensor, latents: Any) -> Tensor:
+    def _sample(
+        self, noise: Tensor, latents: Any, sampler: Any, sigmas: Tensor, mask: Any = None, callback: Any = None
+    ) -> Tensor:
         patcher = self.model_patcher
         load = functools.partial(self.load, noise=noise)
         patcher.through("prepare_sampling", load, None)(patcher, noise.shape, {}, model_options={})
@@ -183,6 +189,8 @@ class Guider:
             halves = 1 if self.cfg == 1.0 else 2
             both = call(torch.cat([x] * halves), torch.tensor(step), None, self.text, None, options)
             x = x - 0.1 * both.chunk(halves)[0]
+            if callback is not None:
+                callback(step, x, x, 2)
         return x
 
     def load(self, patcher: Patcher, shape: Any, conds: Any, model_options: Any, noise: Tensor) -> None:

@@ -104,10 +104,20 @@ def schedule(pack: Any, own: Any, small: Any, text: str) -> Any:
     return pack.NODE_CLASS_MAPPINGS["LowVRAMUNetSchedule"]().schedule(own, small, text)[0]
 
 
+def optimized(pack: Any, model: Any, **knobs: Any) -> tuple[Any, Any]:
+    """What Low VRAM makes of a MODEL, and its record."""
+    nodes, vae = pack.NODE_CLASS_MAPPINGS, comfy_host.VAE(tiny.components("sd15")["vae"])
+    settings = nodes["LowVRAMSettings"]().choose(**knobs)[0]
+    made, _, record = nodes["LowVRAM"]().optimize(model, vae, "8GB", settings)["result"]
+    return made, record
+
+
 def sample(model: Scheduled, sigmas: Tensor = SIGMAS, fail_at: float = -1.0, control: Any = None) -> None:
     """As the host samples by Heun's method but for the sums: twice at each step, but the last."""
 
-    def inner(noise: Tensor, latents: Any, sampler: Any, sigmas: Tensor) -> None:
+    def inner(
+        noise: Tensor, latents: Any, sampler: Any, sigmas: Tensor, mask: Any = None, callback: Any = None
+    ) -> None:
         load = sys.modules["comfy.sampler_helpers"].prepare_sampling
         around = model.through("prepare_sampling", lambda one, shape, conds: load(one, shape, conds, {}), None)
         assert around(model, noise.shape, {"positive": []})[0] is model.model
@@ -208,13 +218,12 @@ def test_what_calls_the_own_model_leaves_the_others_turns(pack: Any, models: Any
 
 
 def test_each_model_is_optimized_for_the_sampling(pack: Any, models: Any, caplog: Any) -> None:
-    optimize = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize
-    made = [optimize(model, "8GB", 64, 64, 1, feed_forward_chunks=2)["result"] for model in models]
+    made = [optimized(pack, model, feed_forward_chunks=2) for model in models]
     with caplog.at_level("INFO"):
         for _ in range(2):
             sample(schedule(pack, made[0][0], made[1][0], "small:2,full:3"))
-    told = [record.message for record in caplog.records if "calls of the UNet" in record.message]
-    assert [line.split(", ")[1] for line in told] == ["6 calls of the UNet", "3 calls of the UNet"] * 2
+    told = [record.message for record in caplog.records if "calls of the model" in record.message]
+    assert [line.split(", ")[1] for line in told] == ["6 calls of the model", "3 calls of the model"] * 2
     assert all(record.sites["feed_forward"] == 16 for _, record in made)
 
 
@@ -246,7 +255,7 @@ def test_two_models_that_do_not_match_are_refused(pack: Any, models: Any, log: l
     with pytest.raises(ValueError, match="this MODEL is a schedule of two"):
         schedule(pack, made, small, "small:2,full:3")
     with pytest.raises(ValueError, match="put the low VRAM nodes before UNet Schedule"):
-        pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize(made, "", 64, 64, 1)
+        optimized(pack, made)
 
 
 def test_a_controlnet_for_other_blocks_is_refused(pack: Any, models: Any) -> None:
@@ -259,8 +268,7 @@ def test_a_controlnet_for_other_blocks_is_refused(pack: Any, models: Any) -> Non
 
 def test_deep_features_have_one_turn(pack: Any, models: Any) -> None:
     own, small = models
-    optimize = pack.NODE_CLASS_MAPPINGS["LowVRAMOptimizeModel"]().optimize
-    deep, _ = optimize(own, "8GB", 64, 64, 1, deep_cache=3)["result"]
+    deep, _ = optimized(pack, own, deep_cache=3)
     schedule(pack, deep, small, "full:2,small:3")
     with pytest.raises(ValueError, match="deep_cache and a schedule in which a model has more than one turn"):
         schedule(pack, deep, small, "full:1,small:3,full:1")

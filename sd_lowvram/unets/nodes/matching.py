@@ -58,5 +58,5 @@ def _check_deep_cache(model: ModelPatcher, turns: Sequence[Turn]) -> None:
     if again and any(wrapper.settings.deep_cache is not None for wrapper in wrappers_of(model)):
         raise BadInputError(
             "deep_cache and a schedule in which a model has more than one turn exclude each other: its features are "
-            "those of many steps before; set deep_cache to 0 in Optimize Model, or give each model one turn"
+            "those of many steps before; set deep_cache to 0 in Low VRAM Settings, or give each model one turn"
         )

@@ -85,7 +85,7 @@ class _ModelSwitch:
             self._options, self._load = {}, {}
 
     def _planned(self, executor: Any) -> Any:
-        """``executor`` within what Optimize Model has put around a sampling of the small model."""
+        """``executor`` within what Low VRAM has put around a sampling of the small model."""
         ours = [hooks.outer_sample for hooks in wrappers_of(self._small)]
         if not ours:
             return executor

@@ -42,7 +42,7 @@ def _facts(nodes: dict[str, Any], file: str, model: Any, clip: Any, vae: Any) ->
     with torch.inference_mode():
         seen = unet(latents, torch.tensor([500.0, 500.0]), text)
     torch.save(seen.clone(), Path(file).with_suffix(".seen"))
-    ours = nodes["LowVRAMOptimizeModel"]().optimize(model, "1024GB", PIXELS, PIXELS, 1, **_ON)["result"][0]
+    ours = inside.ours(nodes, model, **_ON)[0]
     pictures = [_drawn(one, clip, vae) for one in (model, ours)]
     return {
         "equal": loaded.keys() == stored.keys()

@@ -65,10 +65,7 @@ def patched(nodes: dict[str, Any]) -> dict[str, Any]:
     text = TEXTS["small first"]
     with_lora = sampled(scheduled(nodes, own, small, text))
     knobs = {"guidance_in_turn": "on", "feed_forward_chunks": 2}
-    node = nodes["LowVRAMOptimizeModel"]()
-    made = [
-        node.optimize(each, "1024GB", 8 * inside.SIDE, 8 * inside.SIDE, 1, **knobs)["result"] for each in (own, small)
-    ]
+    made = [inside.ours(nodes, each, **knobs) for each in (own, small)]
     asked = counted_loads(made)
     hooked = sampled(scheduled(nodes, made[0][0], made[1][0], text))
     asked = [*asked]
@@ -181,15 +178,15 @@ def loads(nodes: dict[str, Any]) -> dict[str, list[list[str]]]:
 def refusals(nodes: dict[str, Any]) -> dict[str, str]:
     own, small = inside.model("sd15"), inside.model("base", seed=1)
     node, made = nodes["LowVRAMUNetSchedule"](), scheduled(nodes, own, small, TEXTS["small first"])
-    deep, _ = nodes["LowVRAMOptimizeModel"]().optimize(own, "1024GB", 128, 128, 1, deep_cache=3)["result"]
+    deep, _ = inside.ours(nodes, own, deep_cache=3)
     return {
         "steps": error(lambda: sampled(made, steps=7)),
         "another family": error(lambda: node.schedule(own, inside.model("sdxl"), TEXTS["small first"])),
         "another prediction": error(lambda: node.schedule(own, predicting(small), TEXTS["small first"])),
         "no UNet": error(lambda: node.schedule(own, inside.model("flux"), TEXTS["small first"])),
         "twice": error(lambda: node.schedule(made, small, TEXTS["small first"])),
-        "optimized after": error(lambda: nodes["LowVRAMOptimizeModel"]().optimize(made, "", 0, 0, 1)),
-        "planned after": error(lambda: nodes["LowVRAMPlan"]().plan(made, None, "", 128, 128, 1)),
+        "optimized after": error(lambda: inside.ours(nodes, made)),
+        "planned after": error(lambda: nodes["LowVRAMPlan"]().plan(made, None, "", 128, 128, 1, 20)),
         "deep features": error(lambda: node.schedule(deep, small, TEXTS["full, small, full"])),
         "deep features, one turn each": error(lambda: node.schedule(deep, small, TEXTS["full first"])),
         "after all": error(lambda: sampled(made)),

@@ -1,0 +1,46 @@
+"""How long the steps of a sampling take, by the calls that the sampler makes at the end of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class StepClock:
+    """Seconds of the steps in which a model ran.
+
+    The first of them waits for the first call of the model: weights are loaded before it. What others do at the end of
+    a step (previews) is in none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun = 0.0
+        self._ran = False
+        self.seconds: list[float] = []
+
+    def called(self) -> None:
+        """The model is about to run."""
+        if not self._ran and not self.seconds:
+            self._begun = self._now()
+        self._ran = True
+
+    def around(self, callback: Callable[..., Any] | None) -> Callable[..., Any]:
+        """What the sampler calls at the end of a step: the clock, then ``callback``."""
+
+        def end_of_step(*args: Any, **kwargs: Any) -> Any:
+            if self._ran:
+                self.seconds.append(self._now() - self._begun)
+            given = None if callback is None else callback(*args, **kwargs)
+            self._begun, self._ran = self._now(), False
+            return given
+
+        return end_of_step
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic()
