@@ -107,7 +107,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(wildcard benchmarks/*.py),$(BIN)/mypy -p benchmarks)
-	$(BIN)/mypy nodes $(wildcard sd_lowvram/unets/nodes)
+	mkdir -p build/types && ln -sfn ../.. build/types/checkout  # the nodes lie in a package that is called as its folder is
+	cd build/types && MYPYPATH=. $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --explicit-package-bases \
+		$(addprefix checkout/,nodes $(wildcard sd_lowvram/unets/nodes))
 	$(BIN)/mypy --explicit-package-bases webui_ext scripts install.py
 	MYPYPATH=tools/demo $(BIN)/mypy --explicit-package-bases tools/demo/*.py tools/tiles_crop.py tools/gpu_pack.py tools/book.py tools/readme_picture.py
 	$(BIN)/lint-imports --no-logo
