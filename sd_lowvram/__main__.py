@@ -6,7 +6,7 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line; exit codes are those of commands/guard.py."""
+    """Run the command line; exit codes are those of commands/exit_codes.py."""
     try:
         from .cli import main as run
 

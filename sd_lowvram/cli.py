@@ -66,5 +66,5 @@ def _main(
 
 
 def main() -> None:
-    """Run the command line; exit codes are those of commands/guard.py."""
+    """Run the command line; exit codes are those of commands/exit_codes.py."""
     run(app, "sd-lowvram")

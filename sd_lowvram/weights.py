@@ -114,17 +114,17 @@ def narrows(source: torch.dtype, target: torch.dtype) -> bool:
 @contextmanager
 def lent(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
     """Within the block every tensor holds ``convert`` of its contents; afterwards its own again, whatever happens."""
-    masters: list[tuple[Tensor, Tensor]] = []
+    before: list[tuple[Tensor, Tensor]] = []
     try:
         with torch.inference_mode(False):
             for tensor in tensors:
-                masters.append((tensor, tensor.data))
+                before.append((tensor, tensor.data))
                 set_data(tensor, convert(tensor.data))
         yield
     finally:
         with torch.inference_mode(False):
-            for tensor, master in masters:
-                set_data(tensor, master)
+            for tensor, data in before:
+                set_data(tensor, data)
 
 
 def map_tensors(tree: Any, convert: Convert) -> Any:

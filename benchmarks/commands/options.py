@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sd_lowvram.commands.guard import guarded
+from sd_lowvram.commands.exit_codes import exit_on_error
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -75,8 +75,8 @@ def run_command(app: typer.Typer, words: str, out: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def measuring(debug: bool, shown: bool = True) -> Iterator[None]:
-    """Inside, progress is shown, and errors as :func:`guarded` tells them."""
-    with guarded(debug):
+    """Inside, progress is shown, and errors as :func:`exit_on_error` tells them."""
+    with exit_on_error(debug):
         from rich.console import Console
 
         from sd_lowvram.commands.show import Bars

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..commands.guard import as_typed
+from ..commands.exit_codes import as_typed
 from ..commands.inputs import Job
 from ..commands.paint import checked_model, note_unknown_words, start_pictures
 from ..commands.pictures import check_writable

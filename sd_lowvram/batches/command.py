@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import doors
-from ..commands.guard import guarded
+from ..commands.exit_codes import exit_on_error
 from ..commands.inputs import RUN, Job, option
 from ..commands.knobs import with_fields, with_knobs
 from ..commands.values import check_count
@@ -53,7 +53,7 @@ def batch(
 
     All other options are those of generate, for jobs that do not state them.
     """
-    with guarded(debug):
+    with exit_on_error(debug):
         _check(retry, on, workers, job.device)
         interval = parse_interval(latents_every, "--latents-every")
         from .dry_run import dry_run as plan_all

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..commands.guard import as_typed
+from ..commands.exit_codes import as_typed
 from ..commands.inputs import Job
 from ..commands.paint import start_pictures, start_size
 from ..commands.plan import plan_as_dict

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from ..commands.guard import as_typed
+from ..commands.exit_codes import as_typed
 from ..commands.inputs import Job, check_job
 from ..commands.knobs import command_line_knobs
 from ..commands.values import check_printable, check_text, checked_settings

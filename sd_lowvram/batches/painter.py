@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ..checkpoints.inspection import model_path
-from ..commands.guard import OURS, told
+from ..commands.exit_codes import OURS, code_and_message
 from ..commands.inputs import Job
 from ..commands.paint import (
     Precaution,
@@ -93,7 +93,7 @@ class Painter:
                 painted = self._paint(job, place, pictures)
                 return dataclasses.replace(painted, notes=tuple(notes))
         except Exception as error:
-            code, message = told(error)
+            code, message = code_and_message(error)
         if code == OURS:  # nobody knows what it left behind
             self._pipe = self._loaded = None
         return Failed(code, message)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .guard import guarded
+from .exit_codes import exit_on_error
 
 
 def doctor(
@@ -24,7 +24,7 @@ def doctor(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Tell what this machine has, what runs here and what is missing."""
-    with guarded(debug):
+    with exit_on_error(debug):
         from .examination import calibrated, examine
 
         found = examine(probe=not calibrate)

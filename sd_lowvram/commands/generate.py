@@ -12,7 +12,7 @@ from ..errors import BadInputError
 from ..planning.shown import peak_of_budget
 from ..saved_latents.interval import parse_interval
 from ..units import format_size, format_time
-from .guard import guarded
+from .exit_codes import exit_on_error
 from .inputs import RUN, Job, check_job, option
 from .knobs import with_fields, with_knobs
 from .previews import check_preview
@@ -62,7 +62,7 @@ def generate(
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Make a picture from a prompt, within the memory that you state."""
-    with guarded(debug):
+    with exit_on_error(debug):
         if list_things:
             show_things(as_json)
             return

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .guard import guarded
+from .exit_codes import exit_on_error
 
 
 def install(
@@ -22,7 +22,7 @@ def install(
 
     From a clone they are linked, from an installed package copied.
     """
-    with guarded(debug):
+    with exit_on_error(debug):
         from ..hosting import install as adapters
 
         if uninstall:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import BadInputError
-from .guard import guarded
+from .exit_codes import exit_on_error
 from .streams import tell
 
 _ORDER = ("generate", "plan", "batch", "resume", "doctor", "install")
@@ -24,7 +24,7 @@ class OneLine(TyperGroup):
     """The program's commands, whose errors are told in one line and not in the library's boxes."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names of the commands in the order in which people meet them; those of rooms last."""
+        """Names of the commands in the order in which people meet them; those of batches and unets last."""
         return sorted(
             super().list_commands(ctx), key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER)
         )
@@ -40,7 +40,7 @@ class OneLine(TyperGroup):
     ) -> Any:
         """Run the command that ``args`` name and leave with its exit code."""
         typed = list(sys.argv[1:] if args is None else args)
-        with guarded():
+        with exit_on_error():
             try:
                 code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
             except typer.Abort:

@@ -15,7 +15,7 @@ from ..checkpoints.architectures import NAMES, TRANSFORMERS
 from ..policies.named import HELP, POLICIES
 from ..settings import Settings
 from .early import check_floor
-from .guard import guarded
+from .exit_codes import exit_on_error
 from .interrupts import heed_interrupts
 from .knobs import with_knobs
 from .values import MOST_STEPS, check_count, check_given, check_run, checked_settings
@@ -58,7 +58,7 @@ def plan(
     settings: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Tell whether a picture fits, its peak, its time and its settings; nothing runs."""
-    with guarded(debug):
+    with exit_on_error(debug):
         if list_policies:
             _show_policies(as_json)
             return

@@ -14,7 +14,7 @@ from .streams import open_all
 
 
 def run(app: Callable[..., Any], name: str) -> None:
-    """Run the commands of ``app``; exit codes are those of :mod:`.guard`.
+    """Run the commands of ``app``; exit codes are those of :mod:`.exit_codes`.
 
     Args:
         name: what a person types before a command.

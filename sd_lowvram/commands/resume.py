@@ -9,7 +9,7 @@ import typer
 
 from ..errors import BadInputError
 from ..saved_latents.file import ENDING, read_saved
-from .guard import guarded
+from .exit_codes import exit_on_error
 from .streams import note
 from .values import check_given
 
@@ -52,7 +52,7 @@ def resume(
 
     The picture is that of an unbroken run. Latents that ComfyUI or a WebUI has saved are decoded.
     """
-    with guarded(debug):
+    with exit_on_error(debug):
         check_given(model=model, vram=vram, ram=ram, precision=precision)
         files = _files(target)
         from rich.console import Console

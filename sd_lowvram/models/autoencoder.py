@@ -2,7 +2,7 @@
 
 diffusers' AutoencoderKL, and that of CompVis' latent diffusion with its descendants in ComfyUI and the WebUIs.
 
-Steps hold the host's own layers and the verbs to use them; layers are called, never unpacked, so that what a host does
+Steps hold the host's own layers and what calls them; layers are called, never unpacked, so that what a host does
 inside a call (a LoRA, a cast, a fetch from host memory) keeps happening.
 """
 

@@ -152,11 +152,11 @@ class Pricing:
         beside = [size for name, size in weights.items() if name not in elsewhere] if stays else []
         resident = sum(beside)
         waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
-        masters = self._host_resident(settings, max(0, waiting), cost.host_peak_bytes)
+        on_host = self._host_resident(settings, max(0, waiting), cost.host_peak_bytes)
         ours = not stays and not self.anatomy.moved
-        copied = here if ours else 0  # the masters stay where they are
+        copied = here if ours else 0  # in host memory they stay beside it
         locks = self.on_gpu and not self.anatomy.moved
-        locked = waiting if masters.pinned_bytes is None else min(waiting, masters.pinned_bytes)
+        locked = waiting if on_host.pinned_bytes is None else min(waiting, on_host.pinned_bytes)
         locked, unlocked = (locked, waiting - locked) if locks and not stays else (0, 0)
         widened = weights[stage.component] if stays and self._arithmetic(stage.component, settings).overflows else 0
         held = max(0, widened - cost.activation_bytes)  # of a type too narrow, until all are in the wider one
@@ -175,18 +175,18 @@ class Pricing:
             + (self._beside + self.request.overhead.matrix_bytes if recorded else 0),
             weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
-            host_bytes=masters.host_bytes + cost.host_peak_bytes,
-            held_bytes=sum(weights.values()) + (masters.copied_bytes + copied if ours else 0) + cost.allocated_bytes,
+            host_bytes=on_host.host_bytes + cost.host_peak_bytes,
+            held_bytes=sum(weights.values()) + (on_host.copied_bytes + copied if ours else 0) + cost.allocated_bytes,
             largest_bytes=max(cost.largest_bytes, step.largest_bytes if step and ours else copied or own.largest_bytes),
             seconds=self._seconds(
-                stage, settings, step.seconds if step else plain, weights | {stage.component: own.bytes}, masters
+                stage, settings, step.seconds if step else plain, weights | {stage.component: own.bytes}, on_host
             )
             + self._warm_up(stage, settings)
             + (2 * cost.operators * self.request.rates.launch_seconds if recorded else 0),
             choice=choice,
             slowdown=step.seconds / plain if step and plain else 1.0,
             parked_bytes=cost.host_peak_bytes,
-            least_host_bytes=masters.least_bytes + cost.host_peak_bytes,
+            least_host_bytes=on_host.least_bytes + cost.host_peak_bytes,
             locked_bytes=(locked + cost.host_peak_bytes + (RING_BYTES if unlocked else 0)) if locks else 0,
             unlocked_bytes=unlocked,
         )
@@ -391,7 +391,7 @@ class Pricing:
         return min(weights.bytes, self.anatomy.kept.get(component, weights.bytes))
 
     def _seconds(
-        self, stage: Stage, settings: Settings, once: float, weights: dict[str, int], masters: HostResidentWeights
+        self, stage: Stage, settings: Settings, once: float, weights: dict[str, int], on_host: HostResidentWeights
     ) -> float:
         """All calls of a stage that takes ``once``, and what is copied besides."""
         seconds = self._times(stage) * once
@@ -399,8 +399,8 @@ class Pricing:
             return seconds
         groups = step_groups(self.anatomy, self.anatomy.components) if settings.offload in STREAMED else [weights]
         order = [name for group in groups for name in group]
-        read = read_bytes(stage.component, order, weights, masters.pinned_bytes)
-        copying = self._copies(stage, settings, masters.pinned_bytes).seconds(weights[stage.component], read)
+        read = read_bytes(stage.component, order, weights, on_host.pinned_bytes)
+        copying = self._copies(stage, settings, on_host.pinned_bytes).seconds(weights[stage.component], read)
         # A whole component is brought once a run, or whenever its turn comes, and dropped. Of streamed weights what
         # stays is brought once, and of a stage that runs once so is all else.
         again = settings.offload == "component" and stage.repeats and CONTROL in self.anatomy.components

@@ -17,17 +17,17 @@ from torch import Tensor
 from .host_weights import HostWeights
 
 Copy = tuple[Tensor, Tensor]
-"""What a master holds, and where it goes on the device."""
+"""What a host weight holds, and where it goes on the device."""
 
 Copied = Future[torch.cuda.Event]
 """The end of copies, once they have all been asked of their stream."""
 
 
 class Copier:
-    """Copies what ``masters`` hold to one device."""
+    """Copies what ``host_weights`` hold to one device."""
 
-    def __init__(self, masters: HostWeights, device: torch.device) -> None:
-        self._masters = masters
+    def __init__(self, host_weights: HostWeights, device: torch.device) -> None:
+        self._host_weights = host_weights
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._home = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -40,12 +40,12 @@ class Copier:
         """
         if self._stream is None:
             for source, target in copies:
-                self._masters.copy_to(source, target)
+                self._host_weights.copy_to(source, target)
             return None
         copies, events = list(copies), [event for event in after if event is not None]
         self._read = [(copied, theirs) for copied, theirs in self._read if not copied.done()]
-        if self._read or self._masters.pass_ring(source for source, _ in copies):
-            copied = self._masters.reader().submit(self._ask, self._stream, copies, events)
+        if self._read or self._host_weights.pass_ring(source for source, _ in copies):
+            copied = self._host_weights.reader().submit(self._ask, self._stream, copies, events)
             self._read.append((copied, copies))
         else:
             copied = Future()
@@ -59,7 +59,7 @@ class Copier:
         for event in after:
             stream.wait_event(event)
         while copies:
-            self._masters.copy_to(*copies.pop(0), stream)
+            self._host_weights.copy_to(*copies.pop(0), stream)
         ended: torch.cuda.Event = stream.record_event()
         return ended
 

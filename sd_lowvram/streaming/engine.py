@@ -4,15 +4,15 @@ Some blocks of weights stay on the device for as long as their models are in use
 of it is one buffer (:mod:`pool`), unless the ring is as large as the activations leave it at the moment: then a block
 that passes has memory of its own, from its fetch until another one is used. A weight on the device is a view:
 ``tensor.data`` is that view from where its layer is called until another block is, and what waits in host memory
-otherwise. So whatever a host does to weights between runs, it does to the masters, and files that are saved then are
-whole.
+otherwise. So whatever a host does to weights between runs, it does to those in host memory, and files that are saved
+then are whole.
 
 A block is fetched as soon as nobody needs the bytes that it will lie in: the blocks are known in the order in which a
 run was seen to use them, and fetches run ahead in that order, also into the next step. A run that goes another way is
 served all the same, only later.
 
 A call that autograd follows passes no ring, whose bytes are others by the backward: each layer is given copies that
-autograd can make again (:mod:`followed`), and on a CPU its masters.
+autograd can make again (:mod:`followed`), and on a CPU what it holds in host memory.
 
 Source: basujindal's split model and diffusers' group offloading for the idea; the ring of bytes is ours.
 Fidelity: ``bitwise``; layers split by rows ``rounding``.
@@ -88,7 +88,7 @@ class Stream:
         self._policy = policy
         self._turns = turns
         self._repeats = repeats
-        self._masters = HostWeights(device)
+        self._host_weights = HostWeights(device)
         self._patches = {(id(layer.module), layer.entry): self._patch(layer) for layer in layers_of(self._components)}
         self._later: dict[tuple[int, str], Patch] = {}
         self._orders: dict[str, list[str]] = {}
@@ -97,7 +97,7 @@ class Stream:
         self._contents: list[Any] = []
         self._roles: dict[int, tuple[int, ...] | None] = {}
         self._layout = lay_down((), policy, {})
-        self._copier = Copier(self._masters, torch.device("cpu"))
+        self._copier = Copier(self._host_weights, torch.device("cpu"))
         self._thread: int | None = None
         self._followed = False
         self._layers: dict[int, Layer] = {}
@@ -139,7 +139,7 @@ class Stream:
             take_off(patch)
         self._later.clear()
         self._known = None
-        self._masters.undo()
+        self._host_weights.undo()
 
     def _patch(self, layer: Layer) -> Patch:
         return wrap(layer.module, layer.entry, functools.partial(self._run_layer, layer.module), "offload")
@@ -233,7 +233,7 @@ class Stream:
             self.evict()  # memory is the compute stream's on which it was taken
         if not self._layout.open:
             self._layout.take_room(self._device)
-            self._copier = Copier(self._masters, torch.device("cpu") if self._is_fake() else self._device)
+            self._copier = Copier(self._host_weights, torch.device("cpu") if self._is_fake() else self._device)
             self._room_taken = self._copier.mark()
         if STAYING not in self._there:
             self._fetch(STAYING)
@@ -254,7 +254,7 @@ class Stream:
             self._prefetch(len(self._layout.blocks))
 
     def _abandon(self) -> None:
-        """After an error: every weight holds its master again, and the device nothing."""
+        """After an error: every weight holds its data in host memory again, and the device nothing."""
         self._layout.hand_back()
         self.evict()
 
@@ -370,7 +370,7 @@ class Stream:
                 versions.append(version(place.tensor))
 
     def _take_back(self, number: int) -> None:
-        """Have the weights of a block hold their masters again; what was written to them is written there too."""
+        """Have the weights of a block hold their data in host memory again, with what was written on the device."""
         versions = self._lent.pop(number, None)
         if versions is None:
             return
@@ -381,7 +381,7 @@ class Stream:
                 if version(place.tensor) != before:
                     place.source.copy_(place.tensor.data)
                     self._contents = []
-                place.tensor.data = place.master
+                place.tensor.data = place.host
         self._used[number] = self._copier.mark()
 
     # What there is
@@ -396,10 +396,10 @@ class Stream:
         self.evict()
         layers = layers_of(self._components)
         self._layout = lay_down(layers, self._policy, self._orders)
-        apart = not self._masters.can_pin(tensor for layer in layers for tensor in layer.tensors)
+        apart = not self._host_weights.can_pin(tensor for layer in layers for tensor in layer.tensors)
         tensors = *self._layout.streamed_tensors(apart), *(tensor for layer in layers for tensor in layer.tensors)
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        self._masters.add(self._tensors)  # what is copied in every step is pinned before what is copied once
+        self._host_weights.add(self._tensors)  # what is copied in every step is pinned before what is copied once
         self._roles = self._layout.roles()
         self._layers = {id(layer.module): layer for layer in self._layout.layers()}
         self._follow(layers)
@@ -441,6 +441,6 @@ class Stream:
 
 
 def _brought(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on ``device`` that autograd follows; it does not block the host where the master is pinned."""
+    """A copy on ``device`` that autograd follows; it does not block the host where what it is of is pinned."""
     with weights_account():
         return tensor.to(device, non_blocking=True)

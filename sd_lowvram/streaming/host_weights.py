@@ -1,12 +1,12 @@
 """The host's side of streamed weights: what waits there, how much memory that takes, and how it gets to the device.
 
-A master is what a weight holds while it is not on the device. Copies that are to run beside the compute need pinned
-memory, and pinned memory is memory for good: so masters are pinned up to a share of what there is and of the run's
-budget. Beyond that a master stays where it is, which for a checkpoint that safetensors opened is the file itself,
-mapped into memory; its bytes pass through a small pinned ring, and come into the order that they are to have on the
-device (channels last) on their way into it. Of these files the system's cache holds what the budget has left, and the
-rest is read past it in every step. Nothing is held twice: what gets a pinned copy gives up its first one, unless that
-is the file.
+A host weight is what a weight holds while it is not on the device. Copies that are to run beside the compute need
+pinned memory, and pinned memory is memory for good: so host weights are pinned up to a share of what there is and of
+the run's budget. Beyond that they stay where they are, which for a checkpoint that safetensors opened is the file
+itself, mapped into memory; its bytes pass through a small pinned ring, and come into the order that they are to have on
+the device (channels last) on their way into it. Of these files the system's cache holds what the budget has left, and
+the rest is read past it in every step. Nothing is held twice: what gets a pinned copy gives up its first one, unless
+that is the file.
 
 On a CPU-only machine "pinned" memory is ordinary memory in the host's account, and everything else is the same.
 Fidelity: ``bitwise``.
@@ -59,10 +59,10 @@ class HostWeights:
     """What the tensors of a model hold while they are not on the device.
 
     Attributes:
-        pinned_bytes: memory taken for pinned masters.
+        pinned_bytes: memory taken for pinned host weights.
         ring_bytes: of the ring in front of all others; 0 where there are none.
-        held_bytes: ordinary memory of masters that were there before and stay.
-        mapped_bytes: of masters that stay in a mapped file.
+        held_bytes: ordinary memory of host weights that were there before and stay.
+        mapped_bytes: of host weights that stay in a mapped file.
         disk_bytes: of those, what the budget has no room for: they are read from the disk whenever they are copied.
     """
 
@@ -73,7 +73,7 @@ class HostWeights:
         self._on_disk: list[tuple[int, int]] = []
         self._ring: _Ring | None = None
         self._mapped: set[int] = set()
-        self._each: list[_Master] = []
+        self._each: list[_HostTensor] = []
         self._known: dict[int, tuple[Tensor, _Place]] = {}
 
     @property
@@ -128,7 +128,7 @@ class HostWeights:
         be filled: record an event on the stream before ``target`` is read.
 
         Args:
-            source: the contents of a master: ``tensor.data`` outside of the time in which it is lent.
+            source: the contents of a host weight: ``tensor.data`` outside of the time in which it is lent.
             target: of the same shape and type.
         """
         with torch.no_grad(), torch.inference_mode(False):
@@ -177,7 +177,7 @@ class HostWeights:
         return found >= 0 and source.data_ptr() < self._on_disk[found][1]
 
     def _leave_on_disk(self, waiting: Iterable[Tensor], budget: _Budget, mapping: MappedFiles) -> None:
-        """Of masters that stay in mapped files those are kept in the system's cache, in order, that are within the
+        """Of host weights that stay in mapped files those are kept in the system's cache, in order, that are within the
         ``budget``; the others are read past it."""
         if not can_read_past_cache():
             return
@@ -220,7 +220,9 @@ class HostWeights:
                 waiting.append(data)
                 self.mapped_bytes += size
             for tensor in sharing:
-                self._each.append(_Master(tensor, data if kind == "mapped" else None, data.device, kind == "pinned"))
+                self._each.append(
+                    _HostTensor(tensor, data if kind == "mapped" else None, data.device, kind == "pinned")
+                )
                 if copy is not None:
                     set_data(tensor, copy)
                     if kind == "mapped":
@@ -237,7 +239,7 @@ class HostWeights:
 
 
 @dataclass
-class _Master:
+class _HostTensor:
     """One tensor, the mapped file that it held before (None: memory), the device on which it was, and whether it held
     pinned memory."""
 
@@ -303,7 +305,7 @@ class _Slabs:
 class _Ring:
     """Pinned chunks through which bytes pass to the device, in order; each is filled anew once it has been copied.
 
-    All masters of a device share one, from whatever thread they are copied.
+    All host weights of a device share one, from whatever thread they are copied.
 
     Attributes:
         reader: a thread that fills them while others compute.
@@ -382,8 +384,8 @@ def mapped_bytes(*modules: nn.Module) -> int:
 
 @dataclass
 class _Budget:
-    """What is ``left`` of a run's host memory for masters. The ring, and ``parked`` bytes of maps, are taken off from
-    the start."""
+    """What is ``left`` of a run's host memory for host weights. The ring, and ``parked`` bytes of maps, are taken off
+    from the start."""
 
     left: int
     parked: int
@@ -394,8 +396,8 @@ _budget: ContextVar[_Budget | None] = ContextVar("host budget", default=None)
 
 @contextlib.contextmanager
 def host_budget(ram_bytes: int, parked_bytes: int = 0) -> Iterator[None]:
-    """All masters that are settled inside, of however many models, take at most this much host memory together, and
-    leave room in it for maps of ``parked_bytes``."""
+    """All host weights that are settled inside, of however many models, take at most this much host memory together,
+    and leave room in it for maps of ``parked_bytes``."""
     token = _budget.set(_Budget(ram_bytes - parked_bytes - RING_BYTES, parked_bytes))
     try:
         yield
@@ -404,7 +406,7 @@ def host_budget(ram_bytes: int, parked_bytes: int = 0) -> Iterator[None]:
 
 
 def least_host_bytes(weights_bytes: int, mapped: int) -> int:
-    """Host memory that masters of so many bytes need, when ``mapped`` of them lie in files that are mapped."""
+    """Host memory that host weights of so many bytes need, when ``mapped`` of them lie in files that are mapped."""
     return max(0, weights_bytes - mapped) + (RING_BYTES if mapped else 0)
 
 

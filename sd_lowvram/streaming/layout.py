@@ -65,12 +65,12 @@ class WeightSlot:
 
     Attributes:
         tensor: the parameter or buffer.
-        master: what it holds while it is not lent; ``source`` is the part of this that belongs to the block.
+        host: what it holds while it is not lent; ``source`` is the part of this that belongs to the block.
         view: its room on the device.
     """
 
     tensor: Tensor
-    master: Tensor
+    host: Tensor
     source: Tensor
     view: Tensor
 
@@ -187,10 +187,10 @@ class DeviceLayout:
         self.ring_bytes = 0
 
     def hand_back(self) -> None:
-        """Have every weight hold its master, whatever it holds now."""
+        """Have every weight hold its data in host memory, whatever it holds now."""
         for places in self.places.values():
             for place in places:
-                set_data(place.tensor, place.master)
+                set_data(place.tensor, place.host)
 
     def copies(self, number: int) -> list[Copy]:
         """What has to be copied to bring a block to the device."""
@@ -207,7 +207,7 @@ class _HostWeight:
     """
 
     tensor: Tensor
-    master: Tensor
+    host: Tensor
     source: Tensor
     like: Tensor
     more: int = 0
@@ -219,9 +219,9 @@ def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_HostWeight
     with torch.inference_mode(False), torch.no_grad():
         if active_fake_mode(*(tensor.data for tensor in tensors)) is None:
             tensors = sorted(tensors, key=lambda tensor: (storage_key(tensor), _start(tensor)))
-        masters = [tensor.data for tensor in tensors]
-        sources = [master if block is None else block.part(master) for master in masters]
-        found = list(map(_HostWeight, tensors, masters, sources, map(as_copied, tensors, sources)))
+        held = [tensor.data for tensor in tensors]
+        sources = [data if block is None else block.part(data) for data in held]
+        found = list(map(_HostWeight, tensors, held, sources, map(as_copied, tensors, sources)))
         first = len(found)
         for number in reversed(range(len(found))):
             if not number or not _adjoin(*found[number - 1 : number + 1]):
@@ -255,7 +255,7 @@ def _from_to(first: Tensor, last: Tensor) -> Tensor:
 def _laid_in(pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> tuple[list[WeightSlot], list[Copy]]:
     """The places of a block from ``offset`` on, and the copies that bring it there."""
     views = pool.views((one.like for one in waiting), offset)
-    places = [WeightSlot(one.tensor, one.master, one.source, view) for one, view in zip(waiting, views, strict=True)]
+    places = [WeightSlot(one.tensor, one.host, one.source, view) for one, view in zip(waiting, views, strict=True)]
     copies, number = [], 0
     while number < len(waiting):
         one, view = waiting[number], views[number]

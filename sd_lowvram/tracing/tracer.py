@@ -47,7 +47,7 @@ class Figures:
     Attributes:
         peak_bytes: most bytes of tensors on the device at one moment: weights, inputs, activations, and what the
             kernels are known to hold unseen. No overhead (context, workspaces of libraries, rounding).
-        host_peak_bytes: most bytes in host memory: masters of offloaded weights, parked activations.
+        host_peak_bytes: most bytes in host memory: host weights of offloaded weights, parked activations.
         activation_peak_bytes: most bytes on the device of what was made during the run; the weights, streamed copies
             of weights, and the inputs are not in it, the output is.
         weights_bytes: parameters and buffers on the device when the run starts, and other tensors that the callable

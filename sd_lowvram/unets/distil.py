@@ -66,7 +66,7 @@ def distil(
     vae: Any,
     schedule: Any,
     data: Encoded,
-    course: TrainingRun,
+    run: TrainingRun,
     checkpoint: Path,
     told: Told,
     stopped: Callable[[], bool] = bool,
@@ -78,83 +78,85 @@ def distil(
         teacher, student: UNets of diffusers; the teacher does not change.
         vae: decodes what the semantic term looks at.
         schedule: a scheduler of diffusers; its betas and its prediction type are used.
-        checkpoint: a file; what an ended run of the same course has left there is gone on with.
+        checkpoint: a file; what an ended training of the same kind has left there is gone on with.
         told: called with a step's number and the means of the loss terms since the last call.
         stopped: asked after each step; True ends the training there, saved.
 
     Raises:
         KeyboardInterrupt: ``stopped`` said so.
-        BadInputError: UNets that do not match, a kind of model that cannot be trained, or a checkpoint of another
-            course.
+        BadInputError: UNets that do not match, a kind of model that cannot be trained, or another training's
+            checkpoint.
     """
     from accelerate import Accelerator
 
     _check_kind(teacher, student, schedule.config.prediction_type)
     accelerator = Accelerator(mixed_precision="no")  # another would be the process's from then on
-    lesson = _prepared(teacher, student, vae, schedule, data, course, accelerator)
-    identity = _identity(course, accelerator.num_processes, teacher, student, data)
-    step = _gone_on(checkpoint, identity, course.steps, lesson)
+    training = _prepared(teacher, student, vae, schedule, data, run, accelerator)
+    identity = _identity(run, accelerator.num_processes, teacher, student, data)
+    step = _gone_on(checkpoint, identity, run.steps, training)
     since: list[dict[str, float]] = []
-    progress.report("distil", step, course.steps)
-    while step < course.steps:
-        terms = _learned(step, lesson, data, course, accelerator)
+    progress.report("distil", step, run.steps)
+    while step < run.steps:
+        terms = _trained_step(step, training, data, run, accelerator)
         step += 1
         since.append({name: value.item() for name, value in terms.items()})
         ending = stopped()
-        if step % course.every == 0 or step == course.steps or ending:
+        if step % run.every == 0 or step == run.steps or ending:
             if accelerator.is_main_process:
-                _keep(checkpoint, identity, lesson, step)
+                _keep(checkpoint, identity, training, step)
                 told(step, {name: fmean(each[name] for each in since) for name in terms})
             since.clear()
-        progress.report("distil", step, course.steps)
-        if ending and step < course.steps:
+        progress.report("distil", step, run.steps)
+        if ending and step < run.steps:
             raise KeyboardInterrupt
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return None
-    made = lesson.inner
-    lesson.average.copy_to(made.parameters())
-    made.set_attn_processor(lesson.processors)
+    made = training.inner
+    training.average.copy_to(made.parameters())
+    made.set_attn_processor(training.processors)
     return made.cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
 
 
 def _prepared(
-    teacher: Any, student: Any, vae: Any, schedule: Any, data: Encoded, course: TrainingRun, accelerator: Any
-) -> _Lesson:
+    teacher: Any, student: Any, vae: Any, schedule: Any, data: Encoded, run: TrainingRun, accelerator: Any
+) -> _Training:
     """Copies of the models where and as they are trained, the optimizer and the average."""
     from diffusers import DDPMScheduler
     from diffusers.training_utils import EMAModel
 
     device, levels = accelerator.device, DDPMScheduler.from_config(schedule.config)
     inner = copy.deepcopy(student).float().to(memory_format=torch.channels_last)
-    _choose_trained(inner, course.blocks)
+    _choose_trained(inner, run.blocks)
     processors = inner.attn_processors
     if device.type == "cpu" and data.latents[0, 0].numel() <= _FEW_TOKENS:
         _attend_plainly(inner)
     teacher = copy.deepcopy(teacher).float().to(device, memory_format=torch.channels_last).requires_grad_(False)
-    features = frozen_features(course.semantic, device) if course.semantic else None
+    features = frozen_features(run.semantic, device) if run.semantic else None
     vae = copy.deepcopy(vae).float().to(device).requires_grad_(False) if features else None
     weights = [weight for weight in inner.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=course.rate, betas=(0.9, 0.99), weight_decay=1e-3)
+    optimizer = torch.optim.AdamW(weights, lr=run.rate, betas=(0.9, 0.99), weight_decay=1e-3)
     trained, optimizer = accelerator.prepare(inner, optimizer)
     average = EMAModel(inner.parameters(), _DECAY)
-    return _Lesson(teacher, trained, inner, processors, vae, features, levels, weights, optimizer, average)
+    return _Training(teacher, trained, inner, processors, vae, features, levels, weights, optimizer, average)
 
 
-def _learned(step: int, lesson: _Lesson, data: Encoded, course: TrainingRun, accelerator: Any) -> dict[str, Tensor]:
+def _trained_step(
+    step: int, training: _Training, data: Encoded, run: TrainingRun, accelerator: Any
+) -> dict[str, Tensor]:
     """The loss terms of a step, by which the weights have been changed, and their average."""
-    optimizer = lesson.optimizer
+    optimizer = training.optimizer
     for group in optimizer.param_groups:
-        group["lr"] = rate(step, course.steps, course.rate, min(200, course.steps // 10 + 1))
+        group["lr"] = rate(step, run.steps, run.rate, min(200, run.steps // 10 + 1))
     place = step * accelerator.num_processes + accelerator.process_index
-    samples = [part.to(accelerator.device) for part in _samples(data, course, place)]
-    with _computing(accelerator.device, course.precision):
-        terms = lesson.terms(*samples)
+    samples = [part.to(accelerator.device) for part in _samples(data, run, place)]
+    with _computing(accelerator.device, run.precision):
+        terms = training.terms(*samples)
     optimizer.zero_grad()
     accelerator.backward(torch.stack([*terms.values()]).sum())
-    accelerator.clip_grad_norm_(lesson.weights, 1.0)
+    accelerator.clip_grad_norm_(training.weights, 1.0)
     optimizer.step()
-    lesson.average.step(lesson.inner.parameters())
+    training.average.step(training.inner.parameters())
     return terms
 
 
@@ -197,22 +199,22 @@ def _attend_plainly(unet: Any) -> None:
     unet.set_attn_processor(plain)
 
 
-def _samples(data: Encoded, course: TrainingRun, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _samples(data: Encoded, run: TrainingRun, place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Clean latents, texts, noise and levels of a step; ``place`` counts steps of all processes."""
-    generator = torch.Generator().manual_seed((course.seed << 32) + place)
-    chosen = torch.randint(len(data.latents), (course.batch,), generator=generator)
-    lots = torch.rand(course.batch, 2, generator=generator)
+    generator = torch.Generator().manual_seed((run.seed << 32) + place)
+    chosen = torch.randint(len(data.latents), (run.batch,), generator=generator)
+    lots = torch.rand(run.batch, 2, generator=generator)
     texts = [
         data.empty[0] if dropped < _UNCAPTIONED else data.texts[at][int(lot * len(data.texts[at]))]
         for at, (dropped, lot) in zip(chosen.tolist(), lots.tolist(), strict=True)
     ]
     clean = data.latents[chosen]
     noise = torch.randn(clean.shape, generator=generator)
-    return clean, torch.stack(texts), noise, noise_levels(course.batch, generator)
+    return clean, torch.stack(texts), noise, noise_levels(run.batch, generator)
 
 
 @dataclass(frozen=True)
-class _Lesson:
+class _Training:
     """The models of a training, and the terms of a batch.
 
     Attributes:
@@ -264,22 +266,22 @@ class _Lesson:
         return found
 
 
-def _identity(course: TrainingRun, processes: int, teacher: Any, student: Any, data: Encoded) -> dict[str, Any]:
+def _identity(run: TrainingRun, processes: int, teacher: Any, student: Any, data: Encoded) -> dict[str, Any]:
     """What must be the same for a run to go on; more steps may be asked for, and checkpoints at other places."""
-    named = asdict(course)
+    named = asdict(run)
     del named["steps"], named["every"]
     models = {name: digest_of(one.state_dict().values()) for name, one in (("teacher", teacher), ("student", student))}
     return {**named, **models, "data": data.digest, "processes": processes}
 
 
-def _keep(file: Path, identity: dict[str, Any], lesson: _Lesson, step: int) -> None:
+def _keep(file: Path, identity: dict[str, Any], training: _Training, step: int) -> None:
     """One file, which is replaced as a whole and read without running code: accelerate's ``save_state`` writes a folder
     piece by piece, and its ``load_state`` unpickles what is registered with it."""
     state = {
         "course": identity,
-        "student": lesson.inner.state_dict(),
-        "optimizer": lesson.optimizer.state_dict(),
-        "average": lesson.average.state_dict(),
+        "student": training.inner.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        "average": training.average.state_dict(),
         "step": step,
     }
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -292,7 +294,7 @@ def _keep(file: Path, identity: dict[str, Any], lesson: _Lesson, step: int) -> N
         os.replace(temporary, file)
 
 
-def _gone_on(file: Path, identity: dict[str, Any], steps: int, lesson: _Lesson) -> int:
+def _gone_on(file: Path, identity: dict[str, Any], steps: int, training: _Training) -> int:
     """The step at which the checkpoint stands, no more than ``steps``, with all that it held put in place; 0 without
     one."""
     if not file.exists():
@@ -312,8 +314,8 @@ def _gone_on(file: Path, identity: dict[str, Any], steps: int, lesson: _Lesson) 
         raise BadInputError(
             f"{file} stands at step {state['step']}, and {steps} steps are asked for: give no fewer, or another --out"
         )
-    lesson.inner.load_state_dict(state["student"])
-    lesson.optimizer.load_state_dict(state["optimizer"])
-    lesson.average.load_state_dict(state["average"])
-    lesson.average.to(next(lesson.inner.parameters()).device)
+    training.inner.load_state_dict(state["student"])
+    training.optimizer.load_state_dict(state["optimizer"])
+    training.average.load_state_dict(state["average"])
+    training.average.to(next(training.inner.parameters()).device)
     return int(state["step"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from settled import masters_of
+from settled import host_weights_of
 
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
@@ -94,27 +94,27 @@ def test_masters_arrive_whole(ram: int, where: str) -> None:
     noise = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=noise).half().to(where) for shape in [(7,), (3000, 4096), (64, 32, 3, 3)]]
     wanted = [tensor.cpu() for tensor in tensors]
-    masters = masters_of(tensors, ram, GPU)
+    host_weights = host_weights_of(tensors, ram, GPU)
     assert all(tensor.device.type == "cpu" for tensor in tensors)
     pinned = all(tensor.is_pinned() for tensor in tensors)
     assert pinned or ram < 1 << 30
-    assert masters.ring_bytes == (0 if pinned else RING_BYTES)
+    assert host_weights.ring_bytes == (0 if pinned else RING_BYTES)
     stream = torch.cuda.Stream()
     for _ in range(3):
         targets = [torch.zeros_like(tensor, device=GPU) for tensor in tensors]
         stream.wait_stream(torch.cuda.current_stream())
         for tensor, target in zip(tensors, targets, strict=True):
-            masters.copy_to(tensor.data, target, stream)
+            host_weights.copy_to(tensor.data, target, stream)
         torch.cuda.current_stream().wait_stream(stream)
         assert all(torch.equal(target.cpu(), want) for target, want in zip(targets, wanted, strict=True))
-    masters.undo()
+    host_weights.undo()
     assert all(tensor.device.type == where for tensor in tensors)
 
 
 def test_copies_do_not_wait_for_the_compute() -> None:
     """A copy that is issued while a long kernel runs is done before it."""
     host = torch.ones(8 * MIB, pin_memory=True)
-    masters = masters_of([host], 1 << 40, GPU)
+    host_weights = host_weights_of([host], 1 << 40, GPU)
     target, square = torch.zeros(8 * MIB, device=GPU), torch.randn(8192, 8192, device=GPU)
     stream, done = torch.cuda.Stream(), torch.cuda.Event()
     copied = torch.cuda.Event()
@@ -127,7 +127,7 @@ def test_copies_do_not_wait_for_the_compute() -> None:
     for _ in range(20):
         work()
     done.record()
-    masters.copy_to(host.data, target, stream)
+    host_weights.copy_to(host.data, target, stream)
     copied.record(stream)
     copied.synchronize()
     assert not done.query()

@@ -154,7 +154,7 @@ def test_changes_of_a_waiting_map_reach_all_who_hold_it() -> None:
 
 def test_kept_weights_come_once() -> None:
     layer = nn.Linear(2, 2, bias=False)
-    master, calls = layer.weight.data, []
+    before, calls = layer.weight.data, []
 
     def fetch(data: Tensor) -> Tensor:
         calls.append(current_account())
@@ -164,7 +164,7 @@ def test_kept_weights_come_once() -> None:
         with lent_to_call([layer.weight], fetch), lent_to_call([layer.weight], Tensor.double):
             return layer(torch.eye(2, dtype=torch.double))
 
-    expected = (2 * master.double()).T
+    expected = (2 * before.double()).T
     for _ in range(2):
         assert torch.equal(call(), expected)
     assert len(calls) == 2
@@ -175,5 +175,5 @@ def test_kept_weights_come_once() -> None:
         assert len(calls) == 3
         assert layer.weight.dtype == torch.double
         raise ZeroDivisionError
-    assert layer.weight.data.data_ptr() == master.data_ptr()
+    assert layer.weight.data.data_ptr() == before.data_ptr()
     assert torch.equal(call(), expected) and len(calls) == 4

@@ -171,7 +171,7 @@ def test_what_is_copied_in_every_step_is_pinned_before_what_stays(tmp_path: Path
             number: all(mapping.kind(tensor) == "mapped" for tensor in block.tensors)
             for number, block in enumerate(layout.blocks)
         }
-        assert 0.9 * room <= stream._masters.pinned_bytes <= room
+        assert 0.9 * room <= stream._host_weights.pinned_bytes <= room
     assert layout.residents and all(in_file[number] for number in layout.residents)
     read = [in_file[number] for number in layout.streamed]
     assert any(read[: len(read) // 2]) and any(read[len(read) // 2 :])  # the disk works in all of a step

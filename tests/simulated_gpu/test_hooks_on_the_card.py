@@ -218,7 +218,7 @@ MAPPED = ["blocks", "layer", "halves", "layers split", "blocks, skips parked"]
 
 @contextlib.contextmanager
 def mapped(folder: Path) -> Iterator[Any]:
-    """A UNet whose weights lie in a mapped file, and no memory but the ring's for its masters."""
+    """A UNet whose weights lie in a mapped file, and no memory but the ring's for its host weights."""
     from diffusers import UNet2DConditionModel
 
     unet = UNet2DConditionModel.from_pretrained(folder).requires_grad_(False)

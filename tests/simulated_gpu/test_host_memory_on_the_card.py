@@ -112,15 +112,15 @@ def test_masters_are_pinned_at_their_size(gpu: Any, before: int) -> None:
     tensors = [torch.rand(size) for size in (3 * MIB, 33 * MIB + 7, 5, 40 * MIB)]
     wanted = [tensor.clone() for tensor in tensors]
     total = sum(tensor.nbytes for tensor in tensors)
-    masters = HostWeights(GPU)
-    masters.add(tensors)
+    host_weights = HostWeights(GPU)
+    host_weights.add(tensors)
     assert all(tensor.is_pinned() for tensor in tensors)
     assert total <= gpu.card.pinned - before < total + 8 * PAGE
     assert gpu.card.pinned_peak == gpu.card.pinned
     there = [torch.empty_like(tensor, device=GPU) for tensor in tensors]
     for tensor, copy in zip(tensors, there, strict=True):
-        masters.copy_to(tensor.data, copy)
-    masters.undo()
+        host_weights.copy_to(tensor.data, copy)
+    host_weights.undo()
     assert gpu.card.pinned == before
     assert not any(tensor.is_pinned() for tensor in tensors)
     for tensor, copy, want in zip(tensors, there, wanted, strict=True):
@@ -163,10 +163,10 @@ def test_a_run_locks_no_more_than_planned(
 def test_a_mapped_file_needs_the_ring_alone(gpu: Any, before: int, pipe: Any, tmp_path: Path) -> None:
     pipe.unet.save_pretrained(tmp_path)
     with mapped(tmp_path) as unet, host_budget(RING_BYTES + 3 * MIB):
-        masters = HostWeights(GPU)
-        masters.add(unet.parameters())
+        host_weights = HostWeights(GPU)
+        host_weights.add(unet.parameters())
         assert RING_BYTES < gpu.card.pinned_peak - before <= RING_BYTES + 3 * MIB
-        masters.undo()
+        host_weights.undo()
 
 
 @pytest.mark.parametrize("way", ["component", "blocks"])

@@ -228,7 +228,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Work, str]] = {
     "blocks in the same bytes know nothing of each other": (DeviceLayout, "overlapping", _alone, LAYERS, "races"),
     "blocks lie over each other": (layout, "_laid_in", _half_a_kilobyte_off, BLOCKS, "wrong"),
     "a failed run is not tidied up": (Stream, "_abandon", _removed, broken, "wrong"),
-    "masters stay pinned": (HostWeights, "undo", _removed, BLOCKS, "pinned"),
+    "host weights stay pinned": (HostWeights, "undo", _removed, BLOCKS, "pinned"),
     "the memory of a map is given away while it leaves": (host_offload, "_wait_when_dropped", _removed, sent, "races"),
     "a map leaves before it is computed": (torch.cuda.Stream, "wait_stream", _removed, sent, "races"),
     "a component is not taken back": (ActiveStreams, "take", _removed, IN_TURNS, "wrong"),

@@ -50,25 +50,25 @@ def begun(copier: Copier, sources: list[Tensor], targets: list[Tensor]) -> list[
 
 def test_the_host_goes_on_while_a_file_is_read(gpu: Any, sources: list[Tensor], gate: threading.Event) -> None:
     with gpu.watched("random") as seen, host_budget(0):
-        masters = HostWeights(GPU)
-        masters.add(sources)
-        copier, targets = Copier(masters, GPU), [torch.empty(64, 64, device=GPU) for _ in sources]
+        host_weights = HostWeights(GPU)
+        host_weights.add(sources)
+        copier, targets = Copier(host_weights, GPU), [torch.empty(64, 64, device=GPU) for _ in sources]
         ends = begun(copier, sources, targets)
         assert not any(end.done() for end in ends)
         gate.set()
         for end, source, target in zip(ends, sources, targets, strict=True):
             copier.wait(end)
             assert torch.equal((target * 1).cpu(), source)
-        masters.undo()
+        host_weights.undo()
         del copier, targets, target
     assert seen.clean, seen
 
 
 def test_what_is_not_read_yet_is_given_up(gpu: Any, sources: list[Tensor], gate: threading.Event) -> None:
     with gpu.watched("lazy") as seen, host_budget(0):
-        masters = HostWeights(GPU)
-        masters.add(sources)
-        copier, targets = Copier(masters, GPU), [torch.zeros(64, 64, device=GPU) for _ in sources]
+        host_weights = HostWeights(GPU)
+        host_weights.add(sources)
+        copier, targets = Copier(host_weights, GPU), [torch.zeros(64, 64, device=GPU) for _ in sources]
         ends = begun(copier, sources, targets)
         while not ends[0].running():
             pass
@@ -77,7 +77,7 @@ def test_what_is_not_read_yet_is_given_up(gpu: Any, sources: list[Tensor], gate:
         assert [end.cancelled() for end in ends] == [False, True, True]
         assert torch.equal((targets[0] * 1).cpu(), sources[0])
         assert not targets[1].any() and not targets[2].any()
-        masters.undo()
+        host_weights.undo()
         del copier, targets
     assert seen.clean, seen
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from settled import masters_of
+from settled import host_weights_of
 from torch import Tensor, nn
 
 from sd_lowvram.memory import is_host, pinned
@@ -43,23 +43,23 @@ def _in_file(tensor: Tensor) -> bool:
 def test_files_stay_mapped_where_memory_is_short_and_pass_the_ring(mapped: dict[str, Tensor]) -> None:
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in mapped.items()}
     assert mapped["large"].nbytes > 1.2 * CHUNK_BYTES
-    masters = masters_of(mapped.values(), 0, CPU)
-    assert masters.pinned_bytes == masters.held_bytes == 0
-    assert masters.host_bytes == masters.ring_bytes == RING_BYTES
-    assert masters.mapped_bytes == _nbytes(mapped)
+    host_weights = host_weights_of(mapped.values(), 0, CPU)
+    assert host_weights.pinned_bytes == host_weights.held_bytes == 0
+    assert host_weights.host_bytes == host_weights.ring_bytes == RING_BYTES
+    assert host_weights.mapped_bytes == _nbytes(mapped)
     for _ in range(2):  # the second time round, chunks are used again
         for name, tensor in mapped.items():
             target = torch.zeros_like(tensor)
-            masters.copy_to(tensor.data, target)
+            host_weights.copy_to(tensor.data, target)
             assert torch.equal(target, before[name][1])
             assert tensor.data_ptr() == before[name][0]
             assert is_host(tensor)
-    masters.undo()
+    host_weights.undo()
     assert not any(is_host(tensor) for tensor in mapped.values())
 
 
 def test_the_ring_is_used(mapped: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    masters = masters_of(mapped.values(), 0, CPU)
+    host_weights = host_weights_of(mapped.values(), 0, CPU)
     seen: list[int] = []
     copy = module._Ring.copy
 
@@ -69,21 +69,21 @@ def test_the_ring_is_used(mapped: dict[str, Tensor], monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module._Ring, "copy", watched)
     for tensor in mapped.values():
-        masters.copy_to(tensor.data, torch.empty_like(tensor))
+        host_weights.copy_to(tensor.data, torch.empty_like(tensor))
     assert sum(seen) == _nbytes(mapped)
 
 
 def test_memory_that_is_there_is_used(mapped: dict[str, Tensor]) -> None:
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in mapped.items()}
-    masters = masters_of(mapped.values(), 64 * MIB, CPU)
-    assert masters.mapped_bytes == masters.ring_bytes == masters.held_bytes == 0
-    assert _nbytes(mapped) <= masters.pinned_bytes <= 32 * MIB
+    host_weights = host_weights_of(mapped.values(), 64 * MIB, CPU)
+    assert host_weights.mapped_bytes == host_weights.ring_bytes == host_weights.held_bytes == 0
+    assert _nbytes(mapped) <= host_weights.pinned_bytes <= 32 * MIB
     assert not any(_in_file(tensor) for tensor in mapped.values())
     for name, tensor in mapped.items():
         target = torch.zeros_like(tensor)
-        masters.copy_to(tensor.data, target)
+        host_weights.copy_to(tensor.data, target)
         assert torch.equal(target, before[name][1])
-    masters.undo()
+    host_weights.undo()
     assert {name: tensor.data_ptr() for name, tensor in mapped.items()} == {
         name: at for name, (at, _) in before.items()
     }
@@ -92,10 +92,10 @@ def test_memory_that_is_there_is_used(mapped: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("ram", [0, 1, 33 * MIB, 36 * MIB, 40 * MIB, 48 * MIB])
 def test_never_more_than_the_budget(mapped: dict[str, Tensor], ram: int) -> None:
     ordinary = torch.ones(1000)
-    masters = masters_of([ordinary, *mapped.values()], ram, CPU)
-    assert masters.held_bytes == 4000
-    assert masters.host_bytes <= max(ram, RING_BYTES + 4000)
-    masters.undo()
+    host_weights = host_weights_of([ordinary, *mapped.values()], ram, CPU)
+    assert host_weights.held_bytes == 4000
+    assert host_weights.host_bytes <= max(ram, RING_BYTES + 4000)
+    host_weights.undo()
     assert torch.equal(ordinary, torch.ones(1000))
 
 
@@ -103,51 +103,51 @@ def test_never_more_than_a_share_of_the_machine(mapped: dict[str, Tensor], monke
     from sd_lowvram.devices.info import Memory
 
     monkeypatch.setattr(pinned, "host_memory", lambda: Memory(80 * MIB, 80 * MIB))
-    masters = masters_of(mapped.values(), 1 << 40, CPU)
-    assert masters.host_bytes <= 40 * MIB
-    assert masters.mapped_bytes > 0
+    host_weights = host_weights_of(mapped.values(), 1 << 40, CPU)
+    assert host_weights.host_bytes <= 40 * MIB
+    assert host_weights.mapped_bytes > 0
 
 
 def test_the_budget_of_the_run_is_the_default(mapped: dict[str, Tensor]) -> None:
     with host_budget(RING_BYTES):
-        masters = masters_of(mapped.values(), None, CPU)
-    assert masters.mapped_bytes == _nbytes(mapped)
+        host_weights = host_weights_of(mapped.values(), None, CPU)
+    assert host_weights.mapped_bytes == _nbytes(mapped)
     with host_budget(RING_BYTES + 16 * MIB):  # enough for one of two
-        first = masters_of([nn.Parameter(mapped["large"], requires_grad=False)], None, CPU)
-        second = masters_of([nn.Parameter(mapped["large"], requires_grad=False)], None, CPU)
+        first = host_weights_of([nn.Parameter(mapped["large"], requires_grad=False)], None, CPU)
+        second = host_weights_of([nn.Parameter(mapped["large"], requires_grad=False)], None, CPU)
     assert (first.mapped_bytes, second.mapped_bytes) == (0, mapped["large"].nbytes)
-    masters.undo()
-    assert masters_of(mapped.values(), None, CPU).mapped_bytes == 0
+    host_weights.undo()
+    assert host_weights_of(mapped.values(), None, CPU).mapped_bytes == 0
 
 
 def test_ordinary_memory_is_not_copied() -> None:
     tensor = torch.ones(2048, 2048)
     at = tensor.data_ptr()
-    masters = masters_of([tensor], 1 << 40, CPU)
+    host_weights = host_weights_of([tensor], 1 << 40, CPU)
     assert tensor.data_ptr() == at
-    assert masters.host_bytes == masters.held_bytes == tensor.nbytes
+    assert host_weights.host_bytes == host_weights.held_bytes == tensor.nbytes
 
 
-def test_tied_weights_have_one_master(mapped: dict[str, Tensor]) -> None:
+def test_tied_weights_have_one_host_weight(mapped: dict[str, Tensor]) -> None:
     first = nn.Parameter(mapped["large"], requires_grad=False)
     second = nn.Parameter(mapped["large"], requires_grad=False)
-    masters = masters_of([first, second, first], 1 << 30, CPU)
+    host_weights = host_weights_of([first, second, first], 1 << 30, CPU)
     assert first.data_ptr() == second.data_ptr() != mapped["large"].data_ptr()
-    assert masters.pinned_bytes < 2 * first.nbytes
-    masters.undo()
+    assert host_weights.pinned_bytes < 2 * first.nbytes
+    host_weights.undo()
     assert first.data_ptr() == second.data_ptr() == mapped["large"].data_ptr()
 
 
 def test_strides_are_kept(mapped: dict[str, Tensor]) -> None:
     tensor = mapped["image"].to(memory_format=torch.channels_last)
-    masters = masters_of([tensor, mapped["image"]], 1 << 30, CPU)
+    host_weights = host_weights_of([tensor, mapped["image"]], 1 << 30, CPU)
     for ram in (0, 1 << 30):
-        masters = masters_of([mapped["image"].permute(0, 2, 3, 1)], ram, CPU)
+        host_weights = host_weights_of([mapped["image"].permute(0, 2, 3, 1)], ram, CPU)
         target = torch.zeros(8, 4, 3, 3, dtype=torch.float16).permute(0, 2, 3, 1)
-        masters.copy_to(mapped["image"].permute(0, 2, 3, 1), target)
+        host_weights.copy_to(mapped["image"].permute(0, 2, 3, 1), target)
         assert torch.equal(target, mapped["image"].permute(0, 2, 3, 1))
     target = torch.zeros(8, 4, 3, 3, dtype=torch.float16)  # other strides than the source, which has no ring to pass
-    masters.copy_to(tensor, target)
+    host_weights.copy_to(tensor, target)
     assert torch.equal(target, tensor)
 
 
@@ -168,14 +168,14 @@ def test_kernels_come_channels_last_out_of_the_order_of_their_file(
     kernels = {name: nn.Parameter(data, False) for name, data in load_file(tmp_path / "kernels.safetensors").items()}
     for kernel in kernels.values():
         lay_last(kernel)
-    masters = masters_of(kernels.values(), ram, CPU)
-    assert (masters.mapped_bytes, masters.pinned_bytes)[ram > 0] >= _nbytes(kernels)
+    host_weights = host_weights_of(kernels.values(), ram, CPU)
+    assert (host_weights.mapped_bytes, host_weights.pinned_bytes)[ram > 0] >= _nbytes(kernels)
     for name, kernel in kernels.items():
         assert kernel.data.is_contiguous(memory_format=torch.channels_last) or _in_file(kernel.data)
         target = torch.zeros_like(kernel.data, memory_format=torch.channels_last)
-        masters.copy_to(kernel.data, target)
+        host_weights.copy_to(kernel.data, target)
         assert same_bits(target.contiguous(), bits[name].view(dtype).squeeze(-1))
-    masters.undo()
+    host_weights.undo()
     assert all(map(_in_file, kernels.values()))
 
 
@@ -183,29 +183,29 @@ def test_kernels_come_channels_last_out_of_the_order_of_their_file(
 def test_what_is_fused_meanwhile_stays(mapped: dict[str, Tensor], ram: int) -> None:
     weight = nn.Parameter(mapped["large"], requires_grad=False)
     wanted = weight.detach() + 1
-    masters = masters_of([weight], ram, CPU)
+    host_weights = host_weights_of([weight], ram, CPU)
     weight.data += 1
     target = torch.zeros_like(weight)
-    masters.copy_to(weight.data, target)
+    host_weights.copy_to(weight.data, target)
     assert torch.equal(target, wanted)
-    masters.undo()
+    host_weights.undo()
     assert torch.equal(weight, wanted)
 
 
 def test_other_contents_are_copied_too(mapped: dict[str, Tensor]) -> None:
     weight = nn.Parameter(mapped["large"], requires_grad=False)
-    masters = masters_of([weight], 0, CPU)
+    host_weights = host_weights_of([weight], 0, CPU)
     weight.data = torch.full_like(weight, 3)
     target = torch.zeros_like(weight)
-    masters.copy_to(weight.data, target)
+    host_weights.copy_to(weight.data, target)
     assert torch.equal(target, weight)
 
 
 def test_works_inside_inference_mode(mapped: dict[str, Tensor]) -> None:
     with torch.inference_mode():
-        masters = masters_of(mapped.values(), 0, CPU)
+        host_weights = host_weights_of(mapped.values(), 0, CPU)
         target = torch.zeros_like(mapped["large"])
-        masters.copy_to(mapped["large"].data, target)
+        host_weights.copy_to(mapped["large"].data, target)
     assert torch.equal(target, mapped["large"])
 
 
@@ -232,28 +232,32 @@ def test_each_byte_is_read_as_seldom_as_possible(tmp_path: Path) -> None:
     file = os.open(tmp_path / "weights.safetensors", os.O_RDWR)
     os.fsync(file)
     mapped = load_file(tmp_path / "weights.safetensors")
-    masters = masters_of(mapped.values(), RING_BYTES + 25 * MIB, CPU)
-    assert (masters.pinned_bytes, masters.mapped_bytes, masters.disk_bytes) == (24 * MIB, 24 * MIB, 24 * MIB)
+    host_weights = host_weights_of(mapped.values(), RING_BYTES + 25 * MIB, CPU)
+    assert (host_weights.pinned_bytes, host_weights.mapped_bytes, host_weights.disk_bytes) == (
+        24 * MIB,
+        24 * MIB,
+        24 * MIB,
+    )
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     for _ in range(3):
         before = _read_from_disk()
         for name, tensor in mapped.items():
             target = torch.empty_like(tensor)
-            masters.copy_to(tensor.data, target)
+            host_weights.copy_to(tensor.data, target)
             assert torch.equal(target, made[name])
         read = _read_from_disk() - before
         if read == 0:
             pytest.skip("this file system reads from no disk")
         assert 23 * MIB <= read <= 25 * MIB  # pages that two weights share may stay
-    masters.undo()
+    host_weights.undo()
     os.close(file)
 
 
 @pytest.mark.skipif(not can_read_past_cache(), reason="the system does not tell")
 def test_what_fits_into_the_cache_is_left_to_it(mapped: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "PINNED_SHARE", 0.0)
-    masters = masters_of(mapped.values(), RING_BYTES + 16 * MIB, CPU)
-    assert (masters.mapped_bytes, masters.disk_bytes) == (_nbytes(mapped), 0)
+    host_weights = host_weights_of(mapped.values(), RING_BYTES + 16 * MIB, CPU)
+    assert (host_weights.mapped_bytes, host_weights.disk_bytes) == (_nbytes(mapped), 0)
 
 
 @pytest.mark.skipif(not can_read_past_cache(), reason="the system does not tell")
@@ -261,10 +265,10 @@ def test_what_somebody_wrote_into_mapped_weights_is_what_is_copied(mapped: dict[
     """A LoRA that is fused into them changes memory, and not the file."""
     mapped["large"][700] += 1
     changed = mapped["large"].clone()
-    masters = masters_of(mapped.values(), 0, CPU)
-    assert masters.disk_bytes == _nbytes(mapped)
+    host_weights = host_weights_of(mapped.values(), 0, CPU)
+    assert host_weights.disk_bytes == _nbytes(mapped)
     target = torch.empty_like(mapped["large"])
-    masters.copy_to(mapped["large"].data, target)
+    host_weights.copy_to(mapped["large"].data, target)
     assert torch.equal(target, changed)
 
 
@@ -273,8 +277,8 @@ def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         save_file({"weight": torch.full((1 << 20,), value)}, tmp_path / f"{value}.safetensors")
     mapped = load_file(tmp_path / "1.0.safetensors")
-    masters = masters_of(mapped.values(), 0, CPU)
+    host_weights = host_weights_of(mapped.values(), 0, CPU)
     os.replace(tmp_path / "2.0.safetensors", tmp_path / "1.0.safetensors")
     target = torch.empty(1 << 20)
-    masters.copy_to(mapped["weight"].data, target)
+    host_weights.copy_to(mapped["weight"].data, target)
     assert target.eq(1.0).all()

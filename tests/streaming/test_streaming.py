@@ -107,7 +107,7 @@ def test_kernels_stay_in_their_file_and_come_channels_last(way: str, tmp_path: P
         assert torch.equal(run(unet, (17, 25)), expected)
     assert {name: (weight.data_ptr(), weight.stride()) for name, weight in unet.named_parameters()} == before
     if "stored" not in way:
-        with attached(unet, settings, device="cpu"):  # in memory that the masters get
+        with attached(unet, settings, device="cpu"):  # in memory that the host weights get
             assert torch.equal(run(unet, (17, 25)), expected)
             unet.conv_in.weight.data += 1
         assert unet.conv_in.weight.is_contiguous() and unet.conv_in.weight.mean() > 0.5
@@ -267,9 +267,9 @@ def test_buffers_and_bare_parameters_move() -> None:
         assert torch.equal(run(unet, (8, 8)), expected)
         seen = []
         block.conv2.inner.register_forward_hook(lambda *_: seen.append(block.conv2.shift.data_ptr()))
-        master = block.conv2.shift.data_ptr()
+        on_host = block.conv2.shift.data_ptr()
         run(unet, (8, 8))
-        assert seen and master not in seen
+        assert seen and on_host not in seen
 
 
 def test_foreign_tensors_are_refused_by_name() -> None:

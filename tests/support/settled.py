@@ -1,4 +1,4 @@
-"""Masters that take so much host memory, for tests of what waits there."""
+"""Host weights that take so much host memory, for tests of what waits there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from sd_lowvram.streaming.host_weights import HostWeights, host_budget
 
 
-def masters_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.device) -> HostWeights:
-    """Masters of ``tensors``; ``ram_bytes`` None: in the budget that is there."""
-    masters = HostWeights(device)
+def host_weights_of(tensors: Iterable[Tensor], ram_bytes: int | None, device: torch.device) -> HostWeights:
+    """Host weights of ``tensors``; ``ram_bytes`` None: in the budget that is there."""
+    host_weights = HostWeights(device)
     with contextlib.nullcontext() if ram_bytes is None else host_budget(ram_bytes):
-        masters.add(tensors)
-    return masters
+        host_weights.add(tensors)
+    return host_weights

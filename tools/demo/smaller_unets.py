@@ -30,7 +30,7 @@ import train_unet
 from export import export
 
 from sd_lowvram.cli import app
-from sd_lowvram.commands.guard import INTERRUPTED
+from sd_lowvram.commands.exit_codes import INTERRUPTED
 from sd_lowvram.commands.interrupts import stop_between_steps, terminated_as_interrupted
 
 

@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import spawn
 from train_autoencoder import SCALING, save
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from sd_lowvram.commands.guard import INTERRUPTED
+from sd_lowvram.commands.exit_codes import INTERRUPTED
 from sd_lowvram.commands.interrupts import stop_between_steps
 from sd_lowvram.unets.training import noise_levels, rate
 

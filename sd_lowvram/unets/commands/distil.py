@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...commands.guard import guarded
+from ...commands.exit_codes import exit_on_error
 from ...commands.values import check_given
 from ...errors import BadInputError
 from .unet import Debug, Json, check_layout, empty_unet, unet
@@ -57,7 +57,7 @@ def distil(
 ) -> None:
     """Train a smaller UNet to do what a larger one does. Ctrl-C and SIGTERM save after the current step; the same
     command then goes on from there."""
-    with guarded(debug):
+    with exit_on_error(debug):
         check_given(student=student, teacher=teacher, semantic=semantic)
         if not 0 < rate < 1:
             raise BadInputError(f"--rate {rate} must lie between 0 and 1; 1e-4 is usual")
@@ -66,12 +66,12 @@ def distil(
         from ...commands.show import Bars
         from ..distil import TrainingRun
 
-        course = TrainingRun(steps, batch, rate, seed, blocks, semantic, "bf16" if bf16 else "no", every)
+        run = TrainingRun(steps, batch, rate, seed, blocks, semantic, "bf16" if bf16 else "no", every)
         checkpoint = _checkpoint_of(out)
         check_layout(out, student, empty_unet(student))
         console = Console(stderr=True)
         with Bars(console, not as_json).running():
-            last = _trained(student, teacher, data, out, course, checkpoint, as_json)
+            last = _trained(student, teacher, data, out, run, checkpoint, as_json)
         told = {"out": str(out), "checkpoint": str(checkpoint), "steps": steps, "losses": last}
         print(json.dumps(told, indent=2) if as_json else f"written: {out}")
 
@@ -90,7 +90,7 @@ def _checkpoint_of(out: Path) -> Path:
 
 
 def _trained(
-    student: str, teacher: str | None, data: Path, out: Path, course: Any, checkpoint: Path, quiet: bool
+    student: str, teacher: str | None, data: Path, out: Path, run: Any, checkpoint: Path, quiet: bool
 ) -> dict[str, float]:
     """Train, write ``out`` and tell the last means of the terms (none where all steps were done already)."""
     import torch
@@ -117,7 +117,7 @@ def _trained(
 
     known = encoded(large, items, side)
     with stop_between_steps() as stopped:
-        made = train(large.unet, small.unet, large.vae, large.scheduler, known, course, checkpoint, tell, stopped)
+        made = train(large.unet, small.unet, large.vae, large.scheduler, known, run, checkpoint, tell, stopped)
     if made is not None:
         # diffusers' own `to` warns of parts kept in float32
         small.register_modules(unet=torch.nn.Module.to(made, own))

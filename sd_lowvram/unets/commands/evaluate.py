@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...commands.guard import guarded
+from ...commands.exit_codes import exit_on_error
 from ...commands.values import check_given
 from ...errors import BadInputError
 from ...units import format_size
@@ -62,7 +62,7 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Compare a smaller model with its teacher: pictures of the same seeds, Frechet distance, score, time, peak."""
-    with guarded(debug):
+    with exit_on_error(debug):
         check_given(student=student, teacher=teacher, semantic=semantic)
         if not 0 <= guidance < 100:
             raise BadInputError(f"--guidance {guidance} must lie between 0 and 100; 4 to 8 is usual")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ...checkpoints.inspection import model_path
+from ...commands.exit_codes import exit_on_error
 from ...commands.generate import check_prompt_given, print_result
-from ...commands.guard import guarded
 from ...commands.inputs import PICTURE, RUN, Job, check_job, option
 from ...commands.knobs import with_fields, with_knobs
 from ...commands.values import MOST_STEPS, checked_settings
@@ -64,7 +64,7 @@ def generate(
     settings: dict[str, Any] | None = None,
 ) -> None:
     """Make a picture whose steps several UNets take in turn; it differs from what each of them draws alone."""
-    with guarded(debug):
+    with exit_on_error(debug):
         check_prompt_given(context)
         parts = parse_schedule(schedule, named or ())
         job = dataclasses.replace(job, steps=sum(part.steps for part in parts))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ...commands.guard import guarded
+from ...commands.exit_codes import exit_on_error
 from ...commands.values import check_given
 from ...errors import OutputError
 from .unet import Debug, Json, empty_unet, unet
@@ -32,7 +32,7 @@ def lora(
 ) -> None:
     """Convert a LoRA of the whole model for a smaller one: its layers are renumbered, and parts for layers that were
     cut are left out and named. For diffusers, ComfyUI and the WebUIs alike."""
-    with guarded(debug):
+    with exit_on_error(debug):
         check_given(model=model)
         if out.suffix.lower() != ".safetensors":
             raise OutputError(f"--out {out} must end in .safetensors")

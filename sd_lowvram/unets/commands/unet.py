@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...commands.guard import guarded
+from ...commands.exit_codes import exit_on_error
 from ...commands.values import check_given, check_side
 from ...errors import BadInputError, OutputError
 from ...units import format_size
@@ -63,7 +63,7 @@ def analyse(
     debug: Debug = False,
 ) -> None:
     """Show what each part of a UNet takes in a guided step: weights, operations, time, memory of activations."""
-    with guarded(debug):
+    with exit_on_error(debug):
         from rich.console import Console
         from torch import nn
 
@@ -128,7 +128,7 @@ def prune(
 ) -> None:
     """Cut layers out of a model's UNet; the others keep their weights. Stock diffusers loads the result, unless it has
     experts or regions."""
-    with guarded(debug):
+    with exit_on_error(debug):
         check_given(model=model, kind=kind)
         changes = _changes(experts, regions, changed or ())
         if sum(map(bool, (kind, drop, keep))) > 1 or not (kind or drop or keep or changes):
@@ -169,7 +169,7 @@ def combine(
     debug: Debug = False,
 ) -> None:
     """Join the outermost blocks of a smaller UNet with the inner blocks of --model."""
-    with guarded(debug):
+    with exit_on_error(debug):
         check_given(model=model, compressed=compressed)
         if model == compressed:
             raise BadInputError(f"--compressed and --model are both {model}: nothing would be put together")

@@ -19,7 +19,7 @@ INTERRUPTED, BUDGET, OURS = 130, 3, 1
 
 
 @contextlib.contextmanager
-def guarded(debug: bool = False) -> Iterator[None]:
+def exit_on_error(debug: bool = False) -> Iterator[None]:
     """Within the block errors end the program with their exit code; with ``debug`` the traceback is shown before."""
     _quiet_libraries(debug)
     try:
@@ -34,10 +34,10 @@ def guarded(debug: bool = False) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.filename is None:
             give_up_stdout()
-        _end(*told(error), debug)
+        _end(*code_and_message(error), debug)
 
 
-def told(error: Exception) -> tuple[int, str]:
+def code_and_message(error: Exception) -> tuple[int, str]:
     """The exit code for ``error``, and a sentence."""
     if isinstance(error, LowVRAMError):
         return error.exit_code, as_typed(str(error))
