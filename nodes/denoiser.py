@@ -260,7 +260,7 @@ class _Denoiser:
             if is_needed(settings, self._node_request.settings, host.attends_fused()):
                 options[DOOR] = override(settings, x.device, self._attended.add, options.get(DOOR))
             settings = dataclasses.replace(settings, **dict.fromkeys(_ATTENTION))
-        attachment = self._prepared(unet, attachable(settings))
+        attachment = self._prepared(unet, attachable(settings).of_stage("denoise"))
         self._clock.called()
         with self._measured(unet), entered(unet, attachment):
             self.record.sites = dict(attachment.sites)

@@ -10,7 +10,8 @@ const TELLING = {
   LowVRAMVAEDecode: "verdict",
   LowVRAMVAEEncode: "verdict",
 };
-const WIDTHS = { forecast: 560, report: 640, verdict: 380 };
+const MARGIN = 8;
+const WIDTHS = { forecast: 560, report: 640, verdict: 480 };
 
 function box() {
   const made = document.createElement("pre");
@@ -19,7 +20,6 @@ function box() {
     padding: "6px 8px",
     boxSizing: "border-box",
     width: "100%",
-    overflow: "auto",
     whiteSpace: "pre-wrap",
     overflowWrap: "anywhere",
     font: "11px/1.4 monospace",
@@ -35,14 +35,18 @@ function widgetOf(node, name) {
   const there = node.widgets?.find((widget) => widget.name === name);
   if (there) return there;
   if (!node.addDOMWidget) return node.addWidget("text", name, "", () => {}, { serialize: false });
-  const element = box();
+  const text = box();
+  const element = document.createElement("div"); // which the page stretches; the text keeps its own height
+  element.append(text);
+  const height = () => (text.offsetHeight || 60) + 2 * MARGIN;
   const widget = node.addDOMWidget(name, "lowvram", element, {
     serialize: false,
     hideOnZoom: false,
-    getValue: () => element.textContent,
-    setValue: (text) => (element.textContent = text),
-    getMinHeight: () => element.scrollHeight + 4 || 60,
-    getMaxHeight: () => element.scrollHeight + 4 || 60,
+    margin: MARGIN,
+    getValue: () => text.textContent,
+    setValue: (told) => (text.textContent = told),
+    getMinHeight: height,
+    getMaxHeight: height,
   });
   widget.serialize = false; // saved workflows hold the values of inputs alone
   return widget;

@@ -554,6 +554,13 @@ def test_a_processor_is_watched_for_a_report_alone(pack, model, vae, monkeypatch
     assert bool(record.measured) == reported and len(record.step_seconds) == 2
 
 
+def test_what_is_chosen_for_pictures_stays_off_the_model(pack, model, vae) -> None:
+    """The strips of a decode were put on the UNet too, where they have no site."""
+    mine, made, record = shown_and_given(pack, model, vae, **CHUNKED, vae_tiles="exact", vae_map="parked")[1]
+    made.decode(Guider(mine, TEXT).sample(NOISE))
+    assert record.plans["decode"].settings.vae_tiles == "exact" and "vae_exact" not in record.sites
+
+
 def test_a_run_is_one_line_in_the_log(pack, model, vae, caplog) -> None:
     with caplog.at_level("INFO"):
         mine, made, record = shown_and_given(pack, model, vae, **CHUNKED)[1]
