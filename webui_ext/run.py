@@ -88,7 +88,7 @@ def _first(ways: Sequence[Mapping[str, int]], anatomy: Anatomy, request: Request
 
 def _plan(kept: Mapping[str, int], anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
     with host.precision_of_attention(), host.in_the_type_it_computes_in(anatomy):
-        plan = make_plan(dataclasses.replace(anatomy, kept=kept), request, settings)
+        plan = make_plan(dataclasses.replace(anatomy, kept=kept), request, settings, least=False)
     return dataclasses.replace(plan, reasons=(*plan.reasons, FETCHED)) if kept else plan
 
 

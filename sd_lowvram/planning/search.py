@@ -33,20 +33,24 @@ from .request import DEFAULT_STEPS, Request
 __all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "make_plan"]
 
 
-def make_plan(anatomy: Anatomy, request: Request, settings: Settings, approximate: bool = False) -> Plan:
+def make_plan(
+    anatomy: Anatomy, request: Request, settings: Settings, approximate: bool = False, least: bool = True
+) -> Plan:
     """The fastest settings that fit, traced whole.
 
     Args:
         settings: knobs that are fixed; the rest is searched.
         approximate: whether a narrower precision may be chosen.
+        least: whether the smallest settings are looked for, too, which may take as long as all the rest; else the
+            plan's minimum is what it needs itself.
 
     Raises:
         BudgetError: none fits; it names the smallest budget that works and the stage that needs it.
     """
-    return best_plan(PlanSearch(anatomy, request, settings, approximate))
+    return best_plan(PlanSearch(anatomy, request, settings, approximate), least)
 
 
-def best_plan(search: PlanSearch) -> Plan:
+def best_plan(search: PlanSearch, least: bool = True) -> Plan:
     """The plan that ``search`` ends with.
 
     Raises:
@@ -54,7 +58,7 @@ def best_plan(search: PlanSearch) -> Plan:
     """
     request = search.request
     best = search.fastest()
-    smallest = search.smallest()
+    smallest = search.smallest() if least or best is None else best
     if smallest is None:
         raise search.too_large()
     if best is None:

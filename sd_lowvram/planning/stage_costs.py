@@ -28,6 +28,7 @@ from ..streaming.timing import ModuleSpan, StepTiming, timed
 from ..tracing import MemoryTrace
 from ..tracing.fake_model import FakeModel
 from ..tracing.tracer import Figures, trace_equals_once
+from ..units import MIB
 from ..weights import all_tensors, weight_bytes
 from .stages import Shape, Stage, stages
 
@@ -164,7 +165,7 @@ class StageCosts:
         Args:
             timing: by which streamed weights are scheduled.
         """
-        settings = _as_traced(settings.of_stage(stage.name))
+        settings = self._as_laid_down(stage, _as_traced(settings.of_stage(stage.name)))
 
         def count() -> Figures:
             traced = self.trace(stage, settings, timing)
@@ -175,6 +176,13 @@ class StageCosts:
         called = self._called_with[stage.name, stage.component]
         facts = settings, called, timing, tuple(allocator_settings()), workspaces
         return self._once(_figures, stage.component, facts, count)
+
+    def _as_laid_down(self, stage: Stage, settings: Settings) -> Settings:
+        """``settings`` with no more room than the weights of a stage that runs once take: more is the same trace."""
+        if settings.weights_mib is None or settings.offload != "blocks" or stage.repeats:
+            return settings
+        taken = self.room(stage.component, settings)
+        return dataclasses.replace(settings, weights_mib=min(settings.weights_mib, -(-taken // MIB)))
 
     def step(self, stage: Stage, settings: Settings, timing: StepTiming) -> Step:
         """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.

@@ -19,7 +19,7 @@ from sd_lowvram.memory import measured_peak
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.cost_model import Pricing
 from sd_lowvram.planning.plan import Request
-from sd_lowvram.planning.search import PlanSearch, make_plan
+from sd_lowvram.planning.search import PlanSearch, best_plan, make_plan
 from sd_lowvram.planning.stage_costs import StageCosts
 from sd_lowvram.planning.stages import Shape
 from sd_lowvram.settings import STREAMED
@@ -294,6 +294,18 @@ def test_as_dict_is_json(anatomy: Any) -> None:
     assert set(wanted) <= set(plan)
     parts = ["peak_bytes", "overhead_bytes", "weights_bytes", "activation_bytes", "host_bytes", "seconds"]
     assert set(parts) <= set(plan["predicted"])
+
+
+def test_who_shows_no_minimum_gets_the_same_plan_for_less(anatomy: Any) -> None:
+    whole, search = (PlanSearch(anatomy, request(GIB), Settings(), approximate=False) for _ in range(2))
+    told, plan = best_plan(whole), best_plan(search, least=False)
+    assert told.as_dict() | {"minimum_peak_bytes": 0, "minimum_vram_bytes": 0, "minimum_ram_bytes": 0} == (
+        plan.as_dict() | {"minimum_peak_bytes": 0, "minimum_vram_bytes": 0, "minimum_ram_bytes": 0}
+    )
+    assert told.minimum_peak_bytes < plan.minimum_peak_bytes == plan.predicted.peak_bytes
+    assert len(search.pricing.priced(search.base)) <= len(whole.pricing.priced(whole.base))
+    with pytest.raises(BudgetError, match="at least"):
+        make_plan(anatomy, request(MIB), Settings(), least=False)
 
 
 def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> None:
