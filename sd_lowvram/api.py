@@ -48,7 +48,17 @@ def plan(
     settings: Settings | None = None,
     approximate: bool = False,
 ) -> Plan:
-    """The fastest settings that fit, with their predicted peak; attaches nothing. Arguments as for :func:`optimize`."""
+    """The fastest settings that fit, with their predicted peak; attaches nothing, and runs nothing.
+
+    Args:
+        target, vram, ram, width, height, batch, steps, pictures, device, settings, approximate: see :func:`optimize`.
+
+    Returns:
+        Settings, and what they are foretold to take: bytes by stage, seconds, what more memory would buy, and reasons.
+
+    Raises:
+        BudgetError, BadInputError: as :func:`optimize`.
+    """
     fixed = stated(settings)
     run: RunOptions = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
     request = _request(target, fixed, vram, ram, device, run)
@@ -93,6 +103,10 @@ def optimize(
         settings: knobs that are fixed; the rest is chosen.
         approximate: whether settings that change the picture may be chosen too.
 
+    Returns:
+        The plan that is attached. Its ``fidelity`` says how near the picture stays to that of the model as it was
+        loaded: ``bitwise`` or ``rounding`` unless ``approximate`` or ``settings`` allow more.
+
     Raises:
         BudgetError: nothing fits; its message tells the smallest budget that does.
         BadInputError: a target, size, number, device or budget that cannot be used.
@@ -110,7 +124,15 @@ def attach_plan_for(
     """Plan ``request`` and attach it in place of what is attached to ``target``.
 
     Args:
+        settings: knobs that are fixed.
+        approximate: whether settings that change the picture may be chosen.
         fallback_steps: what the run has given up already, by a plan for another size.
+
+    Returns:
+        What is attached, as :func:`attach_plan`.
+
+    Raises:
+        BudgetError: nothing fits; what was attached before still is.
     """
     chosen = make_plan(anatomy_of(target, settings), request, settings, approximate).after(fallback_steps)
     return attach_plan(target, chosen, settings, approximate)
@@ -204,8 +226,18 @@ def max_size(
     settings: Settings | None = None,
     approximate: bool = False,
 ) -> dict[str, Plan | None]:
-    """The plans of the largest "square" and "16:9" pictures that fit, None where none does. Arguments as for
-    :func:`optimize`; takes up to a minute the first time."""
+    """The largest pictures that fit; takes up to a minute the first time.
+
+    Args:
+        target, vram, ram, batch, device, settings, approximate: as for :func:`optimize`.
+
+    Returns:
+        The plans of the largest "square" and "16:9" pictures, whose ``request`` has their size in pixels; None where
+        no size fits.
+
+    Raises:
+        BadInputError: as :func:`optimize`.
+    """
     request = _request(target, None, vram, ram, device, {"batch": batch})
     return largest_plans(anatomy_of(target), request, stated(settings), _whether(approximate))
 
@@ -226,6 +258,16 @@ def decode(
     batch norm as its pipelines do it.
 
     Exact within the budget: strips with whole-image statistics where the plain decode does not fit (``rounding``).
+
+    Args:
+        vae: an autoencoder, or a pipeline that has one. In fp16, where its configuration forbids that, it computes in
+            fp32.
+        vram, ram: as for :func:`optimize`.
+        device: where to compute. None: where ``latents`` are.
+        settings: knobs that are fixed; the rest is chosen.
+
+    Returns:
+        The pixels on ``device``, in the type in which the autoencoder computes.
 
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or latents of another shape.
@@ -252,6 +294,12 @@ def encode(
     """Moments (N, 8, h, w), mean and log-variance, of the unscaled latents of ``pixels`` (N, 3, H, W) in [-1, 1].
 
     Autoencoders of Qwen-Image and Wan take frames (N, 3, frames, H, W), of which all but the first count by fours.
+
+    Args:
+        vae, vram, ram, device, settings: as for :func:`decode`.
+
+    Returns:
+        The moments, exact as :func:`decode` is: mean in the first half of the channels, log-variance in the second.
 
     Raises:
         BudgetError: nothing fits. BadInputError: no autoencoder, or sides that are no multiple of 8.

@@ -117,7 +117,14 @@ class Knob:
         return str if self.choices else int if self.maximum else bool
 
     def check(self, name: str, value: Any) -> None:
-        """Raise SettingsError unless ``value`` is one that this knob takes."""
+        """Look whether ``value`` is one that this knob takes.
+
+        Args:
+            name: of the knob, for the error.
+
+        Raises:
+            SettingsError: it is not; the message tells the choices or the bounds.
+        """
         if self.choices:
             if value not in self.choices:
                 raise SettingsError(f"{name}={value!r} is unknown: choose one of {', '.join(self.choices)}")
@@ -128,6 +135,7 @@ class Knob:
             raise SettingsError(f"{name}={value!r} must be a whole number from {self.minimum} to {self.maximum}")
 
     def fidelity_of(self, value: Any) -> Fidelity:
+        """How near to the model's own picture it stays with ``value``."""
         return self.fidelity[value] if isinstance(self.fidelity, Mapping) else self.fidelity
 
     def with_choices(self, more: Mapping[str, Fidelity]) -> Knob:

@@ -169,6 +169,7 @@ def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:
     """The anatomy of ``target``.
 
     Args:
+        target: a pipeline, a host's shell of one, or a model by itself.
         settings: where they say how to keep the weights, any pipeline or module will do.
 
     Raises:
@@ -185,7 +186,16 @@ def attach(target: Any, settings: Settings, device: torch.device, timing: StepTi
     """Attach the hooks that ``settings`` ask for to ``target``, above any that are attached already.
 
     Args:
+        target: as for :func:`attached`.
+        settings: what is None in them stays as the model has it.
+        device: where to compute.
         timing: how long a step's modules take, from the plan: what weights stay is chosen by it.
+
+    Returns:
+        What :func:`detach` takes off again.
+
+    Raises:
+        UnsupportedModelError, NoSiteError, ConflictError: as :func:`attached`; nothing is attached then.
     """
     attachment = Attachment(anatomy_of(target, settings), settings, device, timing)
     with at_rest(attachment.modules(), attachment.places):
@@ -249,6 +259,10 @@ def attachments(target: Any) -> list[Attachment]:
 def restore(target: Any) -> None:
     """Take everything of ours off ``target``, bit for bit; nothing happens when there is nothing.
 
+    Args:
+        target: what was given to ``optimize`` or :func:`attach`. Calls of it that still run in other threads are
+            waited for.
+
     Raises:
         BadInputError: what can carry nothing, a name or a dictionary for example.
     """
@@ -274,6 +288,9 @@ def attached(
             nothing to act on in this target is left out.
         device: where to compute; None: a GPU when there is one, else the CPU.
         timing: as :func:`attach`.
+
+    Yields:
+        What is attached, with the anatomy of the target and what each hook acts on (``sites``).
 
     Raises:
         UnsupportedModelError: a target that cannot be planned.

@@ -103,6 +103,9 @@ class Settings(WeightsKnobs, AttentionKnobs, AutoencoderKnobs, ActivationsKnobs,
     def policy(name: str) -> Preset:
         """What another program does, as far as it can be said in knobs; "ours" leaves all to the plan.
 
+        Args:
+            name: as ``sd-lowvram plan --list-policies`` tells them: "compvis", "basujindal-turbo", "diffusers-default".
+
         Of what "diffusers-model-offload", "-sequential" and "-group" do by diffusers' own calls, these are our nearest.
 
         Raises:
@@ -174,7 +177,11 @@ def implied(settings: Settings) -> Settings:
 
 
 def conflict(settings: Settings) -> str | None:
-    """Why two of the decided knobs exclude each other, as their declarations say; None where none do."""
+    """Why two of the decided knobs exclude each other, as their declarations say (:attr:`.knob.Knob.excludes`).
+
+    Returns:
+        A sentence that names both with their values, as errors tell it; None where none do.
+    """
     decided = list(settings.decided())
     for name, knob, value in decided:
         excluded = knob.excluded_by(value)

@@ -107,7 +107,14 @@ def left_open(offered: Mapping[str, Any], fixed: Settings) -> dict[str, Any]:
 
 
 def with_all(settings: Settings, offers: Iterable[Offer]) -> Settings:
-    """``settings`` with those of ``offers`` that leave no conflict; of several for one knob the first."""
+    """``settings`` and what can be added to them.
+
+    Args:
+        offers: in the order in which they are tried: of several for one knob the first is taken.
+
+    Returns:
+        Settings in which no two knobs exclude each other, if none did before.
+    """
     for offer in offers:
         more = settings.filled(**offer.knobs)
         if more != settings and conflict(more) is None and offer.goes_with(more):

@@ -57,7 +57,12 @@ def dissect_any(target: Any) -> Anatomy | None:
 
 
 def anatomy_of_components(family: Family | str, components: dict[str, nn.Module]) -> Anatomy:
-    """The anatomy of models of a family, or of one known by this name, by the names that the family gives them."""
+    """The anatomy of models that are there without a target to hold them.
+
+    Args:
+        family: a family, or the name of one.
+        components: models by the names that the family gives them; those that lack are not planned.
+    """
     of = families()[family] if isinstance(family, str) else family
     name = of.denoiser
     denoiser = components.get(name)

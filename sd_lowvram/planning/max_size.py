@@ -35,9 +35,14 @@ _TRIALS = 8
 def largest_plans(
     anatomy: Anatomy, request: Request, settings: Settings, approximate: bool = False
 ) -> dict[str, Plan | None]:
-    """For every ratio the plan of the largest size that fits ``request``, whose own size counts for nothing.
+    """The largest sizes that fit.
 
-    None where not even the smallest size fits.
+    Args:
+        request: budgets and device; its own size counts for nothing.
+        settings, approximate: as for :func:`.search.make_plan`.
+
+    Returns:
+        For every ratio of width to height the plan of the largest size; None where not even the smallest fits.
     """
     first = PlanSearch(anatomy, request, settings, approximate)
     report = functools.partial(_report, itertools.count())

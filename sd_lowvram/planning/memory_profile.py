@@ -105,6 +105,12 @@ def measured(target: Any) -> Iterator[MeasuredRun]:
     torch's allocator, which knows no accounts: weights and maps that wait in host memory are in them. There the time
     grows by a few microseconds an operator, and only the calling thread is seen.
 
+    Args:
+        target: what ``optimize`` takes, with a plan attached or without.
+
+    Yields:
+        The stages with their seconds and peak bytes, weights included; empty until the block ends.
+
     Raises:
         BadInputError: a target of no known family, or a device whose memory is not recorded.
     """

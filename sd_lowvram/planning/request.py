@@ -122,6 +122,9 @@ class RunOptions(TypedDict, total=False):
 def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
     """The request for a run of ``anatomy``'s models.
 
+    Args:
+        options: fields of :class:`RunOptions`; those that lack are the model's own, or what is free now.
+
     Raises:
         BadInputError: a size or a number that cannot be used.
     """

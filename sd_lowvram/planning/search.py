@@ -39,10 +39,15 @@ def make_plan(
     """The fastest settings that fit, traced whole.
 
     Args:
+        anatomy: of the target, as it is loaded: its weights' types and places count.
+        request: the picture, the budgets in bytes, and the rates of the device.
         settings: knobs that are fixed; the rest is searched.
         approximate: whether a narrower precision may be chosen.
         least: whether the smallest settings are looked for, too, which may take as long as all the rest; else the
             plan's minimum is what it needs itself.
+
+    Returns:
+        The plan, with the next faster candidate that was turned down.
 
     Raises:
         BudgetError: none fits; it names the smallest budget that works and the stage that needs it.

@@ -124,6 +124,14 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
     Modules are found when they are the callable, the owner of the bound method, among the arguments, or in the closure.
     torch cannot convert modules of fake parameters in place: what runs here must not call ``Module.to`` or ``half``.
 
+    Args:
+        module_or_callable: what is run.
+        inputs, kwargs: what it is called with; of tensors, shapes and types count.
+
+    Returns:
+        Bytes at the peak and of the largest allocation, the same in host memory, operations, bytes read and written,
+        and a timeline with the paths of modules.
+
     Raises:
         Exception: whatever the callable raises, and torch's DataDependentOutputException where a value decides what
             runs.
