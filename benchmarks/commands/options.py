@@ -60,12 +60,15 @@ def measurement(function: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
     return command
 
 
-def run_command(app: typer.Typer, words: str, out: Path) -> dict[str, Any]:
+def run_command(program: Any, words: str, out: Path) -> dict[str, Any]:
     """What ``python -m benchmarks WORDS`` measures: written, also to ``out`` where ``words`` name no other place, but
-    not printed."""
+    not printed.
+
+    Args:
+        program: typer's group of all commands.
+    """
     name, *options = shlex.split(words)
-    group: Any = typer.main.get_command(app)
-    command = group.commands[name]
+    command = program.commands[name]
     if "--out" not in options:
         options += ["--out", str(out)]
     with command.make_context(name, options, obj=_IN_PYTHON) as context:

@@ -13,6 +13,7 @@ from .options import Debug, measuring
 
 
 def report(
+    context: typer.Context,
     out: Annotated[Path, typer.Option("--out", help="Folder of index.html, report.md and what was measured.")],
     quick: Annotated[bool, typer.Option("--quick", help="Small measurements, within 10 minutes on two cores.")] = False,
     known: Annotated[
@@ -26,4 +27,5 @@ def report(
         check_plots()
         from ..report.run import run
 
-        print(f"written: {run(out, quick, lambda line: typer.echo(line, err=True), known)}")
+        program = context.find_root().command
+        print(f"written: {run(out, quick, lambda line: typer.echo(line, err=True), program, known)}")

@@ -50,12 +50,10 @@ class Measurement:
             write_whole(file.read_bytes(), folder / file.name)
             (folder / f"{self.name}.done").touch()
 
-    def measured(self, folder: Path) -> Report:
-        """Measure it, in ``folder``."""
-        from ..cli import app
-
+    def measured(self, folder: Path, program: Any) -> Report:
+        """Measure it, in ``folder``, by its command among those of ``program``."""
         words = self.command.format(folder=shlex.quote(str(folder)))
-        report = run_command(app, words, folder / f"{self.name}.md")
+        report = run_command(program, words, folder / f"{self.name}.md")
         write_json(report, folder / f"{self.name}.json")  # a matrix names its files itself
         (folder / f"{self.name}.done").touch()
         return report

@@ -15,11 +15,12 @@ from .page import drawn, markdown, page
 from .parts import Measurement, parts
 
 
-def run(folder: Path, quick: bool, say: Callable[[str], None], known: Path | None = None) -> Path:
+def run(folder: Path, quick: bool, say: Callable[[str], None], program: Any, known: Path | None = None) -> Path:
     """Fill ``folder``, and return its ``index.html``; what was measured there before by the same version is kept.
 
     Args:
         say: told what is left and about how long it takes.
+        program: typer's group of the commands that measure.
         known: a folder with JSON that the parts' commands wrote; what it holds is not measured anew.
 
     Raises:
@@ -36,7 +37,7 @@ def run(folder: Path, quick: bool, say: Callable[[str], None], known: Path | Non
         if part.name not in found:
             left = [other for other in every if other.name not in found]
             say(_left(left))
-            found[part.name] = part.measured(data)
+            found[part.name] = part.measured(data, program)
             _write(folder, about, every, found)
     _write(folder, about, every, found)
     return folder / "index.html"

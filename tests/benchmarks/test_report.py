@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from benchmarks import fit, steps
@@ -109,7 +110,7 @@ def test_each_part_runs_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for part in {part.command: part for part in (*parts(quick=True), *parts(quick=False))}.values():
         module = importlib.import_module(f"benchmarks.{part.command.split()[0].replace('-', '_')}")
         monkeypatch.setattr(module, "run", lambda *given, **named: asked.update(given=given, **named) or {"rows": []})
-        assert part.measured(tmp_path) == part.kept(tmp_path) == {"rows": []}
+        assert part.measured(tmp_path, get_command(app)) == part.kept(tmp_path) == {"rows": []}
     assert asked["source"] == "B" and asked["model"] == "demo" and asked["out"] == tmp_path / "ladder.md"
 
 
@@ -141,7 +142,7 @@ def test_the_committed_page_is_small_and_rendered_from_its_json() -> None:
 
 
 def test_the_page_opens_with_what_holds_and_its_claims_lead_to_charts(tmp_path: Path, two_parts: list[str]) -> None:
-    running.run(tmp_path / "here", False, lambda _: None)
+    running.run(tmp_path / "here", False, lambda _: None, get_command(app))
     page = (tmp_path / "here" / "index.html").read_text(encoding="utf-8")
     body = page.partition("<body>")[2]
     assert body.index("What holds") < body.index("<figure")
