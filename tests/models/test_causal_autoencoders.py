@@ -141,13 +141,16 @@ def test_in_bfloat16_the_bits_are_the_plain_ones() -> None:
 
 @torch.no_grad()
 def test_maps_that_onednn_takes_whole_have_the_plain_bits_by_strips() -> None:
-    """Their strips are small enough to be unfolded, which sums in another order."""
+    """Their strips are small enough to be unfolded, which sums in another order. Without AVX-512, oneDNN itself sums a
+    strip in another order than the map."""
     torch.manual_seed(0)
     vae: Any = diffusers.AutoencoderKLQwenImage(base_dim=64, **_SMALL, dim_mult=[1, 1, 1, 1]).eval()
     latents = torch.randn(1, 16, 1, 120, 6)
     chosen = Settings(vae_tiles="exact", vae_strip_mib=2)
     pixels = vae.decode(latents).sample
-    assert torch.equal(decode(vae, latents, settings=chosen), pixels)
+    strips = decode(vae, latents, settings=chosen)
+    assert error(strips, pixels) <= 5e-6
+    assert torch.equal(strips, pixels) or torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 
 @torch.no_grad()
