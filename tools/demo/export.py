@@ -25,7 +25,7 @@ from diffusers import AutoencoderKL, DPMSolverMultistepScheduler, StableDiffusio
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from train_autoencoder import build, evaluate, to_tensors
-from train_unet import SCHEDULE, Model, phrase
+from train_unet import CHANNELS, SCHEDULE, Model, phrase
 from transformers import CLIPTokenizer
 
 PROMPTS, STEPS, GUIDANCE = 100, 30, 4.0
@@ -76,7 +76,8 @@ def export(work: Path, decoder: Path | None, out: Path) -> None:
     tokenizer.write(load(work)[2], out / "tokenizer")
     tokenize = CLIPTokenizer.from_pretrained(out / "tokenizer")
     state = torch.load(work / "unet.pt")
-    model = Model(len(tokenize), state.get("layers", 1), load(work)[0].shape[1] // 8)
+    shape = (state.get("layers", 1), load(work)[0].shape[1] // 8, state.get("channels", CHANNELS))
+    model = Model(len(tokenize), *shape)
     model.load_state_dict(state["average"])
     print(f"UNet of step {state['step']}")
     scheduler = DPMSolverMultistepScheduler(**SCHEDULE, timestep_spacing="trailing", steps_offset=1)

@@ -28,6 +28,7 @@ import judge
 import train_autoencoder
 import train_unet
 from export import export
+from train_autoencoder import has_bf16
 
 from sd_lowvram.cli import app
 from sd_lowvram.commands.exit_codes import INTERRUPTED
@@ -93,15 +94,20 @@ def make_teacher(args: argparse.Namespace) -> None:
         with stop_between_steps() as stopped:
             told = {"work": work, "batch": args.batch, "rate": args.rate, "seed": 0}
             unet_told = argparse.Namespace(
-                steps=args.teacher_steps, until=args.teacher_steps, layers=2, processes=1, **told
+                steps=args.teacher_steps,
+                until=args.teacher_steps,
+                layers=2,
+                channels=args.channels,
+                processes=1,
+                **told,
             )
             told["batch"] = min(args.batch, 24)
             decoder_told = argparse.Namespace(phase="decoder", steps=args.decoder_steps, **told)
             if train_unet.train(0, unet_told, stopped) < args.teacher_steps:
                 raise SystemExit(INTERRUPTED)
-            if train_autoencoder.train(decoder_told, stopped) < args.decoder_steps:
+            if args.decoder_steps and train_autoencoder.train(decoder_told, stopped) < args.decoder_steps:
                 raise SystemExit(INTERRUPTED)
-        export(work, work / "autoencoder-decoder.pt", work / "teacher.new")
+        export(work, work / "autoencoder-decoder.pt" if args.decoder_steps else None, work / "teacher.new")
         (work / "teacher.new").rename(work / "teacher")
     if not (work / "judge.json").exists():
         judge.train(work, args.judge_steps)
@@ -131,7 +137,7 @@ def course(start: Path, out: Path, seed: int, student: Student, args: argparse.N
         return
     models = ("--teacher", args.work / "teacher", "--student", start, "--data", args.work / "folder")
     told = ("--steps", args.steps, "--batch", args.batch, "--rate", args.rate, "--seed", seed, "--every", 100)
-    unet("distil", *models, *told, "--bf16", *student.more, "--out", out)
+    unet("distil", *models, *told, *(["--bf16"] if has_bf16() else []), *student.more, "--out", out)
     out.with_name(out.name + ".training.pt").unlink()
 
 
@@ -168,7 +174,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="each student is trained so often")
     parser.add_argument("--steps", type=int, default=800, help="of each of a student's two courses")
     parser.add_argument("--teacher-steps", type=int, default=6000)
-    parser.add_argument("--decoder-steps", type=int, default=1200)
+    parser.add_argument("--decoder-steps", type=int, default=1200, help="0: the shipped decoder as it is")
+    parser.add_argument("--channels", type=int, nargs=4, default=train_unet.CHANNELS, help="of the teacher's levels")
     parser.add_argument("--judge-steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")

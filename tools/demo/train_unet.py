@@ -15,7 +15,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tokenizer
@@ -25,7 +25,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.training_utils import EMAModel
 from torch.multiprocessing.spawn import spawn
-from train_autoencoder import SCALING, save
+from train_autoencoder import SCALING, autocast, save
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from sd_lowvram.commands.exit_codes import INTERRUPTED
@@ -33,11 +33,12 @@ from sd_lowvram.commands.interrupts import stop_between_steps
 from sd_lowvram.unets.training import noise_levels, rate
 
 WIDTH = 192
+CHANNELS = (64, 96, 128, 160)
 TEMPLATES = ("{}", "a {}", "{}", "a {}", "{}", "a {}", "the {}", "a picture of a {}", "an icon of a {}")
 
 
 class Model(torch.nn.Module):
-    def __init__(self, vocabulary: int, layers: int = 1, side: int = 16) -> None:
+    def __init__(self, vocabulary: int, layers: int = 1, side: int = 16, channels: Sequence[int] = CHANNELS) -> None:
         super().__init__()
         self.text_encoder = CLIPTextModel(
             CLIPTextConfig(
@@ -59,7 +60,7 @@ class Model(torch.nn.Module):
             out_channels=4,
             down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
             up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-            block_out_channels=(64, 96, 128, 160),
+            block_out_channels=tuple(channels),
             layers_per_block=layers,
             cross_attention_dim=WIDTH,
             attention_head_dim=4,  # the number of heads, as in SD1.5
@@ -97,7 +98,7 @@ def velocity_loss(model: Model, clean: torch.Tensor, tokens: torch.Tensor, sched
     levels = noise_levels(len(clean))
     noisy = scheduler.add_noise(clean, noise, levels)
     target = scheduler.get_velocity(clean, noise, levels)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with autocast():
         out = model.unet(noisy, levels, model.text_encoder(tokens)[0]).sample
     alphas = scheduler.alphas_cumprod[levels]  # 1 - alpha is 1 / (snr + 1)
     weight = (6 * (1 - alphas)).clamp(max=1)  # nearly clean latents would otherwise rule the loss
@@ -130,7 +131,7 @@ def train(rank: int, args: argparse.Namespace, stopped: Callable[[], bool] = boo
     tokenize = CLIPTokenizer.from_pretrained(args.work / "tokenizer")
     latents = torch.load(args.work / "latents.pt") * SCALING
     names = list(captions.values())
-    model = Model(len(tokenize), args.layers, latents.shape[-1])
+    model = Model(len(tokenize), args.layers, latents.shape[-1], args.channels)
     model.unet.set_attn_processor(AttnProcessor())  # its backward pass is the faster one on a CPU
     model.unet.to(memory_format=torch.channels_last)
     scheduler = DDPMScheduler(**SCHEDULE)
@@ -172,7 +173,7 @@ def train(rank: int, args: argparse.Namespace, stopped: Callable[[], bool] = boo
         if rank == 0 and (step % 200 == 0 or step == args.until or stopped()):
             averaged = {**model.state_dict(), **dict(zip(parts, average.shadow_params, strict=True))}
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "average": averaged}
-            save(file, **state, layers=args.layers, step=step)
+            save(file, **state, layers=args.layers, channels=args.channels, step=step)
     return step
 
 
@@ -182,6 +183,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4500, help="length of the rate's schedule")
     parser.add_argument("--until", type=int, help="stop at this step (default: the schedule's end)")
     parser.add_argument("--layers", type=int, default=1, help="residual units a block; SD1.5 has 2")
+    parser.add_argument("--channels", type=int, nargs=4, default=CHANNELS, help="of each of its four levels")
     parser.add_argument("--batch", type=int, default=32, help="prompts a step in every process")
     parser.add_argument("--processes", type=int, default=2, help="one a core; gradients are averaged")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
