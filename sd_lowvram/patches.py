@@ -113,7 +113,7 @@ class Slot:
             self.installed.function = replacement
         else:
             self.installed = replacement
-        if foreign:  # somebody wrapped ours: theirs stays, and calls through to what is left of us
+        if foreign:  # another wrapper was put over ours: it stays, and calls what the trampoline calls now
             return
         if self.patches:
             here[self.attribute] = self.installed

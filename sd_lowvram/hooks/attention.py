@@ -195,8 +195,8 @@ class Redirect(TorchFunctionMode):
         self._answering = contextlib.ExitStack()
 
     def __enter__(self) -> Redirect:
-        # Another function that answers here (a trace's), or somebody else's in torch.nn.functional, is out of a mode's
-        # sight. Then there is no mode: it would slow every access of a trace to a shape down.
+        # A TorchFunctionMode does not see calls of a function that replaces torch's own, be it a trace's or another
+        # program's. Then the attention is replaced too, as a mode would slow down each access to a shape in a trace.
         if TORCHS_ATTENTION.answered() or TORCHS_ATTENTION.function() is not BUILTIN_ATTENTION:
             self._answering.enter_context(TORCHS_ATTENTION.to(self.attend))
         else:

@@ -99,13 +99,14 @@ class _Recordings(CapturedCalls):
         super().forget()
         self._pool = None
         if had:
-            torch.cuda.empty_cache()  # nothing else is put into the pool of a recording
+            torch.cuda.empty_cache()  # the allocator gives memory of a recording's pool to nothing else
 
     def capture(self, call: Call) -> Replay:
         device = call.tensors[0].device
         with torch.cuda.device(device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            with torch.inference_mode(False), torch.no_grad():  # to be written to by calls in any mode
+            # Outside inference mode no inference tensor can be written to.
+            with torch.inference_mode(False), torch.no_grad():
                 leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
             graph, results, spec = self._recorded(call, leaves)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -114,7 +115,7 @@ class _Recordings(CapturedCalls):
     def _recorded(self, call: Call, leaves: list[Any]) -> tuple[Any, list[Any], Any]:
         graph = torch.cuda.CUDAGraph()
         had_cache = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # weights that were cast before the pass are gone after it
+        torch.set_autocast_cache_enabled(False)  # a replay would read casts of weights that autocast has freed
         try:
             with recording(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 results, spec = tree_flatten(call.run(leaves))

@@ -64,7 +64,8 @@ def _in_turn(
     parts = shares(args, kwargs, batch)
     joined = _JoinedOutput(batch, parts)
     with together():
-        # The pictures that left the device last have not left yet, and need no copy if they come first.
+        # Parking is asynchronous: the half of the skips that was parked last may still be on the device. Run first,
+        # its pictures find them there without a copy.
         for number in range(parts)[:: -1 if last_are_there(args, kwargs) else 1]:
             part_args, part_kwargs = part_of(args, kwargs, batch, number, parts)
             joined.add(number, original(*part_args, **part_kwargs))

@@ -30,7 +30,7 @@ def inference_mode(anatomy: Anatomy, settings: Settings, device: torch.device) -
         around = functools.partial(_run, component)
         yield from (wrap(component, entry, around, "inference_mode") for entry in anatomy.entries[name])
     if is_followed(settings) or settings.fused_kernels:
-        return  # their kernels make no GELU by itself
+        return  # their kernels compute GELU and gate together
     for site in anatomy.feed_forwards:
         if (gate := geglu_of(site.module)) is not None:
             yield wrap(gate, "forward", functools.partial(_gated, gate), "inference_mode")

@@ -37,7 +37,8 @@ _PIECES = 4
 def is_finite(values: Tensor) -> bool:
     """Whether none of ``values`` is infinite or no number. Waits for their device."""
     wide = torch.float32 if values.dtype.itemsize < 4 else None
-    return bool(values.sum(dtype=wide).isfinite()) or bool(values.isfinite().all())  # large ones may have no sum
+    # The sum is read once, which is faster; of finite values, too, it may overflow.
+    return bool(values.sum(dtype=wide).isfinite()) or bool(values.isfinite().all())
 
 
 class OverflowCheck:

@@ -109,7 +109,7 @@ def _through(
 ) -> Tensor:
     if args or kwargs or needs_graph(part, x):  # frame by frame, as its own methods call it
         return original(x, *args, **kwargs)
-    steps = dissect_causal(vae)  # now, as layers may have come in place of others
+    steps = dissect_causal(vae)  # at each call, as layers may have been replaced since
     assert steps is not None
     with torch.no_grad():
         return run_causal(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)

@@ -113,7 +113,7 @@ def _exactly(
 ) -> Tensor:
     if needs_graph(part, x):  # strips that overwrite each other keep no graph
         return original(x, *args, **kwargs)
-    steps = _steps(vae)  # now, because a LoRA may have been loaded since
+    steps = _steps(vae)  # at each call, as a LoRA may have been loaded since
     return run_exact(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)
 
 

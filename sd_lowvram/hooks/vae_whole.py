@@ -47,7 +47,7 @@ def _looked_at(
     if learns or isinstance(x, FakeTensor) or is_finite(made):
         return made
     del made
-    steps = dissect(vae)  # now, because a LoRA may have been loaded since
+    steps = dissect(vae)  # at each call, as a LoRA may have been loaded since
     if steps is None:
         raise NotFiniteError(
             f"{stage}: what {type(vae).__name__} made of {tuple(x.shape)} in {x.dtype} is no numbers (NaN or infinity)"

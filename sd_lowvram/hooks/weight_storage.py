@@ -124,7 +124,7 @@ class _Stored:
         self._device = device
         self._scale = self._original = weight
         self._trained = weight.requires_grad
-        self._widen = self._widened  # told by its identity, so always the same object
+        self._widen = self._widened  # compared by identity, and each access would make another bound method
 
     def store(self) -> Callable[[], None]:
         """Exchange the contents for 8 bits; returns the undoing."""
@@ -140,7 +140,7 @@ class _Stored:
         def undo() -> None:
             forget()
             with torch.inference_mode(False):
-                if weight.dtype == eight.dtype:  # else the host has loaded other weights since
+                if weight.dtype == eight.dtype:  # a host that has loaded other weights since keeps them
                     set_data(weight, self._original.to(home))
                 weight.requires_grad_(self._trained)
                 self._original = self._scale = weight
@@ -149,7 +149,8 @@ class _Stored:
 
     def run(self, layer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The layer's forward with the weight widened."""
-        copied = layer.weight is not self._weight  # by the engine, as the whole call is one that autograd follows
+        # Where autograd follows the whole call, the engine puts copies in place of weights.
+        copied = layer.weight is not self._weight
         if copied or needs_graph(layer, args, kwargs) or (self._trained and torch.is_grad_enabled()):
             with exchanged(layer, [layer.weight], functools.partial(self._followed, self._scale)):
                 return original(*args, **kwargs)

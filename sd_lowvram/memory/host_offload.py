@@ -282,7 +282,7 @@ def send(tensor: Tensor) -> Parked:
     when the tensor is dropped, as its memory goes to others then. Fidelity: bitwise.
     """
     _let_go()
-    if tensor.nbytes < tensor.untyped_storage().nbytes():  # kept, it would keep the memory of others
+    if tensor.nbytes < tensor.untyped_storage().nbytes():  # keeping a view would keep the whole storage
         return park(tensor)
     with _beside_compute(tensor):
         parked = park(tensor)

@@ -153,7 +153,7 @@ def _lock(address: int, size: int) -> str | None:
             _locked[address] = size
             return None
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda").add_(1)  # the next kernel would be told of this error: let it be this one
+            torch.ones(1, device="cuda").add_(1)  # CUDA reports the error again at the next launch: this one takes it
     return str(runtime.cudaGetErrorString(error))
 
 

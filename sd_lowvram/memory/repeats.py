@@ -77,7 +77,7 @@ def standing_for(pieces: Sequence[Piece], order: Sequence[int]) -> Iterator[Piec
     for number, piece in enumerate(pieces):
         before, _state.times = _state.times, _state.times * passes[number]
         yield piece
-        _state.times = before  # not where an error ends the loop: that would come later, in the midst of something else
+        _state.times = before  # not in `finally`: after an error a generator is closed later, while other code runs
         if follower:
             places.append(follower.place())
     if follower:

@@ -134,7 +134,7 @@ def at_rest(models: Iterable[nn.Module], places: Iterable[Place] = ()) -> Iterat
         yield
         return
     models, wanted = list(models), {*places, _CHANGING}
-    while True:  # what they carry may change before it is their turn
+    while True:  # hooks may be attached or taken off while this thread waits for its turn
         wanted |= _places_of(models)
         with _turns.having(wanted):
             if _places_of(models) <= wanted:

@@ -38,7 +38,7 @@ def run_at(device: torch.device, original: Callable[..., Any], *args: Any, **kwa
 def sent(result: Any, home: torch.device) -> Any:
     """``result`` with its tensors on ``home``."""
     distribution = getattr(result, "latent_dist", None)
-    if distribution is not None:  # an encoder's answer: a plain object that no tree walk enters
+    if distribution is not None:  # an encoder returns a plain object, which is no pytree
         for name, held in vars(distribution).items():
             if isinstance(held, Tensor):
                 setattr(distribution, name, held.to(home))

@@ -230,7 +230,7 @@ class Stream:
             self.evict()
             return
         if self._layout.open and not self._copier.at_home:
-            self.evict()  # memory is the compute stream's on which it was taken
+            self.evict()  # the allocator ties a block to the compute stream on which it was allocated
         if not self._layout.open:
             self._layout.take_room(self._device)
             self._copier = Copier(self._host_weights, torch.device("cpu") if self._is_fake() else self._device)
@@ -268,7 +268,7 @@ class Stream:
             known.clear()
         self._last = self._room_taken = self._barred = None
 
-    # Blocks coming and going
+    # Fetching and evicting blocks
 
     def _enter(self, number: int) -> None:
         """Have a block on the device and its weights hold it, and fetch ahead."""
@@ -315,7 +315,7 @@ class Stream:
         after = [self._room_taken]
         if self._layout.rooms and number in self._layout.overlapping:
             self._layout.take(number, self._device)
-            after = [self._copier.mark()]  # its memory may be what was computed with until now
+            after = [self._copier.mark()]  # kernels launched before may still read the memory that it was given
         for other in self._layout.overlapping.get(number, ()):
             if other in self._there:
                 if self._busy[other] > 0:
@@ -390,7 +390,7 @@ class Stream:
         """Look at the models again: hosts add layers, merge LoRAs, move and convert weights between runs."""
         known = [fact for component in self._components.values() for fact in signature(component)]
         if known == self._known and (not self._contents or contents(self._tensors) == self._contents):
-            if not self._contents:  # written to while they were lent, and written back since
+            if not self._contents:  # the weights were written to on the device, and have been copied back since
                 self._contents = contents(self._tensors)
             return
         self.evict()
@@ -431,7 +431,7 @@ class Stream:
                 continue
             self._orders[component] = order
             before = [name for name in streamed if name in set(order)]
-            news = news or (order != before and bool(self._layout.streamed))  # to what stays it does not matter
+            news = news or (order != before and bool(self._layout.streamed))  # resident weights need no order
         if news:
             self._known = None
         return news

@@ -161,7 +161,7 @@ class HostWeights:
         with torch.no_grad(), torch.inference_mode(False):
             while len(self._each) > first:
                 self._each.pop().undo(moved)
-                unlock_ended()  # the memory of what has its own again, before more is taken for others
+                unlock_ended()  # pinned copies of weights that are restored are freed before the next are allocated
 
     def _is_slow(self, source: Tensor) -> bool:
         """Whether ``source`` has to pass the ring."""

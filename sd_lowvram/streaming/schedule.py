@@ -136,7 +136,7 @@ def follow_maps(units: Sequence[WeightGroup], most: int, ring_bytes: int) -> Sch
     count = len(units)
     sizes = [aligned(unit.bytes) for unit in units]
     before = [0, *itertools.accumulate(sizes * 3)]
-    reach: list[int] = []  # the last unit that may be there while each of two steps computes, from the last one on
+    reach: list[int] = []  # for each unit of two steps, from the last back: the last unit that fits beside it
     for at in reversed(range(2 * count)):
         room = min(ring_bytes, most - units[at % count].maps)
         fit = bisect.bisect_right(before, before[at] + room) - 2
@@ -144,7 +144,7 @@ def follow_maps(units: Sequence[WeightGroup], most: int, ring_bytes: int) -> Sch
     reach.reverse()
     fetches = []
     for number in (number for number, size in enumerate(sizes) if size):
-        free = bisect.bisect_left(reach, number + count) - 1  # whose end lets the fetch begin
+        free = bisect.bisect_left(reach, number + count) - 1  # the fetch may begin when this unit has computed
         while not sizes[free % count]:
             free -= 1
         fetches.append(Fetch(number, 0, free % count))
@@ -155,7 +155,7 @@ def follow_maps(units: Sequence[WeightGroup], most: int, ring_bytes: int) -> Sch
 def _fetches(places: Sequence[tuple[int, int, int]]) -> Iterator[Fetch]:
     """From (unit, first byte, end) in the order of use: round twice, so that each sees what the step before left."""
     turns = [*places, *places]
-    below: list[int] = []  # who has the bytes below the present ones, and above them
+    below: list[int] = []  # units whose bytes lie below those of the present one; above them
     above: deque[int] = deque()
     for turn, (number, start, stop) in enumerate(turns):
         if start == 0:

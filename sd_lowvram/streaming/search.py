@@ -86,7 +86,7 @@ def bound(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue) ->
         return compute + max(max(0, total - device_bytes) / rate, from_disk)
     before = [0, *itertools.accumulate(unit.bytes for unit in units)]
     longest: list[float] = []
-    first, ahead = 0, -math.inf  # of the stretches that begin at units before first: the latest start of their copies
+    first, ahead = 0, -math.inf  # the latest start of copies among stretches of units that begin before `first`
     for last in range(len(units)):
         longest.append(longest[-1] + units[last - 1].seconds if last else 0.0)
         while first < last and before[last + 1] - before[first] > device_bytes:
@@ -114,7 +114,7 @@ class _ScheduleSearch:
         by_size = sorted(self.streamable, key=lambda number: -self.sizes[number])
         by_rate = sorted(self.streamable, key=lambda number: -self.sizes[number] / (self.units[number].seconds or 1e-9))
         rings = [int(self.device_bytes * share / _RINGS) for share in range(1, _RINGS)]
-        if not self.copies.overlap:  # the least ring is the best, and the sizes tell where it ends
+        if not self.copies.overlap:  # the smallest buffer is the best, and only the sizes of units can be its size
             rings = sorted(set(self.sizes))
         for order, ring in itertools.product((by_size, by_rate), rings):
             if self.seconds <= self.enough:

@@ -113,7 +113,7 @@ def timed(blocks: Sequence[Block], timing: StepTiming) -> list[WeightGroup]:
     early = 0.0
     for (path, taken), held in zip(timing.spans, timing.maps or itertools.repeat(0), strict=False):
         present = _owner(path, owners) or present
-        for number in present or range(min(1, len(blocks))):  # what comes before the first finds it there, read ahead
+        for number in present or range(min(1, len(blocks))):  # the first block is read ahead, before it computes
             maps[number] = max(maps[number], held)
         if not present:
             early += taken

@@ -139,13 +139,14 @@ def _elementwise(one: Any, other: Any, **_: Any) -> _Results:
         dtype = torch.result_type(one, other)
         if not dtype.is_floating_point:
             return None
-        number = torch.empty((), device="meta")  # as which the kernels take one
+        number = torch.empty((), device="meta")  # the kernels take a Python number as a tensor without dimensions
         alike = torch.broadcast_tensors(*(each if isinstance(each, Tensor) else number for each in (one, other)))
         return (Made(alike[0].shape, elementwise_strides(*alike), dtype, CPU, None),)
 
 
 def _of_one(first: Tensor, *_: Any, **__: Any) -> _Results:
-    return _elementwise(first, first)  # of one alone torch's function keeps the strides, and the kernels do not
+    # Given one tensor alone, elementwise_strides would keep its strides where the kernels do not.
+    return _elementwise(first, first)
 
 
 def _in_place(one: Tensor, other: Any = None, **_: Any) -> _Results:

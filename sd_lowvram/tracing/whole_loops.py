@@ -61,7 +61,8 @@ def whole_loop(
                 result.append((now, -1))
             elif first and old not in before:
                 result += [(each, -1) for each in (old, *equals.pop(old, ()))]
-        lost = [*ended.values(), *left[len(before) :]]  # a pass that was traced behind another one knows nothing of it
+        # A pass that was traced after another one does not know what that one left.
+        lost = [*ended.values(), *left[len(before) :]]
         result += [(each, -1) for each in lost if each is not None]
         left = [None if old is None else own[old] for old in one.handed]
         for old in one.stays if place != last[number] else ():
@@ -76,7 +77,7 @@ def _understood(traced: Sequence[Sequence[Allocation]], small: int) -> list[_Pas
         if number + 1 < len(traced):
             ended = {other for other, nbytes in traced[number + 1] if nbytes < 0}
             handed: list[int | None] = [other for other in made if other in ended]
-        else:  # like what the pass before handed to it
+        else:  # the last pass hands on what resembles what it was handed
             handed = _alike(passes[-1], made) if passes else []
         stays = [other for other in made if other not in handed]
         minor = {other for other, nbytes in allocations if 0 <= nbytes <= small}
