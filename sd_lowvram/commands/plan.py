@@ -7,11 +7,13 @@ import gc
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..checkpoints.architectures import NAMES, TRANSFORMERS
+from ..devices.disk import DISKS, disk_rate, parse_disk
 from ..policies.named import HELP, POLICIES
 from ..settings import Settings
 from .early import check_floor
@@ -44,6 +46,11 @@ def plan(
     ram: Annotated[
         str | None, typer.Option(help="Budget in host memory; left out: what is free.", metavar="SIZE")
     ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(help=f"Disk under the model, for what --ram cannot hold of it: {', '.join(DISKS)} or MB/s; left "
+                     "out: as measured here, and nvme for another card.", metavar="NAME|MB/s"),
+    ] = None,
     gpu: Annotated[str | None, typer.Option(help="Plan for another card, such as rtx2070 or gtx1650.")] = None,
     max_size: Annotated[
         bool, typer.Option("--max-size", help="Tell the largest square and 16:9 pictures that fit.")
@@ -68,6 +75,7 @@ def plan(
 
         asked: dict[str, Any] = {"width": width, "height": height, "batch": batch, "steps": steps}
         asked |= {"guidance": guidance, "max_size": max_size, "model": model, "vram": vram, "ram": ram, "gpu": gpu}
+        asked |= {"disk": None if disk is None else parse_disk(disk)}
         asked |= {"approximate": approximate, "pictures": pictures, "policy": policy}
         check_given(model=model, gpu=gpu, policy=policy)
         chosen = checked_settings(settings or {}, policy)
@@ -176,4 +184,7 @@ def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     if not asked["guidance"]:
         anatomy = dataclasses.replace(anatomy, calls=1)
     given: dict[str, Any] = {name: asked[name] for name in named}
+    given["disk"] = asked.get("disk")
+    if given["disk"] is None and asked["gpu"] is None and asked["model"] is not None and Path(asked["model"]).exists():
+        given["disk"] = disk_rate(Path(asked["model"]))
     return anatomy, request_by(asked["policy"], anatomy, **given, passes=passes, device=device)

@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..devices.compiling import Compiling, compiling_of
+from ..devices.disk import ASSUMED, disk_rate
 from ..devices.performance import THIS
 from ..devices.this_machine import rates_of
 from ..hooks.channels_last import reordered
@@ -26,6 +28,7 @@ from ..models.anatomy import Anatomy
 from ..models.latents import latent_channels, latent_size
 from ..settings import STREAMED, Fidelity, Settings
 from ..streaming.host_weights import RING_BYTES, bytes_also_in_files
+from ..streaming.mapped_files import MappedFiles, can_read_past_cache
 from ..streaming.simulator import CopyQueue
 from ..streaming.timing import StepTiming, timing_of
 from ..tracing.tracer import Figures
@@ -178,9 +181,7 @@ class Pricing:
             host_bytes=on_host.host_bytes + cost.host_peak_bytes,
             held_bytes=sum(weights.values()) + (on_host.copied_bytes + copied if ours else 0) + cost.allocated_bytes,
             largest_bytes=max(cost.largest_bytes, step.largest_bytes if step and ours else copied or own.largest_bytes),
-            seconds=self._seconds(
-                stage, settings, step.seconds if step else plain, weights | {stage.component: own.bytes}, on_host
-            )
+            seconds=self._seconds(stage, settings, step or plain, weights | {stage.component: own.bytes}, on_host)
             + self._warm_up(stage, settings)
             + (2 * cost.operators * self.request.rates.launch_seconds if recorded else 0),
             choice=choice,
@@ -189,6 +190,8 @@ class Pricing:
             least_host_bytes=on_host.least_bytes + cost.host_peak_bytes,
             locked_bytes=(locked + cost.host_peak_bytes + (RING_BYTES if unlocked else 0)) if locks else 0,
             unlocked_bytes=unlocked,
+            disk_bytes=step.disk_bytes * self.request.calls if step else 0,
+            disk_wait=step.disk_wait * self.request.calls if step else 0.0,
         )
 
     def _once(self, stage: Stage, settings: Settings, cost: Figures, recorded: bool) -> float:
@@ -265,19 +268,30 @@ class Pricing:
         """``weights`` bytes that wait in host memory beside ``parked`` ones of maps."""
         if settings.offload in (None, "none"):
             return HostResidentWeights(weights, weights)
-        mapped = 0
-        for name, (size, _) in self._in_files.items() if settings.weight_storage is None else ():
-            if not self._arithmetic(name, settings).converted:
-                mapped += size
+        mapped = sum(size for name, (size, _) in self._in_files.items() if self._stays_in_file(name, settings))
         pinnable = None if self._pinnable is None else max(0, self._pinnable - parked)
         found = host_resident(weights, mapped, self.request.ram - parked, pinnable)
         if self._locks_all:
-            return dataclasses.replace(found, pinned_bytes=None)
+            return dataclasses.replace(found, pinned_bytes=None, cached_bytes=None)
         if found.pinned_bytes is None:
             self.ram.holds(weights + parked + RING_BYTES)
         for more in (0, 1):  # what is taken hangs on the budget itself, or not
             self.ram.holds((found.host_bytes + parked if found.pinned_bytes is None else self.request.ram) + more)
         return found
+
+    def _stays_in_file(self, name: str, settings: Settings) -> bool:
+        """Whether weights of a component are used as they lie in files, those of them that do."""
+        return settings.weight_storage is None and not self._arithmetic(name, settings).converted
+
+    @functools.cached_property
+    def disk(self) -> float:
+        """Bytes a second of the disk under the weights; asked for where not all of them have room in memory."""
+        if self.request.disk is None and self.request.rates.name == THIS:
+            files = MappedFiles()
+            tensors = all_tensors(*self.anatomy.components.values())
+            file = next(filter(None, map(files.file, tensors)), None)
+            return (disk_rate(Path(file)) if file else None) or ASSUMED
+        return self.request.disk or ASSUMED
 
     @functools.cached_property
     def _pinnable(self) -> int | None:
@@ -367,11 +381,11 @@ class Pricing:
         """How long the modules of a stage take, weights being there, and what it costs to bring those."""
         resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
         cost = self.costs(stage, resident)
-        pinned = self._host_resident(settings, self.weights_bytes(settings), cost.host_peak_bytes).pinned_bytes
-        key = stage.name, stage.component, resident, pinned
+        on_host = self._host_resident(settings, self.weights_bytes(settings), cost.host_peak_bytes)
+        key = stage.name, stage.component, resident, on_host.pinned_bytes, on_host.cached_bytes
         if key not in self._timings:
             size = self._arithmetic(stage.component, settings).dtype.itemsize
-            model, copies = self.anatomy.components[stage.component], self._copies(stage, settings, pinned)
+            model, copies = self.anatomy.components[stage.component], self._copies(stage, settings, on_host)
             timing = timing_of(stage.component, model, cost.spans, self.request.rates, size, copies)
             alone = CONTROL not in self.anatomy.components  # which takes its turn in the ring, and has maps of its own
             maps = tuple(span.held_bytes for span in cost.spans) if alone else ()
@@ -391,16 +405,25 @@ class Pricing:
         return min(weights.bytes, self.anatomy.kept.get(component, weights.bytes))
 
     def _seconds(
-        self, stage: Stage, settings: Settings, once: float, weights: dict[str, int], on_host: HostResidentWeights
+        self,
+        stage: Stage,
+        settings: Settings,
+        once: Step | float,
+        weights: dict[str, int],
+        on_host: HostResidentWeights,
     ) -> float:
         """All calls of a stage that takes ``once``, and what is copied besides."""
-        seconds = self._times(stage) * once
+        taken, already = (once.seconds, once.disk_bytes) if isinstance(once, Step) else (once, 0)
+        seconds = self._times(stage) * taken
         if settings.offload in (None, "none"):
             return seconds
         groups = step_groups(self.anatomy, self.anatomy.components) if settings.offload in STREAMED else [weights]
         order = [name for group in groups for name in group]
         read = read_bytes(stage.component, order, weights, on_host.pinned_bytes)
-        copying = self._copies(stage, settings, on_host.pinned_bytes).seconds(weights[stage.component], read)
+        copies = self._copies(stage, settings, on_host)
+        held = None if copies.cached is None else (copies.pinned or 0) + copies.cached
+        from_disk = max(0, read_bytes(stage.component, order, weights, held) - already)
+        copying = copies.seconds(weights[stage.component], read, from_disk)
         # A whole component is brought once a run, or whenever its turn comes, and dropped. Of streamed weights what
         # stays is brought once, and of a stage that runs once so is all else.
         again = settings.offload == "component" and stage.repeats and CONTROL in self.anatomy.components
@@ -410,7 +433,13 @@ class Pricing:
         """How often a stage runs in a run."""
         return self.request.steps * self.request.calls if stage.repeats else 1
 
-    def _copies(self, stage: Stage, settings: Settings, pinned: int | None) -> CopyQueue:
+    def _copies(self, stage: Stage, settings: Settings, on_host: HostResidentWeights) -> CopyQueue:
         rates, (size, kernels) = self.request.rates, self._in_files[stage.component]
         filling = rates.filling(size, kernels if settings.channels_last else 0)
-        return CopyQueue(rates.copy_bandwidth, overlap=self.on_gpu, reading=filling, pinned=pinned)
+        copies = CopyQueue(rates.copy_bandwidth, overlap=self.on_gpu, reading=filling, pinned=on_host.pinned_bytes)
+        if on_host.cached_bytes is None or not size or not self._stays_in_file(stage.component, settings):
+            return copies
+        cached = on_host.cached_bytes
+        if not can_read_past_cache() and size > (on_host.pinned_bytes or 0) + cached:
+            cached = 0  # it forgets what was read longest ago, of weights in turn all
+        return dataclasses.replace(copies, disk=self.disk, cached=cached)

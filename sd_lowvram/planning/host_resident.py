@@ -17,12 +17,14 @@ class HostResidentWeights:
         least_bytes: that they would do with.
         copied_bytes: of ``host_bytes``, those that a mapped file has as well.
         pinned_bytes: of the weights that can be copied at the bus' rate; None: all. The others are read meanwhile.
+        cached_bytes: of those others, what the system's cache has room for; None: all. The rest comes from the disk.
     """
 
     host_bytes: int
     least_bytes: int
     copied_bytes: int = 0
     pinned_bytes: int | None = None
+    cached_bytes: int | None = None
 
 
 def host_resident(weights: int, mapped: int, ram: int, pinnable: int | None) -> HostResidentWeights:
@@ -39,12 +41,13 @@ def host_resident(weights: int, mapped: int, ram: int, pinnable: int | None) -> 
     if pinned >= weights:
         return HostResidentWeights(weights, least, mapped)
     taken = max(least, min(ram, weights + RING_BYTES)) if mapped else weights
-    return HostResidentWeights(taken, least, max(0, taken - (weights - mapped)), pinned)
+    cached = max(0, ram - RING_BYTES - pinned) if mapped and ram < weights + RING_BYTES else None
+    return HostResidentWeights(taken, least, max(0, taken - (weights - mapped)), pinned, cached)
 
 
-def read_bytes(component: str, order: Sequence[str], weights: Mapping[str, int], pinned: int | None) -> int:
-    """Bytes of one component that are read when it is copied, where those that come first in ``order`` are pinned."""
-    if pinned is None or component not in order:
+def read_bytes(component: str, order: Sequence[str], weights: Mapping[str, int], held: int | None) -> int:
+    """Bytes of one component beyond the ``held`` ones of those that come first in ``order``; None: all are held."""
+    if held is None or component not in order:
         return 0
     before = sum(weights[name] for name in order[: order.index(component)])
-    return weights[component] - min(weights[component], max(0, pinned - before))
+    return weights[component] - min(weights[component], max(0, held - before))

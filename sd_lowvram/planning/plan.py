@@ -51,6 +51,7 @@ class StagePlan:
     others weights, which take as much of the budget as is useful to them: ``least_host_bytes`` would do. Of both,
     ``locked_bytes`` are page-locked; ``unlocked_bytes`` of the weights are not, in memory or in the file, and are read
     when they are copied. ``slowdown`` is how many times as long a step takes with its weights streamed.
+    ``disk_bytes`` no memory holds: they come from the disk in every step, which waits for ``disk_wait`` seconds.
     """
 
     name: str
@@ -70,6 +71,8 @@ class StagePlan:
     locked_bytes: int = 0
     unlocked_bytes: int = 0
     slowdown: float = 1.0
+    disk_bytes: int = 0
+    disk_wait: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from ..devices.compiling import Compiling
+from ..devices.disk import ASSUMED
+from ..devices.disk import described as described_disk
 from ..devices.performance import THIS
 from ..errors import BudgetError
 from ..hooks.compiled import is_compiled
 from ..settings import Settings
-from ..units import LONG, format_least, format_size, format_time
+from ..units import GIB, LONG, format_least, format_size, format_time
 from .plan import Candidate, StagePlan
 from .request import Request
 
 _WORTH_TELLING = 0.95
 """Part of the time from which on down it is worth telling what more memory would buy."""
+_TOLD_WAIT = 0.02
+"""Part of a step from which on up it is said to wait for the disk."""
 
 
 def budget_error(request: Request, smallest: Candidate, leanest: Candidate | None) -> BudgetError:
@@ -93,11 +97,13 @@ def reasons(
     following: Candidate | None,
     compiling: Compiling | None = None,
     unlocked_seconds: float = 0.0,
+    disk: float = ASSUMED,
 ) -> tuple[str, ...]:
     """Sentences on what was chosen, what it costs, and what the next larger budget would buy.
 
     Args:
         unlocked_seconds: what it takes longer as not all weights that wait are page-locked.
+        disk: bytes a second of the disk under the weights.
     """
     worst, chosen = best.worst, best.settings
     budget = format_size(request.vram)
@@ -115,6 +121,7 @@ def reasons(
         sentences.append(f"the weights of one layer and the next on the device at a time, the least memory{slower}")
     if best.locked_bytes:
         sentences.append(_locked(best, unlocked_seconds))
+    sentences += [_from_disk(request, stage, disk) for stage in best.stages if stage.disk_bytes]
     if chosen.vae_tiles == "exact":
         sentences.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
     if any(stage.choice.get("decoder_device") == "cpu" for stage in best.stages):
@@ -177,3 +184,17 @@ def _locked(best: Candidate, seconds: float) -> str:
         return told
     rest = f"{format_size(best.unlocked_bytes)} of weights are not and are read when they are copied"
     return f"{told}; {rest}" + (f", {format_time(seconds)} of the run" if seconds > 0 else ", at no cost in time")
+
+
+def _from_disk(request: Request, stage: StagePlan, disk: float) -> str:
+    """What a step waits for the disk, and how much memory would spare it that."""
+    step, calls = stage.seconds / request.steps, request.calls
+    waits = f", {format_time(stage.disk_wait)} of it waiting for" if stage.disk_wait > _TOLD_WAIT * step else " under"
+    told = (
+        f"{format_size(request.ram)} of host memory and {described_disk(disk)}: {format_time(step)} a step{waits} the "
+        f"{format_size(stage.disk_bytes)} that it reads from the disk"
+    )
+    if stage.disk_wait <= _TOLD_WAIT * step:
+        return told
+    enough = format_least(-(-(request.ram + stage.disk_bytes // calls) // GIB) * GIB)
+    return f"{told}; {enough} would make it {format_time(step - stage.disk_wait)}"

@@ -37,6 +37,7 @@ class Request:
         pictures: that will be made by the plan in all: what a first one takes longer is shared among them.
         calls: of the denoiser in each step.
         frames: of latents that the autoencoder decodes together; a picture is one.
+        disk: bytes a second of the disk under the weights' files; None: as measured here, if it comes to that.
     """
 
     width: int
@@ -52,6 +53,7 @@ class Request:
     pictures: int = 1
     calls: int = 1
     frames: int = 1
+    disk: float | None = None
 
     @property
     def shape(self) -> Shape:
@@ -103,6 +105,7 @@ class RunOptions(TypedDict, total=False):
         passes, encodes: None: as the target itself runs.
         device: None: a GPU when there is one, else the CPU.
         rates: None: those of this machine.
+        disk: bytes a second of the disk under the weights' files; None: of this machine's.
     """
 
     vram: int | None
@@ -117,6 +120,7 @@ class RunOptions(TypedDict, total=False):
     encodes: bool | None
     device: torch.device | str | None
     rates: Rates | None
+    disk: float | None
 
 
 def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
@@ -156,6 +160,7 @@ def request_for(anatomy: Anatomy, **options: Unpack[RunOptions]) -> Request:
         pictures=max(pictures, batch),
         calls=anatomy.calls,
         frames=options.get("frames", 1),
+        disk=options.get("disk"),
     )
 
 

@@ -15,6 +15,7 @@ import heapq
 import operator
 from collections.abc import Callable, Iterable, Iterator
 
+from ..devices.disk import ASSUMED
 from ..errors import BudgetError, LowVRAMError, PlanningError
 from ..hooks.offers import OfferKind, Target, of_kind, undecided, with_all
 from ..hooks.registry import applicable, checked, offered
@@ -81,7 +82,14 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
         minimum_vram_bytes=smallest.needed_bytes,
         minimum_ram_bytes=smallest.least_host_bytes,
         reasons=(
-            *reasons(request, best, following, search.pricing.compiling, search.pricing.unlocked_seconds(best)),
+            *reasons(
+                request,
+                best,
+                following,
+                search.pricing.compiling,
+                search.pricing.unlocked_seconds(best),
+                search.pricing.disk if any(stage.disk_bytes for stage in best.stages) else ASSUMED,
+            ),
             *search.unknown(best),
         ),
         fidelity=search.pricing.fidelity(best.settings),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -72,6 +73,8 @@ class Step:
         streamed_bytes: of weights that are copied in every call.
         largest_bytes: the largest piece of memory that weights take.
         peak_bytes: of weights and activations together, where the ring is as large as these leave it; 0: it is not.
+        disk_bytes: of ``streamed_bytes``, those that come from the disk.
+        disk_wait: seconds of ``seconds`` for which nothing but the disk is to blame.
     """
 
     seconds: float
@@ -80,6 +83,8 @@ class Step:
     streamed_bytes: int
     largest_bytes: int
     peak_bytes: int
+    disk_bytes: int = 0
+    disk_wait: float = 0.0
 
     def beside(self, activation_bytes: int) -> int:
         """Of weights, what comes on top of the most bytes of activations."""
@@ -210,13 +215,17 @@ class StageCosts:
             staying = layout.bytes - schedule.ring_bytes
             together = (unit.maps + room for unit, room in zip(units, schedule.rooms, strict=bool(schedule.rooms)))
             largest = max(staying, *(unit.bytes for unit in units)) if schedule.rooms else layout.bytes
+            seconds = simulate(units, schedule, timing.copies)
+            all_held = dataclasses.replace(timing.copies, disk=math.inf)
             return Step(
-                seconds=simulate(units, schedule, timing.copies),
+                seconds=seconds,
                 device_bytes=layout.bytes,
                 staying_bytes=staying,
                 streamed_bytes=streamed,
                 largest_bytes=largest,
                 peak_bytes=staying + max(together) if schedule.rooms else 0,
+                disk_bytes=timing.copies.on_disk(streamed),
+                disk_wait=max(0.0, seconds - simulate(units, schedule, all_held)),
             )
 
         return self._once(Step, stage.component, (chosen, timing), count)

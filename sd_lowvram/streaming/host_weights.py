@@ -181,15 +181,19 @@ class HostWeights:
         ``budget``; the others are read past it."""
         if not can_read_past_cache():
             return
+        left = list[Tensor]()
         for data in waiting:
             if data.nbytes <= budget.left:
                 budget.left -= data.nbytes
             else:
                 self._on_disk.append((data.data_ptr(), data.data_ptr() + data.nbytes))
                 self.disk_bytes += data.nbytes
+                left.append(data)
         self._on_disk.sort()
-        if self._on_disk:
+        if left:
             self._past = PastCache(mapping)
+            for data in left:
+                self._past.let_go(data)
 
     def _settle(self, tensors: Sequence[Tensor]) -> None:
         on_gpu = self.device.type == "cuda"
@@ -204,6 +208,8 @@ class HostWeights:
         budget = _budget.get()
         pinnable = pinnable_bytes() - ring - (budget.parked if budget is not None else 0)
         most = pinnable if budget is None else budget.left + RING_BYTES - ring
+        short = budget is not None and can_read_past_cache() and sum(places[place][0].nbytes for place in places) > most
+        past = PastCache(mapping) if short and "mapped" in kinds.values() else None
         slabs = _Slabs((places[place][0].nbytes for place, kind in kinds.items() if kind in copied), pinnable, on_gpu)
         for place, sharing in places.items():
             data, kind, size = sharing[0].data, kinds[place], sharing[0].nbytes
@@ -211,7 +217,8 @@ class HostWeights:
             if kind in copied:
                 given_up = size if kind == "ordinary" else 0
                 like = as_copied(sharing[0], data)
-                copy = slabs.copy_of(data, like, most - slabs.total - ordinary + given_up)
+                from_file = past if kind == "mapped" else None
+                copy = slabs.copy_of(data, like, most - slabs.total - ordinary + given_up, from_file)
                 ordinary -= given_up if copy is not None else 0
             if copy is None and kind == "device":
                 copy, ordinary = data.to("cpu"), ordinary + size
@@ -273,9 +280,13 @@ class _Slabs:
         self._pinned = pinned
         self._left: Tensor | None = None
 
-    def copy_of(self, data: Tensor, like: Tensor, growth: int) -> Tensor | None:
+    def copy_of(self, data: Tensor, like: Tensor, growth: int, past: PastCache | None = None) -> Tensor | None:
         """A copy of ``data`` with the strides of ``like``; None where no room is left and ``growth`` bytes more are not
-        enough."""
+        enough.
+
+        Args:
+            past: reads ``data`` from its file, so that the system does not hold it, and what lies around it, too.
+        """
         if self._left is None or not len(self._left):
             self._left = self._opened(min(growth, self._most - self.total))
         size = self._coming.popleft()
@@ -283,7 +294,9 @@ class _Slabs:
             return None
         room, self._left = self._left[: data.nbytes], self._left[size:]
         order = dense_order(like)
-        return room.view(data.dtype).view([data.shape[dim] for dim in order]).permute(inverse(order)).copy_(data)
+        copy = room.view(data.dtype).view([data.shape[dim] for dim in order]).permute(inverse(order))
+        pair = _in_order(data, copy) if past is not None else None
+        return copy if past is not None and pair and past.read(*pair) else copy.copy_(data)
 
     def _opened(self, growth: int) -> Tensor | None:
         """A piece that the next contents fill."""

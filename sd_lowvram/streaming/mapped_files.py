@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 _PAGEMAP = Path("/proc/self/pagemap")
+_PAGE_OUT = 21
+"""MADV_PAGEOUT, since Linux 5.4."""
 _ENTRY = 8
 """Bytes that the system tells of each page: bit 63, it is in memory; 62, swapped out; 61, it is a file's."""
 
@@ -108,8 +110,16 @@ class PastCache:
             if not read:  # the file was cut short since
                 return False
             done += read
-        os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
+        first = offset // mmap.PAGESIZE * mmap.PAGESIZE  # the last page is left to who reads on in it
+        os.posix_fadvise(file, first, offset + size - first, os.POSIX_FADV_DONTNEED)
         return True
+
+    def let_go(self, source: Tensor) -> None:
+        """Take ``source`` out of memory, as far as loading it has brought it there: what a process sees of a file the
+        system keeps cached. What somebody has written is kept, and an older system keeps all."""
+        first = source.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = source.data_ptr() + source.nbytes - first
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _PAGE_OUT)
 
     def _file(self, span: _Span) -> int | None:
         """The mapped file, opened; None where another one has its name by now."""

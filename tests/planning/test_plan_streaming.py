@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from test_unet_hooks import run
 
 from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import build_components
+from sd_lowvram.devices.disk import DISKS
 from sd_lowvram.devices.info import Memory
-from sd_lowvram.devices.performance import THIS, profile
+from sd_lowvram.devices.performance import THIS, Rates, profile
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.memory import pinned
 from sd_lowvram.models import anatomy_of_components
@@ -25,7 +27,7 @@ from sd_lowvram.planning.plan import Request
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import attached
 from sd_lowvram.streaming.host_weights import RING_BYTES, host_budget
-from sd_lowvram.streaming.mapped_files import MappedFiles
+from sd_lowvram.streaming.mapped_files import MappedFiles, can_read_past_cache
 from sd_lowvram.streaming.timing import StepTiming
 from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
@@ -176,6 +178,76 @@ def test_what_is_copied_in_every_step_is_pinned_before_what_stays(tmp_path: Path
     read = [in_file[number] for number in layout.streamed]
     assert any(read[: len(read) // 2]) and any(read[len(read) // 2 :])  # the disk works in all of a step
     assert not all(read[: len(read) // 2]) and not all(read[len(read) // 2 :])
+
+
+def _read_from_disk() -> int:
+    """Bytes that this process has had read from a disk so far."""
+    told = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines())
+    return int(told["read_bytes"])
+
+
+@pytest.mark.skipif(not can_read_past_cache(), reason="the system does not tell")
+def test_as_many_bytes_come_from_the_disk_as_are_planned(tmp_path: Path) -> None:
+    """A third of the weights in memory, and of them a part in that of the device: the rest is read in every step."""
+    with (tmp_path / "unet.safetensors").open("w+b") as file:
+        file.write(save(build_components(CONFIG, dtype=torch.float32, only=("unet",))["unet"].state_dict()))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        unet = build_components(CONFIG, torch.float32, "meta", only=("unet",))["unet"]
+        unet.load_state_dict(load_file(file.name), assign=True)
+    unet.requires_grad_(False)
+    total = weight_bytes(unet)
+    settings = Settings(offload="blocks", weights_mib=total // MIB // 4)
+    asked = dataclasses.replace(request(GIB), ram=RING_BYTES + total // 3, disk=0.5e9, device=torch.device("cpu"))
+    plan = make_plan(anatomy_of_components("diffusers", {"unet": unet}), asked, settings)
+    with host_budget(asked.ram), attached(unet, settings, device="cpu", timing=plan.timing):
+        reads = []
+        for _ in range(4):
+            before = _read_from_disk()
+            run(unet, (16, 16))
+            reads.append(_read_from_disk() - before)
+    read = reads[-1]
+    if read == 0:
+        pytest.skip("this file system reads from no disk")
+    planned = denoising(plan).disk_bytes
+    assert total // 3 < planned < total * 2 // 3
+    assert 0.97 * planned <= read <= 1.03 * planned + MIB, reads  # whole pages
+
+
+def test_a_plan_tells_what_a_step_waits_for_the_disk(anatomy: Any) -> None:
+    total = weight_bytes(anatomy.denoiser_module)
+    asked = dataclasses.replace(request(8 * GIB), ram=RING_BYTES + total // 3, rates=_without_launches())
+    plans = {
+        name: make_plan(anatomy, dataclasses.replace(asked, disk=rate), Settings(offload="layer"))
+        for name, rate in DISKS.items()
+    }
+    enough = make_plan(anatomy, dataclasses.replace(asked, ram=4 * GIB, disk=DISKS["hdd"]), Settings(offload="layer"))
+    seconds = [plan.predicted.seconds for plan in (enough, *plans.values())]
+    assert seconds == sorted(seconds)
+    assert denoising(enough).disk_bytes == denoising(enough).disk_wait == 0
+    assert not any("from the disk" in reason for reason in enough.reasons)
+    slow = denoising(plans["hdd"])
+    assert total // 2 < slow.disk_bytes < total
+    assert 0.7 < slow.disk_wait * DISKS["hdd"] / slow.disk_bytes < 1  # a part of it under the compute
+    (told,) = (reason for reason in plans["hdd"].reasons if "from the disk" in reason)
+    assert "a hard disk (0.15 GB/s)" in told and "waiting for" in told and "1 GiB would make it" in told
+
+
+def test_room_on_the_card_is_taken_where_memory_is_short(anatomy: Any) -> None:
+    """Of weights that stay on the card none have to be read again."""
+    total = weight_bytes(anatomy.denoiser_module)
+    rates = dataclasses.replace(_without_launches(), half_flops=RATES.half_flops / 8)
+    plans = [
+        make_plan(anatomy, dataclasses.replace(request(700 * MIB), rates=rates, ram=ram, disk=DISKS["hdd"]), Settings())
+        for ram in (4 * GIB, RING_BYTES + total // 3)
+    ]
+    assert [plan.fits for plan in plans] == [True, True]
+    assert denoising(plans[1]).disk_bytes < total // 3
+
+
+def _without_launches() -> Rates:
+    return dataclasses.replace(RATES, launch_seconds=0.0)
 
 
 @pytest.mark.parametrize("offload", ["layer", "component"])
