@@ -8,7 +8,8 @@ One call, :func:`register`, takes all of them, from the package's own rooms as f
 - by entry points of the group ``sd_lowvram``, where the package is installed: each names a function without arguments
   that registers.
 
-Nothing here imports torch, and a door must not import it before it is used: the command line asks for knobs first.
+Nothing here imports torch, and a door must not import it before it is used, as the command line asks for knobs first;
+only a family's own module may, since families are values that hold functions of torch.
 """
 
 from __future__ import annotations

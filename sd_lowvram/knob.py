@@ -34,7 +34,10 @@ class Fidelity(enum.IntEnum):
 
 
 class Act(enum.Enum):
-    """What a knob does that another one may not bear. Its value ends the sentence ``... cannot go with ..., which``."""
+    """A behaviour of a knob with which some others cannot be combined.
+
+    Its value ends the sentence ``... cannot go with ..., which``.
+    """
 
     ACTS_IN_BLOCKS = "acts inside the denoiser's blocks, where no compiler can follow it"
     ACTS_IN_DECODER = "acts inside the decoder's blocks, where no compiler can follow it"
@@ -84,9 +87,9 @@ class Knob:
             values, or one for some choices. "": a hook of another knob looks at it too. A registered knob gives the
             function itself.
         depth: where that hook wraps the model; hooks of one depth come in the order in which knobs are declared.
-        acts: what it does, by the values with which it does so (:data:`ANY`: all with which it acts).
-        excludes: what no other knob may do beside it, by its own values likewise.
-        undecided: values that leave it to a plan, as None does.
+        acts: behaviours, each with the values of this knob that show it (:data:`ANY`: all with which it acts).
+        excludes: behaviours of other knobs, each with the values of this knob that forbid it.
+        undecided: values that count as not set, as None does: a plan chooses ("auto").
         implies: other knobs that it decides where it acts and they are undecided.
         when: where it helps; and what it costs.
         place: in the order of all, which payloads and saved workflows count; a new one of ours takes the next, and

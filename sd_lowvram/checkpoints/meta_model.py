@@ -62,5 +62,5 @@ def meta_components(model: str | None, dtype: torch.dtype, only: tuple[str, ...]
     except Exception as error:  # whatever a configuration that makes no sense provokes in the library
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{model} cannot be built by its configuration: {type(error).__name__}: {reason}"
+            f"{model or 'the demo model'} cannot be built by its configuration: {type(error).__name__}: {reason}"
         ) from error

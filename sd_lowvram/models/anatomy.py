@@ -107,7 +107,8 @@ class Family:
         predict: ``(denoiser, x, inputs)`` to the prediction.
         decode: ``(vae, latents)``, unscaled, to pixels.
         encode: ``(vae, pixels)`` to moments: mean and log-variance.
-        unchecked_components_of: as ``components_of``, of whatever kind the models are now; quick, as none is refused.
+        unchecked_components_of: as ``components_of`` without its checks; asked at every call of a planned run, whose
+            models may have been exchanged.
         entry_methods: the target's methods that a run enters before it calls a model.
         denoiser, autoencoder: the names of these among the components.
         latents_in_call: ``(denoiser, args, kwargs)`` to the latents in a call of the denoiser, and how large a picture
@@ -118,7 +119,8 @@ class Family:
         configs: of components whose own configuration does not say it, what it would say in diffusers' words.
         anatomy_fields: ``(target, anatomy)`` to those fields of the anatomy that the target itself decides, by its kind
             or its state: ``passes``, ``encodes``, ``joined``.
-        conditions: of a denoiser's own state, what its calls hang on: another object, other conditions.
+        conditions: ``(denoiser)`` to an object that stands for what its calls depend on besides their arguments; when
+            it is another object, what was measured or recorded before is no longer valid.
         is_attention, is_feed_forward, is_residual_block, is_transformer_block: whether a module is such a site.
         unet_path: of a UNet, the way of its maps.
         residual: ``(block, *more)`` to its parts; ``more`` is what it was called with besides map and time.
@@ -185,7 +187,7 @@ class Anatomy:
         joined: pictures of the same size whose latents are joined to those of every row, to be looked at.
         encodes: whether a run of the target starts from a picture.
         moved: whether the host moves components itself when their turn comes, and has no other copy of their weights.
-        kept: bytes of a component's weights that are on the device while it runs, where its host moves them not whole.
+        kept: bytes of a component's weights that stay on the device while it runs, in hosts that move them in parts.
         processors: attention processors that the target sets on its denoiser for the time of a run, by path.
     """
 

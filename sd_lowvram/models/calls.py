@@ -70,7 +70,7 @@ class StepInputs(NamedTuple):
         joined: (rows, tokens, C), tokens of pictures to look at, given behind the latents', which are packed.
         labels: (rows,) of kinds or noise levels, or (rows, width).
         guidance: (rows, width), the guidance scale's embedding in a model that was distilled with it.
-        added: (rows, ...) each, by the names under which diffusers' UNets take them.
+        added: what a denoiser of diffusers takes as ``added_cond_kwargs``: by name, (rows, ...) each, or None.
         residuals: of ControlNets, added to the skip connections and, the last, to the middle.
         features: of T2I-Adapters, one for each level.
         held: what the pipeline holds besides while it denoises.

@@ -87,7 +87,7 @@ class Step:
     disk_wait: float = 0.0
 
     def beside(self, activation_bytes: int) -> int:
-        """Of weights, what comes on top of the most bytes of activations."""
+        """Bytes that weights add to a peak of ``activation_bytes``."""
         return max(0, self.peak_bytes - activation_bytes) if self.peak_bytes else self.device_bytes
 
 
