@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("torch", "diffusers", "transformers", "peft")
+PACKAGES = ("torch", "diffusers", "transformers", "peft")
+"""Whose code a model is made of."""
 
 
 def cache_folder() -> Path | None:
@@ -62,13 +63,21 @@ def remember(place: Path | None, value: Any) -> None:
         os.replace(file.name, place)
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that are installed of those whose code a model is made of."""
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
 @functools.cache
 def code_digest() -> str:
     """Changes when torch, the host's library or our own code does."""
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            digest.update(importlib.metadata.version(package).encode())
+    for version in versions().values():
+        digest.update(version.encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
 __all__ = [
     "BUILTIN_ATTENTION",
@@ -33,6 +33,7 @@ __all__ = [
     "decomposed",
     "default_compiler_folder",
     "dispatch_modes",
+    "dumped_spec",
     "elementwise_strides",
     "followed_by_jit",
     "free_pinned",
@@ -40,6 +41,7 @@ __all__ = [
     "is_compilers",
     "is_composite",
     "is_loaded",
+    "loaded_spec",
     "made_fake",
     "more_versions",
     "not_compiled",
@@ -108,6 +110,24 @@ def attention_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 def followed_by_jit() -> bool:
     """Whether torch.jit.trace follows the caller."""
     return torch._C._is_tracing()
+
+
+def dumped_spec(spec: Any) -> str | None:
+    """A tree's structure as text; None: some of it has no name in other processes."""
+    try:
+        told: str = treespec_dumps(spec)
+        return told if treespec_loads(told) == spec else None
+    except (NotImplementedError, TypeError, ValueError, AssertionError):
+        return None
+
+
+def loaded_spec(told: str) -> Any:
+    """The structure that :func:`dumped_spec` told.
+
+    Raises:
+        ValueError: it is of something that is not known here.
+    """
+    return treespec_loads(told)
 
 
 def has_context(index: int) -> bool:

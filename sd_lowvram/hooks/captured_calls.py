@@ -78,11 +78,15 @@ class CapturedCalls(abc.ABC):
     def capture(self, call: Call) -> Replay:
         """Raises RuntimeError where it cannot be."""
 
+    def kept(self, call: Call) -> Replay | None:
+        """What another process has captured of calls of this kind; None: nothing."""
+        return None
+
     def called(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around a call of the model."""
         call = Call(original, *tree_flatten((args, kwargs)))
         tensors = call.tensors
-        kind = None if self._refused or not self._may(tensors) else _kind_of(call, tensors[0].device.type)
+        kind = None if self._refused or not self._may(tensors) else kind_of(call, tensors[0].device.type)
         if kind is None:
             return original(*args, **kwargs)
         with self._lock:
@@ -109,16 +113,22 @@ class CapturedCalls(abc.ABC):
             return None
         if kind not in self._replays:
             if kind not in self._seen:  # libraries make themselves ready, and a kind that comes once is not captured
-                self._seen.add(kind)
-                if len(self._seen) > _MOST_KINDS:
-                    self._refuse("its calls differ in more than their tensors")
-                return None
+                return self._first(kind, call)
             why = self._failure(kind, call)
             if why is not None:  # what failed is gone by now, with the maps that it held
                 self._refuse(why)
                 return None
         self._replays.move_to_end(kind)
         return self._replays[kind]
+
+    def _first(self, kind: Any, call: Call) -> Replay | None:
+        self._seen.add(kind)
+        if len(self._seen) > _MOST_KINDS:
+            self._refuse("its calls differ in more than their tensors")
+        elif (replay := self.kept(call)) is not None:
+            self._replays[kind] = replay
+            return replay
+        return None
 
     def _is_the_same_model(self) -> bool:
         """Whether calls of the model can be captured; what was captured of it before it changed goes."""
@@ -150,7 +160,7 @@ class CapturedCalls(abc.ABC):
         happened(__name__, f"{self.knob}: the denoiser cannot be {self.done} ({why}). It runs as it is")
 
 
-def _kind_of(call: Call, device_type: str) -> Any:
+def kind_of(call: Call, device_type: str) -> Any:
     """What calls share that are alike; None: an argument is nothing that could be compared."""
     known = all(isinstance(leaf, (Tensor, *_PLAIN, torch.dtype, torch.device, type(None))) for leaf in call.leaves)
     return (call.spec, tuple(map(_identity, call.leaves)), autocast_dtype(device_type)) if known else None
@@ -171,18 +181,17 @@ def _facts_of(model: nn.Module) -> Any:
             return None
         found.append(id(module))
         for owner in (module, getattr(module, "processor", None)):
-            found += [_value(value) for name, value in getattr(owner, "__dict__", {}).items() if _counts(name, value)]
+            settings = (setting_of(name, value) for name, value in getattr(owner, "__dict__", {}).items())
+            found += [setting for setting in settings if setting is not None]
         tensors = (*module._parameters.values(), *module._buffers.values())
         found += [tensor.data_ptr() for tensor in tensors if tensor is not None]
     return hash(tuple(found))
 
 
-def _counts(name: str, value: Any) -> bool:
-    """Whether it is a setting, such as an adapter's strength."""
-    return isinstance(value, (*_PLAIN, list, tuple, dict)) and (not name.startswith("_") or "adapter" in name)
-
-
-def _value(value: Any) -> Any:
+def setting_of(name: str, value: Any) -> Any:
+    """What an attribute says where it is a setting, such as an adapter's strength; None: it is none."""
+    if not isinstance(value, (*_PLAIN, list, tuple, dict)) or (name.startswith("_") and "adapter" not in name):
+        return None
     if isinstance(value, dict):
         value = [*value, *value.values()]
     return tuple(one for one in value if isinstance(one, _PLAIN)) if isinstance(value, (list, tuple)) else value

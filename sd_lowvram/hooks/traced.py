@@ -1,13 +1,15 @@
 """Passes of the denoiser followed once by torch.jit.trace, and run from its list of operators without Python.
 
-When a pass is traced, and when anew, :mod:`captured_calls` says. Under autocast it runs as it is. Fidelity:
-``rounding``, as torch may put operators together. Source: diffusers' memory and speed guide.
+When a pass is traced, and when anew, :mod:`captured_calls` says; :mod:`kept_traces` keeps it for other processes, in
+which the first pass is run from it. Under autocast the model runs as it is. Fidelity: ``rounding``, as torch may put
+operators together. Source: diffusers' memory and speed guide.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from .captured_calls import Call, CapturedCalls, Replay
+from .captured_calls import Call, CapturedCalls, Replay, kind_of
+from .kept_traces import keep, kept, place_of_trace
 
 
 def traced(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -30,13 +33,17 @@ def traced(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterat
     """
     if anatomy.denoiser is None or anatomy.denoiser_module is None:
         raise NoSiteError("traced: the model has no denoiser to trace")
-    passes = _Traced(anatomy.denoiser_module)
+    passes = _Traced(anatomy.denoiser_module, settings)
     for entry in anatomy.entries[anatomy.denoiser]:
         yield wrap(anatomy.components[anatomy.denoiser], entry, passes.called, "traced")
 
 
 class _Traced(CapturedCalls):
     knob, done = "traced", "traced"
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        super().__init__(model)
+        self._settings = settings
 
     def takes(self, tensors: list[Tensor]) -> bool:
         return autocast_dtype(tensors[0].device.type) is None and not followed_by_jit()
@@ -46,8 +53,21 @@ class _Traced(CapturedCalls):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Python's values that become constants, which is what a kind is for
             function = torch.jit.trace(traceable, tuple(call.tensors), check_trace=False)
-        spec = traceable.spec
-        return lambda tensors: tree_unflatten(list(function(*tensors)), spec)
+        if (place := self._place(call)) is not None:
+            keep(place, function, self._model, traceable.spec)
+        return _replay(function, traceable.spec)
+
+    def kept(self, call: Call) -> Replay | None:
+        place = self._place(call)
+        found = None if place is None else kept(place, self._model)
+        return None if found is None else _replay(*found)
+
+    def _place(self, call: Call) -> Path | None:
+        return place_of_trace(self._model, self._settings, kind_of(call, call.tensors[0].device.type))
+
+
+def _replay(function: Callable[..., Any], spec: Any) -> Replay:
+    return lambda tensors: tree_unflatten(list(function(*tensors)), spec)
 
 
 class _OfTensors(nn.Module):

@@ -88,8 +88,9 @@ class SpeedKnobs:
     traced: bool | None = declared(
         place=26,
         label="Traced",
-        help="have torch write down once what the model does, and run that without Python; needs no compiler",
-        when="small pictures, where Python is the slower part; a pass to write down for each size",
+        help="have torch write down once what the model does, keep that in the cache folder, and run it without "
+        "Python; needs no compiler",
+        when="small pictures, where Python is the slower part; a pass to write down for each size, once",
         fidelity=ROUNDING,
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a traced pass would not call
         stages=DENOISE,

@@ -1,0 +1,171 @@
+"""What torch.jit.trace wrote down of a model, kept in the cache folder for other processes, without the weights.
+
+A file is named after all that a trace takes in of model, call and settings. Versions and our code stand inside: what
+others wrote is told of and traced anew. Its tensors' places are filled with those of the model at hand, once their
+names are the same. Nothing is kept where a trace may have taken in what its name does not tell: layers, processors or
+functions of other packages than those whose versions are known, tensors that are no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import PACKAGES, cache_folder, code_digest, versions
+from ..compat.private import dumped_spec, loaded_spec
+from ..files.whole import write_whole
+from ..kernels.compiler import bound
+from ..patches import roles_of, unpatched
+from ..progress import happened
+from ..settings import Settings
+from .captured_calls import setting_of
+
+_FACTS = "sd-lowvram.json"
+_MOST_BYTES = 64 << 20
+_NUMBER = 8
+"""Bytes of one number: larger tensors of a trace's own may be a model's."""
+
+_OURS = __name__.partition(".")[0]
+_KNOWN = {*PACKAGES, _OURS}
+
+Slots = dict[tuple[str, str], tuple[Any, Tensor]]
+"""By module and name: the module, and its parameter or buffer."""
+
+
+def place_of_trace(model: nn.Module, settings: Settings, kind: Any) -> Path | None:
+    """Where a trace of calls of this ``kind`` is kept; None: nowhere."""
+    folder = cache_folder()
+    facts = _facts_of(model) if folder is not None else None
+    if folder is None or facts is None:
+        return None
+    named = repr((facts, [(name, value) for name, _, value in settings.decided()], kind))
+    return folder / "traced" / f"{hashlib.sha256(named.encode()).hexdigest()[:32]}.pt"
+
+
+def keep(place: Path, function: Any, model: nn.Module, spec: Any) -> None:
+    """Write down ``function``, a trace of ``model`` as its attribute ``unet``. What cannot be kept only costs time.
+
+    Args:
+        spec: the tree of what it gives.
+    """
+    slots = _slots(function.unet)
+    if slots.keys() != _slots(model).keys() or (told := dumped_spec(spec)) is None:
+        return
+    facts = json.dumps({"code": code_digest(), "versions": versions(), "spec": told})
+    written, nothing = io.BytesIO(), torch.empty(0)
+    with contextlib.suppress(OSError, RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would have one take another tool
+        try:
+            for (_, name), (owner, _) in slots.items():
+                setattr(owner, name, nothing)
+            torch.jit.save(function, written, _extra_files={_FACTS: facts})
+        finally:
+            for (_, name), (owner, tensor) in slots.items():
+                setattr(owner, name, tensor)
+        if not _holds_tensors(written):
+            write_whole(written.getvalue(), place)
+            bound(place.parent, _MOST_BYTES)
+
+
+def kept(place: Path, model: nn.Module) -> tuple[Callable[..., Any], Any] | None:
+    """The trace at ``place`` with the weights of ``model``, and the tree of what it gives; None: there is none."""
+    try:
+        data = place.read_bytes()
+    except OSError:
+        return None
+    try:
+        facts = _facts_in(data)
+        if facts["code"] != code_digest():
+            raise RuntimeError(_difference(facts["versions"]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            function = torch.jit.load(io.BytesIO(data))
+        slots, here = _slots(function.unet), _slots(model)
+        if slots.keys() != here.keys():
+            raise RuntimeError("it has other weights")
+        for (path, name), (owner, _) in slots.items():
+            setattr(owner, name, here[path, name][1])
+        return function, loaded_spec(facts["spec"])
+    except Exception as error:  # whatever a damaged file leads torch to
+        why = " ".join(str(error).split())[:100] or type(error).__name__
+        happened(__name__, f"traced: what was kept of this model cannot be used ({why}). It is traced anew")
+        return None
+
+
+def _facts_in(data: bytes) -> dict[str, Any]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise RuntimeError(f"{damaged} is damaged")
+        name = next(name for name in archive.namelist() if name.endswith(f"extra/{_FACTS}"))
+        facts: dict[str, Any] = json.loads(archive.read(name))
+    return facts
+
+
+def _difference(then: dict[str, str]) -> str:
+    now = versions()
+    other = [f"{name} {then.get(name)}" for name in {**then, **now} if then.get(name) != now.get(name)]
+    return f"it is of {', '.join(other)}" if other else "it is of another version of sd-lowvram"
+
+
+def _holds_tensors(written: io.BytesIO) -> bool:
+    with zipfile.ZipFile(written) as archive:
+        return any("/constants/" in one.filename and one.file_size > _NUMBER for one in archive.infolist())
+
+
+def _slots(module: Any) -> Slots:
+    return {
+        (path, name): (owner, tensor)
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
+        if tensor is not None
+    }
+
+
+def _facts_of(model: nn.Module) -> list[Any] | None:
+    """All of a model that a trace takes in; equal in every process. None: that is not known."""
+    config = dict(getattr(model, "config", None) or {})
+    found: list[Any] = [sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))]
+    for path, module in model.named_modules(remove_duplicate=False):
+        roles = roles_of(module)
+        if sum(hook == "threads" for _, hook, _ in roles) > 1:  # somebody else's settings act, too
+            return None
+        found.append((path, roles))
+        for owner in (module, getattr(module, "processor", None)):
+            if owner is None:
+                continue
+            own = unpatched(owner) if hasattr(owner, "__dict__") else {}
+            if not all(map(_is_known, (type(owner), *own.values()))):
+                return None
+            found += [type(owner).__qualname__, *_settings_among(own)]
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if type(tensor) not in (Tensor, nn.Parameter, type(None)):
+                return None
+            found.append(None if tensor is None else _layout(tensor))
+    return found
+
+
+def _is_known(value: Any) -> bool:
+    """Whether the code of ``value``, where it is any, is of a package whose version is known."""
+    if isinstance(value, Tensor):
+        return False
+    return not callable(value) or (getattr(value, "__module__", None) or "").partition(".")[0] in _KNOWN
+
+
+def _settings_among(own: dict[str, Any]) -> Iterator[Any]:
+    for name, value in own.items():
+        if (told := setting_of(name, value)) is not None:
+            yield name, told
+
+
+def _layout(tensor: Tensor) -> Any:
+    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), str(tensor.device)
