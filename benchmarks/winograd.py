@@ -1,8 +1,9 @@
 """``winograd``: what Winograd's convolutions save, how far they are off, and how fast they are here.
 
 The times are those of a plain PyTorch implementation beside torch's own convolution, in pairs within one process, at
-the shapes of the strips in which Stable Diffusion's decoder makes a 512x512 picture, its kernels transformed at each
-call as the ``winograd`` knob does; and those of that decoder whole, with the knob and without.
+the shapes of the strips in which Stable Diffusion's decoder makes a 512x512 picture, and of maps in its UNet, whose
+layers the ``winograd`` knob leaves alone; kernels are transformed at each call as the knob does. And those of that
+decoder whole, with the knob and without.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from .tables import pair_cells, trusted, written
 PUBLISHED = {2: (2.25, 4.00, 1.77), 4: (4.00, 2.25, 4.00), 6: (5.06, 1.80, 7.12), 8: (5.76, 1.56, 11.1)}
 """Operations saved, intermediates and weights in times the plain ones, as Chen et al. 2023 print them by tile."""
 
-SHAPES = ((512, 64, 64), (512, 64, 128), (512, 32, 256), (256, 32, 512), (128, 64, 512))
-"""Channels, rows and columns of the decoder's strips."""
+_DECODER = ((512, 64, 64), (512, 64, 128), (512, 32, 256), (256, 32, 512), (128, 64, 512))
+_UNET = ((320, 64, 64), (640, 32, 32), (1280, 16, 16))
+SHAPES = (*_DECODER, *_UNET)
+"""Channels, rows and columns of the decoder's strips, and of maps in the UNet at 512x512."""
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ON_CPU = torch.device("cpu")
