@@ -12,17 +12,17 @@ from .arguments import IN_SIGHT, TITLE, Argument, arguments
 
 def build(
     accordion: Callable[..., Any], tab: str, values: Mapping[str, Any], without: frozenset[str] = frozenset()
-) -> tuple[dict[str, Any], Any]:
+) -> tuple[dict[str, Any], Any, Any]:
     """Draw the panel.
 
     Args:
-        accordion: the host's InputAccordion: a checkbox that is an accordion too.
+        accordion: the host's InputAccordion: a checkbox that is an accordion too, with room in its head.
         tab: "txt2img" or "img2img", for the elements' ids.
         values: what the controls show at first, by name.
         without: arguments that stay out of sight, as the host sees to them itself.
 
     Returns:
-        the controls by name in the order of the positional list, and the line for the prediction.
+        the controls by name in the order of the positional list, the line for the prediction, and the head's.
     """
     known = {argument.name: argument for argument in arguments()}
     made: dict[str, Any] = {}
@@ -36,6 +36,8 @@ def build(
 
     with accordion(value=values["enabled"], label=TITLE, elem_id=f"{tab}_sd_lowvram_enabled") as enabled:
         made["enabled"] = enabled
+        with enabled.extra():
+            head = gr.HTML(value="", elem_id=f"{tab}_sd_lowvram_verdict")
         line = gr.HTML(value="", elem_id=f"{tab}_sd_lowvram_prediction")
         row(IN_SIGHT, info=False)
         with gr.Accordion("Advanced", open=False):
@@ -44,7 +46,7 @@ def build(
                 row(rest[start : start + 3], info=True)
     for component in made.values():
         component.do_not_save_to_config = True  # the settings section keeps the defaults
-    return {name: made[name] for name in known}, line
+    return {name: made[name] for name in known}, line, head
 
 
 def _component(argument: Argument, elem_id: str, value: Any, info: bool, visible: bool) -> Any:

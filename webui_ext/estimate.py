@@ -11,7 +11,8 @@ import html
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sd_lowvram.errors import BudgetError, LowVRAMError
@@ -30,19 +31,41 @@ _WEIGHTS = {
 FETCHED = "the WebUI fetches layers of the model as it needs them"
 """A plan's reason where a host that moves weights itself does not keep them whole."""
 
+DECODE_ONLY = "the decode is exact and within the budget, the steps run as the WebUI has them"
+"""A plan's reason where the denoiser is of a kind that is not planned here."""
+
 DECIDES = "the WebUI itself decides what stays on the card"
 """How a plan's reason begins where the host keeps what it has room for, whatever the budget."""
 
 BREAKS = "more than this budget"
 """How such a reason ends where what is kept breaks the budget."""
 
-_known: OrderedDict[Hashable, str] = OrderedDict()
+_VERDICTS = ("unknown", "fits", "not kept", "does not fit", "unusable")
+"""From the best to the worst."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the panel says of a picture.
+
+    Attributes:
+        verdict: one of ``_VERDICTS``.
+        head: HTML of a few words, for the panel's head, which is in sight while the panel is folded.
+        line: HTML of all that there is to say.
+    """
+
+    verdict: str = "unknown"
+    head: str = ""
+    line: str = ""
+
+
+_known: OrderedDict[Hashable, Told] = OrderedDict()
 _asked: dict[str, int] = {}
 _lock = threading.Lock()
 
 
-def answer(tab: str, key: Hashable, turn: Any, compute: Callable[[], str]) -> str | None:
-    """The line for ``key``; None when the tab asked for something else meanwhile.
+def answer(tab: str, key: Hashable, turn: Any, compute: Callable[[], Told]) -> Told | None:
+    """What is told for ``key``; None when the tab asked for something else meanwhile.
 
     Args:
         turn: the host's queue, a lock whose ``acquire(False)`` does not wait.
@@ -58,34 +81,51 @@ def answer(tab: str, key: Hashable, turn: Any, compute: Callable[[], str]) -> st
             return _known[key]
         if turn.acquire(False):
             try:
-                text = compute()
+                told = compute()
             finally:
                 turn.release()
             with _lock:
-                _known[key] = text
+                _known[key] = told
                 while len(_known) > _KEPT:
                     _known.popitem(last=False)
-            return text
+            return told
         time.sleep(_SETTLE_SECONDS)
     return None
 
 
-def sentence(make: Callable[[], Plan], size: str) -> str:
+def sentence(make: Callable[[], Plan], size: str) -> Told:
     """What ``make`` plans, or why it refuses, for people."""
     try:
         plan = make()
     except BudgetError as error:
-        return _line("does not fit", f"{size} does not fit: {error}")
+        return _told("does not fit", "does not fit", f"{size} does not fit: {error}")
     except LowVRAMError as error:
         return complaint(f"{size}: {error}")
     predicted, steps, decides = plan.predicted, plan.request.steps, decision_in(plan)
     budget = format_size(plan.request.vram)
-    about = f"about {_time(predicted.seconds)} for {steps} step{'s' if steps != 1 else ''}"
+    whole = DECODE_ONLY not in plan.reasons
+    about = f"about {_time(predicted.seconds)} for "
+    about += f"{steps} step{'s' if steps != 1 else ''}" if whole else "the decode"
     if decides.endswith(BREAKS):
-        return _line("not kept", "; ".join([f"{size} takes more than {budget}, {about}", *_chosen(plan)]))
+        more = f"takes more than {budget}"
+        return _told("not kept", more, "; ".join([f"{size} {more}, {about}", *_chosen(plan)]))
     total = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     fits = f"{size} fits into {budget}" if decides else f"{size} fits: {total} of {budget}"
-    return _line("fits", "; ".join([f"{fits}, {about}", *_chosen(plan)]))
+    head = f"fits into {budget}" if decides else f"fits, {_of(total, budget)}"
+    return _told("fits", head, "; ".join([f"{fits}, {about}", *_chosen(plan)]))
+
+
+def together(tolds: Sequence[Told]) -> Told:
+    """What is told of a generation's passes: all lines, under the head of the worst, the last of equals, which is the
+    larger picture."""
+    worst = max(reversed(tolds), key=lambda one: _VERDICTS.index(one.verdict))
+    return Told(worst.verdict, worst.head, "".join(one.line for one in tolds))
+
+
+def _of(part: str, whole: str) -> str:
+    """ "3.3 of 4 GiB", or with both units where they differ."""
+    number, unit = part.split()
+    return f"{number if whole.endswith(unit) else part} of {whole}"
 
 
 def decision_in(plan: Plan) -> str:
@@ -98,6 +138,8 @@ def _chosen(plan: Plan) -> list[str]:
     settings = plan.settings
     told = [] if settings.offload in (None, "none") else [_WEIGHTS.get(settings.offload, settings.offload)]
     told = [decides] if (decides := decision_in(plan)) else [FETCHED] if FETCHED in plan.reasons else told
+    if DECODE_ONLY in plan.reasons:
+        told.append(DECODE_ONLY)
     if settings.vae_tiles == "exact":
         told.append("decoded in exact strips")
     if settings.decoder_device == "cpu":
@@ -105,19 +147,20 @@ def _chosen(plan: Plan) -> list[str]:
     return told
 
 
-def complaint(text: str) -> str:
-    """The line for values that cannot be used."""
-    return _line("unusable", text)
+def complaint(text: str) -> Told:
+    """What is told of values that cannot be used."""
+    return _told("unusable", "cannot be planned", text)
 
 
-def note(text: str) -> str:
-    """The line when there is nothing to foretell yet."""
-    return _line("unknown", text)
+def note(text: str) -> Told:
+    """What is told when there is nothing to foretell yet."""
+    return _told("unknown", "", text)
 
 
-def _line(verdict: str, text: str) -> str:
-    colour = {"fits": "inherit", "unknown": "inherit"}.get(verdict, "#c00")
-    return f'<p data-verdict="{verdict}" style="color: {colour}; padding: 0.5em">{html.escape(text)}</p>'
+def _told(verdict: str, head: str, text: str) -> Told:
+    marked = f'data-verdict="{verdict}" style="color: {"inherit" if verdict in ("fits", "unknown") else "#c00"}'
+    line = f'<p {marked}; padding: 0.5em">{html.escape(text)}</p>'
+    return Told(verdict, f'<span {marked}">{html.escape(head)}</span>' if head else "", line)
 
 
 def _time(seconds: float) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sd_lowvram.devices.info import available_ram, free_vram
 from sd_lowvram.devices.this_machine import budget_of
+from sd_lowvram.errors import UnsupportedModelError
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.units import parse_size
@@ -61,11 +62,28 @@ def swaps_layers(model: Any) -> bool:
     return kind(model) != "a1111"
 
 
+def planned(model: Any) -> Any:
+    """What of the host's model our hooks act on: all of it, or its autoencoder alone where its denoiser is of a kind
+    that runs plain here (Flux, Chroma, SD3).
+
+    Raises:
+        UnsupportedModelError: neither is planned.
+    """
+    try:
+        anatomy_of(model)
+    except UnsupportedModelError as error:
+        if "vae" not in error.works:
+            raise
+        held = getattr(model, "forge_objects", model)
+        return getattr(held, "vae", held).first_stage_model
+    return model
+
+
 def anatomy(model: Any) -> Anatomy:
     """The anatomy of a model, or of a blueprint that brings its own, with the types in which the host computes."""
     if is_blueprint(model):
         return cast(Anatomy, model.anatomy)
-    found = anatomy_of(model)
+    found = anatomy_of(planned(model))
     if kind(model) == "a1111" and getattr(devices, "fp8", False):
         predict = functools.partial(_widened, found.family.predict)
         found = dataclasses.replace(found, family=dataclasses.replace(found.family, predict=predict))
@@ -142,7 +160,7 @@ def budget(text: str, model: Any, where: torch.device) -> tuple[int, int]:
     as free; and how many of them the host's other modules hold on the device, the text encoders above all."""
     if is_blueprint(model):
         return parse_size(text, "vram") if text else budget_of(where, free_vram(where)), model.other_bytes
-    ours = _bytes_on(where, all_tensors(*anatomy_of(model).components.values()))
+    ours = _bytes_on(where, all_tensors(*anatomy_of(planned(model)).components.values()))
     shell = all_tensors(model) if isinstance(model, nn.Module) and not moves_weights(model) else []
     others = max(0, _bytes_on(where, shell) - ours)
     if text:

@@ -1,4 +1,4 @@
-"""The prediction in the panel: follows the host's size controls and ours."""
+"""The prediction in the panel and in its head: follows the host's size controls and ours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Line:
         self.tab = tab
         self.names = (*_SIZES, *(_HIRES if tab == "txt2img" else _RESIZE_BY))
         self.theirs: dict[str, Any] = {}
-        self.ours: tuple[list[Any], Any] | None = None
+        self.ours: tuple[list[Any], list[Any]] | None = None
         self.connected = False
 
     def offer(self, component: Any, elem_id: str | None) -> None:
@@ -42,36 +42,40 @@ class Line:
             self.theirs.setdefault(name, component)
             self._connect()
 
-    def place(self, controls: Sequence[Any], line: Any) -> None:
+    def place(self, controls: Sequence[Any], line: Any, head: Any) -> None:
         """Our own have been made; the API makes them again and again without a page, so the first ones count."""
         if self.ours is None:
-            self.ours = list(controls), line
+            self.ours = list(controls), [line, head]
             self._connect()
 
     def _connect(self) -> None:
         if self.connected or self.ours is None or len(self.theirs) < len(self.names):
             return
         self.connected = True
-        controls, line = self.ours
+        controls, outputs = self.ours
         inputs = [*(self.theirs[name] for name in self.names), *controls]
-        event = {"fn": self.tell, "inputs": inputs, "outputs": [line], "show_progress": "minimal", "queue": False}
+        event = {"fn": self.tell, "inputs": inputs, "outputs": outputs, "show_progress": "minimal", "queue": False}
         enabled = controls[[one.name for one in arguments()].index("enabled")]
-        enabled.change(**event)  # also when it goes off, which empties the line
+        enabled.change(**event)  # also when it goes off, which empties both
         event["_js" if gr.__version__.startswith("3.") else "js"] = _while_on(inputs.index(enabled), len(inputs))
         for component in inputs:
             if component is not enabled:
                 component.change(**event)
         gr.context.Context.root_block.load(**event)
 
-    def tell(self, *values: Any) -> Any:
-        """The line's text for these values of the controls."""
+    def tell(self, *values: Any) -> list[Any]:
+        """The line and the head for these values of the controls."""
+        told = self._told(values)
+        return [gr.update(), gr.update()] if told is None else [told.line, told.head]
+
+    def _told(self, values: Sequence[Any]) -> estimate.Told | None:
         sizes = dict(zip(self.names, values, strict=False))
         try:
             chosen = read(values[len(self.names) :], {})
         except LowVRAMError as error:
             return estimate.complaint(str(error))
         if not chosen["enabled"]:
-            return ""
+            return estimate.Told()
         model = checkpoint_preview.model()
         if model is None:
             return estimate.note(f"{TITLE}: load a checkpoint to see what it needs")
@@ -80,8 +84,7 @@ class Line:
             return estimate.note(f"{TITLE}: choose a picture to see what it needs at this scale")
         shown = checkpoint_preview.identity(model), host.free_in_steps(chosen["vram"])
         key = tuple(pictures), tuple(chosen.items()), *shown
-        text = estimate.answer(self.tab, key, host.queue(), _teller(model, chosen, pictures))
-        return gr.update() if text is None else text
+        return estimate.answer(self.tab, key, host.queue(), _teller(model, chosen, pictures))
 
 
 def _while_on(switch: int, count: int) -> str:
@@ -98,12 +101,10 @@ def _is_hidden_number(component: Any, elem_id: str | None) -> bool:
     return not elem_id and type(component).__name__ == "Number" and not component.visible
 
 
-def _teller(model: Any, chosen: dict[str, Any], pictures: list[Generation]) -> Callable[[], str]:
-    def tell() -> str:
-        lines = []
-        for one in pictures:
-            lines.append(estimate.sentence(functools.partial(run.plan_for, model, chosen, one), _size(one)))
-        return "".join(lines)
+def _teller(model: Any, chosen: dict[str, Any], pictures: list[Generation]) -> Callable[[], estimate.Told]:
+    def tell() -> estimate.Told:
+        plans = ((functools.partial(run.plan_for, model, chosen, one), _size(one)) for one in pictures)
+        return estimate.together([estimate.sentence(*one) for one in plans])
 
     return tell
 

@@ -53,10 +53,11 @@ def decision(model: Any, found: Anatomy, plan: Plan) -> str:
     """
     where = host.device()
     texts = getattr(getattr(getattr(model, "forge_objects", None), "clip", None), "cond_stage_model", None)
-    parts = [*found.components.values(), *([texts] if isinstance(texts, nn.Module) else [])]
+    components = {**found.components, **found.family.unchecked_components_of(model)}  # also what is not planned
+    parts = [*components.values(), *([texts] if isinstance(texts, nn.Module) else [])]
     here = sum(tensor.nbytes for tensor in all_tensors(*parts) if tensor.device.type == where.type)
     free, whole = free_vram(where), weight_bytes(*parts)
-    sizes = {name: weight_bytes(part) for name, part in found.components.items()}
+    sizes = {name: weight_bytes(part) for name, part in components.items()}
     room = max(0, free + here - _for_inference())
     if where.type == "cpu" or whole <= room:
         told, kept = f"keeps all {format_size(whole)} of the model", dict.fromkeys(sizes, whole)

@@ -21,12 +21,12 @@ from sd_lowvram.planning.replan import watch_sizes
 from sd_lowvram.planning.request import Request, request_for
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import Attachment, anatomy_of, attach, detach
-from sd_lowvram.settings import Settings
+from sd_lowvram.settings import Settings, knobs
 from sd_lowvram.units import format_least, format_size
 
 from . import host, loading, switching
 from .arguments import NAME, chosen_of, settings_of
-from .estimate import FETCHED, decision_in
+from .estimate import DECODE_ONLY, FETCHED, decision_in
 from .memory_estimate import lowered
 from .picture import Generation, side
 from .refusal import as_answer
@@ -42,6 +42,8 @@ class _Running:
 
 
 _running: list[_Running] = []
+_DECODES = {"decode", "encode"}
+"""The stages of the autoencoder."""
 
 
 def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan:
@@ -64,12 +66,17 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
         **dataclasses.asdict(picture),
     )
     settings = _planned(model, settings_of(chosen))
+    if anatomy.denoiser is None:
+        steps_alone = (name for name, knob in knobs().items() if knob.stages and not _DECODES & set(knob.stages))
+        settings = dataclasses.replace(settings, **dict.fromkeys(steps_alone))
     anatomy = dataclasses.replace(anatomy, moved=host.moves_weights(model))
     ways = list(loading.ways(model, anatomy)) if anatomy.moved else [{}]
     try:
         plan = _first(ways, anatomy, request, settings)
     except BudgetError as error:
         raise _in_the_users_words(error, chosen, vram, others) from None
+    if anatomy.denoiser is None:
+        plan = dataclasses.replace(plan, reasons=(*plan.reasons, DECODE_ONLY))
     if host.swaps_layers(model):
         plan = _told_who_decides(model, plan, anatomy)
     predicted = plan.predicted
@@ -138,7 +145,8 @@ def start(
 def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Plan) -> tuple[Plan, Attachment]:
     """Attach ``plan`` in place of what is attached, and tell of it."""
     settings = _attachable(model, plan.settings)
-    coming = Attachment(anatomy_of(model), settings, plan.request.device)
+    target = host.planned(model)
+    coming = Attachment(anatomy_of(target), settings, plan.request.device)
     models = [*coming.modules(), *(one for running in _running for one in running.attachment.modules())]
     with (
         at_rest(models, coming.places),
@@ -146,8 +154,8 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
     ):  # a live preview decodes in a thread of its own
         stop()
         stack.enter_context(host.precision_of_attention())
-        attachment = attach(model, settings, plan.request.device, plan.timing)
-        stack.callback(detach, model, attachment)
+        attachment = attach(target, settings, plan.request.device, plan.timing)
+        stack.callback(detach, target, attachment)
         attachment.plan = plan
         attachment.add(lowered(model, plan))
         attachment.add(fallback(attachment.anatomy, functools.partial(_leaner, model, chosen, picture)))
@@ -164,10 +172,11 @@ def _told(plan: Plan, attachment: Attachment) -> str:
     peak = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     size = f"{request.width}x{request.height}, batch {request.batch}"
     memory = f"budget {budget}" if decides else f"peak {peak} of {budget}"
-    moved = decides or (FETCHED if FETCHED in plan.reasons else "")
+    moved = [decides] if decides else [FETCHED]
+    told = [one for one in (*moved, DECODE_ONLY) if one in plan.reasons]
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
     about = f"about {predicted.seconds:.0f} s"
-    return "; ".join(filter(None, (f"{size}: {memory}, {about}", moved, f"sites: {sites or 'none'}")))
+    return "; ".join(filter(None, (f"{size}: {memory}, {about}", *told, f"sites: {sites or 'none'}")))
 
 
 def _again(

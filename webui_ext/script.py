@@ -30,8 +30,8 @@ class LowVRAMScript(scripts.Script):
         return scripts.AlwaysVisible
 
     def ui(self, is_img2img: bool) -> list[Any]:
-        made, line = controls.build(InputAccordion, "img2img" if is_img2img else "txt2img", defaults())
-        self._line_of().place(list(made.values()), line)
+        made, line, head = controls.build(InputAccordion, "img2img" if is_img2img else "txt2img", defaults())
+        self._line_of().place(list(made.values()), line, head)
         self.infotext_fields = [(component, _pasted(name)) for name, component in made.items()]
         self.paste_field_names = [infotext.KEY]
         return list(made.values())

@@ -301,8 +301,8 @@ def test_the_page_asks_nothing_while_the_panel_is_off(server: Server) -> None:
     config = server.ask("/config")
     ids = {one["props"].get("elem_id"): one["id"] for one in config["components"]}
     for tab in ("txt2img", "img2img"):
-        line = ids[f"{tab}_sd_lowvram_prediction"]
-        ours = [one for one in config["dependencies"] if one["outputs"] == [line]]
+        shown = [ids[f"{tab}_sd_lowvram_{name}"] for name in ("prediction", "verdict")]
+        ours = [one for one in config["dependencies"] if one["outputs"] == shown]
         free = [one["targets"] for one in ours if not one["js"]]
         assert len(ours) > 30 and all("new Promise" in one["js"] for one in ours if one["js"])
         assert str(ids[f"{tab}_sd_lowvram_enabled-checkbox"]) in map(str, numpy.ravel(free[0])) and len(free) == 1

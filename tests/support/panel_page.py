@@ -21,6 +21,7 @@ def accordion(value: bool, label: str, elem_id: str) -> Any:
     frame = gr.Accordion(label, open=value, elem_id=elem_id)
     type(box).__enter__ = lambda self: (frame.__enter__(), self)[1]  # type: ignore[attr-defined]
     type(box).__exit__ = lambda self, *error: frame.__exit__(*error)  # type: ignore[attr-defined]
+    type(box).extra = lambda self: gr.Column(elem_id=f"{elem_id}-extra")  # type: ignore[attr-defined]
     return box
 
 
@@ -29,8 +30,9 @@ def main() -> None:
     found = {}
     with gr.Blocks() as page:
         for tab in ("txt2img", "img2img"):
-            made, line = controls.build(accordion, tab, values)
-            assert type(line) is gr.HTML and all(one.do_not_save_to_config for one in made.values())
+            made, line, head = controls.build(accordion, tab, values)
+            assert type(line) is type(head) is gr.HTML and head.parent.elem_id.endswith("-extra")
+            assert all(one.do_not_save_to_config for one in made.values())
             found[tab] = {name: [type(one).__name__, one.value, one.elem_id] for name, one in made.items()}
     page.get_config_file()  # as the page asks for it
     print(json.dumps({"gradio": gr.__version__, "found": found}))

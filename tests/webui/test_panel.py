@@ -125,8 +125,9 @@ def test_the_line_says_why_not() -> None:
     def refuse() -> Any:
         raise BudgetError("2 GiB cannot hold it", needed_bytes=3 << 30, stage="denoise")
 
-    assert 'data-verdict="does not fit"' in estimate.sentence(refuse, "512x512")
-    assert "&lt;b&gt;" in estimate.complaint("<b>")
+    told = estimate.sentence(refuse, "512x512")
+    assert 'data-verdict="does not fit"' in told.line and ">does not fit<" in told.head
+    assert "&lt;b&gt;" in estimate.complaint("<b>").line
 
 
 @pytest.fixture
@@ -192,13 +193,37 @@ def test_the_hosts_own_scripts_and_utils_are_found(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=tmp_path)
 
 
-def test_the_line_names_what_was_chosen() -> None:
-    plan = SimpleNamespace(
-        predicted=SimpleNamespace(reserved_bytes=3 << 30, overhead_bytes=0, stage="decode", seconds=125.0),
-        request=SimpleNamespace(vram=4 << 30, steps=20),
+def planned(peak: int, vram: int, *reasons: str) -> Any:
+    return SimpleNamespace(
+        predicted=SimpleNamespace(reserved_bytes=peak, overhead_bytes=0, stage="decode", seconds=125.0),
+        request=SimpleNamespace(vram=vram, steps=20),
         settings=Settings(offload="blocks", vae_tiles="exact"),
-        reasons=(),
+        reasons=reasons,
     )
-    told = estimate.sentence(lambda: plan, "512x512")  # type: ignore[arg-type, return-value]
+
+
+def test_the_line_names_what_was_chosen() -> None:
+    told = estimate.sentence(lambda: planned(3 << 30, 4 << 30), "512x512").line
     assert "512x512 fits: 3 GiB of 4 GiB, about 2 min for 20 steps" in told
     assert "part of the model stays on the card, the rest comes when needed; decoded in exact strips" in told
+
+
+@pytest.mark.parametrize(
+    ("peak", "vram", "reasons", "head"),
+    [
+        (33 << 27, 9 << 29, (), ">fits, 4.1 of 4.5 GiB<"),
+        (300 << 20, 4 << 30, (), ">fits, 300 MiB of 4 GiB<"),
+        (1 << 30, 4 << 30, (estimate.DECIDES,), ">fits into 4 GiB<"),
+        (1 << 30, 4 << 30, (f"{estimate.DECIDES}, {estimate.BREAKS}",), ">takes more than 4 GiB<"),
+    ],
+)
+def test_the_panels_head_has_the_verdict(peak: int, vram: int, reasons: tuple[str, ...], head: str) -> None:
+    told = estimate.sentence(lambda: planned(peak, vram, *reasons), "512x512")
+    assert head in told.head and ("#c00" in told.head) == ("more" in head)
+
+
+def test_the_head_of_two_passes_is_that_of_the_worse() -> None:
+    small, large = (estimate.sentence(lambda peak=peak: planned(peak << 30, 4 << 30), "512x512") for peak in (1, 3))
+    both, no = estimate.together([small, large]), estimate.complaint("never")
+    assert both.head == large.head and both.line == small.line + large.line
+    assert estimate.together([no, large]).head == no.head and not estimate.note("not yet").head

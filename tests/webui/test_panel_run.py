@@ -465,8 +465,44 @@ def test_what_forge_decides_is_told_and_held_against_the_budget(
         asked = dataclasses.replace(plan, request=dataclasses.replace(plan.request, vram=vram))
         decision = loading.decision(model, loading.host.anatomy(model), asked)
         asked = dataclasses.replace(asked, reasons=(decision,))
-        told = estimate.sentence(lambda asked=asked: asked, "64x64")
+        told = estimate.sentence(lambda asked=asked: asked, "64x64").line
         assert says in told and f'data-verdict="{verdict}"' in told and "one part of the model on the card" not in told
+
+
+class FluxTransformer(torch.nn.Module):
+    """Of a kind that our hooks do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double_blocks = torch.nn.ModuleList([torch.nn.Linear(512, 1024)])
+
+
+@pytest.mark.parametrize("preset", ["exact", "smallest"])
+def test_of_forges_flux_the_decode_is_planned_and_said_to_be(host: Any, capsys: Any, preset: str) -> None:
+    estimate, run = (importlib.import_module(f"webui_ext.{name}") for name in ("estimate", "run"))
+    model = moved({})
+    model.forge_objects.unet.model.diffusion_model = FluxTransformer()
+    script = importlib.import_module("webui_ext.script").LowVRAMScript()
+    script.is_img2img, host.sd_model, host.cmd_opts = False, model, SimpleNamespace()
+    vae = model.forge_objects.vae.first_stage_model
+    latents = torch.randn(1, 4, 19, 13, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain = vae.decode(latents)
+    before = state(vae)
+    p = generation(width=256, height=256)
+    script.process(p, {"enabled": True, "vram": "16GB", "preset": preset, "vae_tiles": "exact"})
+    assert p.init() == "begun" and not p.told
+    told = capsys.readouterr().out
+    assert estimate.DECODE_ONLY in told and "vae_exact 2" in told
+    assert f"keeps all {(weight_bytes(vae) + 4 * 513 * 1024) / (1 << 20):.1f} MiB of the model" in told
+    with torch.no_grad():
+        assert torch.allclose(vae.decode(latents), plain, rtol=1e-4, atol=1e-5)
+    script.postprocess(p, None)
+    assert state(vae) == before
+    chosen = {one.name: one.default for one in arguments()} | {"preset": preset, "vram": "16GB"}
+    picture = importlib.import_module("webui_ext.picture").Generation(256, 256, 1, 20)
+    line = estimate.sentence(lambda: run.plan_for(model, chosen, picture), "256x256").line
+    assert "for the decode" in line and "20 steps" not in line and estimate.DECODE_ONLY in line
 
 
 def test_a_budget_that_forge_does_not_keep_is_told_with_the_pictures(host: Any, capsys: Any) -> None:
@@ -501,7 +537,7 @@ def page(host: Any) -> Any:
         context=SimpleNamespace(Context=SimpleNamespace(root_block=root)), __version__="3.41.2"
     )
     line = importlib.import_module("webui_ext.line").Line("txt2img")
-    line.place([Control(one.name) for one in arguments()], Control("line"))
+    line.place([Control(one.name) for one in arguments()], Control("line"), Control("head"))
     for name in line.names:
         line.offer(Control(f"txt2img_{name}"), f"txt2img_{name}")
     return page
@@ -517,7 +553,7 @@ def test_while_the_panel_is_off_no_control_of_the_page_asks_anything(page: Any) 
         pytest.skip("no node to run the page's script")
     for enabled in (True, False):
         values = [enabled if name == "enabled" else place for place, name in enumerate(inputs)]
-        asked = f"Promise.resolve(({asks['load']['_js']})(...{json.dumps([*values, 'the line'])}))"
+        asked = f"Promise.resolve(({asks['load']['_js']})(...{json.dumps([*values, 'the line', 'the head'])}))"
         asked += ".then(given => console.log(JSON.stringify(given)))"
         ran = subprocess.run(["node", "-e", asked], check=True, capture_output=True, text=True, timeout=60)
         assert ran.stdout == (f"{json.dumps(values, separators=(',', ':'))}\n" if enabled else "")
