@@ -33,60 +33,15 @@ from .attending import DOOR, is_needed, override
 from .autoencoder import foresee_decode
 from .interfaces import HostVAE, ModelPatcher
 from .node_request import NodeRequest, PlanRecord, attachable, plan_for_host
-from .refusals import denoiser_of
 from .report_text import fits, needed_bytes, run_line, verdict, warn_above
 from .step_clock import StepClock
 
-_KEY = "sd-lowvram"
 _GUIDED = 2
 """Rows of the UNet's batch for each picture, as long as nobody has said otherwise."""
 _ATTENTION = ("attention", "attention_mib", "deterministic")
 
 
-def optimized_model(
-    model: ModelPatcher, node_request: NodeRequest, record: PlanRecord, vae: HostVAE | None = None
-) -> ModelPatcher:
-    """A clone of the ModelPatcher ``model`` that samples within the budget of ``node_request``.
-
-    Args:
-        record: where plans and measurements go.
-        vae: of :func:`~.autoencoder.optimized_vae`: its decode is planned with each size that is sampled.
-
-    Raises:
-        BadInputError: no UNet that we know.
-    """
-    hooks = _Denoiser(denoiser_of(model), node_request, model.load_device, record, vae)
-    clone = model.clone()
-    from comfy.patcher_extension import WrappersMP
-
-    for door, wrapper in (
-        (WrappersMP.OUTER_SAMPLE, hooks.outer_sample),
-        (WrappersMP.PREPARE_SAMPLING, hooks.prepare_sampling),
-        (WrappersMP.APPLY_MODEL, hooks.apply_model),
-    ):
-        clone.remove_wrappers_with_key(door, _KEY)  # a second node of ours replaces the first
-        clone.add_wrapper_with_key(door, _KEY, wrapper)
-    return clone
-
-
-def foresee_sampling(model: ModelPatcher, width: int = 0, height: int = 0, batch: int = 1) -> None:
-    """Plan a size in pixels for an optimized ``model`` before a sampler comes with one; 0 is the model's own.
-
-    Raises:
-        BudgetError: nothing fits. BadInputError: a size that the model cannot make.
-    """
-    for hooks in wrappers_of(model):
-        hooks.foresee_pixels(width, height, batch)
-
-
-def wrappers_of(model: ModelPatcher) -> list[_Denoiser]:
-    """What :func:`optimized_model` has put on ``model``."""
-    by_door = getattr(model, "wrappers", {}).values()
-    found = {getattr(wrapper, "__self__", None) for by_key in by_door for wrapper in by_key.get(_KEY, ())}
-    return [one for one in found if isinstance(one, _Denoiser)]
-
-
-class _Denoiser:
+class Denoiser:
     """The wrappers of one clone, with the plans that it has made and the hooks that are ready for them."""
 
     def __init__(
@@ -97,7 +52,7 @@ class _Denoiser:
         self._node_request = node_request
         self._device = device
         self._vae = vae
-        self._plans: dict[tuple[int, int, int, int], Plan] = {}
+        self._plans: dict[Hashable, Plan] = {}
         self._ready: dict[Settings, tuple[Any, Attachment]] = {}
         self._attended: set[Hashable] = set()
         self._calls = 0
@@ -212,11 +167,22 @@ class _Denoiser:
             self.record.warn(f"the decode of this size will not fit: {error}")
 
     def prepare_sampling(self, executor: Any, model: ModelPatcher, *args: Any, **kwargs: Any) -> Any:
-        plan = self.record.plans["denoise"]
-        spare = host.budget("", self._device) - plan.request.vram
-        needed = _activation_bytes(plan) + max(0, spare)
-        with host.replaced(model.model, "memory_required", lambda *args, **kwargs: needed):
+        spare = host.budget("", self._device) - self.vram()
+        stock = model.model.memory_required
+
+        def needed(*args: Any, **kwargs: Any) -> float:
+            return self.needed_beside(stock, *args, **kwargs) + max(0, spare)
+
+        with host.replaced(model.model, "memory_required", needed):
             return executor(model, *args, **kwargs)
+
+    def needed_beside(self, stock: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+        """Bytes that a step takes beside the weights; ``stock`` is the host's own estimate, of these arguments."""
+        return _activation_bytes(self.record.plans["denoise"])
+
+    def vram(self) -> int:
+        """Bytes of the budget."""
+        return self.record.plans["denoise"].request.vram
 
     def apply_model(
         self,

@@ -148,6 +148,15 @@ def attends_fused() -> bool:
     return getattr(attention.optimized_attention, "__name__", "") in _FUSED
 
 
+def facts() -> dict[str, str]:
+    """What the host's own models hang on besides their weights."""
+    import comfyui_version
+    from comfy.ldm.modules import attention
+
+    kernel = getattr(attention.optimized_attention, "__name__", "")
+    return {"version": comfyui_version.__version__, "attention": kernel}
+
+
 def computes(model: ModelPatcher) -> torch.dtype | None:
     """The type that the host casts a UNet's weights to while it computes; None: it computes in their own."""
     return getattr(model.model, "manual_cast_dtype", None)

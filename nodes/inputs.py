@@ -35,7 +35,7 @@ BUDGET_OF_VAE = (
         "tooltip": f"{BUDGET[1]['tooltip'].split(';')[0]}; empty: what Low VRAM was given, else what is free",
     },
 )
-MODEL = ("MODEL", {"tooltip": "a model of SD1.x, SD2.x or SDXL, as its loader or a LoRA gives it"})
+MODEL = ("MODEL", {"tooltip": "a model, as its loader or a LoRA gives it"})
 VAE = ("VAE", {"tooltip": "the VAE of SD1.x, SD2.x, SDXL, SD3, FLUX.1 or a model that shares one of theirs"})
 SETTINGS = ("LOWVRAM_SETTINGS", {"tooltip": "of Low VRAM Settings; without it the plan chooses"})
 BATCH = ("INT", {"default": 1, "min": 1, "max": 4096, "tooltip": "pictures at a time; guidance doubles them inside"})

@@ -55,6 +55,7 @@ class NodeRequest:
         *,
         passes: int,
         encodes: bool = False,
+        frames: int = 1,
     ) -> Plan:
         """The fastest settings that fit beside the weights that the host keeps.
 
@@ -72,6 +73,7 @@ class NodeRequest:
             steps=self.steps,
             passes=passes,
             encodes=encodes,
+            frames=frames,
             device=device,
         )
         return plan_for_host(anatomy, request, self.settings)
@@ -114,6 +116,8 @@ class PlanRecord:
         kept: bytes of a stage's weights that the host kept on the device in its latest run.
         sites: on how many sites each hook acted in the latest call of the model.
         notes: sentences on the latest sampling.
+        standing: sentences on the models, whatever is sampled.
+        untold: why the sampling cannot be foretold; empty where it can.
     """
 
     node: str | None = None
@@ -125,6 +129,8 @@ class PlanRecord:
     kept: dict[str, int] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    standing: list[str] = field(default_factory=list)
+    untold: str = ""
     _models: dict[str, Any] = field(default_factory=dict)
 
     def add(self, stage: str, plan: Plan, model: Any) -> None:
@@ -148,6 +154,11 @@ class PlanRecord:
             self.notes.append(sentence)
             logging.warning(f"sd-lowvram: {sentence}")
             host.show(sentence)
+
+    def say(self, sentence: str) -> None:
+        """Keep ``sentence`` with all that is told of the models."""
+        if sentence not in self.standing:
+            self.standing.append(sentence)
 
     def model_of(self, stage: str) -> Any:
         """The model that the plan of a stage was made for; None when it is gone."""

@@ -6,11 +6,12 @@ from typing import Any
 
 from ..sd_lowvram.errors import BudgetError
 from .autoencoder import optimized_vae
-from .denoiser import foresee_sampling, optimized_model
 from .inputs import BUDGET, MODEL, SAVE_LATENTS, SETTINGS, VAE, checked_budget, knob_inputs, settings_of
 from .interfaces import HostVAE, ModelPatcher
 from .node_request import ChosenSettings, NodeRequest, PlanRecord, chosen
+from .refusals import UnservedVAEError
 from .report_text import verdict
+from .sampling import foresee_sampling, optimized_model
 
 CATEGORY = "low-vram"
 
@@ -54,7 +55,11 @@ class LowVRAM:
     ) -> dict[str, Any]:
         node_request = NodeRequest(budget, chosen(settings).settings)
         record = PlanRecord(node=unique_id)
-        made_vae = optimized_vae(vae, node_request, record)
+        made_vae = vae
+        try:
+            made_vae = optimized_vae(vae, node_request, record)
+        except UnservedVAEError as error:
+            record.say(f"the VAE passes through as it is, and is not counted: {error}")
         made = optimized_model(model, node_request, record, made_vae)
         try:
             foresee_sampling(made)

@@ -11,29 +11,28 @@ from ..sd_lowvram.session import anatomy_of
 from . import host
 from .interfaces import HostVAE, ModelPatcher
 
-_MODELS = "SD1.x, SD2.x, SDXL and its refiner, with 4, 8 or 9 channels"
 _VAES = "the VAEs of SD1.x, SD2.x, SDXL, SD3, FLUX.1 and what shares one of theirs"
-_LATENTS = ("SD15", "SDXL", "SD3", "Flux")
-"""The host's formats of latents that those VAEs make."""
 
 SHARED: dict[str, str] = {}
 """Keys of the wrappers of a MODEL that others' nodes made of two: why no plan can be made for it, and what to do."""
 
 
-def denoiser_of(model: ModelPatcher) -> Anatomy:
-    """The anatomy of a MODEL's UNet, which computes as the host lets it.
+class UnservedVAEError(BadInputError):
+    """A VAE that our hooks do not know."""
+
+
+def denoiser_of(model: ModelPatcher) -> Anatomy | None:
+    """The anatomy of a MODEL's UNet, which computes as the host lets it; None: of another kind than our hooks know.
 
     Raises:
-        BadInputError: no UNet that we know, or several in one.
+        BadInputError: several in one.
     """
     why = next((SHARED[key] for keys in getattr(model, "wrappers", {}).values() for key in keys if key in SHARED), None)
     if why is not None:
         raise BadInputError(why)
-    unet = model.get_model_object("diffusion_model")
-    anatomy, why = _known(unet)
+    anatomy, _ = _known(model.get_model_object("diffusion_model"))
     if anatomy is None or anatomy.denoiser is None:
-        works = _what_works(model.model, why)
-        raise BadInputError(f"{type(model.model).__name__} {why}: Low VRAM serves {_MODELS}.{works}")
+        return None
     computes = host.computes(model)
     return anatomy if computes is None else dataclasses.replace(anatomy, computes={anatomy.denoiser: computes})
 
@@ -42,13 +41,13 @@ def autoencoder_of(vae: HostVAE) -> Anatomy:
     """The anatomy of a VAE.
 
     Raises:
-        BadInputError: no autoencoder that we know.
+        UnservedVAEError: no autoencoder that we know.
     """
     vae.throw_exception_if_invalid()
     model = vae.first_stage_model
     anatomy, why = _known(model)
     if anatomy is None or anatomy.autoencoder is None:
-        raise BadInputError(
+        raise UnservedVAEError(
             f"{type(model).__name__} {why}: the low VRAM nodes serve {_VAES}. "
             "Give this one to the stock VAE Decode and VAE Encode"
         )
@@ -63,11 +62,3 @@ def _known(module: Any) -> tuple[Anatomy | None, str]:
         return None, error.why
     except BadInputError:
         return None, "is of another kind"
-
-
-def _what_works(base: Any, why: str) -> str:
-    """What of such a checkpoint our nodes serve, told by the latents that it makes."""
-    latents = type(getattr(base, "latent_format", None)).__name__
-    if latents not in _LATENTS or "video" in why:
-        return ""
-    return " Its VAE works: VAE Decode (low VRAM) decodes exactly in bounded memory"

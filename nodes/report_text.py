@@ -20,6 +20,9 @@ def verdict(record: PlanRecord, *stages: str) -> str:
         stages: those that are told of; none: all of the record.
     """
     plans = {name: plan for name, plan in record.plans.items() if not stages or name in stages}
+    standing = [] if stages else record.standing
+    if not plans or (record.untold and not stages):
+        return "\n".join([record.untold, *standing])
     name = max(plans, key=lambda name: needed_bytes(plans[name], name))
     plan, whole = plans[name], host.loading(plans[name].request.device).whole
     first = f"{_of(needed_bytes(plan, name), plan.request.vram)}, {_duration(plans, record.steps)}"
@@ -28,7 +31,8 @@ def verdict(record: PlanRecord, *stages: str) -> str:
     else:
         first = f"above the budget: {first}, with the settings that take least"
         first += ". ComfyUI keeps all weights loaded on this device" if whole else ""
-    return "\n".join([first, *_accounts(record, stage_of(plan, name), plan.request.device.type == "cpu", whole)])
+    accounts = _accounts(record, stage_of(plan, name), plan.request.device.type == "cpu", whole)
+    return "\n".join([first, *accounts, *standing])
 
 
 def warn_above(record: PlanRecord, stage: str) -> None:
@@ -109,6 +113,8 @@ def run_line(record: PlanRecord, calls: int) -> str:
 
 def report_text(record: PlanRecord) -> str:
     """The record as lines: the verdict, then for each stage what was foretold, what was measured, and its choices."""
+    if not record.plans:
+        return "\n".join([verdict(record), *record.notes])
     request = next(iter(record.plans.values())).request
     peaks = measured_peaks(record)
     lines = [

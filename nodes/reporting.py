@@ -15,12 +15,13 @@ from ..sd_lowvram.planning.memory_profile import MeasuredRun
 from ..sd_lowvram.planning.plan import Plan
 from .autoencoder import plan_autoencoder
 from .bars import memory_bars
-from .denoiser import foresee_sampling, optimized_model
 from .inputs import BATCH, BUDGET, MODEL, SETTINGS, STEPS, VAE, checked_budget, side
 from .interfaces import HostVAE, ModelPatcher
 from .node_request import ChosenSettings, NodeRequest, PlanRecord, chosen
 from .optimising import CATEGORY
+from .refusals import UnservedVAEError
 from .report_text import measured_peaks, report_text, stage_of
+from .sampling import foresee_sampling, optimized_model
 
 _TOOLTIPS = ("what the node shows, as text", "the memory of every stage as a picture, the budget a line across it")
 
@@ -69,7 +70,12 @@ class LowVRAMPlan:
         node_request = NodeRequest(budget, chosen(settings).settings, steps)
         record = PlanRecord(steps=steps)
         foresee_sampling(optimized_model(model, node_request, record), width, height, batch)
-        plan_autoencoder(vae, node_request, record, record.plans["denoise"].request)
+        if record.untold:
+            raise BadInputError(record.untold)
+        try:
+            plan_autoencoder(vae, node_request, record, record.plans["denoise"].request)
+        except UnservedVAEError as error:
+            record.say(f"the decode is not foretold: {error}")
         return _shown(record)
 
 
@@ -115,6 +121,8 @@ def _plot(record: PlanRecord) -> Tensor:
 
     from ..sd_lowvram.plots.memory import memory_png
 
+    if not record.plans:  # nothing could be foretold
+        return torch.ones(1, 1, 1, 3)
     run = (
         MeasuredRun(tuple(stage for stages in record.measured.values() for stage in stages))
         if record.measured

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from .calls import LatentsInCall, Predict, Shape, Stage, StepInputs, map_in_call
 from .interfaces import MapAttention
 
+HOST = "host"
+"""The name under which configurations tell what a hosted model's own code is: a trace hangs on it."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -131,6 +134,8 @@ class Family:
         known: whether it is known what the models are called with. Where it is not, their weights are placed, and of
             their calls only the autoencoder's are planned.
         hosted: whether a host runs these models, whose own code may act between their layers.
+        left_out: attributes of a hosted model's modules that a copy to be traced does without: by them the host finds
+            their weights.
         mixes_rows: whether an attention looks at several rows of a batch together; what a host that is no diffusers
             puts into one is told the conditions of its rows.
     """
@@ -162,6 +167,7 @@ class Family:
     attend: Callable[..., Tensor] | None = None
     known: bool = True
     hosted: bool = False
+    left_out: tuple[str, ...] = ()
     mixes_rows: Callable[[Any], bool] = lambda attention: False
 
 

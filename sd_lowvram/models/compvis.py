@@ -281,6 +281,11 @@ def _configs(components: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return configs
 
 
+DYNAMIC = ("_v", "_v_weight", "_v_bias", "_v_signature", "_v_block")
+"""What ComfyUI's dynamic VRAM sets on a layer: places in an address range of the card, which cannot be copied, and by
+which the layer would look there for its weights."""
+
+
 FAMILY = Family(
     components_of=components_of,
     unchecked_components_of=unchecked_components_of,
@@ -295,6 +300,7 @@ FAMILY = Family(
     upcasts=_upcasts,
     attend=attend,
     hosted=True,
+    left_out=DYNAMIC,
     step_inputs=calls_compvis.step_inputs,
     predict=calls_compvis.predict,
     decode=_decode,

@@ -16,6 +16,9 @@ from .causal_autoencoder import FRAMES, sees_frames
 
 def scale_factor(anatomy: Anatomy) -> int:
     """Pixels that a latent pixel stands for in one direction: 8 for Stable Diffusion, 4 for its upscaler."""
+    told = anatomy.config(anatomy.denoiser).get("latent_scale")
+    if told is not None:
+        return int(told)
     config = anatomy.config(anatomy.autoencoder)
     if "dim_mult" in config:
         return int(2 ** (len(config["dim_mult"]) - 1)) * _packed_side(config)

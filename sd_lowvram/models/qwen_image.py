@@ -22,7 +22,7 @@ _READ = 1024 + 34
 
 def is_transformer(module: Any) -> bool:
     told = has(module, "img_in", "txt_in", "txt_norm", "time_text_embed", "transformer_blocks", "proj_out")
-    return told and hasattr(module.pos_embed, "pos_freqs")
+    return told and hasattr(getattr(module, "pos_embed", None), "pos_freqs")  # ComfyUI has no such layer in its own
 
 
 SERVED: support.Served = {

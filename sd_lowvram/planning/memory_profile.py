@@ -98,7 +98,7 @@ def overrun(plan: Any, run: MeasuredRun) -> str | None:
 
 
 @contextlib.contextmanager
-def measured(target: Any) -> Iterator[MeasuredRun]:
+def measured(target: Any, anatomy: Anatomy | None = None, device: torch.device | None = None) -> Iterator[MeasuredRun]:
     """Record what ``target`` does inside the block: ``with measured(pipe) as run: pipe("...")``, then ``run.stages``.
 
     On a GPU the figures are those of ``torch.cuda``: its peak statistics are reset. On a CPU they are the events of
@@ -107,6 +107,7 @@ def measured(target: Any) -> Iterator[MeasuredRun]:
 
     Args:
         target: what ``optimize`` takes, with a plan attached or without.
+        anatomy, device: of the target and where it runs, where that is not to be found by looking at it.
 
     Yields:
         The stages with their seconds and peak bytes, weights included; empty until the block ends.
@@ -115,8 +116,9 @@ def measured(target: Any) -> Iterator[MeasuredRun]:
         BadInputError: a target of no known family, or a device whose memory is not recorded.
     """
     attached = attachments(target)
-    anatomy, run = anatomy_of(target, attached[-1].settings if attached else None), MeasuredRun()
-    device = _device_of(target, anatomy)
+    anatomy = anatomy or anatomy_of(target, attached[-1].settings if attached else None)
+    run = MeasuredRun()
+    device = device or _device_of(target, anatomy)
     check_measuring(device)
     watch = _OnGpu(device) if device.type == "cuda" else _OnCpu(anatomy)
     with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ from ..errors import LowVRAMError, PlanningError, ran_out
 from ..memory.accounts import unmark_host
 from ..memory.threads import at_rest
 from ..models import anatomy_of_components
-from ..models.anatomy import Anatomy
+from ..models.anatomy import HOST, Anatomy
 from ..patches import copied_without
 from ..session import Attachment
 from ..settings import Settings
@@ -38,9 +38,13 @@ def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     components = list(anatomy.components.values())
     memo: dict[int, Any] = {id(tensor): fake_of(_as_loaded(tensor), mode) for tensor in all_tensors(*components)}
     memo |= {id(hooks): OrderedDict() for hooks in _without_hooks(components)}
+    memo |= {id(handle): None for handle in _handles(components, anatomy.family.left_out)}
     finish = copied_without((module for component in components for module in component.modules()), memo)
     copies = _copied(anatomy.components, memo)
     finish()
+    for module in (module for copied in copies.values() for module in copied.modules()):
+        for name in anatomy.family.left_out:
+            vars(module).pop(name, None)
     made = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
         made.components[made.denoiser or ""].get_submodule(path).processor = processor
@@ -97,14 +101,20 @@ def _alike(components: Mapping[str, nn.Module], leaf: Any) -> Iterator[Any]:
                 yield from (value for value in vars(module).values() if type(value) is type(leaf))
 
 
-def fingerprint(component: nn.Module) -> str:
-    """What a component's fake copy hangs on: classes, shapes and types, not the weights' values."""
+def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> str:
+    """What a component's fake copy hangs on: classes, shapes and types, not the weights' values.
+
+    Args:
+        host: what is told of a host whose code it is.
+    """
     parts: list[Any] = [type(module).__qualname__ for module in component.modules()]
     parts += [(tuple(tensor.shape), str(loaded_dtype(tensor)), tensor.stride()) for tensor in all_tensors(component)]
     config = getattr(component, "config", None)
     if isinstance(config, Mapping):  # diffusers also notes there what was left out, in an order that chance gives
         config = sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))
     parts.append(repr(config))
+    if host is not None:
+        parts.append(repr(host))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -147,7 +157,7 @@ class FakeModel:
         """What a component's copy hangs on; nothing is copied for it."""
         if name not in self._fingerprints:
             with at_rest([self._model.components[name]]):
-                self._fingerprints[name] = fingerprint(self._model.components[name])
+                self._fingerprints[name] = fingerprint(self._model.components[name], self._model.configs.get(HOST))
         return self._fingerprints[name]
 
     @contextlib.contextmanager
@@ -205,6 +215,14 @@ def _without_hooks(components: list[nn.Module]) -> Iterator[Any]:
     for component in components:
         for module in component.modules():
             yield from (value for value in vars(module).values() if type(value) is OrderedDict and not value)
+
+
+def _handles(components: list[nn.Module], names: tuple[str, ...]) -> Iterator[Any]:
+    """What stands under ``names`` on the modules; numbers and the like are no objects of their own."""
+    for component in components if names else ():
+        for module in component.modules():
+            found = (vars(module).get(name) for name in names)
+            yield from (value for value in found if not isinstance(value, (int, float, str, type(None))))
 
 
 def _as_loaded(tensor: Tensor) -> Tensor:

@@ -14,26 +14,12 @@ import comfyui_inside as inside
 import torch
 from comfyui_matrix import ON
 
-PIXELS = 8 * inside.SIDE
-
 
 def main(host: str) -> None:
     inside.enter(Path(host))
     nodes = inside.our_nodes()
-    checks = (refusals, autoencoders, pictures, compiled, rows, peaks)
+    checks = (autoencoders, pictures, compiled, rows, peaks)
     print(json.dumps({check.__name__: check(nodes) for check in checks}))
-
-
-def refusals(nodes: dict[str, Any]) -> dict[str, str]:
-    """What is said of models that are not served."""
-    told = {kind: _error(lambda kind=kind: inside.ours(nodes, inside.model(kind))) for kind in inside.REFUSED}
-    model, vae = inside.model("sd15"), inside.autoencoder("taesd")
-    told["taesd"] = _error(lambda: nodes["LowVRAM"]().optimize(model, vae, ""))
-    if inside.knows_flux2():
-        packed = inside.autoencoder("flux2")
-        told["flux2"] = _error(lambda: nodes["LowVRAMVAEDecode"]().decode({"samples": packed}, packed, ""))
-    told["taesd in a plan"] = _error(lambda: nodes["LowVRAMPlan"]().plan(model, vae, "", PIXELS, PIXELS, 1, 20))
-    return told
 
 
 def autoencoders(nodes: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -49,7 +35,7 @@ def _distances(nodes: dict[str, Any], vae: Any) -> dict[str, float]:
     with torch.inference_mode():
         pixels = vae.decode(latents)
         decoded, encoded = ours.decode(latents), ours.encode(pixels)
-        return {"decode": _far(pixels, decoded), "encode": _far(vae.encode(pixels), encoded)}
+        return {"decode": inside.far(pixels, decoded), "encode": inside.far(vae.encode(pixels), encoded)}
 
 
 def pictures(nodes: dict[str, Any]) -> dict[str, float]:
@@ -71,7 +57,7 @@ def pictures(nodes: dict[str, Any]) -> dict[str, float]:
         ("ControlNet", None, {"control": inside.control_net()}),
     ):
         model = inside.patched(inside.model("sd15"), stock)
-        found[name] = _far(inside.sample(model, **run), inside.sample(inside.ours(nodes, model, **ON)[0], **run))
+        found[name] = inside.far(inside.sample(model, **run), inside.sample(inside.ours(nodes, model, **ON)[0], **run))
     return found
 
 
@@ -85,7 +71,10 @@ def compiled(nodes: dict[str, Any]) -> dict[str, Any]:
             model = inside.model("sd15")
             made, record = inside.ours(nodes, inside.compiled(model) if order == "before" else model, **knobs)
             drawn = inside.sample(made if order == "before" else inside.compiled(made), steps=2)
-            found[f"{name}, {order}"] = [_far(plain, drawn), any("runs uncompiled" in note for note in record.notes)]
+            found[f"{name}, {order}"] = [
+                inside.far(plain, drawn),
+                any("runs uncompiled" in note for note in record.notes),
+            ]
     return found
 
 
@@ -114,18 +103,6 @@ def peaks(nodes: dict[str, Any]) -> dict[str, list[int]]:
         plan = next(stage for stage in record.plans["denoise"].stages if stage.name == "denoise")
         found[storage] = [plan.held_bytes, max(one.peak_bytes for one in record.measured["denoise"])]
     return found
-
-
-def _error(work: Any) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _far(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / a.double().norm())
 
 
 if __name__ == "__main__":

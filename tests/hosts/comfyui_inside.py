@@ -61,20 +61,6 @@ _REFINER = {
     "transformer_depth_middle": 2,
     "adm_in_channels": 5 * 256 + 64,
 }
-_SVD = {
-    **_SD2,
-    "in_channels": 8,
-    "num_classes": "sequential",
-    "adm_in_channels": 768,
-    "extra_ff_mix_layer": True,
-    "use_spatial_context": True,
-    "merge_strategy": "learned_with_images",
-    "merge_factor": 0.0,
-    "video_kernel_size": [3, 1, 1],
-    "use_temporal_resblock": True,
-    "use_temporal_attention": True,
-    "disable_temporal_crossattention": False,
-}
 _BASE = {
     **_SD15,
     "num_res_blocks": [1, 1, 1, 1],
@@ -102,8 +88,8 @@ _MMDIT = {
     "input_size": None,
     "adm_in_channels": 128,
     "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": 128}},
-    "num_patches": 64,
-    "pos_embed_max_size": 8,
+    "num_patches": 4096,
+    "pos_embed_max_size": 64,
     "pos_embed_scaling_factor": None,
 }
 _FLUX = {
@@ -127,23 +113,70 @@ _LUMINA = {
     "image_model": "lumina2",
     "patch_size": 2,
     "in_channels": 16,
-    "dim": 96,
+    "dim": 128,
     "cap_feat_dim": 64,
     "n_layers": 1,
     "n_refiner_layers": 1,
     "n_heads": 1,
     "n_kv_heads": 1,
-    "axes_dims": [32, 32, 32],
+    "axes_dims": [32, 48, 48],
     "axes_lens": [300, 512, 512],
     "qk_norm": True,
 }
-REFUSED = {
-    "svd": ("SVD_img2vid", _SVD),
+_FLUX2 = {
+    **_FLUX,
+    "image_model": "flux2",
+    "in_channels": 128,
+    "out_channels": 128,
+    "patch_size": 1,
+    "vec_in_dim": None,
+    "axes_dim": [16, 16, 16, 16],
+    "txt_ids_dims": [3],
+    "qkv_bias": False,
+    "ops_bias": False,
+    "global_modulation": True,
+    "mlp_silu_act": True,
+}
+_CHROMA = {
+    **_FLUX,
+    "image_model": "chroma",
+    "guidance_embed": False,
+    "in_channels": 64,
+    "out_channels": 64,
+    "in_dim": 64,
+    "out_dim": 128,
+    "hidden_dim": 128,
+    "n_layers": 1,
+}
+_QWEN = {
+    "image_model": "qwen_image",
+    "in_channels": 64,
+    "num_layers": 1,
+    "attention_head_dim": 64,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 64,
+    "axes_dims_rope": [16, 24, 24],
+}
+_WAN = {
+    "image_model": "wan2.1",
+    "model_type": "t2v",
+    "dim": 128,
+    "ffn_dim": 256,
+    "num_heads": 2,
+    "num_layers": 1,
+    "text_dim": 64,
+}
+TODAY = {
     "sd3": ("SD3", _MMDIT),
     "flux": ("Flux", _FLUX),
+    "flux2": ("Flux2", _FLUX2),
+    "z-image": ("ZImage", {**_LUMINA, "z_image_modulation": True, "dim": 256, "n_heads": 2, "n_kv_heads": 2}),
     "lumina2": ("Lumina2", _LUMINA),
+    "chroma": ("Chroma", _CHROMA),
+    "qwen-image": ("QwenImage", _QWEN),
+    "wan": ("WAN21_T2V", _WAN),
 }
-"""Models that Low VRAM does not serve."""
+"""Models that our hooks do not know: what they take is traced plain."""
 
 
 def enter(host: Path) -> None:
@@ -157,9 +190,14 @@ def enter(host: Path) -> None:
     logging.getLogger().setLevel(logging.WARNING)
 
 
+def pack_name() -> str:
+    """The name under which ComfyUI imports our pack."""
+    return str(ROOT).replace(".", "_x_")
+
+
 def our_nodes() -> dict[str, Any]:
     """Our nodes by their ids."""
-    name = str(ROOT).replace(".", "_x_")
+    name = pack_name()
     spec = importlib.util.spec_from_file_location(name, ROOT / "__init__.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -184,9 +222,9 @@ def model(kind: str, storage: str = "fp32", seed: int = 0) -> Any:
     import comfy.model_patcher
     import comfy.supported_models
 
-    name, config = {**KINDS, **REFUSED}[kind]
-    if kind == "flux" and knows_flux2():
-        config = {**config, "txt_ids_dims": []}
+    name, config = {**KINDS, **TODAY}[kind]
+    if kind in ("flux", "flux2", "chroma"):
+        config = _as_this_host_takes(kind, config)
     made = getattr(comfy.supported_models, name)(config)
     made.set_inference_dtype(*STORAGE[storage])
     keys = {"v_pred": torch.zeros(0)} if kind == "sd2v" else {}
@@ -197,6 +235,17 @@ def model(kind: str, storage: str = "fp32", seed: int = 0) -> Any:
     fill(base.diffusion_model, seed)
     cpu = torch.device("cpu")
     return comfy.model_patcher.ModelPatcher(base, load_device=cpu, offload_device=cpu)
+
+
+def _as_this_host_takes(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of FLUX's kin without the fields that this ComfyUI does not know, and with those it wants."""
+    from comfy.ldm.chroma.model import ChromaParams
+    from comfy.ldm.flux.model import FluxParams
+
+    fields = (ChromaParams if kind == "chroma" else FluxParams).__dataclass_fields__
+    added = {"txt_ids_dims": []} if "txt_ids_dims" in fields and "txt_ids_dims" not in config else {}
+    kept = {name: value for name, value in config.items() if name in fields or name in ("image_model", "patch_size")}
+    return kept | added
 
 
 _PICTURES = {"double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4]}
@@ -227,6 +276,27 @@ def autoencoder(kind: str, seed: int = 0) -> Any:
     return comfy.sd.VAE(sd=model.state_dict())
 
 
+def is_known(kind: str) -> bool:
+    """Whether this ComfyUI has the host's configuration of one of ``TODAY``."""
+    import comfy.supported_models
+
+    return hasattr(comfy.supported_models, TODAY[kind][0])
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The relative error of ``b``."""
+    return float((a.double() - b.double()).norm() / a.double().norm())
+
+
+def error_of(work: Any) -> str:
+    """What ``work`` raises, as its class and sentence; empty: nothing."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def knows_flux2() -> bool:
     """Whether this ComfyUI has FLUX.2's model, and so its autoencoder."""
     import comfy.supported_models
@@ -252,8 +322,11 @@ def conditions(model: Any, seed: int = 1) -> tuple[Any, Any]:
     """Positive and negative CONDITIONING of the width that the model wants."""
     noise = torch.Generator().manual_seed(seed)
     made = []
+    pooled = 128 if type(model.model).__name__ == "SD3" else 64
     for _ in range(2):
-        extra = {"pooled_output": torch.randn(1, 64, generator=noise)}
+        extra = {"pooled_output": torch.randn(1, pooled, generator=noise)}
+        if type(model.model).__name__ == "Lumina2":
+            extra["attention_mask"] = torch.ones(1, 77, dtype=torch.int64)
         if model.model.concat_keys:
             extra["concat_latent_image"] = torch.randn(1, 4, SIDE, SIDE, generator=noise)
             extra["concat_mask"] = (torch.rand(1, 1, SIDE, SIDE, generator=noise) > 0.5).float()
@@ -286,7 +359,11 @@ def sample(
     if control is not None:
         hint = torch.rand(1, 8 * side, 8 * side, 3, generator=torch.Generator().manual_seed(5))
         given = nodes.ControlNetApplyAdvanced().apply_controlnet(*given, control, hint, 1.0, 0.0, 1.0)
-    latents = {"samples": torch.zeros(batch, 4, side, side)} if start is None else start
+    form = model.model.latent_format
+    pictures = 1 if type(model.model).__name__ == "QwenImage" else 2
+    frames = (pictures,) if form.latent_dimensions == 3 else ()
+    zeros = torch.zeros(batch, form.latent_channels, *frames, side, side)
+    latents = {"samples": zeros} if start is None else start
     torch.manual_seed(0)
     with torch.inference_mode():
         (made,) = nodes.KSampler().sample(model, 7, steps, cfg, sampler, scheduler, *given, latents, denoise)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ....nodes.denoiser import wrappers_of
 from ....nodes.interfaces import ModelPatcher
 from ....nodes.refusals import denoiser_of
+from ....nodes.sampling import wrappers_of
 from ...errors import BadInputError
 from ..turns import Turn
 

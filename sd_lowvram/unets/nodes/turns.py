@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from ....nodes.call_options import passed_on
-from ....nodes.denoiser import wrappers_of
 from ....nodes.interfaces import ModelPatcher
 from ....nodes.refusals import SHARED
+from ....nodes.sampling import wrappers_of
 from ...errors import BadInputError
 from ..turns import OWN, Turn
 from .matching import check_control, check_pair

@@ -1,0 +1,298 @@
+"""Models that our hooks do not know, traced plain: a fake copy of the host's own model, called as its sampler does.
+
+What a step is called with the host's model itself says (``extra_conds``), of conditions that stand for a prompt: of the
+prompt that is sampled once there is one, before that of texts of the width that the model's layers take.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..sd_lowvram.compat.private import without_fakes
+from ..sd_lowvram.errors import BadInputError, PlanningError, ran_out
+from ..sd_lowvram.models import anatomy_of_components, compvis
+from ..sd_lowvram.models.anatomy import HOST, Anatomy, Family
+from ..sd_lowvram.models.calls import Shape, StepInputs
+from ..sd_lowvram.models.latents import latent_size
+from ..sd_lowvram.weights import map_tensors
+from . import host
+from .interfaces import ModelPatcher
+
+COMPONENT = "transformer"
+
+_NAMES = {
+    "AuraFlow": "AuraFlow",
+    "ChromaRadiance": "Chroma Radiance",
+    "Flux2": "FLUX.2",
+    "Flux": "FLUX.1",
+    "HunyuanImage21": "HunyuanImage 2.1",
+    "HunyuanVideo": "HunyuanVideo",
+    "LTXV": "LTX-Video",
+    "Lumina2": "Lumina 2",
+    "QwenImage": "Qwen-Image",
+    "SVD_img2vid": "Stable Video Diffusion",
+    "WAN21": "Wan 2.1",
+    "WAN22": "Wan 2.2",
+    "ZImage": "Z-Image",
+}
+"""Names that people know, by how the host's configurations begin."""
+
+
+def name_of(model: Any) -> str:
+    """What people call the host's BaseModel ``model``."""
+    kinds = (type(getattr(model, "model_config", None)).__name__, type(model).__name__)
+    starts = sorted(_NAMES, key=len, reverse=True)
+    found = (_NAMES[start] for kind in kinds for start in starts if kind.startswith(start))
+    return next(found, kinds[-1])
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor without its values: its shape behind the first dimension, which is 1, and its type."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a prompt gives a model, without its values.
+
+    Attributes:
+        text: tokens and width of the text.
+        others: by the host's names: tensors, several of them, and plain values as they are.
+    """
+
+    text: tuple[int, int]
+    others: tuple[tuple[str, Any], ...] = ()
+
+
+_TOKENS = 512
+"""Of the prompts that are foreseen: what most of these models pad theirs to, or cut them off at."""
+
+_TEXT = re.compile("t5|txt|text|context|cap|cond|cross|y_embed|attn2.to_k")
+_POOLED = re.compile("vector|vec|pooled|clip|y_embed|label|adm")
+
+
+def foreseen(unet: nn.Module) -> Iterator[Conditions]:
+    """Conditions that ``unet`` may be made for, likely ones first: of widths that its layers take."""
+    texts = _widths(unet, _TEXT)[:_MOST] or [_POOLED_WIDTH]
+    for number in _widths(unet, _POOLED)[:2] or [_POOLED_WIDTH]:
+        for mask in ((), (("attention_mask", Like((_TOKENS,), torch.int64)),)):
+            for text in texts:
+                yield Conditions((_TOKENS, text), (("pooled_output", Like((number,))), *mask))
+
+
+_MOST = 4
+"""Widths of texts that are tried."""
+_POOLED_WIDTH = 768
+"""Of what most models have no use for."""
+
+
+def _widths(unet: nn.Module, names: re.Pattern[str]) -> list[int]:
+    """Widths that linear layers take which are called so, the outermost first."""
+    linears = [(path, one) for path, one in unet.named_modules() if isinstance(one, nn.Linear) and names.search(path)]
+    return list(dict.fromkeys(int(one.in_features) for _, one in sorted(linears, key=lambda pair: pair[0].count("."))))
+
+
+def given_by(conditionings: Mapping[str, Any]) -> Conditions | None:
+    """Those of the longest text that a sampling is given; None: there is none.
+
+    Args:
+        conditionings: of a guider, each a list of what the host calls a cond.
+    """
+    conds = [cond for some in conditionings.values() for cond in some or () if isinstance(cond, Mapping)]
+    texts = [cond for cond in conds if isinstance(cond.get("cross_attn"), Tensor) and cond["cross_attn"].dim() == 3]
+    if not texts:
+        return None
+    longest = max(texts, key=lambda cond: cond["cross_attn"].shape[1])
+    others = {name: _without_values(value) for name, value in longest.items() if name not in _NOT_ASKED}
+    text = longest["cross_attn"].shape[1:]
+    return Conditions((text[0], text[1]), tuple((name, value) for name, value in others.items() if value is not None))
+
+
+_NOT_ASKED = {"cross_attn", "model_conds", "uuid", "control", "hooks", "area", "mask"}
+"""What is no matter of the model's."""
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Like(tuple(value.shape[1:]), value.dtype)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(one, Tensor) for one in value):
+        return tuple(map(_without_values, value))
+    return value if isinstance(value, (int, float, str)) else None
+
+
+def anatomy_of_hosted(model: ModelPatcher, conditions: Conditions) -> Anatomy:
+    """The anatomy of a MODEL of any kind, of which a step is called with ``conditions``; hooks find no sites in it.
+
+    Raises:
+        BadInputError: it is no model that a sampler of the host's can run.
+    """
+    base, unet = model.model, model.get_model_object("diffusion_model")
+    latents = getattr(base, "latent_format", None)
+    if latents is None or not hasattr(base, "extra_conds"):
+        raise BadInputError(f"{name_of(base)} is no model that ComfyUI's samplers run")
+    scale = _scale(latents)
+    config = {
+        "latent_scale": scale,
+        "sample_size": max(1, _SIDE // scale),
+        "out_channels": int(latents.latent_channels),
+    }
+    family = Family(
+        components_of=lambda target: {},
+        denoiser=COMPONENT,
+        step_inputs=functools.partial(_step_inputs, conditions, _dimensions(base) == 3),
+        predict=functools.partial(_predict, base),
+        decode=_calls,
+        encode=_calls,
+        configs=lambda components: {COMPONENT: config, HOST: host.facts()},
+        left_out=compvis.DYNAMIC,
+        hosted=True,
+    )
+    return anatomy_of_components(family, {COMPONENT: unet})
+
+
+def _dimensions(base: Any) -> int:
+    """Of latents: rows and columns, and frames; 1 of sounds."""
+    return int(getattr(base.latent_format, "latent_dimensions", 2))
+
+
+_SIDE = 1024
+"""Pixels of the side of the pictures that today's models are made for."""
+
+_SCALES = {"Wan22": 16, "LTXV": 32, "HunyuanImage21": 32, "ChromaRadiance": 1, "SC_B": 4}
+"""Pixels that a latent pixel stands for, of formats that do not say it in an older ComfyUI."""
+
+
+def _scale(latents: Any) -> int:
+    told = getattr(latents, "spacial_downscale_ratio", None)
+    return int(_SCALES.get(type(latents).__name__, 8) if told is None else told)
+
+
+def _calls(*given: Any) -> Any:
+    raise NotImplementedError("of these models only the denoiser is planned")
+
+
+def _step_inputs(conditions: Conditions, has_frames: bool, anatomy: Anatomy, shape: Shape) -> StepInputs:
+    height, width = latent_size(anatomy, shape)
+    frames = (shape.frames,) if has_frames else ()
+    channels = int(anatomy.config(anatomy.denoiser)["out_channels"])
+    return StepInputs(
+        latents=torch.empty(shape.batch, channels, *frames, height, width),
+        timestep=torch.empty(()),
+        text=torch.empty(shape.rows, *conditions.text),
+        added={name: _emptied(value) for name, value in conditions.others},
+    )
+
+
+def _emptied(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_emptied(one) for one in value]
+    return torch.empty(1, *value.shape, dtype=value.dtype) if isinstance(value, Like) else value
+
+
+def _predict(base: Any, unet: nn.Module, x: Tensor, inputs: StepInputs) -> Tensor:
+    """What the host's model ``base`` predicts of ``x`` (rows, C, [frames,] h, w) with ``unet`` in its place."""
+    model = _with(base, unet)
+    told = {"cross_attn": inputs.text[:1], "noise": inputs.latents, "latent_image": inputs.latents, **inputs.added}
+    try:
+        found = _asked(model, told)
+    except Exception as error:  # it reads values, as those of a mask
+        if ran_out(error):
+            raise
+        with without_fakes():
+            found = _asked(model, map_tensors(told, lambda one: torch.ones(one.shape, dtype=one.dtype)))
+    given = {name: one.process_cond(batch_size=len(x), area=None).cond for name, one in found.items()}
+    sigmas = inputs.timestep.expand(len(x))
+    options = {"sigmas": sigmas, "sample_sigmas": sigmas, "cond_or_uncond": [*range(len(x) // len(inputs.latents))]}
+    predicted: Tensor = model.apply_model(x, sigmas, transformer_options=options, **given)
+    return predicted
+
+
+def _asked(model: Any, told: dict[str, Any]) -> dict[str, Any]:
+    """What the model makes of conditions, as the host's sampler asks it."""
+    latents, scale = told["noise"], _scale(model.latent_format)
+    found: dict[str, Any] = model.extra_conds(
+        device=latents.device,
+        latent_shapes=[latents.shape],
+        denoise_mask=None,
+        width=latents.shape[-1] * scale,
+        height=latents.shape[-2] * scale,
+        prompt_type="positive",
+        seed=0,
+        **told,
+    )
+    return found
+
+
+def _with(base: Any, unet: nn.Module) -> Any:
+    """The host's model with another in its denoiser's place, and without the patcher that moves its weights."""
+    made = copy.copy(base)
+    vars(made).update(_modules={**base._modules, "diffusion_model": unet}, current_patcher=None)
+    return made
+
+
+class Traced:
+    """Plans of one MODEL, each made with conditions under which its trace goes through."""
+
+    def __init__(self, model: ModelPatcher) -> None:
+        """
+        Raises:
+            BadInputError: as :func:`anatomy_of_hosted`.
+        """
+        self._model = model
+        self.name = name_of(model.model)
+        self.unet: nn.Module = model.get_model_object("diffusion_model")
+        self._foreseen = [*foreseen(self.unet)] or [Conditions((_TOKENS, _POOLED_WIDTH))]
+        self.given: Conditions | None = None
+        self._anatomies: dict[Conditions, Anatomy] = {}
+        self.anatomy = self._anatomy_for(self._foreseen[0])
+
+    def _anatomy_for(self, conditions: Conditions) -> Anatomy:
+        if conditions not in self._anatomies:
+            self._anatomies[conditions] = anatomy_of_hosted(self._model, conditions)
+        return self._anatomies[conditions]
+
+    def plan(self, make: Callable[[Anatomy], Any]) -> Any:
+        """What ``make`` gives for an anatomy under whose conditions it raises no PlanningError; what went through is
+        tried first from then on.
+
+        Raises:
+            PlanningError: under none.
+        """
+        if _dimensions(self._model.model) not in (2, 3):
+            raise PlanningError("it makes no pictures")
+        failed: PlanningError | None = None
+        for conditions in self._tried():
+            try:
+                made = make(self._anatomy_for(conditions))
+            except PlanningError as error:
+                failed = failed or error
+                continue
+            if conditions in self._foreseen:
+                self._foreseen.remove(conditions)
+                self._foreseen.insert(0, conditions)
+            self.anatomy = self._anatomy_for(conditions)
+            return made
+        assert failed is not None
+        raise failed
+
+    def _tried(self) -> list[Conditions]:
+        if self.given is None:
+            return list(self._foreseen)
+        plain = dataclasses.replace(self.given, others=_pooled(self.given))
+        return [self.given, plain, *self._foreseen]
+
+
+def _pooled(conditions: Conditions) -> tuple[tuple[str, Any], ...]:
+    return tuple(pair for pair in conditions.others if pair[0] == "pooled_output")
