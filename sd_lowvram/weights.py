@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +64,17 @@ def placed(out: Tensor | None, part: Tensor, dim: int, start: int, total: int) -
         out = room(shape, part)
     out.narrow(dim, start, part.shape[dim]).copy_(part)
     return out
+
+
+def is_gguf(tensor: Tensor) -> bool:
+    """Whether ``tensor`` holds blocks of a GGUF file as diffusers keeps them: bytes, and in ``quant_type`` what they are."""
+    return hasattr(tensor, "quant_type") and hasattr(tensor, "as_tensor") and tensor.dtype == torch.uint8
+
+
+def as_gguf(plain: Tensor, gguf: Tensor) -> None:
+    """Let diffusers' own layers take ``plain``, of the bytes of ``gguf``, for such a tensor."""
+    plain.quant_type = gguf.quant_type  # type: ignore[attr-defined]
+    plain.as_tensor = weakref.ref(plain)  # type: ignore[attr-defined]  # called, it gives the tensor
 
 
 _LOADED = "_sd_lowvram_loaded"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..compat.private import FakeTensor, storage_key, writes
 from ..errors import ConflictError
-from ..weights import all_tensors, own_tensors
+from ..weights import all_tensors, is_gguf, own_tensors
 from .schedule import aligned
 
 _HOLDERS = (nn.ParameterList, nn.ParameterDict)
@@ -130,6 +130,8 @@ def _refuse_foreign(layer: Layer, tensor: Tensor) -> None:
     if tensor.device.type == "meta" and not isinstance(tensor, FakeTensor):
         raise ConflictError(f"{layer.name} has weights on the meta device: load them before they are streamed")
     if isinstance(tensor, FakeTensor) or kind in (Tensor, nn.Parameter) or kind is getattr(nn, "Buffer", Tensor):
+        return
+    if is_gguf(tensor):  # bytes, which their layer widens when it is called
         return
     raise ConflictError(
         f"{layer.name} holds {kind.__name__} weights, which cannot be streamed byte by byte: "

@@ -108,7 +108,10 @@ def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> 
         host: what is told of a host whose code it is.
     """
     parts: list[Any] = [type(module).__qualname__ for module in component.modules()]
-    parts += [(tuple(tensor.shape), str(loaded_dtype(tensor)), tensor.stride()) for tensor in all_tensors(component)]
+    parts += [
+        (tuple(tensor.shape), str(loaded_dtype(tensor)), tensor.stride(), str(getattr(tensor, "quant_type", "")))
+        for tensor in all_tensors(component)
+    ]
     config = getattr(component, "config", None)
     if isinstance(config, Mapping):  # diffusers also notes there what was left out, in an order that chance gives
         config = sorted((name, repr(value)) for name, value in config.items() if not name.startswith("_"))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..compat.private import FakeTensorMode
 from ..memory.fake_mode import CPU, fake_empty
+from ..weights import as_gguf, is_gguf
 
 Registry = MutableMapping[str, Any]
 
@@ -22,6 +23,8 @@ def fake_of(real: Tensor, mode: FakeTensorMode) -> Tensor:
         fake = fake_empty(mode, real.shape, real.stride(), real.dtype, CPU)
         if isinstance(real, nn.Parameter):
             fake._is_param = True
+        if is_gguf(real):
+            as_gguf(fake, real)
         return fake.requires_grad_(real.requires_grad) if real.is_leaf and real.requires_grad else fake
 
 
