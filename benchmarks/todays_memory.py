@@ -61,7 +61,7 @@ def _cell(
     model: str, side: int, card: str, vram: int, ram: int, disk: str, like: PlanSearch | None
 ) -> tuple[dict[str, Any], PlanSearch]:
     anatomy = _anatomy(model)
-    asked = {"vram": vram * GIB, "ram": ram * GIB, "width": side, "height": side, "disk": DISKS[disk]}
+    asked: dict[str, Any] = {"vram": vram * GIB, "ram": ram * GIB, "width": side, "height": side, "disk": DISKS[disk]}
     search = PlanSearch(anatomy, request_by("ours", anatomy, gpu=card, steps=_STEPS, **asked), Settings(), False, like)
     try:
         return _told(best_plan(search, least=False)), search

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..devices.disk import described
+from ..errors import BadInputError
 from .exit_codes import exit_on_error
+from .values import check_given
 
 
 def doctor(
@@ -20,14 +24,27 @@ def doctor(
             "measures too slow. What torch.compile gains is measured here alone, which takes minutes.",
         ),
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model's folder or file, of whose disk the speed is told; left out: the current folder's.",
+            metavar="PATH",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Tell what this machine has, what runs here and what is missing."""
     with exit_on_error(debug):
-        from .examination import calibrated, examine
+        check_given(model=model)
+        where = Path(model or ".").resolve()
+        if not where.exists():
+            raise BadInputError(f"--model {model} does not exist: give a folder or a file on the disk")
+        from .examination import calibrated, disk_of, examine
 
-        found = examine(probe=not calibrate)
+        found = examine(probe=not calibrate) | {"disk": disk_of(where, calibrate)}
         if calibrate:
             found["calibration"] = calibrated()
         if as_json:
@@ -53,6 +70,13 @@ def _show(found: dict[str, Any]) -> None:
         machine.add_row("GPU", none if found["device"] == "cpu" else found["device"])
     ram = found["ram"]
     machine.add_row("RAM", f"{format_size(ram['free'])} of {format_size(ram['total'])} free")
+    disk = found["disk"]
+    rate = (
+        "not measured: nothing here is read past the system's cache"
+        if disk["rate"] is None
+        else described(disk["rate"])
+    )
+    machine.add_row("disk", f"{rate}, of {disk['path']}")
     machine.add_row("torch", found["torch"])
     for support in found["support"]:
         machine.add_row(support["level"], f"{support['name']}: {support['sentence']}")

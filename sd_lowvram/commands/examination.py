@@ -8,9 +8,11 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ..checkpoints.inspection import DEMO
+from ..devices.disk import disk_rate
 from ..devices.info import default_device, gpus, host_memory
 from ..devices.support import support_of, support_of_system
 
@@ -54,6 +56,15 @@ def examine(probe: bool = True) -> dict[str, Any]:
         "warnings": _warnings(found),
         "missing": missing + _missing_parts(device),
     }
+
+
+def disk_of(path: Path, again: bool) -> dict[str, Any]:
+    """The disk on which ``path`` lies: "path", and "rate", bytes a second past the system's cache; None: not measured.
+
+    Args:
+        again: measure what was remembered anew.
+    """
+    return {"path": str(path), "rate": disk_rate(path, again)}
 
 
 def calibrated() -> dict[str, Any]:

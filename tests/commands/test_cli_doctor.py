@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from sd_lowvram.cli import app
 from sd_lowvram.commands import examination as doctor
+from sd_lowvram.commands.doctor import _show
 from sd_lowvram.devices.info import Gpu, Memory
 
 
@@ -44,3 +52,20 @@ def test_what_is_missing_comes_with_a_remedy(monkeypatch, tmp_path):
 
 def default_is_cpu() -> bool:
     return doctor.default_device() == torch.device("cpu")
+
+
+def test_the_disk_under_a_model_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda probe: {"gpus": []})
+    monkeypatch.setattr(doctor, "disk_rate", lambda path, again: 5e8 if path == tmp_path else None)
+    told = CliRunner().invoke(app, ["doctor", "--json", "--model", str(tmp_path)])
+    assert json.loads(told.stdout)["disk"] == {"path": str(tmp_path), "rate": 5e8}
+    refused = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "missing")])
+    assert refused.exit_code == 2 and "does not exist" in refused.output
+
+
+@pytest.mark.parametrize(("rate", "words"), [(5e8, "SATA (0.5 GB/s)"), (None, "not measured")])
+def test_a_disk_for_people(rate: float | None, words: str) -> None:
+    found = doctor.examine(probe=False) | {"disk": {"path": "here", "rate": rate}}
+    with io.StringIO() as out, contextlib.redirect_stdout(out):
+        _show(found)
+        assert words in out.getvalue()
