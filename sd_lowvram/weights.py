@@ -67,7 +67,7 @@ def placed(out: Tensor | None, part: Tensor, dim: int, start: int, total: int) -
 
 
 def is_gguf(tensor: Tensor) -> bool:
-    """Whether ``tensor`` holds blocks of a GGUF file as diffusers keeps them: bytes, and in ``quant_type`` their kind."""
+    """Whether ``tensor`` holds a GGUF file's blocks as diffusers keeps them: bytes, and ``quant_type`` beside."""
     return hasattr(tensor, "quant_type") and hasattr(tensor, "as_tensor") and tensor.dtype == torch.uint8
 
 
