@@ -23,6 +23,8 @@ FRAMES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", FRAMES)
 def test_conv3d_on_a_cpu(kind: str, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("oneDNN has no bfloat16 here: torch unfolds all of it, which is not counted")
     shape, kernel, stride = FRAMES[kind]
     call = functools.partial(
         F.conv3d, torch.randn(shape).to(dtype), torch.randn(kernel).to(dtype), torch.zeros(kernel[0]).to(dtype), stride
