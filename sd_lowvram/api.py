@@ -51,7 +51,7 @@ def plan(
     """The fastest settings that fit, with their predicted peak; attaches nothing, and runs nothing.
 
     Args:
-        target, vram, ram, width, height, batch, steps, pictures, device, settings, approximate: see :func:`optimize`.
+        target: as for :func:`optimize`, and so are all others.
 
     Returns:
         Settings, and what they are foretold to take: bytes by stage, seconds, what more memory would buy, and reasons.
@@ -229,7 +229,7 @@ def max_size(
     """The largest pictures that fit; takes up to a minute the first time.
 
     Args:
-        target, vram, ram, batch, device, settings, approximate: as for :func:`optimize`.
+        target: as for :func:`optimize`, and so are all others.
 
     Returns:
         The plans of the largest "square" and "16:9" pictures, whose ``request`` has their size in pixels; None where
@@ -262,7 +262,7 @@ def decode(
     Args:
         vae: an autoencoder, or a pipeline that has one. In fp16, where its configuration forbids that, it computes in
             fp32.
-        vram, ram: as for :func:`optimize`.
+        vram: as for :func:`optimize`, and so is ``ram``.
         device: where to compute. None: where ``latents`` are.
         settings: knobs that are fixed; the rest is chosen.
 
@@ -296,7 +296,7 @@ def encode(
     Autoencoders of Qwen-Image and Wan take frames (N, 3, frames, H, W), of which all but the first count by fours.
 
     Args:
-        vae, vram, ram, device, settings: as for :func:`decode`.
+        vae: as for :func:`decode`, and so are ``vram``, ``ram``, ``device`` and ``settings``.
 
     Returns:
         The moments, exact as :func:`decode` is: mean in the first half of the channels, log-variance in the second.

@@ -107,7 +107,8 @@ def measured(target: Any, anatomy: Anatomy | None = None, device: torch.device |
 
     Args:
         target: what ``optimize`` takes, with a plan attached or without.
-        anatomy, device: of the target and where it runs, where that is not to be found by looking at it.
+        anatomy: of the target, where that is not to be found by looking at it.
+        device: where it runs, likewise.
 
     Yields:
         The stages with their seconds and peak bytes, weights included; empty until the block ends.

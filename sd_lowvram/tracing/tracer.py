@@ -126,7 +126,8 @@ def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any
 
     Args:
         module_or_callable: what is run.
-        inputs, kwargs: what it is called with; of tensors, shapes and types count.
+        inputs: what it is called with; of tensors, shapes and types count.
+        kwargs: what it is called with by name.
 
     Returns:
         Bytes at the peak and of the largest allocation, the same in host memory, operations, bytes read and written,
