@@ -131,6 +131,8 @@ def test_gradients_flow_as_without_it() -> None:
 
 @torch.no_grad()
 def test_in_bfloat16_the_bits_are_the_plain_ones() -> None:
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("oneDNN has no bfloat16 here: torch's own kernel rounds strips otherwise")
     torch.manual_seed(0)
     vae: Any = diffusers.AutoencoderKLQwenImage(base_dim=32, **_SMALL).to(torch.bfloat16).eval()
     latents = torch.randn(1, 16, 1, 13, 11).to(torch.bfloat16)
