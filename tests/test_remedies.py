@@ -370,6 +370,7 @@ ELSEWHERE = {
     "call one model after the other": "streaming/test_threads.py",
     "gave other bits": "kernels/test_determinism.py",
     "is no interval": "saved_latents/test_saved_latents.py",
+    "or a number of MB/s": "devices/test_disk.py",
     "needs a generator": "saved_latents/test_resumable.py",
     "cannot go on from saved latents": "saved_latents/test_resumable.py",
     "Load the model in a wider type": "commands/test_resume.py",
