@@ -65,8 +65,8 @@ def test_teacher_and_students_are_trained_by_one_command_that_goes_on(archives: 
     assert (unet["layers_per_block"], unet["sample_size"]) == (2, 8)
     stop = """
 import argparse, pathlib, sys, train_unet
-channels = (64, 96, 128, 160)
-told = dict(work=pathlib.Path(sys.argv[1]), layers=2, channels=channels, steps=9, until=9, batch=2, processes=1, rate=1e-3, seed=0)
+told = dict(work=pathlib.Path(sys.argv[1]), layers=2, steps=9, until=9, batch=2, processes=1, rate=1e-3, seed=0)
+told |= dict(channels=(64, 96, 128, 160))
 for ends in ([False, True, True, True], [False, False, True, True]):
     print("stands at", train_unet.train(0, argparse.Namespace(**told), lambda: ends.pop(0)))
 """
