@@ -24,7 +24,7 @@ from sd_lowvram.units import GIB
 from .tables import Columns, Row, filled, rows_table
 
 MODELS = ("flux1-dev", "klein-4b", "klein-9b", "sd3.5-medium", "sd3.5-large", "z-image", "chroma1", "qwen-image")
-SIDES = (1024, 512, 2048)
+SIDES = (1024,)
 _CARDS = ("rtx3060", "rtx3050-laptop")
 _VRAM, _RAM, _DISKS = (4, 6, 8), (16, 32, 64), ("nvme", "sata")
 _SYSTEM = 4
