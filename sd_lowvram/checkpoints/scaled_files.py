@@ -1,0 +1,184 @@
+"""Weights of 8 bits in ComfyUI's files: what a header tells of them, and models that hold them as they are.
+
+Two layouts are read, as ComfyUI's own code has them: ``scaled_fp8``, in which a layer's ``scale_weight`` stands beside
+its weight, and the newer one, in which ``weight_scale`` does and ``comfy_quant``, or the file's metadata, says what the
+layer is stored as. Weights in fp8 without a scale are kept as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError
+from .safetensors_header import Header
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype, nn
+
+SERVED = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+"""What ComfyUI calls the formats that are read."""
+
+_SCALES = (".scale_weight", ".weight_scale")
+_LEFT_OUT = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
+"""What is of no use to a layer that computes in the model's own type."""
+
+_REFUSED = {
+    ".wscales": "nunchaku's 4 bits",
+    ".smooth_factor": "nunchaku's 4 bits",
+    ".weight_scale_2": "nvfp4",
+    ".pre_quant_scale": "smoothed inputs (pre_quant_scale)",
+    ".weight_s_rel": "asym_w4a8_int8",
+    "bitsandbytes__nf4": "nf4 of bitsandbytes",
+    "bitsandbytes__fp4": "fp4 of bitsandbytes",
+}
+"""By a mark in a weight's name, what nothing here computes with."""
+
+
+def check_formats(path: Path, header: Header) -> None:
+    """Look at how the weights of a file are stored, before any of them is read.
+
+    Raises:
+        CheckpointError: in a way that is not served, which is named.
+    """
+    for name in header.tensors:
+        for mark, kind in _REFUSED.items():
+            if mark in name:
+                raise _refusal(path, kind)
+    for kind in {_format_of(told) for told in _told(path, header)}:
+        if kind not in SERVED:
+            raise _refusal(path, kind)
+
+
+def _refusal(path: Path, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds weights in {kind}, for which there is no kernel here: get the file in bf16, in fp8 or int8 with "
+        "scales, or in GGUF"
+    )
+
+
+def _format_of(told: Mapping[str, Any]) -> str:
+    """The format in what ComfyUI writes of a layer; rotated weights are one of their own."""
+    more = told.get("params")
+    rotated = told.get("convrot") or (isinstance(more, Mapping) and more.get("convrot"))
+    return f"{told.get('format')} of rotated weights (convrot)" if rotated else str(told.get("format"))[:40]
+
+
+def _told(path: Path, header: Header) -> Iterator[dict[str, Any]]:
+    """What ComfyUI wrote of each layer that is stored in a way of its own."""
+    try:
+        layers = json.loads(header.metadata.get("_quantization_metadata", "{}")).get("layers", {})
+        yield from (dict(one) for one in layers.values())
+        with open(path, "rb") as file:
+            for name, entry in header.tensors.items():
+                if name.endswith(".comfy_quant"):
+                    file.seek(header.data_offset + entry.begin)
+                    yield dict(json.loads(file.read(entry.end - entry.begin)))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: what it says of its weights is no table ({error})") from error
+
+
+Scales = dict[str, "Tensor"]
+"""By the name of a weight."""
+
+Convert = Callable[[dict[str, Any]], Mapping[str, Any]]
+"""From the weights of a file to those of a model, by name; the dictionary may be emptied on the way."""
+
+
+def apart(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Scales]:
+    """The weights of a file, and the scales that stood beside them."""
+    import torch
+
+    weights: dict[str, Tensor] = {}
+    scales: Scales = {}
+    for name, tensor in state.items():
+        mark = next((one for one in _SCALES if name.endswith(one)), None)
+        if mark is not None:
+            scales[name.removesuffix(mark) + ".weight"] = tensor.float()
+        elif not name.endswith(_LEFT_OUT):
+            weights[name] = tensor
+    for name in scales:
+        if name in weights and weights[name].dtype == torch.uint8:  # older writers kept fp8 so
+            weights[name] = weights[name].view(torch.float8_e4m3fn)
+    return weights, scales
+
+
+def converted(weights: dict[str, Tensor], scales: Scales, convert: Convert) -> tuple[dict[str, Tensor], Scales]:
+    """Both by the names of a model.
+
+    A converter cuts, joins and renames weights and knows of no scales. It is therefore called a second time with the
+    scales spread to the shape of their weights, of which the first column of each is taken then; without memory, as
+    nothing is written out that is only cut.
+    """
+    import torch
+
+    from ..kernels.scaled import EIGHT_BITS
+
+    one = torch.ones(())
+    spread = {
+        name: _by_rows(scales[name], weight) if name in scales else one.to(weight.device).expand(weight.shape)
+        for name, weight in weights.items()
+    }
+    made = dict(convert(dict(weights)))
+    if not scales:
+        return made, {}
+    columns = {name: tensor for name, tensor in convert(spread).items() if made[name].dtype in EIGHT_BITS}
+    return made, {name: _shortest(tensor) for name, tensor in columns.items()}
+
+
+def _by_rows(scale: Tensor, weight: Tensor) -> Tensor:
+    shaped = scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, *[1] * (weight.dim() - 1))
+    return shaped.expand(weight.shape)
+
+
+def _shortest(spread: Tensor) -> Tensor:
+    """The scales of a weight's rows (out, 1), or one number where all are alike."""
+    rows = spread[:, :1]
+    if rows.device.type != "meta" and bool((rows == rows[0, 0]).all()):
+        return rows[0, 0].clone()
+    return rows.clone()
+
+
+def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes: dtype) -> list[str]:
+    """Give ``model`` the weights of ``state``: those of linear layers that are in 8 bits as they are, the others in the
+    type in which it computes.
+
+    Returns:
+        The names that the model has no place for.
+
+    Raises:
+        CheckpointError: weights in int8 without a scale.
+    """
+    import torch
+    from torch import nn
+
+    from ..kernels.scaled import EIGHT_BITS, ScaledLinear, widened
+
+    rest: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if tensor.dtype not in EIGHT_BITS:
+            rest[name] = tensor.to(computes) if tensor.is_floating_point() else tensor
+            continue
+        scale = scales.get(name)
+        if scale is None and tensor.dtype == torch.int8:
+            raise CheckpointError(f"{name} is stored in int8 without a scale")
+        path, _, last = name.rpartition(".")
+        owner = _submodule(model, path)
+        if type(owner) is nn.Linear and last == "weight" and tuple(tensor.shape) == tuple(owner.weight.shape):
+            bias = None if owner.bias is None else state.get(f"{path}.bias", owner.bias).to(computes)
+            kept = ScaledLinear(tensor, scale, bias, computes)
+            above, _, called = path.rpartition(".")
+            setattr(model.get_submodule(above), called, kept)
+        else:  # tables, which are looked up, and what is no matrix
+            rest[name] = widened(tensor, scale, computes)
+    found = model.load_state_dict(rest, strict=False, assign=True)
+    return list(found.unexpected_keys)
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
