@@ -20,7 +20,6 @@ from sd_lowvram.units import parse_size
 
 from .commands.options import Debug, Json, measurement, measuring
 from .commands.report import report
-from .commands.students import students
 
 _MOST_BUDGETS = 100
 _MOST_PAIRS = 1000
@@ -323,7 +322,7 @@ def storage() -> dict[str, Any]:
     return {}
 
 
-_OF_COMMANDS: dict[str, list[Any]] = {"batch": [batches], "unet": [smaller_unets, students]}
+_OF_COMMANDS: dict[str, list[Any]] = {"batch": [batches], "unet": [smaller_unets]}
 """Measurements of what the package may come without, by its command there."""
 
 doors.find()

@@ -1,4 +1,4 @@
-"""The teacher and the students of `benchmarks/smaller_unets.md`, end to end with tiny numbers."""
+"""The teacher and the students of `tools/demo/students.md`, end to end with tiny numbers."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from combinations import Combination, caption, read, unseen_pair
 from judge import score, verdict
+from picture_rows import picture_rows_png
 from torch import Tensor
 from train_unet import phrase
 
@@ -183,13 +184,10 @@ def _told(first: dict[str, dict[str, float]], second: dict[str, dict[str, float]
 
 def sheet(args: argparse.Namespace, names: list[str]) -> bytes:
     """Some pictures of seed 0, a row for each who drew them."""
-    from benchmarks.plots.picture_rows import picture_rows_png
-
     parts = read(args.work, held=True)[1][:: args.every]
     places = torch.linspace(0, len(parts) - 1, min(SHOWN, len(parts))).round().long()
     rows = {name: torch.load(drawn_in(args) / f"{name}-0.pt")[places].float() / 127 for name in names}
-    png: bytes = picture_rows_png(rows, [caption(parts[place]) for place in places.tolist()])
-    return png
+    return picture_rows_png(rows, [caption(parts[place]) for place in places.tolist()])
 
 
 def main() -> None:
