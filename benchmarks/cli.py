@@ -288,6 +288,16 @@ def batches(
     return {"where": on, "workers": workers, "jobs": jobs, "pairs": pairs}
 
 
+def ladder_on_card() -> dict[str, Any]:
+    """The ladders of both sources on their cards, foretold: nothing runs."""
+    return {}
+
+
+def phones() -> dict[str, Any]:
+    """SD1.5 as on a phone: weights and intermediates, published and foretold, and what GELU reads and writes."""
+    return {}
+
+
 def winograd() -> dict[str, Any]:
     """Winograd's convolutions: what they save, their error, their time here."""
     return {}
@@ -328,7 +338,8 @@ _OF_COMMANDS: dict[str, list[Any]] = {"batch": [batches], "unet": [smaller_unets
 doors.find()
 for _one in (
     warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans,
-    schedule, matrix, published, winograd, finite, storage, todays_models, todays_memory,
+    schedule, matrix, published, winograd, finite, ladder_on_card, phones,
+    storage, todays_models, todays_memory,
     *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
 ):  # fmt: skip
     app.command()(measurement(_one))

@@ -89,7 +89,9 @@ def _on_cpu(source: str, device: torch.device, large: bool) -> tuple[list[Ladder
         left["memory-efficient attention"] = "torch's attention on CPUs is of that kind from the first row on"
     else:
         found = [LadderRow("fp32", 1.0, inference=False), *half, LadderRow("inference mode", 2.49)]
-        left["fused kernels"] = "they are Triton's, for GPUs; on a CPU torch.compile fuses the same operators"
+        left["fused kernels"] = (
+            "they are Triton's, for GPUs, where ladder-on-card foretells them; on a CPU torch.compile fuses the same"
+        )
     found.append(LadderRow("fused QKV products", None, {}, "fused"))
     if large:
         found.append(LadderRow("packed weights", None, {"packed_weights": True}))
