@@ -293,6 +293,18 @@ def ladder_on_card() -> dict[str, Any]:
     return {}
 
 
+def first_steps(
+    model: Annotated[
+        list[str] | None, typer.Option("--model", "-m", help="sd15 or demo; may be repeated.", metavar="NAME")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Processes of each kind.")] = 3,
+) -> dict[str, Any]:
+    """First steps of a process with a traced UNet: with nothing kept, another size's trace, and its own."""
+    check_names("--model", model or (), _TIMED)
+    check_count("--rounds", rounds, _MOST_PAIRS)
+    return {"models": model or _TIMED, "rounds": rounds}
+
+
 def phones() -> dict[str, Any]:
     """SD1.5 as on a phone: weights and intermediates, published and foretold, and what GELU reads and writes."""
     return {}
@@ -338,7 +350,7 @@ _OF_COMMANDS: dict[str, list[Any]] = {"batch": [batches], "unet": [smaller_unets
 doors.find()
 for _one in (
     warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans,
-    schedule, matrix, published, winograd, finite, ladder_on_card, phones,
+    schedule, matrix, published, winograd, finite, ladder_on_card, first_steps, phones,
     storage, todays_models, todays_memory,
     *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
 ):  # fmt: skip
