@@ -210,7 +210,7 @@ def test_sizes(pipe: Any) -> None:
 
 
 BUDGETS = [
-    ({"vram": "1MB"}, "vram", "needs at least ([^.]*?\\.?[^.]*?)\\. Give that much"),
+    ({"vram": "0.5MB"}, "vram", "needs at least ([^.]*?\\.?[^.]*?)\\. Give that much"),
     ({"vram": "20MB", "ram": "1MB"}, "ram", "at least (.*) is needed"),
 ]
 

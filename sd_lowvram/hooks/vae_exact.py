@@ -7,7 +7,8 @@ strips. Fidelity: ``rounding``. Own idea; the shared statistics were first seen 
 
 Between layers the map is *held* on the device (at most half of what the plain decoder holds), *parked* in host memory
 (only strips on the device), or at the largest level *recomputed* from the last smaller map, once for each
-normalisation.
+normalisation. Where a CPU computes, a map takes as much in host memory as on the device: what is parked besides is no
+saving there, and so the smaller maps of a recomputed one are parked too, and both accounts hold the least.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .. import progress
 from ..compat.private import FakeTensor
 from ..errors import NoSiteError, NotFiniteError
 from ..kernels.attention.bounded import fused_softmax
+from ..kernels.cpu_convolutions import is_on_cpu
 from ..memory import Parked
 from ..memory.repeats import representatives, standing_for
 from ..models.anatomy import Anatomy, Residual, layer
@@ -45,6 +47,8 @@ from .vae_operations import Operation, first_half, needed_rows, operations_of, s
 
 _MOST_STRIP_BYTES = 16 * MIB
 _STRIPS_A_MAP = {4: 16, 2: 24}  # half types pass through float32 where they are normalised
+_RECOMPUTED_STRIPS = 2
+"""Times as many where the map is recomputed and all else parked: they carry the rows around them through all layers."""
 _PLAIN_MAPS = 3
 
 
@@ -71,8 +75,9 @@ def vae_exact(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """The map between layers held on the device; else parked, also in the smallest strips, or recomputed. Autoencoders
-    of frames hold no map, and are at least as fast as they are plain: strips of three sizes."""
+    """The map between layers held on the device; else parked, also in the smallest strips, or recomputed: on a CPU in
+    the smallest strips, too. Autoencoders of frames hold no map, and are at least as fast as they are plain: strips of
+    three sizes."""
     if target.anatomy.vae is None or not divides(target.anatomy.vae):
         return
     if is_causal(target.anatomy.vae):
@@ -80,10 +85,12 @@ def offers(target: Target) -> Iterator[Offer]:
             ways = {"vae_tiles": "exact", **({} if mib is None else {"vae_strip_mib": mib})}
             yield Offer(OfferKind.INSTEAD, ways, level=level, stages=("encode", "decode"), least=mib == 1)
         return
-    levels = [(1, "held", {}), (2, "parked", {}), (2, "parked", {"vae_strip_mib": 4}), (2, "recomputed", {})]
-    for level, place, more in levels:
-        ways = {"vae_tiles": "exact", "vae_map": place, **more}
-        yield Offer(OfferKind.INSTEAD, ways, level=level, stages=("encode", "decode"), least=bool(more))
+    levels = [(1, "held", None), (2, "parked", None), (2, "parked", 4), (2, "recomputed", None)]
+    least = levels[2] if target.on_gpu else (2, "recomputed", 4)
+    for one in dict.fromkeys([*levels, least]):
+        level, place, mib = one
+        ways = {"vae_tiles": "exact", "vae_map": place, **({} if mib is None else {"vae_strip_mib": mib})}
+        yield Offer(OfferKind.INSTEAD, ways, level=level, stages=("encode", "decode"), least=one == least)
 
 
 def divides(vae: Any) -> bool:
@@ -188,14 +195,16 @@ class _StripPass:
         self.input = x
         self.stage = stage
         self.watch = watch
-        self.parks = settings.vae_map == "parked"
+        sparing = settings.vae_map == "recomputed" and is_on_cpu(x)
+        self.parks = settings.vae_map == "parked" or sparing
         self.fused = bool(settings.fused_kernels)
         first = steps[0]
         self.wraps = isinstance(first, Conv) and getattr(layer(first.conv), "padding_mode", "zeros") == "circular"
         self.itemsize = x.element_size()
         self.largest = max(_map_bytes(steps, x))
         most = settings.vae_strip_mib * MIB if settings.vae_strip_mib else _MOST_STRIP_BYTES
-        self.strip_bytes = min(most, max(MIB // 4, self.largest // _STRIPS_A_MAP.get(self.itemsize, 16)))
+        strips = _STRIPS_A_MAP.get(self.itemsize, 16)
+        self.strip_bytes = min(most, max(MIB // 4, self.largest // strips)) // (_RECOMPUTED_STRIPS if sparing else 1)
         self.done, self.shown = 0, 0
         self.silent = isinstance(x, FakeTensor)  # a plan's trace is no progress
 

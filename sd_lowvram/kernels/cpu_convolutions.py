@@ -23,11 +23,16 @@ _LEAST = 20480
 """Elements of a map's first four dimensions, up to which torch unfolds one picture of float32."""
 
 
+def is_on_cpu(x: Tensor) -> bool:
+    """Whether a CPU computes what is made of ``x``; in a trace, in the run that it is of."""
+    return on_cpu() if isinstance(x, FakeTensor) else x.device.type == "cpu"
+
+
 def is_float32_on_cpu(x: Tensor) -> bool:
     """Whether the kernel that convolves ``x`` hangs on its size; in a trace, as in the run that it is of."""
     if x.dtype != torch.float32 or autocast_dtype("cpu") is not None or not torch.backends.mkldnn.is_available():
         return False
-    return on_cpu() if isinstance(x, FakeTensor) else x.device.type == "cpu"
+    return is_on_cpu(x)
 
 
 def unfolds(shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int] = (1,), groups: int = 1) -> bool:

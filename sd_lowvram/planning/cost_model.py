@@ -134,6 +134,12 @@ class Pricing:
         """Of all components."""
         return sum(self.costs.weights(name, settings).bytes for name in self.anatomy.components)
 
+    def runs_often(self, planned: StagePlan) -> bool:
+        """Whether a stage runs in every step."""
+        return any(
+            one.repeats for one in self.costs.stages if (one.name, one.component) == (planned.name, planned.component)
+        )
+
     def fidelity(self, settings: Settings) -> Fidelity:
         """The farthest from the model as loaded that any of the settings goes."""
         others = [knob.fidelity_of(value) for name, knob, value in settings.decided() if name != "precision" and value]

@@ -70,6 +70,8 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
     if best is None:
         smallest = search.smallest_as_traced_whole() or smallest
         raise budget_error(request, smallest, search.leanest() if smallest.needed_bytes <= request.vram else None)
+    if least and not search.pricing.on_gpu and not search.pricing.runs_often(smallest.worst):
+        smallest = search.smallest_as_traced_whole() or smallest  # where maps are recomputed, parts tell too little
     smallest = min(smallest, best, key=lambda run: run.needed_bytes)
     following = search.next_faster(best)
     return Plan(

@@ -56,7 +56,7 @@ def test_json_for_machines(folder: Path) -> None:
 
 
 def test_an_impossible_budget_names_the_smallest_that_works(folder: Path) -> None:
-    result = run("--model", str(folder), "--vram", "1MB", "--json")
+    result = run("--model", str(folder), "--vram", "0.5MB", "--json")
     assert result.exit_code == 3
     assert "needs at least" in result.output
 

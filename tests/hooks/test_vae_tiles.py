@@ -18,6 +18,7 @@ from sd_lowvram import Settings, attached, decode, encode, trace
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.demo import MODEL_PATH
 from sd_lowvram.hooks.vae_fast import blended, shares, starts
+from sd_lowvram.memory.accounts import kernels_of
 from sd_lowvram.progress import listen
 from sd_lowvram.units import MIB
 
@@ -168,9 +169,9 @@ def test_exact_at_every_size(height: int, width: int, batch: int, kind: str, las
             convolution.padding_mode = "zeros"
 
 
-def _traced(run: Any, shape: tuple[int, ...], **chosen: Any) -> Any:
-    vae = build_components("sd15", dtype=torch.float16, device="meta", only=("vae",))["vae"]
-    x = torch.empty(shape, dtype=torch.float16, device="meta")
+def _traced(run: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float16, **chosen: Any) -> Any:
+    vae = build_components("sd15", dtype=dtype, device="meta", only=("vae",))["vae"]
+    x = torch.empty(shape, dtype=dtype, device="meta")
     with torch.no_grad(), attached(vae, Settings(**chosen)):
         return trace(getattr(vae, run), x, return_dict=False)
 
@@ -199,6 +200,19 @@ def test_peak_of_held_and_recomputed_maps(size: int) -> None:
             recomputed = _traced(run, shape, vae_tiles="exact", vae_map="recomputed")
             share = 0.6 if run == "decode" else 1.0  # an encoder's next level is as large as what recomputing saves
             assert recomputed.activation_peak_bytes <= share * held.activation_peak_bytes
+
+
+@pytest.mark.slow(6)
+@pytest.mark.parametrize("run", ["decode", "encode"])
+@pytest.mark.parametrize(("size", "strip"), [(256, None), (512, 4)])
+def test_where_a_cpu_computes_a_recomputed_map_takes_less_of_both_accounts(run: str, size: int, strip: Any) -> None:
+    shape = (1, 4, size // 8, size // 8) if run == "decode" else (1, 3, size, size)
+    exact: Any = {"vae_tiles": "exact", "vae_strip_mib": strip}
+    with kernels_of("cpu"):
+        parked = _traced(run, shape, torch.float32, vae_map="parked", **exact)
+        recomputed = _traced(run, shape, torch.float32, vae_map="recomputed", **exact)
+    assert recomputed.activation_peak_bytes < parked.activation_peak_bytes
+    assert recomputed.allocated_peak_bytes < 0.75 * parked.allocated_peak_bytes
 
 
 @given(size=st.integers(1, 120), tile=st.integers(2, 40), shared=st.integers(1, 39))

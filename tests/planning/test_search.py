@@ -305,7 +305,7 @@ def test_who_shows_no_minimum_gets_the_same_plan_for_less(anatomy: Any) -> None:
     assert told.minimum_peak_bytes < plan.minimum_peak_bytes == plan.predicted.peak_bytes
     assert len(search.pricing.priced(search.base)) <= len(whole.pricing.priced(whole.base))
     with pytest.raises(BudgetError, match="at least"):
-        make_plan(anatomy, request(MIB), Settings(), least=False)
+        make_plan(anatomy, request(MIB // 2), Settings(), least=False)
 
 
 def test_costs_are_remembered(anatomy: Any, tmp_path: Any, monkeypatch: Any) -> None:
