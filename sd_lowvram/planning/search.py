@@ -192,19 +192,23 @@ class PlanSearch:
 
     def smallest_as_traced_whole(self) -> Candidate | None:
         """As :meth:`smallest`, of runs that are traced whole, which takes longer: with just that, a plan is made."""
-        run, priced = self.smallest(), None
-        while run is not None and run != priced:
-            self.pricing.confirmed(run)
-            run, priced = self.smallest(), run
-        return run
+        return self._settled(self.smallest)
 
     def leanest(self) -> Candidate | None:
-        """Of the runs that the device holds, the one with the least in host memory.
+        """Of the runs that the device holds as traced whole, the one with the least in host memory.
 
         More room for streamed weights leaves no less of them in host memory, and holds no more.
         """
         least_rooms = {self._ways[one]: one for one in reversed(self._placements)}
-        return self._least(least_rooms.values(), "host_bytes", self._held)
+        return self._settled(lambda: self._least(least_rooms.values(), "host_bytes", self._held))
+
+    def _settled(self, found: Callable[[], Candidate | None]) -> Candidate | None:
+        """What is ``found`` once nothing changes by tracing it whole."""
+        run, priced = found(), None
+        while run is not None and run != priced:
+            self.pricing.confirmed(run)
+            run, priced = found(), run
+        return run
 
     def too_large(self) -> BudgetError:
         """That some stage makes a larger allocation than the settings allow, whatever is chosen."""
