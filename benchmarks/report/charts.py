@@ -244,7 +244,8 @@ def peers_charts(report: Report) -> list[Chart]:
         "process": [None if row["process_bytes"] is None else row["process_bytes"] / MIB for row in rows.values()],
     }
     memory = bars("Peak beyond what was there before the model", list(rows), figures, "MiB")
-    seconds = bars("Time of the picture", list(rows), {"here": [row["seconds"] for row in rows.values()]}, "s")
+    times = [row["seconds"] if trusted(row, "spread") else None for row in rows.values()]
+    seconds = bars("Time of the picture", list(rows), {"here": times}, "s")
     others = [row for name, row in rows.items() if name not in OURS]
     least = rows.get(LEAST)
     lower = least is not None and all(least["allocator_bytes"] < row["allocator_bytes"] for row in others)
