@@ -18,6 +18,7 @@ from simulated_card.races import Race, races
 
 from sd_lowvram.devices.performance import PROFILES, THIS, Rates
 from sd_lowvram.memory.pinned import unlock_ended
+from sd_lowvram.streaming.mapped_files import PastCache
 
 GPU = torch.device("cuda", 0)
 
@@ -93,7 +94,7 @@ class Simulated:
         seen = Seen()
         with self.card.scheduled(*SCHEDULES[schedule]):
             try:
-                with self.card.logged() as log, HostWatch(self.card), _threads_watched(self.card):
+                with self.card.logged() as log, HostWatch(self.card), _unseen_watched(self.card):
                     yield seen
             finally:
                 seen.races = races(log)
@@ -111,14 +112,20 @@ class Simulated:
 
 
 @contextlib.contextmanager
-def _threads_watched(card: Card) -> Iterator[None]:
-    """What threads that are started inside do to pinned memory is written down too."""
-    run = threading.Thread.run
+def _unseen_watched(card: Card) -> Iterator[None]:
+    """What threads that are started inside do to pinned memory is written down too, and what is read into it from a
+    file, which is no operator's work."""
+    run, read = threading.Thread.run, PastCache.read
 
     def watched(thread: threading.Thread) -> None:
         with HostWatch(card):
             run(thread)
 
+    def reads(past: PastCache, source: torch.Tensor, into: torch.Tensor) -> bool:
+        card.host_access(into.data_ptr(), into.nbytes, True)
+        return read(past, source, into)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "run", watched)
+        patch.setattr(PastCache, "read", reads)
         yield
