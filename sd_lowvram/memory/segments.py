@@ -15,6 +15,9 @@ from .accounts import tracing
 _stepping: dict[torch.device, weakref.ref[object]] = {}
 """By device the run of which its last call was a step; none after a call of another kind."""
 
+_settled: set[tuple[torch.device, int]] = set()
+"""Devices and their streams on which products have been computed."""
+
 
 def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
     """Give unused segments back; between two steps of one run only where the GPU could not do without them.
@@ -30,6 +33,18 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
         if last is not None and last() is steps_of and not _is_short(device):
             return
     torch.cuda.empty_cache()
+    _settle_libraries(device)
+
+
+def _settle_libraries(device: torch.device) -> None:
+    """Have cuBLAS take the workspace that it keeps for a stream from its first product on: before tensors of the stage
+    are there it lies at the start of a segment, as plans count it. In the midst of one it would leave no room of 10 MiB
+    on either side."""
+    stream = (device, torch.cuda.current_stream(device).cuda_stream)
+    if stream not in _settled:
+        _settled.add(stream)
+        small = torch.zeros(8, 8, dtype=torch.float16, device=device)
+        torch.mm(small, small)
 
 
 def _is_short(device: torch.device) -> bool:

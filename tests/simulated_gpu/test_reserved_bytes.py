@@ -145,10 +145,13 @@ def libraries(
     gpu.kernels.forget()
 
 
-@pytest.mark.parametrize("libraries", ["none", "nhwc", "fixed"], indirect=True)
 @pytest.mark.parametrize(
-    ("model", "side", "share"),
-    [*(("sd15", 512, share) for share in (0.0, 0.1, 0.3, 0.6, 1.0)), pytest.param("sdxl", 1024, 0.0, marks=LARGE)],
+    ("libraries", "model", "side", "share"),
+    [
+        *((name, "sd15", 512, share) for name in ("none", "nhwc", "fixed") for share in (0.0, 0.1, 0.3, 0.6, 1.0)),
+        pytest.param("none", "sdxl", 1024, 0.0, marks=LARGE),
+    ],
+    indirect=["libraries"],
 )
 def test_a_plan_runs_beside_libraries_that_were_measured(
     gpu: Any, libraries: str, model: str, side: int, share: float
@@ -160,4 +163,4 @@ def test_a_plan_runs_beside_libraries_that_were_measured(
     assert row.reserved <= row.planned_reserved + 2 * MIB
     assert row.locked <= row.planned_host * 1.02 + MIB
     if share == 0:  # no more than a share of what is free, which tests side by side take from each other
-        assert row.locked >= min(row.planned_host, 6144 * MIB) * 0.9
+        assert row.locked >= min(row.planned_host, 1280 * MIB)
