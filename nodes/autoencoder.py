@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from ..sd_lowvram.errors import BadInputError, BudgetError
+from ..sd_lowvram.models.causal_autoencoder import FRAMES
+from ..sd_lowvram.models.latents import has_frames
 from ..sd_lowvram.planning.fallback import Shortage, leaner, shortage
 from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
@@ -31,7 +33,7 @@ from . import host
 from .interfaces import HostVAE
 from .node_request import ChosenSettings, NodeRequest, PlanRecord, attachable, chosen, plan_for_host
 from .refusals import autoencoder_of
-from .report_text import warn_above
+from .report_text import room_for_weights, warn_above
 
 
 def optimized_vae(vae: HostVAE, node_request: NodeRequest, record: PlanRecord | None = None) -> HostVAE:
@@ -75,13 +77,14 @@ def hooks_of(vae: HostVAE) -> _Autoencoder | None:
 
 
 def foresee_decode(vae: HostVAE | None, shape: Sequence[int]) -> None:
-    """Put the plan for decoding (N, C, h, w) latents into the record of an optimized ``vae``; others tell nothing.
+    """Put the plan for decoding (N, C, [frames,] h, w) latents into the record of an optimized ``vae``; others tell
+    nothing.
 
     Raises:
         BudgetError: nothing fits.
     """
     hooks = None if vae is None else hooks_of(vae)
-    if hooks is not None and len(shape) == 4:
+    if hooks is not None and len(shape) in (4, 5):
         hooks.foresee("decode", shape)
 
 
@@ -108,7 +111,7 @@ class _Autoencoder:
         self._vae = vae
         self.node_request = node_request
         self.record = record
-        self._plans: dict[tuple[str, bool, int, int, int], Plan] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         self._ready: dict[tuple[Settings, torch.device], Attachment] = {}
 
     def decode(self, samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -128,25 +131,38 @@ class _Autoencoder:
     def memory_used(
         self, stage: str, tiled: bool, stock: Callable[..., int], shape: Sequence[int], dtype: torch.dtype
     ) -> int:
-        """What the host is asked for: bytes of activations by the plan, for (N, C, h, w) latents or pixels."""
-        if len(shape) != 4:
+        """What the host is asked for: bytes of activations by the plan, for (N, C, [frames,] h, w) latents or
+        pixels."""
+        if len(shape) not in (4, 5):
             return stock(shape, dtype)
         return next(one.activation_bytes for one in self.foresee(stage, shape, tiled).stages if one.name == stage)
 
     def foresee(self, stage: str, shape: Sequence[int], tiled: bool = False) -> Plan:
-        """The plan for (N, C, h, w) latents to decode or pixels to encode, made once; where the host asks for tiles, of
-        exact ones, if nobody has set others."""
+        """The plan for (N, C, [frames,] h, w) latents to decode or pixels to encode, made once; where the host asks for
+        tiles, of exact ones, if nobody has set others."""
         scale = scale_factor(self._anatomy)
         pixels = (side * scale if stage == "decode" else side // scale * scale for side in shape[-2:])
         height, width = pixels
-        key = stage, tiled, width, height, shape[0]
+        batch, frames = self._pictures(stage, shape)
+        key = stage, tiled, width, height, batch, frames
         if key not in self._plans:
             settings = self._fixed(tiled)
-            self._plans[key] = dataclasses.replace(self.node_request, settings=settings).plan(
-                self._anatomy, self._device(settings), width, height, shape[0], passes=1, encodes=stage == "encode"
-            )
+            request = dataclasses.replace(self.node_request, settings=settings)
+            size = self._device(settings), width, height, batch
+            encodes = stage == "encode"
+            self._plans[key] = request.plan(self._anatomy, *size, passes=1, encodes=encodes, frames=frames)
         self.record.add(stage, self._plans[key], self._vae.first_stage_model)
         return self._plans[key]
+
+    def _pictures(self, stage: str, shape: Sequence[int]) -> tuple[int, int]:
+        """How many there are in ``shape``, and of how many frames of latents. Where the autoencoder sees frames the
+        host takes several pictures that are to be encoded for those of one video."""
+        if not has_frames(self._anatomy):
+            return shape[0], 1
+        batch, frames = (shape[0], shape[2]) if len(shape) == 5 else (1, shape[0])
+        if stage == "encode":
+            return batch, 1 + (frames - 1) // FRAMES
+        return (batch, frames) if len(shape) == 5 else (frames, 1)
 
     def _fixed(self, tiled: bool) -> Settings:
         settings = self.node_request.settings
@@ -156,7 +172,7 @@ class _Autoencoder:
         return torch.device("cpu") if settings.decoder_device == "cpu" else self._vae.device
 
     def _run(self, stage: str, tiled: bool, shape: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
-        if len(shape) != 4:
+        if len(shape) not in (4, 5):
             raise BadInputError(f"{stage}: {tuple(shape)} is not the shape of one picture or a batch of them")
         call = self._call(stage)
         with host.bar():
@@ -164,7 +180,7 @@ class _Autoencoder:
                 plan = self.foresee(stage, shape, tiled)
                 warn_above(self.record, stage)
                 try:
-                    with self._hooked(stage, tiled, plan.settings) as vae:
+                    with self._hooked(stage, tiled, plan) as vae:
                         return call(vae, *args, **kwargs)
                 except _OnDeviceError:
                     short = Shortage(stage, of_host=False)
@@ -194,12 +210,14 @@ class _Autoencoder:
         return lambda vae, *args, **kwargs: set_here(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _hooked(self, stage: str, tiled: bool, settings: Settings) -> Iterator[Any]:
-        """A plain copy of the VAE, its model with the hooks of ``settings``."""
+    def _hooked(self, stage: str, tiled: bool, plan: Plan) -> Iterator[Any]:
+        """A plain copy of the VAE, its model with the hooks of ``plan``."""
+        settings = plan.settings
         vae, device = copy.copy(self._vae), self._device(settings)
         for name in ("decode", "encode", "decode_tiled", "encode_tiled"):
             vars(vae).pop(name, None)
-        vae.decode_tiled_ = vae.encode_tiled_ = _no_tiles
+        for name in _TILED:
+            setattr(vae, name, _no_tiles)
         vae.memory_used_decode = functools.partial(self.memory_used, "decode", tiled, self._vae.memory_used_decode)
         vae.memory_used_encode = functools.partial(self.memory_used, "encode", tiled, self._vae.memory_used_encode)
         if device != vae.device:
@@ -211,8 +229,11 @@ class _Autoencoder:
             self._ready[wanted, device] = prepare(model, wanted, device)
         attachment = self._ready[wanted, device]
         with contextlib.ExitStack() as stack:
-            run = stack.enter_context(measured(model)) if host.is_watched(device) else None
             stack.enter_context(entered(model, attachment))
+            run = stack.enter_context(measured(model)) if host.is_watched(device) else None
+            stack.enter_context(
+                self.record.weights_of(stage, getattr(vae, "patcher", None), room_for_weights(plan, stage))
+            )
             begun = time.monotonic()
             yield vae
             if device.type == "cuda":
@@ -220,13 +241,16 @@ class _Autoencoder:
             self.record.seconds[stage] = time.monotonic() - begun
         if run is not None:
             self.record.measured[stage] = run.stages
-        self.record.kept[stage] = host.kept(getattr(vae, "patcher", None))
         sites = ", ".join(f"{name} {count}" for name, count in sorted(attachment.sites.items())) or "none"
         logging.debug(f"sd-lowvram: {stage}, sites: {sites}")
 
 
-def _key(stage: str, tiled: bool, plan: Plan) -> tuple[str, bool, int, int, int]:
-    return stage, tiled, plan.request.width, plan.request.height, plan.request.batch
+_TILED = ("decode_tiled_", "encode_tiled_", "decode_tiled_3d", "encode_tiled_3d")
+"""What the host turns to when memory runs out."""
+
+
+def _key(stage: str, tiled: bool, plan: Plan) -> tuple[Any, ...]:
+    return stage, tiled, plan.request.width, plan.request.height, plan.request.batch, plan.request.frames
 
 
 def _no_tiles(*args: Any, **kwargs: Any) -> Any:

@@ -24,8 +24,9 @@ class LowVRAMVAEDecode:
     DESCRIPTION = "Decodes latents exactly, in bounded memory: no seams, no colour shift, the stock untiled picture."
     CATEGORY = CATEGORY
     FUNCTION = "decode"
-    RETURN_TYPES = ("IMAGE",)
-    OUTPUT_TOOLTIPS = ("the pictures",)
+    RETURN_TYPES = ("IMAGE", "LOWVRAM_PLAN")
+    RETURN_NAMES = ("IMAGE", "plan")
+    OUTPUT_TOOLTIPS = ("the pictures", "what was planned and measured: for Report")
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -53,7 +54,7 @@ class LowVRAMVAEDecode:
         save_latents = chosen(settings).save_latents
         with saved_first(samples["samples"], save_latents, Workflow(prompt or {}, extra_pnginfo or {}, unique_id)):
             pixels = made.decode(samples["samples"])
-        return {"ui": {"text": [verdict(record, "decode")]}, "result": (pixels,)}
+        return {"ui": {"text": [verdict(record, "decode")]}, "result": (pixels, record)}
 
 
 class LowVRAMVAEEncode:
@@ -62,8 +63,9 @@ class LowVRAMVAEEncode:
     DESCRIPTION = "Encodes a picture exactly, in bounded memory: the stock untiled latents."
     CATEGORY = CATEGORY
     FUNCTION = "encode"
-    RETURN_TYPES = ("LATENT",)
-    OUTPUT_TOOLTIPS = ("the latents, for a sampler",)
+    RETURN_TYPES = ("LATENT", "LOWVRAM_PLAN")
+    RETURN_NAMES = ("LATENT", "plan")
+    OUTPUT_TOOLTIPS = ("the latents, for a sampler", "what was planned and measured: for Report")
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -81,4 +83,4 @@ class LowVRAMVAEEncode:
     ) -> dict[str, Any]:
         made, record = optimized_again(vae, budget, settings)
         latents = made.encode(pixels[..., :3])
-        return {"ui": {"text": [verdict(record, "encode")]}, "result": ({"samples": latents},)}
+        return {"ui": {"text": [verdict(record, "encode")]}, "result": ({"samples": latents}, record)}

@@ -33,7 +33,7 @@ from .attending import DOOR, is_needed, override
 from .autoencoder import foresee_decode
 from .interfaces import HostVAE, ModelPatcher
 from .node_request import NodeRequest, PlanRecord, attachable, plan_for_host
-from .report_text import fits, needed_bytes, run_line, verdict, warn_above
+from .report_text import fits, needed_bytes, room_for_weights, run_line, verdict, warn_above
 from .step_clock import StepClock
 
 _GUIDED = 2
@@ -106,11 +106,11 @@ class Denoiser:
         warn_above(self.record, "denoise")
         with (
             host.replaced(base, "memory_usage_factor", factor),
-            PINNED_BUFFERS.kept(),
-        ):  # hooks come and go in every step
+            PINNED_BUFFERS.kept(),  # hooks come and go in every step
+            self.record.weights_of("denoise", guider.model_patcher, room_for_weights(plan, "denoise")),
+        ):
             out = executor(noise, latents, sampler, sigmas, mask, self._clock.around(callback), *args, **kwargs)
         self.record.step_seconds = self._clock.seconds
-        self.record.kept["denoise"] = host.kept(guider.model_patcher)
         self._tell()
         return out
 

@@ -21,7 +21,7 @@ from ..sd_lowvram.progress import listen
 from ..sd_lowvram.units import parse_size
 from ..sd_lowvram.weights import weight_bytes
 from .interfaces import ModelPatcher
-from .loading import Loading
+from .loading import InRange, Loading
 
 REPORT = "LowVRAMReport"
 """The id of the node for which runs are measured."""
@@ -51,6 +51,8 @@ def loading(device: torch.device) -> Loading:
     from comfy import model_management as host
 
     state = host.VRAMState
+    if device.type != "cpu" and loads_freely():
+        return InRange(most=room(device))
     if device.type == "cpu" or host.vram_state not in (state.NO_VRAM, state.LOW_VRAM, state.NORMAL_VRAM):
         return Loading()
     if host.vram_state == state.NO_VRAM:

@@ -89,9 +89,10 @@ class HostedDenoiser(Denoiser):
         self._calls = 0
         self.record.begin(0)
         host.tell(self.record.node, self.record.untold)
-        out = executor(noise, *args, **kwargs)
-        self.record.kept["denoise"] = host.kept(executor.class_obj.model_patcher)
-        return out
+        patcher = executor.class_obj.model_patcher
+        room = self.vram() - int(patcher.model.memory_required([2 * len(noise), *noise.shape[1:]]))
+        with self.record.weights_of("denoise", patcher, room):
+            return executor(noise, *args, **kwargs)
 
     def _untold(self, error: PlanningError) -> None:
         cause = error.__cause__ or error

@@ -43,6 +43,48 @@ class Loading:
             return weights
         return min(weights, max(self.least, min(self.most, vram - activations - self.reserve)))
 
+    def stage(self, stage: StagePlan, request: Request, weights: int, layer: int) -> tuple[int, int]:
+        """Bytes of ``weights`` that stay on the device in a stage, and of those that are copied in among them.
+
+        Args:
+            layer: bytes of the largest layer.
+        """
+        kept = self.kept(weights, request.vram, stage.activation_bytes)
+        return kept, min(layer, weights - kept)
+
+
+_PAGE = 32 << 20
+_CHUNK = 16 << 20
+
+
+@dataclass(frozen=True)
+class InRange(Loading):
+    """Of dynamic VRAM, whose watermark we set: whole pages up to what is left of the budget beside activations, the
+    libraries' workspaces and the buffers through which the others pass in each step."""
+
+    whole: bool = False
+
+    @staticmethod
+    def pages(room: int) -> int:
+        """Bytes of the whole pages in ``room``."""
+        return max(0, room) // _PAGE * _PAGE
+
+    @staticmethod
+    def buffers(layer: int) -> int:
+        """Bytes of the buffers of two streams of copies, which grow with the largest layer that passes."""
+        return 2 * -(-layer // _CHUNK) * _CHUNK
+
+    def stage(self, stage: StagePlan, request: Request, weights: int, layer: int) -> tuple[int, int]:
+        room = min(self.most, request.vram - request.overhead_bytes) - beside_weights(stage)
+        if weights <= room:
+            return weights, 0
+        return min(weights, self.pages(room - self.buffers(layer))), self.buffers(layer)
+
+
+def beside_weights(stage: StagePlan) -> int:
+    """Bytes that a stage takes of the device beside its weights, workspaces included."""
+    return stage.reserved_bytes - stage.weights_bytes
+
 
 def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: Settings) -> Plan:
     """The fastest settings for ``anatomy``'s one model that fit while the host moves its weights.
@@ -63,13 +105,14 @@ def plan_beside(loading: Loading, anatomy: Anatomy, request: Request, settings: 
     found: list[Plan] = []
     refused: BudgetError | None = None
     for share in _SHARES:
-        beside = dataclasses.replace(anatomy, kept={name: least + int(share * (weights - least))})
+        passing = loading.buffers(layer_bytes(module)) if isinstance(loading, InRange) and share < 1 else 0
+        beside = dataclasses.replace(anatomy, kept={name: least + int(share * (weights - least)) + passing})
         try:
             plan = make_plan(beside, request, settings.filled(offload="none"))
         except BudgetError as error:
             refused = error
             continue
-        found.append(_as_loaded(plan, loading, weights, _largest_layer(module)))
+        found.append(_as_loaded(plan, loading, weights, layer_bytes(module)))
         if plan.next_faster is None:
             break
     if not found:
@@ -91,7 +134,11 @@ def _fitting_or_leanest(anatomy: Anatomy, request: Request, settings: Settings) 
 
 
 def _as_loaded(plan: Plan, loading: Loading, weights: int, layer: int) -> Plan:
-    """``plan`` with the weights as the host will have them, ``layer`` bytes of one that is copied in among them."""
+    """``plan`` with the weights as the host will have them.
+
+    Args:
+        layer: bytes of the largest, which is copied in among them.
+    """
     stages = tuple(_stage(stage, plan.request, loading, weights, layer) for stage in plan.stages)
     worst = max(stages, key=lambda stage: stage.reserved_bytes)
     same = ("peak_bytes", "reserved_bytes", "weights_bytes", "activation_bytes", "host_bytes", "largest_bytes")
@@ -108,19 +155,19 @@ def _as_loaded(plan: Plan, loading: Loading, weights: int, layer: int) -> Plan:
 def _stage(stage: StagePlan, request: Request, loading: Loading, weights: int, layer: int) -> StagePlan:
     if not stage.activation_bytes:  # it runs elsewhere
         return stage
-    kept = loading.kept(weights, request.vram, stage.activation_bytes)
-    moved = weights - kept
-    here = kept + min(layer, moved)
+    kept, passing = loading.stage(stage, request, weights, layer)
+    moved, here = weights - kept, kept + passing
     copies = request.steps if stage.name == "denoise" else 1
     return dataclasses.replace(
         stage,
         weights_bytes=here,
         peak_bytes=here + stage.activation_bytes,
-        reserved_bytes=here + stage.reserved_bytes - stage.weights_bytes,
+        reserved_bytes=here + beside_weights(stage),
         host_bytes=moved + stage.parked_bytes,
         seconds=stage.seconds + copies * moved / request.rates.copy_bandwidth,
     )
 
 
-def _largest_layer(module: nn.Module) -> int:
+def layer_bytes(module: nn.Module) -> int:
+    """Bytes of the largest weight of ``module``."""
     return max((tensor.numel() * tensor.element_size() for tensor in all_tensors(module)), default=0)

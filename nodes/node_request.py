@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ from ..sd_lowvram.planning.request import DEFAULT_STEPS, Request, request_for
 from ..sd_lowvram.saved_latents.hosted import CHOICES
 from ..sd_lowvram.settings import Settings, knobs
 from . import host
+from .dynamic_vram import bounded, paged
 from .loading import plan_beside
 
 
@@ -114,6 +117,8 @@ class PlanRecord:
         seconds: that each stage took, from its first step to its last.
         step_seconds: that each step took in which the model ran.
         kept: bytes of a stage's weights that the host kept on the device in its latest run.
+        paged: those of them that torch's allocator does not see, under dynamic VRAM.
+        bounds: bytes that these were bounded to.
         sites: on how many sites each hook acted in the latest call of the model.
         notes: sentences on the latest sampling.
         standing: sentences on the models, whatever is sampled.
@@ -127,6 +132,8 @@ class PlanRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     step_seconds: list[float] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
+    paged: dict[str, int] = field(default_factory=dict)
+    bounds: dict[str, int] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     standing: list[str] = field(default_factory=list)
@@ -144,9 +151,17 @@ class PlanRecord:
         self.steps = steps
         self.step_seconds = []
         self.notes.clear()
-        for figures in (self.measured, self.seconds, self.kept):
+        for figures in (self.measured, self.seconds, self.kept, self.paged, self.bounds):
             for stage in ("denoise", "decode"):
                 figures.pop(stage, None)
+
+    @contextlib.contextmanager
+    def weights_of(self, stage: str, patcher: Any, room: int) -> Iterator[None]:
+        """Within the block ``stage`` runs with the weights of ``patcher``, of which dynamic VRAM keeps no more than
+        ``room`` bytes; what the host kept of them is put in."""
+        with bounded(patcher, room, lambda size: self.bounds.update({stage: size})):
+            yield
+            self.kept[stage], self.paged[stage] = host.kept(patcher), paged(patcher)
 
     def warn(self, sentence: str) -> None:
         """Note ``sentence`` on the run, and say it in the log and on the node that runs."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from ..sd_lowvram.planning.plan import Plan, StagePlan
 from ..sd_lowvram.units import GIB, MIB, format_size, format_time
 from . import host
+from .loading import beside_weights
 from .node_request import PlanRecord, attachable
 
 _PARTS = {"denoise": ("model", "a step"), "decode": ("VAE", "the decode"), "encode": ("VAE", "the encode")}
@@ -46,6 +47,11 @@ def needed_bytes(plan: Plan, name: str) -> int:
     return stage_of(plan, name).reserved_bytes + plan.predicted.overhead_bytes
 
 
+def room_for_weights(plan: Plan, name: str) -> int:
+    """Bytes of the budget beside what a stage takes besides weights: all that the host keeps of models is within."""
+    return plan.request.vram - plan.predicted.overhead_bytes - beside_weights(stage_of(plan, name))
+
+
 def fits(plan: Plan, name: str) -> bool:
     return needed_bytes(plan, name) <= plan.request.vram
 
@@ -54,8 +60,9 @@ def _accounts(record: PlanRecord, stage: StagePlan, on_cpu: bool, whole: bool) -
     """What the budget counts of ``stage``, and what else there is."""
     part, work = _PARTS[stage.name]
     yield f"counted: {part} {format_size(stage.weights_bytes)}, {work} {format_size(stage.activation_bytes)}"
-    if host.loads_freely():
-        yield "not bounded: ComfyUI's dynamic VRAM keeps weights wherever there is room, whatever the budget"
+    passing = stage.host_bytes - stage.parked_bytes
+    if not on_cpu and host.loads_freely() and passing:
+        yield f"bounded: the other {format_size(passing)} of the {part} are copied in for {work}, by dynamic VRAM"
     others = host.others_beside(record.model_of(stage.name))
     told = [f"{kind} {format_size(size)}" for kind, size in others.items()]
     if told:
@@ -138,6 +145,9 @@ def report_text(record: PlanRecord) -> str:
         both = (f"{name} {format_size(stage_of(plan, name).held_bytes)}" for name, plan in record.plans.items())
         lines.append(f"on a CPU device and host are measured together: planned {', '.join(both)}")
     lines += [f"{name}: {_choices(plan, name)}" for name, plan in record.plans.items()]
+    for name, bound in record.bounds.items():
+        kept = format_size(record.kept.get(name, 0))
+        lines.append(f"{name}: dynamic VRAM was bounded to {format_size(bound)} of weights and kept {kept}")
     if record.sites:
         lines.append("sites: " + ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())))
     return "\n".join([*lines, *record.notes])
@@ -150,8 +160,9 @@ def _seconds(seconds: float | None) -> str:
 
 
 def measured_peaks(record: PlanRecord) -> dict[str, int]:
-    """The most that each stage held, of those that have run."""
-    return {name: max(one.peak_bytes for one in stages) for name, stages in record.measured.items() if stages}
+    """The most that each stage held, of those that have run, with the weights that torch's allocator does not see."""
+    peaks = {name: max(one.peak_bytes for one in stages) for name, stages in record.measured.items() if stages}
+    return {name: peak + record.paged.get(name, 0) for name, peak in peaks.items()}
 
 
 def stage_of(plan: Plan, name: str) -> StagePlan:

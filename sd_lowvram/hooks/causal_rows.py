@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cpu_convolutions import as_the_whole, is_float32_on_cpu, unfolds
+from ..models.anatomy import layer
 from ..models.causal_autoencoder import CausalConv, CausalResidual, CausalStep, Enlarge, Level, Reduce
 from ..patches import Answered
 
@@ -191,7 +192,8 @@ class _Convolution:
 
 def _convolved(conv: nn.Module, rows: Tensor, before: Tensor | None, edges: tuple[bool, bool], height: int) -> Tensor:
     """``conv`` of rows, of which the first and the last are only looked at, but padded at the map's ``edges``."""
-    whole = (*rows.shape[:2], rows.shape[2] + 2, height + 2)
+    inside = any(layer(conv).padding)  # in its own call it pads what is around a frame, of one alone nothing else
+    whole = (*rows.shape[:2], rows.shape[2] + (0 if inside and before is None else 2), height + (0 if inside else 2))
     exact = is_float32_on_cpu(rows) and unfolds(whole, (3, 3, 3))
     alone = before is None and rows.shape[2] == 1 and not exact
 
@@ -199,12 +201,21 @@ def _convolved(conv: nn.Module, rows: Tensor, before: Tensor | None, edges: tupl
         left, right, _above, _below, earlier, _later = pad
         return F.pad(x, (left, right, *map(int, edges), 0 if alone else earlier, 0))
 
+    def around(x: Tensor) -> Tensor:
+        return F.pad(x, (1, 1, *map(int, edges))) if inside else x
+
+    def by_cudnn(x: Tensor, weight: Tensor, padding: Any, *more: Any, **named: Any) -> Tensor:
+        if alone:
+            return convolve(x, weight, None)
+        return torch.cudnn_convolution(around(x), weight, (0, 0, 0), *more, **named)
+
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+        x = around(x)
         if alone:  # the other two thirds of the kernel would see frames of zeros
             return as_the_whole(whole, x[:, :, 0], weight[:, :, -1], bias).unsqueeze(2)
         return as_the_whole(whole, x, weight, bias)
 
-    with Answered({F.pad: padded, F.conv3d: convolve}):
+    with Answered({F.pad: padded, F.conv3d: convolve, torch.cudnn_convolution: by_cudnn}):
         made: Tensor = conv(rows, before)
     return made
 

@@ -34,6 +34,8 @@ from ..models.causal_autoencoder import (
     convolutions,
     dissect_causal,
     each_step,
+    hosted_patch,
+    is_hosted,
 )
 from ..patches import Patch
 from ..settings import Settings
@@ -52,11 +54,14 @@ _BLOCK = 256
 
 def causal_patches(vae: Any, settings: Settings) -> Iterator[Patch]:
     """What makes ``vae`` decode and encode all frames of a strip of rows before the next strip."""
-    for part, name, whole in ((vae.decoder, "decode", _decoded), (vae.encoder, "encode", _encoded)):
+    hosted = is_hosted(vae)
+    decode: Callable[..., Any] = _decoded_by_host if hosted else _decoded
+    encode: Callable[..., Any] = _encoded_by_host if hosted else _encoded
+    for part, name, whole in ((vae.decoder, "decode", decode), (vae.encoder, "encode", encode)):
         run = functools.partial(_through, vae, part, settings, name)
         yield Patch(part, "forward", functools.partial(functools.partial, run), exclusive=True, hook="vae_exact")
         around = functools.partial(functools.partial, functools.partial(whole, vae))
-        yield Patch(vae, f"_{name}", around, exclusive=True, hook="vae_exact")
+        yield Patch(vae, name if hosted else f"_{name}", around, exclusive=True, hook="vae_exact")
 
 
 def _decoded(vae: Any, original: Callable[..., Any], z: Tensor, return_dict: bool = True) -> Any:
@@ -74,6 +79,20 @@ def _encoded(vae: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
     frames = 1 + (x.shape[2] - 1) // FRAMES * FRAMES
     moments: Tensor = vae.quant_conv(vae.encoder(_packed(x[:, :, :frames], _patch(vae))))
     return moments
+
+
+def _decoded_by_host(vae: Any, original: Callable[..., Tensor], z: Tensor) -> Tensor:
+    if needs_graph(vae, z):
+        return original(z)
+    return _unpacked(vae.decoder(vae.conv2(z)), hosted_patch(vae))
+
+
+def _encoded_by_host(vae: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
+    if needs_graph(vae, x) or (x.shape[2] - 1) % FRAMES:  # what it makes of frames left over is its own affair
+        return original(x)
+    moments = vae.conv1(vae.encoder(_packed(x, hosted_patch(vae))))
+    mean: Tensor = moments.chunk(2, dim=1)[0]
+    return mean
 
 
 def _patch(vae: Any) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
-from ..models.causal_autoencoder import sees_frames
+from ..models.causal_autoencoder import is_hosted, sees_frames
 from ..patches import Patch, replace, wrap
 from ..settings import Settings
 from ..weights import placed
@@ -30,7 +30,10 @@ def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
     if vae is None:
         raise NoSiteError("VAE slices: the target has no autoencoder")
     if sees_frames(vae):  # between its parts it carries frames from call to call
-        yield replace(vae, "use_slicing", True, "vae_slices")
+        if not is_hosted(vae):
+            yield replace(vae, "use_slicing", True, "vae_slices")
+            return
+        yield from (wrap(vae, entry, _one_by_one, "vae_slices") for entry in ("decode", "encode"))
         return
     for part in (vae.decoder, vae.encoder):
         yield wrap(part, "forward", _one_by_one, "vae_slices")

@@ -1,7 +1,8 @@
 """The anatomy of the autoencoders of Qwen-Image and of Wan (2.1 and 2.2): decoder and encoder as a row of steps.
 
-They see frames (N, C, frames, H, W). Every normalisation is of single pixels, every convolution looks at neighbours and
-at the two frames before, and only the attention in the middle sees a whole frame.
+As diffusers has them, and as ComfyUI has them. They see frames (N, C, frames, H, W). Every normalisation is of single
+pixels, every convolution looks at neighbours and at the two frames before, and only the attention in the middle sees a
+whole frame.
 
 As in :mod:`.autoencoder`, steps hold the host's own layers, which are called and never unpacked.
 """
@@ -9,6 +10,7 @@ As in :mod:`.autoencoder`, steps hold the host's own layers, which are called an
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +112,17 @@ def convolutions(step: CausalStep) -> list[nn.Module]:
 
 def sees_frames(vae: Any) -> bool:
     """Whether it is an autoencoder of Qwen-Image or Wan, with whatever layers."""
-    return has(vae, "temperal_downsample", "post_quant_conv", "encoder", "decoder")
+    return has(vae, "temperal_downsample", "encoder", "decoder") and (has(vae, "post_quant_conv") or is_hosted(vae))
+
+
+def is_hosted(vae: Any) -> bool:
+    """Whether such an autoencoder is ComfyUI's: it decodes to all frames as they are, and encodes to means alone."""
+    return has(vae, "conv1", "conv2")
+
+
+def hosted_patch(vae: Any) -> int:
+    """Side of the squares of pixels that ComfyUI's takes as channels: 2 of Wan 2.2."""
+    return 2 if any(hasattr(block, "avg_shortcut") for block in vae.decoder.upsamples) else 1
 
 
 def is_causal(vae: Any) -> bool:
@@ -120,8 +132,9 @@ def is_causal(vae: Any) -> bool:
 
 def dissect_causal(vae: Any) -> CausalAutoencoder | None:
     """The steps of such an autoencoder; None when ``vae`` is built otherwise."""
+    decoder, encoder = (_hosted, _hosted) if is_hosted(vae) else (_decoder, _encoder)
     try:
-        return CausalAutoencoder(tuple(_decoder(vae.decoder)), tuple(_encoder(vae.encoder)))
+        return CausalAutoencoder(tuple(decoder(vae.decoder)), tuple(encoder(vae.encoder)))
     except (AttributeError, TypeError, ValueError):
         return None
 
@@ -153,6 +166,38 @@ def _encoder(encoder: Any) -> Iterator[CausalStep]:
     yield _last(encoder)
 
 
+def _hosted(part: Any) -> Iterator[CausalStep]:
+    """The steps of a decoder or an encoder of ComfyUI's."""
+    rows = (part.middle, part.upsamples) if hasattr(part, "upsamples") else (part.downsamples, part.middle)
+    yield CausalConv(_3x3x3(part.conv1))
+    for block in itertools.chain(*rows):
+        yield from _hosted_block(block)
+    norm, activation, conv = part.head
+    _must_be_silu(activation)
+    yield CausalConv(_3x3x3(conv), _of_pixels(norm))
+
+
+def _hosted_block(block: Any) -> Iterator[CausalStep]:
+    if hasattr(block, "avg_shortcut"):
+        grows = hasattr(block, "upsamples")
+        inner = block.upsamples if grows else block.downsamples
+        steps = tuple(itertools.chain.from_iterable(map(_hosted_block, inner)))
+        around = _enlarged if grows else _averaged
+        whole = block.avg_shortcut is None
+        yield from steps if whole else [Level(steps, functools.partial(around, block.avg_shortcut))]
+    elif hasattr(block, "to_qkv"):
+        yield FrameAttention(_of_pixels(block.norm), block.to_qkv, block.proj)
+    elif hasattr(block, "residual"):
+        norm1, act1, conv1, norm2, act2, dropout, conv2 = block.residual
+        for activation in (act1, act2):
+            _must_be_silu(activation)
+        _must_keep_values(block, dropout)
+        first = CausalConv(_3x3x3(conv1), _of_pixels(norm1))
+        yield CausalResidual(first, CausalConv(_3x3x3(conv2), _of_pixels(norm2)), block.shortcut)
+    else:
+        yield _resample(block)
+
+
 def _enlarged(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
     made: Tensor = shortcut(x, first_chunk=first)
     return made
@@ -177,8 +222,7 @@ def _middle(block: Any) -> Iterator[CausalStep]:
 
 def _residual(block: Any) -> CausalResidual:
     _must_be_silu(block.nonlinearity)
-    if block.training and block.dropout.p > 0:
-        raise ValueError("a block that drops some of its values")
+    _must_keep_values(block, block.dropout)
     first = CausalConv(_3x3x3(block.conv1), _of_pixels(block.norm1))
     return CausalResidual(first, CausalConv(_3x3x3(block.conv2), _of_pixels(block.norm2)), block.conv_shortcut)
 
@@ -197,11 +241,15 @@ def _resample(sampler: Any) -> Enlarge | Reduce:
 
 def _3x3x3(conv: Any) -> nn.Module:
     inner = layer(conv)
-    sizes = inner.kernel_size, inner.stride, tuple(inner._padding)
-    if sizes != ((3, 3, 3), (1, 1, 1), (1, 1, 1, 1, 2, 0)):
+    padded = (inner._padding, inner.padding) in _PADDED
+    if not padded or (inner.kernel_size, inner.stride) != ((3, 3, 3), (1, 1, 1)):
         raise ValueError(f"a convolution of another kind: {conv}")
     found: nn.Module = conv
     return found
+
+
+_PADDED = (((1, 1, 1, 1, 2, 0), (0, 0, 0)), (2, (0, 1, 1)))
+"""How they pad: all sides before the convolution's own call, or in it what is around a frame (ComfyUI from 0.33 on)."""
 
 
 def _of_pixels(norm: Any) -> nn.Module:
@@ -210,6 +258,11 @@ def _of_pixels(norm: Any) -> nn.Module:
         raise ValueError(f"a normalisation of another kind: {norm}")
     found: nn.Module = norm
     return found
+
+
+def _must_keep_values(block: Any, dropout: Any) -> None:
+    if block.training and dropout.p > 0:
+        raise ValueError("a block that drops some of its values")
 
 
 def _must_be_silu(activation: Any) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..patches import is_foreign
 from . import calls_compvis, support
 from .anatomy import Family, Residual, TokenAttention, Transformer, UNetPath, has, having, is_3x3, is_pointwise, layer
+from .causal_autoencoder import hosted_patch, is_causal, is_hosted, sees_frames
 from .interfaces import CompVisUNet, KLAutoencoder
 
 _ATTENTIONS = ("CrossAttention", "MemoryEfficientCrossAttention")
@@ -71,8 +72,8 @@ def is_unet(module: Any) -> bool:
 def is_autoencoder(module: Any) -> bool:
     if not (isinstance(module, nn.Module) and has(module, "encoder", "decoder", "encode", "decode")):
         return False
-    if support.packs_latents(module):
-        return False
+    if sees_frames(module):
+        return is_hosted(module) and is_causal(module)
     return has(module.decoder, "conv_in", "mid", "up", "norm_out", "conv_out") and not support.is_of_video(module)
 
 
@@ -255,7 +256,7 @@ def _decode(vae: KLAutoencoder, latents: Tensor) -> Tensor:
 
 def _encode(vae: KLAutoencoder, pixels: Tensor) -> Tensor:
     """The moments, whatever the host's encode makes of them."""
-    source = getattr(vae, "quant_conv", None)
+    source: Any = vae.conv1 if sees_frames(vae) else getattr(vae, "quant_conv", None)  # type: ignore[attr-defined]
     seen: list[Tensor] = []
     handle = (vae.encoder if source is None else source).register_forward_hook(lambda *call: seen.append(call[2]))
     try:
@@ -274,11 +275,26 @@ def _configs(components: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         configs["unet"] = {"out_channels": int(last.out_channels)}
         if next(calls_compvis.linears(getattr(unet, "label_emb", None)), None) is not None:
             configs["unet"]["sample_size"] = 128
-    if "vae" in components:
+    if "vae" in components and sees_frames(components["vae"]):
+        configs["vae"] = _config_of_frames(components["vae"])
+    elif "vae" in components:
         decoder = components["vae"].decoder
         widths = [int(level.block[-1].norm2.num_channels) for level in decoder.up]
-        configs["vae"] = {"block_out_channels": widths, "latent_channels": int(layer(decoder.conv_in).in_channels)}
+        side = support.packed_side(components["vae"])
+        channels = int(layer(decoder.conv_in).in_channels) * side**2
+        configs["vae"] = {"block_out_channels": widths, "latent_channels": channels}
+        if side > 1:
+            configs["vae"]["latent_scale"] = 2 ** (len(widths) - 1) * side
     return configs
+
+
+def _config_of_frames(vae: Any) -> dict[str, Any]:
+    return {
+        "dim_mult": vae.dim_mult,
+        "z_dim": vae.z_dim,
+        "in_channels": layer(vae.encoder.conv1).in_channels,
+        "patch_size": hosted_patch(vae),
+    }
 
 
 DYNAMIC = ("_v", "_v_weight", "_v_bias", "_v_signature", "_v_block")

@@ -103,7 +103,7 @@ def is_autoencoder(module: Any) -> bool:
     """Whether it is an AutoencoderKL, that of FLUX.2, of Qwen-Image or of Wan, or an AutoencoderTiny."""
     if not has(module, "encoder", "decoder", "encode", "decode"):
         return False
-    if hasattr(module, "latent_magnitude") or sees_frames(module):
+    if hasattr(module, "latent_magnitude") or (sees_frames(module) and hasattr(module, "post_quant_conv")):
         return True
     odd = hasattr(module, "quantize") or hasattr(module.decoder, "condition_encoder")
     blocks = {type(block).__name__ for block in getattr(module.decoder, "up_blocks", ())}

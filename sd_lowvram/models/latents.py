@@ -16,10 +16,10 @@ from .causal_autoencoder import FRAMES, sees_frames
 
 def scale_factor(anatomy: Anatomy) -> int:
     """Pixels that a latent pixel stands for in one direction: 8 for Stable Diffusion, 4 for its upscaler."""
-    told = anatomy.config(anatomy.denoiser).get("latent_scale")
+    config = anatomy.config(anatomy.autoencoder)
+    told = anatomy.config(anatomy.denoiser).get("latent_scale", config.get("latent_scale"))
     if told is not None:
         return int(told)
-    config = anatomy.config(anatomy.autoencoder)
     if "dim_mult" in config:
         return int(2 ** (len(config["dim_mult"]) - 1)) * _packed_side(config)
     return int(2 ** (len(config.get("block_out_channels", (0,) * 4)) - 1))
@@ -97,9 +97,14 @@ def dtype_of(anatomy: Anatomy, name: str, as_loaded: bool = False) -> torch.dtyp
 
 def unpacked(anatomy: Anatomy, latents: Any) -> Any:
     """``latents``, or where they are packed as FLUX.2 denoises them, squares of 2x2 normalised by the autoencoder's
-    batch norm, what they are of."""
+    batch norm, what they are of; a host's own decode unpacks them."""
     norm = getattr(anatomy.vae, "bn", None)
-    if norm is None or getattr(latents, "ndim", 0) != 4 or latents.shape[1] != norm.num_features:
+    if (
+        norm is None
+        or anatomy.family.hosted
+        or getattr(latents, "ndim", 0) != 4
+        or latents.shape[1] != norm.num_features
+    ):
         return latents
     mean, variance = (one.view(1, -1, 1, 1) for one in (norm.running_mean, norm.running_var))
     spread = torch.sqrt(variance + norm.eps).to(latents)

@@ -97,8 +97,6 @@ def _why(part: str, module: Any) -> str:
         return "makes video"
     if part.startswith("text_encoder"):
         return "reads prompts with a text encoder of another kind"
-    if autoencoder and packs_latents(module):
-        return "packs its latents behind a batch norm, as FLUX.2's do"
     if autoencoder:
         return f"{'has' if part else 'is'} an autoencoder of another kind"
     if "Transformer" in kind or any(isinstance(getattr(module, name, None), nn.ModuleList) for name in _BLOCKS):
@@ -115,10 +113,10 @@ _BLOCKS = ("transformer_blocks", "double_blocks", "joint_blocks", "blocks", "lay
 """What the transformers of diffusers and of ComfyUI call their rows of blocks."""
 
 
-def packs_latents(autoencoder: nn.Module) -> bool:
-    """Whether its own ``decode`` unpacks the latents, 2x2 behind a batch norm (ComfyUI's of FLUX.2): its decoder sees
-    others than it is given."""
-    return getattr(autoencoder, "bn", None) is not None
+def packed_side(autoencoder: nn.Module) -> int:
+    """Side of the squares that its own ``decode`` makes of a latent pixel: 2 behind a batch norm (ComfyUI's of FLUX.2),
+    so that its decoder sees others than it is given."""
+    return 1 if getattr(autoencoder, "bn", None) is None else 2
 
 
 def is_of_video(module: nn.Module) -> bool:

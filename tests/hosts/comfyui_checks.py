@@ -23,19 +23,37 @@ def main(host: str) -> None:
 
 
 def autoencoders(nodes: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """How far exact tiles are from the stock calls, relative, by what the VAE is of."""
-    return {kind: _distances(nodes, inside.autoencoder(kind)) for kind in ("sd15", "flux")}
+    """How far exact tiles are from the stock calls, relative, by what the VAE is of, and what was measured and told."""
+    sizes = {"sd15": (4, 24, 20), "flux": (16, 24, 20), "wan": (16, 1, 24, 20), "frames": (16, 3, 12, 10)}
+    if inside.knows_flux2():
+        sizes["flux2"] = (128, 12, 10)
+    kinds = {kind: inside.autoencoder("wan" if kind == "frames" else kind) for kind in sizes}
+    return {kind: _distances(nodes, vae, sizes[kind]) for kind, vae in kinds.items()}
 
 
-def _distances(nodes: dict[str, Any], vae: Any) -> dict[str, float]:
-    noise = torch.Generator().manual_seed(3)
-    latents = torch.randn(1, vae.latent_channels, 24, 20, generator=noise)
-    settings = nodes["LowVRAMSettings"]().choose(vae_tiles="exact", vae_map="parked", vae_strip_mib=1)[0]
-    ours = nodes["LowVRAM"]().optimize(inside.model("sd15"), vae, "", settings)["result"][1]
+def _distances(nodes: dict[str, Any], vae: Any, size: tuple[int, ...]) -> dict[str, float]:
+    import nodes as stock
+
+    latents = torch.randn(1, *size, generator=torch.Generator().manual_seed(3))
+    settings = nodes["LowVRAMSettings"]().choose(vae_tiles="exact", vae_strip_mib=1)[0]
+    decode = nodes["LowVRAMVAEDecode"]().decode
     with torch.inference_mode():
-        pixels = vae.decode(latents)
-        decoded, encoded = ours.decode(latents), ours.encode(pixels)
-        return {"decode": inside.far(pixels, decoded), "encode": inside.far(vae.encode(pixels), encoded)}
+        pixels = stock.VAEDecode().decode(vae, {"samples": latents})[0]
+        shown = decode({"samples": latents}, vae, "", settings)
+        decoded, record = shown["result"]
+        ours, _ = nodes["LowVRAMVAEEncode"]().encode(pixels, vae, "", settings)["result"]
+        moments = stock.VAEEncode().encode(vae, pixels)[0]
+        low = nodes["LowVRAM"]().optimize(inside.model("sd15"), vae, "", settings)["result"][1]
+        untiled = stock.VAEDecodeTiled().decode(low, {"samples": latents}, 64, 16, 16, 4)[0]
+    (stage,) = (one for one in record.plans["decode"].stages if one.name == "decode")
+    assert shown["ui"]["text"][0].startswith("fits: ")
+    return {
+        "decode": inside.far(pixels, decoded),
+        "encode": inside.far(moments["samples"], ours["samples"]),
+        "stock node": inside.far(pixels, untiled),
+        "told": stage.held_bytes,
+        "measured": max(one.peak_bytes for one in record.measured["decode"]),
+    }
 
 
 def pictures(nodes: dict[str, Any]) -> dict[str, float]:

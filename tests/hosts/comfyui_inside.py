@@ -253,7 +253,8 @@ _PICTURES |= {"num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
 
 
 def autoencoder(kind: str, seed: int = 0) -> Any:
-    """A VAE as the host's loader makes it of a state dict: of "sd15", "flux" with 16 channels, "flux2", or "taesd"."""
+    """A VAE as the host's loader makes it of a state dict: of "sd15", "flux" with 16 channels, "flux2", "wan" and so
+    Qwen-Image, narrow, or "taesd"."""
     import comfy.sd
     from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
     from comfy.taesd.taesd import TAESD
@@ -268,8 +269,14 @@ def autoencoder(kind: str, seed: int = 0) -> Any:
             encoder_config={"target": f"{parts}.Encoder", "params": config},
             decoder_config={"target": f"{parts}.Decoder", "params": config},
         )
+    elif kind == "wan":
+        from comfy.ldm.wan.vae import WanVAE
+
+        model = WanVAE(dim=16, z_dim=16, temperal_downsample=[False, True, True])
     elif kind == "flux2":
         model = AutoencoderKL(ddconfig={**_PICTURES, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32)
+        model.bn.running_mean.normal_(generator=torch.Generator().manual_seed(seed))
+        model.bn.running_var.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(seed))
     else:
         model = AutoencoderKL(ddconfig={**_PICTURES, "z_channels": 4}, embed_dim=4)
     fill(model, seed)

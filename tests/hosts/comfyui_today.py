@@ -84,12 +84,11 @@ def refusals(nodes: dict[str, Any]) -> dict[str, str]:
     told["Report"] = nodes["LowVRAMReport"]().report(low["result"][2], torch.zeros(1, 8, 8, 3))["result"][0]
     unet.__class__ = kind
     told["far"] = str(far)
-    for kind in ("taesd", *(["flux2"] if inside.knows_flux2() else [])):
-        other = inside.autoencoder(kind)
-        shown = nodes["LowVRAM"]().optimize(inside.model("sd15"), other, "1024GB")
-        told[f"{kind} in Low VRAM"] = shown["ui"]["text"][0] if shown["result"][1] is other else ""
-        decode = functools.partial(nodes["LowVRAMVAEDecode"]().decode, {"samples": other}, other, "")
-        told[f"{kind} in VAE Decode"] = inside.error_of(decode)
+    other = inside.autoencoder("taesd")
+    shown = nodes["LowVRAM"]().optimize(inside.model("sd15"), other, "1024GB")
+    told["taesd in Low VRAM"] = shown["ui"]["text"][0] if shown["result"][1] is other else ""
+    decode = functools.partial(nodes["LowVRAMVAEDecode"]().decode, {"samples": other}, other, "")
+    told["taesd in VAE Decode"] = inside.error_of(decode)
     return told
 
 

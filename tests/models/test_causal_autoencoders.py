@@ -14,8 +14,10 @@ import sd_lowvram
 from sd_lowvram import Settings, attached, decode, encode
 from sd_lowvram.errors import BadInputError, BudgetError, NoSiteError, NotFiniteError
 from sd_lowvram.memory import measured_peak
+from sd_lowvram.models.latents import latent_channels, pixel_channels, scale_factor
 from sd_lowvram.session import attachments
 from sd_lowvram.units import KIB, MIB
+from tests.support.hosted_frames import HostedFrames
 
 _SMALL: dict[str, Any] = {"z_dim": 16, "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
 _SQUARES = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}
@@ -63,6 +65,24 @@ def test_exact_strips_are_the_plain_decode_and_encode(kind: str, size: tuple[int
     chosen = Settings(vae_tiles="exact", vae_strip_mib=1)
     assert error(decode(small(kind), latents, settings=chosen), pixels) <= 5e-6
     assert error(encode(small(kind), pixels, settings=chosen), moments) <= 5e-6
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_as_a_host_holds_them(size: tuple[int, ...]) -> None:
+    """ComfyUI's names and convolutions: what it decodes is cut off nowhere, and of moments it takes the means."""
+    vae: Any = HostedFrames(small("qwen"))
+    latents, pixels, moments = plain("qwen", *size)
+    chosen = Settings(vae_tiles="exact", vae_strip_mib=1)
+    anatomy = sd_lowvram.session.anatomy_of(vae)
+    assert (scale_factor(anatomy), latent_channels(anatomy), pixel_channels(anatomy)) == (8, 16, 3)
+    before = dict(vars(vae))
+    assert error(decode(vae, latents, settings=chosen).clamp(-1, 1), pixels) <= 5e-6
+    assert error(encode(vae, pixels, settings=chosen), moments) <= 5e-6
+    with attached(vae, Settings(vae_tiles="exact", vae_slices=True)), torch.no_grad():
+        made = vae.decode(torch.cat([latents, latents]))
+        assert error(made[1:].clamp(-1, 1), pixels) <= 5e-6
+        assert error(vae.encode(pixels), moments.chunk(2, dim=1)[0]) <= 5e-6
+    assert vars(vae) == before
 
 
 @pytest.mark.parametrize("size", SIZES)

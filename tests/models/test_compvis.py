@@ -19,8 +19,10 @@ import sd_lowvram
 from sd_lowvram import Settings, attached
 from sd_lowvram.errors import NoSiteError, UnsupportedModelError
 from sd_lowvram.hooks import arguments
+from sd_lowvram.memory import measured_peak
 from sd_lowvram.models import compvis as family
 from sd_lowvram.models.calls import Shape, denoise_step
+from sd_lowvram.models.latents import latent_channels, scale_factor
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.tracing import trace
 from sd_lowvram.units import MIB
@@ -258,12 +260,35 @@ def test_what_hosts_keep_models_in() -> None:
     assert list(vars(engine)) == ["forge_objects"]
 
 
-def test_an_autoencoder_that_packs_its_latents_is_refused_by_name() -> None:
-    """ComfyUI's of FLUX.2: what its decoder sees is not what it is given."""
-    packed = compvis.vae()
-    packed.bn = nn.BatchNorm2d(16)
-    with pytest.raises(UnsupportedModelError, match=r"packs its latents behind a batch norm, as FLUX.2's"):
-        sd_lowvram.decode(packed, torch.zeros(1, 16, 4, 4), vram="4GB")
+def test_an_autoencoder_that_packs_its_latents_is_given_them_packed() -> None:
+    """ComfyUI's of FLUX.2: its decoder sees four times as many latent pixels as its decode is given."""
+    packed = _packed()
+    latents = torch.randn(1, 16, 6, 4, generator=torch.Generator().manual_seed(0))
+    anatomy = anatomy_of(packed)
+    assert (scale_factor(anatomy), latent_channels(anatomy)) == (2 * scale_factor(anatomy_of(vae())), 16)
+    with torch.no_grad():
+        expected = packed.decode(latents)
+    made = sd_lowvram.decode(packed, latents, settings=Settings(vae_tiles="exact", vae_strip_mib=1))
+    assert tiny.relative_error(made, expected) < 5e-6
+    side = scale_factor(anatomy)
+    plan = sd_lowvram.plan(packed, vram="4GB", ram="4GB", width=4 * side, height=6 * side, device="cpu")
+    peak = measured_peak(functools.partial(sd_lowvram.decode, packed, latents, settings=plan.settings))
+    (stage,) = plan.stages
+    assert 0.8 * stage.activation_bytes <= peak <= 1.02 * stage.activation_bytes + (64 << 10)
+
+
+def _packed() -> Any:
+    """One that takes latents of squares of 2x2, behind a batch norm."""
+    made = compvis.vae()
+    kind = type(made)
+
+    def decode(self: Any, z: torch.Tensor) -> Any:
+        spread = torch.sqrt(self.bn.running_var + self.bn.eps).view(1, -1, 1, 1)
+        return kind.decode(self, nn.functional.pixel_shuffle(z * spread + self.bn.running_mean.view(1, -1, 1, 1), 2))
+
+    made.__class__ = type("Packed", (kind,), {"decode": decode})
+    made.bn = nn.BatchNorm2d(16, affine=False).eval()
+    return made
 
 
 def test_a_shell_of_another_denoiser_is_refused() -> None:

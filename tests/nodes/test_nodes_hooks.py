@@ -313,14 +313,37 @@ def test_what_the_budget_counts_and_what_lies_beside_it_is_named(pack, model, va
     del clip
 
 
-def test_a_host_that_no_budget_bounds_is_told_of(pack, model, vae, monkeypatch) -> None:
-    """Dynamic VRAM, ComfyUI's own way on NVIDIA's cards from 0.33 on."""
+def test_dynamic_vram_is_planned_in_pages_and_buffers(pack, parts, monkeypatch) -> None:
+    """ComfyUI's own way on NVIDIA's cards from 0.33 on: whole pages stay, the rest passes in each step, at the bus's
+    rate."""
+    core, loading = pack.__name__ + ".sd_lowvram", sys.modules[pack.__name__ + ".nodes.loading"]
+    monkeypatch.setattr(loading, "_PAGE", 1 << 16)
+    monkeypatch.setattr(loading, "_CHUNK", 1 << 10)
     free = types.ModuleType("comfy.memory_management")
     free.aimdo_enabled = True
-    for told in (False, True):
-        text, _ = shown_and_given(pack, model, vae, "1GB", **CHUNKED)
-        assert ("not bounded: ComfyUI's dynamic VRAM" in text) == told
-        monkeypatch.setitem(sys.modules, "comfy.memory_management", free)
+    monkeypatch.setitem(sys.modules, "comfy.memory_management", free)
+    host = sys.modules[pack.__name__ + ".nodes.host"]
+    assert host.loading(torch.device("cpu")) == loading.Loading()
+    kind = host.loading(torch.device("cuda", 0))
+    assert kind == loading.InRange(most=8 << 30)
+    settings = sys.modules[core + ".settings"].Settings(attention="sliced", attention_mib=1)
+    anatomy = sys.modules[core + ".session"].anatomy_of(parts["unet"])
+    request_for = sys.modules[core + ".planning.request"].request_for
+    weights = sum(tensor.numel() * 4 for tensor in parts["unet"].parameters())
+
+    def planned(vram: int) -> Any:
+        request = request_for(anatomy, vram=vram, width=64, height=64, device="cpu", ram=1 << 34)
+        return loading.plan_beside(kind, anatomy, request, settings)
+
+    plenty = planned(1 << 40).stages[0]
+    beside = loading.beside_weights(plenty)
+    plan = planned(beside + weights * 3 // 4)
+    (part,), copies = plan.stages, kind.buffers(loading.layer_bytes(parts["unet"]))
+    kept = part.weights_bytes - copies
+    assert plenty.weights_bytes == weights and plan.fits
+    assert kept % loading._PAGE == 0 and 0 < kept <= weights * 3 // 4 - copies < kept + loading._PAGE
+    passing = plan.request.steps * (weights - kept) / plan.request.rates.copy_bandwidth
+    assert part.seconds == pytest.approx(plenty.seconds + passing)
 
 
 def test_a_decode_that_somebody_else_has_set_stays(pack, vae) -> None:
@@ -354,10 +377,10 @@ def test_out_of_memory_means_a_leaner_plan_and_no_tiles(pack, vae) -> None:
 
 def test_decode_and_encode_nodes(pack, vae) -> None:
     nodes, exact = pack.NODE_CLASS_MAPPINGS, choose(pack, vae_tiles="exact")
-    (pixels,) = nodes["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "2GB", exact)["result"]
-    assert tiny.relative_error(pixels, vae.decode(LATENTS)) < 1e-5
+    pixels, told = nodes["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "2GB", exact)["result"]
+    assert tiny.relative_error(pixels, vae.decode(LATENTS)) < 1e-5 and list(told.plans) == ["decode"]
     with_alpha = torch.cat([pixels, torch.ones_like(pixels[..., :1])], dim=-1)
-    (latents,) = nodes["LowVRAMVAEEncode"]().encode(with_alpha, vae, "2GB", exact)["result"]
+    latents, _ = nodes["LowVRAMVAEEncode"]().encode(with_alpha, vae, "2GB", exact)["result"]
     assert tiny.relative_error(latents["samples"], vae.encode(pixels)) < 1e-5
 
 
@@ -385,7 +408,7 @@ def test_latents_are_saved_first(pack, vae, tmp_path, monkeypatch, choice) -> No
     monkeypatch.setattr(type(vae), "decode", decode)
     asked = {"budget": "2GB", "settings": choose(pack, vae_tiles="exact", save_latents=choice), **told}
     fails = False
-    (pixels,) = node.decode({"samples": LATENTS}, vae, **asked)["result"]
+    pixels, _ = node.decode({"samples": LATENTS}, vae, **asked)["result"]
     assert len(seen) == (choice != "off") and len([*tmp_path.iterdir()]) == (choice == "keep")
     for file in tmp_path.iterdir():
         file.unlink()

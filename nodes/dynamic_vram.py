@@ -1,0 +1,93 @@
+"""A bound on the weights that ComfyUI's dynamic VRAM keeps on a card.
+
+There a model's weights lie in a range of addresses of its own and are faulted in as layers are called, up to all memory
+that is free, whatever the host was asked for. What lies above the range's watermark is freed and not faulted in again:
+it is copied in for each call. As every load sets the watermark to "all", it is set behind each load while a model runs,
+and taken back when it has run, failed or been cancelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .loading import InRange, layer_bytes
+
+_KEY = "sd-lowvram"
+
+
+def is_dynamic(patcher: Any) -> bool:
+    """Whether the host keeps the weights of a ModelPatcher in a range of addresses."""
+    return bool(patcher.is_dynamic()) if hasattr(patcher, "is_dynamic") else False
+
+
+def range_of(patcher: Any) -> Any:
+    """The host's ModelVBAR of the model's weights on the device it computes on; None: there is none."""
+    return patcher._vbar_get() if is_dynamic(patcher) else None
+
+
+def paged(patcher: Any) -> int:
+    """Bytes of the weights that are on the card beside torch's allocator, which does not see them."""
+    weights = range_of(patcher)
+    return 0 if weights is None else int(weights.loaded_size())
+
+
+@contextlib.contextmanager
+def bounded(patcher: Any, room: int, told: Callable[[int], None] = lambda size: None) -> Iterator[None]:
+    """Within the block, from each load on, the weights of a dynamic ``patcher`` stay within ``room`` bytes with what
+    the host keeps of other models; those that wait give up what there is no room for.
+
+    Args:
+        told: is given the bytes that the weights' range was bounded to.
+    """
+    if not is_dynamic(patcher):
+        yield
+        return
+    from comfy.patcher_extension import CallbacksMP
+
+    ranges: list[Any] = []
+
+    def after_load(*loaded: Any) -> None:
+        weights = range_of(patcher)
+        if weights is None:  # it computes on the processor
+            return
+        ranges.append(weights)
+        free = room - int(patcher.model.model_loaded_weight_memory) - _kept_by_others(patcher, room, ranges)
+        if weights.offset > free:
+            free -= InRange.buffers(layer_bytes(patcher.model))
+        size = InRange.pages(free)
+        weights.set_watermark(size)
+        told(size)
+
+    patcher.add_callback_with_key(CallbacksMP.ON_LOAD, _KEY, after_load)
+    try:
+        yield
+    finally:
+        patcher.remove_callbacks_with_key(CallbacksMP.ON_LOAD, _KEY)
+        for weights in dict.fromkeys(ranges):
+            weights.set_watermark(weights.max_size)
+
+
+def _kept_by_others(patcher: Any, room: int, ranges: list[Any]) -> int:
+    """Bytes of other models on the card of ``patcher``: of those that run with it all, of those that wait what is left
+    after they have made room for it.
+
+    Args:
+        ranges: those of which pages were freed are put in.
+    """
+    from comfy import model_management as host
+
+    loaded = [one for one in host.current_loaded_models if one.device == patcher.load_device and one.model is not None]
+    others = [one for one in loaded if one.model.model is not patcher.model]
+    running = sum(int(one.model_memory()) for one in others if one.currently_used)
+    waiting = [one for one in others if not one.currently_used]
+    kept = sum(int(one.model_loaded_memory()) for one in waiting)
+    wanted = int(patcher.model_size()) + running + kept - room
+    for one in waiting:
+        weights = range_of(one.model)
+        if weights is not None and wanted > 0:
+            ranges.append(weights)
+            freed = int(weights.free_memory(wanted))
+            kept, wanted = kept - freed, wanted - freed
+    return running + kept
