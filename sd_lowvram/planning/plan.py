@@ -164,8 +164,9 @@ class Plan:
         fits: the peak and the overhead together stay within the budget, and the host's share within its own.
         predicted: the run as a whole; ``stages`` each part of it.
         minimum_peak_bytes: the least peak that any allowed settings reach; ``minimum_vram_bytes`` adds the overhead.
-            As traced in parts: a plan with just that much is traced whole, which may find a segment of 20 MiB more
-            among workspaces of libraries. BudgetError's ``needed_bytes`` were traced whole.
+            As traced in parts: a plan with just that much is traced whole, which may find a segment or two more (of
+            SDXL at 1024x1024, 656 MiB for 624), and would take as long as all the rest of a first plan.
+            BudgetError's ``needed_bytes`` were traced whole.
         minimum_ram_bytes: host memory that those smallest settings need.
         fidelity: the farthest from the baseline that any chosen setting goes.
         reasons: sentences for people.
