@@ -23,6 +23,7 @@ from ..models.anatomy import Anatomy, AttentionOverMap, TokenAttention, Transfor
 from ..patches import Patch, roles_of, set_patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
+from . import joint_chunks
 from .feed_forward import FEWEST_TOKENS
 from .offers import Offer, OfferKind, Target
 from .strips import Span, assembled, spans
@@ -34,17 +35,19 @@ def transformer_chunks(anatomy: Anatomy, settings: Settings, device: torch.devic
     Raises:
         NoSiteError: the target has no transformer block.
     """
-    look = anatomy.family.transformer
-    blocks = [site.module for site in anatomy.transformer_blocks]  # their processors may change: looked at in each call
-    if not blocks:
+    # processors may change: blocks are looked at in each call
+    ways: list[tuple[Callable[..., Any], Callable[..., Any], nn.Module]]
+    ways = [(_in_chunks, anatomy.family.transformer, site.module) for site in anatomy.transformer_blocks]
+    ways += [(joint_chunks.in_chunks, anatomy.family.joint, site.module) for site in anatomy.joint_blocks]
+    if not ways:
         raise NoSiteError("transformer chunks: the model has no transformer block")
-    for block in blocks:
-        around = functools.partial(_in_chunks, look, block, settings.transformer_chunks or 1)
+    for way, look, block in ways:
+        around = functools.partial(way, look, block, settings.transformer_chunks or 1)
         yield wrap(block, "forward", around, "transformer_chunks")
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    if target.anatomy.transformer_blocks:
+    if target.anatomy.transformer_blocks or target.anatomy.joint_blocks:
         for level, parts in {4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"transformer_chunks": parts}, level=level, stages=("denoise",))
 

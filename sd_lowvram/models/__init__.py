@@ -77,6 +77,7 @@ def anatomy_of_components(family: Family | str, components: dict[str, nn.Module]
         feed_forwards=inside(of.is_feed_forward),
         residual_blocks=inside(of.is_residual_block),
         transformer_blocks=inside(of.is_transformer_block),
+        joint_blocks=inside(lambda module: of.joint(module) is not None),
         unet_path=of.unet_path(denoiser) if of.unet_path is not None and denoiser is not None else None,
         configs=of.configs(components),
     )

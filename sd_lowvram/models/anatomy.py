@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .calls import LatentsInCall, Predict, Shape, Stage, StepInputs, map_in_call
 from .interfaces import MapAttention
+from .joint import JointBlock
 
 HOST = "host"
 """The name under which configurations tell what a hosted model's own code is: a trace hangs on it."""
@@ -128,6 +129,7 @@ class Family:
         unet_path: of a UNet, the way of its maps.
         residual: ``(block, *more)`` to its parts; ``more`` is what it was called with besides map and time.
         transformer: ``(block, *args, **kwargs)`` to its parts; the arguments are those after the tokens.
+        joint: of a diffusion transformer's block, how it is called with some of its tokens; None: it is no such block.
         upcasts: whether an attention's scores are asked for in float32.
         attend: ``(attention, original, *args, **kwargs)``: what the attention's own forward does, by torch's
             scaled_dot_product_attention; None where that forward calls it by itself.
@@ -163,6 +165,7 @@ class Family:
     unet_path: Callable[[Any], UNetPath] | None = None
     residual: Callable[..., Residual | None] = lambda *given, **more: None
     transformer: Callable[..., Transformer | None] = lambda *given, **more: None
+    joint: Callable[[nn.Module], JointBlock | None] = lambda block: None
     upcasts: Callable[[Any], bool] = lambda attention: False
     attend: Callable[..., Tensor] | None = None
     known: bool = True
@@ -184,7 +187,8 @@ class Anatomy:
         attentions: attention modules of denoiser, ControlNet and autoencoder.
         feed_forwards: the denoiser's feed-forward modules.
         residual_blocks: the denoiser's residual blocks.
-        transformer_blocks: the denoiser's transformer blocks.
+        transformer_blocks: a UNet's transformer blocks.
+        joint_blocks: a diffusion transformer's blocks.
         unet_path: the way of a UNet's maps, None when the denoiser is no UNet.
         configs: what components without a configuration of their own would have in it, in diffusers' words.
         computes: the type in which the host lets a component compute, where that is not its weights' own.
@@ -206,6 +210,7 @@ class Anatomy:
     feed_forwards: tuple[Site, ...]
     residual_blocks: tuple[Site, ...]
     transformer_blocks: tuple[Site, ...]
+    joint_blocks: tuple[Site, ...] = ()
     unet_path: UNetPath | None = None
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     computes: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -256,7 +261,8 @@ def layer(module: nn.Module) -> Any:
 
 def geglu_of(feed_forward: Any) -> nn.Module | None:
     """The layer of a feed-forward that multiplies half of its ``proj`` with the GELU of the other half, if there."""
-    first: nn.Module = feed_forward.net[0]
+    net = getattr(feed_forward, "net", None)
+    first: Any = net[0] if net is not None else None
     return first if type(first).__name__ == "GEGLU" and hasattr(first, "proj") else None
 
 

@@ -6,11 +6,15 @@ As FLUX.1 without CLIP; guidance is a second call, and the attention is masked b
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from . import diffusers, dit, support
+from torch import Tensor
+
+from . import diffusers, dit, flux, support
 from .anatomy import Anatomy, has
 from .calls import Shape, StepInputs
+from .joint import JointBlock, Rows, joined_positions
 
 _WORDS = 512
 
@@ -42,6 +46,28 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
     return {"passes": 1, "calls": 1 + dit.guides(target), "encodes": dit.starts_from_picture(target)}
 
 
+def _joint_block(block: Any) -> JointBlock | None:
+    """Its single blocks are given text and picture as one."""
+    single = has(block, "norm", "proj_mlp", "act_mlp", "proj_out", "attn")
+    if not single and not flux.is_double(block):
+        return None
+    return JointBlock(
+        picture="hidden_states",
+        text="" if single else "encoder_hidden_states",
+        cut={"image_rotary_emb": joined_positions},
+        attentions=(block.attn,),
+        by_rows="FluxAttnProcessor",
+        masked_by="attention_mask",
+        mask=_mask,
+        besides=(block.proj_mlp,) if single else (),
+    )
+
+
+def _mask(given: Mapping[str, Any], rows: Rows) -> Tensor | None:
+    mask = given.get("attention_mask")
+    return None if mask is None else mask[:, None, None, :] * rows.of_joined(mask, 1)[:, None, :, None]
+
+
 FAMILY = dit.family(
     SERVED,
     {"text_encoder": dit.Reading(_WORDS, masked=True)},
@@ -49,4 +75,5 @@ FAMILY = dit.family(
     channels=dit.packed_channels,
     anatomy_fields=_anatomy_fields,
     latents_in_call=dit.packed_in_call,
+    joint=_joint_block,
 )

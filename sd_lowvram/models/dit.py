@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import diffusers, support
-from .anatomy import Anatomy, Family
+from .anatomy import Anatomy, Family, has
 from .calls import LatentsInCall, Shape, Stage, StepInputs
 from .latents import dtype_of, latent_channels, latent_size
 
@@ -72,6 +72,7 @@ def family(
         "helper_stages": functools.partial(_text_stages, readings),
         "configs": functools.partial(_configs, channels),
         "anatomy_fields": anatomy_fields,
+        "is_feed_forward": _is_feed_forward,
     }
     return Family(**fields | more)
 
@@ -110,6 +111,11 @@ def _configs(channels: Callable[[Mapping[str, Any]], int], components: Any) -> d
         return {}
     config = components["transformer"].config
     return {"transformer": {"sample_size": _NATIVE, **config, "out_channels": channels(config)}}
+
+
+def _is_feed_forward(module: nn.Module) -> bool:
+    """diffusers' own, and the gated ones of Z-Image and FLUX.2."""
+    return diffusers.is_feed_forward(module) or has(module, "w1", "w2", "w3") or has(module, "linear_in", "linear_out")
 
 
 def packed_channels(config: Mapping[str, Any]) -> int:

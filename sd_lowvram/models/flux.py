@@ -11,10 +11,12 @@ import math
 from typing import Any
 
 import torch
+from torch import nn
 
 from . import diffusers, dit, support
 from .anatomy import Anatomy, has
 from .calls import Shape, StepInputs
+from .joint import JointBlock, joined_positions
 
 _READINGS = {"text_encoder": dit.Reading(77), "text_encoder_2": dit.Reading(512)}
 """Of CLIP the pooled output is taken, and all that T5 makes of the prompt."""
@@ -53,6 +55,25 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
     return {"passes": 1, "encodes": bool(pictures), "joined": int("Kontext" in type(target).__name__)}
 
 
+def is_double(block: nn.Module) -> bool:
+    """Whether it is a block with layers of their own for text and picture."""
+    return has(block, "norm1", "norm1_context", "attn", "norm2", "ff", "ff_context")
+
+
+def _joint_block(block: Any) -> JointBlock | None:
+    single = has(block, "norm", "proj_mlp", "act_mlp", "proj_out", "attn")
+    if not single and not is_double(block):
+        return None
+    return JointBlock(
+        picture="hidden_states",
+        text="encoder_hidden_states",
+        cut={"image_rotary_emb": joined_positions},
+        attentions=(block.attn,),
+        by_rows="FluxAttnProcessor",
+        besides=(block.proj_mlp,) if single else (),
+    )
+
+
 FAMILY = dit.family(
     SERVED,
     _READINGS,
@@ -61,4 +82,5 @@ FAMILY = dit.family(
     anatomy_fields=_anatomy_fields,
     alone=("transformer", "text_encoder_2"),
     latents_in_call=dit.packed_in_call,
+    joint=_joint_block,
 )

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from . import diffusers, dit, support
+from . import diffusers, dit, flux, support
 from .anatomy import Anatomy, has
 from .calls import Shape, StepInputs
+from .joint import JointBlock, joined_positions
 
 _WORDS = 512
 
@@ -49,6 +50,20 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
     return {"passes": 1, "calls": 1 + guides, "encodes": inpaints, "joined": int(inpaints)}
 
 
+def _joint_block(block: Any) -> JointBlock | None:
+    """Its single blocks are given text and picture as one, and one layer of theirs makes queries, keys and values."""
+    single = has(block, "norm", "attn") and hasattr(block.attn, "to_qkv_mlp_proj")
+    if not single and not flux.is_double(block):
+        return None
+    return JointBlock(
+        picture="hidden_states",
+        text="" if single else "encoder_hidden_states",
+        cut={"image_rotary_emb": joined_positions},
+        attentions=(block.attn,),
+        by_rows="Flux2ParallelSelfAttnProcessor" if single else "Flux2AttnProcessor",
+    )
+
+
 FAMILY = dit.family(
     SERVED,
     {"text_encoder": dit.Reading(_WORDS, hidden=True, masked=True, options={"use_cache": False})},
@@ -57,4 +72,5 @@ FAMILY = dit.family(
     anatomy_fields=_anatomy_fields,
     unplanned=lambda target: "transformer" if "KV" in type(target).__name__ else "",  # it keeps keys and values
     latents_in_call=dit.packed_in_call,
+    joint=_joint_block,
 )

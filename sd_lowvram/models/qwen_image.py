@@ -7,13 +7,16 @@ refused, as their text encoder looks at pictures.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import diffusers, dit, support
 from .anatomy import Anatomy, has
 from .calls import LatentsInCall, Shape, StepInputs
+from .joint import JointBlock, Rows, along_tokens
 
 _WORDS = 512
 _READ = 1024 + 34
@@ -63,6 +66,32 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
     return {"passes": 1, "calls": calls, "encodes": dit.starts_from_picture(target)}
 
 
+def _joint_block(block: Any) -> JointBlock | None:
+    if not has(block, "img_mod", "txt_mod", "attn", "img_mlp", "txt_mlp"):
+        return None
+    return JointBlock(
+        picture="hidden_states",
+        text="encoder_hidden_states",
+        cut={"image_rotary_emb": _positions, "modulate_index": along_tokens},
+        attentions=(block.attn,),
+        by_rows="QwenDoubleStreamAttnProcessor2_0",
+        masked_by="encoder_hidden_states_mask",
+        mask=_mask,
+    )
+
+
+def _positions(positions: tuple[Tensor, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+    picture, text = positions
+    return picture[rows.start : rows.stop], text[: rows.words]
+
+
+def _mask(given: Mapping[str, Any], rows: Rows) -> Tensor | None:
+    words, picture = given.get("encoder_hidden_states_mask"), given["hidden_states"]
+    if words is None:
+        return None
+    return torch.cat([words, words.new_ones(picture.shape[:2])], 1)[:, None, None, :]
+
+
 FAMILY = dit.family(
     SERVED,
     {"text_encoder": dit.Reading(_READ, hidden=True, masked=True)},
@@ -72,6 +101,7 @@ FAMILY = dit.family(
     alone=("transformer", "text_encoder"),
     unplanned=lambda target: "text_encoder" if "processor" in target.components else "",
     predict=predict,
+    joint=_joint_block,
     latents_in_call=latents_in_call,
     guidance_scale="true_cfg_scale",
 )

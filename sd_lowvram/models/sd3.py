@@ -12,6 +12,7 @@ import torch
 from . import diffusers, dit, support
 from .anatomy import Anatomy, has
 from .calls import Shape, StepInputs
+from .joint import JointBlock
 from .latents import latent_channels, latent_size
 
 _CLIP, _T5 = 77, 256
@@ -57,10 +58,27 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
     return {"passes": 1 + dit.guides(target), "encodes": dit.starts_from_picture(target)}
 
 
+def _joint_block(block: Any) -> JointBlock | None:
+    """The second attention of SD3.5 medium sees the picture alone."""
+    if not has(block, "norm1", "norm1_context", "attn", "attn2", "norm2", "ff"):
+        return None
+    last = (block.attn.to_out[0], block.attn.to_add_out) if block.attn2 is not None else ()
+    return JointBlock(
+        picture="hidden_states",
+        text="encoder_hidden_states",
+        cut={},
+        attentions=(block.attn,) if block.attn2 is None else (block.attn, block.attn2),
+        by_rows="JointAttnProcessor2_0",
+        text_last=True,
+        besides=tuple(layer for layer in last if layer is not None),
+    )
+
+
 FAMILY = dit.family(
     SERVED,
     _READINGS,
     step_inputs=step_inputs,
     channels=lambda config: int(config["out_channels"]),
     anatomy_fields=_anatomy_fields,
+    joint=_joint_block,
 )

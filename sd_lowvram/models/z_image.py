@@ -15,6 +15,7 @@ from torch import Tensor
 from . import diffusers, dit, support
 from .anatomy import Anatomy, has
 from .calls import LatentsInCall, Shape, StepInputs
+from .joint import JointBlock, along_tokens
 from .latents import latent_channels, latent_size
 
 _TOKENS = 512
@@ -68,6 +69,14 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
     return {"passes": 1 + dit.guides(target, above=0), "encodes": dit.starts_from_picture(target)}
 
 
+def _joint_block(block: Any) -> JointBlock | None:
+    if not has(block, "attention", "feed_forward", "attention_norm1", "ffn_norm1"):
+        return None
+    cut = {"freqs_cis": along_tokens, "noise_mask": along_tokens}
+    by_rows = "ZSingleStreamAttnProcessor"
+    return JointBlock(picture="x", text="", cut=cut, attentions=(block.attention,), by_rows=by_rows)
+
+
 FAMILY = dit.family(
     SERVED,
     {"text_encoder": dit.Reading(_TOKENS, hidden=True, masked=True)},
@@ -76,6 +85,7 @@ FAMILY = dit.family(
     anatomy_fields=_anatomy_fields,
     alone=("transformer", "text_encoder"),
     predict=predict,
+    joint=_joint_block,
     latents_in_call=latents_in_call,
     entry_methods=("encode_prompt", "prepare_latents"),
 )

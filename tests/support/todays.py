@@ -242,9 +242,9 @@ _WORDS_OF = {"SD3Transformer2DModel": 333}
 
 def picture(pipe: Any, width: int = SIZE, height: int = SIZE, steps: int = 2, **options: Any) -> Tensor:
     """The pipeline's picture (1, 3, height, width), the same for the same sizes."""
-    given = {**prompts(pipe), "width": width, "height": height, **options}
+    given = {**prompts(pipe), "width": width, "height": height, "output_type": "pt", **options}
     seed = torch.Generator().manual_seed(3)
-    made = pipe(**given, num_inference_steps=steps, generator=seed, output_type="pt")
+    made = pipe(**given, num_inference_steps=steps, generator=seed)
     return torch.as_tensor(made.images)
 
 

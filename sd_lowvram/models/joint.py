@@ -1,0 +1,112 @@
+"""Blocks of diffusion transformers, in which tokens see each other in attention alone: how one is called with some of
+its tokens.
+
+A block is called as it is, by its own forward: what is given to it is cut, and its layers stay the host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Cut = Callable[[Any, "Rows"], Any]
+"""From an argument of a block, and rows of its tokens, to what the block is given of it."""
+
+Mask = Callable[[Mapping[str, Any], "Rows"], "Tensor | None"]
+"""From a block's arguments, and rows of its queries, to the mask of these rows and all keys."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a block's tokens.
+
+    Attributes:
+        start, stop: of the picture's tokens.
+        words: how many tokens of the text, its first, go with them.
+        texts: of the whole text.
+    """
+
+    start: int
+    stop: int
+    words: int
+    texts: int
+
+    def of_joined(self, tensor: Tensor, dim: int) -> Tensor:
+        """These rows of a tensor in which the text comes before the picture."""
+        picture = tensor.narrow(dim, self.texts + self.start, self.stop - self.start)
+        return torch.cat([tensor.narrow(dim, 0, self.words), picture], dim) if self.texts else picture
+
+
+@dataclass(frozen=True)
+class JointBlock:
+    """A transformer block, and how its forward is called with some of its tokens.
+
+    Attributes:
+        picture: the argument that is cut, tokens (N, tokens, C).
+        text: the argument with the tokens of the text (N, words, C); "" where there is none beside.
+        cut: of other arguments that have an entry for each token, what is given for some of them.
+        by_rows: the name of diffusers' processor of these, in which a query's row does not depend on the other queries;
+            with any other the block is left alone.
+        mask: makes the attention's mask, where the block would make it of ``masked_by``, which is left out then.
+        attentions: those that it calls, in their order.
+        text_last: whether the text comes behind the picture among queries and keys.
+        besides: layers that keys and values do not need.
+    """
+
+    picture: str
+    text: str
+    cut: Mapping[str, Cut]
+    attentions: tuple[Any, ...]
+    by_rows: str
+    masked_by: str = ""
+    mask: Mask = lambda given, rows: None
+    text_last: bool = False
+    besides: tuple[nn.Module, ...] = ()
+
+    def is_plain(self, given: Mapping[str, Any]) -> bool:
+        """Whether nothing in a call, and no processor, lets tokens see each other in another way."""
+        known = all(type(one.processor).__name__ == self.by_rows for one in self.attentions)
+        modulations = (given.get(name) for name in ("temb_mod", "temb_mod_img", "temb_mod_txt"))
+        by_token = any(isinstance(one, Tensor) and one.ndim == 3 and one.shape[1] > 1 for one in modulations)
+        return known and not by_token and not given.get("joint_attention_kwargs")
+
+    def texts(self, given: Mapping[str, Any]) -> int:
+        """Tokens of the text."""
+        return int(given[self.text].shape[1]) if self.text else 0
+
+    def part(self, given: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
+        """What the block is called with for some rows."""
+        some = dict(given)
+        some[self.picture] = given[self.picture][:, rows.start : rows.stop]
+        if self.text:
+            some[self.text] = given[self.text][:, : rows.words]
+        some |= {name: cut(given[name], rows) for name, cut in self.cut.items() if given.get(name) is not None}
+        return some | ({self.masked_by: None} if self.masked_by else {})
+
+    def queries(self) -> list[nn.Module]:
+        """The layers that make queries alone; empty where one layer makes all."""
+        return _layers(self.attentions, ("to_q", "add_q_proj"))
+
+    def keys(self) -> list[nn.Module]:
+        """The layers that make keys and values alone."""
+        return _layers(self.attentions, ("to_k", "to_v", "add_k_proj", "add_v_proj"))
+
+
+def _layers(attentions: tuple[Any, ...], names: tuple[str, ...]) -> list[nn.Module]:
+    found = (getattr(attention, name, None) for attention in attentions for name in names)
+    return [layer for layer in found if isinstance(layer, nn.Module)]
+
+
+def joined_positions(positions: tuple[Tensor, Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (words + tokens, width) of some rows."""
+    cosine, sine = positions
+    return rows.of_joined(cosine, 0), rows.of_joined(sine, 0)
+
+
+def along_tokens(tensor: Tensor, rows: Rows) -> Tensor:
+    """Some tokens of (N, tokens, ...)."""
+    return tensor[:, rows.start : rows.stop]
