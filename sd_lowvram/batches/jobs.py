@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ..commands.exit_codes import as_typed
-from ..commands.inputs import Job, check_job
+from ..commands.inputs import SPLIT, Job, check_job
 from ..commands.knobs import command_line_knobs
 from ..commands.values import check_printable, check_text, checked_settings
 from ..errors import BadInputError, LowVRAMError
@@ -40,7 +40,7 @@ _SHOWN = 60
 _ELSEWHERE = ("vram", "ram", "device", "allow_pickle")
 """Options that say where a picture is made, not which: with others it is still the same job."""
 
-_OF_ONE_RUN = ("memory_plot", "settings")
+_NO_COLUMNS = ("memory_plot", "settings", *SPLIT)
 _DELIMITERS = ",;\t"
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _KINDS = {int: "a whole number", float: "a number", bool: "yes or no"}
@@ -70,7 +70,7 @@ class Task:
 def columns() -> dict[str, type]:
     """The options of ``generate`` by name, each with what a value of it is."""
     hints = typing.get_type_hints(Job)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(Job) if field.name not in _OF_ONE_RUN}
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(Job) if field.name not in _NO_COLUMNS}
     kinds = {name: next(iter(typing.get_args(hint)), hint) for name, hint in fields.items()}
     return kinds | {name: knob.type for name, knob in command_line_knobs().items()}
 
@@ -243,6 +243,8 @@ def _column(written: str) -> str:
         return name
     if name == "memory_plot":
         raise BadInputError("the column memory_plot is of generate alone: one picture's memory is drawn there")
+    if name in SPLIT:
+        raise BadInputError(f"{name} is no column: it is given once, to batch itself")
     near = difflib.get_close_matches(name, columns(), 1)
     guess = f" (did you mean {near[0]}?)" if near else "; sd-lowvram generate --help-all lists them"
     raise BadInputError(f"the column {written[:_SHOWN]!r} is no option of generate{guess}")

@@ -52,9 +52,26 @@ def architecture(name: str) -> dict[str, Any]:
 
 def _transformer(name: str) -> dict[str, Any]:
     """One of today's models, which have parts in common."""
-    told = json.loads((_DATA / "architectures" / "transformers.json").read_text(encoding="utf-8"))
+    told = _told_of_transformers()
     parts = told["parts"]
     return {key: parts[value] if key in MODELS else value for key, value in told["models"][name].items()}
+
+
+def _told_of_transformers() -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((_DATA / "architectures" / "transformers.json").read_text(encoding="utf-8"))
+    return told
+
+
+def parts_of_transformers() -> dict[str, dict[str, Any]]:
+    """The configurations that today's models are made of, by names of our own ("t5-xxl")."""
+    parts: dict[str, dict[str, Any]] = _told_of_transformers()["parts"]
+    return parts
+
+
+def schedulers_of_transformers() -> dict[str, dict[str, Any]]:
+    """The configurations of their schedulers, by the kind of the transformer ("flux1")."""
+    schedulers: dict[str, dict[str, Any]] = _told_of_transformers()["schedulers"]
+    return schedulers
 
 
 def layers_per_block(config: Mapping[str, Any]) -> list[int]:
@@ -110,14 +127,15 @@ def build_components(
     for component in only:
         if component in config:
             with torch.device("meta"), Unfilled():
-                model = _empty(config[component])
+                model = empty_model(config[component])
             # The base class's `to`: diffusers' own warns of parts kept in float32, of which these have none.
             model = torch.nn.Module.to(model, dtype or torch.float32).eval().requires_grad_(False)
             models[component] = model if device == "meta" else _filled(model, torch.device(device), seed)
     return models
 
 
-def _empty(config: dict[str, Any]) -> Any:
+def empty_model(config: dict[str, Any]) -> Any:
+    """The model of a configuration of diffusers or of transformers, made as its class makes it."""
     if "_class_name" in config:
         return class_of(config).from_config(config)
     import transformers
@@ -197,7 +215,7 @@ def write_folder(config: dict[str, Any], pipeline: str, folder: Path) -> None:
         target.mkdir()
         if component.startswith("tokenizer"):
             index[component] = ["transformers", "CLIPTokenizer"]
-            _write_tokenizer(part, target)
+            write_tokenizer(part, target)
         else:
             own = "_class_name" in part
             index[component] = ["diffusers", part["_class_name"]] if own else ["transformers", part["architectures"][0]]
@@ -225,7 +243,8 @@ def vocabulary() -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}
 
 
-def _write_tokenizer(options: dict[str, Any], folder: Path) -> None:
+def write_tokenizer(options: dict[str, Any], folder: Path) -> None:
+    """Write CLIP's tokenizer, with the ``pad_token`` and the ``model_max_length`` of ``options``, into a folder."""
     special = {"bos_token": _START, "eos_token": _END, "unk_token": _END, "pad_token": options["pad_token"]}
     files = {
         "vocab.json": vocabulary(),

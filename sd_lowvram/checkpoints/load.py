@@ -33,6 +33,7 @@ from .inspection import (
     single_file_config,
 )
 from .safetensors_header import Header, TensorEntry
+from .split_files import is_split
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,11 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
     if "_class_name" in (unet := folder_configuration(folder).get("unet", {})):
         class_of(unet)
     kind = _pipeline_class(prefix, task)
+    if is_split(folder):
+        from .load_split import load_split
+
+        with explained(folder):
+            return load_split(folder, kind, dtype)
     with explained(folder):
         return kind.from_pretrained(
             folder,
@@ -123,7 +129,7 @@ def explained(path: Path) -> Iterator[None]:
     try:
         with silent("diffusers.utils.logging"), silent("transformers.utils.logging"):
             yield
-    except MemoryError:
+    except (MemoryError, CheckpointError):
         raise
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded: {_reason(error)}") from error

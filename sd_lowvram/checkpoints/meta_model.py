@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from ..models.anatomy import Anatomy
 from ..models.support import unsupported
 from .architectures import MODELS, build_components, pipeline_class, type_for
 from .inspection import configuration
+from .load_split import load_part
+from .split_files import is_split
 
 
 def meta_anatomy(model: str | None, dtype: torch.dtype, only: tuple[str, ...] = MODELS) -> Anatomy:
@@ -57,7 +60,11 @@ def meta_components(model: str | None, dtype: torch.dtype, only: tuple[str, ...]
             configuration makes no sense.
     """
     config = configuration(model)
+    folder = Path(model) if model is not None and "transformer" in config else None
     try:
+        if folder is not None and is_split(folder):
+            places = [folder / name for name in only if name in config]
+            return {one.name: load_part(one, type_for(config, dtype), meta=True) for one in places}
         return build_components(config, dtype=type_for(config, dtype), device="meta", only=only)
     except Exception as error:  # whatever a configuration that makes no sense provokes in the library
         reason = " ".join(str(error).split())

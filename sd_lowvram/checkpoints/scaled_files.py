@@ -136,6 +136,8 @@ def _by_rows(scale: Tensor, weight: Tensor) -> Tensor:
 def _shortest(spread: Tensor) -> Tensor:
     """The scales of a weight's rows (out, 1), or one number where all are alike."""
     rows = spread[:, :1]
+    if spread.stride(0) == 0:  # one number, never written out
+        return rows[0, 0].clone()
     if rows.device.type != "meta" and bool((rows == rows[0, 0]).all()):
         return rows[0, 0].clone()
     return rows.clone()

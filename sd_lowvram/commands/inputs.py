@@ -38,7 +38,25 @@ class Job:
     model: Annotated[
         str | None,
         option("--model", "-m", text="Diffusers folder, or .safetensors file of SD1.x, SD2.x, SDXL; left out: the "
-               "demo model.", panel=PICTURE, metavar="PATH"),
+               "demo model. ComfyUI's split files: see --transformer in --help-all.", panel=PICTURE, metavar="PATH"),
+    ] = None
+    transformer: Annotated[
+        Path | None,
+        option("--transformer", text="In place of --model: ComfyUI's file of a transformer, beside --text-encoder, "
+               "--vae and --tokenizer.", panel=PICTURE, rare=True, metavar="FILE"),
+    ] = None
+    text_encoder: Annotated[
+        list[Path] | None,
+        option("--text-encoder", text="File of its text encoder; once for each.", panel=PICTURE, rare=True,
+               metavar="FILE"),
+    ] = None
+    vae: Annotated[
+        Path | None, option("--vae", text="File of its autoencoder.", panel=PICTURE, rare=True, metavar="FILE")
+    ] = None
+    tokenizer: Annotated[
+        Path | None,
+        option("--tokenizer", text="Folder of its tokenizer, T5's or Qwen's, which such files do not hold.",
+               panel=PICTURE, rare=True, metavar="FOLDER"),
     ] = None
     output: Annotated[
         str | None,
@@ -134,6 +152,13 @@ def check_job(job: Job) -> Job:
     check_text("--negative", job.negative)
     check_text("--model", job.model or "")  # weights are opened by a library that takes nothing else
     check_given(model=job.model, device=job.device, scheduler=job.scheduler, policy=job.policy)
+    model = split_or(
+        job.model,
+        transformer=job.transformer,
+        text_encoder=job.text_encoder,
+        vae=job.vae,
+        tokenizer=job.tokenizer,
+    )
     check_run(job.width, job.height, job.steps, job.batch, job.vram, job.ram)
     if job.device is not None:
         check_device_name(job.device, "--device")
@@ -145,10 +170,43 @@ def check_job(job: Job) -> Job:
         raise BadInputError(f"--seed {job.seed} must be from 0 to {LARGEST_SEED} (-1 for a random one)")
     return dataclasses.replace(
         job,
+        model=model,
+        transformer=None,
+        text_encoder=None,
+        vae=None,
+        tokenizer=None,
         seed=secrets.randbelow(2**32) if job.seed in (None, -1) else job.seed,
         scheduler=find_scheduler(job.scheduler) if job.scheduler is not None else None,
         strength=_checked_strength(job),
     )
+
+
+SPLIT = ("transformer", "text_encoder", "vae", "tokenizer")
+"""Options that name a model's parts, in place of the model."""
+
+
+def split_or(
+    model: str | None,
+    *,
+    transformer: Path | None,
+    text_encoder: list[Path] | None,
+    vae: Path | None,
+    tokenizer: Path | None,
+) -> str | None:
+    """``model``, or a folder for its parts where these are given.
+
+    Raises:
+        BadInputError: both are given, or a part is missing or cannot be used.
+    """
+    if not any((transformer, text_encoder, vae, tokenizer)):
+        return model
+    if model is not None:
+        raise BadInputError(f"--model {model} and the files of a model's parts exclude each other: leave one out")
+    for file in (transformer, *(text_encoder or ()), vae, tokenizer):
+        check_text("the name of a file", str(file or ""))
+    from ..checkpoints.split_files import split_model
+
+    return str(split_model(transformer, text_encoder or (), vae, tokenizer))
 
 
 def _checked_strength(job: Job) -> float | None:

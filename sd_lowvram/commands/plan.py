@@ -18,6 +18,7 @@ from ..policies.named import HELP, POLICIES
 from ..settings import Settings
 from .early import check_floor
 from .exit_codes import exit_on_error
+from .inputs import split_or
 from .interrupts import heed_interrupts
 from .knobs import with_knobs
 from .values import MOST_STEPS, check_count, check_given, check_run, checked_settings
@@ -32,6 +33,18 @@ def plan(
         str | None,
         typer.Option("--model", "-m", help=f"{', '.join((*NAMES, *TRANSFORMERS))}, a diffusers folder or a "
                      ".safetensors file; left out: the demo model.", metavar="NAME|PATH"),
+    ] = None,
+    transformer: Annotated[
+        Path | None,
+        typer.Option(hidden=True, metavar="FILE", help="In place of --model: the file of a transformer, beside "
+                     "--text-encoder, --vae and --tokenizer."),
+    ] = None,
+    text_encoder: Annotated[
+        list[Path] | None, typer.Option(hidden=True, metavar="FILE", help="File of its text encoder; once for each.")
+    ] = None,
+    vae: Annotated[Path | None, typer.Option(hidden=True, metavar="FILE", help="File of its autoencoder.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(hidden=True, metavar="FOLDER", help="Folder of its tokenizer.")
     ] = None,
     width: Annotated[int | None, typer.Option(help="In pixels; left out: the model's own.")] = None,
     height: Annotated[int | None, typer.Option(help="In pixels; left out: the model's own.")] = None,
@@ -78,6 +91,9 @@ def plan(
         asked |= {"disk": None if disk is None else parse_disk(disk)}
         asked |= {"approximate": approximate, "pictures": pictures, "policy": policy}
         check_given(model=model, gpu=gpu, policy=policy)
+        asked["model"] = split_or(
+            model, transformer=transformer, text_encoder=text_encoder, vae=vae, tokenizer=tokenizer
+        )
         chosen = checked_settings(settings or {}, policy)
         check_run(width, height, steps, batch, vram, ram)
         check_count("--pictures", pictures, 1_000_000)

@@ -13,7 +13,7 @@ import typer
 from ...checkpoints.inspection import model_path
 from ...commands.exit_codes import exit_on_error
 from ...commands.generate import check_prompt_given, print_result
-from ...commands.inputs import PICTURE, RUN, Job, check_job, option
+from ...commands.inputs import PICTURE, RUN, SPLIT, Job, check_job, option
 from ...commands.knobs import with_fields, with_knobs
 from ...commands.values import MOST_STEPS, checked_settings
 from ...errors import BadInputError
@@ -34,7 +34,9 @@ class ScheduledSteps(NamedTuple):
 
 @unet.command()
 @with_knobs
-@with_fields(Job, steps=1, init_image=None, strength=None, mask=None, policy=None, memory_plot=None)
+@with_fields(
+    Job, **dict.fromkeys(SPLIT), steps=1, init_image=None, strength=None, mask=None, policy=None, memory_plot=None
+)
 def generate(
     context: typer.Context,
     job: Job,

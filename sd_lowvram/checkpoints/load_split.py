@@ -1,0 +1,205 @@
+"""Loads a model of split files: each part from its file, its weights by the names of diffusers and transformers.
+
+Transformers and most autoencoders go through diffusers' own converters. Weights stay mapped from their files where
+their type is the one that is asked for, and 8 bits stay 8 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError
+from .architectures import MODELS, class_of
+from .safetensors_header import read_header
+from .scaled_files import apart, converted, fill
+from .split_files import LINK
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+_TORCH_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64", "I8": "int8", "U8": "uint8"}
+_TORCH_TYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "BOOL": "bool"}
+
+
+def load_split(folder: Path, pipeline: Any, dtype: torch.dtype | None) -> Any:
+    """A ``pipeline`` of this class of the parts in ``folder``, on the CPU.
+
+    Args:
+        dtype: of the weights that are not kept in 8 bits; None: float32.
+
+    Raises:
+        CheckpointError: a part lacks weights.
+    """
+    import torch
+
+    parts: dict[str, Any] = {}
+    for place in sorted(folder.iterdir()):
+        if place.name in MODELS:
+            parts[place.name] = load_part(place, dtype or torch.float32)
+        elif place.name.startswith("tokenizer"):
+            parts[place.name] = _tokenizer(place, parts_config(folder, place.name))
+        elif place.name == "scheduler":
+            parts["scheduler"] = _scheduler(place)
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    options = {name: value for name, value in index.items() if not name.startswith("_")}
+    return pipeline(**parts, **options)
+
+
+def parts_config(folder: Path, tokenizer: str) -> dict[str, Any]:
+    """The configuration of the text encoder that reads what a tokenizer makes."""
+    name = tokenizer.replace("tokenizer", "text_encoder")
+    config: dict[str, Any] = json.loads((folder / name / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def _tokenizer(place: Path, config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    kind = str(config["architectures"][0])
+    begins = next(name for mark, name in (("CLIP", "CLIP"), ("T5", "T5"), ("Qwen", "Qwen2")) if mark in kind)
+    fast = begins != "CLIP" and hasattr(transformers, f"{begins}TokenizerFast")
+    return getattr(transformers, f"{begins}Tokenizer{'Fast' if fast else ''}").from_pretrained(
+        place.resolve(), local_files_only=True
+    )
+
+
+def _scheduler(place: Path) -> Any:
+    config = json.loads((place / "scheduler_config.json").read_text(encoding="utf-8"))
+    return class_of(config).from_config(config)
+
+
+def load_part(place: Path, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
+    """The model of a part's folder.
+
+    Args:
+        dtype: of the weights that are not kept in 8 bits.
+        meta: without contents, of the types and shapes that it would have.
+
+    Raises:
+        CheckpointError: its file lacks weights.
+    """
+    config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    model: nn.Module = _empty(config, meta)
+    state = _on_meta(place / LINK) if meta else _mapped(place / LINK)
+    names = set(model.state_dict())
+    weights, scales = converted(*apart(state), lambda held: _by_our_names(config, held, names))
+    fill(model, {name: tensor for name, tensor in weights.items() if name in names}, scales, dtype)
+    tie = getattr(model, "tie_weights", None)
+    if callable(tie):
+        tie()
+    missing = [name for name, tensor in model.state_dict().items() if tensor.device.type == "meta" and not meta]
+    if missing:
+        what = f"{len(missing)} weights of a {type(model).__name__}: {missing[0]}, for one"
+        raise CheckpointError(f"{(place / LINK).resolve()} lacks {what}")
+    return model.eval().requires_grad_(False)
+
+
+def _empty(config: dict[str, Any], meta: bool) -> Any:
+    """The model without weights; what it computes by itself when it is made is there, unless all is on ``meta``."""
+    import accelerate
+    import torch
+
+    from .architectures import empty_model
+    from .unfilled import Unfilled
+
+    if meta:
+        with torch.device("meta"), Unfilled():
+            return empty_model(config)
+    with accelerate.init_empty_weights(include_buffers=False):
+        return empty_model(config)
+
+
+def _mapped(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _on_meta(path: Path) -> dict[str, Tensor]:
+    import torch
+
+    return {
+        name: torch.empty(entry.shape, dtype=getattr(torch, _TORCH_TYPES[entry.dtype]), device="meta")
+        for name, entry in read_header(path).tensors.items()
+    }
+
+
+def _by_our_names(config: Mapping[str, Any], held: dict[str, Any], names: set[str]) -> Mapping[str, Any]:
+    """Weights by the names of diffusers, or of transformers as it is installed."""
+    if "architectures" in config:
+        return _text_encoder(config, held, names)
+    kind = config["_class_name"]
+    if kind == "AutoencoderKLFlux2":
+        return _autoencoder_of_flux2(held, config)
+    plain = {name.removeprefix("model.diffusion_model."): tensor for name, tensor in held.items()}
+    joined = _taken_apart(plain) if kind in ("FluxTransformer2DModel", "ChromaTransformer2DModel") else {}
+    return {**_converter(kind)(plain, config=config), **joined}
+
+
+_JOINED = re.compile(r"single_blocks\.(\d+)\.linear1\.(weight|bias)")
+_PLACEHOLDER = 7 * 3072
+
+
+def _taken_apart(held: dict[str, Any]) -> dict[str, Any]:
+    """The first layers of FLUX.1's single blocks, of which the converter knows one width alone; it is given a
+    placeholder of that."""
+    import torch
+
+    made: dict[str, Any] = {}
+    for name in list(held):
+        if match := _JOINED.fullmatch(name):
+            block, last = f"single_transformer_blocks.{match[1]}", match[2]
+            width = len(held[f"single_blocks.{match[1]}.linear2.bias"])
+            q, k, v, mlp = held[name].split([width, width, width, len(held[name]) - 3 * width])
+            made |= {f"{block}.attn.to_q.{last}": q, f"{block}.attn.to_k.{last}": k, f"{block}.attn.to_v.{last}": v}
+            made[f"{block}.proj_mlp.{last}"] = mlp
+            held[name] = torch.empty(1).expand(_PLACEHOLDER, *[1] * (held[name].dim() - 1))
+    return made
+
+
+def _converter(kind: str) -> Callable[..., Mapping[str, Any]]:
+    from diffusers.loaders import single_file_model
+
+    known = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
+    like = {"AutoencoderKLQwenImage": "AutoencoderKLWan"}.get(kind, kind)  # the same layers under the same names
+    if like not in known:
+        raise CheckpointError(f"diffusers as it is installed reads no single files of {kind}: install a newer one")
+    found: Callable[..., Mapping[str, Any]] = known[like]["checkpoint_mapping_fn"]
+    return found
+
+
+def _autoencoder_of_flux2(held: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """That of FLUX.1 with 1x1 convolutions that stand inside the halves, and the statistics of its latents."""
+    plain = {
+        name.replace("encoder.quant_conv.", "quant_conv.").replace("decoder.post_quant_conv.", "post_quant_conv."): one
+        for name, one in held.items()
+    }
+    norm = {name: plain.pop(name) for name in list(plain) if name.startswith("bn.")}
+    return {**_converter("AutoencoderKL")(plain, config=config), **norm}
+
+
+def _text_encoder(config: Mapping[str, Any], held: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Names of transformers, which have had other beginnings in its versions."""
+    import torch
+
+    made = {}
+    for name, tensor in held.items():
+        inner = name.removeprefix("model.")
+        tried = (name, name.removeprefix("text_model."), inner, f"model.{name}", f"model.language_model.{inner}")
+        found = next((one for one in tried if one in names), None)
+        if found is not None:
+            made[found] = tensor
+    shared = "shared.weight"
+    if (
+        shared in names and shared not in made and "encoder.embed_tokens.weight" in made
+    ):  # T5's table, under either name
+        made[shared] = made["encoder.embed_tokens.weight"]
+    projection = "text_projection.weight"
+    if projection in names and projection not in made:  # files of CLIP-L that were made for FLUX.1 have none
+        made[projection] = torch.eye(config["hidden_size"])
+    return made
