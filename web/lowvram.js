@@ -12,6 +12,7 @@ const TELLING = {
 };
 const MARGIN = 8;
 const WIDTHS = { forecast: 560, report: 640, verdict: 480 };
+const OF_SETTINGS = 460; // with which no label is cut
 
 function box() {
   const made = document.createElement("pre");
@@ -66,6 +67,9 @@ function show(node, name, text) {
 
 app.registerExtension({
   name: "sd-lowvram",
+  nodeCreated(node) {
+    if (node.comfyClass === "LowVRAMSettings") node.setSize([Math.max(node.size[0], OF_SETTINGS), node.size[1]]);
+  },
   beforeRegisterNodeDef(nodeType, nodeData) {
     const name = TELLING[nodeData.name];
     if (!name) return;

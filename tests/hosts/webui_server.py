@@ -64,6 +64,7 @@ class Made:
 class Server:
     port: int
     log: Path
+    pid: int
 
     def ask(self, path: str, data: Any = None, timeout: float = 1800) -> Any:
         body = None if data is None else json.dumps(data).encode()
@@ -123,7 +124,7 @@ def serving(webui: Path, python: str, data: Path, *flags: str) -> Iterator[Serve
         process = subprocess.Popen(
             command, cwd=webui, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
         )
-    server = Server(port, log)
+    server = Server(port, log, process.pid)
     try:
         _wait(server, process)
         yield server
