@@ -272,7 +272,8 @@ def autoencoder(kind: str, seed: int = 0) -> Any:
     elif kind == "wan":
         from comfy.ldm.wan.vae import WanVAE
 
-        model = WanVAE(dim=16, z_dim=16, temperal_downsample=[False, True, True])
+        width = 16 if knows_flux2() else 96  # an older ComfyUI loads no other
+        model = WanVAE(dim=width, z_dim=16, temperal_downsample=[False, True, True])
     elif kind == "flux2":
         model = AutoencoderKL(ddconfig={**_PICTURES, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32)
         model.bn.running_mean.normal_(generator=torch.Generator().manual_seed(seed))
