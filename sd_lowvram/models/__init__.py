@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import doors
 from ..errors import UnsupportedModelError
-from . import chroma, compvis, diffusers, flux, flux2, qwen_image, sd3, unknown, z_image
+from . import chroma, compvis, diffusers, flux, flux2, krea2, qwen_image, sd3, unknown, z_image
 from .anatomy import Anatomy, Family, has, sites
 
 _FAMILIES: dict[str, Family] = {
@@ -21,6 +21,7 @@ _FAMILIES: dict[str, Family] = {
     "qwen-image": qwen_image.FAMILY,
     "chroma": chroma.FAMILY,
     "flux2": flux2.FAMILY,
+    "krea2": krea2.FAMILY,
     "diffusers": diffusers.FAMILY,
     "compvis": compvis.FAMILY,
 }

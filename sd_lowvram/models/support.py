@@ -13,7 +13,7 @@ from .anatomy import has
 Served = Mapping[str, Callable[[Any], bool]]
 """By the name that a part has in its target: whether a module there is of the kind that is planned."""
 
-WHOLE = "SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2 Klein, Z-Image, Chroma and Qwen-Image"
+WHOLE = "SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2 Klein, Z-Image, Chroma, Qwen-Image and Krea 2"
 """The models that are served from the prompt to the picture."""
 
 AUTOENCODERS = "SD3, FLUX.1, FLUX.2, Z-Image, Chroma, Qwen-Image and Wan"

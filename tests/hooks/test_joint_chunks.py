@@ -16,7 +16,7 @@ from sd_lowvram import Settings, attached
 from sd_lowvram.models import dissect
 from sd_lowvram.session import attachments
 
-MAKERS = (todays.flux, todays.sd3, todays.z_image, todays.chroma, todays.klein, todays.qwen_image)
+MAKERS = (todays.flux, todays.sd3, todays.z_image, todays.chroma, todays.klein, todays.qwen_image, todays.krea2)
 SITES = {
     "FluxPipeline": 5,
     "StableDiffusion3Pipeline": 4,
@@ -24,6 +24,7 @@ SITES = {
     "ChromaPipeline": 5,
     "Flux2KleinPipeline": 5,
     "QwenImagePipeline": 3,
+    "Krea2Pipeline": 3,
 }
 
 

@@ -69,6 +69,7 @@ CASES = {
     "klein": Case(
         todays.klein, {"text_encoder": functools.partial(reads, tokens=512, masked=True, use_cache=False)}, calls=2
     ),
+    "krea2": Case(todays.krea2, {"text_encoder": functools.partial(reads, tokens=546, masked=True)}, calls=2),
     "qwen-image": Case(
         todays.qwen_image, {"text_encoder": functools.partial(reads, tokens=1058, masked=True)}, calls=2
     ),

@@ -21,6 +21,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLModel,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -123,12 +125,17 @@ def qwen_image() -> Any:
         out_channels=16, num_layers=3, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=64,
         axes_dims_rope=(8, 4, 4),
     ).eval()  # fmt: skip
-    frames = diffusers.AutoencoderKLQwenImage(
+    parts = {"transformer": made, "vae": frames(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    return _quiet(diffusers.QwenImagePipeline(**parts, text_encoder=qwen25_vl(), tokenizer=None))
+
+
+def frames() -> Any:
+    """The autoencoder of Qwen-Image and Krea 2."""
+    torch.manual_seed(4)
+    return diffusers.AutoencoderKLQwenImage(
         base_dim=16, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, True, True],
         latents_mean=[0.0] * 16, latents_std=[1.0] * 16,
     ).eval()  # fmt: skip
-    parts = {"transformer": made, "vae": frames, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
-    return _quiet(diffusers.QwenImagePipeline(**parts, text_encoder=qwen25_vl(), tokenizer=None))
 
 
 def qwen25_vl() -> Any:
@@ -163,6 +170,26 @@ def klein(kind: str = "Flux2KleinPipeline", **more: Any) -> Any:
     parts = {"transformer": made, "vae": frames, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
     text = qwen3(Qwen3ForCausalLM, tie_word_embeddings=True, num_hidden_layers=28)  # it reads the 27th
     return _quiet(getattr(diffusers, kind)(**parts, text_encoder=text, tokenizer=None, **more))
+
+
+def krea2() -> Any:
+    """Krea2Pipeline, whose transformer is given what several layers of its text encoder make."""
+    sizes = {"num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 128, "timestep_embed_dim": 32, "text_hidden_dim": 64, "num_text_layers": 2}
+    sizes |= {"text_num_attention_heads": 4, "text_num_key_value_heads": 4, "text_intermediate_size": 64}
+    torch.manual_seed(0)
+    made = diffusers.Krea2Transformer2DModel(in_channels=64, **sizes, axes_dims_rope=(4, 4, 8)).eval()
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1000, "max_position_embeddings": 1024}
+    text["rope_parameters"] = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [4, 2, 2]}
+    seen = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    seen["deepstack_visual_indexes"] = [0]
+    torch.manual_seed(3)
+    reader = Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=seen)).eval()
+    parts = {"transformer": made, "vae": frames(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    return _quiet(
+        diffusers.Krea2Pipeline(**parts, text_encoder=reader, tokenizer=None, text_encoder_select_layers=(1, 3))
+    )
 
 
 def lumina2() -> Any:
@@ -228,6 +255,10 @@ def _prompts(kind: str, guided: bool) -> dict[str, Any]:
     if kind == "Flux2Transformer2DModel":
         embeds = noise(1, WORDS, 192)
         return {"prompt_embeds": embeds, "negative_prompt_embeds": -embeds}
+    if kind == "Krea2Transformer2DModel":
+        embeds, mask = noise(1, WORDS, 2, 64), torch.arange(WORDS)[None] < 40
+        negative = {"negative_prompt_embeds": -embeds, "negative_prompt_embeds_mask": mask}
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask, **negative}
     if kind == "SD3Transformer2DModel":
         positive["pooled_prompt_embeds"] = noise(1, 64)
     if kind == "ChromaTransformer2DModel":

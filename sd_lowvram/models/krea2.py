@@ -1,0 +1,84 @@
+"""Krea 2 as diffusers runs it: by text.
+
+Latents are packed 2x2, the transformer is given what twelve layers of its text encoder make, and guidance is a second
+call above 0: give the distilled model a scale of 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import diffusers, dit, support
+from .anatomy import Anatomy, has, having
+from .calls import LatentsInCall, Shape, StepInputs
+from .joint import JointBlock, joined_positions
+from .latents import latent_channels
+
+_WORDS = 512
+_READ = _WORDS + 34
+"""Tokens that its text encoder reads: the prompt, and what is put before it, which is cut off again."""
+
+SERVED: support.Served = {
+    "text_encoder": diffusers.is_of_type("qwen3_vl"),
+    "transformer": having("img_in", "txt_in", "text_fusion", "time_mod_proj", "final_layer", "transformer_blocks"),
+    "vae": diffusers.is_autoencoder,
+}
+"""The parts of a pipeline, in the order in which a run uses them."""
+
+
+def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
+    """What a denoising step starts from; the prompt is padded, and masked where it is."""
+    config, rows, empty = anatomy.config(anatomy.denoiser), shape.rows, dit.empty_of(anatomy)
+    tokens = math.prod(dit.picture_tokens(anatomy, shape))
+    text = empty(rows, _WORDS, int(config["num_text_layers"]), int(config["text_hidden_dim"]))
+    return StepInputs(
+        latents=empty(shape.batch, tokens, 4 * latent_channels(anatomy)),
+        timestep=torch.tensor(1.0),
+        text=text,
+        added={
+            "position_ids": torch.empty(_WORDS + tokens, 3),
+            "encoder_attention_mask": torch.empty(rows, _WORDS, dtype=torch.bool),
+        },
+        held=(torch.empty_like(text),) * (anatomy.calls - 1),  # the text of the other call
+    )
+
+
+def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
+    """The packed latents in a call, and the size of the picture that their positions tell."""
+    given = dit.given_by_name(transformer, args, kwargs)
+    return dit.packed_in_call(transformer, (), {**given, "img_ids": given.get("position_ids")})
+
+
+def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
+    return {"passes": 1, "calls": 1 + dit.guides(target, above=0)}
+
+
+def _joint_block(block: nn.Module) -> JointBlock | None:
+    """Its text comes joined to the picture."""
+    if not has(block, "scale_shift_table", "norm1", "norm2", "attn", "ff"):
+        return None
+    attention: Any = block.attn
+    return JointBlock(
+        picture="hidden_states",
+        text="",
+        cut={"image_rotary_emb": joined_positions},
+        attentions=(attention,),
+        by_rows="Krea2AttnProcessor",
+        besides=(attention.to_gate,),
+    )
+
+
+FAMILY = dit.family(
+    SERVED,
+    {"text_encoder": dit.Reading(_READ, hidden=True, masked=True)},
+    step_inputs=step_inputs,
+    channels=lambda config: int(config["in_channels"]) // 4,
+    anatomy_fields=_anatomy_fields,
+    latents_in_call=latents_in_call,
+    is_feed_forward=having("gate", "up", "down"),
+    joint=_joint_block,
+)
