@@ -11,6 +11,7 @@ from typing import Any
 
 import fault_table
 import pytest
+import webui_plans
 
 from benchmarks import (
     cards,
@@ -64,6 +65,7 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "vae": vae.lines,
     "vae_flux": vae.lines,
     "vae_qwen_image": vae.lines,
+    "webui_plans": webui_plans.lines,
     "winograd": winograd.lines,
 }
 """By the file's name in benchmarks/."""

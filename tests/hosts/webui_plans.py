@@ -10,13 +10,10 @@ what else the machine does changes least. Without WEBUI_CHECKPOINT the model is 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ import webui_data
 from webui_data import MODELS, PYTHON, ROOT, WEBUI
 from webui_server import Server, serving
 
+from benchmarks.tables import told_as, written
 from sd_lowvram.files.tables import table
 
 SIZES = ((256, 256), (512, 512), (640, 512), (768, 768), (1024, 1024))
@@ -53,15 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             while given.loaded and "Model loaded" not in server.told():
                 time.sleep(1)
             rows = [_asked(server, *size) for size in SIZES]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], check=True, cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    machine = {"load": os.getloadavg()[0], "cores": os.cpu_count()}
-    made = {"commit": commit, "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "loaded": given.loaded}
-    report = {**made, **machine, "rows": rows}
-    given.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    given.out.write_text("\n".join(lines(report)) + "\n", encoding="utf-8")
-    print(given.out.read_text(encoding="utf-8"))
+    machine = {"load": os.getloadavg()[0], "cores": os.cpu_count(), "loaded": given.loaded}
+    with told_as("python tests/hosts/webui_plans.py" + " --loaded" * given.loaded):
+        written({**machine, "rows": rows}, lines, given.out)
 
 
 def _asked(server: Server, width: int, height: int) -> dict[str, Any]:
@@ -93,12 +85,9 @@ def lines(report: dict[str, Any]) -> list[str]:
         "",
         f"SD1.5 of full width, {which}; a budget of {BUDGET}, preset *exact*, on a CPU. Processor seconds of the",
         "server from the page's question to the answer, the sizes in this order. The first is the first plan",
-        f"of the process. Measured once each on {report['date']} at {report['commit']}; the machine's load was "
-        f"{report['load']:.0f} on {report['cores']} cores.",
+        f"of the process. Measured once each; the machine's load was {report['load']:.0f} on {report['cores']} cores.",
         "",
         *table(["size", "processor seconds", f"at most {AIM:.0f}"], rows),
-        "",
-        "`PYTHONPATH=.:tests/support python tests/hosts/webui_plans.py` writes it, with `WEBUI_DIR` set.",
     ]
 
 
