@@ -33,7 +33,8 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
         if last is not None and last() is steps_of and not _is_short(device):
             return
     torch.cuda.empty_cache()
-    _settle_libraries(device)
+    if torch.cuda.is_available():
+        _settle_libraries(device)
 
 
 def _settle_libraries(device: torch.device) -> None:
