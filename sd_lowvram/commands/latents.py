@@ -132,7 +132,7 @@ def _value(name: str, value: Any) -> Any:
     if name in _OF_ONE_MACHINE:
         raise TypeError(f"it states {name}")
     hint = typing.get_type_hints(Job)[name]
-    kinds = typing.get_args(hint) or (hint,)
+    kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
     if value is not None and Path in kinds:
         value = Path(value)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
