@@ -99,16 +99,6 @@ def test_a_process_of_its_own_makes_the_folders_picture(family: str, made: Calla
     assert near(tmp_path / "a.png", tmp_path / "b.png")
 
 
-@pytest.mark.slow(30)
-def test_a_batch_of_its_own_process_makes_it_too(made: Callable[..., Any], tmp_path: Path) -> None:
-    place, options = made("flux1")
-    assert call("generate", "a cat", "--model", place / "folder", "-o", tmp_path / "a.png", *SIZE).exit_code == 0
-    (tmp_path / "jobs.jsonl").write_text(json.dumps({"prompt": "a cat", "output": "b.png"}), encoding="utf-8")
-    batch = command_line.call("batch", "jobs.jsonl", "--out", ".", *options, *SIZE, folder=tmp_path)
-    assert batch.returncode == 0, batch.stderr
-    assert near(tmp_path / "a.png", tmp_path / "b.png")
-
-
 def near(one: Path, other: Path) -> bool:
     """Whether two pictures are the same but for the last bits of how their files are mapped."""
     a, b = (numpy.asarray(Image.open(file)).astype(int) for file in (one, other))
@@ -208,9 +198,6 @@ def test_bad_input_has_its_exit_code_before_anything_is_loaded(made: Callable[..
         for command in (["generate", "a cat"], ["plan"]):
             done = call(*command, *given_options)
             assert done.exit_code == 2 and message in " ".join(done.output.split()), (message, done.output)
-    (tmp_path / "jobs.csv").write_text("prompt,vae\na cat,b.safetensors\n", encoding="utf-8")
-    done = call("batch", tmp_path / "jobs.csv", "--out", tmp_path / "out")
-    assert done.exit_code == 2 and "vae is no column" in done.output
 
 
 def test_plan_takes_them_too(made: Callable[..., Any]) -> None:
