@@ -17,6 +17,7 @@ from typing import Any
 
 from ..cache import cache_folder
 from ..errors import BadInputError, CheckpointError
+from ..files.whole import write_json
 from .architectures import schedulers_of_transformers, write_tokenizer
 from .split_kinds import SplitFile, split_file
 
@@ -160,7 +161,7 @@ def _laid_out(
     try:
         for name, part in parts.items():
             (folder / name).mkdir(parents=True, exist_ok=True)
-            _write(folder / name / "config.json", configs[name])
+            write_json(configs[name], folder / name / "config.json")
             _link(folder / name / LINK, part.path.resolve())
         for name, path in tokenizers.items():
             if path is None:
@@ -169,8 +170,8 @@ def _laid_out(
             else:
                 _link(folder / name, path)
         (folder / "scheduler").mkdir(exist_ok=True)
-        _write(folder / "scheduler" / "scheduler_config.json", scheduler)
-        _write(folder / "model_index.json", index)  # the last: a folder that has it is whole
+        write_json(scheduler, folder / "scheduler" / "scheduler_config.json")
+        write_json(index, folder / "model_index.json")  # the last: a folder that has it is whole
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be laid out: {error.strerror or error}") from error
     return folder
@@ -179,12 +180,6 @@ def _laid_out(
 def _stamp(path: Path) -> tuple[int, int]:
     about = path.stat()
     return about.st_size, about.st_mtime_ns
-
-
-def _write(path: Path, value: Any) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        json.dump(value, file)
-    os.replace(file.name, path)
 
 
 def _link(place: Path, target: Path) -> None:

@@ -145,7 +145,7 @@ def reasons(
         )
     if following is not None and following.seconds <= _WORTH_TELLING * best.seconds:
         sentences.append(
-            f"with {format_size(following.needed_bytes)} it would take {format_time(following.seconds)} "
+            f"with {format_least(following.needed_bytes)} it would take {format_time(following.seconds)} "
             f"instead of {format_time(best.seconds)}"
         )
     return tuple(sentences)
