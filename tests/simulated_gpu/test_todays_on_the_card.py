@@ -1,0 +1,51 @@
+"""Transformers of today, all weights copied layer by layer: the same bits however late copies run, and no race."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import todays
+import torch
+from on_card import GPU
+from test_planted_faults import FAULTS, exchanged, seen_of
+from torch import Tensor
+
+from sd_lowvram import Settings, attached
+
+LEAST = Settings(offload="layer")
+"""Of what keeps all bits: a layer's weights on the card and room to fetch the next."""
+
+FAMILIES = {
+    "flux": todays.flux, "klein": todays.klein, "sd3": todays.sd3, "z_image": todays.z_image, "chroma": todays.chroma,
+    "qwen_image": todays.qwen_image,
+}  # fmt: skip
+
+
+def made(pipe: Any, settings: Settings) -> Tensor:
+    """Latents of three steps, in host memory, as is all that the scheduler keeps."""
+    with attached(pipe, settings, device=GPU):
+        latents = todays.picture(pipe, steps=3, output_type="latent").cpu()
+    pipe.scheduler.set_timesteps(3)
+    return latents
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule"), [(name, ["lazy", "random"][number % 2]) for number, name in enumerate(FAMILIES)]
+)
+def test_streamed(gpu: Any, family: str, schedule: str) -> None:
+    pipe = FAMILIES[family]()
+    wanted = made(pipe, Settings(offload="none"))
+    with gpu.watched(schedule) as seen:
+        latents = made(pipe, LEAST)
+    assert torch.equal(latents, wanted)
+    assert seen.clean, seen
+
+
+@pytest.mark.parametrize("fault", ["the compute does not wait for copies", "copies do not wait for the compute"])
+def test_a_planted_fault_is_found(gpu: Any, fault: str, tmp_path: Path) -> None:
+    owner, name, make, *_ = FAULTS[fault]
+    with exchanged(owner, name, make):
+        seen, _ = seen_of(gpu, "eager", lambda pipe, folder: made(pipe, LEAST) is not None, todays.flux(), tmp_path)
+    assert seen.races
