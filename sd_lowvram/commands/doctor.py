@@ -103,7 +103,8 @@ def _calibration(measured: dict[str, Any]) -> Any:
     from ..units import format_size
 
     rates, overhead = measured["rates"], measured["overhead"]
-    table = Table("measured", rates["title"], title="")
+    told = rates["source"].removeprefix("measured here")
+    table = Table("measured", rates["title"], title="", caption=told.removeprefix(" ") or None)
     table.add_row("matrix work, 32 bits", f"{rates['float_flops'] / 1e9:.4g} GFLOP/s")
     table.add_row("matrix work, 16 bits", f"{rates['half_flops'] / 1e9:.4g} GFLOP/s")
     table.add_row("memory", f"{rates['bandwidth'] / 1e9:.3g} GB/s")

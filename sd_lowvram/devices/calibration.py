@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import mmap
+import os
 import sys
 import tempfile
 import time
@@ -23,6 +25,8 @@ from .overhead import Overhead
 from .performance import THIS, Rates
 
 _ROUNDS = 3
+_DISTURBED = 0.15
+"""The share of all processors taken by other programs from which on it is told: an idle desktop takes some percent."""
 _KERNELS = (512, 3, 3)
 _READ_BYTES = math.prod(_KERNELS) * 2 << 13
 _DOUBLED = 2
@@ -32,7 +36,7 @@ _ATTENTIONS = ((2, 8, 4096, 4096, 40), (2, 8, 4096, 77, 40), (2, 10, 4096, 4096,
 
 
 def calibrate(device: torch.device) -> Rates:
-    """Measure ``device`` in about two seconds; on a busy machine the figures are too low.
+    """Measure ``device`` in about two seconds; on a busy machine the figures are too low, and their source says so.
 
     Matrix rates are those of convolutions, linear layers and attention at SD1.5's shapes, mixed as its UNet mixes them;
     a CPU's reordering of weights is told apart by layers of its deepest level, whose maps are small. What an operator
@@ -41,9 +45,10 @@ def calibrate(device: torch.device) -> Rates:
     from .info import device_memory
 
     on_cpu = device.type == "cpu"
+    shared = _share_of_others()
     with torch.inference_mode():
         single = _matrix_rate(device, torch.float32, small=False)
-        return Rates(
+        rates = Rates(
             name=THIS,
             title="this CPU" if on_cpu else _title(device),
             half_flops=_matrix_rate(device, torch.bfloat16 if on_cpu else torch.float16, small=on_cpu),
@@ -58,6 +63,39 @@ def calibrate(device: torch.device) -> Rates:
             reading=reading_rate(device),
             reordering=reading_rate(device, channels_last=True),
         )
+    return dataclasses.replace(rates, source=_source(shared()))
+
+
+def _share_of_others() -> Callable[[], float]:
+    """How much of all processors other programs have taken from this call to that of what it returns, from 0 to 1."""
+    try:
+        import psutil
+    except ImportError:
+        return lambda: 0.0
+
+    def used() -> tuple[float, float]:
+        times = psutil.cpu_times()
+        own = psutil.Process().cpu_times()
+        taken = times.user + times.system + getattr(times, "nice", 0.0)
+        return taken - own.user - own.system, time.perf_counter()
+
+    before = used()
+
+    def share() -> float:
+        taken, passed = (now - then for now, then in zip(used(), before, strict=True))
+        return min(1.0, max(0.0, taken / passed / (os.cpu_count() or 1)))
+
+    return share
+
+
+def _source(others: float) -> str:
+    """Where rates come from, that were measured while other programs took this share of the processors."""
+    if others < _DISTURBED:
+        return "measured here"
+    return (
+        f"measured here while other programs took {others:.0%} of the processors, so perhaps too slow: "
+        "sd-lowvram doctor --calibrate measures anew"
+    )
 
 
 def _title(device: torch.device) -> str:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -32,6 +36,20 @@ def test_calibration_measures_something_of_everything() -> None:
     assert 1e8 < measured.bandwidth < 1e13 and 1e8 < measured.copy_bandwidth < 1e13
     assert 1e7 < measured.packing <= 1e12 and 1e8 < measured.reading < 1e13
     assert 0 <= measured.launch_seconds < 0.01
+
+
+def test_rates_tell_what_other_programs_took_meanwhile() -> None:
+    """One that computes beside the measurement; on a machine without any it is no more than measured here."""
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        shared = calibration._share_of_others()
+        time.sleep(1)
+        taken = shared()
+    finally:
+        other.kill()
+        other.wait()
+    assert 0.3 / (os.cpu_count() or 1) < taken <= 1
+    assert "took 40% of the processors" in calibration._source(0.4) and calibration._source(0.05) == "measured here"
 
 
 def test_rates_are_measured_once(cache: Any, monkeypatch: Any) -> None:
