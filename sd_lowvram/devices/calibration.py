@@ -22,7 +22,7 @@ from ..compat import only_kernel
 from ..compat.private import TorchDispatchMode
 from .info import context_memory
 from .overhead import Overhead
-from .performance import THIS, Rates
+from .performance import AMPERE, THIS, Rates
 
 _ROUNDS = 3
 _DISTURBED = 0.15
@@ -62,6 +62,7 @@ def calibrate(device: torch.device) -> Rates:
             queued=not on_cpu,
             reading=reading_rate(device),
             reordering=reading_rate(device, channels_last=True),
+            bf16=device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE,
         )
     return dataclasses.replace(rates, source=_source(shared()))
 

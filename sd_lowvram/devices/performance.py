@@ -22,6 +22,9 @@ from typing import Protocol
 from ..errors import BadInputError
 from ..units import GIB
 
+AMPERE = 8, 0
+"""Compute capability of NVIDIA's first cards that multiply bf16."""
+
 THIS = "this"
 """The name of the rates that were measured on the machine at hand."""
 
@@ -69,6 +72,7 @@ class Rates:
             at the disk's rate: about 3e9 from NVMe, 0.5e9 from SATA, 0.15e9 from a disk that turns.
         reordering: bytes a second of the same, for kernels of convolutions that are to lie channels last.
         processor_flops: effective operations a second, in 32 bits, of the processor beside a GPU of another machine.
+        bf16: whether it multiplies bf16; NVIDIA's cards before Ampere do not, and compute it in float32.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Rates:
     reading: float = 8.0e9
     reordering: float = 4.0e9
     processor_flops: float = 0.0
+    bf16: bool = True
 
     def seconds(self, cost: Run, element_size: int, launched: int | None = None) -> float:
         """Time of one run of a stage whose arithmetic is in elements of ``element_size`` bytes.
@@ -152,6 +157,7 @@ def _card(
     vram: float,
     more: str = "",
     launch_seconds: float = LAUNCH_SECONDS,
+    bf16: bool = True,
 ) -> Rates:
     """A profile from makers' figures: TFLOP/s, GB/s of the memory and of the bus in one direction, GiB.
 
@@ -172,6 +178,7 @@ def _card(
         source="; ".join(one for one in (_SPECIFICATION, more) if one),
         queued=True,
         processor_flops=PROCESSOR_FLOPS,
+        bf16=bf16,
     )
 
 
@@ -180,17 +187,17 @@ _T4 = "matrix work as the TITAN RTX has it for each watt, as 70 W do not carry t
 PROFILES = {
     card.name: card
     for card in (
-        _card("gtx1650", "GTX 1650", 0, 2.98, 128, 15.75, 4, "no matrix units, fp16 computes in fp32"),
-        _card("rtx2060", "RTX 2060", 51.6, 6.5, 336, 15.75, 6),
-        _card("rtx2070", "RTX 2070", 59.7, 7.5, 448, 15.75, 8),
+        _card("gtx1650", "GTX 1650", 0, 2.98, 128, 15.75, 4, "no matrix units, fp16 computes in fp32", bf16=False),
+        _card("rtx2060", "RTX 2060", 51.6, 6.5, 336, 15.75, 6, bf16=False),
+        _card("rtx2070", "RTX 2070", 59.7, 7.5, 448, 15.75, 8, bf16=False),
         _card("rtx3050-laptop", "RTX 3050 laptop", 21.9, 5.5, 192, 15.75, 4),
         _card("rtx3060", "RTX 3060", 51.2, 12.7, 360, 31.5, 12),
         _card("rtx4060", "RTX 4060", 60.4, 15.1, 272, 15.75, 8),
         _card("rtx4090", "RTX 4090", 330.3, 82.6, 1008, 31.5, 24),
-        _card("t4", "Tesla T4", 32.6, 4.1, 320, 15.75, 16, _T4),
+        _card("t4", "Tesla T4", 32.6, 4.1, 320, 15.75, 16, _T4, bf16=False),
         _card("a10g", "A10G", 125.0, 31.5, 600, 31.5, 24, "matrix work as of the A10, the same chip"),
         _card("a6000", "RTX A6000", 154.8, 38.7, 768, 31.5, 48),
-        _card("titan-rtx", "TITAN RTX", 130.5, 16.3, 672, 15.75, 24),
+        _card("titan-rtx", "TITAN RTX", 130.5, 16.3, 672, 15.75, 24, bf16=False),
         _card("a100-40gb", "A100 40GB", 312.0, 19.5, 1555, 31.5, 40),
         _card("a100-80gb", "A100 80GB", 312.0, 19.5, 2039, 31.5, 80),
         _card(

@@ -61,7 +61,7 @@ class Pricing:
         self.vram, self.ram = Budget(request.vram), Budget(request.ram)
         where = request.device, request.overhead
         self.costs: StageCosts = StageCosts(
-            anatomy, request.shape, request.encodes, *where, like.costs if like else None
+            anatomy, request.shape, request.encodes, *where, like.costs if like else None, request.rates.bf16
         )
         self.on_gpu = request.device.type != "cpu"
         self._locks_all = False
@@ -206,7 +206,7 @@ class Pricing:
         Args:
             recorded: whether the program launches one graph in place of every operator.
         """
-        size = self._arithmetic(stage.component, settings).dtype.itemsize
+        size = self._computed_bytes(stage.component, settings)
         key = id(cost), size, recorded
         if key not in self._calls:  # the figures are kept beside, so that no others get their id
             self._calls[key] = cost, self.request.rates.seconds(cost, size, 1 if recorded else None)
@@ -218,7 +218,7 @@ class Pricing:
             return 1.0
         deep = set(deep_modules(self.anatomy, settings))
         paths = {name for name, module in self.anatomy.components[stage.component].named_modules() if module in deep}
-        size = self._arithmetic(stage.component, settings).dtype.itemsize
+        size = self._computed_bytes(stage.component, settings)
         seconds = list(zip(cost.spans, self.request.rates.shares(cost.spans, size), strict=True))
         passed = sum(taken for span, taken in seconds if any(f"{span.path}.".startswith(f"{path}.") for path in paths))
         full = -(-self.request.steps // settings.deep_cache) / self.request.steps
@@ -350,6 +350,11 @@ class Pricing:
             self._arithmetics[key] = arithmetic(self.anatomy, component, settings)
         return self._arithmetics[key]
 
+    def _computed_bytes(self, component: str, settings: Settings) -> int:
+        """Bytes of the elements in which a component's products are made on the device."""
+        dtype = self._arithmetic(component, settings).dtype
+        return 4 if dtype == torch.bfloat16 and not self.request.rates.bf16 else dtype.itemsize
+
     @staticmethod
     def _unstreamed(settings: Settings) -> Settings:
         return dataclasses.replace(settings, offload=None, weights_mib=None, split_layers=None)
@@ -390,7 +395,7 @@ class Pricing:
         on_host = self._host_resident(settings, self.weights_bytes(settings), cost.host_peak_bytes)
         key = stage.name, stage.component, resident, on_host.pinned_bytes, on_host.cached_bytes
         if key not in self._timings:
-            size = self._arithmetic(stage.component, settings).dtype.itemsize
+            size = self._computed_bytes(stage.component, settings)
             model, copies = self.anatomy.components[stage.component], self._copies(stage, settings, on_host)
             timing = timing_of(stage.component, model, cost.spans, self.request.rates, size, copies)
             alone = CONTROL not in self.anatomy.components  # which takes its turn in the ring, and has maps of its own

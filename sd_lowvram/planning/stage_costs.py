@@ -18,6 +18,7 @@ from ..devices.overhead import NONE, Overhead
 from ..errors import LowVRAMError, PlanningError, ran_out
 from ..hooks.offload import policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
+from ..kernels.attention.problem import planned_for
 from ..memory import kernels_of
 from ..memory.reserved import allocator_settings
 from ..memory.threads import at_rest
@@ -102,15 +103,18 @@ class StageCosts:
         device: torch.device,
         overhead: Overhead = NONE,
         like: StageCosts | None = None,
+        bf16: bool = True,
     ) -> None:
         """
         Args:
             overhead: of ``device``, of which the libraries' workspaces are counted where they are taken.
             like: of the same model, whose fake copy will do.
+            bf16: whether ``device`` computes in it.
         """
         self._anatomy = anatomy
         self._device = device
         self._overhead = overhead
+        self._bf16 = bf16
         self._shape = shape
         self._stages_of = functools.partial(stages, shape=shape, encodes=encodes)
         self._fake: FakeModel = like._fake if like else FakeModel(anatomy, device)
@@ -179,7 +183,7 @@ class StageCosts:
 
         workspaces = dataclasses.replace(self._overhead, context_bytes=0)
         called = self._called_with[stage.name, stage.component]
-        facts = settings, called, timing, tuple(allocator_settings()), workspaces
+        facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._bf16
         return self._once(_figures, stage.component, facts, count)
 
     def _as_laid_down(self, stage: Stage, settings: Settings) -> Settings:
@@ -245,7 +249,7 @@ class StageCosts:
         kernels = kernels_of("cpu" if self._device.type == "cpu" else "gpu")
         equals = {} if whole or settings.offload else self._fake.equals(stage.component)
         running = self._fake.running(stage.component, settings, timing)
-        with self._named(stage.component), running, torch.no_grad(), kernels:
+        with self._named(stage.component), running, torch.no_grad(), kernels, planned_for(self._bf16):
             again = stage.repeats and settings.offload is not None
             return trace_equals_once(fake.run, fake.inputs(), {}, equals, self._overhead, again)
 

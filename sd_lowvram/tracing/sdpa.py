@@ -39,6 +39,8 @@ def traced_attention(book: Booking) -> Iterator[None]:
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         with SWITCHES.left_alone():
             kernel = kernel_to_book() or chosen_kernel(query, value, mask)
+        if kernel == "math, in float32":
+            return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, *args, **kwargs)[0]  # type: ignore[no-any-return]
         if kernel == "math":
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
         batch, heads, queries, _ = query.shape
@@ -56,15 +58,17 @@ def traced_attention(book: Booking) -> Iterator[None]:
 
 def chosen_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:
     """The kernel that torch takes on a GPU that has them all, or on the CPU: "flash", "efficient" or "math"; "cudnn"
-    where the GPU at hand prefers that."""
+    where the GPU at hand prefers that; "math, in float32" on one that does not compute in bf16."""
     if query.dim() != 4:
         return "math"
     flash = torch.backends.cuda.flash_sdp_enabled() and query.shape[-1] == value.shape[-1]
     if on_cpu():
         return "flash" if flash else "math"
-    from ..kernels.attention.problem import problem_of
+    from ..kernels.attention.problem import has_bf16, problem_of
     from ..kernels.attention.torch_kernels import own_kernel
 
+    if query.dtype == torch.bfloat16 and not has_bf16(query.device):
+        return "math, in float32"
     half = query.dtype in (torch.float16, torch.bfloat16)
     if half and own_kernel(problem_of(query, value, value, mask)) == "cudnn":
         return "cudnn"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...compat.private import FakeTensor
+from ...devices.performance import AMPERE
 from ...memory.accounts import on_cpu
 
 
@@ -88,9 +92,25 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether fused kernels compute in bf16 there: on Ampere and newer, and of a card that is not here it is not known
-    that they do not."""
-    return device.type != "cuda" or not torch.cuda.is_available() or capability(device) >= (8, 0)
+    """Whether fused kernels compute in bf16 there: on Ampere and newer. Of a card that is not here only a plan for it
+    knows that they do not."""
+    planned = _planned.get()
+    if device.type != "cuda" or planned is not None:
+        return planned is not False
+    return not torch.cuda.is_available() or capability(device) >= AMPERE
+
+
+_planned: ContextVar[bool | None] = ContextVar("whether the card that is planned for computes in bf16", default=None)
+
+
+@contextlib.contextmanager
+def planned_for(bf16: bool) -> Iterator[None]:
+    """Inside, kernels are chosen for a card that computes in bf16, or for one that does not."""
+    token = _planned.set(bf16)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+"""Cards before Ampere have no products in bf16: what they make of a model in it is planned as float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import todays
+import torch
+
+from sd_lowvram import Settings
+from sd_lowvram.devices.performance import PROFILES
+from sd_lowvram.planning.plan import StagePlan
+from sd_lowvram.planning.request import request_for
+from sd_lowvram.planning.search import make_plan
+from sd_lowvram.session import anatomy_of
+from sd_lowvram.units import GIB
+
+CARD = dataclasses.replace(PROFILES["rtx2060"], launch_seconds=0.0)
+
+
+def denoised(pipe: Any, dtype: torch.dtype, bf16: bool) -> StagePlan:
+    """A step's stage, planned without any saving."""
+    anatomy = anatomy_of(pipe.to(dtype))
+    rates = dataclasses.replace(CARD, bf16=bf16)
+    request = request_for(anatomy, vram=GIB, ram=GIB, width=256, height=256, device="cuda", rates=rates)
+    plan = make_plan(anatomy, request, Settings(offload="none", inference_mode=True))
+    return next(stage for stage in plan.stages if stage.name == "denoise")
+
+
+def test_which_cards_have_none() -> None:
+    assert {name for name, card in PROFILES.items() if not card.bf16} == {
+        "gtx1650", "rtx2060", "rtx2070", "t4", "titan-rtx",
+    }  # fmt: skip
+
+
+@pytest.mark.slow(8)
+def test_time_and_scores_are_those_of_float32() -> None:
+    """Time is at the rate of float32, and no kernel keeps the scores from being held."""
+    pipe = todays.flux()
+    slow, fast = (denoised(pipe, torch.bfloat16, bf16) for bf16 in (False, True))
+    assert slow.seconds > 1.5 * fast.seconds
+    scores = 4 * (512 + 256) ** 2 * torch.float32.itemsize  # of 4 heads, 512 tokens of text and 16 x 16 of the picture
+    assert slow.activation_bytes - fast.activation_bytes > scores
+    half = [denoised(pipe, torch.float16, bf16) for bf16 in (False, True)]
+    assert half[0] == half[1]
