@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import comfyui_decodes
 import fault_table
 import pytest
 import webui_plans
@@ -41,6 +42,7 @@ ROOT = Path(__file__).parents[2]
 RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "cards": cards.lines,
     "cards_sdxl": cards.lines,
+    "comfyui_decodes": comfyui_decodes.lines,
     "end_to_end": end_to_end.lines,
     "fastest": fastest.lines,
     "faults": lambda values: fault_table.lines(values["rows"]),

@@ -248,22 +248,41 @@ def _as_this_host_takes(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     return kept | added
 
 
-_PICTURES = {"double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4]}
+_PICTURES = {"double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch_mult": [1, 2, 4, 4]}
 _PICTURES |= {"num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
+_WIDTH = 128
 
 
-def autoencoder(kind: str, seed: int = 0) -> Any:
+def autoencoder(kind: str, seed: int = 0, width: int = _WIDTH) -> Any:
     """A VAE as the host's loader makes it of a state dict: of "sd15", "flux" with 16 channels, "flux2", "wan" and so
-    Qwen-Image, narrow, or "taesd"."""
+    Qwen-Image, narrow, or "taesd".
+
+    Args:
+        width: channels of the widest maps of those for pictures. The host loads one width, another takes its place.
+    """
     import comfy.sd
+
+    model = _autoencoder(kind, seed, width)
+    fill(model, seed)
+    if width == _WIDTH or kind in ("wan", "taesd"):
+        return comfy.sd.VAE(sd=model.state_dict())
+    vae = autoencoder(kind, seed)
+    vae.first_stage_model = model.to(vae.vae_dtype)
+    vae.patcher = type(vae.patcher)(model, load_device=vae.device, offload_device=vae.device)
+    return vae
+
+
+def _autoencoder(kind: str, seed: int, width: int) -> torch.nn.Module:
     from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
     from comfy.taesd.taesd import TAESD
 
     parts = "comfy.ldm.modules.diffusionmodules.model"
+    pictures = {**_PICTURES, "ch": width}
+    model: torch.nn.Module
     if kind == "taesd":
         model = TAESD()
     elif kind == "flux":
-        config = {**_PICTURES, "z_channels": 16}
+        config = {**pictures, "z_channels": 16}
         model = AutoencodingEngine(
             regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
             encoder_config={"target": f"{parts}.Encoder", "params": config},
@@ -272,16 +291,15 @@ def autoencoder(kind: str, seed: int = 0) -> Any:
     elif kind == "wan":
         from comfy.ldm.wan.vae import WanVAE
 
-        width = 16 if knows_flux2() else 96  # an older ComfyUI loads no other
-        model = WanVAE(dim=width, z_dim=16, temperal_downsample=[False, True, True])
+        dim = 16 if knows_flux2() else 96  # an older ComfyUI loads no other
+        model = WanVAE(dim=dim, z_dim=16, temperal_downsample=[False, True, True])
     elif kind == "flux2":
-        model = AutoencoderKL(ddconfig={**_PICTURES, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32)
+        model = AutoencoderKL(ddconfig={**pictures, "z_channels": 32, "batch_norm_latent": True}, embed_dim=32)
         model.bn.running_mean.normal_(generator=torch.Generator().manual_seed(seed))
         model.bn.running_var.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(seed))
     else:
-        model = AutoencoderKL(ddconfig={**_PICTURES, "z_channels": 4}, embed_dim=4)
-    fill(model, seed)
-    return comfy.sd.VAE(sd=model.state_dict())
+        model = AutoencoderKL(ddconfig={**pictures, "z_channels": 4}, embed_dim=4)
+    return model
 
 
 def is_known(kind: str) -> bool:

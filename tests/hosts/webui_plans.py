@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with serving(Path(WEBUI), PYTHON, data, "--ckpt", str(checkpoint), *flags) as server:
             server.ask("/sdapi/v1/refresh-checkpoints", {})
             while given.loaded and "Model loaded" not in server.told():
+                assert "failed to load" not in server.told(), server.told()[-4000:]
                 time.sleep(1)
             rows = [_asked(server, *size) for size in SIZES]
     machine = {"load": os.getloadavg()[0], "cores": os.cpu_count(), "loaded": given.loaded}
@@ -85,7 +86,8 @@ def lines(report: dict[str, Any]) -> list[str]:
         "",
         f"SD1.5 of full width, {which}; a budget of {BUDGET}, preset *exact*, on a CPU. Processor seconds of the",
         "server from the page's question to the answer, the sizes in this order. The first is the first plan",
-        f"of the process. Measured once each; the machine's load was {report['load']:.0f} on {report['cores']} cores.",
+        "of the process, with the measurement of the processor's rates, which is made once on a machine.",
+        f"Measured once each; the machine's load was {report['load']:.0f} on {report['cores']} cores.",
         "",
         *table(["size", "processor seconds", f"at most {AIM:.0f}"], rows),
     ]
