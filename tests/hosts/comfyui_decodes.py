@@ -53,7 +53,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _of_255(name: str, row: dict[str, Any]) -> str:
-    return f"{255 * row[name]:.2g}" if name in row else ""
+    if name not in row:
+        return ""
+    off = 255 * row[name]
+    return f"{off:.0f}" if off >= 10 else f"{off:.2g}"
 
 
 _COLUMNS = (
@@ -71,12 +74,12 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield "# Our exact decode beside ComfyUI's own tiled decode"
     yield ""
     yield (
-        f"ComfyUI {report['host']} with torch {report['their_torch']}, in fp32 on a CPU with one thread: 640x640, of Wan "
-        "576x320. Its own classes with random weights, a quarter as wide as real ones (Qwen-Image's and Wan's a sixth), "
-        "which therefore hold more. *Held* is the most bytes above weights and latents, measured; on a CPU that counts "
-        "what ours parks in host memory, too. The seconds are the processor's, planning and measuring included; *off* is "
-        "the distance of pixels from the untiled decode's. Random weights draw noise: how much of a tile's error is seen "
-        "in a picture they do not tell."
+        f"ComfyUI {report['host']} with torch {report['their_torch']}, in fp32 on a CPU with one thread: 640x640, "
+        "of Wan 576x320. Its own classes with random weights, a quarter as wide as real ones (Qwen-Image's and "
+        "Wan's a sixth), which hold more. *Held* is the most bytes above weights and latents, measured; on a CPU "
+        "that counts what ours parks in host memory, too. The seconds are the processor's, planning and measuring "
+        "included; *off* is the distance of pixels from the untiled decode's. Random weights draw noise: how much of "
+        "a tile's error is seen in a picture they do not tell."
     )
     yield ""
     yield from rows_table(_COLUMNS, report["rows"])
