@@ -1,7 +1,7 @@
 """A plug-in for pytest: every call of a diffusers pipeline, in tests that are not ours, runs with our hooks attached.
 
-``SD_LOWVRAM_ATTACH`` names what is attached ("off", "bitwise", "rounding"), ``SD_LOWVRAM_ATTACHED`` the file for the
-counts. Nothing of the project's own tests imports this.
+``SD_LOWVRAM_ATTACH`` names what is attached (one of ``HOOKS``), ``SD_LOWVRAM_ATTACHED`` the file for the counts.
+Nothing of the project's own tests imports this.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import todays  # of tests/support: the package "tests" is theirs here
 
 HOOKS: dict[str, dict[str, Any]] = {
     "off": {},
     "bitwise": {"offload": "blocks", "weights_mib": 1, "park_skips": True, "inference_mode": False},
+    "layers": {"offload": "layer", "inference_mode": False},
     "rounding": {
         "attention": "fused-softmax",
         "attention_mib": 1,
@@ -38,8 +40,8 @@ HOOKS: dict[str, dict[str, Any]] = {
 }
 """Knobs by the fidelity that they keep; of a pipeline what finds something to act on."""
 
-_TOKENIZER = "hf-internal-testing/tiny-random-clip"
-"""What most tests ask the Hub for."""
+_STAND_INS = {"clip": "clip", "t5": "t5", "Qwen2VLForConditionalGeneration": "qwen"}
+"""What tests ask the Hub for, after its "tiny-random-", and what is made here in its place."""
 
 
 class Attaching:
@@ -101,41 +103,38 @@ class Attaching:
             yield
 
 
-def byte_tokenizer(folder: Path) -> None:
-    """Files of a tokenizer that knows single bytes, in place of the Hub's."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = [chr(byte) for byte in shown] + [chr(256 + number) for number in range(256 - len(shown))]
-    vocabulary = ["<|startoftext|>", "<pad>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
-    ends = {
-        "bos_token": vocabulary[0],
-        "pad_token": vocabulary[1],
-        "eos_token": vocabulary[2],
-        "unk_token": vocabulary[2],
-    }
-    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, **ends}
-    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(vocabulary)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+def _stand_ins(place: Path) -> dict[str, str]:
+    """Folders of tokenizers that know letters, and of a small T5's configuration, by the Hub's names."""
+    for name, made in (
+        ("clip", todays.clip_tokenizer()),
+        ("t5", todays.t5_tokenizer()),
+        ("qwen", todays.qwen_tokenizer()),
+    ):
+        made.save_pretrained(place / name)
+    todays.t5(d_model=32, d_ff=37, num_layers=5).config.save_pretrained(place / "t5")
+    return {f"hf-internal-testing/tiny-random-{kind}": str(place / name) for kind, name in _STAND_INS.items()}
 
 
-def _use_it(folder: str) -> None:
-    """Let transformers load the tokenizer in ``folder`` where tests name the Hub's."""
-    from transformers import CLIPTokenizer
+def _use_them(folders: dict[str, str]) -> None:
+    """Let transformers load what lies in ``folders`` where tests name the Hub's."""
+    import transformers
 
-    plain = CLIPTokenizer.from_pretrained.__func__
+    for kind in (transformers.AutoConfig, transformers.AutoTokenizer, transformers.PreTrainedTokenizerBase):
+        kind.from_pretrained = _looked_up(kind.from_pretrained.__func__, folders)
 
-    @classmethod  # type: ignore[misc]
+
+def _looked_up(plain: Any, folders: dict[str, str]) -> Any:
+    @functools.wraps(plain)
     def from_pretrained(kind: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        return plain(kind, folder if name == _TOKENIZER else name, *args, **kwargs)
+        return plain(kind, folders.get(str(name), name), *args, **kwargs)
 
-    CLIPTokenizer.from_pretrained = from_pretrained
+    return classmethod(from_pretrained)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     place = tempfile.TemporaryDirectory(prefix="sd-lowvram-tokenizer-")
     config.add_cleanup(place.cleanup)
-    byte_tokenizer(Path(place.name))
-    _use_it(place.name)
+    _use_them(_stand_ins(Path(place.name)))
     counts = os.environ.get("SD_LOWVRAM_ATTACHED")
     hooks = HOOKS[os.environ.get("SD_LOWVRAM_ATTACH", "off")]
     config.pluginmanager.register(Attaching(hooks, Path(counts) if counts else None))

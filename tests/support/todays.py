@@ -210,9 +210,9 @@ def _quiet(pipe: Any) -> Any:
 
 def save(pipe: Any, folder: Path) -> None:
     """Write a pipeline as a diffusers folder, with tokenizers that know letters."""
-    known = {"clip_text_model": _clip_tokenizer, "t5": _t5_tokenizer}
+    known = {"clip_text_model": clip_tokenizer, "t5": t5_tokenizer}
     names = [name for name in pipe.components if name.startswith("text_encoder") and getattr(pipe, name) is not None]
-    made = {name: known.get(getattr(pipe, name).config.model_type, _qwen_tokenizer)() for name in names}
+    made = {name: known.get(getattr(pipe, name).config.model_type, qwen_tokenizer)() for name in names}
     pipe.register_modules(**{name.replace("text_encoder", "tokenizer"): one for name, one in made.items()})
     pipe.save_pretrained(folder)
 
@@ -221,17 +221,17 @@ def _letters() -> list[str]:
     return list(bytes_to_unicode().values())
 
 
-def _clip_tokenizer() -> Any:
+def clip_tokenizer() -> Any:
     words = [*_letters(), *(letter + "</w>" for letter in _letters()), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[], model_max_length=77)
 
 
-def _t5_tokenizer() -> Any:
+def t5_tokenizer() -> Any:
     scores = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0), *((one, -3.0) for one in ascii_letters)]
     return T5Tokenizer(vocab=scores, extra_ids=0)
 
 
-def _qwen_tokenizer() -> Any:
+def qwen_tokenizer() -> Any:
     words = [*_letters(), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     special = dict.fromkeys(("unk_token", "pad_token", "eos_token"), "<|endoftext|>")
     made = Qwen2Tokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[], **special)
