@@ -130,20 +130,34 @@ def _columns(rows: list[list[str]]) -> Iterator[str]:
         yield "|" + "|".join(cell for head, cell in zip(heads, row, strict=True) if head not in left_out) + "|"
 
 
+_FULL_SIZE = "the contents of a full-size model are not computed on a simulated card"
+_NOT_HERE = {
+    "test_gpu_memory": "a simulated card has no driver whose version could be asked for",
+    "test_compiled_for_the_card_that_is_here": None,
+    "test_the_same_bits_as_resident": _FULL_SIZE,
+    "test_eight_bits_stream_too": _FULL_SIZE,
+    "test_copies_do_not_wait_for_the_compute": "a simulated card has no speeds",
+}
+"""Tests that only a real card can pass, and why; None: what is said of Triton's kernels."""
+
+
 class OfRealCards:
-    """A plugin of pytest that skips, with a reason, what only a real card can show."""
+    """A plugin of pytest that skips, with a reason, what only a real card can show, and computes what is small."""
+
+    def __init__(self, simulated: Any) -> None:
+        self.kernels = simulated.kernels
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         import pytest
         from on_card import TRITON
 
-        why = {
-            "test_gpu_memory": "a simulated card has no driver whose version could be asked for",
-            "test_compiled_for_the_card_that_is_here": TRITON,
-        }
         for item in items:
-            if reason := why.get(item.name.partition("[")[0]):
-                item.add_marker(pytest.mark.skip(reason=reason))
+            name = item.name.partition("[")[0]
+            if name in _NOT_HERE:
+                item.add_marker(pytest.mark.skip(reason=_NOT_HERE[name] or TRITON))
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        self.kernels.computes = item.name.startswith("test_masters_arrive_whole")
 
 
 def main(switch: str, module: str, *arguments: str) -> None:
@@ -156,7 +170,7 @@ def main(switch: str, module: str, *arguments: str) -> None:
         if module == "pytest":
             import pytest
 
-            sys.exit(pytest.main([*arguments], plugins=[OfRealCards()]))
+            sys.exit(pytest.main([*arguments], plugins=[OfRealCards(simulated)]))
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
