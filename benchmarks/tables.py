@@ -189,7 +189,7 @@ def filled(
         report["rows"].append({**case, **measure(**case)})
         if out is not None:
             write_json(report, out.with_suffix(".json"))
-    return written(report, lines, out)
+    return written(report, lines, out, None if missing else report.get("made"))
 
 
 def begun(asked: Report, out: Path | None) -> Report:
@@ -209,9 +209,13 @@ def begun(asked: Report, out: Path | None) -> Report:
     return report
 
 
-def written(report: Report, lines: Lines, out: Path | None) -> Report:
-    """``report`` with its :func:`origin`, also as Markdown in ``out`` where that is given, and as JSON beside it."""
-    report = {**report, "made": origin()}
+def written(report: Report, lines: Lines, out: Path | None, made: Any = None) -> Report:
+    """``report`` with its :func:`origin`, also as Markdown in ``out`` where that is given, and as JSON beside it.
+
+    Args:
+        made: its origin where it is another one: what was measured earlier is not of today.
+    """
+    report = {**report, "made": made or origin()}
     if out is not None:
         write_json(report, out.with_suffix(".json"))
         write_whole(("\n".join(whole(report, lines)) + "\n").encode(), out)

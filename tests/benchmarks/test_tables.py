@@ -129,3 +129,19 @@ def test_every_table_of_figures_in_readme_and_docs_is_one_of_these() -> None:
     assert len(figures) >= 7
     for one in figures:
         assert any(one in text for text in measured), one
+
+
+def test_rows_that_were_there_keep_when_they_were_made(tmp_path: Path) -> None:
+    def lines(report: dict[str, Any]) -> Iterable[str]:
+        return [str(row["found"]) for row in report["rows"]]
+
+    def made(*cases: int) -> dict[str, Any]:
+        each = [{"case": case} for case in cases]
+        return tables.filled({}, each, lambda case: {"found": case}, lines, out, "cases")
+
+    out = tmp_path / "table.md"
+    earlier = made(1)
+    earlier["made"]["date"] = "2026-01-01"
+    out.with_suffix(".json").write_text(json.dumps(earlier))
+    assert made(1) == earlier and "Made 2026-01-01" in out.read_text(encoding="utf-8")
+    assert made(1, 2)["made"]["date"] != "2026-01-01"
