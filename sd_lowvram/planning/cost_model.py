@@ -31,6 +31,7 @@ from ..streaming.host_weights import RING_BYTES, bytes_also_in_files
 from ..streaming.mapped_files import MappedFiles, can_read_past_cache
 from ..streaming.simulator import CopyQueue
 from ..streaming.timing import StepTiming, timing_of
+from ..tracing.flop_counter import TooManyCopiesError
 from ..tracing.tracer import Figures
 from ..units import MIB
 from ..weights import all_tensors
@@ -79,11 +80,14 @@ class Pricing:
         knobs = {name: value for stage in ordered for name, value in stage.choice.items()}
         return Candidate(base.filled(**knobs), ordered, self.request.overhead_bytes, base)
 
-    def confirmed(self, run: Candidate) -> Candidate:
+    def confirmed(self, run: Candidate, most_seconds: float = math.inf) -> Candidate:
         """``run`` with its stages traced whole, weights streamed as they will be; they are priced so from now on.
 
         Weights that stay, or move whole, are added up without a trace. A stage that runs once and has not half the peak
         decides nothing.
+
+        Args:
+            most_seconds: of a run that is found to take longer, no more is traced: its seconds are infinite.
         """
         if run.settings.offload not in STREAMED:
             return run
@@ -93,21 +97,33 @@ class Pricing:
             key = _key(run.base, stage, planned.choice)
             if key in self._traced_whole or not decides or not planned.activation_bytes:  # the last runs elsewhere
                 continue
-            confirmed[number] = self._known[key] = self._confirmed(stage, planned, run.settings)
-            self._traced_whole.add(key)
+            beyond = most_seconds - run.seconds
+            try:
+                confirmed[number] = self._known[key] = self._confirmed(stage, planned, run.settings, beyond)
+                self._traced_whole.add(key)
+            except TooManyCopiesError:
+                confirmed[number] = dataclasses.replace(planned, seconds=math.inf)
         return dataclasses.replace(run, stages=tuple(confirmed))
 
-    def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings) -> StagePlan:
+    def _confirmed(self, stage: Stage, planned: StagePlan, settings: Settings, beyond: float) -> StagePlan:
+        """``planned`` as traced whole.
+
+        Raises:
+            TooManyCopiesError: it takes more than ``beyond`` seconds longer.
+        """
         traced = self.as_traced(stage, settings)
-        whole = self.costs(stage, traced, self.timing(stage, settings) if stage.repeats else None)
-        more, again = max(0, whole.peak_bytes - planned.peak_bytes), 0.0
+        short, timing, once, most = self.costs(stage, self._unstreamed(traced)), None, 0, math.inf
         ring, follows = self._buffers(planned.weights_bytes), False
-        short = self.costs(stage, self._unstreamed(traced))
-        if stage.repeats:  # strips that need more weights together than there is room fetch them more than once
-            step = self.step(stage, settings)
+        if stage.repeats:
+            step, timing = self.step(stage, settings), self.timing(stage, settings)
             ring, follows = self._buffers(step.device_bytes), bool(step.peak_bytes)
-            copied = whole.copied_bytes - short.copied_bytes  # of a first step: all weights, and what is read ahead
-            again = max(0, copied - step.streamed_bytes - step.device_bytes) / self.request.rates.copy_bandwidth
+            # of a first step: all weights, and what is read ahead
+            once = short.copied_bytes + step.streamed_bytes + step.device_bytes
+            most = once + beyond / self._times(stage) * self.request.rates.copy_bandwidth
+        whole = self.costs(stage, traced, timing, most)
+        more = max(0, whole.peak_bytes - planned.peak_bytes)
+        # strips that need more weights together than there is room fetch them more than once
+        again = max(0, whole.copied_bytes - once) / self.request.rates.copy_bandwidth if stage.repeats else 0.0
         reserved = whole.reserved_bytes - short.reserved_bytes - ring
         if not follows:  # a ring that does shares segments with activations
             reserved = max(0, reserved)

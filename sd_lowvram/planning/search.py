@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 
@@ -143,7 +144,7 @@ class PlanSearch:
             if not self._fits(run):
                 self._rejected.append(run)
                 continue
-            whole = self.pricing.confirmed(run)
+            whole = self.pricing.confirmed(run, math.inf if best is None else best.seconds)
             if self._fits(whole) and (best is None or whole.seconds < best.seconds):
                 best = whole
         return best

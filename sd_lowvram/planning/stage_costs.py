@@ -168,16 +168,22 @@ class StageCosts:
                 self._quantised = frozenset(found)
         return self._quantised
 
-    def __call__(self, stage: Stage, settings: Settings, timing: StepTiming | None = None) -> Figures:
+    def __call__(
+        self, stage: Stage, settings: Settings, timing: StepTiming | None = None, most_copied: float = math.inf
+    ) -> Figures:
         """The cost of ``stage``; settings that do not touch it make no difference.
 
         Args:
             timing: by which streamed weights are scheduled.
+            most_copied: bytes between the accounts beyond which the cost is of no use.
+
+        Raises:
+            TooManyCopiesError: more are copied, which is found out before all is traced.
         """
         settings = self._as_laid_down(stage, _as_traced(settings.of_stage(stage.name)))
 
         def count() -> Figures:
-            traced = self.trace(stage, settings, timing)
+            traced = self.trace(stage, settings, timing, most_copied=most_copied)
             figures = {one.name: getattr(traced, one.name) for one in dataclasses.fields(Figures)}
             return Figures(**figures | ({} if stage.repeats and settings.offload is None else {"spans": ()}))
 
@@ -235,12 +241,18 @@ class StageCosts:
         return self._once(Step, stage.component, (chosen, timing), count)
 
     def trace(
-        self, stage: Stage, settings: Settings, timing: StepTiming | None = None, whole: bool = False
+        self,
+        stage: Stage,
+        settings: Settings,
+        timing: StepTiming | None = None,
+        whole: bool = False,
+        most_copied: float = math.inf,
     ) -> MemoryTrace:
         """The trace of ``stage``, its timeline included.
 
         Args:
             whole: blocks that equal the block before them are traced too; where weights are streamed they always are.
+            most_copied: as in a call.
         """
         settings = _as_traced(settings.of_stage(stage.name))
         key = stage.name, stage.component
@@ -251,7 +263,7 @@ class StageCosts:
         running = self._fake.running(stage.component, settings, timing)
         with self._named(stage.component), running, torch.no_grad(), kernels, planned_for(self._bf16):
             again = stage.repeats and settings.offload is not None
-            return trace_equals_once(fake.run, fake.inputs(), {}, equals, self._overhead, again)
+            return trace_equals_once(fake.run, fake.inputs(), {}, equals, self._overhead, again, most_copied)
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:

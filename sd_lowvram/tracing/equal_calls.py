@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,16 +40,48 @@ def equal_modules(component: nn.Module) -> dict[nn.Module, int]:
 
 
 def _kind(block: nn.Module) -> Hashable:
-    """Of classes, numbers and shapes: what a pass on fake tensors hangs on."""
+    """Of classes, numbers and shapes: what a pass on fake tensors hangs on, but for the values of the block's own
+    numbers, such as its place in the list (Z-Image's): those that a call reads are noted then."""
     return tuple(
         (
             type(module),
-            tuple((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str))),
+            tuple((name, type(value) if module is block else value) for name, value in _numbers(module)),
             type(getattr(module, "processor", None)),
             tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in own_tensors(module)),
+            tuple(id(hook) for hooks in (module._forward_pre_hooks, module._forward_hooks) for hook in hooks.values()),
         )
         for module in block.modules()
     )
+
+
+def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Numbers and words that are attributes of ``module``."""
+    return ((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str)))
+
+
+@contextlib.contextmanager
+def _read(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Inside, the numbers of ``module`` that somebody reads are noted as they were: its own methods, those of its
+    parents, a hook or a function that is given it, by whatever name. For that time it is of a class between."""
+    kind, read = type(module), dict[str, Any]()
+    made: Any = type(kind)
+    numbers = dict(_numbers(module))
+
+    def noting(self: nn.Module, name: str) -> Any:
+        if name == "__class__":
+            return kind
+        if name in numbers:
+            read[name] = numbers[name]
+        elif name == "__dict__" and sys._getframe(1).f_globals is not vars(torch.nn.modules.module):
+            read.update(numbers)
+        return kind.__getattribute__(self, name)
+
+    names = {"__getattribute__": noting, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    object.__setattr__(module, "__class__", made(kind.__name__, (kind,), names))
+    try:
+        yield read
+    finally:
+        object.__setattr__(module, "__class__", kind)
 
 
 @dataclass(frozen=True)
@@ -70,7 +103,7 @@ class EqualCalls:
 
     def __init__(self, ledger: Ledger, work: ModuleWork, mode: FakeTensorMode) -> None:
         self._ledger, self._work, self._mode = ledger, work, mode
-        self._known: dict[Hashable, _Call | None] = {}
+        self._known: dict[Hashable, list[tuple[dict[str, Any], _Call | None]]] = {}
 
     @contextlib.contextmanager
     def run_once(self, modules: Mapping[nn.Module, int]) -> Iterator[None]:
@@ -78,19 +111,22 @@ class EqualCalls:
         with contextlib.ExitStack() as stack:
             for module, number in modules.items():
                 kind = number, *map(roles_of, module.modules())
-                stack.callback(set_patch(wrap(module, "forward", functools.partial(self._called, kind), "equal calls")))
+                called = functools.partial(self._called, module, kind)
+                stack.callback(set_patch(wrap(module, "forward", called, "equal calls")))
             yield
 
-    def _called(self, kind: Hashable, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _called(self, module: nn.Module, kind: Hashable, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = self._facts((args, kwargs))
         if arguments is None:
             return forward(*args, **kwargs)
-        key = kind, arguments
-        if key not in self._known:
-            result, self._known[key] = self._first(forward, args, kwargs)
-            return result
-        known = self._known[key]
-        return forward(*args, **kwargs) if known is None else self._again(known)
+        known, own = self._known.setdefault((kind, arguments), []), vars(module)
+        for read, call in known:
+            if all(own.get(name) == value for name, value in read.items()):
+                return forward(*args, **kwargs) if call is None else self._again(call)
+        with _read(module) as read:
+            result, call = self._first(forward, args, kwargs)
+        known.append((read, call))
+        return result
 
     def _facts(self, arguments: Any) -> Hashable | None:
         """What a call hangs on besides the module; None where that is not known."""

@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import LowVRAMError
 from ..memory.repeats import times
 from ..streaming.timing import ModuleSpan
 from .memory_formats import wanted_format
 
 aten = torch.ops.aten
+
+
+class TooManyCopiesError(LowVRAMError):
+    """A run that was traced copies more than whoever traces it wants to know of."""
 
 
 class ModuleWork:
@@ -25,8 +30,13 @@ class ModuleWork:
         spans: each of what one module does before another one's turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_copied: float = math.inf) -> None:
+        """
+        Args:
+            most_copied: bytes between the accounts, beyond which :meth:`count_copy` raises.
+        """
         self.spans: list[ModuleSpan] = []
+        self._copies_left = most_copied
 
     def count(
         self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0, held_bytes: int = 0, besides: int = 0
@@ -46,8 +56,15 @@ class ModuleWork:
         span.held_bytes = max(span.held_bytes, held_bytes)
 
     def count_copy(self, path: str, copied_bytes: int) -> None:
-        """Add bytes that cross between the accounts in the module ``path``."""
+        """Add bytes that cross between the accounts in the module ``path``.
+
+        Raises:
+            TooManyCopiesError: they are too many.
+        """
         self._span(path).copied_bytes += copied_bytes * times()
+        self._copies_left -= copied_bytes * times()
+        if self._copies_left < 0:
+            raise TooManyCopiesError("more is copied than was asked about")
 
     def _span(self, path: str) -> ModuleSpan:
         if not self.spans or self.spans[-1].path != path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -147,6 +148,7 @@ def trace_equals_once(
     equals: Mapping[nn.Module, int],
     overhead: Overhead = NONE,
     again: bool = False,
+    most_copied: float = math.inf,
 ) -> MemoryTrace:
     """:func:`trace`, in which equal calls of the modules ``equals`` run once; the timeline has nothing of the others.
 
@@ -154,6 +156,10 @@ def trace_equals_once(
         equals: modules, each with a number for its kind (:func:`equal_calls.equal_modules`).
         overhead: by which workspaces are counted in what is reserved.
         again: whether what is reserved is to do for another such call, too, with what this one leaves.
+        most_copied: bytes that cross between the accounts, after which nobody wants to know the rest.
+
+    Raises:
+        TooManyCopiesError: more cross.
     """
     leaves = tree_flatten((inputs, kwargs))[0]
     modules = modules_of(module_or_callable, *leaves)
@@ -162,7 +168,7 @@ def trace_equals_once(
     fakes = (parameter for parameter in parameters if isinstance(parameter, FakeTensor))
     made = active_fake_mode(*tensors, *itertools.islice(fakes, 1))
     mode = made or FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = _Tracer(mode, overhead)
+    tracer = _Tracer(mode, overhead, most_copied)
     alone = contextlib.nullcontext() if made else at_rest(modules)  # a model of fakes is nobody else's
     with alone, torch.no_grad(), mode, traced_device(CPU), no_collection(), faked(modules, tracer.fake_weight):
         ledger = tracer.ledger
@@ -195,10 +201,10 @@ def trace_equals_once(
 class _Tracer(TorchDispatchMode):
     """Sees every operator on its way to the fake mode, and books what comes back."""
 
-    def __init__(self, mode: FakeTensorMode, overhead: Overhead) -> None:
+    def __init__(self, mode: FakeTensorMode, overhead: Overhead, most_copied: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
-        self.work = ModuleWork()
+        self.work = ModuleWork(most_copied)
         self._mode = mode
         self._overhead = overhead
         self._recipes = _recipes[on_cpu()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from sd_lowvram.errors import BudgetError
 from sd_lowvram.memory import pinned
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.cost_model import Pricing
-from sd_lowvram.planning.plan import Request
+from sd_lowvram.planning.plan import Candidate, Request
 from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import attached
 from sd_lowvram.streaming.host_weights import RING_BYTES, host_budget
@@ -115,6 +116,21 @@ def test_the_engine_holds_what_the_plan_says(anatomy: Any, offload: str, fixed: 
             assert (
                 0 <= copied - step.staying_bytes - step.streamed_bytes <= step.device_bytes + step.streamed_bytes // 20
             )
+
+
+def test_a_run_that_is_found_to_be_too_slow_is_not_traced_on(
+    anatomy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
+    settings = Settings(offload="layer", inference_mode=True)
+
+    pricing = Pricing(anatomy, request(8 * GIB))
+    options = (pricing.stage(settings, stage, {}, settings) for stage in pricing.costs.stages)
+    run = pricing.whole(settings, [Candidate(settings, (option,), 0, settings) for option in options])
+    assert pricing.confirmed(run, 0).seconds == math.inf and not pricing._traced_whole
+    whole = pricing.confirmed(run, run.seconds + 1e-9)  # nothing that was left by the trace that ended is in it
+    assert run.seconds <= whole.seconds < math.inf and pricing._traced_whole
+    assert whole == Pricing(anatomy, request(8 * GIB)).confirmed(run, 0)  # whoever knows it already is told it
 
 
 def test_the_engine_keeps_the_schedule_of_the_plan(anatomy: Any) -> None:

@@ -71,7 +71,7 @@ def test_more_memory_is_never_slower(anatomy: Any, least: int) -> None:
 @pytest.mark.slow(8)
 def test_nothing_that_was_left_out_is_faster(anatomy: Any, least: int, monkeypatch: Any) -> None:
     """The search leaves out what cannot be faster; here all is priced."""
-    monkeypatch.setattr(Pricing, "confirmed", lambda self, run: run)
+    monkeypatch.setattr(Pricing, "confirmed", lambda self, run, *most: run)
     most = make_plan(anatomy, request(GIB, 128), Settings()).predicted.peak_bytes
     fewer = 0
     for step in range(7):

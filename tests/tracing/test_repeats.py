@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,54 @@ class Same(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.inner(x)
         return x
+
+
+class Numbered(nn.Module):
+    """Keeps its place, and may go by it."""
+
+    def __init__(self, place: int, times: Callable[[Any], int] = lambda _: 1, hooked: bool = False) -> None:
+        super().__init__()
+        self.inner, self.place, self.times = nn.Linear(8, 8), place, times
+        if hooked:
+            self.inner.register_forward_hook(lambda inner, args, out: out * place)
+
+    def passes(self) -> int:
+        return self.times(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(self.inner(x) for _ in range(self.passes()))
+
+
+class ByPlace(Numbered):
+    def passes(self) -> int:
+        assert self.__class__ is ByPlace
+        return super().passes() + self.place
+
+
+def by_name(block: Numbered) -> int:
+    return int(getattr(block, "".join(("pl", "ace"))))
+
+
+UNREAD = functools.partial(Numbered)
+READ = {
+    "a function that it keeps": functools.partial(Numbered, times=lambda block: block.place),
+    "by a name that is made": functools.partial(Numbered, times=by_name),
+    "all attributes": functools.partial(Numbered, times=lambda block: vars(block)["place"]),
+    "a subclass": ByPlace,
+    "a hook": functools.partial(Numbered, hooked=True),
+}
+
+
+@pytest.mark.parametrize(("member", "once"), [(UNREAD, True), *((one, False) for one in READ.values())])
+def test_a_number_that_no_call_reads_makes_no_difference(member: Callable[[int], Numbered], once: bool) -> None:
+    pair = Pair(functools.partial(member, 1))
+    for place, alike in ((2, once), (1, member is not READ["a hook"])):
+        pair.members[1] = member(place)
+        with torch.no_grad():
+            short, whole = short_and_whole(pair, torch.empty(4, 8), torch.empty(4, 8))
+        assert figures(short) == figures(whole)
+        assert (len(short.timeline) < len(whole.timeline)) == alike
+    assert all(type(one) in (Numbered, ByPlace) for one in pair.members)
 
 
 @pytest.mark.parametrize("member", [Keeper, Same, lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))])
