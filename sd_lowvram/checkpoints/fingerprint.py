@@ -11,7 +11,7 @@ _BEGINNING = 1 << 20
 """Bytes that are read of every file: the header of most models, and small files whole."""
 
 _SAMPLES, _SAMPLE = 256, 4096
-_READ = (".safetensors", ".json", ".bin", ".ckpt", ".txt")
+_READ = (".safetensors", ".gguf", ".json", ".bin", ".ckpt", ".txt")
 
 
 def fingerprint(path: Path) -> str:

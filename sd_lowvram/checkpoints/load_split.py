@@ -1,7 +1,7 @@
 """Loads a model of split files: each part from its file, its weights by the names of diffusers and transformers.
 
 Transformers and most autoencoders go through diffusers' own converters. Weights stay mapped from their files where
-their type is the one that is asked for, and 8 bits stay 8 bits.
+their type is the one that is asked for; 8 bits stay 8 bits, and blocks of GGUF blocks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from .architectures import MODELS, class_of
+from .gguf_files import gguf_weights
 from .safetensors_header import read_header
 from .scaled_files import apart, converted, fill
-from .split_files import LINK
+from .split_files import weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,8 @@ def load_part(place: Path, dtype: torch.dtype, *, meta: bool = False) -> nn.Modu
     """
     config = json.loads((place / "config.json").read_text(encoding="utf-8"))
     model: nn.Module = _empty(config, meta)
-    state = _on_meta(place / LINK) if meta else _mapped(place / LINK)
+    path = weights_of(place)
+    state = _weights(path, meta)
     names = set(model.state_dict())
     weights, scales = converted(*apart(state), lambda held: _by_our_names(config, held, names))
     fill(model, {name: tensor for name, tensor in weights.items() if name in names}, scales, dtype)
@@ -95,7 +97,7 @@ def load_part(place: Path, dtype: torch.dtype, *, meta: bool = False) -> nn.Modu
     missing = [name for name, tensor in model.state_dict().items() if tensor.device.type == "meta" and not meta]
     if missing:
         what = f"{len(missing)} weights of a {type(model).__name__}: {missing[0]}, for one"
-        raise CheckpointError(f"{(place / LINK).resolve()} lacks {what}")
+        raise CheckpointError(f"{path.resolve()} lacks {what}")
     return model.eval().requires_grad_(False)
 
 
@@ -114,15 +116,15 @@ def _empty(config: dict[str, Any], meta: bool) -> Any:
         return empty_model(config)
 
 
-def _mapped(path: Path) -> dict[str, Tensor]:
+def _weights(path: Path, meta: bool) -> dict[str, Tensor]:
+    """Those of a file, mapped from it; on ``meta`` their types and shapes."""
+    import torch
     from safetensors.torch import load_file
 
-    return load_file(path)
-
-
-def _on_meta(path: Path) -> dict[str, Tensor]:
-    import torch
-
+    if path.suffix == ".gguf":
+        return gguf_weights(path, meta=meta)
+    if not meta:
+        return load_file(path)
     return {
         name: torch.empty(entry.shape, dtype=getattr(torch, _TORCH_TYPES[entry.dtype]), device="meta")
         for name, entry in read_header(path).tensors.items()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from .gguf_files import gguf_linear, widened_gguf
 from .safetensors_header import Header
 
 if TYPE_CHECKING:
@@ -144,8 +145,8 @@ def _shortest(spread: Tensor) -> Tensor:
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes: dtype) -> list[str]:
-    """Give ``model`` the weights of ``state``: those of linear layers that are in 8 bits as they are, the others in the
-    type in which it computes.
+    """Give ``model`` the weights of ``state``: those of linear layers that are in 8 bits, or in blocks of GGUF, as they
+    are, the others in the type in which it computes.
 
     Returns:
         The names that the model has no place for.
@@ -157,10 +158,12 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes
     from torch import nn
 
     from ..kernels.scaled import EIGHT_BITS, ScaledLinear, widened
+    from ..weights import is_gguf
 
     rest: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if tensor.dtype not in EIGHT_BITS:
+        blocks = is_gguf(tensor)
+        if tensor.dtype not in EIGHT_BITS and not blocks:
             rest[name] = tensor.to(computes) if tensor.is_floating_point() else tensor
             continue
         scale = scales.get(name)
@@ -168,13 +171,14 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], scales: Scales, computes
             raise CheckpointError(f"{name} is stored in int8 without a scale")
         path, _, last = name.rpartition(".")
         owner = _submodule(model, path)
-        if type(owner) is nn.Linear and last == "weight" and tuple(tensor.shape) == tuple(owner.weight.shape):
+        shape = tuple(tensor.quant_shape if blocks else tensor.shape)  # type: ignore[attr-defined]
+        if type(owner) is nn.Linear and last == "weight" and shape == tuple(owner.weight.shape):
             bias = None if owner.bias is None else state.get(f"{path}.bias", owner.bias).to(computes)
-            kept = ScaledLinear(tensor, scale, bias, computes)
+            kept = gguf_linear(tensor, bias, computes) if blocks else ScaledLinear(tensor, scale, bias, computes)
             above, _, called = path.rpartition(".")
             setattr(model.get_submodule(above), called, kept)
         else:  # tables, which are looked up, and what is no matrix
-            rest[name] = widened(tensor, scale, computes)
+            rest[name] = widened_gguf(tensor, computes) if blocks else widened(tensor, scale, computes)
     found = model.load_state_dict(rest, strict=False, assign=True)
     return list(found.unexpected_keys)
 

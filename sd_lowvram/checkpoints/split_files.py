@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from ..files.whole import write_json
 from .architectures import schedulers_of_transformers, write_tokenizer
 from .split_kinds import SplitFile, split_file
 
-LINK = "split.safetensors"
-"""What a file is called in the folder of its part."""
+_LINK, _GGUF_LINK = "split.safetensors", "split.gguf"
+"""What a file is called in the folder of its part, by what is in it."""
 
 _FLUX_SCALE = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
 _CLIP, _PROJECTED = "CLIPTextModel", "CLIPTextModelWithProjection"
@@ -114,7 +114,7 @@ def _texts(model: SplitFile, family: _Family, found: list[SplitFile]) -> dict[st
                 "missing; give each with --text-encoder"
             )
         left.remove(one)
-        made[name] = SplitFile(one.path, kind, one.config | ({"architectures": [made_as]} if made_as else {}))
+        made[name] = replace(one, config=one.config | ({"architectures": [made_as]} if made_as else {}))
     if left:
         raise CheckpointError(f"{left[0].path}, a {left[0].kind}, is no part of {model.path}, a {family.prefix}")
     return made
@@ -162,7 +162,7 @@ def _laid_out(
         for name, part in parts.items():
             (folder / name).mkdir(parents=True, exist_ok=True)
             write_json(configs[name], folder / name / "config.json")
-            _link(folder / name / LINK, part.path.resolve())
+            _link(folder / name / (_GGUF_LINK if part.is_gguf else _LINK), part.path.resolve())
         for name, path in tokenizers.items():
             if path is None:
                 (folder / name).mkdir(exist_ok=True)
@@ -199,4 +199,10 @@ def _scheduler(model: SplitFile) -> dict[str, Any]:
 
 def is_split(folder: Path) -> bool:
     """Whether a folder is one that :func:`split_model` has laid out."""
-    return (folder / "transformer" / LINK).is_symlink()
+    return weights_of(folder / "transformer").is_symlink()
+
+
+def weights_of(part: Path) -> Path:
+    """The link to its weights in the folder of a part."""
+    blocks = part / _GGUF_LINK
+    return blocks if blocks.is_symlink() else part / _LINK

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .architectures import parts_of_transformers
+from .gguf_files import gguf_header, is_gguf_file
 from .inspection import describe
 from .safetensors_header import Header, read_header
 from .scaled_files import check_formats
@@ -33,11 +34,13 @@ class SplitFile:
     Attributes:
         kind: "flux1", "t5", "kl"; what the file holds.
         config: of the model in it, as diffusers or transformers write it.
+        is_gguf: a GGUF file, else .safetensors.
     """
 
     path: Path
     kind: str
     config: dict[str, Any]
+    is_gguf: bool = False
 
 
 def split_file(path: Path, role: str) -> SplitFile:
@@ -46,7 +49,10 @@ def split_file(path: Path, role: str) -> SplitFile:
     Raises:
         CheckpointError: unreadable, truncated, stored in a way that is not served, or for another role.
     """
-    header = read_header(path)
+    blocks = is_gguf_file(path)
+    header = gguf_header(path) if blocks else read_header(path)
+    if blocks and role != "transformer":
+        raise CheckpointError(f"{path} is a GGUF file: these are read of transformers; get the {role} as .safetensors")
     check_formats(path, header)
     shapes = {name.removeprefix(_INNER): entry.shape for name, entry in header.tensors.items()}
     found = next(((kind, known) for kind, known in _KINDS.items() if known.mark in shapes), None)
@@ -56,7 +62,7 @@ def split_file(path: Path, role: str) -> SplitFile:
         raise CheckpointError(f"{path} is no {role} that is served: it looks like {what}. Served are those of {served}")
     kind, known = found
     try:
-        return SplitFile(path, kind, known.config(shapes))
+        return SplitFile(path, kind, known.config(shapes), blocks)
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"{path} looks like {known.title}, but its weights do not go together ({type(error).__name__}: {error})"

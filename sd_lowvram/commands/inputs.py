@@ -42,8 +42,8 @@ class Job:
     ] = None
     transformer: Annotated[
         Path | None,
-        option("--transformer", text="In place of --model: ComfyUI's file of a transformer, beside --text-encoder, "
-               "--vae and --tokenizer.", panel=PICTURE, rare=True, metavar="FILE"),
+        option("--transformer", text="In place of --model: ComfyUI's file of a transformer, .gguf too, beside "
+               "--text-encoder, --vae and --tokenizer.", panel=PICTURE, rare=True, metavar="FILE"),
     ] = None
     text_encoder: Annotated[
         list[Path] | None,

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import command_line
+import gguf
 import numpy
 import pytest
 import split_models
 import torch
+from diffusers.quantizers.gguf import utils
+from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter, dequantize_gguf_tensor
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -21,6 +24,8 @@ from sd_lowvram.checkpoints.meta_model import meta_components
 from sd_lowvram.checkpoints.split_files import split_model
 from sd_lowvram.errors import BadInputError, CheckpointError
 from sd_lowvram.kernels.scaled import ScaledLinear
+from sd_lowvram.streaming.mapped_files import MappedFiles
+from sd_lowvram.weights import is_gguf
 
 SIZE = ("--width", 64, "--height", 64, "--steps", 2, "--seed", 5, "--device", "cpu", "--vram", "2GB")
 FAMILIES = list(split_models.TRANSFORMERS)
@@ -133,6 +138,79 @@ def test_weights_in_8_bits_are_loaded_and_planned_as_they_are(made: Callable[...
     assert (query(x) - wanted(x)).norm() < 0.05 * wanted(x).norm()
     taken = [sum(tensor.nbytes for tensor in (*one.parameters(), *one.buffers())) for one in (plain, scaled, planned)]
     assert taken[1] <= taken[2] < 1.01 * taken[1] and taken[1] < taken[0] / 2
+
+
+def write_gguf(state: dict[str, torch.Tensor], path: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Write weights as a GGUF file, its matrices in blocks of a ``kind``; returns what they are when widened."""
+    writer = gguf.GGUFWriter(path, "any")
+    wide = {}
+    for name, tensor in state.items():
+        blocks = tensor.dim() == 2 and tensor.shape[1] % 32 == 0
+        known = gguf.GGMLQuantizationType[kind if blocks else "F32"]
+        stored = gguf.quants.quantize(tensor.numpy(), known)
+        writer.add_tensor(name.removeprefix("model.diffusion_model."), stored, raw_dtype=known)
+        held = torch.from_numpy(stored)
+        wide[name] = dequantize_gguf_tensor(GGUFParameter(held, quant_type=known)).float() if blocks else held
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return wide
+
+
+@pytest.mark.slow(15)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_transformer_in_gguf_is_loaded_and_planned_in_its_blocks(
+    family: str, made: Callable[..., Any], tmp_path: Path
+) -> None:
+    _, options = made(family)
+    told = given(options)
+    wide = write_gguf(load_file(told["transformer"]), tmp_path / "small.gguf", "Q8_0")
+    save_file(wide, tmp_path / "wide.safetensors")
+    found, wanted = (
+        split_model(**{**told, "transformer": tmp_path / name}) for name in ("small.gguf", "wide.safetensors")
+    )
+    blocks, plain = (load_pipeline(folder).transformer for folder in (found, wanted))
+    planned = meta_components(str(found), torch.float32, ("transformer",))["transformer"]
+    inner = {name: one for name, one in blocks.named_modules() if isinstance(one, GGUFLinear)}
+    assert len(inner) > 20
+    weights = dict(plain.named_parameters())
+    for name, tensor in blocks.named_parameters():
+        same = dequantize_gguf_tensor(tensor) if is_gguf(tensor) else tensor
+        assert torch.equal(same, weights[name]), name
+    taken = [sum(tensor.nbytes for tensor in (*one.parameters(), *one.buffers())) for one in (blocks, plain, planned)]
+    assert taken[0] == taken[2] < taken[1] / 2
+    mapped = MappedFiles()
+    assert any(mapped.kind(one.weight) == "mapped" for one in inner.values())
+
+
+def test_a_gguf_file_that_is_no_use_is_told(
+    made: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = given(made("z_image")[1])
+    state = load_file(told["transformer"])
+    write_gguf(state, tmp_path / "whole.gguf", "Q4_0")
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    wrong = {"cut.gguf": (whole[:5000], "truncated or damaged"), "tail.gguf": (whole[:-500], "truncated or damaged")}
+    for name, (content, message) in wrong.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            split_model(**{**told, "transformer": tmp_path / name})
+    with pytest.raises(CheckpointError, match="these are read of transformers"):
+        split_model(**{**told, "vae": tmp_path / "whole.gguf"})
+    monkeypatch.delitem(utils.dequantize_functions, gguf.GGMLQuantizationType.Q4_0)
+    with pytest.raises(CheckpointError, match=r"in Q4_0, which diffusers cannot widen: get the file in one of .*Q8_0"):
+        split_model(**{**told, "transformer": tmp_path / "whole.gguf"})
+
+
+def test_generate_takes_gguf(made: Callable[..., Any], tmp_path: Path) -> None:
+    _, options = made("z_image")
+    write_gguf(load_file(given(options)["transformer"]), tmp_path / "z.gguf", "Q8_0")
+    place = options.index("--transformer") + 1
+    done = call("generate", "a cat", *options[:place], tmp_path / "z.gguf", *options[place + 1 :],
+                "-o", tmp_path / "z.png", *SIZE)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert Image.open(tmp_path / "z.png").size == (64, 64)
 
 
 WRONG: dict[str, tuple[str, str]] = {
