@@ -85,10 +85,18 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """A type of half the bytes, where another picture is allowed."""
-    if target.approximate:
+    """A type of half the bytes, where another picture is allowed and weights lie in a wider one.
+
+    UNets are published in fp16. Transformers and their text encoders are made for bf16, of which the largest values
+    overflow in fp16: that is for users to fix who know better.
+    """
+    parts = target.anatomy.components
+    sound = target.anatomy.family.known and "transformer" not in parts
+    half = "fp16" if target.on_gpu and sound else "bf16"
+    tensors = all_tensors(*parts.values())
+    if target.approximate and any(loaded_dtype(one).itemsize > 2 for one in tensors if one.is_floating_point()):
         yield Offer(OfferKind.WEIGHTS, {"precision": None})
-        yield Offer(OfferKind.WEIGHTS, {"precision": "fp16" if target.on_gpu else "bf16"})
+        yield Offer(OfferKind.WEIGHTS, {"precision": half})
 
 
 def _types(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import todays
 import torch
 from manual_cast import manual_cast
 from safetensors.torch import load_file, save_file
 
 from sd_lowvram import Fidelity, Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
+from sd_lowvram.devices.performance import profile
 from sd_lowvram.errors import ConflictError
+from sd_lowvram.hooks.offers import Target
 from sd_lowvram.hooks.precision import arithmetic
+from sd_lowvram.hooks.registry import offered
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.plan import Plan
@@ -110,3 +115,18 @@ def test_weights_that_the_host_moves_are_there_once(tmp_path: Path) -> None:
         assert ours.peak_bytes == theirs.peak_bytes
         held.append(theirs.held_bytes)
     assert held[0] == held[1]
+
+
+@pytest.mark.parametrize(
+    ("pipe", "loaded", "offered_types"),
+    [
+        (todays.flux, torch.float32, {None, "bf16"}),
+        (todays.flux, torch.bfloat16, set()),
+        (functools.partial(tiny.pipeline, "sd15"), torch.float32, {None, "fp16"}),
+        (functools.partial(tiny.pipeline, "sd15"), torch.float16, set()),
+    ],
+)
+def test_no_plan_takes_fp16_for_what_was_made_for_bf16(pipe: Any, loaded: torch.dtype, offered_types: Any) -> None:
+    anatomy = anatomy_of(pipe().to(loaded))
+    target = Target(anatomy, torch.device("cuda"), profile("rtx3060"), 1, Settings(), approximate=True)
+    assert {offer.knobs["precision"] for offer in offered(target) if "precision" in offer.knobs} == offered_types
