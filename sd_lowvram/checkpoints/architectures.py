@@ -24,7 +24,7 @@ _DATA = Path(__file__).parents[1] / "data"
 NAMES = ("sd15", "sd21", "sdxl")
 TRANSFORMERS = (
     *("flux1-dev", "flux1-schnell", "klein-4b", "klein-9b", "sd3.5-medium", "sd3.5-large"),
-    *("z-image", "z-image-turbo", "chroma1", "qwen-image"),
+    *("z-image", "z-image-turbo", "chroma1", "qwen-image", "krea2"),
 )
 """Today's models, which can be planned by their names."""
 

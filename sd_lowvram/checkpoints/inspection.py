@@ -25,10 +25,10 @@ DEMO = Path(__file__).parents[1] / "demo" / "model"
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 PREDICTIONS = ("epsilon", "v_prediction")
 SUFFIXES = {"txt2img": "Pipeline", "img2img": "Img2ImgPipeline", "inpaint": "InpaintPipeline"}
-WHOLE = "SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2 Klein, Z-Image, Chroma and Qwen-Image"
+WHOLE = "SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2 Klein, Z-Image, Chroma, Qwen-Image and Krea 2"
 _PREFIXES = (
     *("StableDiffusionXL", "StableDiffusion", "StableDiffusion3", "Flux", "Flux2Klein"),
-    *("ZImage", "Chroma", "QwenImage"),
+    *("ZImage", "Chroma", "QwenImage", "Krea2"),
 )
 _LARGEST_NUMBER, _MOST_LEVELS, _MOST_LAYERS = 1 << 16, 16, 256
 """Of a configuration: more than any model has."""

@@ -123,7 +123,8 @@ def reasons(
         sentences.append(_locked(best, unlocked_seconds))
     sentences += [_from_disk(request, stage, disk) for stage in best.stages if stage.disk_bytes]
     if chosen.vae_tiles == "exact":
-        sentences.append(f"decoding by exact strips, the feature map {chosen.vae_map}")
+        kept = f", the feature map {chosen.vae_map}" if chosen.vae_map else ""  # a causal autoencoder has no such map
+        sentences.append(f"decoding by exact strips{kept}")
     if any(stage.choice.get("decoder_device") == "cpu" for stage in best.stages):
         sentences.append("decoding on the CPU: the device cannot hold the decoder")
     left = format_size(request.vram - best.needed_bytes)

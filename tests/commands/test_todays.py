@@ -40,6 +40,7 @@ MADE: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[Any, ...]]] = {
     "chroma": (todays.chroma, {"guidance_scale": 5.0}, ()),
     "klein": (todays.klein, {"guidance_scale": 4.0}, ()),
     "qwen-image": (todays.qwen_image, {"true_cfg_scale": 4.0, "negative_prompt": [" "]}, ()),
+    "krea2": (todays.krea2, {"guidance_scale": 4.5}, ()),
 }
 """By family: a pipeline, what it is called with, and the options that mean the same."""
 
@@ -136,3 +137,4 @@ def test_a_model_is_planned_by_its_name(name: str, here: Callable[..., Any]) -> 
     assert (told["request"]["width"], told["request"]["guidance"]) == (1024, False)
     denoise = next(stage for stage in told["stages"] if stage["name"] == "denoise")
     assert denoise["slowdown"] < 1.05
+    assert not any("None" in reason for reason in told["reasons"])
