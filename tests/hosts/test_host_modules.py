@@ -1,8 +1,8 @@
 """Every hook on the very modules of the hosts that COMFYUI_DIR and WEBUI_DIR name, and what they leave of the
 activations of SD1.5's full-size UNet.
 
-The modules run under our own Python; under WEBUI_PYTHON those of A1111 too, whose torch is older, and sgm, which needs
-packages that only the WebUI's environment has.
+ComfyUI's modules run under COMFYUI_PYTHON, as they import what only its environment has. The WebUIs' run under our own
+Python; under WEBUI_PYTHON those of A1111 too, whose torch is older, and sgm, which needs packages of that environment.
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ def check_peaks(peaks: dict[str, int], same_torch: bool = True) -> None:
 
 @needs_comfyui
 def test_comfyui() -> None:
-    report = report_of("comfyui", COMFYUI)
+    python = os.environ.get("COMFYUI_PYTHON")
+    report = report_of("comfyui", COMFYUI, python or sys.executable)
     check_hooks(report["hooks"], HIT)
-    check_peaks(report["peaks"])
+    check_peaks(report["peaks"], same_torch=python is None)
 
 
 @needs_webui
