@@ -48,6 +48,7 @@ def calibrate(device: torch.device) -> Rates:
     shared = _share_of_others()
     with torch.inference_mode():
         single = _matrix_rate(device, torch.float32, small=False)
+        reading, reordering = reading_rates(device)
         rates = Rates(
             name=THIS,
             title="this CPU" if on_cpu else _title(device),
@@ -60,8 +61,8 @@ def calibrate(device: torch.device) -> Rates:
             vram_bytes=device_memory(device).total,
             source="measured here",
             queued=not on_cpu,
-            reading=reading_rate(device),
-            reordering=reading_rate(device, channels_last=True),
+            reading=reading,
+            reordering=reordering,
             bf16=device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE,
         )
     return dataclasses.replace(rates, source=_source(shared()))
@@ -153,22 +154,28 @@ def _convolution(
     pictures: int = _DOUBLED,
     layout: torch.memory_format = torch.contiguous_format,
 ) -> _Layer:
-    image = torch.randn(pictures, channels, side, side, device=device).to(dtype, memory_format=layout)
-    kernel = torch.randn(channels, channels, 3, 3, device=device).to(dtype, memory_format=layout)
+    image = _filled(pictures, channels, side, side, device=device).to(dtype, memory_format=layout)
+    kernel = _filled(channels, channels, 3, 3, device=device).to(dtype, memory_format=layout)
     flops = 2 * image.numel() * channels * 9
     return lambda: functional.conv2d(image, kernel, padding=1), flops, kernel.nbytes
 
 
 def _linear(tokens: int, inside: int, outside: int, device: torch.device, dtype: torch.dtype) -> _Layer:
-    rows = torch.randn(tokens, inside, device=device).to(dtype)
-    weight = torch.randn(outside, inside, device=device).to(dtype)
+    rows = _filled(tokens, inside, device=device).to(dtype)
+    weight = _filled(outside, inside, device=device).to(dtype)
     return lambda: functional.linear(rows, weight), 2 * rows.numel() * outside, weight.nbytes
 
 
 def _attention(tokens: int, device: torch.device, dtype: torch.dtype) -> _Layer:
-    query = torch.randn(_DOUBLED, 8, tokens, 40, device=device).to(dtype)
+    query = _filled(_DOUBLED, 8, tokens, 40, device=device).to(dtype)
     attend = functional.scaled_dot_product_attention
     return lambda: attend(query, query, query), 4 * query.numel() * tokens, 0
+
+
+def _filled(*shape: int, device: torch.device) -> Tensor:
+    """Numbers to compute with. A CPU takes as long for any, and longer to draw them than to use them; a GPU's clock
+    follows the power that they take, and ones take little."""
+    return torch.ones(shape, device=device) if device.type == "cpu" else torch.randn(shape, device=device)
 
 
 def _packing_rate(device: torch.device, flops_a_second: float) -> float:
@@ -194,18 +201,23 @@ def copy_rate(device: torch.device) -> float:
     return host.nbytes / _seconds(lambda: target.copy_(host, non_blocking=True), device)
 
 
-def reading_rate(device: torch.device, channels_last: bool = False) -> float:
-    """Bytes a second from a mapped file that the page cache has into memory as the streaming engine's ring has it,
-    brought in another order on request; the default where no file can be written."""
+def reading_rates(device: torch.device) -> tuple[float, float]:
+    """Bytes a second from a mapped file that the page cache has into memory as the streaming engine's ring has it, as
+    they lie there and brought in another order; the defaults where no file can be written."""
     try:
         with tempfile.TemporaryFile() as file:
             file.write(b"\1" * _READ_BYTES)
             file.flush()
             mapped = mmap.mmap(file.fileno(), _READ_BYTES, access=mmap.ACCESS_COPY)
     except OSError:
-        return Rates.reordering if channels_last else Rates.reading
+        return Rates.reading, Rates.reordering
     kernels = torch.frombuffer(mapped, dtype=torch.float16).view(-1, *_KERNELS)
-    pieces = (kernels.permute(0, 2, 3, 1) if channels_last else kernels).chunk(8)
+    return _copied(kernels, device), _copied(kernels.permute(0, 2, 3, 1), device)
+
+
+def _copied(kernels: Tensor, device: torch.device) -> float:
+    """Bytes a second of ``kernels`` into a chunk that is as contiguous as the ring, piece by piece."""
+    pieces = kernels.chunk(8)
     chunk = torch.empty_like(pieces[0], memory_format=torch.contiguous_format, pin_memory=device.type == "cuda")
     return kernels.nbytes / _seconds(lambda: [chunk.copy_(piece) for piece in pieces], device)
 
