@@ -95,7 +95,7 @@ class Denoiser:
         base = guider.model_patcher.model
         self._batch = len(noise)
         rows = self._batch * host.passes(guider, guider.model_options)
-        plan = self._fitting(noise, rows)
+        plan = self._fitting_or_told(noise, rows)
         self.show(plan)
         stock = base.memory_required([rows, *noise.shape[1:]])
         factor = base.memory_usage_factor * _activation_bytes(plan) / max(stock, 1)
@@ -113,6 +113,15 @@ class Denoiser:
         self.record.step_seconds = self._clock.seconds
         self._tell()
         return out
+
+    def _fitting_or_told(self, latents: Tensor, rows: int) -> Plan:
+        """The plan for ``latents``; a refusal is shown in our node too: on the sampler, which fails, the page says only
+        that it did."""
+        try:
+            return self._fitting(latents, rows)
+        except BudgetError as error:
+            host.tell(self.record.node, str(error))
+            raise
 
     def _fitting(self, latents: Tensor, rows: int) -> Plan:
         """The plan for ``latents``.

@@ -594,12 +594,18 @@ def test_a_run_is_one_line_in_the_log(pack, model, vae, caplog) -> None:
     assert line.startswith("sd-lowvram: 64x64, 2 calls of the model, 2 steps of ") and " foretold), planned " in line
 
 
-def test_the_verdict_is_made_anew_when_the_sampler_tells_its_steps(pack, model, vae, monkeypatch) -> None:
+@pytest.fixture
+def sent(monkeypatch) -> list[Any]:
+    """What the page is sent."""
     sent: list[Any] = []
     page = types.SimpleNamespace(last_prompt_id="a", client_id="b", send_sync=lambda *told: sent.append(told))
     server = types.ModuleType("server")
     server.PromptServer = types.SimpleNamespace(instance=page)
     monkeypatch.setitem(sys.modules, "server", server)
+    return sent
+
+
+def test_the_verdict_is_made_anew_when_the_sampler_tells_its_steps(pack, model, vae, sent) -> None:
     node = pack.NODE_CLASS_MAPPINGS["LowVRAM"]()
     out = node.optimize(model, vae, "4GB", choose(pack, **CHUNKED), unique_id="12")
     assert " a step" in out["ui"]["text"][0].splitlines()[0] and not sent
@@ -610,13 +616,15 @@ def test_the_verdict_is_made_anew_when_the_sampler_tells_its_steps(pack, model, 
     assert first.startswith("fits: ") and "(2 steps of " in first and "decode" in first
 
 
-def test_a_size_that_does_not_fit_is_refused_with_one_that_does(pack, model, vae) -> None:
+def test_a_size_that_does_not_fit_is_refused_with_one_that_does(pack, model, vae, sent) -> None:
     weights = sum(tensor.numel() * 4 for tensor in _unet(model).parameters())
     mine, _, record = shown_and_given(pack, model, vae, f"{weights + (2 << 20)}B")[1]
+    record.node = "12"
     larger = torch.randn(1, 4, 64, 48, generator=torch.Generator().manual_seed(2))
     with pytest.raises(Exception, match=r"384x512 does not fit: .* fits in it") as raised:
         Guider(mine, TEXT).sample(larger)
     assert type(raised.value).__name__ == "BudgetError" and type(raised.value).__module__ == "sd_lowvram.errors"
+    assert sent[-1][1]["output"]["text"] == [str(raised.value)]
     assert not traces_of_us(_unet(model)) and not record.step_seconds
     width, height = (int(side) for side in str(raised.value).rsplit(". ", 1)[1].split()[0].split("x"))
     Guider(mine, TEXT).sample(larger[..., : height // 8, : width // 8])
