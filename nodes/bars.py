@@ -8,7 +8,8 @@ from typing import Any
 from ..sd_lowvram.plots.style import ACTIVATIONS, BUDGET, HOST, MEASURED, TEXT, WEIGHTS
 from ..sd_lowvram.units import format_size
 
-_LEFT, _RIGHT, _ROW, _BAR = 90, 690, 44, 20
+_LEFT, _RIGHT, _ROW, _BAR = 70, 450, 44, 20
+"""Pixels. The picture is as wide as the node that shows it, which would make the words of a wider one too small."""
 
 
 def memory_bars(plan: Any, measured: Mapping[str, int]) -> Any:

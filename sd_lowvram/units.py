@@ -61,9 +61,9 @@ LONG = 600
 
 
 def format_time(seconds: float) -> str:
-    """``seconds`` for a person to read: "0.4 s", "12 s", "3 min 20 s", "1 h 5 min"."""
+    """``seconds`` for a person to read: "0.05 s", "0.4 s", "12 s", "3 min 20 s", "1 h 5 min"."""
     if seconds < 10:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.2f} s" if 0 < seconds < 0.1 else f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -20,7 +20,7 @@ import sd_lowvram
 from sd_lowvram import Fidelity, Settings, register
 from sd_lowvram.errors import BadInputError, SettingsError
 from sd_lowvram.settings import SURFACES, Knob, conflict, knobs
-from sd_lowvram.units import GIB, MIB, format_size, parse_size
+from sd_lowvram.units import GIB, MIB, format_size, format_time, parse_size
 
 PACKAGE = Path(sd_lowvram.__file__).parent
 
@@ -207,3 +207,13 @@ def values_of(knob: Knob) -> tuple[Any, ...]:
     if knob.choices:
         return knob.choices
     return (knob.minimum,) if knob.maximum else (False, True)
+
+
+def test_a_short_time_is_no_time_of_nothing() -> None:
+    assert [format_time(seconds) for seconds in (0.0, 0.04, 0.4, 12.0, 200.0)] == [
+        "0.0 s",
+        "0.04 s",
+        "0.4 s",
+        "12 s",
+        "3 min 20 s",
+    ]

@@ -11,7 +11,8 @@ const TELLING = {
   LowVRAMVAEEncode: "verdict",
 };
 const MARGIN = 8;
-const WIDTHS = { forecast: 560, report: 640, verdict: 480 };
+const WIDTHS = { forecast: 560, report: 640, verdict: 520 };
+const OF_A_NUMBER = / (?=(?:s|min|h|B|[KMG]iB)\b)/g;
 const OF_SETTINGS = 460; // with which no label is cut
 
 function box() {
@@ -45,7 +46,7 @@ function widgetOf(node, name) {
     hideOnZoom: false,
     margin: MARGIN,
     getValue: () => text.textContent,
-    setValue: (told) => (text.textContent = told),
+    setValue: (told) => (text.textContent = told.replace(OF_A_NUMBER, "\u00a0")), // a unit stays with its number
     getMinHeight: height,
     getMaxHeight: height,
   });
