@@ -41,6 +41,8 @@ def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.feed_forwards:
         for level, parts in {1: 4, 4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"feed_forward_chunks": parts}, level=level, stages=("denoise",))
+        # Each chunk copies weights again that have no room together.
+        yield Offer(OfferKind.LATE, {"feed_forward_chunks": 2}, level=3, stages=("denoise",))
 
 
 def _in_chunks(

@@ -30,6 +30,7 @@ class OfferKind(enum.Enum):
     LADDER = "from its level on, with what others offer up to that level"
     INSTEAD = "one way among others to run a stage, in the tier of its level"
     BESIDE = "with any way to run a stage, or not"
+    LATE = "in place of others in a whole run, or in a stage, of its level, where the budget costs time"
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class Offer:
     """Knobs that a hook offers to decide.
 
     Attributes:
-        level: of ways to run a stage: the more, the more work and the fewer bytes.
+        level: of ways to run a stage: the more, the more work and the fewer bytes. Of what is tried late: the level
+            of the ladder that a run has reached.
         stages: in which it makes a difference, for those that are about single stages.
-        least: whether no other way to run these stages holds less.
+        least: whether no other way to run these stages, or whole runs, holds less.
         mib_knob: of a way to keep the weights, the knob that says how many MiB of them the device holds, where the
             search is to find the number.
         goes_with: whether it can be taken beside all else that is decided, where that is not declared by the knobs.
@@ -52,6 +54,11 @@ class Offer:
     least: bool = False
     mib_knob: str = ""
     goes_with: Callable[[Settings], bool] = field(default=lambda _: True)
+
+    def is_late_in(self, offers: Iterable[Offer], settings: Settings) -> bool:
+        """Whether ``settings`` have reached its level of the ladder that ``offers`` make up."""
+        steps = (one for one in of_kind(offers, OfferKind.LADDER) if one.level <= self.level)
+        return all(getattr(settings, name) is not None for step in steps for name in step.knobs)
 
 
 @dataclass(frozen=True)

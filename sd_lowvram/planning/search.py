@@ -2,7 +2,8 @@
 
 A run is a row of stages. For every way to place the weights, each stage begins with its fastest option, and takes the
 next where that does not fit. Of all these runs, from the fastest on, the first that is within the budgets is traced
-whole and answered. What an option takes is traced when its turn comes.
+whole and answered. What an option takes is traced when its turn comes. What hooks offer late is tried last, and only
+where a run that does not fit would be much faster.
 Peaks come from tracing the real modules with the real hooks on fake tensors (:mod:`stage_costs`), times from counted
 work over the device's rates (:mod:`sd_lowvram.devices.performance`).
 """
@@ -12,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 
 from ..devices.disk import ASSUMED
 from ..errors import BudgetError, LowVRAMError, PlanningError
-from ..hooks.offers import OfferKind, Target, of_kind, undecided, with_all
+from ..hooks.offers import Offer, OfferKind, Target, left_open, of_kind, undecided, with_all
 from ..hooks.registry import applicable, checked, offered
 from ..knob import Act
 from ..models.anatomy import Anatomy
@@ -126,6 +128,9 @@ class PlanSearch:
         self.base = with_all(settings, of_kind(self._offers, OfferKind.ALWAYS))
         self._groups = groups(self.pricing.costs.stages, self.base, self._offers)
         self._rejected: list[Candidate] = []
+        late = of_kind(self._offers, OfferKind.LATE)
+        self._late_offers = [offer for offer in late if left_open(offer.knobs, settings) == offer.knobs]
+        self._beyond_as_whole: list[Candidate] = []
 
     # The fastest
 
@@ -135,26 +140,66 @@ class PlanSearch:
         A whole trace may find more bytes, or of more time: its figures then take the place of those that the run
         was composed of, and the next ones have their turn as long as they may be faster by what is worth a trace.
         """
-        best = None
-        # in digits that sums of the same times in another order share
-        runs = map(self._runs, [*self._placements, *self._variants])
-        for run in heapq.merge(*runs, key=lambda run: float(f"{run.seconds:.9g}")):
+        best = self._faster(map(self._runs, [*self._placements, *self._variants]), None)
+        for offer in self._late_offers:
+            best = self._faster(self._late(offer, best), best)
+        return best
+
+    def _faster(self, ways: Iterable[Iterator[Candidate]], best: Candidate | None) -> Candidate | None:
+        """The fastest run of ``ways``, each of which goes from the fastest on, that fits; ``best`` if none is faster.
+
+        In digits that sums of the same times in another order share.
+        """
+        for run in heapq.merge(*ways, key=lambda run: float(f"{run.seconds:.9g}")):
             if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:
                 break
             if not self._fits(run):
                 self._rejected.append(run)
                 continue
             whole = self.pricing.confirmed(run, math.inf if best is None else best.seconds)
-            if self._fits(whole) and (best is None or whole.seconds < best.seconds):
+            if not self._fits(whole):
+                self._beyond_as_whole.append(whole)
+            elif best is None or whole.seconds < best.seconds:
                 best = whole
         return best
 
-    def _runs(self, base: Settings) -> Iterator[Candidate]:
+    def _late(self, offer: Offer, best: Candidate | None) -> Iterator[Iterator[Candidate]]:
+        """What is left to try with ``offer`` where the budget costs time: of a stage in place of what ``best`` has
+        there; of a whole run with each way to keep the weights, from the fastest run on that did not quite fit."""
+        known = [*self._rejected, *self._beyond_as_whole]
+        faster = [run for run in known if best is None or run.seconds < _WORTH_MORE_TRACES * best.seconds]
+        if offer.stages:
+            run = self._instead(offer, best) if best is not None and faster else None
+            yield from [iter([run])] if run is not None else []
+            return
+        starts: dict[Settings, Candidate] = {}
+        for run in sorted(faster, key=lambda run: run.seconds):
+            near = best is None or self.pricing.vram.holds(run.needed_bytes - run.needed_bytes // _NEAR)
+            if near and run.base in self._ways and offer.is_late_in(self._offers, run.settings):
+                starts.setdefault(run.base, run)
+        for run in starts.values():
+            base = self._with_whole(offer, run.base)
+            yield from [self._runs(base, run)] if base is not None else []
+
+    def _instead(self, offer: Offer, run: Candidate) -> Candidate | None:
+        """``run`` with what is offered for some of its stages in place of what they have; None: it cannot be."""
+        chosen = [(group, _choice(run, group)) for group in self._groups]
+        if not offer.is_late_in(self._offers, run.settings):
+            return None
+        mine = [(group, {**choice, **offer.knobs} if offer in group.offers else choice) for group, choice in chosen]
+        if mine == chosen or not all(group.goes_with(choice, run.base) for group, choice in mine):
+            return None
+        return self.pricing.whole(run.base, [self._option(run.base, *one) for one in mine])
+
+    def _runs(self, base: Settings, start: Candidate | None = None) -> Iterator[Candidate]:
         """Runs with the weights placed as ``base`` says, each faster than the next, up to the first that fits.
 
         Where the weights alone do not fit, there is only one.
+
+        Args:
+            start: of whose ways those that are faster are left out.
         """
-        left = [self._from_the_fastest(base, group) for group in self._groups]
+        left = [self._from_the_fastest(base, group, _choice(start, group) if start else None) for group in self._groups]
         chosen = [choice for choices in left if (choice := next(choices, None)) is not None]
         while len(chosen) == len(left):
             yield (run := self.pricing.whole(base, self._options(base, chosen)))
@@ -167,9 +212,10 @@ class PlanSearch:
             except StopIteration:
                 return
 
-    def _from_the_fastest(self, base: Settings, group: Group) -> Iterator[Choice]:
-        """The ways to run ``group``; those of one tier are priced together, when their turn comes."""
-        for tier in group.tiers:
+    def _from_the_fastest(self, base: Settings, group: Group, start: Choice | None) -> Iterator[Choice]:
+        """The ways to run ``group``, from the tier of ``start`` on, if given; those of one tier are priced together,
+        when their turn comes."""
+        for tier in itertools.dropwhile(lambda tier: start is not None and start not in tier, group.tiers):
             possible = [choice for choice in tier if group.goes_with(choice, base)]
             yield from sorted(possible, key=lambda choice: self._option(base, group, choice).seconds)
 
@@ -186,10 +232,8 @@ class PlanSearch:
 
         None: the bound on single allocations forbids all.
         """
-        ways = self._ways.values()
-        fewest = [base for base in self._placements if self._ways[base].least or not any(way.least for way in ways)]
-        run = self._least(fewest, "needed_bytes", self._small, lambda group: [group.smallest])
-        return run if run is not None else self._least(fewest, "needed_bytes", self._small)
+        run = self._least(self._fewest, "needed_bytes", self._small, lambda group: [group.smallest])
+        return run if run is not None else self._least(self._fewest, "needed_bytes", self._small)
 
     def smallest_as_traced_whole(self) -> Candidate | None:
         """As :meth:`smallest`, of runs that are traced whole, which takes longer: with just that, a plan is made."""
@@ -201,7 +245,11 @@ class PlanSearch:
         More room for streamed weights leaves no less of them in host memory, and holds no more.
         """
         least_rooms = {self._ways[one]: one for one in reversed(self._placements)}
-        return self._settled(lambda: self._least(least_rooms.values(), "host_bytes", self._held))
+        for bases in (least_rooms.values(), self._fewest):
+            run = self._settled(functools.partial(self._least, bases, "host_bytes", self._held))
+            if run is not None:
+                return run
+        return None
 
     def _settled(self, found: Callable[[], Candidate | None]) -> Candidate | None:
         """What is ``found`` once nothing changes by tracing it whole."""
@@ -244,6 +292,15 @@ class PlanSearch:
         return list(self._ways)
 
     @functools.cached_property
+    def _fewest(self) -> list[Settings]:
+        """Those that hold least on the device, with what is offered for that."""
+        ways = self._ways.values()
+        fewest = [base for base in self._placements if self._ways[base].least or not any(way.least for way in ways)]
+        for offer in self._late_offers:
+            fewest = [self._with_whole(offer, base) or base for base in fewest] if offer.least else fewest
+        return fewest
+
+    @functools.cached_property
     def _ways(self) -> dict[Settings, WeightPlacement]:
         """What is decided with each way to keep the weights, and the way. One that this model's weights do not allow is
         no candidate, and ends the search only where there is no other."""
@@ -268,15 +325,16 @@ class PlanSearch:
     @functools.cached_property
     def _variants(self) -> list[Settings]:
         """Those ways once more with what is offered for whole runs."""
-        found: dict[Settings, None] = {}
-        always = of_kind(self._offers, OfferKind.ALWAYS)
-        for offer in of_kind(self._offers, OfferKind.WHOLE):
-            for base, way in self._ways.items():
-                room = {way.mib_knob: getattr(base, way.mib_knob)} if way.mib_knob else {}
-                whole = self._fixed.filled(**offer.knobs).filled(**way.knobs).filled(**room)
-                if conflict(whole) is None:
-                    found[with_all(whole, always)] = None
-        return list(found)
+        wholes = of_kind(self._offers, OfferKind.WHOLE)
+        found = (self._with_whole(offer, base) for offer in wholes for base in self._ways)
+        return list(dict.fromkeys(base for base in found if base is not None))
+
+    def _with_whole(self, offer: Offer, base: Settings) -> Settings | None:
+        """The way ``base`` to keep the weights, with what is offered for whole runs; None: they exclude each other."""
+        way = self._ways[base]
+        room = {way.mib_knob: getattr(base, way.mib_knob)} if way.mib_knob else {}
+        whole = self._fixed.filled(**offer.knobs).filled(**way.knobs).filled(**room)
+        return with_all(whole, of_kind(self._offers, OfferKind.ALWAYS)) if conflict(whole) is None else None
 
     def _with_sizes(self, base: Settings, mib_knob: str) -> list[Settings]:
         """``base`` with every size of the streamed weights' buffer that is tried; the same whatever the budget.
@@ -331,8 +389,20 @@ class PlanSearch:
         return self.pricing.timing(steps[0], best.settings) if streamed and steps else None
 
 
+def _choice(run: Candidate, group: Group) -> Choice:
+    """How ``run`` goes through ``group``."""
+    first = group.stages[0]
+    return next(one.choice for one in run.stages if (one.name, one.component) == (first.name, first.component))
+
+
 _WORTH_A_TRACE = 0.995
 """Part of the best time that another run must promise."""
+
+_WORTH_MORE_TRACES = 0.95
+"""Part of the best time that a run must promise which does not fit, for late offers to be tried."""
+
+_NEAR = 12
+"""Of the bytes that such a run needs, the part by which it may be beyond the budget."""
 
 _SHARES = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""

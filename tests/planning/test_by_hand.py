@@ -123,3 +123,30 @@ def test_maps_are_parked_and_guidance_goes_in_turn_before_strips_are_at_their_sm
     by_hand = planned("sd15", 512, 595 * MIB, "rtx2060", feed_forward_chunks=4, park_skips=True, guidance_in_turn=True)
     assert plan is not None and by_hand is not None
     assert plan.predicted.seconds <= 1.001 * by_hand.predicted.seconds
+
+
+ORDERS: tuple[dict[str, Any], ...] = ({"channels_last": True}, {"channels_last": False})
+IN_TURN: dict[str, Any] = {"offload": "layer", "park_skips": True, "guidance_in_turn": True}
+
+
+@pytest.mark.slow(30)
+@pytest.mark.parametrize(
+    ("budget_mib", "fixed"),
+    [
+        (721, {"channels_last": False, "feed_forward_chunks": 4}),  # the plain order leaves room for whole layers
+        (680, {"channels_last": True, "feed_forward_chunks": 2, "split_layers": True}),  # each chunk copies them again
+    ],
+    ids=["plain-order", "two-chunks"],
+)
+def test_what_is_offered_late_is_planned(budget_mib: int, fixed: dict[str, Any]) -> None:
+    plan = planned("sdxl", 1024, budget_mib * MIB, "rtx3060")
+    by_hand = planned("sdxl", 1024, budget_mib * MIB, "rtx3060", **IN_TURN, **fixed)
+    assert plan is not None and by_hand is not None
+    assert plan.predicted.seconds <= 1.001 * by_hand.predicted.seconds
+
+
+@pytest.mark.slow(10)
+def test_the_least_has_convolutions_in_the_order_that_holds_less() -> None:
+    least = [planned("sd15", 768, 64 * GIB, "rtx3060", **fixed) for fixed in ({}, *ORDERS)]
+    needed = [plan.minimum_vram_bytes for plan in least if plan is not None]
+    assert needed[0] == min(needed[1:])
