@@ -145,6 +145,11 @@ def todays_memory() -> dict[str, Any]:
     return {}
 
 
+def rereading() -> dict[str, Any]:
+    """Bytes a step reads of a model's file that host memory does not hold, beside a loop that reads all of it anew."""
+    return {}
+
+
 def max_size(
     model: Model = None,
     policy: Policies = None,
@@ -351,7 +356,7 @@ doors.find()
 for _one in (
     warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans,
     schedule, matrix, published, winograd, finite, ladder_on_card, first_steps, phones,
-    storage, todays_models, todays_memory,
+    storage, todays_models, todays_memory, rereading,
     *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
 ):  # fmt: skip
     app.command()(measurement(_one))
