@@ -11,7 +11,9 @@ from sd_lowvram.errors import BadInputError
 
 
 def test_weights_that_are_held_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rereading, "_NARROW", {"dim": 128, "n_heads": 1, "n_kv_heads": 1, "cap_feat_dim": 64})
+    monkeypatch.setattr(rereading, "_NARROW", {"dim": 256, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 128})
+    for name, value in (("_MEMORY", (1.0, 0.25)), ("_ON_CARD", (0.0,)), ("_STEPS", 2)):
+        monkeypatch.setattr(rereading, name, value)
     try:
         report = rereading.run(out=tmp_path / "table.md")
     except BadInputError as error:
