@@ -29,12 +29,13 @@ from ..streaming.simulator import simulate
 from ..streaming.timing import ModuleSpan, StepTiming, timed
 from ..tracing import MemoryTrace
 from ..tracing.fake_model import FakeModel
+from ..tracing.flop_counter import TooManyCopiesError
 from ..tracing.tracer import Figures, trace_equals_once
 from ..units import MIB
 from ..weights import all_tensors, weight_bytes
 from .stages import Shape, Stage, stages
 
-_Kind = TypeVar("_Kind", Figures, "Step", "Weights", "Streamed")
+_Kind = TypeVar("_Kind", Figures, "Step", "Weights", "Streamed", "Tried")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,17 @@ class Streamed:
     """
 
     device_bytes: int
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A trace that was to end where too much is copied.
+
+    Attributes:
+        ended: whether it did.
+    """
+
+    ended: bool
 
 
 @dataclass(frozen=True)
@@ -182,14 +194,28 @@ class StageCosts:
         """
         settings = self._as_laid_down(stage, _as_traced(settings.of_stage(stage.name)))
 
-        def count() -> Figures:
+        workspaces = dataclasses.replace(self._overhead, context_bytes=0)
+        called = self._called_with[stage.name, stage.component]
+        facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._bf16
+        found: list[Figures] = []
+
+        def traced() -> Figures:
             traced = self.trace(stage, settings, timing, most_copied=most_copied)
             figures = {one.name: getattr(traced, one.name) for one in dataclasses.fields(Figures)}
             return Figures(**figures | ({} if stage.repeats and settings.offload is None else {"spans": ()}))
 
-        workspaces = dataclasses.replace(self._overhead, context_bytes=0)
-        called = self._called_with[stage.name, stage.component]
-        facts = settings, called, timing, tuple(allocator_settings()), workspaces, self._bf16
+        def tried() -> Tried:
+            try:
+                found.append(traced())
+            except TooManyCopiesError:
+                return Tried(ended=True)
+            return Tried(ended=False)
+
+        def count() -> Figures:
+            if most_copied < math.inf and self._once(Tried, stage.component, (facts, most_copied), tried).ended:
+                raise TooManyCopiesError("more is copied than was asked about")
+            return found[0] if found else traced()
+
         return self._once(_figures, stage.component, facts, count)
 
     def _as_laid_down(self, stage: Stage, settings: Settings) -> Settings:

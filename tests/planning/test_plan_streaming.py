@@ -128,6 +128,9 @@ def test_a_run_that_is_found_to_be_too_slow_is_not_traced_on(
     options = (pricing.stage(settings, stage, {}, settings) for stage in pricing.costs.stages)
     run = pricing.whole(settings, [Candidate(settings, (option,), 0, settings) for option in options])
     assert pricing.confirmed(run, 0).seconds == math.inf and not pricing._traced_whole
+    with monkeypatch.context() as again:
+        again.setattr("sd_lowvram.planning.stage_costs.trace_equals_once", lambda *_: pytest.fail("traced again"))
+        assert Pricing(anatomy, request(8 * GIB)).confirmed(run, 0).seconds == math.inf
     whole = pricing.confirmed(run, run.seconds + 1e-9)  # nothing that was left by the trace that ended is in it
     assert run.seconds <= whole.seconds < math.inf and pricing._traced_whole
     assert whole == Pricing(anatomy, request(8 * GIB)).confirmed(run, 0)  # whoever knows it already is told it
