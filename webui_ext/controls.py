@@ -55,7 +55,7 @@ def _component(argument: Argument, elem_id: str, value: Any, info: bool, visible
     if argument.kind == "switch":
         return gr.Checkbox(**common)
     if argument.kind == "size":
-        return gr.Textbox(placeholder=argument.help, max_lines=1, **common)
+        return gr.Textbox(placeholder="" if info else argument.help, max_lines=1, **told, **common)
     if argument.kind == "number":
         return gr.Number(precision=0, **told, **common)
     return gr.Dropdown(choices=list(argument.choices), **told, **common)

@@ -33,6 +33,7 @@ def main() -> None:
             made, line, head = controls.build(accordion, tab, values)
             assert type(line) is type(head) is gr.HTML and head.parent.elem_id.endswith("-extra")
             assert all(one.do_not_save_to_config for one in made.values())
+            assert made["vram"].placeholder and made["ram"].info and not made["ram"].placeholder
             found[tab] = {name: [type(one).__name__, one.value, one.elem_id] for name, one in made.items()}
     page.get_config_file()  # as the page asks for it
     print(json.dumps({"gradio": gr.__version__, "found": found}))
