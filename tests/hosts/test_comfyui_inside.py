@@ -121,6 +121,13 @@ def test_a_vae_of_another_kind_passes_through_where_the_model_is_served(today, c
         print(f" {refused}")
 
 
+def test_weights_in_8_bits_are_widened_as_by_comfyui() -> None:
+    found = inside("comfyui_scaled.py")
+    if not found:
+        pytest.skip("this ComfyUI keeps no weights in 8 bits with scales")
+    assert len(found) == 15 and all(one["kept"] and one["same"] for one in found), found
+
+
 @pytest.fixture(scope="module")
 def dynamic() -> dict[str, Any]:
     (found,) = inside("comfyui_dynamic.py")
