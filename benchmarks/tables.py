@@ -112,7 +112,8 @@ def origin_line(report: Report) -> str:
     load = " Whether the machine was busy was not recorded." if own is None else ""
     if own is not None and own < LEAST_OWN:
         load = f" The machine was busy: a thread had {own:.0%} of a processor."
-    return f"*Made {where}, by `{made.get('command', _UNKNOWN)}`.{load}*"
+    before = "".join(f" Some rows: {one['date']}, commit {one['commit']}." for one in report.get("earlier", ()))
+    return f"*Made {where}, by `{made.get('command', _UNKNOWN)}`.{load}{before}*"
 
 
 def whole(report: Report, lines: Lines) -> Iterator[str]:
@@ -185,6 +186,8 @@ def filled(
     """
     report = begun(asked, out)
     missing = [case for case in cases if not any(case.items() <= row.items() for row in report["rows"])]
+    if missing and "made" in report:
+        report["earlier"] = [*report.get("earlier", ()), report.pop("made")]
     for case in progress.counted(what, missing):
         report["rows"].append({**case, **measure(**case)})
         if out is not None:

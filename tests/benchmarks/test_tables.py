@@ -147,3 +147,5 @@ def test_rows_that_were_there_keep_when_they_were_made(tmp_path: Path) -> None:
     out.with_suffix(".json").write_text(json.dumps(earlier))
     assert made(1) == earlier and "Made 2026-01-01" in out.read_text(encoding="utf-8")
     assert made(1, 2)["made"]["date"] != "2026-01-01"
+    assert "Some rows: 2026-01-01, commit" in out.read_text(encoding="utf-8")
+    assert made(1, 2)["earlier"] == [earlier["made"]]
