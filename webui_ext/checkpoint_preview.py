@@ -79,12 +79,13 @@ def identity(target: Any) -> Hashable:
 
 @functools.lru_cache(maxsize=2)
 def _drawn(file: str, changed: float) -> PreviewedModel:
-    try:
-        from modules import sd_models_config
-    except ImportError:  # Forge
+    from modules import sd_models_config
+
+    beside = getattr(sd_models_config, "find_checkpoint_config_near_filename", None)
+    if beside is None:  # Forge has nothing in that module
         return _with_diffusers(file)
     header = read_header(Path(file))
-    config = sd_models_config.find_checkpoint_config_near_filename(SimpleNamespace(filename=file))
+    config = beside(SimpleNamespace(filename=file))
     if config is None and header.shape(_SD2)[1:] == (1024,):
         config = sd_models_config.config_sd2  # the host would run it to tell which prediction it makes: here all one
     if config is None:

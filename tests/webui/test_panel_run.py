@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import ImageFont
+from small import narrow, save_single_file
 
 import webui_ext
 from sd_lowvram import Settings
+from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import PROFILES
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.planning.plan import Plan, Predicted, StagePlan
@@ -385,6 +387,17 @@ def test_a_refiner_is_refused_by_name_before_the_first_step(host: Any, script: A
     script.process(p, {"enabled": True, "vram": "4GB"})
     with pytest.raises(HTTPException, match="the refiner refiner: 1 MiB cannot hold it"):
         p.init()
+
+
+def test_forge_is_foretold_before_it_has_loaded_a_model(host: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    """The module in which the others look for a checkpoint's configuration is there, and empty."""
+    empty = module("modules.sd_models_config")
+    monkeypatch.setitem(sys.modules, empty.__name__, empty)
+    monkeypatch.setattr(sys.modules["modules"], "sd_models_config", empty, raising=False)
+    components = build_components(narrow("sd15"), torch.float16, "cpu")
+    file = save_single_file(components, tmp_path / "model.safetensors")
+    previewed = importlib.import_module("webui_ext.checkpoint_preview").of(SimpleNamespace(filename=str(file)))
+    assert previewed.kind == "forge" and previewed.anatomy.denoiser_module is not None
 
 
 def test_no_model_is_taken_for_one_that_is_gone(host: Any) -> None:
