@@ -150,6 +150,11 @@ def rereading() -> dict[str, Any]:
     return {}
 
 
+def todays_blocks() -> dict[str, Any]:
+    """Peaks of full-size blocks of today's transformers and of an autoencoder, run on the CPU, beside planned ones."""
+    return {}
+
+
 def max_size(
     model: Model = None,
     policy: Policies = None,
@@ -356,7 +361,7 @@ doors.find()
 for _one in (
     warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans,
     schedule, matrix, published, winograd, finite, ladder_on_card, first_steps, phones,
-    storage, todays_models, todays_memory, rereading,
+    storage, todays_models, todays_memory, todays_blocks, rereading,
     *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
 ):  # fmt: skip
     app.command()(measurement(_one))
