@@ -161,7 +161,7 @@ def run(
     given = inputs(unet, size, device)
     found, left_out = rungs(source, device, bool(packable(anatomy_of(unet))))
     rows, plain = [], copy.deepcopy(unet)
-    with _new_machine():
+    with new_machine():
         for rung in progress.counted("rungs", found):
             rows.append(_row(rung, plain, unet, given, pairs, device))
     shared = {"source": source, "size": size, "pairs": pairs, "rows": rows, "left_out": left_out}
@@ -170,7 +170,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _new_machine() -> Iterator[None]:
+def new_machine() -> Iterator[None]:
     """Inside, what was compiled or traced before is not found: first calls are those of a new machine."""
     named = os.environ.get("SD_LOWVRAM_CACHE")
     with tempfile.TemporaryDirectory(prefix="sd-lowvram-ladder-") as folder:
