@@ -18,7 +18,11 @@ def check_pair(own: ModelPatcher, small: ModelPatcher, turns: Sequence[Turn]) ->
     """Raise BadInputError unless the two are UNets that we know, one fits in the other's place, and neither keeps deep
     features while the other has its turn."""
     for model in (own, small):
-        denoiser_of(model)
+        if denoiser_of(model) is None:
+            kind = type(model.model).__name__
+            raise BadInputError(
+                f"{kind} has no UNet that is known here: UNet Schedule takes those of SD1.x, SD2.x, SDXL"
+            )
         _check_deep_cache(model, turns)
     one, other = _told(own), _told(small)
     apart = [name for name in one if one[name] != other[name]]

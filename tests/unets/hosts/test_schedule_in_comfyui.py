@@ -167,7 +167,7 @@ def test_the_host_is_asked_for_the_model_whose_turn_it_is(turns) -> None:
         ("steps", "add up to 5 and the sampler runs 7: write as many"),
         ("another family", "adm_in_channels is None in one and 1600 in the other"),
         ("another prediction", "prediction is EPS in one and V_PREDICTION in the other"),
-        ("no UNet", "Flux denoises with a transformer"),
+        ("no UNet", "Flux has no UNet that is known here"),
         ("twice", "this MODEL is a schedule of two"),
         ("optimized after", "put the low VRAM nodes before UNet Schedule"),
         ("planned after", "put the low VRAM nodes before UNet Schedule"),
