@@ -1,4 +1,4 @@
-"""Number types: conversion, TF32, autocast, and 16-bit storage with 32-bit arithmetic.
+"""Number types: conversion, TF32, autocast, 16-bit storage with 32-bit arithmetic, and products alone in fp16.
 
 Source: diffusers' memory and speed guide, Cerebrium; 16-bit storage with 32-bit arithmetic for GTX 16xx cards, whose
 fp16 is broken, as in AUTOMATIC1111's upcast sampling. Fidelity: a wider type is ``rounding``, a narrower one
@@ -26,6 +26,7 @@ from ..models.latents import dtype_of
 from ..patches import Change, Patch, replace, wrap
 from ..settings import Fidelity, Settings
 from ..streaming.followed import exchanged
+from ..streaming.layers import lookup
 from ..streaming.weight_scopes import lent_to_call
 from ..weights import (
     all_tensors,
@@ -38,9 +39,11 @@ from ..weights import (
     same_bits,
     set_data,
 )
+from .half_products import HalfProducts
 from .offers import Offer, OfferKind, Target
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_PRODUCTS = "fp16-products"
 
 
 def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch | Change]:
@@ -50,7 +53,8 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
     Raises:
         NoSiteError: the target holds no floating-point weights.
-        SettingsError: tf32 away from an NVIDIA GPU, or a type in which this torch cannot compute there.
+        SettingsError: tf32 away from an NVIDIA GPU, a type in which this torch cannot compute there, or fp16-products
+            for a UNet.
     """
     if not any(tensor.is_floating_point() for tensor in all_tensors(*anatomy.components.values())):
         raise NoSiteError("precision: the model holds no floating-point weights")
@@ -58,7 +62,9 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
     if kind == "tf32":
         yield from _tf32(anatomy, device)
         return
-    wanted = kind.removeprefix("autocast-")
+    if kind == _PRODUCTS and anatomy.residual_blocks:
+        raise SettingsError(f"precision={kind!r} is for transformers, and {anatomy.denoiser} is a UNet: choose fp16")
+    wanted = kind.removeprefix("autocast-").removesuffix("-products")
     if wanted in _TYPES and device.type == "cpu" and not computes_on_cpu(_TYPES[wanted]):
         raise SettingsError(
             f"precision={kind!r}: torch {torch.__version__} cannot compute in {wanted} on a CPU; choose fp32, bf16 or "
@@ -74,6 +80,10 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         stored, compute = _types(anatomy, name, settings)
         if compute is None:
             yield from _cast_entries(anatomy, name, anatomy.computes.get(name))
+        elif kind == _PRODUCTS:
+            yield from _widened_layers(component, _is_widened_beside_products)
+            yield from (wrap(one, "forward", _widened_result, "precision") for one in _tables(component))
+            yield from HalfProducts(name, component).patches(anatomy.entries[name])
         elif stored is None:
             yield from _autocast(anatomy, name, compute, device)
         else:
@@ -85,7 +95,8 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """A type of half the bytes, where another picture is allowed and weights lie in a wider one.
+    """Where another picture is allowed: a type of half the bytes, where weights lie in a wider one; and the products of
+    transformers in fp16, for a card without bf16.
 
     UNets are published in fp16. Transformers and their text encoders are made for bf16, of which the largest values
     overflow in fp16: that is for users to fix who know better.
@@ -93,10 +104,11 @@ def offers(target: Target) -> Iterator[Offer]:
     parts = target.anatomy.components
     sound = target.anatomy.family.known and "transformer" not in parts
     half = "fp16" if target.on_gpu and sound else "bf16"
-    tensors = all_tensors(*parts.values())
-    if target.approximate and any(loaded_dtype(one).itemsize > 2 for one in tensors if one.is_floating_point()):
-        yield Offer(OfferKind.WEIGHTS, {"precision": None})
-        yield Offer(OfferKind.WEIGHTS, {"precision": half})
+    loaded = {one for one in map(loaded_dtype, all_tensors(*parts.values())) if one.is_floating_point}
+    kinds = [half] * any(one.itemsize > 2 for one in loaded)
+    kinds += [_PRODUCTS] * ("transformer" in parts and target.on_gpu and not target.rates.bf16)
+    for kind in (None, *kinds) if target.approximate and kinds else ():
+        yield Offer(OfferKind.WEIGHTS, {"precision": kind})
 
 
 def _types(
@@ -106,6 +118,8 @@ def _types(
     kind = settings.precision or ""
     if kind in ("", "tf32") or (kind.endswith("fp16") and force_upcast(anatomy, name)):
         return None, None
+    if kind == _PRODUCTS:
+        return None, None if name == anatomy.autoencoder else torch.float16
     if kind == "fp16-storage":
         return torch.float16, torch.float32
     compute = _TYPES[kind.removeprefix("autocast-")]
@@ -143,8 +157,10 @@ def arithmetic(anatomy: Anatomy, name: str, settings: Settings) -> Arithmetic:
 
 def _fidelity(anatomy: Anatomy, name: str, settings: Settings) -> Fidelity:
     stored, compute = _types(anatomy, name, settings)
+    if settings.precision == "tf32" or (settings.precision == _PRODUCTS and compute is not None):
+        return Fidelity.APPROXIMATE
     if compute is None:
-        return Fidelity.APPROXIMATE if settings.precision == "tf32" else Fidelity.BITWISE
+        return Fidelity.BITWISE
     loaded = {one for one in map(loaded_dtype, all_tensors(anatomy.components[name])) if one.is_floating_point}
     computed = {anatomy.computes.get(name, one) for one in loaded}
     if any(narrows(one, stored or compute) for one in loaded) or any(narrows(one, compute) for one in computed):
@@ -261,11 +277,24 @@ def _allow_tf32() -> Iterator[None]:
 _tf32_on = Shared(_allow_tf32)
 
 
-def _widened_layers(component: nn.Module) -> Iterator[Patch]:
-    """Every layer sees its weights and its inputs in fp32 while it runs."""
+def _widened_layers(component: nn.Module, which: Callable[[nn.Module], bool] = lambda layer: True) -> Iterator[Patch]:
+    """Every layer, or each of ``which``, sees its weights and its inputs in fp32 while it runs."""
     for module in component.modules():
-        if any(tensor.is_floating_point() for tensor in own_tensors(module)):
+        if which(module) and any(tensor.is_floating_point() for tensor in own_tensors(module)):
             yield wrap(module, "forward", functools.partial(_run_widened, module), "precision")
+
+
+def _is_widened_beside_products(layer: nn.Module) -> bool:
+    """A table that is looked up stays as it is, in host memory."""
+    return not isinstance(layer, nn.Linear) and not lookup(layer)
+
+
+def _tables(component: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in component.modules() if lookup(module) == "forward")
+
+
+def _widened_result(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return original(*args, **kwargs).float()
 
 
 def _run_widened(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

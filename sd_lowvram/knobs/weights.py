@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..knob import ANY, Act, Depth
 from .declaring import APPROXIMATE, ATTENDING, BITWISE, DENOISE, NOT_COMFYUI, ROUNDING, STATEFUL, STREAMED, declared
 
-_PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp16-storage", "autocast-fp16", "autocast-bf16")
+_PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp16-storage", "autocast-fp16", "autocast-bf16", "fp16-products")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class WeightsKnobs:
         place=0,
         label="Precision",
         help="how finely numbers are kept: fp16 and bf16 take half the memory of fp32; fp16-storage keeps half "
-        "the memory and computes in fp32 (GTX 16xx); autocast-fp16 and autocast-bf16 are slower than fp16 and bf16",
+        "the memory and computes in fp32 (GTX 16xx); autocast-fp16 and autocast-bf16 are slower than fp16 and bf16; "
+        "fp16-products makes a transformer's products in fp16 but where they overflow, and all else in fp32 (RTX 20xx)",
         when="on a card that is too small or too slow for fp32; a narrower type is another picture, a wider "
         "one more memory",
         choices=_PRECISIONS,
@@ -26,7 +27,7 @@ class WeightsKnobs:
         surfaces=NOT_COMFYUI,
         hook="precision",
         depth=Depth.CONVERTS,
-        acts={Act.WIDENS_WEIGHTS: ("fp16-storage",)},
+        acts={Act.WIDENS_WEIGHTS: ("fp16-storage", "fp16-products")},
     )
     channels_last: bool | None = declared(
         place=4,

@@ -134,7 +134,7 @@ def reasons(
         )
     if chosen.cuda_graphs:
         sentences.append(f"{left} left: the denoiser's passes are recorded once and replayed")
-    sentences += _by_the_model(request, chosen)
+    sentences += [*_by_the_model(request, chosen), *_half_products(chosen)]
     if chosen.packed_weights:
         sentences.append(f"{left} left beside large weights that are kept in the order of the CPU's kernels, too")
     sentences += _unknown(request, chosen)
@@ -175,6 +175,15 @@ def _by_the_model(request: Request, chosen: Settings) -> list[str]:
     return [
         "by the time model: on the card itself fused kernels and recorded passes are taken once `sd-lowvram doctor "
         "--calibrate` has measured them to be faster there"
+    ]
+
+
+def _half_products(chosen: Settings) -> list[str]:
+    if chosen.precision != "fp16-products":
+        return []
+    return [
+        "products in fp16, all else in float32: another picture; what overflows is found in the first step and "
+        "made in float32, which the time leaves out"
     ]
 
 

@@ -96,15 +96,15 @@ def _below(name: str, module: nn.Module, seen: set[int], apart: bool = False) ->
     own = (*own_tensors(module), *all_tensors(*holders))
     below = [layer for child, inner in children for layer in _below(f"{name}.{child}", inner, seen)]
     if own:
-        yield Layer(name, module, own, around=bool(below), lookup=_lookup(module))
+        yield Layer(name, module, own, around=bool(below), lookup=lookup(module))
     yield from below
 
 
-def _lookup(module: Any) -> str:
+def lookup(module: Any) -> str:
     """The method that reads a few rows of a module's table, all that it holds itself; empty: it holds others."""
     if type(module) is nn.Embedding and module.max_norm is None:
         return "forward"
-    crops = getattr(module, "pos_embed_max_size", None) and hasattr(module, "cropped_pos_embed")
+    crops = hasattr(module, "cropped_pos_embed") and module.pos_embed_max_size
     return "cropped_pos_embed" if crops else ""  # SD3's positions
 
 

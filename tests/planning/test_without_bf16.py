@@ -1,4 +1,5 @@
-"""Cards before Ampere have no products in bf16: what they make of a model in it is planned as float32."""
+"""Cards before Ampere have no products in bf16: what they make of a model in it is planned as float32, or where another
+picture is allowed in fp16."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import todays
 import torch
 
-from sd_lowvram import Settings
+from sd_lowvram import Fidelity, Settings
 from sd_lowvram.devices.performance import PROFILES
 from sd_lowvram.planning.plan import StagePlan
 from sd_lowvram.planning.request import request_for
@@ -45,3 +46,18 @@ def test_time_and_scores_are_those_of_float32() -> None:
     assert slow.activation_bytes - fast.activation_bytes > scores
     half = [denoised(pipe, torch.float16, bf16) for bf16 in (False, True)]
     assert half[0] == half[1]
+
+
+def test_products_in_fp16_are_planned_where_another_picture_is_allowed() -> None:
+    anatomy = anatomy_of(todays.z_image().to(torch.bfloat16))
+    found = []
+    for card, approximate in (("rtx2060", False), ("rtx2060", True), ("rtx3060", True)):
+        rates = dataclasses.replace(PROFILES[card], launch_seconds=0.0)
+        request = request_for(anatomy, vram=GIB, ram=GIB, width=256, height=256, device="cuda", rates=rates)
+        found.append(make_plan(anatomy, request, Settings(offload="none"), approximate))
+    plain, half, newer = found
+    assert [plan.settings.precision for plan in found] == [None, "fp16-products", None]
+    assert (plain.fidelity.lossless, half.fidelity) == (True, Fidelity.APPROXIMATE)
+    assert half.predicted.seconds < plain.predicted.seconds / 1.5
+    assert any("products in fp16" in reason for reason in half.reasons)
+    assert not any("products in fp16" in reason for plan in (plain, newer) for reason in plan.reasons)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def test_streamed(gpu: Any, family: str, schedule: str) -> None:
     with gpu.watched(schedule) as seen:
         latents = made(pipe, LEAST)
     assert torch.equal(latents, wanted)
+    assert seen.clean, seen
+
+
+def test_a_step_that_is_made_again_since_fp16_overflowed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SD_LOWVRAM_CACHE", "")  # nothing is remembered from run to run
+    pipe = todays.z_image()
+    with torch.no_grad():
+        pipe.transformer.layers[1].feed_forward.w2.weight *= 1e6
+    half = Settings(precision="fp16-products", offload="none")
+    wanted = made(pipe.to(torch.bfloat16), half)
+    with gpu.watched("random") as seen:
+        latents = made(pipe, dataclasses.replace(half, offload="layer"))
+    assert torch.equal(latents, wanted) and wanted.isfinite().all()
     assert seen.clean, seen
 
 

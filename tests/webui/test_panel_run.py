@@ -265,7 +265,7 @@ def test_the_line_counts_the_steps_of_both_passes(host: Any) -> None:
 
 def test_a_knob_says_which_of_its_values_change_the_picture() -> None:
     told = {one.name: one.help for one in arguments()}
-    assert "fp16, bf16, fp16-storage, autocast-fp16, autocast-bf16: another picture" in told["precision"]
+    assert "fp16, bf16, fp16-storage, autocast-fp16, autocast-bf16, fp16-products: another picture" in told["precision"]
     assert "fp8, int8: another picture" in told["weight_storage"] and "another picture" not in told["attention"]
 
 

@@ -1,0 +1,137 @@
+"""Products in fp16, all else in float32: for transformers made for bf16, on cards that have no bf16 (Turing).
+
+What passes from layer to layer of such models exceeds what fp16 holds, but what linear layers and attention multiply
+seldom does. So a linear layer's input, weight and bias are cast for its call and its result is widened again, and so
+are queries, keys and values; norms, sums and all other layers compute in float32. Weights lie and are streamed as they
+were loaded.
+
+Of each call the result is looked at. Where it holds values that are no numbers, the call is made again, and each layer
+looked at: one that overflows computes in float32 from then on, and so does all attention, if any overflows. What is
+found is kept in the cache folder by the kind of model, and the next run starts with it.
+
+Source: ours; that the residual stream alone overflows is what users of such cards report. Fidelity: ``approximate``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..cache import place_of, remember, remembered
+from ..compat.private import FakeTensor, tree_flatten
+from ..errors import NotFiniteError
+from ..kernels.attention.torch_kernels import TORCHS_ATTENTION
+from ..memory.repeats import uncounted
+from ..patches import Answered, Patch, wrap
+from ..progress import happened
+from ..weights import cast_activations, map_tensors
+from .overflow import is_finite
+
+_ATTENTION = "attention"
+"""Stands among the names of layers for every attention."""
+
+
+class HalfProducts:
+    """The products of one component, and which of them overflow in fp16."""
+
+    def __init__(self, name: str, component: nn.Module) -> None:
+        self._name = name
+        self._component = component
+        self._layers = {
+            path.replace(".base_layer", ""): module  # within a LoRA it is the same layer
+            for path, module in component.named_modules()
+            if isinstance(module, nn.Linear) and "lora_" not in path
+        }
+        self._place = place_of("overflows", self._kind)
+        self._wide: set[str] = {*(remembered(self._place) or ())}
+        self._looks = False
+
+    def _kind(self) -> Any:
+        layers = ((path, layer.in_features, layer.out_features) for path, layer in self._layers.items())
+        return type(self._component).__qualname__, sorted(layers)
+
+    def patches(self, entries: Sequence[str]) -> Iterator[Patch]:
+        """Around each linear layer, and around the ``entries`` of the component."""
+        for path, layer in self._layers.items():
+            yield wrap(layer, "forward", functools.partial(self._product, path), "precision")
+        for entry in entries:
+            yield wrap(self._component, entry, self._called, "precision")
+
+    def _called(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast_activations((args, kwargs), torch.float32)
+        with TORCHS_ATTENTION.to(self._attended):
+            made = original(*args, **kwargs)
+            if self._looks or _all_finite(made):
+                return made
+            del made
+            known, self._looks = self._wide.copy(), True
+            try:
+                made = original(*args, **kwargs)
+            finally:
+                self._looks = False
+        if not _all_finite(made):
+            raise NotFiniteError(
+                f"{self._name}: what it makes is no numbers (NaN or infinity) in float32 too: its weights, or what it "
+                "is given, are damaged; load it again"
+            )
+        if found := self._wide - known:  # not so where a fault of the machine has passed
+            remember(self._place, sorted(self._wide))
+            told = f"{len(found)} of its products overflowed in fp16 and are made in float32 from now on"
+            happened(__name__, f"{self._name}: {told}")
+        return made
+
+    def _product(self, path: str, original: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """A linear layer (..., in) to (..., out), which is float32."""
+
+        def run(dtype: torch.dtype) -> Tensor:
+            with Answered({F.linear: functools.partial(_linear, dtype)}):
+                made: Tensor = original(x.to(dtype), *args, **kwargs)
+            return made.float()
+
+        return self._narrow(path, run, x)
+
+    def _attended(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """torch's scaled_dot_product_attention, which is float32."""
+
+        def run(dtype: torch.dtype) -> Tensor:
+            mask = attn_mask
+            if mask is not None and mask.is_floating_point():  # a row of -inf would be no number
+                mask = mask.clamp(min=torch.finfo(dtype).min).to(dtype)
+            q, k, v = (one.to(dtype) for one in (query, key, value))
+            made: Tensor = F.scaled_dot_product_attention(q, k, v, mask, *args, **kwargs)
+            return made.float()
+
+        return self._narrow(_ATTENTION, run, query)
+
+    def _narrow(self, name: str, run: Callable[[torch.dtype], Tensor], x: Tensor) -> Tensor:
+        """``run`` in fp16, or in float32 where that overflows. A plan has the memory of both and the time of fp16."""
+        fake = isinstance(x, FakeTensor)
+        if fake:
+            with uncounted():
+                run(torch.float32)
+        elif name in self._wide:
+            return run(torch.float32)
+        made = run(torch.float16)
+        if fake or not self._looks or is_finite(made):
+            return made
+        made = run(torch.float32)
+        if is_finite(made):
+            self._wide.add(name)
+        return made
+
+
+def _all_finite(made: Any) -> bool:
+    tensors = (one for one in tree_flatten(made)[0] if isinstance(one, Tensor) and one.is_floating_point())
+    return all(isinstance(one, FakeTensor) or is_finite(one) for one in tensors)
+
+
+def _linear(dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
+    args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype))
+    return F.linear(*args, **kwargs)
