@@ -93,5 +93,6 @@ def _machine() -> list[Any]:
     """What changes when the machine does, what was measured on it, or what others add to the package."""
     set_ = [os.environ.get(name) for name in _VARIABLES]
     folder = cache_folder()
-    measured = [(file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("*-*.json"))] if folder else []
+    found = [file for kind in ("*-*.json", "overflows/*.json") for file in sorted(folder.glob(kind))] if folder else []
+    measured = [(file.name, file.stat().st_mtime_ns) for file in found]
     return [gpu_files(), set_, os.cpu_count(), measured, doors.registered()]

@@ -36,28 +36,43 @@ _ATTENTION = "attention"
 """Stands among the names of layers for every attention."""
 
 
+def known_to_overflow(component: nn.Module) -> Callable[[str], bool] | None:
+    """Of earlier runs of a component of its kind: whether what a module itself multiplies, told by its path, is made in
+    float32. None: nothing is."""
+    known = HalfProducts("", component)
+    if not known.wide:
+        return None
+    attention = _ATTENTION in known.wide
+    return lambda path: attention if _plain(path) not in known.layers else _plain(path) in known.wide
+
+
 class HalfProducts:
-    """The products of one component, and which of them overflow in fp16."""
+    """The products of one component, and which of them overflow in fp16.
+
+    Attributes:
+        layers: linear ones by their path.
+        wide: paths of those that overflow, and ``"attention"``; they are remembered at ``place``.
+    """
 
     def __init__(self, name: str, component: nn.Module) -> None:
         self._name = name
         self._component = component
-        self._layers = {
-            path.replace(".base_layer", ""): module  # within a LoRA it is the same layer
+        self.layers = {
+            _plain(path): module
             for path, module in component.named_modules()
             if isinstance(module, nn.Linear) and "lora_" not in path
         }
-        self._place = place_of("overflows", self._kind)
-        self._wide: set[str] = {*(remembered(self._place) or ())}
+        self.place = place_of("overflows", self._kind)
+        self.wide: set[str] = {*(remembered(self.place) or ())}
         self._looks = False
 
     def _kind(self) -> Any:
-        layers = ((path, layer.in_features, layer.out_features) for path, layer in self._layers.items())
+        layers = ((path, layer.in_features, layer.out_features) for path, layer in self.layers.items())
         return type(self._component).__qualname__, sorted(layers)
 
     def patches(self, entries: Sequence[str]) -> Iterator[Patch]:
         """Around each linear layer, and around the ``entries`` of the component."""
-        for path, layer in self._layers.items():
+        for path, layer in self.layers.items():
             yield wrap(layer, "forward", functools.partial(self._product, path), "precision")
         for entry in entries:
             yield wrap(self._component, entry, self._called, "precision")
@@ -69,7 +84,7 @@ class HalfProducts:
             if self._looks or _all_finite(made):
                 return made
             del made
-            known, self._looks = self._wide.copy(), True
+            known, self._looks = self.wide.copy(), True
             try:
                 made = original(*args, **kwargs)
             finally:
@@ -79,8 +94,8 @@ class HalfProducts:
                 f"{self._name}: what it makes is no numbers (NaN or infinity) in float32 too: its weights, or what it "
                 "is given, are damaged; load it again"
             )
-        if found := self._wide - known:  # not so where a fault of the machine has passed
-            remember(self._place, sorted(self._wide))
+        if found := self.wide - known:  # not so where a fault of the machine has passed
+            remember(self.place, sorted(self.wide))
             told = f"{len(found)} of its products overflowed in fp16 and are made in float32 from now on"
             happened(__name__, f"{self._name}: {told}")
         return made
@@ -116,15 +131,20 @@ class HalfProducts:
         if fake:
             with uncounted():
                 run(torch.float32)
-        elif name in self._wide:
+        elif name in self.wide:
             return run(torch.float32)
         made = run(torch.float16)
         if fake or not self._looks or is_finite(made):
             return made
         made = run(torch.float32)
         if is_finite(made):
-            self._wide.add(name)
+            self.wide.add(name)
         return made
+
+
+def _plain(path: str) -> str:
+    """A layer's path without a LoRA around it."""
+    return path.replace(".base_layer", "")
 
 
 def _all_finite(made: Any) -> bool:

@@ -18,6 +18,7 @@ from ..devices.this_machine import rates_of
 from ..hooks.channels_last import reordered
 from ..hooks.compiled import is_compiled, kinds_of, were_compiled
 from ..hooks.deep_cache import deep_modules
+from ..hooks.half_products import known_to_overflow
 from ..hooks.offload import step_groups
 from ..hooks.precision import Arithmetic, arithmetic
 from ..memory.caching_allocator import SMALL
@@ -72,6 +73,7 @@ class Pricing:
         self._timings: dict[Any, StepTiming] = {}
         self._calls: dict[tuple[int, int, bool], tuple[Figures, float]] = {}
         self._arithmetics: dict[tuple[str, str | None], Arithmetic] = {}
+        self._widened: dict[int, tuple[Figures, Figures]] = {}
 
     def whole(self, base: Settings, options: Iterable[Candidate]) -> Candidate:
         """The run that ``options`` make up, its stages in their order."""
@@ -167,7 +169,7 @@ class Pricing:
         if away and stage.component == self.anatomy.autoencoder:
             return self._on_cpu(settings, stage, choice, weights)
         traced = self.as_traced(stage, settings)
-        cost = self.costs(stage, self._unstreamed(traced))
+        cost = self._resident(stage, self._unstreamed(traced))
         own = self.costs.weights(stage.component, traced)
         streamed = settings.offload in STREAMED
         step = self.step(stage, settings) if streamed and stage.repeats else None
@@ -215,6 +217,22 @@ class Pricing:
             disk_bytes=step.disk_bytes * self.request.calls if step else 0,
             disk_wait=step.disk_wait * self.request.calls if step else 0.0,
         )
+
+    def _resident(self, stage: Stage, settings: Settings) -> Figures:
+        """What a stage costs with all weights there. A step's products that are known to overflow in fp16 take as many
+        operations more as they take longer in float32."""
+        cost, rates = self.costs(stage, settings), self.request.rates
+        if settings.precision != "fp16-products" or not cost.spans:
+            return cost
+        if id(cost) not in self._widened:  # the figures are kept beside, so that no others get their id
+            overflows = known_to_overflow(self.anatomy.components[stage.component]) or (lambda path: False)
+            longer = rates.half_flops / rates.float_flops
+            spans = (
+                dataclasses.replace(span, flops=int(span.flops * longer)) if overflows(span.path) else span
+                for span in cost.spans
+            )
+            self._widened[id(cost)] = cost, dataclasses.replace(cost, spans=tuple(spans))
+        return self._widened[id(cost)][1]
 
     def _once(self, stage: Stage, settings: Settings, cost: Figures, recorded: bool) -> float:
         """Seconds of one call of a stage, its weights being there.
@@ -407,7 +425,7 @@ class Pricing:
     def timing(self, stage: Stage, settings: Settings) -> StepTiming:
         """How long the modules of a stage take, weights being there, and what it costs to bring those."""
         resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
-        cost = self.costs(stage, resident)
+        cost = self._resident(stage, resident)
         on_host = self._host_resident(settings, self.weights_bytes(settings), cost.host_peak_bytes)
         key = stage.name, stage.component, resident, on_host.pinned_bytes, on_host.cached_bytes
         if key not in self._timings:

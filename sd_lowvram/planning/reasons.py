@@ -182,8 +182,8 @@ def _half_products(chosen: Settings) -> list[str]:
     if chosen.precision != "fp16-products":
         return []
     return [
-        "products in fp16, all else in float32: another picture; what overflows is found in the first step and "
-        "made in float32, which the time leaves out"
+        "products in fp16, all else in float32: another picture; what overflows is found in the first step and made in "
+        "float32, and in the time is what earlier runs have found"
     ]
 
 

@@ -65,9 +65,12 @@ def test_no_nearer_type_has_so_few_bits() -> None:
 def test_other_families(make: Any) -> None:
     pipe = make().to(torch.bfloat16)
     held = {name: weight.clone() for name, weight in pipe.transformer.state_dict().items()}
-    wide = in_float32(pipe)
-    with attached(pipe, STREAMED, device="cpu"):
+    wide, encoder, tokens = in_float32(pipe), pipe.text_encoder, torch.arange(3, 43)[None]
+    with torch.no_grad(), attached(pipe, Settings(precision="fp32"), device="cpu"):
+        read = encoder(tokens)[0]
+    with torch.no_grad(), attached(pipe, STREAMED, device="cpu"):
         assert 0 < tiny.relative_error(latents(pipe), wide) < LIMIT
+        assert 0 < tiny.relative_error(encoder(tokens)[0], read) < LIMIT
     assert all(torch.equal(weight, held[name]) for name, weight in pipe.transformer.state_dict().items())
 
 
