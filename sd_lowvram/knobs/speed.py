@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ..knob import ANY, Act, Depth
 from .declaring import (
     APPROXIMATE,
-    ATTENDING,
     AUTOENCODER,
     BITWISE,
     DENOISE,
@@ -38,7 +37,7 @@ class SpeedKnobs:
         help="norms together with their activations in one pass over the picture, by kernels in Triton (NVIDIA)",
         when="NVIDIA cards, where `doctor --calibrate` measured a gain; compiling once",
         fidelity=ROUNDING,
-        stages=ATTENDING,
+        stages=("denoise", *AUTOENCODER),
         hook="fused_kernels",
         depth=Depth.COMPUTES,
         acts=IN_BLOCKS,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from families import controlled
 
 import sd_lowvram
 from sd_lowvram import Fidelity, Settings
@@ -22,6 +23,7 @@ from sd_lowvram.planning.plan import Request
 from sd_lowvram.planning.search import PlanSearch, best_plan, make_plan
 from sd_lowvram.planning.stage_costs import StageCosts
 from sd_lowvram.planning.stages import Shape
+from sd_lowvram.session import anatomy_of
 from sd_lowvram.settings import STREAMED
 from sd_lowvram.units import GIB, MIB
 from sd_lowvram.weights import weight_bytes
@@ -100,6 +102,19 @@ def test_the_impossible_is_refused(anatomy: Any, least: int) -> None:
     with pytest.raises(BudgetError, match="host memory") as refusal:
         make_plan(anatomy, request(least, ram=MIB), Settings())
     assert refusal.value.stage == "host"
+
+
+@pytest.fixture
+def on_a_card() -> Any:
+    """A request for so many bytes of a card by name, and the target: with a ControlNet, a stage without levels."""
+    target = anatomy_of(controlled(1))
+    asked = dataclasses.replace(request(1), device=torch.device("cuda"))
+    return lambda vram, **limits: (target, dataclasses.replace(asked, vram=vram, **limits), Settings())
+
+
+def test_a_controlnet_is_planned_where_fused_kernels_are_faster(on_a_card: Any) -> None:
+    """They act on UNets and autoencoders; in its own stage there is nothing for them to act on."""
+    assert make_plan(*on_a_card(4 * GIB)).settings.fused_kernels is True
 
 
 def test_what_the_next_larger_budget_buys(anatomy: Any, least: int) -> None:
