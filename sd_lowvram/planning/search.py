@@ -72,7 +72,9 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
         raise search.too_large()
     if best is None:
         smallest = search.smallest_as_traced_whole() or smallest
-        raise budget_error(request, smallest, search.leanest() if smallest.needed_bytes <= request.vram else None)
+        best = search.leanest() if search.pricing.vram.holds(smallest.needed_bytes) else None
+        if best is None or not search.pricing.ram.holds(best.host_bytes):
+            raise budget_error(request, smallest, best)
     if least and not search.pricing.on_gpu and not search.pricing.runs_often(smallest.worst):
         smallest = search.smallest_as_traced_whole() or smallest  # where maps are recomputed, parts tell too little
     smallest = min(smallest, best, key=lambda run: run.needed_bytes)
@@ -165,7 +167,10 @@ class PlanSearch:
 
     def _late(self, offer: Offer, best: Candidate | None) -> Iterator[Iterator[Candidate]]:
         """What is left to try with ``offer`` where the budget costs time: of a stage in place of what ``best`` has
-        there; of a whole run with each way to keep the weights, from the fastest run on that did not quite fit."""
+        there; of a whole run with each way to keep the weights, from the fastest run on that did not quite fit.
+
+        Where nothing fits, what is too large may be a stage that has no levels: the others have not reached theirs.
+        """
         known = [*self._rejected, *self._beyond_as_whole]
         faster = [run for run in known if best is None or run.seconds < _WORTH_MORE_TRACES * best.seconds]
         if offer.stages:
@@ -174,8 +179,9 @@ class PlanSearch:
             return
         starts: dict[Settings, Candidate] = {}
         for run in sorted(faster, key=lambda run: run.seconds):
-            near = best is None or self.pricing.vram.holds(run.needed_bytes - run.needed_bytes // _NEAR)
-            if near and run.base in self._ways and offer.is_late_in(self._offers, run.settings):
+            near = self.pricing.vram.holds(run.needed_bytes - run.needed_bytes // _NEAR)
+            late = offer.is_late_in(self._offers, run.settings)
+            if run.base in self._ways and ((near or late) if best is None else (near and late)):
                 starts.setdefault(run.base, run)
         for run in starts.values():
             base = self._with_whole(offer, run.base)

@@ -117,6 +117,36 @@ def test_a_controlnet_is_planned_where_fused_kernels_are_faster(on_a_card: Any) 
     assert make_plan(*on_a_card(4 * GIB)).settings.fused_kernels is True
 
 
+def test_the_least_that_is_told_is_planned(on_a_card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the whole trace of a stage without levels finds more, save with convolutions in the plain order."""
+    confirmed = Pricing._confirmed
+
+    def more(pricing: Pricing, stage: Any, planned: Any, settings: Settings, beyond: float) -> Any:
+        whole = confirmed(pricing, stage, planned, settings, beyond)
+        found = 2 * MIB if stage.name == "control" and settings.channels_last else 0
+        return dataclasses.replace(whole, reserved_bytes=whole.reserved_bytes + found)
+
+    monkeypatch.setattr(Pricing, "_confirmed", more)
+    with pytest.raises(BudgetError) as refusal:
+        make_plan(*on_a_card(1))
+    assert refusal.value.stage == "control"
+    plan = make_plan(*on_a_card(refusal.value.needed_bytes))
+    assert plan.fits and plan.settings.channels_last is False
+
+
+def test_the_least_is_planned_whatever_the_search_for_the_fastest_finds(
+    on_a_card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlanSearch, "fastest", lambda self: None)
+    with pytest.raises(BudgetError) as refusal:
+        make_plan(*on_a_card(1))
+    least = refusal.value.needed_bytes
+    assert make_plan(*on_a_card(least)).predicted.host_bytes <= request(least).ram
+    with pytest.raises(BudgetError, match="host memory cannot hold") as refusal:
+        make_plan(*on_a_card(least, ram=MIB))
+    assert refusal.value.needed_bytes > MIB
+
+
 def test_what_the_next_larger_budget_buys(anatomy: Any, least: int) -> None:
     plan = make_plan(anatomy, request(least), Settings())
     faster = plan.next_faster
