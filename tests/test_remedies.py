@@ -369,6 +369,8 @@ ELSEWHERE = {
     "hidden from trace": "streaming/test_threads.py",
     "call one model after the other": "streaming/test_threads.py",
     "gave other bits": "kernels/test_determinism.py",
+    "is for transformers, and": "hooks/test_half_products.py",
+    "in float32 too: its weights": "hooks/test_half_products.py",
     "is no interval": "saved_latents/test_saved_latents.py",
     "or a number of MB/s": "devices/test_disk.py",
     "needs a generator": "saved_latents/test_resumable.py",
