@@ -114,7 +114,7 @@ class Pricing:
             TooManyCopiesError: it takes more than ``beyond`` seconds longer.
         """
         traced = self.as_traced(stage, settings)
-        short, timing, once, most = self.costs(stage, self._unstreamed(traced)), None, 0, math.inf
+        short, step, timing, once, most = self.costs(stage, self._unstreamed(traced)), None, None, 0, math.inf
         ring, follows = self._buffers(planned.weights_bytes), False
         if stage.repeats:
             step, timing = self.step(stage, settings), self.timing(stage, settings)
@@ -125,7 +125,7 @@ class Pricing:
         whole = self.costs(stage, traced, timing, most)
         more = max(0, whole.peak_bytes - planned.peak_bytes)
         # strips that need more weights together than there is room fetch them more than once
-        again = max(0, whole.copied_bytes - once) / self.request.rates.copy_bandwidth if stage.repeats else 0.0
+        again = max(0, whole.copied_bytes - once) / self.request.rates.copy_bandwidth if step else 0.0
         reserved = whole.reserved_bytes - short.reserved_bytes - ring
         if not follows:  # a ring that does shares segments with activations
             reserved = max(0, reserved)
@@ -135,6 +135,7 @@ class Pricing:
             reserved_bytes=max(planned.reserved_bytes + reserved, planned.peak_bytes + more),
             activation_bytes=planned.activation_bytes + more,
             seconds=planned.seconds + self._times(stage) * again,
+            slowdown=planned.slowdown * (1 + (again / step.seconds if step else 0.0)),
         )
 
     def stage(self, settings: Settings, stage: Stage, choice: Choice, base: Settings) -> StagePlan:

@@ -136,6 +136,16 @@ def test_a_run_that_is_found_to_be_too_slow_is_not_traced_on(
     assert whole == Pricing(anatomy, request(8 * GIB)).confirmed(run, 0)  # whoever knows it already is told it
 
 
+def test_weights_that_pieces_fetch_again_make_a_step_slower_than_its_compute(anatomy: Any) -> None:
+    settings = Settings(offload="layer", split_layers=True, transformer_chunks=4, guidance_in_turn=True)
+    pricing = Pricing(anatomy, request(8 * GIB))
+    (stage,) = pricing.costs.stages
+    option = pricing.stage(settings, stage, {}, settings)
+    (whole,) = pricing.confirmed(pricing.whole(settings, [Candidate(settings, (option,), 0, settings)])).stages
+    assert whole.seconds > 1.1 * option.seconds
+    assert whole.slowdown / option.slowdown == pytest.approx(whole.seconds / option.seconds, rel=0.02)
+
+
 def test_the_engine_keeps_the_schedule_of_the_plan(anatomy: Any) -> None:
     """The blocks that stay are those of the search over the plan's times, not those of a search without."""
     room = weight_bytes(anatomy.denoiser_module) // MIB // 3
