@@ -44,8 +44,6 @@ def offers(target: Target) -> Iterator[Offer]:
     denoiser = target.anatomy.denoiser_module
     if target.on_gpu and denoiser is not None and _kernels(denoiser):
         yield Offer(OfferKind.ALWAYS, {"channels_last": True})
-        if target.anatomy.residual_blocks:  # of whose maps the places in the allocator lie closer in the plain order
-            yield Offer(OfferKind.LATE, {"channels_last": False}, level=3, least=True)
 
 
 def reordered(component: nn.Module) -> list[Tensor]:

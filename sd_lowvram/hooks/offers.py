@@ -30,7 +30,7 @@ class OfferKind(enum.Enum):
     LADDER = "from its level on, with what others offer up to that level"
     INSTEAD = "one way among others to run a stage, in the tier of its level"
     BESIDE = "with any way to run a stage, or not"
-    LATE = "in place of others in a whole run, or in a stage, of its level, where the budget costs time"
+    LATE = "in place of others in a stage of its level, where the budget costs time"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Offer:
         level: of ways to run a stage: the more, the more work and the fewer bytes. Of what is tried late: the level
             of the ladder that a run has reached.
         stages: in which it makes a difference, for those that are about single stages.
-        least: whether no other way to run these stages, or whole runs, holds less.
+        least: whether no other way to run these stages, or to keep the weights, holds less.
         mib_knob: of a way to keep the weights, the knob that says how many MiB of them the device holds, where the
             search is to find the number.
         goes_with: whether it can be taken beside all else that is decided, where that is not declared by the knobs.

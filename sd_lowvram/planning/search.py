@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -144,7 +143,7 @@ class PlanSearch:
         """
         best = self._faster(map(self._runs, [*self._placements, *self._variants]), None)
         for offer in self._late_offers:
-            best = self._faster(self._late(offer, best), best)
+            best = best and self._faster([self._late(offer, best)], best)
         return best
 
     def _faster(self, ways: Iterable[Iterator[Candidate]], best: Candidate | None) -> Candidate | None:
@@ -165,27 +164,11 @@ class PlanSearch:
                 best = whole
         return best
 
-    def _late(self, offer: Offer, best: Candidate | None) -> Iterator[Iterator[Candidate]]:
-        """What is left to try with ``offer`` where the budget costs time: of a stage in place of what ``best`` has
-        there; of a whole run with each way to keep the weights, from the fastest run on that did not quite fit.
-
-        Where nothing fits, what is too large may be a stage that has no levels: the others have not reached theirs.
-        """
+    def _late(self, offer: Offer, best: Candidate) -> Iterator[Candidate]:
+        """``best`` with ``offer`` in place of what it has in a stage, where the budget costs time."""
         known = [*self._rejected, *self._beyond_as_whole]
-        faster = [run for run in known if best is None or run.seconds < _WORTH_MORE_TRACES * best.seconds]
-        if offer.stages:
-            run = self._instead(offer, best) if best is not None and faster else None
-            yield from [iter([run])] if run is not None else []
-            return
-        starts: dict[Settings, Candidate] = {}
-        for run in sorted(faster, key=lambda run: run.seconds):
-            near = self.pricing.vram.holds(run.needed_bytes - run.needed_bytes // _NEAR)
-            late = offer.is_late_in(self._offers, run.settings)
-            if run.base in self._ways and ((near or late) if best is None else (near and late)):
-                starts.setdefault(run.base, run)
-        for run in starts.values():
-            base = self._with_whole(offer, run.base)
-            yield from [self._runs(base, run)] if base is not None else []
+        if any(run.seconds < _WORTH_MORE_TRACES * best.seconds for run in known):
+            yield from filter(None, [self._instead(offer, best)])
 
     def _instead(self, offer: Offer, run: Candidate) -> Candidate | None:
         """``run`` with what is offered for some of its stages in place of what they have; None: it cannot be."""
@@ -197,15 +180,12 @@ class PlanSearch:
             return None
         return self.pricing.whole(run.base, [self._option(run.base, *one) for one in mine])
 
-    def _runs(self, base: Settings, start: Candidate | None = None) -> Iterator[Candidate]:
+    def _runs(self, base: Settings) -> Iterator[Candidate]:
         """Runs with the weights placed as ``base`` says, each faster than the next, up to the first that fits.
 
         Where the weights alone do not fit, there is only one.
-
-        Args:
-            start: of whose ways those that are faster are left out.
         """
-        left = [self._from_the_fastest(base, group, _choice(start, group) if start else None) for group in self._groups]
+        left = [self._from_the_fastest(base, group) for group in self._groups]
         chosen = [choice for choices in left if (choice := next(choices, None)) is not None]
         while len(chosen) == len(left):
             yield (run := self.pricing.whole(base, self._options(base, chosen)))
@@ -218,10 +198,9 @@ class PlanSearch:
             except StopIteration:
                 return
 
-    def _from_the_fastest(self, base: Settings, group: Group, start: Choice | None) -> Iterator[Choice]:
-        """The ways to run ``group``, from the tier of ``start`` on, if given; those of one tier are priced together,
-        when their turn comes."""
-        for tier in itertools.dropwhile(lambda tier: start is not None and start not in tier, group.tiers):
+    def _from_the_fastest(self, base: Settings, group: Group) -> Iterator[Choice]:
+        """The ways to run ``group``; those of one tier are priced together, when their turn comes."""
+        for tier in group.tiers:
             possible = [choice for choice in tier if group.goes_with(choice, base)]
             yield from sorted(possible, key=lambda choice: self._option(base, group, choice).seconds)
 
@@ -299,12 +278,9 @@ class PlanSearch:
 
     @functools.cached_property
     def _fewest(self) -> list[Settings]:
-        """Those that hold least on the device, with what is offered for that."""
+        """Those that hold least on the device."""
         ways = self._ways.values()
-        fewest = [base for base in self._placements if self._ways[base].least or not any(way.least for way in ways)]
-        for offer in self._late_offers:
-            fewest = [self._with_whole(offer, base) or base for base in fewest] if offer.least else fewest
-        return fewest
+        return [base for base in self._placements if self._ways[base].least or not any(way.least for way in ways)]
 
     @functools.cached_property
     def _ways(self) -> dict[Settings, WeightPlacement]:
@@ -406,9 +382,6 @@ _WORTH_A_TRACE = 0.995
 
 _WORTH_MORE_TRACES = 0.95
 """Part of the best time that a run must promise which does not fit, for late offers to be tried."""
-
-_NEAR = 12
-"""Of the bytes that such a run needs, the part by which it may be beyond the budget."""
 
 _SHARES = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""

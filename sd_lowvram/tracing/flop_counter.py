@@ -14,7 +14,6 @@ from torch import Tensor
 from ..errors import LowVRAMError
 from ..memory.repeats import times
 from ..streaming.timing import ModuleSpan
-from .memory_formats import wanted_format
 
 aten = torch.ops.aten
 
@@ -145,9 +144,8 @@ def packed(func: Any, args: Any) -> int:
 def passed_besides(func: Any, args: Any, result: Any, hidden: int) -> int:
     """Bytes that a GPU's library reads and writes for an operator besides its arguments and its result.
 
-    A copy in another order is written and read. cuDNN convolves half types with maps channels last: where neither map
-    nor weight is, it brings both into that order, and the result back. torch adds a convolution's bias by a kernel of
-    its own, and reads a map for GroupNorm's statistics before it reads it again.
+    A copy in another order is written and read. torch adds a convolution's bias by a kernel of its own, and reads a map
+    for GroupNorm's statistics before it reads it again.
 
     Args:
         hidden: bytes of the copies that are known.
@@ -156,10 +154,7 @@ def passed_besides(func: Any, args: Any, result: Any, hidden: int) -> int:
         return 2 * hidden + nbytes(args[0])
     if func is not aten.convolution.default:
         return 0
-    image, weight, bias = args[:3]
-    biased = 0 if bias is None else 2 * nbytes(result)
-    half = image.element_size() <= 2 and wanted_format(image, weight) is torch.contiguous_format
-    return 2 * hidden + biased + (2 * (nbytes(image) + nbytes(weight) + nbytes(result)) if half else 0)
+    return 2 * hidden + (0 if args[2] is None else 2 * nbytes(result))
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -87,12 +87,17 @@ def _copy_for_upsampling(args: tuple[Any, ...], result: Any) -> int:
 
 
 def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
-    """Input and weight are brought to one memory format; oneDNN also reorders them, and the result back, on the CPU."""
+    """Input and weight are brought to one memory format; oneDNN also reorders them, and the result back, on the CPU.
+
+    cuDNN convolves half types with maps channels last: where neither map nor weight is, it holds both and the result in
+    that order too (on an H100 1.00 to 1.04 of their bytes, `python -m benchmarks gpu --part workspaces`).
+    """
     image, weight = args[0], args[1]
     wanted = wanted_format(image, weight)
     copies = _copied(wanted, image, weight)
     if not on_cpu():
-        return copies
+        plain = wanted is torch.contiguous_format and image.element_size() <= 2
+        return copies + (nbytes(image) + nbytes(weight) + nbytes(result) if plain else 0)
     if wanted is torch.channels_last:
         return copies + nbytes(weight)
     stride, groups = args[3], args[8]

@@ -130,17 +130,11 @@ IN_TURN: dict[str, Any] = {"offload": "layer", "park_skips": True, "guidance_in_
 
 
 @pytest.mark.slow(30)
-@pytest.mark.parametrize(
-    ("budget_mib", "fixed"),
-    [
-        (721, {"channels_last": False, "feed_forward_chunks": 4}),  # the plain order leaves room for whole layers
-        (680, {"channels_last": True, "feed_forward_chunks": 2, "split_layers": True}),  # each chunk copies them again
-    ],
-    ids=["plain-order", "two-chunks"],
-)
-def test_what_is_offered_late_is_planned(budget_mib: int, fixed: dict[str, Any]) -> None:
-    plan = planned("sdxl", 1024, budget_mib * MIB, "rtx3060")
-    by_hand = planned("sdxl", 1024, budget_mib * MIB, "rtx3060", **IN_TURN, **fixed)
+def test_what_is_offered_late_is_planned() -> None:
+    """Each chunk copies the layers again, so that two are faster than more."""
+    fixed = {"channels_last": True, "feed_forward_chunks": 2, "split_layers": True}
+    plan = planned("sdxl", 1024, 680 * MIB, "rtx3060")
+    by_hand = planned("sdxl", 1024, 680 * MIB, "rtx3060", **IN_TURN, **fixed)
     assert plan is not None and by_hand is not None
     assert plan.predicted.seconds <= 1.001 * by_hand.predicted.seconds
 

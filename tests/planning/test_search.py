@@ -118,20 +118,19 @@ def test_a_controlnet_is_planned_where_fused_kernels_are_faster(on_a_card: Any) 
 
 
 def test_the_least_that_is_told_is_planned(on_a_card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the whole trace of a stage without levels finds more, save with convolutions in the plain order."""
+    """Though the whole trace of a stage without levels finds more."""
     confirmed = Pricing._confirmed
 
     def more(pricing: Pricing, stage: Any, planned: Any, settings: Settings, beyond: float) -> Any:
         whole = confirmed(pricing, stage, planned, settings, beyond)
-        found = 2 * MIB if stage.name == "control" and settings.channels_last else 0
+        found = 2 * MIB if stage.name == "control" else 0
         return dataclasses.replace(whole, reserved_bytes=whole.reserved_bytes + found)
 
     monkeypatch.setattr(Pricing, "_confirmed", more)
     with pytest.raises(BudgetError) as refusal:
         make_plan(*on_a_card(1))
     assert refusal.value.stage == "control"
-    plan = make_plan(*on_a_card(refusal.value.needed_bytes))
-    assert plan.fits and plan.settings.channels_last is False
+    assert make_plan(*on_a_card(refusal.value.needed_bytes)).fits
 
 
 def test_the_least_is_planned_whatever_the_search_for_the_fastest_finds(
