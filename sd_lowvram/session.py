@@ -27,7 +27,7 @@ from .memory.segments import begin_stage
 from .memory.threads import Place, at_rest, carries, every_place, place_of, turn
 from .models import dissect, dissect_any
 from .models.anatomy import Anatomy
-from .models.support import unsupported
+from .models.support import run_pipeline_on, unsupported
 from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch, wrap
 from .settings import Settings, stated
 from .streaming.timing import StepTiming
@@ -211,6 +211,7 @@ def _put_on(target: Any, attachment: Attachment) -> None:
         forget()
         raise
     attachment.add_undoing(forget)
+    attachment.add_undoing(run_pipeline_on(target, attachment.device))
     vars(target).setdefault(RECORD, []).append(attachment)
 
 

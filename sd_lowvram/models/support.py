@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import ConflictError, UnsupportedModelError
@@ -48,7 +49,7 @@ def check_moved(parts: Mapping[str, nn.Module]) -> None:
     """Raise ConflictError where accelerate or diffusers moves a part's weights itself, so that nobody else can, and no
     plan of their memory holds."""
     for name, part in parts.items():
-        if any(hasattr(module, "_hf_hook") for module in part.modules()):
+        if any(not isinstance(getattr(module, "_hf_hook", _HERE), ExecutionDevice) for module in part.modules()):
             raise ConflictError(
                 f"{name} is offloaded by accelerate or diffusers already: call remove_all_hooks() of the pipeline first"
             )
@@ -57,6 +58,42 @@ def check_moved(parts: Mapping[str, nn.Module]) -> None:
                 f"{name} is offloaded by diffusers in groups already, which it cannot undo: load it anew, without "
                 "enable_group_offload()"
             )
+
+
+class ExecutionDevice:
+    """Tells a pipeline of diffusers on which device its models run, as accelerate's hooks do, and does nothing else.
+
+    A pipeline whose weights wait in host memory takes itself to be there: it draws the noise there, refuses a CUDA
+    generator, and mixes guidance and steps in 16 bits on the processor, which gives other bits than on the device, and
+    waits for the device in each step.
+
+    Source: ``DiffusionPipeline._execution_device``, which asks its modules for ``_hf_hook``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.execution_device = device
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """As accelerate has it, for ``remove_all_hooks()``."""
+        return module
+
+
+_HERE = ExecutionDevice(torch.device("cpu"))
+
+
+def run_pipeline_on(pipeline: Any, device: torch.device) -> Callable[[], None]:
+    """Have a pipeline of diffusers make its tensors on ``device``, if it would not by itself; returns the undoing."""
+    own = getattr(pipeline, "_execution_device", device)
+    parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)] if own != device else []
+    told = [part for part in parts if not hasattr(part, "_hf_hook")]
+    for part in told:
+        part._hf_hook = ExecutionDevice(device)  # type: ignore[assignment]
+
+    def undo() -> None:
+        for part in told:
+            vars(part).pop("_hf_hook", None)
+
+    return undo
 
 
 def diffusers_hooks(part: nn.Module) -> set[str]:

@@ -164,6 +164,21 @@ def test_others_streamed(gpu: Any, targets: dict[str, Any], name: str, schedule:
     check(gpu, targets, name, WAYS[way], schedule)
 
 
+@pytest.mark.parametrize(
+    "settings", [Settings(offload="none"), Settings(offload="layer")], ids=["resident", "streamed"]
+)
+def test_a_pipeline_makes_its_tensors_on_the_card(gpu: Any, targets: dict[str, Any], settings: Settings) -> None:
+    """Guidance and steps in 16 bits have other bits on a processor, and a CUDA generator draws on the card alone."""
+    pipe, _ = target(targets, "sd15")
+    call = {"prompt": "a red apple", "width": 64, "height": 64, "num_inference_steps": 1, "output_type": "latent"}
+    with attached(pipe, settings, device=GPU), attached(pipe, Settings(inference_mode=True), device=GPU):
+        latents = pipe(**call, generator=torch.Generator(GPU).manual_seed(0)).images
+        assert latents.device == pipe._execution_device == GPU
+    pipe.scheduler.set_timesteps(1)
+    assert pipe._execution_device == torch.device("cpu")
+    assert not any(hasattr(part, "_hf_hook") for part in pipe.components.values())
+
+
 def timing_of(unet: Any) -> StepTiming:
     """As a plan for the card tells it, activations included."""
     request = Request(64, 64, 1, 8 * GIB, 4 * GIB, GPU, profile("rtx2070"))
