@@ -79,7 +79,7 @@ def test_nothing_stays_on_the_device(unet: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_eight_bits_stream_too(unet: Any, resident: torch.Tensor, kind: str) -> None:
-    with attached(unet, Settings(weight_storage=kind, deterministic=True), device=GPU):
+    with attached(unet, Settings(weight_storage=kind, deterministic=True, offload="none"), device=GPU):
         expected = denoise(unet)
     with attached(unet, Settings(weight_storage=kind, deterministic=True, offload="layer"), device=GPU):
         assert torch.equal(denoise(unet), expected)
