@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from sd_lowvram.checkpoints.architectures import architecture, build_components, write_folder
+from sd_lowvram.checkpoints.architectures import architecture, build_components, pipeline_class, write_folder
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.devices.info import dtype_on
 
@@ -51,6 +52,32 @@ def random_denoiser(model: str, device: torch.device) -> Any:
     others = [name for name, part in pipe.components.items() if name not in ("unet", "scheduler") and part is not None]
     pipe.register_modules(**dict.fromkeys(others))
     return pipe
+
+
+def random_transformer(model: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """A pipeline of one of today's models in bf16, without text encoders, its weights in host memory, and what it is
+    called with: embeddings of a prompt on ``device``."""
+    import diffusers
+
+    config = architecture(model)
+    parts = build_components(config, torch.bfloat16, str(device), only=("transformer", "vae"))
+    parts = {name: torch.nn.Module.to(component, "cpu") for name, component in parts.items()}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    cast(Any, parts["vae"]).register_to_config(shift_factor=0.1)
+    kind = pipeline_class(config["pipeline"])
+    taken = dict.fromkeys(list(inspect.signature(kind.__init__).parameters)[1:])
+    pipe = kind(**taken | parts | {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()})
+    pipe.set_progress_bar_config(disable=True)
+    sizes, drawn = pipe.transformer.config, torch.Generator().manual_seed(1)
+
+    def embedding(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=drawn).to(device, torch.bfloat16)
+
+    if config["pipeline"] == "ZImage":
+        return pipe, {"prompt_embeds": [embedding(128, sizes.cap_feat_dim)], "guidance_scale": 0.0}
+    text, pooled = embedding(1, 512, sizes.joint_attention_dim), embedding(1, sizes.pooled_projection_dim)
+    return pipe, {"prompt_embeds": text, "pooled_prompt_embeds": pooled, "guidance_scale": 3.5}
 
 
 def _tokenizers(config: dict[str, Any]) -> dict[str, Any]:

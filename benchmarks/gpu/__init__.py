@@ -24,7 +24,7 @@ from sd_lowvram.devices.this_machine import rates_of
 from sd_lowvram.errors import BadInputError, OutputError
 
 from ..tables import commit
-from . import attention, calibration, correctness, kernels, peaks, sizes, streaming, suite, workspaces
+from . import attention, calibration, correctness, kernels, peaks, sizes, streaming, suite, todays, workspaces
 from .record import ResultRows
 
 
@@ -49,6 +49,7 @@ PARTS = {
     "correctness": GpuPart(correctness, 150.0),
     "attention": GpuPart(attention, 390.0),
     "streaming": GpuPart(streaming, 540.0),
+    "todays": GpuPart(todays, 270.0),
     "max-size": GpuPart(sizes, 540.0),
 }
 """In the order in which they need each other, and are worth the time, if it is short: an hour in all. Neighbours make

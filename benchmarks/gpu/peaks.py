@@ -53,7 +53,7 @@ def trial_peaks(device: str, cases: Sequence[Case], steps: int = 2) -> Iterator[
         least = least_budget(pipe, **sizes)
         for case in shares:
             vram = least + int(case["share"] * (most - least)) + MIB
-            yield _peak(pipe, vram, sizes, steps)
+            yield peak_of(pipe, {"prompt": "a red apple"}, vram, sizes, steps)
             restore(pipe)
             if held_on(where):
                 return
@@ -69,7 +69,8 @@ def held_on(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _peak(pipe: Any, vram: int, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
+def peak_of(pipe: Any, given: dict[str, Any], vram: int, sizes: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Plan ``pipe`` for ``vram`` bytes, which stays on, call it with ``given``, and tell both peaks and times."""
     from sd_lowvram import optimize
     from sd_lowvram.devices.overhead import Overhead
     from sd_lowvram.planning.memory_profile import measured
@@ -80,7 +81,7 @@ def _peak(pipe: Any, vram: int, sizes: dict[str, Any], steps: int) -> dict[str, 
     planned = time.perf_counter() - start
     with measured(pipe) as run, timed_calls(pipe, where) as calls:
         pipe(
-            "a red apple", width=sizes["width"], height=sizes["height"], num_inference_steps=steps, output_type="pt"
+            **given, width=sizes["width"], height=sizes["height"], num_inference_steps=steps, output_type="pt"
         )  # fmt: skip
     on_cpu = where.type == "cpu"
     predicted = max(stage.held_bytes for stage in chosen.stages) if on_cpu else chosen.predicted.peak_bytes
@@ -98,6 +99,8 @@ def _peak(pipe: Any, vram: int, sizes: dict[str, Any], steps: int) -> dict[str, 
         "reserved_bytes": run.reserved_bytes,
         "plan_seconds": planned,
         "predicted_seconds": chosen.predicted.seconds * steps / chosen.request.steps,
+        "predicted_step_seconds": next(one.seconds for one in chosen.stages if one.name == "denoise")
+        / chosen.request.steps,
         "measured_seconds": run.seconds,
         **calls.figures(sum),
         "stages": run.as_dict()["stages"],
@@ -148,7 +151,7 @@ def lines(part: dict[str, Any]) -> Iterator[str]:
     yield from rows_table(_COLUMNS, in_order(part["rows"], "model", "side", "share"), of=2)
 
 
-def _difference(row: Row) -> str:
+def difference(row: Row) -> str:
     measured = row["measured_bytes"] - row["library_bytes"]
     return f"{100 * (row['predicted_bytes'] - measured) / max(measured, 1):+.1f} %"
 
@@ -170,7 +173,7 @@ _COLUMNS: Columns = (
     ("stage", "{stage}"),
     ("predicted MiB", mib("predicted_bytes")),
     ("measured MiB", lambda row: f"{(row['measured_bytes'] - row['library_bytes']) / MIB:.0f}"),
-    ("difference", _difference),
+    ("difference", difference),
     ("within", yes("within")),
     ("to reserve MiB", mib("predicted_reserved_bytes")),
     ("reserved MiB", mib("reserved_bytes")),

@@ -14,6 +14,7 @@ from sd_lowvram import progress
 from sd_lowvram.devices.calibration import copy_rate
 from sd_lowvram.files.tables import table
 from sd_lowvram.units import MIB
+from sd_lowvram.weights import first_tensor
 
 from ..calls import timed_calls
 from ..models import embeddings, random_denoiser
@@ -137,14 +138,14 @@ def measured_steps(pipe: Any, where: torch.device, given: dict[str, Any], side: 
     """Seconds of a step, those of the host and of the device apart, and the most bytes on the device."""
     from sd_lowvram.memory import measured_peak
 
-    _denoise(pipe, given, side, 2)
+    denoise(pipe, given, side, 2)
     start = time.perf_counter()
     with timed_calls(pipe, where, "unet") as calls:
-        times = _denoise(pipe, given, side, _WARM + _STEPS)
+        times = denoise(pipe, given, side, _WARM + _STEPS)
     whole = time.perf_counter() - start
     # the peak in a run of its own: watching it may cost time; what stays on the device counts too
     before = torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
-    peak = before + measured_peak(lambda: _denoise(pipe, given, side, 2))
+    peak = before + measured_peak(lambda: denoise(pipe, given, side, 2))
     return {
         "step_seconds": statistics.median(times[_WARM:]),
         "slowest_seconds": max(times[_WARM:]),
@@ -196,19 +197,22 @@ def _seconds(first: Any, later: Any) -> float:
     return float(first.elapsed_time(later) / 1000)
 
 
-def _denoise(pipe: Any, given: dict[str, Any], side: int, steps: int) -> list[float]:
-    """Seconds of every step; copies run ahead as they do in any run."""
-    device = next(iter(given.values())).device
-    moments = [_moment(device)]
+def denoise(pipe: Any, given: dict[str, Any], side: int, steps: int, latents: list[Any] | None = None) -> list[float]:
+    """Seconds of every step; copies run ahead as they do in any run. ``latents`` has what the last one made then."""
+    first = first_tensor(given)
+    assert first is not None
+    moments = [_moment(first.device)]
 
     def mark(*_: Any) -> dict[str, Any]:
-        moments.append(_moment(device))
+        moments.append(_moment(first.device))
         return {}
 
-    pipe(
-        **given, width=side, height=side, num_inference_steps=steps, guidance_scale=5.0, output_type="latent",
+    made = pipe(
+        **{"guidance_scale": 5.0, **given}, width=side, height=side, num_inference_steps=steps, output_type="latent",
         callback_on_step_end=mark,
     )  # fmt: skip
+    if latents is not None:
+        latents.append(made.images)
     return [_seconds(start, end) for start, end in itertools.pairwise(moments)]
 
 
@@ -231,7 +235,7 @@ def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     layers = layers_of({"unet": pipe.unet})
     pipe.to(where)
     given = embeddings(pipe, where)
-    step = statistics.median(_denoise(pipe, given, side, _WARM + _STEPS)[_WARM:])
+    step = statistics.median(denoise(pipe, given, side, _WARM + _STEPS)[_WARM:])
     for one in chosen:
         policy = policy_of(one.settings, True, one.timing)
         starts = _block_starts(pipe, given, side, lay_down(layers, policy, {}).blocks, where)
@@ -256,7 +260,7 @@ def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.d
         for block in blocks
     ]
     try:
-        _denoise(pipe, given, side, _WARM + _STEPS)
+        denoise(pipe, given, side, _WARM + _STEPS)
     finally:
         for handle in handles:
             handle.remove()

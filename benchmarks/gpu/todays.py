@@ -1,0 +1,102 @@
+"""Today's transformers whole, at full size, in a few GiB of the card: bits, bytes and seconds beside the plan's."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd_lowvram import progress
+from sd_lowvram.units import GIB, MIB
+
+from ..models import random_transformer
+from ..tables import Columns, mib, ms, rows_table, yes
+from .peaks import difference, held_on, peak_of
+from .record import Case, ResultRows
+from .streaming import denoise
+
+MODELS = "z-image-turbo", "flux1-dev"
+SIDE = 1024
+VRAM = 4 * GIB
+_STEPS, _WARM = 6, 2
+_PLENTY = "1000 TB"
+
+
+def run(device: torch.device, record: ResultRows) -> None:
+    """One row for each model, each in a process of its own: they have up to 24 GB of weights."""
+    for model in progress.counted("todays", MODELS):
+        record.fill([{"model": model, "side": SIDE, "vram": VRAM}], trial_todays, device=str(device))
+
+
+def trial_todays(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """For each of ``cases``: latents with all weights on the card, then by a plan, and a picture by the plan."""
+    from sd_lowvram import Settings, optimize, restore
+
+    where = torch.device(device)
+    for case in cases:
+        pipe, given = random_transformer(case["model"], where)
+        sizes: dict[str, Any] = {"width": case["side"], "height": case["side"], "device": where}
+        optimize(pipe, vram=_PLENTY, settings=Settings(offload="none"), **sizes)
+        wanted, resident = _latents(pipe, given, case["side"])
+        restore(pipe)
+        held_on(where)
+        row = peak_of(pipe, given, case["vram"], {**sizes, "steps": _STEPS}, _STEPS)
+        found, step = _latents(pipe, given, case["side"])
+        yield row | {
+            "same_bits": torch.equal(found, wanted),
+            "error": float((found.double() - wanted.double()).norm() / wanted.double().norm()),
+            "step_seconds": step,
+            "resident_step_seconds": resident,
+        }
+        restore(pipe)
+
+
+def _latents(pipe: Any, given: dict[str, Any], side: int) -> tuple[Tensor, float]:
+    """What a run ends with, in host memory, and median seconds of a step; the run before it has shown the order."""
+    made: list[Tensor] = []
+    denoise(pipe, given, side, 2)
+    times = denoise(pipe, given, side, _STEPS, made)
+    return made[-1].cpu(), statistics.median(times[_WARM:])
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a reader is told first."""
+    for row in (row for row in rows if "step_seconds" in row):
+        bits = "the bits of the resident run" if row["same_bits"] else f"{row['error']:.1e} from the resident run"
+        yield (
+            f"{row['model']} at {row['side']} in {row['vram'] / GIB:g} GiB: {bits}, peak off by {difference(row)}, a "
+            f"step of {row['step_seconds']:.2f} s, foretold {row['predicted_step_seconds']:.2f}, resident "
+            f"{row['resident_step_seconds']:.2f}"
+        )
+
+
+def lines(part: dict[str, Any]) -> Iterator[str]:
+    """The part as Markdown."""
+    yield "## Today's models whole"
+    yield ""
+    yield f"In bf16, {_STEPS} steps by the plan for the budget beside a run with all weights on the card; random"
+    yield "weights, embeddings in a text encoder's place. *Measured*: as under Peaks, decode and all. *Off*: latents,"
+    yield "relative to those of the resident run."
+    yield ""
+    yield from rows_table(_COLUMNS, part["rows"], of=2)
+
+
+_COLUMNS: Columns = (
+    ("model", "{model}"),
+    ("picture", "{side}x{side}"),
+    ("budget MiB", lambda row: f"{row['vram'] // MIB}"),
+    ("offload", lambda row: row["settings"].get("offload", "none")),
+    ("predicted MiB", mib("predicted_bytes")),
+    ("measured MiB", lambda row: f"{(row['measured_bytes'] - row['library_bytes']) / MIB:.0f}"),
+    ("difference", difference),
+    ("reserved MiB", mib("reserved_bytes")),
+    ("same bits", yes("same_bits")),
+    ("off", lambda row: f"{row['error']:.1e}"),
+    ("step ms", ms("step_seconds")),
+    ("foretold ms", ms("predicted_step_seconds")),
+    ("resident ms", ms("resident_step_seconds")),
+    ("plan s", lambda row: f"{row['plan_seconds']:.1f}"),
+)
