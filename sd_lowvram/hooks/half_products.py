@@ -29,8 +29,11 @@ from ..kernels.attention.torch_kernels import TORCHS_ATTENTION
 from ..memory.repeats import uncounted
 from ..patches import Answered, Patch, wrap
 from ..progress import happened
-from ..weights import cast_activations, map_tensors
+from ..weights import cast_activations
 from .overflow import is_finite
+
+_MOST_CAST = 1 << 26
+"""Elements of a weight; the transformers' own layers have fewer."""
 
 _ATTENTION = "attention"
 """Stands among the names of layers for every attention."""
@@ -152,6 +155,13 @@ def _all_finite(made: Any) -> bool:
     return all(isinstance(one, FakeTensor) or is_finite(one) for one in tensors)
 
 
-def _linear(dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
-    args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype))
-    return F.linear(*args, **kwargs)
+def _linear(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x`` times ``weight`` in ``dtype``; of a table of words never the whole is cast at once."""
+    rows = max(1, _MOST_CAST // weight.shape[1])
+    parts = weight.split(rows)
+    biases = [None] * len(parts) if bias is None else bias.split(rows)
+    made = [
+        F.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+        for w, b in zip(parts, biases, strict=True)
+    ]
+    return made[0] if len(made) == 1 else torch.cat(made, -1)

@@ -15,6 +15,7 @@ from torch import Tensor
 import sd_lowvram
 from sd_lowvram import Fidelity, Settings, attached
 from sd_lowvram.errors import NotFiniteError, SettingsError
+from sd_lowvram.hooks import half_products
 
 HALF = Settings(precision="fp16-products")
 STREAMED = Settings(precision="fp16-products", offload="layer", split_layers=True, transformer_chunks=2)
@@ -93,6 +94,16 @@ def test_what_overflows_is_found_made_again_and_remembered(
         assert len(passes) == expected
         assert ("overflowed in fp16" in caplog.text) == (expected == 3)
     assert torch.equal(latents(pipe), before)
+
+
+def test_a_large_weight_is_cast_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = todays.flux().to(torch.bfloat16)
+    made = []
+    for most in (1 << 26, 300):
+        monkeypatch.setattr(half_products, "_MOST_CAST", most)
+        with attached(pipe, HALF, device="cpu"):
+            made.append(latents(pipe))
+    assert tiny.relative_error(*made) < 1e-4
 
 
 def test_what_is_no_number_in_float32_either_is_told() -> None:
