@@ -93,6 +93,7 @@ def blocks_of(
     granularity: Granularity = "blocks",
     part_bytes: int | None = None,
     together_bytes: int = 0,
+    whole_bytes: int = 0,
 ) -> Blocks:
     """Put layers together, or cut them up.
 
@@ -102,6 +103,8 @@ def blocks_of(
         part_bytes: layers that are larger come in parts of output rows that are not, save those that somebody else runs
             or whose weights somebody else looks at. None: every layer comes whole.
         together_bytes: residual blocks, transformers and the like come as one where they have no more than this.
+        whole_bytes: so do those of them that follow each other alike, where that is more: the layers of one, used in
+            turn, would take each other's place.
     """
     lookups = tuple(layer for layer in layers if layer.lookup)
     layers = [layer for layer in layers if not layer.lookup]
@@ -118,7 +121,7 @@ def blocks_of(
     if granularity == "halves":
         streamed = _halves(moving)
     else:
-        groups = _joined(moving, largest // _JOINED, _modules(moving, together_bytes))
+        groups = _joined(moving, largest // _JOINED, _modules(moving, together_bytes, whole_bytes))
         streamed = [block for group in groups for block in _in_parts(group, part_bytes)]
     return Blocks(tuple(staying), tuple(streamed), lookups)
 
@@ -129,22 +132,31 @@ def _tied(layers: Iterable[Layer]) -> set[int]:
     return {tensor for tensor, count in held.items() if count > 1}
 
 
-def _modules(layers: Iterable[Layer], most: int) -> dict[str, str]:
-    """For the name of a layer, the largest module around it that has no more than ``most`` bytes in these layers.
+def _modules(layers: Sequence[Layer], most: int, most_whole: int) -> dict[str, str]:
+    """For the name of a layer, the largest module around it that has no more than ``most`` bytes in these layers, or
+    is one of several alike and has no more than ``most_whole``.
 
     The blocks of a UNet that are rows of residual blocks and transformers do not count.
     """
     if most == 0:
         return {}
     sizes: dict[str, int] = {}
-    rows = set()
+    rows, alike = set(), _alike(layers)
     for layer in layers:
         for path in _around(layer.name):
             sizes[path] = sizes.get(path, 0) + layer.bytes
         rows |= {path.rpartition(".resnets")[0] for path in _around(layer.name) if path.endswith(".resnets")}
-    inside = {layer.name: [path for path in _around(layer.name) if sizes[path] <= most] for layer in layers}
+    allowed = {path for path, size in sizes.items() if size <= (max(most, most_whole) if path in alike else most)}
+    inside = {layer.name: [path for path in _around(layer.name) if path in allowed] for layer in layers}
     whole = {name: [path for path in paths if path not in rows and path.count(".")] for name, paths in inside.items()}
     return {name: paths[0] for name, paths in whole.items() if paths}
+
+
+def _alike(layers: Iterable[Layer]) -> set[str]:
+    """Modules of several layers that are numbered in a list, as ``layers.3``, and hold no others such."""
+    counts = Counter(path for layer in layers for path in _around(layer.name))
+    found = {path for path, count in counts.items() if count > 1 and path.rpartition(".")[2].isdigit()}
+    return found - {outer for path in found for outer in _around(path)}
 
 
 def _around(name: str) -> list[str]:

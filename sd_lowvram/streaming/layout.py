@@ -303,9 +303,9 @@ def _parted(layers: Sequence[Layer], policy: ResidencyPolicy) -> tuple[Blocks, i
     parts = blocks_of(layers, granularity)
     room = _room(policy, parts)
     if room is not None and parts.bytes > room and (policy.split or policy.together):
-        largest = max(block.bytes for block in parts.streamed)
+        part, largest = _part(room, parts), max(block.bytes for block in parts.streamed)
         together = min(max(1, room - parts.staying_bytes), 2 * largest) if policy.together else 0
-        parts = blocks_of(layers, granularity, _part(room, parts) if policy.split else None, together)
+        parts = blocks_of(layers, granularity, part if policy.split else None, together, part if policy.together else 0)
     if room is not None and (policy.device_bytes is None or policy.grows):
         room = max(room, _least(parts))
     return parts, room

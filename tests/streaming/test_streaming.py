@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
@@ -17,11 +18,14 @@ from torch import nn
 from sd_lowvram import Settings, attached
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import BudgetError, ConflictError
+from sd_lowvram.patches import set_patch
 from sd_lowvram.session import attach, detach, entered, prepare
 from sd_lowvram.streaming.copier import Copier
-from sd_lowvram.streaming.engine import Stream
+from sd_lowvram.streaming.engine import ActiveStreams, Stream
 from sd_lowvram.streaming.host_weights import host_budget, mapped_bytes
+from sd_lowvram.streaming.layout import ResidencyPolicy
 from sd_lowvram.streaming.pool import Pool
+from sd_lowvram.streaming.weight_scopes import together
 from sd_lowvram.tracing import trace
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import all_tensors, weight_bytes
@@ -231,6 +235,33 @@ def test_what_runs_in_pieces_streams_once_a_step(more: dict[str, Any], copied: l
         before = len(copied)
         run(unet, (17, 25))
     assert weight_bytes(unet) - MIB <= sum(copied[before:]) <= weight_bytes(unet)
+
+
+class _Row(nn.Module):
+    """Blocks of five linear layers, each of which is run by chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(32, 32) for _ in range(5)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.layers:
+            with together():
+                x = torch.cat([functools.reduce(lambda some, layer: layer(some), block, some) for some in x.chunk(4)])
+        return x
+
+
+def test_layers_of_a_block_that_are_used_in_turn_do_not_take_each_others_place(copied: list[int]) -> None:
+    row, given = _Row().requires_grad_(False), torch.randn(64, 32)
+    expected, total = row(given), weight_bytes(row)
+    room = total * 5 // 12  # of two blocks and a half
+    stream = Stream({"row": row}, torch.device("cpu"), ResidencyPolicy("blocks", room, together=True), ActiveStreams())
+    with contextlib.ExitStack() as undoing:
+        for patch in stream.patches():
+            undoing.callback(set_patch(patch))
+        undoing.callback(stream.offload())
+        assert torch.equal(stream.run(row.forward, given), expected)
+        assert total <= sum(copied) <= total + room and stream.device_bytes <= room
 
 
 def test_tied_weights_come_once(copied: list[int]) -> None:
