@@ -207,9 +207,10 @@ def denoise(pipe: Any, given: dict[str, Any], side: int, steps: int, latents: li
         moments.append(_moment(first.device))
         return {}
 
+    noise = torch.Generator().manual_seed(0)
     made = pipe(
-        **{"guidance_scale": 5.0, **given}, width=side, height=side, num_inference_steps=steps, output_type="latent",
-        callback_on_step_end=mark,
+        **{"guidance_scale": 5.0, **given}, width=side, height=side, num_inference_steps=steps, generator=noise,
+        output_type="latent", callback_on_step_end=mark,
     )  # fmt: skip
     if latents is not None:
         latents.append(made.images)

@@ -20,6 +20,7 @@ from benchmarks import (
     fastest,
     finite,
     first_steps,
+    gpu,
     ladder,
     ladder_on_card,
     max_size,
@@ -55,6 +56,7 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "ladder_on_card": ladder_on_card.lines,
     "largest_demo": max_size.lines,
     "largest_rtx2070": max_size.lines,
+    "measured/nvidia-h100-80gb-hbm3": gpu.lines,
     "peers": peers.lines,
     "phones": phones.lines,
     "plans": plans.lines,
@@ -75,6 +77,8 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "winograd": winograd.lines,
 }
 """By the file's name in benchmarks/."""
+BY_PARTS = ("measured/", "simulated/")
+"""Folders of tables that say part by part when and where they were made."""
 
 
 def _on_card(what: str) -> Any:
@@ -93,17 +97,17 @@ def test_the_json_renders_the_committed_table(name: str) -> None:
     values = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
     committed = (ROOT / "benchmarks" / f"{name}.md").read_text(encoding="utf-8")
     lines = RENDERED[name]
-    rendered = lines(values) if name.startswith("simulated/") else tables.whole(values, lines)
+    rendered = lines(values) if name.startswith(BY_PARTS) else tables.whole(values, lines)
     assert "\n".join(rendered) + "\n" == committed
 
 
 def test_every_table_of_measurements_is_rendered() -> None:
     folder = ROOT / "benchmarks"
-    files = [*folder.glob("*.md"), *(folder / "simulated").glob("*.md")]
+    files = [*folder.glob("*.md"), *(one for place in BY_PARTS for one in (folder / place).glob("*.md"))]
     assert {file.relative_to(folder).with_suffix("").as_posix() for file in files} == {*RENDERED}
 
 
-@pytest.mark.parametrize("name", [name for name in RENDERED if not name.startswith("simulated/")])
+@pytest.mark.parametrize("name", [name for name in RENDERED if not name.startswith(BY_PARTS)])
 def test_every_table_says_when_where_and_how_it_was_made(name: str) -> None:
     text = (ROOT / "benchmarks" / f"{name}.md").read_text(encoding="utf-8")
     assert re.search(
