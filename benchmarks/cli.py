@@ -155,6 +155,11 @@ def todays_blocks() -> dict[str, Any]:
     return {}
 
 
+def half_products() -> dict[str, Any]:
+    """Seconds a step of today's transformers with products in fp16, foretold for cards without bf16; their errors."""
+    return {}
+
+
 def max_size(
     model: Model = None,
     policy: Policies = None,
@@ -361,7 +366,7 @@ doors.find()
 for _one in (
     warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans,
     schedule, matrix, published, winograd, finite, ladder_on_card, first_steps, phones,
-    storage, todays_models, todays_memory, todays_blocks, rereading,
+    storage, todays_models, todays_memory, todays_blocks, rereading, half_products,
     *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
 ):  # fmt: skip
     app.command()(measurement(_one))

@@ -132,3 +132,5 @@ SHEET = Sheet(
     ),
     of=5,
 )
+
+lines = SHEET.lines
