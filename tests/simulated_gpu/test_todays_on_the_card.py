@@ -14,6 +14,8 @@ from test_planted_faults import FAULTS, exchanged, seen_of
 from torch import Tensor
 
 from sd_lowvram import Settings, attached
+from sd_lowvram.hooks import joint_chunks, offload
+from sd_lowvram.weights import weight_bytes
 
 LEAST = Settings(offload="layer")
 """Of what keeps all bits: a layer's weights on the card and room to fetch the next."""
@@ -40,6 +42,20 @@ def test_streamed(gpu: Any, family: str, schedule: str) -> None:
     wanted = made(pipe, Settings(offload="none"))
     with gpu.watched(schedule) as seen:
         latents = made(pipe, LEAST)
+    assert torch.equal(latents, wanted)
+    assert seen.clean, seen
+
+
+@pytest.mark.slow(6)
+def test_blocks_that_come_whole_as_chunks_use_their_layers_in_turn(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint_chunks, "FEWEST_TOKENS", 4)
+    monkeypatch.setattr(offload, "MIB", 1 << 10)
+    pipe = todays.sd3()
+    block = weight_bytes(pipe.transformer.transformer_blocks[0]) >> 10
+    chunks = Settings(transformer_chunks=3, offload="none")
+    wanted = made(pipe, chunks)
+    with gpu.watched("random") as seen:
+        latents = made(pipe, dataclasses.replace(chunks, offload="blocks", weights_mib=block * 5 // 2))
     assert torch.equal(latents, wanted)
     assert seen.clean, seen
 
