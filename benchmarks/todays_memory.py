@@ -116,8 +116,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         "steps, the first reading shared among them; nothing ran on a card. Of host memory, in GB, "
         f"{report['system_gib']} are left to the system. NVMe reads {DISKS['nvme'] / 1e9:g} GB/s, SATA "
         f"{DISKS['sata'] / 1e9:g}. What limits a step that takes more than {_SLOWER} of its compute follows: the disk, "
-        "or the copies to the card. Weights that chunks of tokens fetch more than once in a step are in its seconds, "
-        f"not in the brackets. Of {_LARGE}x{_LARGE}, {_VRAM[0]} GB of the card were planned alone."
+        f"or the copies to the card. Of {_LARGE}x{_LARGE}, {_VRAM[0]} GB of the card were planned alone."
     )
     for side, card in itertools.product(sorted({row["side"] for row in report["rows"]}), _CARDS):
         yield from ("", f"## {side}x{side}, {profile(card).title}", "")
