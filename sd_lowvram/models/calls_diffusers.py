@@ -250,11 +250,7 @@ def _residuals(unet: DiffusersUNet, rows: int, size: tuple[int, int], empty: _Em
 
 
 def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
-    """Also the residuals of the step before, which pipelines hold until the next ones are there.
-
-    A pipeline whose weights all wait in host memory is given, and holds, its tensors there: of it these are too much.
-    A caller with tensors on the card, and a loop of its own around the same models, holds them on the card.
-    """
+    """Also the residuals of the step before, which pipelines hold until the next ones are there."""
     empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, CONTROL))
     channels = layer(_several(anatomy.components[CONTROL], "nets")[0].conv_in).in_channels
     latents = empty(shape.rows, channels, *latent_size(anatomy, shape))

@@ -74,9 +74,9 @@ MiB.
 _DRAWN = """
 *Reserved planned* holds a margin: of several orders in which operators may make their temporaries, the one that needs
 most. The first rows are drawn by a seed: sides of 264 to 1536 in steps of 8, batches, pictures to begin from,
-ControlNets, LoRAs; the others are listed. With a ControlNet a plan counts pictures and residuals that a caller may hold
-on the card from step to step; a diffusers pipeline whose weights stream holds them in host memory, hence up to a
-quarter less than planned.
+ControlNets, LoRAs; the others are listed. With a ControlNet a plan counts pictures and residuals that a caller holds
+on the card from step to step; at this commit a diffusers pipeline whose weights stream held them in host memory, hence
+up to a quarter less than planned.
 """
 _HEADS = (
     "model", "size", "batch", "from", "budget", "peak planned", "peak", "reserved planned", "reserved", "ran",
