@@ -41,9 +41,15 @@ def channels_last(anatomy: Anatomy, settings: Settings, device: torch.device) ->
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    denoiser = target.anatomy.denoiser_module
-    if target.on_gpu and denoiser is not None and _kernels(denoiser):
+    """Of a transformer's pipeline the autoencoder has them: in 16 bits cuDNN copies maps in the plain order."""
+    anatomy = target.anatomy
+    if target.on_gpu and anatomy.denoiser is not None and _kernels(*anatomy.components.values()):
         yield Offer(OfferKind.ALWAYS, {"channels_last": True})
+
+
+def has_sites(component: nn.Module) -> bool:
+    """Whether there are 2-D convolutions in ``component``."""
+    return bool(_kernels(component))
 
 
 def reordered(component: nn.Module) -> list[Tensor]:

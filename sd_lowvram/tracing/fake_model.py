@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..compat.private import FakeTensorMode
 from ..errors import LowVRAMError, PlanningError, ran_out
+from ..hooks.channels_last import has_sites
 from ..memory.accounts import unmark_host
 from ..memory.threads import at_rest
 from ..models import anatomy_of_components
@@ -172,9 +173,12 @@ class FakeModel:
         part = self._part(name)
         beside = () if part.attentions else _OF_ATTENTIONS  # which another part of the target has
         others = dataclasses.replace(settings, **dict.fromkeys((*_CONVERTING, *beside)))
+        converting = {knob: getattr(settings, knob) for knob in _CONVERTING}
+        if not has_sites(part.components[name]):  # of a transformer's pipeline the autoencoder has them
+            converting["channels_last"] = None
         attachment = Attachment(part, others, self._device, timing)
         with self._mode:
-            self._convert(name, Settings(**{knob: getattr(settings, knob) for knob in _CONVERTING}))
+            self._convert(name, Settings(**converting))
             attachment.apply()
             try:
                 yield

@@ -14,9 +14,12 @@ from families import KINDS, SEEN, SIZE, Kind, load_ip_adapters, picture
 
 import sd_lowvram
 from sd_lowvram import Settings
+from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.hooks import feed_forward, residual_strips, transformer_chunks
 from sd_lowvram.memory import measured_peak
+from sd_lowvram.planning.as_others import request_by
 from sd_lowvram.planning.plan import Plan
+from sd_lowvram.planning.search import make_plan
 from sd_lowvram.session import anatomy_of, attachments
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import all_tensors, weight_bytes
@@ -115,3 +118,15 @@ def test_an_ip_adapter_that_is_loaded_afterwards_is_planned_for() -> None:
     assert tiny.relative_error(picture(pipe, KINDS["sd15"]), without) < 1e-4
     sd_lowvram.restore(pipe)
     assert torch.equal(picture(pipe, KINDS["sd15"]), without)
+
+
+@pytest.mark.slow(6)
+def test_an_autoencoder_beside_a_transformer_is_planned_channels_last() -> None:
+    """In the plain order cuDNN holds a copy of each map that it convolves in 16 bits."""
+    anatomy = meta_anatomy("z-image-turbo", torch.bfloat16, only=("transformer", "vae"))
+    request = request_by("ours", anatomy, gpu="rtx3060", vram=8 << 30, ram=64 << 30, width=512, height=512)
+    peaks = {}
+    for last in (None, False):
+        plan = make_plan(anatomy, request, Settings(vae_tiles="off", channels_last=last))
+        peaks[plan.settings.channels_last] = next(one.peak_bytes for one in plan.stages if one.name == "decode")
+    assert 1.2 * peaks[True] < peaks[False]
