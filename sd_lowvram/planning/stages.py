@@ -47,15 +47,24 @@ def _unknown(anatomy: Anatomy, name: str) -> Stage:
 
 
 def _of_step(anatomy: Anatomy, shape: Shape) -> tuple[nn.Module | None, StepInputs]:
-    return anatomy.denoiser_module, anatomy.family.step_inputs(anatomy, shape)
+    """Also what the denoiser predicted in the step before, and what guidance made of it: pipelines hold both."""
+    step = anatomy.family.step_inputs(anatomy, shape)
+    predicted = [torch.empty_like(step.latents) for _ in range(shape.passes + 1)]
+    return anatomy.denoiser_module, step._replace(held=(*step.held, *_unguided(anatomy, shape, step), *predicted))
+
+
+def _unguided(anatomy: Anatomy, shape: Shape, step: StepInputs) -> list[Tensor]:
+    """Embeddings of the negative prompt, which pipelines hold beside those that they join, or until the other call."""
+    guided = shape.passes > 1 or anatomy.calls > 1
+    return [torch.empty_like(step.text[: shape.batch])] if guided else []
 
 
 def _of_decode(anatomy: Anatomy, shape: Shape, latents: tuple[int, ...]) -> tuple[Any, ...]:
-    """Also what the last step was given by ControlNets and adapters, which pipelines hold to their end."""
+    """Also what the last step was given by text encoders, ControlNets and adapters: pipelines hold it to their end."""
     held: tuple[Tensor, ...] = ()
     if anatomy.denoiser is not None and anatomy.family.known:
         step = anatomy.family.step_inputs(anatomy, shape)
-        held = (*step.residuals, *step.features, *step.held)
+        held = (*step.residuals, *step.features, *step.held, step.text, *_unguided(anatomy, shape, step))
     return (*_of_one(anatomy, anatomy.autoencoder or "", latents)(), *held)
 
 

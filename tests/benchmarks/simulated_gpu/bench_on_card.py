@@ -71,9 +71,11 @@ def on_card() -> Any:
 def make_narrow(everything: bool) -> None:
     """Have models computed in a moment: those of ``correctness``, or all of them and their pictures."""
     import tiny
+    import todays
 
     from benchmarks import models
     from benchmarks.gpu import attention, correctness, kernels, peaks, sizes, streaming, workspaces
+    from benchmarks.gpu import todays as todays_part
     from sd_lowvram.kernels.attention import determinism
 
     def narrow(name: str) -> dict[str, Any]:
@@ -86,6 +88,8 @@ def make_narrow(everything: bool) -> None:
     if everything:
         peaks.SHAPES = streaming.TASKS = kernels.PASSES = (("narrow SD1.5", 64),)
         attention.LATENTS, workspaces.SHAPES, workspaces.FRAMES = (8,), ((2, 8, 4, 16),), ((8, 4, 16),)
+        todays_part.MODELS, todays_part.SIDE = ("narrow FLUX.1",), 64
+        todays_part.random_transformer = todays.with_embeddings
         sizes._MODEL, sizes._STEP, sizes._LARGEST, sizes.CAPS = "narrow SD1.5", 64, 192, (64 << 20,)
 
 

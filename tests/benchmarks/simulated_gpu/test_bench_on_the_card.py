@@ -12,12 +12,14 @@ from typing import Any
 import patient
 import pytest
 import tiny
+import todays
 import torch
 from on_card import rates_here
 
 from benchmarks import gpu as bench
 from benchmarks import ladder, models, trial
 from benchmarks.gpu import attention, kernels, peaks, sizes, streaming, workspaces
+from benchmarks.gpu import todays as todays_part
 from sd_lowvram.devices import this_machine
 
 MIB = 1 << 20
@@ -34,6 +36,7 @@ def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         kernels: {"PASSES": [("tiny", 64)]},
         attention: {"LATENTS": [8], "_RUNS": 2},
         workspaces: {"SHAPES": [(2, 8, 4, 16)], "FRAMES": [(8, 4, 16)]},
+        todays_part: {"MODELS": ("tiny",), "SIDE": 64, "random_transformer": todays.with_embeddings},
         sizes: {"_MODEL": "tiny", "_STEP": 64, "_LARGEST": 192, "CAPS": (64 * MIB,)},
     }.items():
         for name, value in values.items():
