@@ -46,8 +46,8 @@ class Kernels:
     """The kernels of a card.
 
     Attributes:
-        workspace: what the convolution library takes beside inputs and output: nothing, for 16-bit maps copies of all
-            of them in its own format, or 128 MiB.
+        workspace: what the convolution library takes beside inputs and output: nothing, for 16-bit maps in the plain
+            order copies of all of them in its own, or 128 MiB.
         attention_share: what cuDNN's attention takes for itself, over the bytes of its tensors.
         matrix_bytes: what the library for matrix products takes at its first one, and keeps until it is forgotten.
         outputs_first: whether a convolution makes its output before the copies of its inputs, which versions of torch
@@ -61,7 +61,7 @@ class Kernels:
         self._card = card
         self._captured: list[Callable[[int], None]] = []
         self._library = torch.library.Library("aten", "IMPL")
-        self.workspace: Workspace = "none"
+        self.workspace: Workspace = "nhwc"  # as an H100 has shown
         self.matrix_bytes, self.attention_share = 0, 0.0
         self._matrix: Tensor | None = None
         self.outputs_first = False
@@ -236,16 +236,16 @@ class Kernels:
             lambda: _aten.convolution.default(*operands, *where).contiguous(memory_format=format), twins, reads, []
         )
         formatted = formatted or [one.contiguous(memory_format=format) for one in (input, weight)]
-        self._take(input, weight, format)
+        self._take(input.nbytes + weight.nbytes + out.nbytes, input.element_size(), format)
         return out
 
-    def _take(self, input: Tensor, weight: Tensor, format: torch.memory_format) -> None:
+    def _take(self, copies: int, element_size: int, format: torch.memory_format) -> None:
         """Of the allocator, and give it back: what the library asks for when inputs and output are there."""
         size = 0
         if self.workspace == "fixed":
             size = _FIXED_WORKSPACE
-        elif self.workspace == "nhwc" and input.element_size() == 2 and format is torch.contiguous_format:
-            size = 2 * input.nbytes + weight.nbytes
+        elif self.workspace == "nhwc" and element_size == 2 and format is torch.contiguous_format:
+            size = copies
         if size:
             torch.empty(size, dtype=torch.uint8, device="cuda")
 
