@@ -74,7 +74,7 @@ def best_plan(search: PlanSearch, least: bool = True) -> Plan:
         best = search.leanest() if search.pricing.vram.holds(smallest.needed_bytes) else None
         if best is None or not search.pricing.ram.holds(best.host_bytes):
             raise budget_error(request, smallest, best)
-    if least and not search.pricing.on_gpu and not search.pricing.runs_often(smallest.worst):
+    if least and not search.pricing.on_gpu and search.recomputes(smallest):
         smallest = search.smallest_as_traced_whole() or smallest  # where maps are recomputed, parts tell too little
     smallest = min(smallest, best, key=lambda run: run.needed_bytes)
     following = search.next_faster(best)
@@ -223,6 +223,11 @@ class PlanSearch:
     def smallest_as_traced_whole(self) -> Candidate | None:
         """As :meth:`smallest`, of runs that are traced whole, which takes longer: with just that, a plan is made."""
         return self._settled(self.smallest)
+
+    def recomputes(self, run: Candidate) -> bool:
+        """Whether a stage that runs once needs most, or nearly so."""
+        near = (one for one in run.stages if one.reserved_bytes >= _NEARLY * run.worst.reserved_bytes)
+        return not all(map(self.pricing.runs_often, near))
 
     def leanest(self) -> Candidate | None:
         """Of the runs that the device holds as traced whole, the one with the least in host memory.
@@ -382,6 +387,9 @@ _WORTH_A_TRACE = 0.995
 
 _WORTH_MORE_TRACES = 0.95
 """Part of the best time that a run must promise which does not fit, for late offers to be tried."""
+
+_NEARLY = 0.8
+"""Part of what the largest stage needs from which on another one may be the largest as traced whole."""
 
 _SHARES = (1, 2, 4, 6, 8, 10, 12, 14, 16)
 """Rooms for streamed blocks that are tried, over the last of them: shares of the denoiser's weights."""
