@@ -186,7 +186,7 @@ def peak(unet: nn.Module, size: int) -> int:
     latents = torch.empty(2, 4, size // 8, size // 8, dtype=HALF, device="meta")
     text = torch.empty(2, 77, 768, dtype=HALF, device="meta")
     settings = dataclasses.replace(SMALLEST, precision=PRECISION)
-    with torch.inference_mode(), attached(unet, settings, device="cpu"):
+    with attached(unet, settings, device="cpu"), torch.inference_mode():
         return trace(unet, latents, torch.empty(2, device="meta"), context=text).activation_peak_bytes
 
 
