@@ -63,12 +63,13 @@ def test_a_card_of_less_than_planned(gpu: Any, pipe: Any, planned: dict[str, Any
     ):
         sd_lowvram.optimize(pipe, **planned)
         made = tiny.run(pipe, size=SIZE).cpu()
+        second = tiny.run(pipe, size=SIZE).cpu()  # which may find the card in other pieces, and go one step further
         (last,) = attachments(pipe)
-        again = tiny.run(pipe, size=SIZE).cpu()
+        third = tiny.run(pipe, size=SIZE).cpu()
     assert last.plan.predicted.peak_bytes < first.predicted.peak_bytes
     assert attachments(pipe) == [last]
-    assert tiny.relative_error(made, wanted) < 1e-4
-    assert torch.equal(again, made)
+    assert max(tiny.relative_error(one, wanted) for one in (made, second)) < 1e-4
+    assert torch.equal(third, second)
     sd_lowvram.restore(pipe)
 
 

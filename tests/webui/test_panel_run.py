@@ -625,7 +625,8 @@ def test_weights_of_8_bits_are_widened_in_the_denoiser_alone(
     narrow = activations(fp8=True)
     host.sd_model.float()
     wide = activations(fp8=False)
-    assert narrow["denoise"] < 0.8 * wide["denoise"] and narrow["decode"] == wide["decode"]
+    assert narrow["denoise"] < 0.8 * wide["denoise"]
+    assert narrow["decode"] == pytest.approx(wide["decode"], rel=0.01)  # but for the embeddings that are held meanwhile
 
 
 @pytest.mark.parametrize("choice", ["off", "until decoded", "keep"])
