@@ -311,7 +311,7 @@ def test_bounds(size: int, batch: int, capsys: pytest.CaptureFixture[str]) -> No
     unet, settings = full_unet(), dataclasses.replace(SMALLEST, precision="fp16")
     latents = torch.empty(batch, 4, size // 8, size // 8, dtype=torch.float16, device="meta")
     text = torch.empty(batch, 77, 768, dtype=torch.float16, device="meta")
-    with torch.inference_mode(), attached(unet, settings, device="cpu"):
+    with attached(unet, settings, device="cpu"), torch.inference_mode():
         traced = trace(unet, latents, torch.empty(batch, device="meta"), context=text)
     with capsys.disabled():
         print(f"\nCompVis {size}x{size}, batch {batch}: {traced.activation_peak_bytes / MIB:.1f} MiB")

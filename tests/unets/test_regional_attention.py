@@ -254,7 +254,7 @@ def test_the_least_memory_is_no_more_than_of_the_plain_unet() -> None:
     peaks = []
     for changes in (BlockChanges(), BlockChanges(experts=2, regions=32)):
         unet = pruned(full_size(), whole(full_size().config), changes)
-        with torch.inference_mode(), sd_lowvram.attached(unet, SMALLEST, device="cpu"):
+        with sd_lowvram.attached(unet, SMALLEST, device="cpu"), torch.inference_mode():
             peaks.append(trace(unet, latents, torch.tensor(1), text, return_dict=False).activation_peak_bytes)
     assert peaks[1] <= 1.02 * peaks[0] < BOUNDS[2048]
 
