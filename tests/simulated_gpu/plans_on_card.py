@@ -127,6 +127,9 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     from sd_lowvram.memory import segments
 
     card = simulated.card
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()  # of earlier tests in this process
     with card.of_size(_ENOUGH):
         overhead_of(torch.device("cuda", 0), recalibrate=True)
         pipe = _pipeline(case.model, case.way)
@@ -143,12 +146,12 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     segments._settled.clear()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    size = chosen.reserved_bytes + chosen.overhead_bytes
+    size = chosen.reserved_bytes + chosen.overhead_bytes + others[1]
     told: list[str] = []
     with card.of_size(size), heard(told.append):
         pipe(**_given(case), num_inference_steps=2, output_type="pt")
     ran = not any("ran out of memory" in sentence for sentence in told)  # and went on with a leaner plan
-    held = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    held = torch.cuda.max_memory_allocated() - others[0], torch.cuda.max_memory_reserved() - others[1]
     locked = card.pinned_peak - before
     restore(pipe)
     return Row(chosen.peak_bytes, held[0], chosen.reserved_bytes, held[1], ran, chosen.host_bytes, locked)
