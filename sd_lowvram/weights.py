@@ -33,9 +33,23 @@ def weight_bytes(*modules: nn.Module) -> int:
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Give ``tensor`` other contents and keep the object itself, so that whoever holds it sees them too."""
+    """Give ``tensor`` other contents and keep the object itself, so that whoever holds it sees them too.
+
+    It stays an ordinary tensor, or one of ``torch.inference_mode``, whatever mode this is called in.
+    """
+    data = ordinary_as(tensor, data)
     with torch.no_grad():
         tensor.data = data
+
+
+def ordinary_as(tensor: Tensor, data: Tensor) -> Tensor:
+    """``data`` as an ordinary tensor where ``tensor`` is one, and as one of inference mode where it is not: torch lets
+    neither have contents of the other kind, or counts writes to them no more."""
+    if data.is_inference() == tensor.is_inference():
+        return data
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        place = data.storage_offset(), data.size(), data.stride()
+        return data.new_empty(0).set_(data.untyped_storage(), *place)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

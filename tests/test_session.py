@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import sd_lowvram
-from sd_lowvram import Settings, attached
+from sd_lowvram import Settings, attached, weights
 from sd_lowvram.errors import BadInputError, ConflictError, LowVRAMError, NoSiteError
 from sd_lowvram.session import attach, attachments, detach
 from sd_lowvram.streaming.host_weights import HostWeights
@@ -132,6 +132,48 @@ def test_optimize_twice_and_on_a_component(pipe: Any) -> None:
     sd_lowvram.restore(pipe.unet)
     sd_lowvram.restore(pipe)
     assert_same(before, snapshot(pipe))
+
+
+CONVERTING = [
+    Settings(channels_last=True),
+    Settings(precision="bf16"),
+    Settings(precision="fp16-storage"),
+    Settings(weight_storage="int8"),
+    Settings(offload="none"),
+    Settings(offload="component", decoder_device="cpu"),
+    Settings(offload="layer", split_layers=True, channels_last=True),
+]
+"""All that give weights other contents."""
+
+
+def kinds(pipe: Any) -> list[bool]:
+    """Whether each weight is a tensor of inference mode."""
+    return [tensor.is_inference() for tensor in weights.all_tensors(pipe.unet, pipe.vae, pipe.text_encoder)]
+
+
+@pytest.mark.parametrize("settings", CONVERTING, ids=str)
+@pytest.mark.parametrize("loaded_so", [False, True], ids=["ordinary", "of inference mode"])
+def test_weights_stay_of_their_kind_within_inference_mode(settings: Settings, loaded_so: bool) -> None:
+    """An ordinary tensor that is given contents of inference mode becomes one of these; the other way round, torch
+    looks for a counter of writes that is not there."""
+    with torch.inference_mode(loaded_so):
+        pipe = tiny.pipeline("sd15")
+    before, kind = snapshot(pipe), kinds(pipe)
+    with torch.inference_mode(), attached(pipe, settings, device=CPU):
+        assert torch.isfinite(tiny.run(pipe, steps=1)).all()
+    assert_same(before, snapshot(pipe))
+    assert kinds(pipe) == kind
+
+
+def test_optimized_and_restored_within_inference_mode(pipe: Any) -> None:
+    before = snapshot(pipe)
+    with torch.inference_mode():
+        fixed = Settings(channels_last=True)
+        sd_lowvram.optimize(pipe, vram="1GB", width=64, height=64, device=CPU, settings=fixed)
+        tiny.run(pipe, steps=1)
+        sd_lowvram.restore(pipe)
+    assert_same(before, snapshot(pipe))
+    assert not any(kinds(pipe))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])

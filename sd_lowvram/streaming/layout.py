@@ -14,7 +14,7 @@ from ..compat.private import storage_key
 from ..errors import BudgetError
 from ..memory.fake_mode import active_fake_mode
 from ..units import format_least, format_size
-from ..weights import as_copied, set_data
+from ..weights import as_copied, ordinary_as, set_data
 from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
 from .layers import Layer, place_bytes
@@ -255,7 +255,10 @@ def _from_to(first: Tensor, last: Tensor) -> Tensor:
 def _laid_in(pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> tuple[list[WeightSlot], list[Copy]]:
     """The places of a block from ``offset`` on, and the copies that bring it there."""
     views = pool.views((one.like for one in waiting), offset)
-    places = [WeightSlot(one.tensor, one.host, one.source, view) for one, view in zip(waiting, views, strict=True)]
+    places = [
+        WeightSlot(one.tensor, one.host, one.source, ordinary_as(one.tensor, view))
+        for one, view in zip(waiting, views, strict=True)
+    ]
     copies, number = [], 0
     while number < len(waiting):
         one, view = waiting[number], views[number]

@@ -28,7 +28,7 @@ def unet() -> Any:
 def traced(settings: Settings, size: int, batch: int) -> MemoryTrace:
     latents = torch.empty(batch, 4, size // 8, size // 8, dtype=torch.float16, device="meta")
     text = torch.empty(batch, 77, 768, dtype=torch.float16, device="meta")
-    with attached(unet(), settings, device="cpu"), torch.inference_mode():
+    with torch.inference_mode(), attached(unet(), settings, device="cpu"):
         return trace(unet(), latents, torch.tensor(1), text, return_dict=False)
 
 
