@@ -1,6 +1,7 @@
-"""The halves of a guided batch, conditional and unconditional, one after the other inside each module of the UNet.
+"""The halves of a guided batch, conditional and unconditional, one after the other inside each module of the UNet, or
+each block of a transformer that guides in one batch.
 
-Source: ours for Stable Diffusion; pictures of a batch do not see each other. Fidelity: ``rounding``.
+Source: ours; pictures of a batch do not see each other. Fidelity: ``rounding``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from ..compat.private import tree_flatten, tree_unflatten
 from ..errors import NoSiteError
 from ..models.anatomy import Anatomy
+from ..models.dit import given_by_name
+from ..models.joint import JointBlock
 from ..patches import Patch, wrap
 from ..settings import Settings
 from ..streaming.weight_scopes import together
@@ -23,43 +26,69 @@ from .arguments import are_watched, batch_of, last_are_there, part_of, shares
 from .offers import Offer, OfferKind, Target
 from .offloaded_tensor import OffloadedMap
 
+Rows = Callable[[tuple[Any, ...], dict[str, Any]], int]
+"""From the arguments of a module to the rows of its batch; 1 where the module must see them whole."""
+
 
 def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Divide every batch in halves, an odd one in single pictures, inside each residual block, transformer and sampler.
+    """Divide every batch in halves, an odd one in single pictures, inside each residual block, transformer and sampler,
+    or each block of a transformer.
 
     Where the host names the conditions of a batch (ComfyUI, Forge), there is one part for each. Modules that look at
     several rows together (perturbed attention guidance), or let a host's nodes do so, see the whole batch.
 
     Raises:
-        NoSiteError: the target has no UNet.
+        NoSiteError: the target has no UNet, and no transformer that is called with both rows of a guided picture.
     """
+    for module, rows in _of_unet(anatomy) if anatomy.unet_path is not None else _of_transformer(anatomy):
+        yield wrap(module, "forward", functools.partial(_in_turn, rows, module), "guidance_in_turn")
+
+
+def offers(target: Target) -> Iterator[Offer]:
+    in_one_batch = bool(target.anatomy.joint_blocks) and target.anatomy.passes > 1
+    if target.anatomy.unet_path is not None or in_one_batch:
+        yield Offer(OfferKind.LADDER, {"guidance_in_turn": True}, level=3, stages=("denoise",))
+    if in_one_batch:  # each half copies a block's weights again where they have no room together
+        yield Offer(OfferKind.LATE, {"guidance_in_turn": False}, level=4, stages=("denoise",))
+
+
+def _of_unet(anatomy: Anatomy) -> Iterator[tuple[nn.Module, Rows]]:
     path = anatomy.unet_path
-    if path is None:
-        raise NoSiteError("guidance in turn: the model has no UNet")
+    assert path is not None
     tail = path.tail if len(path.tail) == 1 else ()  # else what is between its modules sees the whole batch
     attentions = {site.module for site in anatomy.attentions}
     for module in (*path.modules, *tail):
         inside = [one for one in module.modules() if one in attentions]
-        around = functools.partial(_in_turn, anatomy.family.mixes_rows, inside, module)
-        yield wrap(module, "forward", around, "guidance_in_turn")
+        yield module, functools.partial(_rows_of_map, anatomy.family.mixes_rows, inside)
 
 
-def offers(target: Target) -> Iterator[Offer]:
-    if target.anatomy.unet_path is not None:
-        yield Offer(OfferKind.LADDER, {"guidance_in_turn": True}, level=3, stages=("denoise",))
+def _of_transformer(anatomy: Anatomy) -> Iterator[tuple[nn.Module, Rows]]:
+    if not anatomy.joint_blocks:
+        raise NoSiteError("guidance in turn: the model has no UNet, and no transformer whose blocks are known")
+    if anatomy.passes == 1:
+        how = "guides by a second call" if anatomy.calls > 1 else "does not guide by a second row"
+        raise NoSiteError(f"guidance in turn: the pipeline {how}, so a call of its transformer has one row a picture")
+    for site in anatomy.joint_blocks:
+        yield site.module, functools.partial(_rows_of_tokens, anatomy.family.joint, site.module)
 
 
-def _in_turn(
-    mixes_rows: Callable[[Any], bool],
-    attentions: list[nn.Module],
-    module: nn.Module,
-    original: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    batch = batch_of(args, kwargs)
+def _rows_of_map(
+    mixes_rows: Callable[[Any], bool], attentions: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
     mixed = any(map(mixes_rows, attentions)) or are_watched(args, kwargs)
-    if batch == 1 or mixed or needs_graph(module, args, kwargs):
+    return 1 if mixed else batch_of(args, kwargs)
+
+
+def _rows_of_tokens(
+    look: Callable[[nn.Module], JointBlock | None], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    parts, given = look(block), given_by_name(block, args, kwargs)
+    return len(given[parts.picture]) if parts is not None and parts.is_plain(given) else 1
+
+
+def _in_turn(rows: Rows, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    batch = rows(args, kwargs)
+    if batch == 1 or needs_graph(module, args, kwargs):
         return original(*args, **kwargs)
     parts = shares(args, kwargs, batch)
     joined = _JoinedOutput(batch, parts)

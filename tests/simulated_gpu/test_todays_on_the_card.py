@@ -47,15 +47,18 @@ def test_streamed(gpu: Any, family: str, schedule: str) -> None:
 
 
 @pytest.mark.slow(6)
-def test_blocks_that_come_whole_as_chunks_use_their_layers_in_turn(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pieces", [{"transformer_chunks": 3}, {"guidance_in_turn": True}], ids=["chunks", "halves"])
+def test_blocks_that_come_whole_as_pieces_use_their_layers_in_turn(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, pieces: dict[str, Any]
+) -> None:
     monkeypatch.setattr(joint_chunks, "FEWEST_TOKENS", 4)
     monkeypatch.setattr(offload, "MIB", 1 << 10)
     pipe = todays.sd3()
     block = weight_bytes(pipe.transformer.transformer_blocks[0]) >> 10
-    chunks = Settings(transformer_chunks=3, offload="none")
-    wanted = made(pipe, chunks)
+    resident = Settings(**pieces, offload="none")
+    wanted = made(pipe, resident)
     with gpu.watched("random") as seen:
-        latents = made(pipe, dataclasses.replace(chunks, offload="blocks", weights_mib=block * 5 // 2))
+        latents = made(pipe, dataclasses.replace(resident, offload="blocks", weights_mib=block * 5 // 2))
     assert torch.equal(latents, wanted)
     assert seen.clean, seen
 

@@ -289,3 +289,10 @@ def within(plan: Any, run: Any) -> bool:
     """Whether a run took no more than was planned and 2 %; a CPU's allocator sees both accounts."""
     planned: int = max(stage.held_bytes for stage in plan.stages)
     return bool(run.peak_bytes <= planned + planned // 50)
+
+
+def agrees(plan: Any, made: Tensor, expected: Tensor) -> bool:
+    """Whether a picture has the bits of ``expected``, or, where each half of a batch was computed by itself, is off by
+    no more than rounding."""
+    off = (made - expected).abs().max().item()
+    return off == 0 or (bool(plan.settings.guidance_in_turn) and off < 1e-5)
