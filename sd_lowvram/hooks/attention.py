@@ -2,7 +2,8 @@
 
 Within the forward of each attention site, calls of torch's scaled_dot_product_attention go to our one function of
 (q, k, v, mask, scale). The processor itself stays the host's, so LoRA, IP-Adapter (two calls), PAG and fused
-projections keep working. In families whose attention does not call that function, the anatomy has a forward that does,
+projections keep working. A diffusion transformer is one site: chunks of its tokens answer for that function inside of
+it, before ours. In families whose attention does not call that function, the anatomy has a forward that does,
 of the same layers. Fidelity: ``rounding``. Sources: those of the backends, in kernels/attention/.
 """
 
@@ -29,10 +30,11 @@ from ..devices.this_machine import knows_cudnn_attention
 from ..errors import LowVRAMError, NoSiteError
 from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend, unasked
-from ..kernels.attention.problem import Problem, problem_of
+from ..kernels.attention.problem import Problem, has_bf16, planned_for, problem_of
 from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, own_kernel, why_not
 from ..kernels.triton import support as triton
 from ..models.anatomy import Anatomy, Family, Site, layer
+from ..models.latents import dtype_of
 from ..patches import Patch, wrap
 from ..settings import Settings
 from .offers import Offer, OfferKind, Target
@@ -51,7 +53,7 @@ _ran: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictio
 
 
 def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Run every attention of denoiser, ControlNet and VAE through the backend that ``settings`` ask for.
+    """Run every attention of denoiser, ControlNet and a UNet's VAE through the backend that ``settings`` ask for.
 
     Raises:
         NoSiteError: the target has no attention.
@@ -59,7 +61,7 @@ def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
             forward, where a forced kernel cannot run a layer.
     """
     if not anatomy.attentions:
-        raise NoSiteError("attention: the model has no attention layer of a UNet, ControlNet or VAE")
+        raise NoSiteError("attention: the model has no attention of a UNet, ControlNet, VAE or known transformer")
     backend, score_bytes = choose_backend(settings, device), kernels.score_bytes(settings)
     for site in anatomy.attentions:
         _ran[site.module] = Counter()
@@ -77,8 +79,9 @@ def offers(target: Target) -> Iterator[Offer]:
         yield Offer(OfferKind.ALWAYS, {"attention": name})
     if target.is_faster(triton.ATTENTION):
         yield Offer(OfferKind.ALWAYS, {"attention": "triton"})
-    if is_worth_choosing(anatomy, target.device):
-        yield Offer(OfferKind.ALWAYS, {"attention": "sdpa"})
+    with planned_for(target.rates.bf16):
+        if is_worth_choosing(anatomy, target.device):
+            yield Offer(OfferKind.ALWAYS, {"attention": "sdpa"})
 
 
 def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:
@@ -88,6 +91,10 @@ def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:
     none of which it is not known what it holds: a plan then leaves attention alone, and with it processors that nobody
     knows.
     """
+    if (
+        anatomy.joint_blocks
+    ):  # widths and masks of transformers suit torch's kernels, their type does not suit all cards
+        return dtype_of(anatomy, anatomy.denoiser or "") == torch.bfloat16 and not has_bf16(device)
     if anatomy.family.attend is not None or device.type not in ("cpu", "cuda"):
         return True
     return any(_is_of_old(site.module) or not _is_well_served(site.module, device) for site in anatomy.attentions)
@@ -130,14 +137,18 @@ def _forward(
         with redirect:
             result = attend(*args, **kwargs)
     if not redirect.calls:
-        processor = type(getattr(site.module, "processor", site.module)).__name__
         raise LowVRAMError(
-            f"{site.name}: {processor} computes attention without torch's scaled_dot_product_attention, so "
-            f"attention={backend!r} cannot reach it. Set a processor that calls it, such as AttnProcessor2_0, or leave "
+            f"{site.name}: {_processor_of(site.module)} computes attention without torch's "
+            f"scaled_dot_product_attention, so attention={backend!r} cannot reach it. Set a processor that calls it, "
+            "such as AttnProcessor2_0, or, of a transformer, the backend 'native' (set_attention_backend), or leave "
             "the attention setting undecided"
         )
     _ran.setdefault(site.module, Counter()).update(redirect.ran)
     return result
+
+
+def _processor_of(module: nn.Module) -> str:
+    return type(getattr(module, "processor", module)).__name__
 
 
 _entered: ContextVar[frozenset[nn.Module]] = ContextVar("modules in a redirected forward", default=frozenset())

@@ -125,7 +125,8 @@ class Family:
             or its state: ``passes``, ``encodes``, ``joined``.
         conditions: ``(denoiser)`` to an object that stands for what its calls depend on besides their arguments; when
             it is another object, what was measured or recorded before is no longer valid.
-        is_attention, is_feed_forward, is_residual_block, is_transformer_block: whether a module is such a site.
+        is_attention, is_feed_forward, is_residual_block, is_transformer_block: whether a module is such a site; a
+            diffusion transformer as a whole is one of attention.
         unet_path: of a UNet, the way of its maps.
         residual: ``(block, *more)`` to its parts; ``more`` is what it was called with besides map and time.
         transformer: ``(block, *args, **kwargs)`` to its parts; the arguments are those after the tokens.
@@ -241,7 +242,9 @@ class Anatomy:
 
 def sites(prefix: str, root: nn.Module, is_site: Callable[[nn.Module], bool]) -> tuple[Site, ...]:
     """Every module below ``root`` for which ``is_site`` holds, named by its path."""
-    return tuple(Site(f"{prefix}.{name}", module) for name, module in root.named_modules() if is_site(module))
+    return tuple(
+        Site(f"{prefix}.{name}".rstrip("."), module) for name, module in root.named_modules() if is_site(module)
+    )
 
 
 def has(module: Any, *names: str) -> bool:

@@ -72,6 +72,8 @@ def family(
         "helper_stages": functools.partial(_text_stages, readings),
         "configs": functools.partial(_configs, channels),
         "anatomy_fields": anatomy_fields,
+        "is_attention": served["transformer"],
+        "upcasts": lambda transformer: True,
         "is_feed_forward": _is_feed_forward,
     }
     return Family(**fields | more)

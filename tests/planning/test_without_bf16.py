@@ -15,6 +15,7 @@ from sd_lowvram import Fidelity, Settings
 from sd_lowvram.cache import remember
 from sd_lowvram.devices.performance import PROFILES
 from sd_lowvram.hooks.half_products import HalfProducts
+from sd_lowvram.kernels.attention.backend import SCORE_BYTES
 from sd_lowvram.planning.plan import Plan, StagePlan
 from sd_lowvram.planning.request import request_for
 from sd_lowvram.planning.search import make_plan
@@ -24,12 +25,13 @@ from sd_lowvram.units import GIB
 CARD = dataclasses.replace(PROFILES["rtx2060"], launch_seconds=0.0)
 
 
-def denoised(pipe: Any, dtype: torch.dtype, bf16: bool) -> StagePlan:
+def denoised(pipe: Any, dtype: torch.dtype, bf16: bool, side: int = 256) -> StagePlan:
     """A step's stage, planned without any saving."""
     anatomy = anatomy_of(pipe.to(dtype))
     rates = dataclasses.replace(CARD, bf16=bf16)
-    request = request_for(anatomy, vram=GIB, ram=GIB, width=256, height=256, device="cuda", rates=rates)
+    request = request_for(anatomy, vram=GIB, ram=GIB, width=side, height=side, device="cuda", rates=rates)
     plan = make_plan(anatomy, request, Settings(offload="none", inference_mode=True))
+    assert plan.settings.attention == ("sdpa" if dtype == torch.bfloat16 and not bf16 else None)
     return next(stage for stage in plan.stages if stage.name == "denoise")
 
 
@@ -41,12 +43,14 @@ def test_which_cards_have_none() -> None:
 
 @pytest.mark.slow(8)
 def test_time_and_scores_are_those_of_float32() -> None:
-    """Time is at the rate of float32, and no kernel keeps the scores from being held."""
+    """Time is at the rate of float32, and scores are held, slice by slice."""
     pipe = todays.flux()
     slow, fast = (denoised(pipe, torch.bfloat16, bf16) for bf16 in (False, True))
     assert slow.seconds > 1.5 * fast.seconds
     scores = 4 * (512 + 256) ** 2 * torch.float32.itemsize  # of 4 heads, 512 tokens of text and 16 x 16 of the picture
     assert slow.activation_bytes - fast.activation_bytes > scores
+    larger = [denoised(pipe, torch.bfloat16, bf16, 1024) for bf16 in (False, True)]
+    assert larger[0].activation_bytes - larger[1].activation_bytes < 2 * SCORE_BYTES
     half = [denoised(pipe, torch.float16, bf16) for bf16 in (False, True)]
     assert half[0] == half[1]
 
