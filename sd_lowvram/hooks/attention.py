@@ -137,18 +137,20 @@ def _forward(
         with redirect:
             result = attend(*args, **kwargs)
     if not redirect.calls:
+        kind, remedy = _processor_of(site.module)
         raise LowVRAMError(
-            f"{site.name}: {_processor_of(site.module)} computes attention without torch's "
-            f"scaled_dot_product_attention, so attention={backend!r} cannot reach it. Set a processor that calls it, "
-            "such as AttnProcessor2_0, or, of a transformer, the backend 'native' (set_attention_backend), or leave "
-            "the attention setting undecided"
+            f"{site.name}: {kind} computes attention without torch's scaled_dot_product_attention, so "
+            f"attention={backend!r} cannot reach it. {remedy}, or leave the attention setting undecided"
         )
     _ran.setdefault(site.module, Counter()).update(redirect.ran)
     return result
 
 
-def _processor_of(module: nn.Module) -> str:
-    return type(getattr(module, "processor", module)).__name__
+def _processor_of(module: nn.Module) -> tuple[str, str]:
+    """What computes the attention of a site, and what to set in its place."""
+    if hasattr(module, "processor"):
+        return type(module.processor).__name__, "Set a processor that calls it, such as AttnProcessor2_0"
+    return type(module).__name__, "Set diffusers' own processors (set_attn_processor) and backend 'native' there"
 
 
 _entered: ContextVar[frozenset[nn.Module]] = ContextVar("modules in a redirected forward", default=frozenset())

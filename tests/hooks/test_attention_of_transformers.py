@@ -58,7 +58,12 @@ def test_attention_that_torch_does_not_compute_is_refused_by_name() -> None:
             return hidden_states if encoder_hidden_states is None else (hidden_states, encoder_hidden_states)
 
     pipe = todays.flux()
+    own = pipe.transformer.attn_processors
     pipe.transformer.set_attn_processor(Theirs())
-    told = "transformer: FluxTransformer2DModel computes attention without .*set_attention_backend"
-    with attached(pipe, Settings(attention="sliced"), device="cpu"), pytest.raises(LowVRAMError, match=told):
+    told = "transformer: FluxTransformer2DModel computes attention without .*set_attn_processor.*'native'"
+    with attached(pipe, Settings(attention="sliced"), device="cpu"):
+        with pytest.raises(LowVRAMError, match=told):
+            todays.picture(pipe)
+        pipe.transformer.set_attn_processor(own)
+        pipe.transformer.set_attention_backend("native")
         todays.picture(pipe)
