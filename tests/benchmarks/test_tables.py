@@ -71,6 +71,7 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "todays_blocks": todays_blocks.SHEET.lines,
     "todays_memory": todays_memory.lines,
     "todays_models": todays_models.lines,
+    "todays_models_rtx2060": todays_models.lines,
     "unets": smaller_unets.lines,
     "vae": vae.lines,
     "vae_flux": vae.lines,
