@@ -87,7 +87,10 @@ class Row(NamedTuple):
     """What was planned and what was, in bytes.
 
     Attributes:
+        peak: as torch's allocator counts it. It leaves a block whole of which at most 1 MiB would be over, and counts
+            that too.
         locked: most bytes of host memory that were page-locked, from the plan's attaching on.
+        asked: most bytes that were asked of the allocator at one moment.
     """
 
     planned_peak: int
@@ -97,6 +100,7 @@ class Row(NamedTuple):
     ran: bool
     planned_host: int
     locked: int
+    asked: int
 
 
 def on_card(simulated: Any, case: Case, **fixed: Any) -> Row:
@@ -129,14 +133,15 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     card = simulated.card
     gc.collect()
     torch.cuda.empty_cache()
-    others = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()  # of earlier tests in this process
+    others = _held_now()  # of earlier tests in this process
     with card.of_size(_ENOUGH):
         overhead_of(torch.device("cuda", 0), recalibrate=True)
         pipe = _pipeline(case.model, case.way)
     sizes: Any = {"width": case.width, "height": case.height, "batch": case.batch, "device": "cuda", "ram": "64GB"}
     sizes["settings"] = Settings(**fixed)
-    plain = plan(pipe, vram="64GB", **sizes)
-    least, most = least_budget(pipe, **sizes), plain.predicted.reserved_bytes + plain.predicted.overhead_bytes
+    least = least_budget(pipe, **sizes) if case.share < 1 else 0
+    plain = plan(pipe, vram="64GB", **sizes).predicted if case.share else None
+    most = plain.reserved_bytes + plain.overhead_bytes if plain else least
     torch.cuda.empty_cache()
     before = card.pinned
     card.reset_peaks()
@@ -152,9 +157,18 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
         pipe(**_given(case), num_inference_steps=2, output_type="pt")
     ran = not any("ran out of memory" in sentence for sentence in told)  # and went on with a leaner plan
     held = torch.cuda.max_memory_allocated() - others[0], torch.cuda.max_memory_reserved() - others[1]
+    asked = torch.cuda.memory_stats()["requested_bytes.all.peak"] - others[2]
     locked = card.pinned_peak - before
     restore(pipe)
-    return Row(chosen.peak_bytes, held[0], chosen.reserved_bytes, held[1], ran, chosen.host_bytes, locked)
+    return Row(chosen.peak_bytes, held[0], chosen.reserved_bytes, held[1], ran, chosen.host_bytes, locked, asked)
+
+
+def _held_now() -> tuple[int, int, int]:
+    """Bytes of the card that are allocated, reserved, and were asked for."""
+    import torch
+
+    asked = torch.cuda.memory_stats().get("requested_bytes.all.current", 0)  # nothing is told before the first tensor
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), asked
 
 
 def _given(case: Case) -> dict[str, Any]:

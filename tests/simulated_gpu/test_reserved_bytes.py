@@ -71,29 +71,25 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SD_LOWVRAM_CACHE", str(tmp_path))
 
 
-# Of the least plan, whose layers come in parts, 12 MiB too much are foretold; the cause has not been found.
-@pytest.mark.parametrize(
-    ("model", "side", "share", "too_much"),
-    [("sd15", 512, 0.0, 12 * MIB), ("sd15", 512, 0.3, 2 * MIB), ("sd15", 1024, 0.3, 2 * MIB)],
-)
-def test_a_plan_runs_on_a_card_of_its_size(
-    gpu: Any, own_cache: None, model: str, side: int, share: float, too_much: int
-) -> None:
+@pytest.mark.parametrize(("model", "side", "share"), [("sd15", 512, 0.0), ("sd15", 512, 0.3), ("sd15", 1024, 0.3)])
+def test_a_plan_runs_on_a_card_of_its_size(gpu: Any, own_cache: None, model: str, side: int, share: float) -> None:
     row = on_card(gpu, Case(model, side, side, share))
     assert row.ran
-    assert 0 <= row.planned_reserved - row.reserved <= max(too_much, row.reserved // 5)
+    assert 0 <= row.planned_reserved - row.reserved <= max(2 * MIB, row.reserved // 5)
     assert abs(row.planned_peak - row.peak) <= max(2 * MIB, row.peak // 50)
 
 
-def test_a_ring_that_follows_the_activations_on_a_card_of_its_size(gpu: Any, own_cache: None) -> None:
+@pytest.mark.parametrize("split", [True, False])
+def test_a_ring_that_follows_the_activations_on_a_card_of_its_size(gpu: Any, own_cache: None, split: bool) -> None:
     """Its memory is the allocator's, with the activations': where these take most, hardly any weights are there.
 
-    Of layers that come whole 3 MiB too little are foretold; the cause has not been found.
+    The peak is that of the bytes asked for: layers that come whole lie each in a block that may be up to 1 MiB larger,
+    which torch's own figure holds, and the plan's reserved bytes.
     """
     small: Any = {"vae_tiles": "exact", "vae_map": "recomputed", "vae_strip_mib": 4}
-    row = on_card(gpu, Case("sd15", 512, 512, 1.0), offload="layer", split_layers=True, **small)
+    row = on_card(gpu, Case("sd15", 512, 512, 1.0), offload="layer", split_layers=split, **small)
     assert row.ran
-    assert abs(row.planned_peak - row.peak) <= row.peak // 50
+    assert abs(row.planned_peak - row.asked) <= row.asked // 50
     assert 0 <= row.planned_reserved - row.reserved <= max(2 * MIB, row.reserved // 5)
     assert row.peak < 222 * MIB  # of the activations, and of two of the largest layers beside them
 
