@@ -195,7 +195,9 @@ class Pricing:
             name=stage.name,
             component=stage.component,
             peak_bytes=cost.activation_bytes + here + resident + held,
-            reserved_bytes=(cost.recorded_bytes if recorded else cost.reserved_bytes)
+            reserved_bytes=(
+                cost.recorded_bytes if recorded else cost.reserved_bytes if streamed else cost.repeated_bytes
+            )
             + held
             + self._beside
             + (self._scattered if stage.repeats or stage.name == "decode" else 0)

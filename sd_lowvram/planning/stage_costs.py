@@ -289,7 +289,9 @@ class StageCosts:
         running = self._fake.running(stage.component, settings, timing)
         with self._named(stage.component), running, torch.no_grad(), kernels, planned_for(self._bf16):
             again = stage.repeats and settings.offload is not None
-            return trace_equals_once(fake.run, fake.inputs(), {}, equals, self._overhead, again, most_copied)
+            return trace_equals_once(
+                fake.run, fake.inputs(), {}, equals, self._overhead, stage.repeats, again, most_copied
+            )
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:

@@ -66,6 +66,8 @@ class Figures:
         reserved_bytes: what a GPU must give for ``activation_bytes`` and the libraries' workspaces, as torch's caching
             allocator takes it in segments (on a CPU the former). Where there is more, torch takes more, and gives it
             back before it fails.
+        repeated_bytes: the same for a step that finds the outputs of the one before among what has ended since; of
+            other calls ``reserved_bytes``.
         recorded_bytes: the same where nothing can be given back, as while kernels are recorded.
         spans: operations, bytes moved and operators in their order, module by module.
     """
@@ -84,6 +86,7 @@ class Figures:
     operators: int
     packed_bytes: int
     reserved_bytes: int
+    repeated_bytes: int
     recorded_bytes: int
     spans: tuple[ModuleSpan, ...] = field(repr=False)
 
@@ -147,6 +150,7 @@ def trace_equals_once(
     kwargs: dict[str, Any],
     equals: Mapping[nn.Module, int],
     overhead: Overhead = NONE,
+    repeats: bool = False,
     again: bool = False,
     most_copied: float = math.inf,
 ) -> MemoryTrace:
@@ -155,6 +159,7 @@ def trace_equals_once(
     Args:
         equals: modules, each with a number for its kind (:func:`equal_calls.equal_modules`).
         overhead: by which workspaces are counted in what is reserved.
+        repeats: whether it is a step, which others follow.
         again: whether what is reserved is to do for another such call, too, with what this one leaves.
         most_copied: bytes that cross between the accounts, after which nobody wants to know the rest.
 
@@ -178,9 +183,11 @@ def trace_equals_once(
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
     activations = ledger.activation_peak + input_bytes
-    given = Reserved(activations, activations)
+    given, repeated = Reserved(activations, activations), 0
     if not on_cpu():
         given = reserved(ledger.allocations, overhead.matrix_bytes, again)
+        if repeats and not again:
+            repeated = reserved(ledger.allocations, overhead.matrix_bytes, again=True).least
     return MemoryTrace(
         peak_bytes=ledger.peak,
         host_peak_bytes=ledger.host_peak,
@@ -191,6 +198,7 @@ def trace_equals_once(
         allocated_peak_bytes=ledger.born_peak,
         **tracer.work.totals(),
         reserved_bytes=given.least,
+        repeated_bytes=max(repeated, given.least),
         recorded_bytes=given.kept,
         timeline=ledger.timeline,
         spans=tuple(span for span in tracer.work.spans if span.operators),

@@ -109,9 +109,10 @@ def test_a_plan_runs_whatever_comes_first_of_outputs_and_temporaries(
     assert on_card(gpu, case).ran
 
 
-def test_a_step_that_finds_weights_of_the_one_before_runs(gpu: Any, own_cache: None) -> None:
-    """Layers that were fetched ahead lie in segments that the first step had to itself."""
-    assert on_card(gpu, Case("sd21", 544, 800, 0.15, 1, "lora")).ran
+@pytest.mark.parametrize("case", [Case("sd21", 544, 800, 0.15, 1, "lora"), Case("sd21", 832, 1312, 0.75, 4, "image")])
+def test_a_step_that_finds_what_the_one_before_left_runs(gpu: Any, own_cache: None, case: Case) -> None:
+    """Layers that were fetched ahead, and predictions, lie in segments that the first step had to itself."""
+    assert on_card(gpu, case).ran
 
 
 @pytest.mark.parametrize("asked", ["expandable_segments:True"], indirect=True)
