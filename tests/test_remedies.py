@@ -370,6 +370,7 @@ ELSEWHERE = {
     "call one model after the other": "streaming/test_threads.py",
     "gave other bits": "kernels/test_determinism.py",
     "is for transformers, and": "hooks/test_half_products.py",
+    "(set_attn_processor) and backend": "hooks/test_attention_of_transformers.py",
     "in float32 too: its weights": "hooks/test_half_products.py",
     "is no interval": "saved_latents/test_saved_latents.py",
     "or a number of MB/s": "devices/test_disk.py",

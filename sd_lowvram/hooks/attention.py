@@ -137,20 +137,24 @@ def _forward(
         with redirect:
             result = attend(*args, **kwargs)
     if not redirect.calls:
-        kind, remedy = _processor_of(site.module)
-        raise LowVRAMError(
-            f"{site.name}: {kind} computes attention without torch's scaled_dot_product_attention, so "
-            f"attention={backend!r} cannot reach it. {remedy}, or leave the attention setting undecided"
-        )
+        raise _unreached(site, backend)
     _ran.setdefault(site.module, Counter()).update(redirect.ran)
     return result
 
 
-def _processor_of(module: nn.Module) -> tuple[str, str]:
-    """What computes the attention of a site, and what to set in its place."""
-    if hasattr(module, "processor"):
-        return type(module.processor).__name__, "Set a processor that calls it, such as AttnProcessor2_0"
-    return type(module).__name__, "Set diffusers' own processors (set_attn_processor) and backend 'native' there"
+def _unreached(site: Site, backend: str) -> LowVRAMError:
+    """Of a site that computes attention in another way: by what, and what to set in its place."""
+    if hasattr(site.module, "processor"):
+        return LowVRAMError(
+            f"{site.name}: {type(site.module.processor).__name__} computes attention without torch's "
+            f"scaled_dot_product_attention, so attention={backend!r} cannot reach it. Set a processor that calls it, "
+            "such as AttnProcessor2_0, or leave the attention setting undecided"
+        )
+    return LowVRAMError(
+        f"{site.name}: {type(site.module).__name__} computes attention without torch's scaled_dot_product_attention, "
+        f"so attention={backend!r} cannot reach it. Set diffusers' own processors (set_attn_processor) and backend "
+        "'native' there, or leave the attention setting undecided"
+    )
 
 
 _entered: ContextVar[frozenset[nn.Module]] = ContextVar("modules in a redirected forward", default=frozenset())

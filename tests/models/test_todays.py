@@ -110,7 +110,7 @@ def test_every_budget_makes_the_same_picture_in_the_memory_that_was_planned(case
                 assert torch.equal(look[1](getattr(pipe, look[0])), before)
         assert attachments(pipe)[0].plan is plan  # the guard saw what was planned
         assert todays.within(plan, run)
-    assert len(ways) > 1 and bool(plan.settings.guidance_in_turn) == (case.passes > 1)
+    assert len(ways) > 1 and (case.passes > 1 or not plan.settings.guidance_in_turn)
     sd_lowvram.restore(pipe)
     assert torch.equal(todays.picture(pipe), expected) and "forward" not in vars(pipe.transformer)
 
