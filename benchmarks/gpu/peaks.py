@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sd_lowvram.compat.private import free_matrix_workspaces
 from sd_lowvram.units import GIB, MIB
 
 from ..calls import timed_calls
@@ -115,11 +116,10 @@ def within(predicted: int, measured: int) -> bool:
 
 def _library_bytes(device: torch.device) -> int:
     """Of torch's own allocations, those that are cuBLAS' workspaces: a plan counts them in its overhead."""
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if device.type != "cuda" or clear is None:
+    if device.type != "cuda":
         return 0
     before = torch.cuda.memory_allocated(device)
-    clear()
+    free_matrix_workspaces()
     return before - torch.cuda.memory_allocated(device)
 
 

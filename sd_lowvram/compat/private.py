@@ -36,6 +36,7 @@ __all__ = [
     "dumped_spec",
     "elementwise_strides",
     "followed_by_jit",
+    "free_matrix_workspaces",
     "free_pinned",
     "has_context",
     "is_compilers",
@@ -134,6 +135,12 @@ def has_context(index: int) -> bool:
     """Whether this process has a context on the CUDA card."""
     runtime: Any = torch._C
     return bool(runtime._cuda_hasPrimaryContext(index))
+
+
+def free_matrix_workspaces() -> None:
+    """Give back what cuBLAS has for itself, which torch takes from its own allocator at the first matrix product; the
+    next one takes it again. Nothing happens where torch has no such function."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
 def free_pinned() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..compat import only_kernel
-from ..compat.private import TorchDispatchMode
+from ..compat.private import TorchDispatchMode, free_matrix_workspaces
 from .info import context_memory
 from .overhead import Overhead
 from .performance import AMPERE, THIS, Rates
@@ -283,12 +283,7 @@ def measured_overhead(device: torch.device) -> Overhead:
     counts for this process beyond that allocator; where it does not tell processes apart, what is taken on the device
     in all, up to the default.
     """
-    run, _, _ = _linear(64, 64, 64, device, torch.float16)
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
-    torch.cuda.synchronize(device)
-    matrix = max(0, torch.cuda.memory_allocated(device) - before)
+    matrix = _matrix_workspace(device)
     with torch.inference_mode():
         small = max(_workspace(*shape, device)[0] for shape in ((320, 64), (640, 32), (1280, 16), (512, 64)))
         shapes = [(512, 256), (256, 512), (128, 512), (512, 1024)]
@@ -298,6 +293,17 @@ def measured_overhead(device: torch.device) -> Overhead:
         attention = _attention_share(device)
     torch.cuda.empty_cache()
     return Overhead(context_memory(device, Overhead().context_bytes), matrix, small, share, attention)
+
+
+def _matrix_workspace(device: torch.device) -> int:
+    """Bytes that cuBLAS keeps from the first matrix product on, of which there may have been some in this process."""
+    run, _, _ = _linear(64, 64, 64, device, torch.float16)
+    torch.cuda.synchronize(device)
+    free_matrix_workspaces()
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return max(0, torch.cuda.memory_allocated(device) - before)
 
 
 def _has_room(channels: int, side: int, device: torch.device) -> bool:

@@ -157,6 +157,15 @@ def libraries(
     gpu.kernels.forget()
 
 
+@pytest.mark.parametrize("libraries", ["none"], indirect=True)
+def test_what_matrix_products_keep_is_measured_after_others_of_the_process_too(libraries: str) -> None:
+    ones = torch.ones(8, 8, dtype=torch.float16, device=GPU)
+    before = torch.cuda.memory_allocated()
+    ones @ ones
+    assert torch.cuda.memory_allocated() >= before + CUBLAS_BYTES  # as rates, which are measured first, leave it
+    assert measured_overhead(GPU).matrix_bytes == CUBLAS_BYTES
+
+
 @pytest.mark.parametrize(
     ("libraries", "model", "side", "share"),
     [

@@ -67,6 +67,7 @@ class Kernels:
         self.outputs_first = False
         self.computes = True
         self._own = threading.local()
+        torch._C._cuda_clearCublasWorkspaces = self.forget
         card.on_replay(lambda number, stream: self._captured[number](stream))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are replaced
