@@ -4,6 +4,9 @@ From a clone: ``PYTHONPATH=.:tests/support .venv-gpu/bin/python tests/simulated_
 
 Shapes only: all memory is taken by torch's own allocator and nothing is computed. Rows go to
 ``benchmarks/plans_on_card.json``, and the table beside it, as they come; what is there is not run again.
+
+With ``OUT.json K N`` on a real card whose allocator is capped, everything computed: the K-th of N parts of all cases,
+so that several processes share them. ``OUT.json`` has what ``make gpu`` has calibrated.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import gc
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +107,42 @@ class Row(NamedTuple):
     asked: int
 
 
+class RealCard:
+    """A real card in the place of the simulated one: torch's allocator is kept from taking more than a size.
+
+    Attributes:
+        pinned, pinned_peak: unknown here.
+    """
+
+    pinned = pinned_peak = 0
+
+    def __init__(self) -> None:
+        self.card = self.kernels = self
+        self.computes = True
+
+    @contextlib.contextmanager
+    def of_size(self, size: int) -> Iterator[None]:
+        import torch
+
+        from sd_lowvram.devices.this_machine import overhead_of
+
+        here = torch.device("cuda", 0)
+        tensors = size - overhead_of(here).context_bytes
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (tensors + 1) / torch.cuda.mem_get_info()[1]))
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    def forget(self) -> None:
+        from sd_lowvram.compat.private import free_matrix_workspaces
+
+        free_matrix_workspaces()
+
+    def reset_peaks(self) -> None:
+        pass
+
+
 def on_card(simulated: Any, case: Case, **fixed: Any) -> Row:
     """Calibrate, plan with knobs that are ``fixed``, and run as a new process would on a card that gives what is
     planned."""
@@ -135,7 +175,8 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     torch.cuda.empty_cache()
     others = _held_now()  # of earlier tests in this process
     with card.of_size(_ENOUGH):
-        overhead_of(torch.device("cuda", 0), recalibrate=True)
+        if not isinstance(card, RealCard):
+            overhead_of(torch.device("cuda", 0), recalibrate=True)
         pipe = _pipeline(case.model, case.way)
     sizes: Any = {"width": case.width, "height": case.height, "batch": case.batch, "device": "cuda", "ram": "64GB"}
     sizes["settings"] = Settings(**fixed)
@@ -156,11 +197,21 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     with card.of_size(size), heard(told.append):
         pipe(**_given(case), num_inference_steps=2, output_type="pt")
     ran = not any("ran out of memory" in sentence for sentence in told)  # and went on with a leaner plan
-    held = torch.cuda.max_memory_allocated() - others[0], torch.cuda.max_memory_reserved() - others[1]
-    asked = torch.cuda.memory_stats()["requested_bytes.all.peak"] - others[2]
+    libraries = _libraries_hold(simulated)
+    held = torch.cuda.max_memory_allocated() - others[0] - libraries, torch.cuda.max_memory_reserved() - others[1]
+    asked = torch.cuda.memory_stats()["requested_bytes.all.peak"] - others[2] - libraries
     locked = card.pinned_peak - before
     restore(pipe)
     return Row(chosen.peak_bytes, held[0], chosen.reserved_bytes, held[1], ran, chosen.host_bytes, locked, asked)
+
+
+def _libraries_hold(simulated: Any) -> int:
+    """Bytes of torch's allocator that the library for matrix products has had since it was last forgotten."""
+    import torch
+
+    before = torch.cuda.memory_allocated()
+    simulated.kernels.forget()
+    return before - torch.cuda.memory_allocated()
 
 
 def _held_now() -> tuple[int, int, int]:
@@ -214,7 +265,32 @@ def _quiet(pipe: Any) -> Any:
     return pipe
 
 
+def on_the_real_card(out: Path, part: int, parts: int) -> int:
+    """One of the ``parts`` of all cases, on this machine's card, a row a line; returns how many failed."""
+    import torch
+
+    from benchmarks.gpu import calibration, results_in
+
+    calibration.recall(results_in(out)["calibration"]["rows"], torch.device("cuda", 0))
+    card, failed = RealCard(), 0
+    cases = sorted([*drawn(), *LISTED], key=lambda case: (case.model, case.way))  # a pipeline serves its neighbours
+    for case in cases[part * len(cases) // parts : (part + 1) * len(cases) // parts]:
+        start = time.monotonic()
+        try:
+            row = on_card(card, case)
+        except Exception as error:  # and all other cases are run
+            print(json.dumps([*case, f"{type(error).__name__}: {error}"[:300]]), flush=True)
+            failed += 1
+            continue
+        seconds = time.monotonic() - start
+        print(json.dumps([*case, *(round(figure / MIB) for figure in row[:4]), row.ran, round(seconds)]), flush=True)
+        failed += not row.ran
+    return failed
+
+
 def main() -> int:
+    if len(sys.argv) == 4:
+        return on_the_real_card(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     tests = Path(__file__).parents[1]
     sys.path[:0] = [str(tests.parent), str(tests / "support")]
     from simulated_card.card import card
