@@ -471,7 +471,9 @@ class Pricing:
         copies = self._copies(stage, settings, on_host)
         held = None if copies.cached is None else (copies.pinned or 0) + copies.cached
         from_disk = max(0, read_bytes(stage.component, order, weights, held) - already)
-        copying = copies.seconds(weights[stage.component], read, from_disk)
+        brought = once.staying_bytes if isinstance(once, Step) else weights[stage.component]
+        read = min(read, brought)
+        copying = copies.seconds(brought, read, min(read, from_disk))
         # A whole component is brought once a run, or whenever its turn comes, and dropped. Of streamed weights what
         # stays is brought once, and of a stage that runs once so is all else.
         again = settings.offload == "component" and stage.repeats and CONTROL in self.anatomy.components

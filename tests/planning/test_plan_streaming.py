@@ -85,6 +85,15 @@ def test_more_room_is_faster(anatomy: Any) -> None:
     assert steps[-1].streamed_bytes == 0 and steps[-1].seconds < 0.9 * steps[0].seconds
 
 
+def test_a_run_copies_what_stays_once_and_the_rest_in_each_step_alone(anatomy: Any) -> None:
+    asked, settings = request(8 * GIB), Settings(offload="blocks", weights_mib=32)
+    first, eleventh = (
+        denoising(make_plan(anatomy, dataclasses.replace(asked, steps=steps), settings)).seconds for steps in (1, 11)
+    )
+    before_the_steps = first - (eleventh - first) / 10
+    assert 0 < before_the_steps * RATES.copy_bandwidth < 32 * MIB < weight_bytes(anatomy.components["unet"])
+
+
 def test_a_room_alone_asks_for_blocks(anatomy: Any) -> None:
     total = weight_bytes(anatomy.denoiser_module) // MIB
     plan = planned(anatomy, Settings(weights_mib=total // 2))
