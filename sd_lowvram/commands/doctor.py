@@ -107,6 +107,8 @@ def _calibration(measured: dict[str, Any]) -> Any:
     table = Table("measured", rates["title"], title="", caption=told.removeprefix(" ") or None)
     table.add_row("matrix work, 32 bits", f"{rates['float_flops'] / 1e9:.4g} GFLOP/s")
     table.add_row("matrix work, 16 bits", f"{rates['half_flops'] / 1e9:.4g} GFLOP/s")
+    if rates["wide_flops"]:
+        table.add_row("the same, as transformers have it", f"{rates['wide_flops'] / 1e9:.4g} GFLOP/s")
     table.add_row("memory", f"{rates['bandwidth'] / 1e9:.3g} GB/s")
     table.add_row("copies from host memory", f"{rates['copy_bandwidth'] / 1e9:.3g} GB/s")
     table.add_row("weights from a mapped file", f"{rates['reading'] / 1e9:.3g} GB/s")

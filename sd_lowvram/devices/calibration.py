@@ -38,9 +38,10 @@ _ATTENTIONS = ((2, 8, 4096, 4096, 40), (2, 8, 4096, 77, 40), (2, 10, 4096, 4096,
 def calibrate(device: torch.device) -> Rates:
     """Measure ``device`` in about two seconds; on a busy machine the figures are too low, and their source says so.
 
-    Matrix rates are those of convolutions, linear layers and attention at SD1.5's shapes, mixed as its UNet mixes them;
-    a CPU's reordering of weights is told apart by layers of its deepest level, whose maps are small. What an operator
-    costs besides comes from a narrow UNet of diffusers where that is loaded, else from a chain of plain layers.
+    Matrix rates are those of convolutions, linear layers and attention at SD1.5's shapes, mixed as its UNet mixes them,
+    and, of wide products on a card, of linear layers and attention at FLUX.1's; a CPU's reordering of weights is told
+    apart by layers of its deepest level, whose maps are small. What an operator costs besides comes from a narrow UNet
+    of diffusers where that is loaded, else from a chain of plain layers.
     """
     from .info import device_memory
 
@@ -61,6 +62,7 @@ def calibrate(device: torch.device) -> Rates:
             vram_bytes=device_memory(device).total,
             source="measured here",
             queued=not on_cpu,
+            wide_flops=0.0 if on_cpu else _wide_rate(device),
             reading=reading,
             reordering=reordering,
             bf16=device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE,
@@ -144,6 +146,13 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, small: bool) -> float
     return 1 / (0.35 / deep + 0.35 / wide + 0.2 / linear + 0.1 / attention)
 
 
+def _wide_rate(device: torch.device) -> float:
+    """Operations a second, in 16 bits, over a mix as FLUX.1 has it: 4 parts linear layers, 1 attention."""
+    linear = _rate(*_linear(2048, 3072, 12288, device, torch.float16), device)
+    attention = _rate(*_attention(4096, device, torch.float16, width=128), device)
+    return 1 / (0.8 / linear + 0.2 / attention)
+
+
 def _rate(run: Callable[[], object], flops: int, _weight: int, device: torch.device) -> float:
     return flops / _seconds(run, device)
 
@@ -172,8 +181,8 @@ def _linear(tokens: int, inside: int, outside: int, device: torch.device, dtype:
     return lambda: functional.linear(rows, weight), 2 * rows.numel() * outside, weight.nbytes
 
 
-def _attention(tokens: int, device: torch.device, dtype: torch.dtype) -> _Layer:
-    query = _filled(_DOUBLED, 8, tokens, 40, device=device).to(dtype)
+def _attention(tokens: int, device: torch.device, dtype: torch.dtype, width: int = 40) -> _Layer:
+    query = _filled(_DOUBLED, 8, tokens, width, device=device).to(dtype)
     attend = functional.scaled_dot_product_attention
     return lambda: attend(query, query, query), 4 * query.numel() * tokens, 0
 

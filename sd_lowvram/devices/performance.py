@@ -35,6 +35,8 @@ class Work(Protocol):
     @property
     def flops(self) -> int: ...
     @property
+    def wide_flops(self) -> int: ...
+    @property
     def moved_bytes(self) -> int: ...
     @property
     def product_bytes(self) -> int: ...
@@ -72,6 +74,8 @@ class Rates:
             at the disk's rate: about 3e9 from NVMe, 0.5e9 from SATA, 0.15e9 from a disk that turns.
         reordering: bytes a second of the same, for kernels of convolutions that are to lie channels last.
         processor_flops: effective operations a second, in 32 bits, of the processor beside a GPU of another machine.
+        wide_flops: effective operations a second, in 16 bits, of products with matrices of at least 2048x2048, and of
+            attention with heads of 128; 0: as all others.
         bf16: whether it multiplies bf16; NVIDIA's cards before Ampere do not, and compute it in float32.
     """
 
@@ -89,6 +93,7 @@ class Rates:
     reading: float = 8.0e9
     reordering: float = 4.0e9
     processor_flops: float = 0.0
+    wide_flops: float = 0.0
     bf16: bool = True
 
     def seconds(self, cost: Run, element_size: int, launched: int | None = None) -> float:
@@ -126,6 +131,8 @@ class Rates:
 
     def _working(self, cost: Work, element_size: int) -> float:
         arithmetic = cost.flops / (self.half_flops if element_size <= 2 else self.float_flops)
+        if element_size <= 2 and self.wide_flops:
+            arithmetic += cost.wide_flops * (1 / self.wide_flops - 1 / self.half_flops)
         if self.queued:
             products = max(arithmetic, cost.product_bytes / self.bandwidth)
             return products + (cost.moved_bytes - cost.product_bytes) / self.bandwidth

@@ -231,8 +231,8 @@ class Pricing:
             overflows = known_to_overflow(self.anatomy.components[stage.component]) or (lambda path: False)
             longer = rates.half_flops / rates.float_flops
             spans = (
-                dataclasses.replace(span, flops=int(span.flops * longer)) if overflows(span.path) else span
-                for span in cost.spans
+                dataclasses.replace(one, flops=int(one.flops * longer), wide_flops=0) if overflows(one.path) else one
+                for one in cost.spans
             )
             self._widened[id(cost)] = cost, dataclasses.replace(cost, spans=tuple(spans))
         return self._widened[id(cost)][1]

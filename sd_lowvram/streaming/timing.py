@@ -22,6 +22,7 @@ class ModuleSpan:
     Attributes:
         path: dotted name of the module, "" for what runs outside of all.
         flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
+        wide_flops: of these, those of products and attention as wide as today's transformers have them.
         moved_bytes: what all operators read and write, each for itself.
         product_bytes: of these, what the operators do that are counted in ``flops``.
         copied_bytes: what crosses between the device's account and the host's.
@@ -33,6 +34,7 @@ class ModuleSpan:
 
     path: str
     flops: int = 0
+    wide_flops: int = 0
     moved_bytes: int = 0
     product_bytes: int = 0
     copied_bytes: int = 0

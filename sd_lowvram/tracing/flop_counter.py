@@ -38,17 +38,26 @@ class ModuleWork:
         self._copies_left = most_copied
 
     def count(
-        self, path: str, flops: int, moved_bytes: int, packed_bytes: int = 0, held_bytes: int = 0, besides: int = 0
+        self,
+        path: str,
+        flops: int,
+        moved_bytes: int,
+        packed_bytes: int = 0,
+        held_bytes: int = 0,
+        besides: int = 0,
+        wide: bool = False,
     ) -> None:
         """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others.
 
         Args:
             held_bytes: on the device while it runs.
             besides: bytes that its library moves by kernels before and after it.
+            wide: whether its operations are those of wide products.
         """
         span, passes = self._span(path), times()
         span.operators += passes
         span.flops += flops * passes
+        span.wide_flops += flops * passes if wide else 0
         span.moved_bytes += (moved_bytes + besides) * passes
         span.product_bytes += moved_bytes * passes if flops else 0
         span.packed_bytes += packed_bytes * passes
@@ -103,6 +112,18 @@ def _sum_of_product_flops(args: Any, result: Tensor) -> int:
     return 2 * result.numel() * int(args[2].shape[-2])
 
 
+def is_wide(func: Any, args: Any) -> bool:
+    """Whether an operator is a product with a matrix, or attention, as wide as today's transformers have them."""
+    if func in _ATTENTION:
+        return is_wide_attention(args)
+    return func in _WIDE and min(args[_WIDE[func]].shape) >= _WIDE_MATRIX
+
+
+def is_wide_attention(args: Any) -> bool:
+    """Whether attention has heads of the width for which its kernels are made first, as today's transformers do."""
+    return bool(args[0].shape[-1] == 128)
+
+
 def _convolution_flops(args: Any, result: Tensor) -> int:
     weight, transposed = args[1], args[6] is True  # oneDNN's operator has its groups there
     counted: Tensor = args[0] if transposed else result
@@ -119,10 +140,16 @@ FLOPS: dict[Any, Callable[[Any, Any], int]] = {
     aten.convolution.default: _convolution_flops,
     aten.mkldnn_convolution.default: _convolution_flops,
 }
+_WIDE_MATRIX = 2048
+"""Of both sides: the matrices of Stable Diffusion's UNets have one of at most 1280, those of FLUX and its like more."""
+_WIDE = {aten.mm.default: 1, aten.addmm.default: 2}
+"""The place of the matrix among arguments."""
+_ATTENTION: set[Any] = set()
 for _name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
     _packet = getattr(aten, f"_scaled_dot_product_{_name}", None)
     if _packet is not None:
         FLOPS[_packet.default] = attention_flops
+        _ATTENTION.add(_packet.default)
 
 _packet = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
 if _packet is not None:

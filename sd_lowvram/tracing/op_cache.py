@@ -41,6 +41,7 @@ class Recipe(NamedTuple):
     moved: int = 0
     packed: int = 0
     besides: int = 0
+    wide: bool = False
 
 
 def is_repeatable(func: Any) -> bool:

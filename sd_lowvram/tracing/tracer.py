@@ -25,7 +25,7 @@ from ..streaming.timing import ModuleSpan
 from .collector import no_collection
 from .equal_calls import EqualCalls
 from .fake_tensors import Registry, fake_of, faked, modules_of
-from .flop_counter import ModuleWork, attention_flops, moved, nbytes, packed, passed_besides
+from .flop_counter import ModuleWork, attention_flops, is_wide, is_wide_attention, moved, nbytes, packed, passed_besides
 from .layout_rules import recipe_of
 from .ledger import Ledger, Timeline
 from .op_cache import Recipe, made_of, make, signature
@@ -58,6 +58,7 @@ class Figures:
         allocated_peak_bytes: most bytes of what was made during the run, in all accounts together: what
             ``measured_peak`` reports, and the allocator sees where the device is the CPU.
         flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
+        wide_flops: of these, those of products and attention as wide as today's transformers have them.
         moved_bytes: what all operators read and write, each for itself.
         product_bytes: of these, what the operators do that are counted in ``flops``.
         copied_bytes: what crosses between the device's account and the host's.
@@ -80,6 +81,7 @@ class Figures:
     largest_bytes: int
     allocated_peak_bytes: int
     flops: int
+    wide_flops: int
     moved_bytes: int
     product_bytes: int
     copied_bytes: int
@@ -265,7 +267,8 @@ class _Tracer(TorchDispatchMode):
         if kernel == "cudnn":
             self.ledger.passing(self._overhead.attention_workspace(moved(args, out)))
         held = self.ledger.live["device"] + hidden
-        self.work.count(self.ledger.path, attention_flops(args, out), moved(args, out), held_bytes=held)
+        flops = attention_flops(args, out)
+        self.work.count(self.ledger.path, flops, moved(args, out), held_bytes=held, wide=is_wide_attention(args))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -295,7 +298,8 @@ class _Tracer(TorchDispatchMode):
             self.ledger.passing(workspace)
         if operator.moves:
             held = self.ledger.live["device"] + recipe.hidden
-            self.work.count(self.ledger.path, recipe.flops, recipe.moved, recipe.packed, held, recipe.besides)
+            work = recipe.flops, recipe.moved, recipe.packed, held, recipe.besides, recipe.wide
+            self.work.count(self.ledger.path, *work)
         if operator.copies:
             self._count_crossing(args, result)
 
@@ -364,7 +368,8 @@ def _recipe(func: Any, operator: Operator, args: tuple[Any, ...], result: Any) -
     hidden = 0 if operator.hidden is None else operator.hidden(args, result)
     flops = 0 if operator.flops is None else operator.flops(args, result)
     besides = 0 if on_cpu() else passed_besides(func, args, result, hidden)
-    return Recipe(made, container, hidden, flops, moved(args, result), packed(func, args), besides)
+    wide = is_wide(func, args)
+    return Recipe(made, container, hidden, flops, moved(args, result), packed(func, args), besides, wide)
 
 
 @contextlib.contextmanager

@@ -131,6 +131,14 @@ def test_a_product_takes_the_longer_of_operations_and_bytes_and_all_else_its_byt
     assert card.seconds(followed, 2) == pytest.approx(2.0)
 
 
+def test_wide_products_have_a_rate_of_their_own_in_16_bits_where_it_was_measured() -> None:
+    card = dataclasses.replace(PROFILES["t4"], half_flops=1e12, float_flops=5e11, wide_flops=4e12)
+    step = dataclasses.replace(NOTHING, flops=5 * 10**12, wide_flops=4 * 10**12)
+    assert card.seconds(step, 2) == pytest.approx(2.0) and card.seconds(step, 4) == pytest.approx(10.0)
+    assert dataclasses.replace(card, wide_flops=0.0).seconds(step, 2) == pytest.approx(5.0)
+    assert not any(one.wide_flops for one in PROFILES.values())
+
+
 def test_launches_hide_behind_the_arithmetic_of_large_pictures() -> None:
     card = PROFILES["rtx2070"]
     small = dataclasses.replace(NOTHING, flops=10**9, operators=734)

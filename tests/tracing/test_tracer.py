@@ -348,6 +348,24 @@ def test_tensors_met_on_the_way_were_there_all_along():
     assert traced.timeline.top().device_bytes == traced.peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("run", "inputs", "wide"),
+    [
+        (nn.Linear(2048, 3072, bias=False, device="meta"), (2, 64, 2048), True),
+        (nn.Linear(2048, 3072, device="meta"), (64, 2048), True),
+        (nn.Linear(1280, 10240, device="meta"), (64, 1280), False),
+        (nn.Conv2d(2048, 2048, 3, device="meta"), (1, 2048, 8, 8), False),
+        (lambda q: F.scaled_dot_product_attention(q, q, q), (1, 2, 256, 128), True),
+        (lambda q: F.scaled_dot_product_attention(q, q, q), (1, 2, 256, 160), False),
+    ],
+)
+@torch.no_grad()
+def test_operations_of_transformers_are_told_apart(run, inputs, wide):
+    traced = trace(run, torch.empty(inputs, device="meta", dtype=torch.float32))
+    assert traced.flops > 0 and traced.wide_flops == (traced.flops if wide else 0)
+    assert sum(span.wide_flops for span in traced.spans) == traced.wide_flops
+
+
 @torch.no_grad()
 def test_shared_weights_count_once():
     layer = nn.Linear(K, K, bias=False)
