@@ -49,6 +49,7 @@ __all__ = [
     "reset_compiler",
     "storage_expired",
     "storage_key",
+    "take_matrix_workspaces",
     "tree_flatten",
     "tree_map",
     "tree_map_only",
@@ -137,9 +138,17 @@ def has_context(index: int) -> bool:
     return bool(runtime._cuda_hasPrimaryContext(index))
 
 
+def take_matrix_workspaces(device: torch.device) -> None:
+    """Have cuBLAS, and cuBLASLt, which adds a bias, take what they keep for the current stream from their first product
+    on, of torch's allocator."""
+    square = torch.zeros(8, 8, dtype=torch.float16, device=device)
+    torch.mm(square, square)
+    torch.addmm(square[0], square, square)
+
+
 def free_matrix_workspaces() -> None:
-    """Give back what cuBLAS has for itself, which torch takes from its own allocator at the first matrix product; the
-    next one takes it again. Nothing happens where torch has no such function."""
+    """Give back what these libraries keep for any stream; the next product takes it again. Nothing happens where torch
+    has no such function."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 

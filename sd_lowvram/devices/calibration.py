@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..compat import only_kernel
-from ..compat.private import TorchDispatchMode, free_matrix_workspaces
+from ..compat.private import TorchDispatchMode, free_matrix_workspaces, take_matrix_workspaces
 from .info import context_memory
 from .overhead import Overhead
 from .performance import AMPERE, THIS, Rates
@@ -305,12 +305,11 @@ def measured_overhead(device: torch.device) -> Overhead:
 
 
 def _matrix_workspace(device: torch.device) -> int:
-    """Bytes that cuBLAS keeps from the first matrix product on, of which there may have been some in this process."""
-    run, _, _ = _linear(64, 64, 64, device, torch.float16)
+    """Bytes that matrix products keep from the first of them on, of which there may have been some in this process."""
     torch.cuda.synchronize(device)
     free_matrix_workspaces()
     before = torch.cuda.memory_allocated(device)
-    run()
+    take_matrix_workspaces(device)
     torch.cuda.synchronize(device)
     return max(0, torch.cuda.memory_allocated(device) - before)
 

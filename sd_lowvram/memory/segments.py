@@ -10,13 +10,11 @@ import weakref
 
 import torch
 
+from ..compat.private import take_matrix_workspaces
 from .accounts import tracing
 
 _stepping: dict[torch.device, weakref.ref[object]] = {}
 """By device the run of which its last call was a step; none after a call of another kind."""
-
-_settled: set[tuple[torch.device, int]] = set()
-"""Devices and their streams on which products have been computed."""
 
 
 def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
@@ -34,24 +32,18 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
             return
     torch.cuda.empty_cache()
     if torch.cuda.is_available():
-        _settle_libraries(device)
-
-
-def _settle_libraries(device: torch.device) -> None:
-    """Have cuBLAS take the workspace that it keeps for a stream from its first product on: before tensors of the stage
-    are there it lies at the start of a segment, as plans count it. In the midst of one it would leave no room of 10 MiB
-    on either side."""
-    stream = (device, torch.cuda.current_stream(device).cuda_stream)
-    if stream not in _settled:
-        _settled.add(stream)
-        small = torch.zeros(8, 8, dtype=torch.float16, device=device)
-        torch.mm(small, small)
+        # Before tensors of the stage are there these lie at the start of a segment, as plans count them. In the midst
+        # of one they would leave no room of 10 MiB on either side.
+        take_matrix_workspaces(device)
 
 
 def _is_short(device: torch.device) -> bool:
-    """Whether less is free, what is cached aside, than was ever reserved for what is allocated now and more."""
+    """Whether less is free, what is cached aside, than was ever reserved for what is allocated now and more; a process
+    that is kept to a part of the GPU has no more free than that part has."""
     most = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] < most
+    free, total = torch.cuda.mem_get_info(device)
+    part = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device.index)
+    return min(free, int(part * total) - torch.cuda.memory_reserved(device)) < most
 
 
 def release_segments(device: torch.device) -> None:

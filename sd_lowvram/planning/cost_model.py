@@ -202,7 +202,7 @@ class Pricing:
             + self._beside
             + (self._scattered if stage.repeats or stage.name == "decode" else 0)
             + self._buffers(step.device_bytes if step else here, *beside)
-            + (self._beside + self.request.overhead.matrix_bytes if recorded else 0),
+            + (self._beside + self.request.overhead.matrix_bytes if recorded else self._left_of_recordings(settings)),
             weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
             host_bytes=on_host.host_bytes + cost.host_peak_bytes,
@@ -283,6 +283,11 @@ class Pricing:
     @functools.cached_property
     def _kinds(self) -> dict[str, frozenset[Any]]:
         return kinds_of(self.anatomy)
+
+    def _left_of_recordings(self, settings: Settings) -> int:
+        """What the device gives for cuBLAS' workspace of the stream on which passes are recorded: it stays when the
+        recordings have gone, and beside other stages."""
+        return segment(self.request.overhead.matrix_bytes) if settings.cuda_graphs else 0
 
     @functools.cached_property
     def _beside(self) -> int:

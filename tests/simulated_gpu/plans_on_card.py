@@ -168,7 +168,6 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     from benchmarks.pictures import least_budget
     from sd_lowvram import Settings, optimize, plan, restore
     from sd_lowvram.devices.this_machine import overhead_of
-    from sd_lowvram.memory import segments
 
     card = simulated.card
     gc.collect()
@@ -189,7 +188,6 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     with card.of_size(_ENOUGH):
         chosen = optimize(pipe, vram=f"{least + int(case.share * (most - least))} b", **sizes).predicted
     simulated.kernels.forget()
-    segments._settled.clear()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     size = chosen.reserved_bytes + chosen.overhead_bytes + others[1]

@@ -49,7 +49,8 @@ class Kernels:
         workspace: what the convolution library takes beside inputs and output: nothing, for 16-bit maps in the plain
             order copies of all of them in its own, or 128 MiB.
         attention_share: what cuDNN's attention takes for itself, over the bytes of its tensors.
-        matrix_bytes: what the library for matrix products takes at its first one, and keeps until it is forgotten.
+        matrix_bytes: what the library for matrix products takes at its first one on a stream, and keeps until it is
+            forgotten; with the first one that adds a bias it takes a MiB more, as an H100 has shown.
         outputs_first: whether a convolution makes its output before the copies of its inputs, which versions of torch
             and its libraries do in the one order or the other.
         computes: whether contents are computed and copied; else memory is taken for them, and that is all, but that
@@ -63,7 +64,7 @@ class Kernels:
         self._library = torch.library.Library("aten", "IMPL")
         self.workspace: Workspace = "nhwc"  # as an H100 has shown
         self.matrix_bytes, self.attention_share = 0, 0.0
-        self._matrix: Tensor | None = None
+        self._workspaces: dict[tuple[int, int], list[Tensor]] = {}
         self.outputs_first = False
         self.computes = True
         self._own = threading.local()
@@ -121,13 +122,19 @@ class Kernels:
         result = self._launch(lambda: operator(*host_args, **host_kwargs), twins, reads, writes)
         if operator.overloadpacket is torch.ops.aten.upsample_nearest2d:
             args[0].contiguous(memory_format=_suggested(args[0]))
-        if self.matrix_bytes and self._matrix is None and operator.overloadpacket in _PRODUCTS:
-            self._matrix = torch.empty(self.matrix_bytes, dtype=torch.uint8, device="cuda")
+        if self.matrix_bytes and operator.overloadpacket in _PRODUCTS:
+            self._take_workspaces(operator.overloadpacket is torch.ops.aten.addmm)
         return result
+
+    def _take_workspaces(self, with_bias: bool) -> None:
+        index = torch.cuda.current_device()
+        taken = self._workspaces.setdefault((index, torch._C._cuda_getCurrentRawStream(index)), [])
+        for size in (self.matrix_bytes, MIB)[len(taken) : 1 + with_bias]:
+            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
 
     def forget(self) -> None:
         """As in a new process: the library for matrix products has not been used."""
-        self._matrix = None
+        self._workspaces.clear()
 
     def _twins(self, *tensors: Tensor | None) -> _Twins:
         computes = self.computes or all(one is None or one.nbytes <= _SMALL for one in tensors)
