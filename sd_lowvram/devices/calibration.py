@@ -31,6 +31,11 @@ _KERNELS = (512, 3, 3)
 _READ_BYTES = math.prod(_KERNELS) * 2 << 13
 _DOUBLED = 2
 """Pictures: guidance doubles one."""
+_MAPS = (
+    *((320, 64, 64, 2), (640, 32, 32, 2), (1280, 16, 16, 2), (512, 64, 64, 2)),
+    *((640, 24, 70, 4), (640, 41, 78, 2), (512, 252, 136, 1)),
+)
+"""(channels, height, width, pictures) of SD1.5 at 512x512, and of sizes for which an H100 takes more."""
 _ATTENTIONS = ((2, 8, 4096, 4096, 40), (2, 8, 4096, 77, 40), (2, 10, 4096, 4096, 64), (1, 24, 4608, 4608, 128))
 """(batch, heads, queries, keys, width) of SD1.5, SDXL and FLUX.1 at their own sizes."""
 
@@ -168,8 +173,10 @@ def _convolution(
     dtype: torch.dtype,
     pictures: int = _DOUBLED,
     layout: torch.memory_format = torch.contiguous_format,
+    width: int = 0,
 ) -> _Layer:
-    image = _filled(pictures, channels, side, side, device=device).to(dtype, memory_format=layout)
+    """Of a square map, or one that is ``side`` high and ``width`` wide."""
+    image = _filled(pictures, channels, side, width or side, device=device).to(dtype, memory_format=layout)
     kernel = _filled(channels, channels, 3, 3, device=device).to(dtype, memory_format=layout)
     flops = 2 * image.numel() * channels * 9
     return lambda: functional.conv2d(image, kernel, padding=1), flops, kernel.nbytes
@@ -288,18 +295,18 @@ def measured_overhead(device: torch.device) -> Overhead:
     torch takes the libraries' workspaces from its own allocator, so they are what its peak has beyond the tensors: of
     convolutions at the levels of SD1.5's denoiser and, as a share, of its decoder, with the widest map of a picture of
     2048x2048 where the card has room for it; maps channels last as plans have them; and of cuDNN's attention, where it
-    runs. The context is what the driver
-    counts for this process beyond that allocator; where it does not tell processes apart, what is taken on the device
-    in all, up to the default.
+    runs. The context is what the driver counts for this process beyond that allocator; where it does not tell processes
+    apart, what is taken on the device in all, up to the default.
     """
     matrix = _matrix_workspace(device)
+    sides = ((512, 256), (256, 512), (128, 512), (512, 1024))
     with torch.inference_mode():
-        small = max(_workspace(*shape, device)[0] for shape in ((320, 64), (640, 32), (1280, 16), (512, 64)))
-        shapes = [(512, 256), (256, 512), (128, 512), (512, 1024)]
-        large = [_workspace(*shape, device, 1) for shape in shapes if _has_room(*shape, device)]
-    share = max((space / moved if space > small else 0.0 for space, moved in large), default=0.0)
-    with torch.inference_mode():
+        small = max(_workspace(*shape, device)[0] for shape in _MAPS)
+        large = [
+            _workspace(channels, side, side, 1, device) for channels, side in sides if _has_room(channels, side, device)
+        ]
         attention = _attention_share(device)
+    share = max((space / moved for space, moved in large if space > small), default=0.0)
     torch.cuda.empty_cache()
     return Overhead(context_memory(device, Overhead().context_bytes), matrix, small, share, attention)
 
@@ -320,9 +327,9 @@ def _has_room(channels: int, side: int, device: torch.device) -> bool:
     return torch.cuda.mem_get_info(device)[0] >= 4 * 2 * channels * side * side
 
 
-def _workspace(channels: int, side: int, device: torch.device, pictures: int = _DOUBLED) -> tuple[int, int]:
+def _workspace(channels: int, height: int, width: int, pictures: int, device: torch.device) -> tuple[int, int]:
     """Bytes that a convolution asks torch for beyond its own tensors, and bytes that it reads and writes."""
-    run, _, weight_bytes = _convolution(channels, side, device, torch.float16, pictures, torch.channels_last)
+    run, _, weight_bytes = _convolution(channels, height, device, torch.float16, pictures, torch.channels_last, width)
     space, own = _beside(run, device)
     return space, 2 * own + weight_bytes
 

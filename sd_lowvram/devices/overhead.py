@@ -22,7 +22,7 @@ class Overhead:
         matrix_bytes: cuBLAS' workspace, one for each stream, which stays; torch asks for 2 x 4 MiB + 8 x 16 KiB, and
             for 32 MiB on Hopper.
         convolution_bytes: cuDNN's workspace for one convolution; 32 MiB holds what its heuristics choose in fp16 on
-            maps of the denoiser's size.
+            maps of the denoiser's size. An H100 takes none or 15 MiB, by the map's height and width.
         convolution_share: its workspace on larger maps, as a share of what the convolution reads and writes. In fp16
             with maps channels last, as plans have them, none is expected.
         attention_share: cuDNN's workspace for attention, as a share of what that reads and writes; None: it

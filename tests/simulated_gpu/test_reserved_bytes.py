@@ -143,7 +143,7 @@ def test_the_decoders_widest_maps_are_probed_where_there_is_room(
     with gpu.card.of_size(gib << 30):
         assert measured_overhead(GPU).convolution_share == 0
         torch.cuda.empty_cache()
-    assert {(128, 512), (256, 512)} < probed
+    assert {(128, 512), (256, 512), (640, 24)} < probed  # the last as an H100 takes 15 MiB for it, and none at 512x512
     assert ((512, 1024) in probed) == (gib == 16)
 
 
