@@ -59,6 +59,7 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "largest_demo": max_size.lines,
     "largest_rtx2070": max_size.lines,
     "measured/nvidia-h100-80gb-hbm3": gpu.lines,
+    "measured/plans-on-h100": lambda values: _on_card("plans").lines(values),
     "peers": peers.lines,
     "phones": phones.lines,
     "plans": plans.lines,

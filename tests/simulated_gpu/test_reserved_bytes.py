@@ -16,6 +16,7 @@ from sd_lowvram.devices import calibration
 from sd_lowvram.devices.calibration import measured_overhead
 from sd_lowvram.devices.this_machine import overhead_of
 from sd_lowvram.memory.reserved import allocator_settings
+from sd_lowvram.memory.segments import begin_stage
 
 MIB = 1 << 20
 CUBLAS_BYTES = 8 * MIB + 128 * 1024
@@ -196,3 +197,24 @@ def test_what_recording_leaves_of_its_libraries_is_counted_beside_the_decode(
     row = on_card(gpu, Case("sd15", 504, 272, 1.0), cuda_graphs=True)
     assert row.ran
     assert row.reserved <= row.planned_reserved + 2 * MIB
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_steps_begin_without_unused_segments_where_the_process_may_have_no_more(gpu: Any, kept: bool) -> None:
+    class Run:
+        pass
+
+    run = Run()
+    begin_stage(GPU)
+    torch.cuda.reset_peak_memory_stats()
+    begin_stage(GPU, run)
+    held = torch.cuda.memory_reserved()
+    torch.empty(200 * MIB, dtype=torch.uint8, device=GPU)  # ends at once, and is cached
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((held + 201 * MIB) / total if kept else 1.0)
+    try:
+        begin_stage(GPU, run)
+        assert torch.cuda.memory_reserved() - held == (0 if kept else 200 * MIB)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
