@@ -44,6 +44,7 @@ def plan(
     batch: int = 1,
     steps: int = DEFAULT_STEPS,
     pictures: int = 1,
+    guided: bool = True,
     device: torch.device | str | None = None,
     settings: Settings | None = None,
     approximate: bool = False,
@@ -61,7 +62,7 @@ def plan(
     """
     fixed = stated(settings)
     run: RunOptions = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
-    request = _request(target, fixed, vram, ram, device, run)
+    request = _request(target, fixed, vram, ram, device, run, guided)
     return make_plan(anatomy_of(target, fixed), request, fixed, _whether(approximate))
 
 
@@ -75,6 +76,7 @@ def optimize(
     batch: int = 1,
     steps: int = DEFAULT_STEPS,
     pictures: int = 1,
+    guided: bool = True,
     device: torch.device | str | None = None,
     settings: Settings | None = None,
     approximate: bool = False,
@@ -99,6 +101,8 @@ def optimize(
         batch: pictures at a time; guidance doubles it inside.
         steps: of denoising, for the time.
         pictures: that will be made in all: for many of them it pays to compile the model, for one it may not.
+        guided: whether the target is called with guidance where it guides by itself: not so a distilled model
+            (Z-Image-Turbo by ``guidance_scale=0``), whose step is planned for half the rows, or calls, then.
         device: where to compute. None: a GPU when there is one, else the CPU.
         settings: knobs that are fixed; the rest is chosen.
         approximate: whether settings that change the picture may be chosen too.
@@ -114,7 +118,7 @@ def optimize(
     """
     fixed = stated(settings)
     run: RunOptions = {"width": width, "height": height, "batch": batch, "steps": steps, "pictures": pictures}
-    request = _request(target, fixed, vram, ram, device, run)
+    request = _request(target, fixed, vram, ram, device, run, guided)
     return attach_plan_for(target, request, fixed, _whether(approximate))
 
 
@@ -369,6 +373,7 @@ def _request(
     ram: Size | None,
     device: torch.device | str | None,
     run: RunOptions,
+    guided: bool = True,
 ) -> Request:
     """The request of a call of ours; what is not stated is as the target itself runs."""
     asked: RunOptions = {
@@ -377,10 +382,11 @@ def _request(
         "ram": None if ram is None else parse_size(ram, "ram"),
         "device": device_of(device),
     }
-    return request_for(anatomy_of(target, settings), **asked)
+    request = request_for(anatomy_of(target, settings), **asked)
+    return request if _whether(guided, "guided") else dataclasses.replace(request, passes=1, calls=1)
 
 
-def _whether(approximate: bool) -> bool:
-    if not isinstance(approximate, bool):
-        raise BadInputError(f"approximate {approximate!r} must be True or False")
-    return approximate
+def _whether(value: bool, name: str = "approximate") -> bool:
+    if not isinstance(value, bool):
+        raise BadInputError(f"{name} {value!r} must be True or False")
+    return value

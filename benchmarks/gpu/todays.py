@@ -38,7 +38,8 @@ def trial_todays(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]
     where = torch.device(device)
     for case in cases:
         pipe, given = random_transformer(case["model"], where)
-        sizes: dict[str, Any] = {"width": case["side"], "height": case["side"], "device": where}
+        guided = given.get("guidance_scale") != 0
+        sizes: dict[str, Any] = {"width": case["side"], "height": case["side"], "guided": guided, "device": where}
         optimize(pipe, vram=_PLENTY, settings=Settings(offload="none"), **sizes)
         wanted, resident = _latents(pipe, given, case["side"])
         restore(pipe)

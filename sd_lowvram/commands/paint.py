@@ -289,7 +289,7 @@ def optimized(job: Job, pipe: Any, device: torch.device, console: Console, pictu
         plan = (foretold if own else optimize)(
             pipe, vram=job.vram, ram=job.ram, width=job.width, height=job.height, batch=job.batch,
             steps=max(1, job.steps_run), pictures=pictures, device=device, settings=job.settings,
-            approximate=job.approximate,
+            approximate=job.approximate, guided=job.guidance is None or job.guidance > 1,
         )  # fmt: skip
         if own:
             attach_own(pipe, job.policy or "", plan)

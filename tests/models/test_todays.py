@@ -184,6 +184,21 @@ def test_sd3_guides_by_skipped_layers_too() -> None:
     assert todays.within(plan, run) and attachments(pipe)[0].plan is plan
 
 
+def test_runs_without_guidance_are_planned_for_fewer_rows_or_calls_and_anew_where_guidance_comes() -> None:
+    pipe = todays.z_image()
+    guided, plain = (sd_lowvram.plan(pipe, vram="4GB", guided=guides, **ASKED) for guides in (True, False))
+    held = [next(one.activation_bytes for one in each.stages if one.name == "denoise") for each in (guided, plain)]
+    assert (guided.request.passes, plain.request.passes) == (2, 1) and held[1] < 0.75 * held[0]
+    assert sd_lowvram.plan(todays.chroma(), guided=False, **ASKED).request.calls == 1
+    expected = todays.picture(pipe, guidance_scale=5.0)
+    plan = sd_lowvram.optimize(pipe, vram="4GB", guided=False, **ASKED)
+    todays.picture(pipe, **todays.prompts(pipe, guided=False))
+    assert attachments(pipe)[0].plan is plan
+    assert todays.agrees(plan, todays.picture(pipe, guidance_scale=5.0), expected)
+    now = attachments(pipe)[0].plan
+    assert now is not None and now.request.passes == 2
+
+
 def test_z_image_guides_above_0_and_stops_on_the_way() -> None:
     pipe = todays.z_image()
     rows: list[int] = []
