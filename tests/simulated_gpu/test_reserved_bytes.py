@@ -45,8 +45,10 @@ def test_segments_are_taken_as_by_torch(gpu: Any, seed: int, asked: str) -> None
     choice, live = random.Random(seed), {}
     with gpu.card.of_size(16 << 30):
         torch.cuda.empty_cache()
-        # Room beside what earlier tests of this process left, as tables that diffusers caches, is taken.
-        blocks = [block for one in torch.cuda.memory_snapshot() for block in one["blocks"]]
+        # Room of this stream beside what earlier tests of this process left, as tables that diffusers caches, is taken.
+        here = torch.cuda.current_stream().cuda_stream, (0, 0)
+        segments = [one for one in torch.cuda.memory_snapshot() if (one["stream"], one["segment_pool_id"]) == here]
+        blocks = [block for one in segments for block in one["blocks"]]
         sizes = [block["size"] for block in blocks if block["state"] == "inactive"]
         room = [torch.empty(size, dtype=torch.uint8, device=GPU) for size in sizes]
         before = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
