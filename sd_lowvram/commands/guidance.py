@@ -35,6 +35,13 @@ def guided_by(job: Job, pipe: Any) -> dict[str, Any]:
     return given
 
 
+def is_guided(job: Job, pipe: Any) -> bool:
+    """Whether ``pipe`` guides by the scale of ``job``: most pipelines above 1, Z-Image's and Krea 2's above 0."""
+    from ..session import anatomy_of
+
+    return job.guidance is None or job.guidance > anatomy_of(pipe).family.guides_above
+
+
 def check_calls(job: Job, pipe: Any) -> None:
     """Raise BadInputError where ``job`` asks for what its pipeline does not do."""
     kind = type(pipe).__name__

@@ -26,7 +26,7 @@ from ..policies.named import POLICIES, check_policy
 from ..saved_latents.file import Saved
 from ..saved_latents.interval import Interval
 from .early import check_floor, known_budget
-from .guidance import check_calls, check_scheduler, guided_by, takes_size, usual_guidance
+from .guidance import check_calls, check_scheduler, guided_by, is_guided, takes_size, usual_guidance
 from .inputs import DEMO_GUIDANCE, Job
 from .interrupts import heed_interrupts, terminated_as_interrupted
 from .latents import about_run, pictures_as_tensors, place_of
@@ -289,7 +289,7 @@ def optimized(job: Job, pipe: Any, device: torch.device, console: Console, pictu
         plan = (foretold if own else optimize)(
             pipe, vram=job.vram, ram=job.ram, width=job.width, height=job.height, batch=job.batch,
             steps=max(1, job.steps_run), pictures=pictures, device=device, settings=job.settings,
-            approximate=job.approximate, guided=job.guidance is None or job.guidance > 1,
+            approximate=job.approximate, guided=is_guided(job, pipe),
         )  # fmt: skip
         if own:
             attach_own(pipe, job.policy or "", plan)

@@ -119,6 +119,7 @@ class Family:
             they make.
         latent_multiple: latent pixels of which both sides of a picture must be multiples.
         guidance_scale: the pipeline's argument that is the guidance scale.
+        guides_above: the scale above which the pipeline guides.
         helper_stages: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder, if any.
         configs: of components whose own configuration does not say it, what it would say in diffusers' words.
         anatomy_fields: ``(target, anatomy)`` to those fields of the anatomy that the target itself decides, by its kind
@@ -155,6 +156,7 @@ class Family:
     latents_in_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], LatentsInCall | None] = map_in_call
     latent_multiple: int = 1
     guidance_scale: str = "guidance_scale"
+    guides_above: float = 1
     helper_stages: Callable[[Anatomy, Shape], list[Stage]] = lambda anatomy, shape: []
     configs: Callable[[Mapping[str, Any]], Mapping[str, Mapping[str, Any]]] = lambda components: {}
     anatomy_fields: Callable[[Any, Anatomy], dict[str, Any]] = lambda target, anatomy: {}

@@ -54,7 +54,7 @@ def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
-    return {"passes": 1, "calls": 1 + dit.guides(target, above=0)}
+    return {"passes": 1, "calls": 1 + dit.guides(target, above=anatomy.family.guides_above)}
 
 
 def _joint_block(block: nn.Module) -> JointBlock | None:
@@ -75,6 +75,7 @@ def _joint_block(block: nn.Module) -> JointBlock | None:
 FAMILY = dit.family(
     SERVED,
     {"text_encoder": dit.Reading(_READ, hidden=True, masked=True)},
+    guides_above=0,
     step_inputs=step_inputs,
     channels=lambda config: int(config["in_channels"]) // 4,
     anatomy_fields=_anatomy_fields,

@@ -66,7 +66,8 @@ def latents_in_call(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
-    return {"passes": 1 + dit.guides(target, above=0), "encodes": dit.starts_from_picture(target)}
+    guided = dit.guides(target, above=anatomy.family.guides_above)
+    return {"passes": 1 + guided, "encodes": dit.starts_from_picture(target)}
 
 
 def _joint_block(block: Any) -> JointBlock | None:
@@ -80,6 +81,7 @@ def _joint_block(block: Any) -> JointBlock | None:
 FAMILY = dit.family(
     SERVED,
     {"text_encoder": dit.Reading(_TOKENS, hidden=True, masked=True)},
+    guides_above=0,
     step_inputs=step_inputs,
     channels=lambda config: int(config["in_channels"]),
     anatomy_fields=_anatomy_fields,

@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 
 from sd_lowvram.checkpoints.architectures import TRANSFORMERS, architecture
+from sd_lowvram.commands.guidance import is_guided
+from sd_lowvram.commands.inputs import Job
 
 SIZE = ("--width", todays.SIZE, "--height", todays.SIZE, "--steps", 2, "--seed", 5, "--device", "cpu")
 
@@ -43,6 +45,12 @@ MADE: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[Any, ...]]] = {
     "krea2": (todays.krea2, {"guidance_scale": 4.5}, ()),
 }
 """By family: a pipeline, what it is called with, and the options that mean the same."""
+
+
+@pytest.mark.parametrize(("name", "above"), [("sd3", 1), ("qwen-image", 1), ("z-image", 0), ("krea2", 0)])
+def test_a_run_is_planned_with_guidance_above_what_its_pipeline_guides_above(name: str, above: float) -> None:
+    pipe = MADE[name][0]()
+    assert [is_guided(Job("a", guidance=scale), pipe) for scale in (above, above + 0.5, None)] == [False, True, True]
 
 
 @pytest.mark.parametrize("name", MADE)
