@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from simulated_card.card import Card, Schedule, card
+from simulated_card.card import MIB, Card, Schedule, card
 from simulated_card.kernels import HostWatch, Kernels
 from simulated_card.races import Race, races
 
@@ -109,6 +109,22 @@ class Simulated:
         unlock_ended()
         torch._C._host_emptyCache()
         return torch.cuda.memory_allocated(), self.card.pinned
+
+
+def rest_taken() -> list[torch.Tensor]:
+    """All room of this stream in segments that earlier tests of the process have left something in, as tables that
+    diffusers caches: while these tensors are there, a test has the card's own memory only."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    here = torch.cuda.current_stream().cuda_stream, (0, 0)
+    segments = [one for one in torch.cuda.memory_snapshot() if (one["stream"], one["segment_pool_id"]) == here]
+    taken: list[torch.Tensor] = []
+    for one in segments:
+        most, least = (MIB, 1) if one["segment_type"] == "small" else (one["total_size"], MIB + 1)
+        for room in (block["size"] for block in one["blocks"] if block["state"] == "inactive"):
+            sizes = [most] * (room // most) + [room % most]
+            taken += [torch.empty(size, dtype=torch.uint8, device=GPU) for size in sizes if size >= least]
+    return taken
 
 
 @contextlib.contextmanager

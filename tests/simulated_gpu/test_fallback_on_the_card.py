@@ -13,7 +13,7 @@ import families
 import pytest
 import tiny
 import torch
-from on_card import GPU
+from on_card import GPU, rest_taken
 from run_log import logged
 
 import sd_lowvram
@@ -192,11 +192,13 @@ def test_a_host_of_less_than_planned_leaves_weights_in_their_file(
 
 def test_a_card_on_which_nothing_fits(gpu: Any, pipe: Any, planned: dict[str, Any]) -> None:
     before = {name: tensor.clone() for name, tensor in pipe.unet.state_dict().items()}
+    rest = rest_taken()
     with (
         gpu.card.of_size(CONTEXT + emptied(gpu.card) + 2 * MIB, CONTEXT),
         pytest.raises(BudgetError, match=r"ran out of memory .* and nothing leaner fits"),
     ):
         sd_lowvram.optimize(pipe, **planned)
         tiny.run(pipe, size=SIZE)
+    del rest
     sd_lowvram.restore(pipe)
     assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.unet.state_dict().items())

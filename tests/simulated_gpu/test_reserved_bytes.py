@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_card import GPU, LARGE
+from on_card import GPU, LARGE, rest_taken
 from plans_on_card import Case, drawn, on_card
 
 from sd_lowvram.devices import calibration
@@ -44,13 +44,7 @@ def a_size(choice: random.Random) -> int:
 def test_segments_are_taken_as_by_torch(gpu: Any, seed: int, asked: str) -> None:
     choice, live = random.Random(seed), {}
     with gpu.card.of_size(16 << 30):
-        torch.cuda.empty_cache()
-        # Room of this stream beside what earlier tests of this process left, as tables that diffusers caches, is taken.
-        here = torch.cuda.current_stream().cuda_stream, (0, 0)
-        segments = [one for one in torch.cuda.memory_snapshot() if (one["stream"], one["segment_pool_id"]) == here]
-        blocks = [block for one in segments for block in one["blocks"]]
-        sizes = [block["size"] for block in blocks if block["state"] == "inactive"]
-        room = [torch.empty(size, dtype=torch.uint8, device=GPU) for size in sizes]
+        room = rest_taken()
         before = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
         model = allocator_settings().allocator()
         for number in range(1000):
