@@ -186,8 +186,7 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     from sd_lowvram.devices.this_machine import overhead_of
 
     card = simulated.card
-    gc.collect()
-    torch.cuda.empty_cache()
+    rest = [] if isinstance(card, RealCard) else _rest_taken()
     others = _held_now()  # of earlier tests in this process
     with card.of_size(_ENOUGH):
         if not isinstance(card, RealCard):
@@ -216,7 +215,14 @@ def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     asked = torch.cuda.memory_stats()["requested_bytes.all.peak"] - others[2] - libraries
     locked = card.pinned_peak - before
     restore(pipe)
+    del rest
     return Row(chosen.peak_bytes, held[0], chosen.reserved_bytes, held[1], ran, chosen.host_bytes, locked, asked)
+
+
+def _rest_taken() -> list[Any]:
+    from on_card import rest_taken  # with the simulated card, which is no matter where there is a real one
+
+    return rest_taken()
 
 
 def _libraries_hold(simulated: Any) -> int:
