@@ -33,7 +33,7 @@ help:
 	@echo 'make test-all                       those of measurements, smaller UNets and batches too'
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
 	@echo 'make test-others                    diffusers own tests with our hooks attached (DIFFUSERS_DIR=)'
-	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into $(GPU_VENV) if need be, 5 GB'
+	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into the cache folder if need be, 5 GB'
 	@echo 'make fuzz                           ten thousand hostile inputs'
 	@echo 'make faults                         runs that are disturbed everywhere, in every way: benchmarks/faults.md'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
@@ -56,13 +56,11 @@ install: $(VENV)/.standalone
 # In two processes, which is what most of the tests, Python's own work, can use.
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 ROOMS := $(wildcard tests/benchmarks tests/unets tests/batches)
-test: lint $(VENV)/.gradio
-	$(PYTEST) $(ROOMS:%=--ignore=%)
+test: lint test-core
 
-# Whether all tests can be imported.
-.PHONY: collect
-collect: $(VENV)/.gradio
-	$(BIN)/python -m pytest --collect-only -qq
+.PHONY: test-core
+test-core: $(VENV)/.gradio
+	$(PYTEST) $(ROOMS:%=--ignore=%)
 
 # Of measurements, smaller UNets and batches, which the package runs without.
 test-rooms: $(VENV)/.gradio
@@ -79,9 +77,10 @@ test-others: $(VENV)/.test
 	@test -z "$(DIFFUSERS_DIR)" || $(PIP) install --quiet requests-mock pytest-timeout parameterized
 	DIFFUSERS_DIR="$(DIFFUSERS_DIR)" $(BIN)/python -m pytest -s tests/others
 
-# What a card does, on one that is simulated under torch's CUDA build, in an environment of its own. It needs gcc and g++;
-# SIMULATED_GPU=required makes it a failure that they are missing.
-GPU_VENV ?= .venv-gpu
+# What a card does, on one that is simulated under torch's CUDA build. Its environment (5 GB) is stored in the user's cache
+# folder, under a digest of what is installed there, and serves all clones. SIMULATED_GPU=required: fail without gcc and g++.
+GPU_VENVS = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/sd-lowvram/simulated-gpu
+GPU_VENV ?= $(GPU_VENVS)/$(shell { "$(PYTHON)" --version; cat constraints.txt; sed -n '/^test = /,/^]/p' pyproject.toml; } | cksum | tr ' ' -)
 SIMULATED_GPU ?= asked
 test-simulated-gpu:
 	@if command -v gcc >/dev/null && command -v g++ >/dev/null; then \
@@ -91,7 +90,7 @@ test-simulated-gpu:
 
 .PHONY: simulated-gpu
 simulated-gpu: $(VENV)/.cuda
-	SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/simulated_gpu \
+	PYTHONPATH="$(CURDIR)" SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/simulated_gpu \
 		$(wildcard tests/benchmarks/simulated_gpu tests/unets/simulated_gpu)
 
 # Ten times the hostile inputs of a test run.
@@ -180,10 +179,11 @@ $(VENV)/.docs: $(VENV)/.standalone
 
 # Three '=' pick torch as it is published, which is the CUDA build, also where a build for the CPU is at hand.
 TORCH = $(shell sed -n 's/^torch==//p' constraints.txt)
-$(VENV)/.cuda: $(VENV)/.python pyproject.toml constraints.txt
+$(VENV)/.cuda: $(VENV)/.python
 	@echo 'first install for the simulated card: torch for CUDA, 5 GB, which takes some minutes' >&2
 	$(PIP) install --quiet 'torch===$(TORCH)'
 	$(PIP) install --quiet -c constraints.txt -e '.[test]'
+	$(PIP) uninstall --quiet --yes sd-lowvram  # each clone brings its own
 	@touch $@
 
 # The gradio of AUTOMATIC1111, apart from all else; without it, or where it takes long, one test is skipped.
