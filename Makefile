@@ -34,7 +34,7 @@ help:
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
 	@echo 'make test-others                    diffusers own tests with our hooks attached (DIFFUSERS_DIR=)'
 	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into the cache folder if need be, 5 GB'
-	@echo 'make fuzz                           ten thousand hostile inputs'
+	@echo 'make fuzz                           ten thousand hostile inputs, and as many headers of GGUF; the worst memory'
 	@echo 'make faults                         runs that are disturbed everywhere, in every way: benchmarks/faults.md'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
 	@echo 'make docs                           the book of docs/, into build/book; no broken link'
@@ -93,7 +93,7 @@ simulated-gpu: $(VENV)/.cuda
 	PYTHONPATH="$(CURDIR)" SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/simulated_gpu \
 		$(wildcard tests/benchmarks/simulated_gpu tests/unets/simulated_gpu)
 
-# Ten times the hostile inputs of a test run.
+# Ten times the hostile inputs of a test run; at the end the most memory that each target took.
 fuzz: $(VENV)/.test
 	SD_LOWVRAM_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz $(wildcard tests/batches/test_hostile_jobs.py)
 

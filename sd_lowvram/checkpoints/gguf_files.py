@@ -1,11 +1,20 @@
 """Transformers in GGUF files: what their header tells, and their weights, in the file's own blocks, mapped from it.
 
-The ``gguf`` package reads the layout and diffusers has the layers that widen the blocks, both where such a file is
-given alone. Names in these files are those of the published checkpoints, so their converters serve.
+The ``gguf`` package knows the kinds of blocks and diffusers has the layers that widen them; both are needed only where
+such a file is given. Names in these files are those of the published checkpoints, so their converters serve.
+
+Headers come from strangers: every count and length is compared with the bytes that the file has left before anything is
+made of it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import mmap
+import stat
+import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +26,26 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+_LARGEST_HEADER, _MOST_TENSORS, _MOST_SIDES, _MOST_NESTED = 100_000_000, 1 << 15, 8, 4
+"""Bytes of a header, tensors of a file, sides of a tensor, arrays inside of arrays: more than any model has."""
+
+_VERSIONS = (2, 3)
+_STRING, _ARRAY, _UINT32 = 8, 9, 4
+_VALUES = {0: 1, 1: 1, 2: 2, 3: 2, _UINT32: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a plain value in the metadata, by the number of its type."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor: its kind of blocks ("Q4_K"), the shape of the widened weight, that of the stored bytes, its place."""
+
+    name: str
+    kind: Any
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]
+    begin: int
+    end: int
 
 
 def is_gguf_file(path: Path) -> bool:
@@ -37,15 +66,13 @@ def gguf_header(path: Path) -> Header:
     """
     served = {kind.name for kind in _utils(path).dequantize_functions} | set(_PLAIN)
     tensors = {}
-    for one in _read(path):
-        kind = one.tensor_type.name
-        if kind not in served:
+    for one in read_gguf(path):
+        if one.kind.name not in served:
             raise CheckpointError(
-                f"{path} holds {one.name} in {kind}, which diffusers cannot widen: get the file in one of "
+                f"{path} holds {one.name} in {one.kind.name}, which diffusers cannot widen: get the file in one of "
                 f"{', '.join(sorted(served - set(_PLAIN)))}"
             )
-        shape = tuple(int(size) for size in reversed(one.shape))
-        tensors[one.name] = TensorEntry(kind, shape, one.data_offset, one.data_offset + one.n_bytes)
+        tensors[one.name] = TensorEntry(one.kind.name, one.shape, one.begin, one.end)
     return Header(tensors, {}, 0)
 
 
@@ -60,13 +87,12 @@ def gguf_weights(path: Path, *, meta: bool) -> dict[str, Tensor]:
     utils = _utils(path)
     whole = torch.empty(path.stat().st_size, dtype=torch.uint8, device="meta") if meta else _mapped(path)
     weights = {}
-    for one in _read(path):
-        raw, kind = whole[one.data_offset : one.data_offset + one.n_bytes], one.tensor_type
-        if kind.name in _PLAIN:
-            shape = tuple(int(size) for size in reversed(one.shape))
-            weights[one.name] = raw.view(getattr(torch, _PLAIN[kind.name])).view(shape)
+    for one in read_gguf(path):
+        raw, name = whole[one.begin : one.end], one.kind.name
+        if name in _PLAIN:
+            weights[one.name] = raw.view(getattr(torch, _PLAIN[name])).view(one.shape)
         else:
-            weights[one.name] = utils.GGUFParameter(raw.view(one.data.shape), quant_type=kind)
+            weights[one.name] = utils.GGUFParameter(raw.view(one.stored), quant_type=one.kind)
     return weights
 
 
@@ -110,11 +136,142 @@ def _utils(path: Path) -> Any:
     return utils
 
 
-def _read(path: Path) -> Any:
-    import gguf
+def read_gguf(path: Path) -> list[_Tensor]:
+    """The tensors in the header of a GGUF file; no weight is read.
 
+    Raises:
+        CheckpointError: unreadable, truncated, or a header that contradicts itself or the file.
+    """
     try:
-        tensors = gguf.GGUFReader(path).tensors
-    except Exception as error:  # of numpy, struct or the reader, by where the file ends
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise CheckpointError(f"{path} cannot be read: it is no regular file")
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), min(about.st_size, _LARGEST_HEADER), access=mmap.ACCESS_READ) as data,
+        ):
+            return _Reader(data, about.st_size).tensors()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
         raise CheckpointError(f"{path} is truncated or damaged ({error}): download it again") from error
-    return tensors
+
+
+class _Reader:
+    """Reads a header from front to back.
+
+    Args:
+        data: the beginning of the file.
+        size: of the whole file.
+    """
+
+    def __init__(self, data: mmap.mmap, size: int) -> None:
+        self._data, self._size, self._at, self._alignment = data, size, 0, 32
+
+    def tensors(self) -> list[_Tensor]:
+        """The tensors, each within the file.
+
+        Raises:
+            ValueError: something is larger than what the file has left, or makes no sense.
+        """
+        if self._take(4) != b"GGUF":
+            raise ValueError("it does not begin as a GGUF file does")
+        if (version := self._number("<I")) not in _VERSIONS:
+            raise ValueError(f"version {version} of the format is not one of {_VERSIONS}")
+        # A tensor takes at least 32 bytes, a value of the metadata 13.
+        count, values = self._count(32, "tensors"), self._count(13, "values")
+        if count > _MOST_TENSORS:
+            raise ValueError(f"it announces {count} tensors, more than {_MOST_TENSORS}")
+        for _ in range(values):
+            self._value()
+        told = [self._tensor() for _ in range(count)]
+        begin = -(-self._at // self._alignment) * self._alignment
+        found = sorted((self._placed(begin, *one) for one in told), key=lambda one: (one.begin, one.end))
+        if len({one.name for one in found}) != count:
+            raise ValueError("a name stands there twice")
+        if any(one.end > after.begin for one, after in itertools.pairwise(found)):
+            raise ValueError("two tensors are at the same place")
+        return found
+
+    def _skip(self, length: int) -> int:
+        """Pass over so many bytes; returns where they begin.
+
+        Raises:
+            ValueError: the file, or the largest header, ends before.
+        """
+        begin, left = self._at, len(self._data) - self._at
+        if length > left:
+            raise ValueError(f"at byte {begin} it announces {length} bytes where {left} are left")
+        self._at += length
+        return begin
+
+    def _take(self, length: int) -> bytes:
+        begin = self._skip(length)
+        return self._data[begin : self._at]
+
+    def _number(self, form: str) -> int:
+        number: int = struct.unpack_from(form, self._data, self._skip(struct.calcsize(form)))[0]
+        return number
+
+    def _count(self, least: int, what: str) -> int:
+        """How many of something follow, each of at least so many bytes."""
+        count = self._number("<Q")
+        if count * least > len(self._data) - self._at:
+            raise ValueError(f"at byte {self._at} it announces {count} {what}, and is too short for them")
+        return count
+
+    def _string(self) -> bytes:
+        return self._take(self._number("<Q"))
+
+    def _value(self) -> None:
+        """Pass over a value of the metadata, of which only the alignment of the data matters."""
+        name, kind, at = self._string(), self._number("<I"), self._at
+        self._pass_over(kind)
+        if name == b"general.alignment":
+            if kind != _UINT32:
+                raise ValueError("general.alignment is no 32-bit number")
+            self._alignment = struct.unpack_from("<I", self._data, at)[0]
+            if self._alignment.bit_count() != 1:
+                raise ValueError(f"general.alignment is {self._alignment}, no power of two")
+
+    def _pass_over(self, kind: int, depth: int = 0) -> None:
+        if kind == _STRING:
+            self._skip(self._number("<Q"))
+        elif kind == _ARRAY and depth < _MOST_NESTED:
+            inner = self._number("<I")
+            count = self._count(_VALUES.get(inner, 8), "values of an array")
+            if inner in _VALUES:
+                self._skip(count * _VALUES[inner])
+            else:
+                for _ in range(count):
+                    self._pass_over(inner, depth + 1)
+        elif kind in _VALUES:
+            self._skip(_VALUES[kind])
+        else:
+            raise ValueError(f"at byte {self._at} there is a value of the unknown type {kind}")
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """The name, the shape, the number of the kind of blocks and the offset of the next tensor."""
+        name = self._string().decode("utf-8")
+        sides = self._number("<I")
+        if sides > _MOST_SIDES:
+            raise ValueError(f"{name[:60]!r} has {sides} sides")
+        shape = struct.unpack(f"<{sides}Q", self._take(8 * sides))
+        return name, shape[::-1], self._number("<I"), self._number("<Q")
+
+    def _placed(self, begin: int, name: str, shape: tuple[int, ...], number: int, offset: int) -> _Tensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        kind = GGMLQuantizationType(number)
+        if kind not in GGML_QUANT_SIZES:
+            raise ValueError(f"{name[:60]!r} is of the unknown kind {kind.name}")
+        block, taken = GGML_QUANT_SIZES[kind]
+        last = shape[-1] if shape else 1
+        if last % block:
+            raise ValueError(f"{name[:60]!r} has rows of {last}, which are no blocks of {block}")
+        stored = (*shape[:-1], last // block * taken)
+        first = begin + offset
+        end = first + math.prod(stored)
+        if offset % self._alignment or end > self._size:
+            raise ValueError(f"{name[:60]!r} is at byte {first} to {end} of {self._size}")
+        return _Tensor(name, kind, shape, stored, first, end)

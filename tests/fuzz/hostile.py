@@ -26,7 +26,10 @@ ROOM = 4 << 20
 """Bytes that reading takes whatever the file: Python's own objects, and tables that are made once."""
 
 INPUTS = int(os.environ.get("SD_LOWVRAM_FUZZ", "1000"))
-"""Inputs of all targets together."""
+"""Inputs of all targets together, but for those that have :func:`inputs_of_its_own`."""
+
+WORST: dict[str, tuple[int, int]] = {}
+"""By test, the most bytes that were taken while an input was read, and the size of that input."""
 
 
 def inputs(share: float) -> settings:
@@ -38,6 +41,11 @@ def inputs(share: float) -> settings:
         HealthCheck.large_base_example,
     ]
     return settings(max_examples=max(1, round(INPUTS * share)), deadline=None, suppress_health_check=slow)
+
+
+def inputs_of_its_own() -> settings:
+    """The settings of a target that ``make fuzz`` gives all its inputs once more, and other runs a tenth of theirs."""
+    return inputs(1 if INPUTS > 1000 else 0.1)
 
 
 @contextlib.contextmanager
@@ -60,6 +68,8 @@ def survives(size: int) -> Iterator[None]:
         tracemalloc.stop()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+    WORST[test] = max(WORST.get(test, (0, 0)), (peak, size))
     assert peak <= 2 * size + ROOM, f"{peak} bytes were taken for a file of {size}"
 
 
