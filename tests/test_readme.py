@@ -88,7 +88,7 @@ def test_what_may_be_expected_of_devices_is_what_doctor_tells() -> None:
 
 HOSTS = {"ComfyUI": "test_comfyui*.py", "AUTOMATIC1111, Forge": "test_webui*.py"}
 """The tests in real hosts, by the heads of the columns that tell of them."""
-UNTRIED = ("meant to, not tried", "not tried", "not served")
+UNTRIED = ("should work, untested", "untested", "no")
 
 
 @pytest.mark.parametrize("host", HOSTS)
