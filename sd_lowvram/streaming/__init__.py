@@ -1,1 +1,1 @@
-"""Weights that are brought to the device while others compute."""
+"""Weight streaming: copies to the device that run while it computes."""

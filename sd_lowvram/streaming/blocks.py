@@ -1,7 +1,7 @@
-"""What is brought to the device in one piece: a few layers that follow each other, one layer, or some rows of one.
+"""Blocks: the pieces in which weights are copied. A block is a few consecutive layers, one layer, or some rows of one.
 
-Small layers that follow each other come together, because a copy has a price of its own; very small ones (norms) stay
-for good, because they are used in several places and all of them together weigh less than one convolution.
+Small consecutive layers share a block, because every copy has a fixed cost. Very small ones (norms) stay on the device:
+they are used in several places, and all of them together have fewer bytes than one convolution.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ class Block:
 
     @functools.cached_property
     def bytes(self) -> int:
-        """On the device."""
+        """Bytes of the block on the device."""
         if self.rows is None:
             return sum(layer.bytes for layer in self.layers)
         return sum(_row_bytes(tensor, self.rows[1] - self.rows[0]) for tensor in self.tensors)
 
     def part(self, data: Tensor) -> Tensor:
-        """Of a tensor's contents, what belongs to this block."""
+        """Rows of a tensor's contents that belong to this block."""
         return data if self.rows is None else data[self.rows[0] : self.rows[1]]
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """All layers of some models.
+    """All layers of one or more models.
 
     Attributes:
-        staying: layers that are on the device as long as any of the models runs.
-        streamed: the others, in the order in which a run uses them; which of them stay as well, a schedule says.
+        staying: layers that are on the device while any of the models runs.
+        streamed: blocks in the order in which a run uses them. The schedule decides which of them stay as well.
         lookups: tables that never leave host memory.
     """
 
@@ -99,12 +99,12 @@ def blocks_of(
 
     Args:
         layers: in the order in which a run calls them.
-        granularity: "halves": two blocks of about the same bytes. The others: small neighbours together.
-        part_bytes: layers that are larger come in parts of output rows that are not, save those that somebody else runs
-            or whose weights somebody else looks at. None: every layer comes whole.
-        together_bytes: residual blocks, transformers and the like come as one where they have no more than this.
-        whole_bytes: so do those of them that follow each other alike, where that is more: the layers of one, used in
-            turn, would take each other's place.
+        granularity: "halves": two blocks of about the same bytes. Otherwise: small neighbours share a block.
+        part_bytes: larger layers are split into parts of output rows of at most this size, except layers that other
+            code runs or whose weights other code reads. None: every layer is one piece.
+        together_bytes: a residual block or transformer of at most this size is one block.
+        whole_bytes: the same limit for consecutive modules of equal structure, if it is larger. Their layers alternate,
+            so separate blocks would evict each other.
     """
     lookups = tuple(layer for layer in layers if layer.lookup)
     layers = [layer for layer in layers if not layer.lookup]
@@ -133,10 +133,10 @@ def _tied(layers: Iterable[Layer]) -> set[int]:
 
 
 def _modules(layers: Sequence[Layer], most: int, most_whole: int) -> dict[str, str]:
-    """For the name of a layer, the largest module around it that has no more than ``most`` bytes in these layers, or
-    is one of several alike and has no more than ``most_whole``.
+    """Map the name of each layer to the largest enclosing module of at most ``most`` bytes, or of at most
+    ``most_whole`` if the module is one of several of equal structure.
 
-    The blocks of a UNet that are rows of residual blocks and transformers do not count.
+    UNet blocks, which are sequences of residual blocks and transformers, do not count.
     """
     if most == 0:
         return {}
@@ -153,7 +153,7 @@ def _modules(layers: Sequence[Layer], most: int, most_whole: int) -> dict[str, s
 
 
 def _alike(layers: Iterable[Layer]) -> set[str]:
-    """Modules of several layers that are numbered in a list, as ``layers.3``, and hold no others such."""
+    """Modules that are numbered in a list (``layers.3``), have several layers, and contain no other such module."""
     counts = Counter(path for layer in layers for path in _around(layer.name))
     found = {path for path, count in counts.items() if count > 1 and path.rpartition(".")[2].isdigit()}
     return found - {outer for path in found for outer in _around(path)}
@@ -226,8 +226,9 @@ def _cut_open(layer: Layer, part_bytes: int) -> list[Layer]:
 
 
 def can_be_cut(module: Any) -> bool:
-    """Whether ``module`` computes each output from one row of its weight, by torch's own forward, or by that behind
-    the padding of an autoencoder of frames."""
+    """Return True if each output of ``module`` depends on one row of its weight.
+
+    That holds for torch's own forward, and for the padded convolution of an autoencoder of frames."""
     convolves = isinstance(module, (nn.Conv2d, nn.Conv3d))
     if (convolves and module.groups != 1) or not (convolves or isinstance(module, nn.Linear)):
         return False

@@ -1,8 +1,8 @@
-"""Copies that run beside the compute: a stream of their own, and events in both directions.
+"""Copies that overlap with compute: a copy stream, and events in both directions.
 
-Nothing here synchronises the device, and the host waits only for bytes that a thread of their own still reads from a
-file. Memory stays the compute stream's; what keeps it from being overwritten too early, or given away while a copy is
-under way, are events alone. On a CPU copies are done at once, and all of this is empty.
+Nothing here synchronises the device. The host waits only for bytes that the reader thread still reads from a file. All
+memory belongs to the compute stream; events alone prevent that it is overwritten or freed while a copy is in flight. On
+a CPU copies are made immediately, and there are no events.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from .host_weights import HostWeights
 
 Copy = tuple[Tensor, Tensor]
-"""What a host weight holds, and where it goes on the device."""
+"""The contents of a host weight, and their destination on the device."""
 
 Copied = Future[torch.cuda.Event]
 """The end of copies, once they have all been asked of their stream."""
@@ -68,18 +68,17 @@ class Copier:
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     def wait(self, copied: Copied | None) -> None:
-        """What is asked of the compute stream from now on happens after ``copied``; raises what reading raised."""
+        """Make the compute stream wait for ``copied``; re-raise what reading the file raised."""
         if copied is not None:
             torch.cuda.current_stream(self._device).wait_event(copied.result())
 
     @property
     def at_home(self) -> bool:
-        """Whether the compute stream is the one on which this was made, whose the memory is."""
+        """True if the current compute stream is the one that owns the memory."""
         return self._home is None or torch.cuda.current_stream(self._device) == self._home
 
     def rest(self) -> None:
-        """What is asked from now on of the compute stream, whose the memory is, happens after all copies; those that
-        are not being read yet are given up."""
+        """Cancel queued reads, and make the compute stream, which owns the memory, wait for all copies in flight."""
         if self._stream is None or self._home is None:
             return
         for copied, copies in self._read:

@@ -38,7 +38,7 @@ def run_at(device: torch.device, original: Callable[..., Any], *args: Any, **kwa
 def sent(result: Any, home: torch.device) -> Any:
     """``result`` with its tensors on ``home``."""
     distribution = getattr(result, "latent_dist", None)
-    if distribution is not None:  # an encoder returns a plain object, which is no pytree
+    if distribution is not None:  # an encoder returns a plain object, which is not a pytree
         for name, held in vars(distribution).items():
             if isinstance(held, Tensor):
                 setattr(distribution, name, held.to(home))

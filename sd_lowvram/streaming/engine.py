@@ -1,18 +1,17 @@
-"""The engine that brings weights to the device while others compute.
+"""The streaming engine: copies blocks of weights to the device while the device computes.
 
-Some blocks of weights stay on the device for as long as their models are in use, the others pass through a ring. All
-of it is one buffer (:mod:`pool`), unless the ring is as large as the activations leave it at the moment: then a block
-that passes has memory of its own, from its fetch until another one is used. A weight on the device is a view:
-``tensor.data`` is that view from where its layer is called until another block is, and what waits in host memory
-otherwise. So whatever a host does to weights between runs, it does to those in host memory, and files that are saved
-then are whole.
+Resident blocks stay on the device while their models are in use; streamed blocks pass through a ring. Residents and
+ring are one buffer (:mod:`pool`). If the ring follows the activations, a streamed block has its own allocation instead,
+from its fetch until another block is used. A weight is *lent* while it is on the device: ``tensor.data`` is a view of
+the buffer from the call of its layer until another block is called, and the host copy at all other times. So a program
+that changes or saves weights between runs sees complete weights in host memory.
 
-A block is fetched as soon as nobody needs the bytes that it will lie in: the blocks are known in the order in which a
-run was seen to use them, and fetches run ahead in that order, also into the next step. A run that goes another way is
-served all the same, only later.
+A block is fetched as soon as no layer needs the bytes that it will occupy. The order of the blocks is the order in
+which an earlier run used them; fetches run ahead in that order, into the next step too. A run in another order works,
+but waits for its copies.
 
-A call that autograd follows passes no ring, whose bytes are others by the backward: each layer is given copies that
-autograd can make again (:mod:`followed`), and on a CPU what it holds in host memory.
+Under autograd the ring is not used, because its bytes have changed by the backward: each layer gets copies that
+autograd can repeat (:mod:`followed`), on a CPU the host weights themselves.
 
 Source: basujindal's split model and diffusers' group offloading for the idea; the ring of bytes is ours.
 Fidelity: ``bitwise``; layers split by rows ``rounding``.
@@ -50,13 +49,13 @@ from .split_rows import in_parts
 
 
 class ActiveStreams:
-    """Of several streams, those whose weights are on the device now: one, or more where one runs inside another."""
+    """The streams whose weights are on the device now: one, or several if one runs inside another."""
 
     def __init__(self) -> None:
         self._present: list[Stream] = []
 
     def take(self, stream: Stream) -> None:
-        """Make room for ``stream``: what others have on the device is dropped, unless they are running."""
+        """Evict every other stream that is not running, and note that ``stream`` is on the device."""
         for other in self._present:
             if other is not stream and not other.running:
                 other.evict()
@@ -78,10 +77,10 @@ class Stream:
         """
         Args:
             components: the models by name, in the order in which a step runs them.
-            device: where they compute.
-            policy: what stays, and how much room there is.
+            device: the device on which they compute.
+            policy: how many bytes the device may hold, and which weights stay.
             turns: shared with the other streams of the target.
-            repeats: the models run step after step, so that the next step's weights are worth fetching.
+            repeats: True if the models run step after step, so that the next step's weights are worth fetching.
         """
         self._components = dict(components)
         self._device = device
@@ -95,35 +94,35 @@ class Stream:
         self._known: list[Any] | None = None
         self._tensors: list[Tensor] = []
         self._contents: list[Any] = []
-        self._roles: dict[int, tuple[int, ...] | None] = {}
+        self._roles: dict[int, tuple[int, ...] | None] = {}  # id(module) -> its blocks; None: a table in host memory
         self._layout = lay_down((), policy, {})
         self._copier = Copier(self._host_weights, torch.device("cpu"))
         self._thread: int | None = None
         self._followed = False
-        self._layers: dict[int, Layer] = {}
-        self._called: dict[str, None] = {}
-        self._last: int | None = None
-        self._room_taken: torch.cuda.Event | None = None
-        self._there: set[int] = set()
-        self._lent: dict[int, list[int]] = {}
-        self._passing: set[int] = set()
-        self._busy: defaultdict[int, int] = defaultdict(int)
-        self._held: defaultdict[int, int] = defaultdict(int)
-        self._barred: tuple[int, int] | None = None
-        self._copied: dict[int, Copied | None] = {}
-        self._used: dict[int, torch.cuda.Event | None] = {}
+        self._layers: dict[int, Layer] = {}  # id(module) -> layer
+        self._called: dict[str, None] = {}  # names of the layers called in this run, in order
+        self._last: int | None = None  # the block entered last
+        self._room_taken: torch.cuda.Event | None = None  # recorded when the buffer was allocated
+        self._there: set[int] = set()  # blocks whose copy to the device was issued
+        self._lent: dict[int, list[int]] = {}  # blocks whose tensors show the device, with each tensor's version
+        self._passing: set[int] = set()  # lent blocks that share bytes of the ring with others
+        self._busy: defaultdict[int, int] = defaultdict(int)  # block -> layers of it that are running
+        self._held: defaultdict[int, int] = defaultdict(int)  # block -> enclosing `together` scopes that need it
+        self._barred: tuple[int, int] | None = None  # the next block to fetch, and the block that is in its way
+        self._copied: dict[int, Copied | None] = {}  # block -> event after its copy
+        self._used: dict[int, torch.cuda.Event | None] = {}  # block -> event after its last use
 
     # Attaching
 
     def patches(self) -> Iterator[Patch]:
-        """A patch for every layer that there is now; for later ones the stream sets patches itself."""
+        """Yield a patch for every layer of the models; layers that are added later are patched by the stream itself."""
         yield from self._patches.values()
 
     def offload(self) -> Callable[[], None]:
-        """Move all weights to host memory and make the schedule; returns the undoing.
+        """Move all weights to host memory and make the schedule; return the function that undoes this.
 
         Raises:
-            BudgetError: a block is larger than the room on the device.
+            BudgetError: a block is larger than the device buffer may be.
             ConflictError: weights that cannot be streamed.
         """
         try:
@@ -152,11 +151,11 @@ class Stream:
 
     @property
     def device_bytes(self) -> int:
-        """What is on the device now."""
+        """Bytes of weights on the device now."""
         return self._layout.bytes if self._layout.open else 0
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call one of the models through one of its entries; another thread's call waits until this one has ended."""
+        """Call one of the models; a call from another thread waits until this one has ended."""
         if self._runs_here():
             return original(*args, **kwargs)
         refuse_unseen(next(iter(self._components.values())))
@@ -213,7 +212,7 @@ class Stream:
 
     @contextlib.contextmanager
     def _part(self, number: int, rows: tuple[int, int]) -> Iterator[None]:
-        """Inside, a layer holds one of its parts; what widens weights does so anew for every part."""
+        """Lend one part of a layer within the block; hooks that widen weights widen each part separately."""
         self._enter(number)
         self._lend(number)
         try:
@@ -254,12 +253,12 @@ class Stream:
             self._prefetch(len(self._layout.blocks))
 
     def _abandon(self) -> None:
-        """After an error: every weight holds its data in host memory again, and the device nothing."""
+        """Return every weight to host memory after an error, and free the device."""
         self._layout.hand_back()
         self.evict()
 
     def evict(self) -> None:
-        """Give the room on the device back, as soon as all copies are done."""
+        """Free all device memory of the stream as soon as its copies are done."""
         for number in list(self._lent):
             self._take_back(number)
         self._copier.rest()
@@ -271,7 +270,7 @@ class Stream:
     # Fetching and evicting blocks
 
     def _enter(self, number: int) -> None:
-        """Have a block on the device and its weights hold it, and fetch ahead."""
+        """Bring a block to the device, lend it, and fetch ahead."""
         self._busy[number] += 1
         if lending.until_together_ends(self, number, self._release):
             self._held[number] += 1
@@ -291,11 +290,11 @@ class Stream:
         self._held[number] -= 1
 
     def _is_needed(self, number: int) -> bool:
-        """Whether a layer of the block runs, or will be called again at once."""
+        """True if a layer of the block runs, or will be called again immediately."""
         return self._busy[number] > 0 or self._held[number] > 0
 
     def _make_room(self, number: int) -> None:
-        """Where the ring follows the activations, drop what another order than the foreseen one has left in it."""
+        """Drop streamed blocks that a run in an unexpected order has left, if the ring follows the activations."""
         if not self._layout.rooms or number == STAYING:
             return
         for other in [one for one in self._layout.streamed if one in self._there and self._busy[one] == 0]:
@@ -303,7 +302,7 @@ class Stream:
                 self._leave(other)
 
     def _leave(self, number: int) -> None:
-        """Take a block back that was used; where the ring follows the activations, its memory goes too."""
+        """Take back a block that was used, and free its memory if the ring follows the activations."""
         self._take_back(number)
         self._passing.discard(number)
         if self._layout.rooms and number in self._there:
@@ -330,7 +329,9 @@ class Stream:
         self._there.add(number)
 
     def _prefetch(self, position: int) -> None:
-        """Fetch what comes after ``position``, the number of blocks when a step has ended, while there is room."""
+        """Fetch the blocks after ``position`` while they fit; ``position`` is the number of blocks once a step has
+        ended.
+        """
         if self._barred is not None and self._bars(*self._barred, position):
             return
         rooms = self._layout.rooms
@@ -352,7 +353,7 @@ class Stream:
         self._barred = None
 
     def _bars(self, number: int, other: int, position: int) -> bool:
-        """Whether ``other`` lies where ``number`` is to lie, and is needed first."""
+        """True if ``other`` occupies bytes that ``number`` needs, and is used before it."""
         if other not in self._there or number in self._there:
             return False
         steps = len(self._layout.blocks) + 1
@@ -370,7 +371,7 @@ class Stream:
                 versions.append(version(place.tensor))
 
     def _take_back(self, number: int) -> None:
-        """Have the weights of a block hold their data in host memory again, with what was written on the device."""
+        """Point the weights of a block at host memory again, and copy back what was written on the device."""
         versions = self._lent.pop(number, None)
         if versions is None:
             return
@@ -419,7 +420,7 @@ class Stream:
                 set_patch(self._later[key])
 
     def _learn(self) -> bool:
-        """Note in which order a model's first run called its layers; whether that is news."""
+        """Store the order in which a first run called the layers; return True if it is new."""
         if self._is_fake() or self._policy.kind == "whole":
             return False
         news = False
@@ -441,6 +442,6 @@ class Stream:
 
 
 def _brought(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on ``device`` that autograd follows; it does not block the host where what it is of is pinned."""
+    """A copy on ``device`` that autograd follows. The host does not wait for it if ``tensor`` is pinned."""
     with weights_account():
         return tensor.to(device, non_blocking=True)

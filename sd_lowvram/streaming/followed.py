@@ -1,9 +1,8 @@
-"""Weights for a call that autograd follows: copies of a layer's own are its weights for the call, and autograd keeps
-how to make each, not the copy.
+"""Weights for a call under autograd: the layer computes with copies, and autograd stores how to repeat each copy.
 
-A weight that is lent (``tensor.data``) cannot be kept for a backward: by then its bytes are another layer's. Here every
-copy is made from the weight by operations that autograd knows. So gradients come back to the weight itself, on its
-device and in its type, and a backward makes the copies anew, layer after layer. Fidelity: ``bitwise``.
+A lent weight (``tensor.data``) cannot be saved for the backward, because by then its bytes belong to another layer.
+Here every copy is made from the weight by differentiable operations. Gradients therefore reach the weight itself, on
+its device and in its type, and the backward repeats the copies layer by layer. Fidelity: ``bitwise``.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from .layers import version
 Make = Callable[[], Tensor]
 
 _MADE_BY = "_sd_lowvram_made_by"
-"""On a copy: how to make it anew from the weight that it is of."""
+"""Attribute of a copy: the function that makes the copy again from its weight."""
 
 
 @contextlib.contextmanager
 def exchanged(module: nn.Module, tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
-    """Within the block, one call of ``module``, those of its tensors and of the modules below it that are among
-    ``tensors`` are ``convert`` of them.
+    """Replace ``tensors`` of ``module`` and its submodules by ``convert`` of them within the block, for one call.
 
     Args:
-        convert: gives new memory, by operations that autograd follows where the tensor requires gradients.
+        convert: returns new memory, by differentiable operations if the tensor requires gradients.
     """
     copies = {id(tensor): _copied(tensor, convert) for tensor in tensors}
     kept = {storage_key(copy): copy for copy in copies.values()}
@@ -65,7 +63,7 @@ def _copied(tensor: Tensor, convert: Convert) -> Tensor:
 
 
 def _made_anew(copy: Tensor, saved: Tensor) -> Make:
-    """How to make ``saved``, a view of ``copy``, of which nothing is kept."""
+    """Return a function that makes ``saved``, a view of ``copy``, again; neither of them is stored."""
     make, view = vars(copy)[_MADE_BY], (saved.shape, saved.stride(), saved.storage_offset())
 
     def unpack() -> Tensor:
@@ -77,7 +75,7 @@ def _made_anew(copy: Tensor, saved: Tensor) -> Make:
 
 
 def _unchanged(tensor: Tensor) -> Make:
-    """How to have ``tensor`` again; autograd itself cannot look whether it was written to since, so this does."""
+    """Return a function that returns ``tensor``, after checking that nothing was written to it since."""
     same, before = tensor.detach(), version(tensor)
 
     def unpack() -> Tensor:

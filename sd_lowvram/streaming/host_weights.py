@@ -1,14 +1,13 @@
-"""The host's side of streamed weights: what waits there, how much memory that takes, and how it gets to the device.
+"""Streamed weights in host memory: where they are stored, how much memory that needs, how they reach the device.
 
-A host weight is what a weight holds while it is not on the device. Copies that are to run beside the compute need
-pinned memory, and pinned memory is memory for good: so host weights are pinned up to a share of what there is and of
-the run's budget. Beyond that they stay where they are, which for a checkpoint that safetensors opened is the file
-itself, mapped into memory; its bytes pass through a small pinned ring, and come into the order that they are to have on
-the device (channels last) on their way into it. Of these files the system's cache holds what the budget has left, and
-the rest is read past it in every step. Nothing is held twice: what gets a pinned copy gives up its first one, unless
-that is the file.
+A host weight is what a weight's tensor holds while the weight is not on the device. Copies that overlap with compute
+need pinned memory, which the system cannot swap out. So host weights are pinned up to a share of the machine's memory
+and of the run's budget. The others stay where they are: for a checkpoint that safetensors opened, in the mapped file.
+Their bytes pass through a small pinned ring and are reordered (channels last) on the way. The system's cache holds as
+much of the file as the budget allows; the rest is read directly, past the cache, in every step. Nothing is stored
+twice: a weight with a pinned copy frees its first memory, unless that is the file.
 
-On a CPU-only machine "pinned" memory is ordinary memory in the host's account, and everything else is the same.
+On a CPU-only machine "pinned" memory is ordinary memory in the host's account; everything else is equal.
 Fidelity: ``bitwise``.
 """
 
@@ -47,23 +46,23 @@ CHUNK_BYTES, CHUNKS = 8 * MIB, 4
 RING_BYTES = CHUNK_BYTES * CHUNKS
 
 _SLAB_BYTES = 128 * MIB
-"""Locking many small pieces takes long; while one large piece is filled, the first copies of its contents are held
-beside it."""
+"""Bytes that are pinned at once. Pinning many small pieces is slow; a large one holds its contents twice while it is
+filled."""
 
 
 _copied: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Tensors whose contents are copies of what lies in a mapped file."""
+"""Tensors whose contents are copies of a part of a mapped file."""
 
 
 class HostWeights:
-    """What the tensors of a model hold while they are not on the device.
+    """The host memory of a model's tensors while they are not on the device.
 
     Attributes:
-        pinned_bytes: memory taken for pinned host weights.
-        ring_bytes: of the ring in front of all others; 0 where there are none.
-        held_bytes: ordinary memory of host weights that were there before and stay.
-        mapped_bytes: of host weights that stay in a mapped file.
-        disk_bytes: of those, what the budget has no room for: they are read from the disk whenever they are copied.
+        pinned_bytes: pinned memory of host weights.
+        ring_bytes: pinned memory of the ring through which unpinned weights pass; 0 if all are pinned.
+        held_bytes: ordinary memory of host weights that existed before and stay.
+        mapped_bytes: host weights that stay in a mapped file.
+        disk_bytes: the part of ``mapped_bytes`` that exceeds the budget and is read from the disk at every copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,14 +81,13 @@ class HostWeights:
         return self.pinned_bytes + self.ring_bytes + self.held_bytes
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Settle in host memory those of ``tensors`` that are new, or hold other memory than before; forget those that
-        are gone.
+        """Settle new tensors in host memory, and those that hold other memory than before; forget those that are gone.
 
-        They take what is left of the run's budget (:func:`host_budget`), or where there is none all that may be pinned.
-        Ordinary memory that tensors hold already is counted, and kept even when it is more than this.
+        They use what is left of the run's budget (:func:`host_budget`), without a budget all that may be pinned.
+        Ordinary memory that tensors hold already is counted, and stays even if it exceeds the budget.
 
         Args:
-            tensors: parameters and buffers, which stay the same objects; those first that should be pinned first.
+            tensors: parameters and buffers, which stay the same objects, in the order in which they should be pinned.
         """
         present = {id(tensor): tensor for tensor in tensors}
         known = {key: self._known[key] for key in present if key in self._known}
@@ -116,7 +114,7 @@ class HostWeights:
         self._known |= {id(tensor): (tensor, _place(tensor)) for tensor in news}
 
     def can_pin(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether there is room to pin all of ``tensors``, those counted that are settled already."""
+        """True if all of ``tensors`` can be pinned, including those that are settled already."""
         budget = _budget.get()
         room = pinnable_bytes() if budget is None else min(pinnable_bytes() - budget.parked, budget.left)
         return sum(tensor.nbytes for tensor in tensors) <= room + self.pinned_bytes + self.held_bytes
@@ -139,7 +137,7 @@ class HostWeights:
                 target.copy_(source, non_blocking=self.device.type == "cuda")
 
     def pass_ring(self, sources: Iterable[Tensor]) -> bool:
-        """Whether any of ``sources`` reaches the device through the ring, which takes as long as reading it does."""
+        """True if any of ``sources`` passes through the ring, which is as slow as reading it."""
         return self._ring is not None and any(map(self._is_slow, sources))
 
     def reader(self) -> Executor:
@@ -164,7 +162,7 @@ class HostWeights:
                 unlock_ended()  # pinned copies of weights that are restored are freed before the next are allocated
 
     def _is_slow(self, source: Tensor) -> bool:
-        """Whether ``source`` has to pass the ring."""
+        """True if ``source`` has to pass through the ring."""
         if active_fake_mode(source) is not None:
             return False
         if self.device.type == "cuda":
@@ -172,13 +170,14 @@ class HostWeights:
         return storage_key(source) in self._mapped
 
     def _is_on_disk(self, source: Tensor) -> bool:
-        """Whether ``source`` lies in what the budget has no room for."""
+        """True if the source exceeds the RAM budget and is read from disk in each step."""
         found = bisect.bisect_right(self._on_disk, (source.data_ptr(), math.inf)) - 1
         return found >= 0 and source.data_ptr() < self._on_disk[found][1]
 
     def _leave_on_disk(self, waiting: Iterable[Tensor], budget: _Budget, mapping: MappedFiles) -> None:
-        """Of host weights that stay in mapped files those are kept in the system's cache, in order, that are within the
-        ``budget``; the others are read past it."""
+        """Choose which mapped weights stay in the system's cache: the first ones within ``budget``, in order.
+
+        The others are read past the cache."""
         if not can_read_past_cache():
             return
         left = list[Tensor]()
@@ -247,8 +246,7 @@ class HostWeights:
 
 @dataclass
 class _HostTensor:
-    """One tensor, the mapped file that it held before (None: memory), the device on which it was, and whether it held
-    pinned memory."""
+    """A tensor with what it held before: the mapped file (None: memory), the device, and whether it was pinned."""
 
     tensor: Tensor
     original: Tensor | None
@@ -281,11 +279,11 @@ class _Slabs:
         self._left: Tensor | None = None
 
     def copy_of(self, data: Tensor, like: Tensor, growth: int, past: PastCache | None = None) -> Tensor | None:
-        """A copy of ``data`` with the strides of ``like``; None where no room is left and ``growth`` bytes more are not
+        """A copy of ``data`` with the strides of ``like``; None if ``growth`` more bytes of pinned memory are not
         enough.
 
         Args:
-            past: reads ``data`` from its file, so that the system does not hold it, and what lies around it, too.
+            past: reads ``data`` from its file without filling the system's cache.
         """
         if self._left is None or not len(self._left):
             self._left = self._opened(min(growth, self._most - self.total))
@@ -316,12 +314,12 @@ class _Slabs:
 
 
 class _Ring:
-    """Pinned chunks through which bytes pass to the device, in order; each is filled anew once it has been copied.
+    """Pinned chunks through which bytes pass to the device, in order; a chunk is refilled once it has been copied.
 
-    All host weights of a device share one, from whatever thread they are copied.
+    All host weights of a device share one ring, from all threads.
 
     Attributes:
-        reader: a thread that fills them while others compute.
+        reader: a thread that fills chunks while the device computes.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -366,9 +364,9 @@ def _ring_of(device: torch.device) -> _Ring:
 
 
 def in_files(tensors: Iterable[Tensor]) -> list[bool]:
-    """Which of ``tensors`` lie in mapped files, and need no memory of their own while they wait.
+    """Return the tensors that are parts of mapped files and need no memory of their own while they wait.
 
-    Weights without contents, on the meta device or fake, count too: a checkpoint is mapped when it is loaded.
+    Weights without contents (meta or fake) count as mapped, because loading a checkpoint maps it.
     """
     mapping = MappedFiles()
     return [
@@ -384,7 +382,7 @@ def bytes_in_files(tensors: Iterable[Tensor]) -> int:
 
 
 def bytes_also_in_files(tensors: Iterable[Tensor]) -> int:
-    """As :func:`bytes_in_files`, and those that host memory has a copy of, which :meth:`HostWeights.undo` gives up."""
+    """Bytes as :func:`bytes_in_files`, plus files copied to host memory, which :meth:`HostWeights.undo` frees."""
     tensors = list(tensors)
     return bytes_in_files(tensors) + sum(tensor.nbytes for tensor in tensors if tensor in _copied)
 
@@ -397,8 +395,7 @@ def mapped_bytes(*modules: nn.Module) -> int:
 
 @dataclass
 class _Budget:
-    """What is ``left`` of a run's host memory for host weights. The ring, and ``parked`` bytes of maps, are taken off
-    from the start."""
+    """Host memory that is ``left`` for a run's host weights, after the ring and ``parked`` bytes of maps."""
 
     left: int
     parked: int
@@ -409,8 +406,8 @@ _budget: ContextVar[_Budget | None] = ContextVar("host budget", default=None)
 
 @contextlib.contextmanager
 def host_budget(ram_bytes: int, parked_bytes: int = 0) -> Iterator[None]:
-    """All host weights that are settled inside, of however many models, take at most this much host memory together,
-    and leave room in it for maps of ``parked_bytes``."""
+    """Limit the host weights that are settled within the block, of all models together, to ``ram_bytes`` less
+    ``parked_bytes`` for parked maps."""
     token = _budget.set(_Budget(ram_bytes - parked_bytes - RING_BYTES, parked_bytes))
     try:
         yield
@@ -427,14 +424,15 @@ _Place = tuple[object, ...]
 
 
 def _place(tensor: Tensor) -> _Place:
-    """Equal for tensors that are the same memory seen alike: tied weights."""
+    """A key that is equal for tensors with the same memory, shape and strides: tied weights."""
     data = tensor.data
     return storage_key(data), data.storage_offset(), data.shape, data.stride(), data.dtype
 
 
 def _in_order(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Both with their dimensions as ``target`` lies in memory, as rows of bytes where ``source`` lies alike; None where
-    ``target`` has gaps, or another type."""
+    """Both tensors with dimensions sorted by the strides of ``target``, as flat bytes if ``source`` has the same order.
+
+    None if ``target`` has gaps, or another type."""
     order = dense_order(target)
     source, target = source.permute(order), target.permute(order)
     if source.dtype != target.dtype or not target.is_contiguous():

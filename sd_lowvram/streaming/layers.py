@@ -21,7 +21,7 @@ from .schedule import aligned
 _HOLDERS = (nn.ParameterList, nn.ParameterDict)
 """Never called: what they hold is used by the module above."""
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""These read the weights of their children without calling them."""
+"""Modules that read the weights of their children without calling them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Layer:
 
     @functools.cached_property
     def bytes(self) -> int:
-        """On the device, each tensor rounded up to its place."""
+        """Bytes on the device, each tensor rounded up to its alignment."""
         return sum(place_bytes(tensor) for tensor in self.tensors)
 
     @property
@@ -64,7 +64,7 @@ class Layer:
 
 
 def layers_of(components: Mapping[str, nn.Module]) -> list[Layer]:
-    """The layers of models by name, in the order in which they were defined: that of a run is seen when it calls them.
+    """The layers of models by name, in the order of their definition; the order of a run is known once it calls them.
 
     Raises:
         ConflictError: weights that cannot be copied byte by byte (tensor subclasses of quantisers, the meta device).
@@ -78,7 +78,7 @@ def layers_of(components: Mapping[str, nn.Module]) -> list[Layer]:
 
 
 def inner_layers(layer: Layer) -> list[Layer]:
-    """What a wrapped layer is made of: the layer inside and what was added around it."""
+    """The parts of a wrapped layer: the inner layer, and what was added around it."""
     return list(_below(layer.name, layer.module, set(), apart=True))
 
 
@@ -101,7 +101,7 @@ def _below(name: str, module: nn.Module, seen: set[int], apart: bool = False) ->
 
 
 def lookup(module: Any) -> str:
-    """The method that reads a few rows of a module's table, all that it holds itself; empty: it holds others."""
+    """The name of the method that reads a few rows of a module's table; empty if the module holds anything else."""
     if type(module) is nn.Embedding and module.max_norm is None:
         return "forward"
     crops = hasattr(module, "cropped_pos_embed") and module.pos_embed_max_size
@@ -116,12 +116,12 @@ def _comes_whole(module: Any) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of ``module`` go to a compiled function, by ``module.compile()`` or ``torch.compile(module)``."""
+    """True if ``module`` was compiled, by ``module.compile()`` or ``torch.compile(module)``."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def place_bytes(tensor: Tensor) -> int:
-    """What a tensor takes on the device."""
+    """Bytes of a tensor on the device, rounded up to its alignment."""
     return aligned(tensor.nbytes)
 
 
@@ -140,7 +140,7 @@ def _refuse_foreign(layer: Layer, tensor: Tensor) -> None:
 
 
 def signature(component: nn.Module) -> list[Any]:
-    """What layers depend on, cheap to ask before every run: modules, tensors, and what was merged into them."""
+    """Modules, tensors, and adapters merged into them: a cheap key for "nothing changed since the last run"."""
     found: list[Any] = []
     waiting = [component]
     while waiting:
@@ -162,7 +162,7 @@ def signature(component: nn.Module) -> list[Any]:
 
 
 def contents(tensors: list[Tensor]) -> list[Any]:
-    """Where the tensors' contents lie and how often they were written to, as far as torch tells."""
+    """Addresses and version counters of the tensors' contents."""
     if tensors and isinstance(tensors[0], FakeTensor):
         return [(storage_key(tensor), tensor.dtype, version(tensor)) for tensor in tensors]
     return [(tensor.data_ptr(), tensor.dtype, version(tensor)) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Where every block of weights lies on the device: what stays, then the residents of the schedule, then the ring."""
+"""The device buffer: layers that always stay, then the residents of the schedule, then the ring."""
 
 from __future__ import annotations
 
@@ -28,27 +28,26 @@ STAYING = -1
 """The number of what stays whatever the schedule says."""
 
 _SPLIT = 2
-"""Layers come in parts of half the room, so that one part is fetched while another computes."""
+"""Parts in the buffer: a part is fetched while another one computes."""
 _SMALL = 1 << 16
-"""The least room for parts: the layers of a very small model come whole."""
+"""The smallest part in bytes: the layers of a very small model are not split."""
 
 
 @dataclass(frozen=True)
 class ResidencyPolicy:
-    """What of a model's weights is on the device.
+    """How much of a model's weights is on the device, and which.
 
     Attributes:
-        kind: "whole": all; "halves": one half of the bytes at a time; "blocks": as much as there is room for stays, and
-            the rest passes through a ring; "layer": nothing stays, and where ``timing`` tells the activations, the ring
-            is as large as these leave it at the moment.
-        device_bytes: the room, ring included. None: the least that lets one copy run beside the compute: two of the
-            largest layers, one half, or with ``split`` half of the largest layer; in any case what stays and one block.
-        split: layers that are larger than half of the room come in parts of output rows.
+        kind: "whole": all weights. "halves": one half of the bytes at a time. "blocks": as many as fit stay, the rest
+            passes through a ring. "layer": no layer stays; if ``timing`` has the activations, the ring follows them.
+        device_bytes: bytes for weights on the device, ring included. None: the least with which one copy overlaps with
+            compute: two of the largest layers, one half, or with ``split`` half of the largest layer; in any case what
+            stays plus one block.
+        split: split layers that are larger than half of the buffer into parts of output rows.
         timing: how long a step's modules take. None: as many bytes as possible stay.
-        grows: a room that does not hold what stays and the largest block is as large as these, as it was chosen for
-            another model.
-        together: residual blocks and transformers are run piece by piece (halves of the guidance, strips, chunks), so
-            that their layers are used in turn many times: each comes as one where there is room.
+        grows: enlarge a buffer that does not hold what stays and the largest block; it was chosen for another model.
+        together: residual blocks and transformers run piece by piece (guidance halves, strips, chunks), so that their
+            layers alternate many times: each of them is one block if it fits.
     """
 
     kind: Literal["whole", "halves", "blocks", "layer"]
@@ -65,8 +64,8 @@ class WeightSlot:
 
     Attributes:
         tensor: the parameter or buffer.
-        host: what it holds while it is not lent; ``source`` is the part of this that belongs to the block.
-        view: its room on the device.
+        host: its contents while it is not lent; ``source`` is the part of these that belongs to the block.
+        view: its place in the device buffer.
     """
 
     tensor: Tensor
@@ -76,15 +75,15 @@ class WeightSlot:
 
 
 class DeviceLayout:
-    """The blocks of some models and their places.
+    """The blocks of one or more models and their places in the device buffer.
 
     Attributes:
-        blocks: what the schedule is about, in the order of a run.
-        bytes: on the device while the room is taken, at most.
-        residents: numbers of the blocks that stay; ``streamed`` of those that pass through the ring, sorted.
-        rooms: those of the schedule: where there are any, a block has memory of its own from its fetch to its end.
-        ring_bytes: of those that are there now.
-        places: by number, while the room is taken.
+        blocks: the units of the schedule, in the order of a run.
+        bytes: the most that is on the device while the buffer exists.
+        residents: numbers of the blocks that stay; ``streamed``: of those that pass through the ring, sorted.
+        rooms: ring sizes of the schedule. If there are any, a block has an allocation of its own, fetch to end of use.
+        ring_bytes: bytes of the streamed blocks that are on the device now.
+        places: slots by number of the block, while the buffer exists.
     """
 
     def __init__(self, parts: Blocks, schedule: Schedule) -> None:
@@ -111,7 +110,7 @@ class DeviceLayout:
 
     @functools.cached_property
     def overlapping(self) -> dict[int, tuple[int, ...]]:
-        """For each streamed block, the others that have any of its bytes of the ring."""
+        """Map each streamed block to the other blocks that share bytes of the ring with it."""
         met: dict[int, list[int]] = {number: [] for number in self.streamed}
         here: list[int] = []
         if self.rooms:
@@ -132,17 +131,17 @@ class DeviceLayout:
         yield from (layer for block in self.blocks for layer in block.layers)
 
     def streamed_tensors(self, apart: bool = False) -> Iterator[Tensor]:
-        """The weights that pass through the ring, in the order of a step; one that comes in parts more than once.
+        """The weights that pass through the ring, in the order of a step; a split layer's appear once for each part.
 
         Args:
-            apart: in an order of which every beginning lies evenly in a step: where the first are pinned or cached, the
-                disk works on the others all of the time, and not all at once.
+            apart: order them so that the first N, for any N, are spread evenly over the step. If these are pinned or
+                cached, the disk reads the others at a steady rate.
         """
         order = (self.streamed[number] for number in spread(len(self.streamed))) if apart else self.streamed
         return (tensor for number in order for tensor in self.blocks[number].tensors)
 
     def roles(self) -> dict[int, tuple[int, ...] | None]:
-        """By the id of a layer's module, the numbers of its blocks, none for what stays; None: it is a table."""
+        """Map the id of a layer's module to the numbers of its blocks: () if it stays, None if it is a table."""
         found: dict[int, tuple[int, ...] | None] = {id(layer.module): () for layer in self._parts.staying}
         found |= {id(layer.module): None for layer in self._parts.lookups}
         for number, block in enumerate(self.blocks):
@@ -152,7 +151,7 @@ class DeviceLayout:
 
     @property
     def open(self) -> bool:
-        """Whether the room is taken."""
+        """True while the buffer exists."""
         return bool(self.places)
 
     def take_room(self, device: torch.device) -> None:
@@ -177,23 +176,23 @@ class DeviceLayout:
         self.ring_bytes += size
 
     def drop(self, number: int) -> None:
-        """Let go of what :meth:`take` took."""
+        """Free the allocation of :meth:`take`."""
         del self.places[number], self._copies[number]
         self.ring_bytes -= self.blocks[number].bytes
 
     def give_room_back(self) -> None:
-        """Let go of the buffer and all views."""
+        """Free the buffer and all views."""
         self.places, self._copies, self._waiting = {}, {}, {}
         self.ring_bytes = 0
 
     def hand_back(self) -> None:
-        """Have every weight hold its data in host memory, whatever it holds now."""
+        """Point every weight at its host memory, whatever it points at now."""
         for places in self.places.values():
             for place in places:
                 set_data(place.tensor, place.host)
 
     def copies(self, number: int) -> list[Copy]:
-        """What has to be copied to bring a block to the device."""
+        """The copies that bring a block to the device."""
         return self._copies[number]
 
 
@@ -215,7 +214,7 @@ class _HostWeight:
 
 
 def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_HostWeight]:
-    """While none of ``tensors`` is lent; in the order in which they lie on the host, that one copy brings many."""
+    """Host weights of ``tensors``, none of them lent, sorted by address, so that one copy moves many."""
     with torch.inference_mode(False), torch.no_grad():
         if active_fake_mode(*(tensor.data for tensor in tensors)) is None:
             tensors = sorted(tensors, key=lambda tensor: (storage_key(tensor), _start(tensor)))
@@ -232,7 +231,7 @@ def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_HostWeight
 
 
 def _adjoin(first: _HostWeight, second: _HostWeight) -> bool:
-    """Whether two sources lie to each other as their places on the device do, as weight and bias that were settled."""
+    """True if two sources are as far apart in host memory as their slots on the device, so that one copy moves both."""
     if active_fake_mode(first.source) is not None or any(
         one.source.stride() != one.like.stride() for one in (first, second)
     ):
@@ -247,7 +246,7 @@ def _start(tensor: Tensor) -> int:
 
 
 def _from_to(first: Tensor, last: Tensor) -> Tensor:
-    """What lies between the beginning of one tensor and the end of another in the same storage."""
+    """The bytes from the beginning of one tensor to the end of another in the same storage."""
     start, stop = _start(first), _start(last) + last.nbytes
     return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (stop - start,), (1,))
 
@@ -272,14 +271,14 @@ def _laid_in(pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> tuple[l
 def lay_down(
     layers: Sequence[Layer], policy: ResidencyPolicy, orders: dict[str, list[str]], near: bool = False
 ) -> DeviceLayout:
-    """Blocks and places for ``layers``.
+    """Lay out blocks and places for ``layers``.
 
     Args:
         orders: for each model that has run, the names of its layers as it called them.
         near: as for :func:`best_schedule`.
 
     Raises:
-        BudgetError: a block is larger than the room.
+        BudgetError: a block is larger than the buffer may be.
     """
     if policy.timing is not None:
         layers = in_run_order(layers, policy.timing)
@@ -301,7 +300,7 @@ def _granularity(policy: ResidencyPolicy) -> Granularity:
 
 
 def _parted(layers: Sequence[Layer], policy: ResidencyPolicy) -> tuple[Blocks, int | None]:
-    """The blocks of ``layers`` and the room for them."""
+    """The blocks of ``layers``, and the bytes for them on the device."""
     granularity = _granularity(policy)
     parts = blocks_of(layers, granularity)
     room = _room(policy, parts)
@@ -327,7 +326,7 @@ def _room(policy: ResidencyPolicy, parts: Blocks) -> int | None:
 
 
 def _least(parts: Blocks) -> int:
-    """What stays, and room for the largest block beside it."""
+    """The smallest buffer: what stays, plus the largest block."""
     return parts.staying_bytes + max((block.bytes for block in parts.streamed), default=0)
 
 
@@ -337,7 +336,7 @@ def _part(room: int, parts: Blocks) -> int:
 
 
 def _too_little(room: int, parts: Blocks, otherwise: str) -> BudgetError:
-    """That ``room`` does not hold what stays and the largest block beside it."""
+    """The error for a buffer that does not hold what stays plus the largest block."""
     least, largest = _least(parts), max(parts.streamed, key=lambda block: block.bytes)
     return BudgetError(
         f"{format_size(room)} of weights on the device leave no room for {largest.name}, which has "

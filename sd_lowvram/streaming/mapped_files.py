@@ -1,9 +1,8 @@
-"""Where in which file a weight lies that a checkpoint has mapped, and how to read it without keeping it in memory.
+"""Mapped weights: their place in the file, and reading them without filling the system's cache.
 
-The system caches what is read from files, and forgets what was read longest ago. Weights that are read in turn, and
-are more than it can hold, are so forgotten just before they are needed again: every byte comes from the disk in every
-step. It is therefore decided beforehand what stays cached, and all else is read past the cache: straight from the
-file, whose pages are given up at once and displace nothing.
+The system caches what is read from files and drops what was read longest ago. Weights that are read one after the other
+and exceed the cache are dropped just before they are needed again, so that every byte is read from disk in every step.
+Therefore a fixed part stays cached, and the rest is read directly: its pages are freed at once and displace nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _PAGEMAP = Path("/proc/self/pagemap")
 _PAGE_OUT = 21
 """MADV_PAGEOUT, since Linux 5.4."""
 _ENTRY = 8
-"""Bytes that the system tells of each page: bit 63, it is in memory; 62, swapped out; 61, it is a file's."""
+"""Bytes per page in /proc/self/pagemap: bit 63, in memory; bit 62, swapped out; bit 61, page of a file."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class _Span:
 
 
 class MappedFiles:
-    """Which addresses of this process belong to mapped files. Where the system does not tell, none seem to."""
+    """The addresses of this process that belong to mapped files; none on systems that do not report them."""
 
     def __init__(self) -> None:
         self._spans: list[_Span] = []
@@ -57,12 +56,12 @@ class MappedFiles:
         return self._spans[found] if found >= 0 and address < self._spans[found].end else None
 
     def file(self, tensor: Tensor) -> str | None:
-        """The file in which ``tensor`` lies."""
+        """The file that ``tensor`` is a part of."""
         span = self.span(tensor.data_ptr()) if tensor.device.type == "cpu" else None
         return span.file if span else None
 
     def kind(self, tensor: Tensor) -> Literal["device", "pinned", "mapped", "ordinary"]:
-        """What memory ``tensor`` lies in."""
+        """The kind of memory of ``tensor``."""
         if tensor.device.type != "cpu":
             return "device"
         if self.span(tensor.data_ptr()) is not None:
@@ -71,7 +70,7 @@ class MappedFiles:
 
 
 def can_read_past_cache() -> bool:
-    """Whether the system lets go of cached pages of files, and tells which pages of a mapped file were written to."""
+    """True if the system can drop cached pages, and reports which pages of a mapped file were written to."""
     return hasattr(os, "posix_fadvise") and hasattr(os, "preadv") and os.access(_PAGEMAP, os.R_OK)
 
 
@@ -89,8 +88,10 @@ class PastCache:
                 os.close(file)
 
     def read(self, source: Tensor, into: Tensor) -> bool:
-        """Read what ``source`` shows of a mapped file into memory; False: nothing was read, and it is for the caller to
-        copy, as it is no row of bytes, or somebody has written into its pages, which are not the file's any more."""
+        """Read ``source`` from its mapped file into memory.
+
+        Return False, with nothing read, if ``source`` is not contiguous, or if its pages were written to and no longer
+        equal the file; the caller then copies it."""
         if source.dtype != torch.uint8 or source.dim() != 1 or not source.is_contiguous():
             return False
         start, size = source.data_ptr(), source.nbytes
@@ -115,8 +116,9 @@ class PastCache:
         return True
 
     def let_go(self, source: Tensor) -> None:
-        """Take ``source`` out of memory, as far as loading it has brought it there: what a process sees of a file the
-        system keeps cached. What somebody has written is kept, and an older system keeps all."""
+        """Drop the pages of ``source`` from memory, so that the system need not keep them cached.
+
+        Pages that were written to stay. Older systems keep all."""
         first = source.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         size = source.data_ptr() + source.nbytes - first
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _PAGE_OUT)

@@ -20,11 +20,11 @@ POLICIES: dict[str, Policy] = {
     "first resident": lambda units, room: _filled(units, room, range(len(units))),
     "all streamed": lambda units, room: lay_out(units, (), room),
 }
-"""From the units of a step and bytes on the device to a schedule. Those that keep something take as many as fit."""
+"""Functions from the units of a step and the bytes on the device to a schedule; residents are as many as fit."""
 
 
 def _filled(units: Sequence[WeightGroup], device_bytes: int, order: Iterable[int]) -> Schedule:
-    """As many residents, taken in ``order``, as leave a ring for the others."""
+    """Take residents in ``order`` while a ring for the other units remains."""
     order = list(order)
     sizes = [aligned(units[number].bytes) for number in order]
     largest_left = [*reversed([*itertools.accumulate(reversed(sizes), max)]), 0]

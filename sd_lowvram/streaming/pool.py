@@ -27,7 +27,7 @@ class Pool:
         self._typed: dict[torch.dtype, Tensor] = {}
 
     def views(self, contents: Iterable[Tensor], offset: int) -> list[Tensor]:
-        """Room for tensors like ``contents`` one behind the other from ``offset``, strides kept where dense."""
+        """Views of the buffer for tensors like ``contents``, in order from ``offset``, with their strides if dense."""
         made = []
         with torch.inference_mode(False), torch.no_grad():
             for like in contents:

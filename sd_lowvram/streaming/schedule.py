@@ -1,12 +1,12 @@
-"""Which weights stay on the device, where in the ring the others go, and when each may be fetched.
+"""Schedules: which weights stay on the device, where in the ring the others go, and when each may be fetched.
 
-A step runs units one after the other: a unit is what is brought in as one piece, a layer or a few. Those that do not
-stay are *streamed*: each has a fixed place in one buffer, the ring, and is fetched there in every step, in the order of
+A step runs units one after the other; a unit is a layer or a few that are copied as one piece. Units that do not stay
+are *streamed*: each has a fixed place in one buffer, the ring, and is fetched there in every step, in the order of
 ``Schedule.fetches``, as soon as the copy engine is free and the last unit that used any of these bytes has computed.
-Places are fixed, so that views are made once, nothing fragments, and what is on the device never exceeds the ring.
+Because places are fixed, views are made once, nothing fragments, and the device never holds more than the ring.
 
-Where what counts are the bytes of weights and activations together, the ring may be another size at each moment
-(``Schedule.rooms``): units then have no fixed places, and take memory that activations left.
+If the sum of weights and activations is what counts, the ring's size may differ from moment to moment
+(``Schedule.rooms``). Units then have no fixed places, and use memory that activations have freed.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where every unit's weights are.
+    """A place for every unit's weights.
 
     Attributes:
         resident: numbers of the units that stay.
-        resident_bytes: what these take.
+        resident_bytes: bytes of these.
         ring_bytes: size of the buffer through which the others pass.
-        fetches: of every other unit with weights, one a step, in the order in which they are issued, which is that of
-            their use. The fetches of the next step follow at once: they run while this step's last units compute.
-        rooms: where the ring's size follows the activations, its bytes while each unit computes, and no place in it is
-            fixed. Empty: it has ``ring_bytes`` at every moment.
+        fetches: one for every other unit with weights, in the order of use, which is the order of issue. The fetches of
+            the next step follow immediately: they run while this step's last units compute.
+        rooms: the ring's bytes while each unit computes, if the ring follows the activations; no place is fixed then.
+            Empty: the ring has ``ring_bytes`` at every moment.
     """
 
     resident: frozenset[int]
@@ -80,7 +80,7 @@ class Schedule:
 
     @property
     def device_bytes(self) -> int:
-        """On the device at every moment: residents and ring."""
+        """Bytes on the device at every moment: residents and ring."""
         return self.resident_bytes + self.ring_bytes
 
 
@@ -93,7 +93,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def spread(count: int) -> list[int]:
-    """The numbers below ``count`` in an order of which every beginning lies evenly among them."""
+    """The numbers below ``count``, ordered so that the first N, for any N, are spread evenly among them."""
     return sorted(range(count), key=lambda number: number * _GOLDEN % 1)
 
 
@@ -127,16 +127,15 @@ def lay_out(units: Sequence[WeightGroup], resident: Collection[int], ring_bytes:
 
 
 def follow_maps(units: Sequence[WeightGroup], most: int, ring_bytes: int) -> Schedule:
-    """The schedule in which every unit is streamed, and the ring is as large as the activations leave it at the moment.
+    """The schedule that streams every unit through a ring that follows the activations.
 
-    While a unit computes, others are fetched ahead as long as what is there, now and at every later moment until they
-    are used, stays within ``most`` bytes together with the activations, and within ``ring_bytes`` by itself. A unit
-    that goes beyond is there alone.
+    While a unit computes, further units are fetched ahead. Until each of them is used, the ring and the activations
+    together stay within ``most`` bytes, and the ring within ``ring_bytes``. A unit that exceeds them is there alone.
     """
     count = len(units)
     sizes = [aligned(unit.bytes) for unit in units]
     before = [0, *itertools.accumulate(sizes * 3)]
-    reach: list[int] = []  # for each unit of two steps, from the last back: the last unit that fits beside it
+    reach: list[int] = []  # for each unit of two steps, from the last back: the last unit that fits in addition
     for at in reversed(range(2 * count)):
         room = min(ring_bytes, most - units[at % count].maps)
         fit = bisect.bisect_right(before, before[at] + room) - 2
@@ -153,7 +152,7 @@ def follow_maps(units: Sequence[WeightGroup], most: int, ring_bytes: int) -> Sch
 
 
 def _fetches(places: Sequence[tuple[int, int, int]]) -> Iterator[Fetch]:
-    """From (unit, first byte, end) in the order of use: round twice, so that each sees what the step before left."""
+    """Fetches from (unit, first byte, end) in the order of use, computed over two steps."""
     turns = [*places, *places]
     below: list[int] = []  # units whose bytes lie below those of the present one; above them
     above: deque[int] = deque()

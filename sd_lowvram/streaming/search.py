@@ -1,4 +1,4 @@
-"""The search for the schedule with the fastest step, and the bound that no schedule passes.
+"""The search for the schedule with the fastest step, and the lower bound of all schedules.
 
 Deep blocks hold most of the bytes and little of the work, so a step has a stretch in which copies cannot keep up. What
 counts is how much of it residents and a ring that is full when it begins can cover, and that the ring leaves room to
@@ -50,10 +50,10 @@ def best_schedule(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQ
 
 
 def no_slower(units: Sequence[WeightGroup], ring: Schedule, copies: CopyQueue) -> Schedule:
-    """Of the schedules that follow the activations, with no more than the bytes of ``ring``, the one with the fewest
-    bytes of both together with which a step is no slower than with ``ring``, which streams all units too.
+    """The schedule with the smallest sum of ring and activations whose step is no slower than with ``ring``.
 
-    It is ``ring`` itself where the activations are not known.
+    Schedules that follow the activations within the bytes of ``ring`` are tried. Without known activations, and if none
+    is as fast, the result is ``ring``, which streams all units too.
     """
     if not any(unit.maps for unit in units):
         return ring
@@ -110,7 +110,7 @@ class _ScheduleSearch:
         self.enough = _NEAR * bound(units, device_bytes, copies)
 
     def grid(self) -> None:
-        """Residents by size, and by size over the time in which they could be copied, beside rings of many sizes."""
+        """Try residents by size, and by size over the time in which they could be copied, with rings of many sizes."""
         by_size = sorted(self.streamable, key=lambda number: -self.sizes[number])
         by_rate = sorted(self.streamable, key=lambda number: -self.sizes[number] / (self.units[number].seconds or 1e-9))
         rings = [int(self.device_bytes * share / _RINGS) for share in range(1, _RINGS)]

@@ -1,4 +1,4 @@
-"""How long a step takes under a schedule: two engines that wait for each other, one computing, one copying.
+"""Simulation of a step under a schedule: two engines that wait for each other, one computing, one copying.
 
 Nothing is measured here: bytes, seconds and bandwidth come from the caller.
 """
@@ -17,16 +17,16 @@ _STEPS = 60
 
 @dataclass(frozen=True)
 class CopyQueue:
-    """What it costs to bring weights to the device.
+    """The cost of copying weights to the device.
 
     Attributes:
         bandwidth: bytes a second.
-        latency: seconds that every fetch costs besides.
-        overlap: whether copies run beside the compute; not so where the device is the CPU.
-        reading: bytes a second into the ring, where weights wait in a mapped file or in memory that is not pinned.
+        latency: seconds that every fetch costs in addition.
+        overlap: True if copies overlap with compute; False if the device is the CPU.
+        reading: bytes a second into the ring, for weights in a mapped file or in memory that is not pinned.
         pinned: bytes of streamed weights that need not be read; None: all.
-        disk: bytes a second of those that no memory holds.
-        cached: bytes of streamed weights, pinned ones besides, that memory holds; None: all.
+        disk: bytes a second of weights that are in no memory.
+        cached: bytes of streamed weights in memory, without pinned ones; None: all.
     """
 
     bandwidth: float
@@ -38,9 +38,10 @@ class CopyQueue:
     cached: int | None = None
 
     def seconds(self, size: int, read: int = 0, on_disk: int = 0) -> float:
-        """Of one fetch of ``size`` bytes, of which ``read`` have to be read, ``on_disk`` of these from the disk.
+        """Seconds of a fetch of ``size`` bytes, of which ``read`` are read into the ring, ``on_disk`` of these from
+        disk.
 
-        A thread of its own reads the next chunks while one is copied: the slower of both decides. A CPU does one after
+        The reader thread reads the next chunks while one is copied, so the slower of both counts. A CPU does one after
         the other.
         """
         copying, reading = (
@@ -50,11 +51,11 @@ class CopyQueue:
         return (max(copying, reading) if self.overlap else copying + reading) + self.latency
 
     def on_disk(self, size: int) -> int:
-        """Of ``size`` bytes that are streamed in a step, those that come from the disk."""
+        """Bytes read from disk, of ``size`` bytes that are streamed in a step."""
         return 0 if self.pinned is None or self.cached is None else max(0, size - self.pinned - self.cached)
 
     def of_fetches(self, sizes: Sequence[int]) -> list[float]:
-        """Seconds of each fetch of a step, in order; those that are read lie evenly among the others."""
+        """Seconds of each fetch of a step, in order; fetches that are read are spread evenly."""
         taken = [0.0] * len(sizes)
         pinned = math.inf if self.pinned is None else self.pinned
         cached = math.inf if self.cached is None else self.cached
@@ -84,7 +85,7 @@ def simulate(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue
 
 
 class _Engines:
-    """Both engines' clocks. Only streamed units are looked at one by one; what lies between is one sum."""
+    """Clocks of both engines. Streamed units are simulated one by one; the compute between them is one sum."""
 
     def __init__(self, units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> None:
         place = {fetch.unit: index for index, fetch in enumerate(schedule.fetches)}

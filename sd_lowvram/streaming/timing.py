@@ -1,4 +1,4 @@
-"""How long the blocks of weights compute, told from how long the modules do."""
+"""Compute times of the blocks of weights, from the times of the modules."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .simulator import CopyQueue
 
 @dataclass
 class ModuleSpan:
-    """What a module does between the calls of other modules.
+    """The work of a module between the calls of other modules.
 
     Attributes:
-        path: dotted name of the module, "" for what runs outside of all.
+        path: dotted name of the module, "" for work outside of all modules.
         flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
-        wide_flops: of these, those of products and attention as wide as today's transformers have them.
-        moved_bytes: what all operators read and write, each for itself.
-        product_bytes: of these, what the operators do that are counted in ``flops``.
-        copied_bytes: what crosses between the device's account and the host's.
+        wide_flops: the part of ``flops`` in products and attention as wide as in today's transformers.
+        moved_bytes: bytes that the operators read and write, each operator by itself.
+        product_bytes: the part of ``moved_bytes`` of the operators that are counted in ``flops``.
+        copied_bytes: bytes copied between device and host.
         operators: how many ran, views not counted: on a GPU, about the number of launches.
         packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
-        held_bytes: most bytes that an operator of it finds and makes on the device, weights aside: what the kernel
-            holds unseen is in them, and the library's workspace.
+        held_bytes: the most bytes on the device during an operator, without weights: inputs, outputs, the kernel's own
+            memory and the library's workspace.
     """
 
     path: str
@@ -45,13 +45,13 @@ class ModuleSpan:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """What a schedule needs to know of a step, besides the bytes.
+    """The times of a step that a schedule needs, in addition to the bytes.
 
     Attributes:
-        spans: seconds of modules by path, the component's name first, in the order of the run; a module may come more
-            than once, and what it does between its children's calls counts as its own.
-        copies: what it costs to bring weights to the device.
-        maps: most bytes of activations on the device in each of ``spans``. Empty: not known.
+        spans: seconds of modules by path, the component's name first, in the order of the run. A module may occur more
+            than once; work between its children's calls counts as its own.
+        copies: the cost of copying weights to the device.
+        maps: the most bytes of activations on the device in each of ``spans``. Empty: unknown.
     """
 
     spans: tuple[tuple[str, float], ...]
@@ -60,18 +60,18 @@ class StepTiming:
 
 
 LAYER_LAUNCHES = 1.1
-"""What the engine takes of the program's time at each call of a layer, in operators: on a narrow UNet on a CPU 1.1
-where weights come in halves, to 1.8 where each layer is fetched by itself."""
+"""Host time of the engine at each call of a layer, in operators. On a narrow UNet on a CPU: 1.1 with halves, up to 1.8
+with single layers."""
 
 
 def timing_of(
     component: str, model: nn.Module, spans: Sequence[ModuleSpan], rates: Rates, size: int, copies: CopyQueue
 ) -> StepTiming:
-    """How long the modules of ``model`` take with their weights streamed, the engine's own part among it.
+    """Times of the modules of ``model`` with their weights streamed, including the engine's own work.
 
     Args:
         component: the model's name.
-        spans: what they do, as traced with all weights there.
+        spans: their work, as traced with all weights on the device.
         size: bytes of an element.
     """
     layers = {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
@@ -92,7 +92,7 @@ def in_run_order(layers: Sequence[Layer], timing: StepTiming) -> list[Layer]:
 
 
 def as_called(layers: Sequence[Layer], called: Sequence[str]) -> list[Layer]:
-    """``layers`` in the order in which these were ``called``, by name; one that was not stays behind the one before."""
+    """``layers`` in the order of ``called``, by name; a layer that was not called follows its predecessor."""
     moments = {name: moment for moment, name in enumerate(called)}
     rank, ranks = -1, []
     for layer in layers:

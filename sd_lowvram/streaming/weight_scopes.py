@@ -1,9 +1,8 @@
-"""Weights that are lent to a layer for one call, and stay lent while it is called strip after strip.
+"""Scopes for lent weights: one call of a layer, or many calls in a row.
 
-A hook that widens weights lends them with :func:`lent_to_call`; a hook that calls a layer many times in a row does so
-within :func:`kept`, and the weights come once instead of every time. A hook that calls whole modules many times does so
-within :func:`together`: nothing more is lent for longer, but who streams weights in knows that they will be needed
-again.
+A hook that widens weights lends them with :func:`lent_to_call`. A hook that calls a layer many times in a row does so
+within :func:`kept`, and the weights are fetched and widened once. A hook that calls whole modules many times does so
+within :func:`together`: no weight is lent for longer, but the streaming engine knows that they will be needed again.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from torch import Tensor
 from ..weights import Convert, lent
 
 _Kept = dict[tuple[int, int], tuple[Tensor, Convert, contextlib.ExitStack]]
-"""What is lent until the block ends, by the ids of a tensor and of its conversion, which are held so that they stay
-theirs."""
+"""Weights lent until the block ends, by the ids of tensor and conversion; both are held, so that the ids stay valid."""
 
 
 class _ExitCallbacks(contextlib.ExitStack):
-    """What is done when the outermost of ``depth`` blocks ends, once for each who asked."""
+    """Callbacks that run when the outermost nested scope exits; one per owner."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +39,7 @@ _state = _ThreadScopes()
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Within the block, what a layer is lent at its first call stays lent; in another such block, until that ends."""
+    """Keep weights lent across calls until the outermost of these blocks exits."""
     if _state.kept is not None:
         yield
         return
@@ -58,7 +56,7 @@ def kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Within the block, modules are called again and again: what is streamed in stays as long as there is room."""
+    """Announce that modules are called repeatedly within the block: streamed weights stay while they fit."""
     block = _state.together = _state.together or _ExitCallbacks()
     block.depth += 1
     try:
@@ -71,10 +69,10 @@ def together() -> Iterator[None]:
 
 
 def until_together_ends(owner: object, number: int, release: Callable[[int], None]) -> bool:
-    """Call ``release(number)`` when the present :func:`together` ends, once; False where there is none,
-    or where that has been asked for.
+    """Call ``release(number)`` once when the current :func:`together` ends.
 
-    ``owner`` is told by its identity and must outlive the block.
+    Return False if there is none, or if this was requested before. ``owner`` is identified by its id and must outlive
+    the block.
     """
     block = _state.together
     if block is None or (id(owner), number) in block.known:
@@ -86,10 +84,10 @@ def until_together_ends(owner: object, number: int, release: Callable[[int], Non
 
 @contextlib.contextmanager
 def apart(rows: tuple[int, int] | None = None) -> Iterator[None]:
-    """Within the block, weights are lent for each call alone, although :func:`kept` is around it.
+    """Lend weights for each call alone within the block, even inside :func:`kept`.
 
     Args:
-        rows: the first and last output of the layer that runs inside, where its weight holds these rows only.
+        rows: the first and last output row of the layer, if its weight holds only these rows.
     """
     before, _state.kept, _state.rows = (_state.kept, _state.rows), None, rows
     try:
@@ -104,7 +102,7 @@ def present_rows() -> slice:
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
-    """End what :func:`kept` keeps of these tensors: they are taken away."""
+    """End the lending of these tensors by :func:`kept`, because they are evicted."""
     known, wanted = _state.kept or {}, set(map(id, tensors))
     for key in [key for key in reversed(known) if key[0] in wanted]:
         known.pop(key)[2].close()
@@ -112,9 +110,9 @@ def give_back(tensors: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def lent_to_call(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
-    """Within the block every tensor holds ``convert`` of its contents, and for longer inside :func:`kept`.
+    """Replace each tensor's contents by ``convert`` of them within the block, for longer inside :func:`kept`.
 
-    ``convert`` is told by its identity: give the same function for every call of a layer.
+    ``convert`` is identified by its id: pass the same function for every call of a layer.
     """
     if _state.kept is None:
         with lent(tensors, convert):
