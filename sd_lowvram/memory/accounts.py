@@ -37,7 +37,7 @@ def current_account() -> Account:
 
 @contextlib.contextmanager
 def _having(**changed: Any) -> Iterator[None]:
-    """Inside, these attributes of this thread's state are as given."""
+    """Set attributes of this thread's state within the block."""
     before = {name: getattr(_state, name) for name in changed}
     vars(_state).update(changed)
     try:
@@ -77,7 +77,7 @@ def unmark_host(tensor: torch.Tensor) -> None:
 
 
 def is_host(tensor: torch.Tensor) -> bool:
-    """Whether the memory of ``tensor`` was marked as the host's."""
+    """True if the memory of ``tensor`` was marked as the host's."""
     return storage_key(tensor) in _host_storages
 
 
@@ -87,7 +87,7 @@ def traced_device(device: torch.device) -> contextlib.AbstractContextManager[Non
 
 
 def tracing() -> bool:
-    """Whether this thread runs a trace."""
+    """True if this thread runs a trace."""
     return _state.traced_device is not None
 
 
@@ -102,5 +102,5 @@ def kernels_of(device_type: Kernels) -> contextlib.AbstractContextManager[None]:
 
 
 def on_cpu() -> bool:
-    """Whether traces are of a run on the CPU."""
+    """True if traces are of a run on the CPU."""
     return _state.kernels == "cpu"

@@ -1,9 +1,9 @@
-"""torch's caching allocator for GPUs, played through: what a card must give for allocations of known sizes.
+"""A model of torch's caching allocator for GPUs: bytes that it reserves for allocations of known sizes.
 
-Tensors are cut out of segments that the driver gives; a segment that holds one small tensor is kept whole, and free
-room in between serves only what fits into it. So tensors that never hold more than 4 GiB together may take 4.5 GiB of a
-card. What is modelled is torch's ``CUDACachingAllocator``: two pools, segments of 2 and 20 MiB or of whole
-2 MiB, best fit, splits and merges, and the release of unused segments when the card has no more.
+Tensors are cut out of segments that the driver allocates. A segment that holds one small tensor is kept whole, and a
+gap serves only tensors that fit into it. So tensors that never exceed 4 GiB together may reserve 4.5 GiB. The model is
+of torch's ``CUDACachingAllocator``: two pools, segments of 2 and 20 MiB or of whole 2 MiB, best fit, splits and merges,
+and the release of unused segments when the card has no more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ..units import MIB
 LEAST = 512
 """Bytes that every size is rounded up to a multiple of."""
 SMALL = MIB
-"""Up to this size a tensor comes from the pool of small ones; what a large one leaves of a block is kept for others
-where it is more."""
+"""Largest tensor of the small pool, in bytes. The remainder of a large block is split off only if it is larger than
+this.
+"""
 SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, ROUND = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
 
 

@@ -1,7 +1,7 @@
-"""torch's expandable segments, played through: what a card must give for allocations of known sizes.
+"""A model of torch's expandable segments: bytes that they reserve for allocations of known sizes.
 
-With ``expandable_segments:True`` each pool is one range of addresses, to which the card's memory is mapped by pages: it
-grows at its end instead of breaking up. A page is given back when nothing at all lies in it.
+With ``expandable_segments:True`` each pool is one range of addresses, to which memory is mapped by pages: the range
+grows at its end and does not fragment into segments. A page is unmapped when nothing is stored in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..units import MIB
 from .caching_allocator import LEAST, SMALL, CardFullError
 
 PAGE = 20 * MIB
-"""Of the pool of large tensors."""
+"""Page of the pool of large tensors, in bytes."""
 _PAGES = {True: 2 * MIB, False: PAGE}
 _ENDLESS = 1 << 50
 
@@ -73,7 +73,7 @@ class ExpandableAllocator:
         return span
 
     def free(self, span: _AddressRange) -> None:
-        """Take room back; free neighbours become one with it."""
+        """Free a span and merge it with its free neighbours."""
         self.allocated_bytes -= span.size
         span.used = False
         self._keep(self._merged(span))
@@ -100,7 +100,7 @@ class ExpandableAllocator:
         self._merged(span)
 
     def _best_fit(self, size: int, small: bool) -> _AddressRange | None:
-        """Of spans at which a pool can grow it is their size then that counts."""
+        """Best fit; spans at which the pool can grow count with the size that they would have."""
         pool = self._free[small]
         place = bisect.bisect_left(pool, (size, -1))
         while place + 1 < len(pool) and _grown(pool[place + 1][2]) < _grown(pool[place][2]):
@@ -108,7 +108,7 @@ class ExpandableAllocator:
         return pool[place][2] if place < len(pool) else None
 
     def _expanded(self, size: int, small: bool) -> _AddressRange | None:
-        """Free room of ``size`` bytes after pages have been mapped; None where the card has none left for them."""
+        """Map pages for a free span of ``size`` bytes; return None if the GPU has no memory left for them."""
         span: _AddressRange | None = next(one for one in self._unmapped(small) if _room_from(one) >= size)
         assert span is not None
         if not span.mapped:
@@ -118,7 +118,7 @@ class ExpandableAllocator:
         return span
 
     def _unmapped(self, small: bool) -> Iterator[_AddressRange]:
-        """Where a pool can grow, by address, each with what is free before it."""
+        """Unmapped spans by address, each with the free bytes before it."""
         span: _AddressRange | None = self._first[small]
         while span is not None:
             if not span.mapped:
@@ -176,7 +176,7 @@ def _grown(span: _AddressRange) -> int:
 
 
 def _room_from(span: _AddressRange | None) -> int:
-    """How much is free, or not mapped, from ``span`` on."""
+    """Bytes that are free or unmapped from ``span`` on."""
     room = 0
     while span is not None and not span.used:
         room += span.size

@@ -27,14 +27,14 @@ def active_fake_mode(*tensors: Tensor) -> FakeTensorMode | None:
 def fake_empty(
     mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What ``torch.empty_strided`` makes in ``mode``, without asking it: it takes its time."""
+    """A fake tensor as ``torch.empty_strided`` makes it in ``mode``, without its slow dispatch."""
     with without_fakes():
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return fake_around(meta, mode, device)
 
 
 def fake_around(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake tensor around ``meta``: the first of a mode by torch's own slow constructor, the others like it."""
+    """A fake tensor around ``meta``: the first of a mode by torch's own slow constructor, later ones as its copies."""
     alike: dict[torch.device, dict[str, Any]] = vars(mode).setdefault("_sd_lowvram_alike", {})
     if device not in alike:
         first = FakeTensor(mode, meta, device)

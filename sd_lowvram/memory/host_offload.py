@@ -1,9 +1,9 @@
-"""The one door to host memory: activations are parked there and fetched back, bit for bit.
+"""Parking: the only way in which activations go to host memory and come back, bit for bit.
 
-On CUDA the host side is pinned and copies run on the current stream without blocking the host; events order them when
-the caller changes streams. What is sent (``send``) leaves on a stream of its own, beside the compute. On a CPU-only
-machine the device is RAM too, and parking copies all the same: a parked tensor never shares memory with what was parked
-or with what is fetched.
+On CUDA the host side is pinned, and copies run on the current stream without blocking the host; events order them if
+the caller changes streams. :func:`send` copies on a stream of its own, while the compute continues. On a CPU-only
+machine the device is RAM too, and parking still copies: a parked tensor shares no memory with its source or its fetched
+copy.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def _shaped(bytes: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def to_device(tensor: Tensor, device: torch.device | str, *, weight: bool = False) -> Tensor:
     """A copy of ``tensor`` on ``device``, in the device's account; a real copy also when both are the CPU.
 
-    Strides are kept where the tensor is dense. The copy does not block when ``tensor`` is pinned: keep ``tensor``
-    unchanged until the current stream has passed it.
+    Strides are preserved if the tensor is dense. The copy does not block if ``tensor`` is pinned: leave ``tensor``
+    unchanged until the current stream has passed the copy.
 
     Args:
-        weight: it is a weight that is streamed in, not an activation.
+        weight: True for a streamed weight, False for an activation.
     """
     with weights_account() if weight else device_account():
         copy = torch.empty_like(tensor, device=actual_device(device), requires_grad=False)
@@ -69,19 +69,19 @@ def to_device(tensor: Tensor, device: torch.device | str, *, weight: bool = Fals
 
 
 def to_host(tensor: Tensor, pin: bool | None = None) -> Tensor:
-    """A copy of ``tensor`` in host memory, in the host's account, complete on return; strides kept where dense."""
+    """A copy of ``tensor`` in host memory, in the host's account, complete on return, strides preserved if dense."""
     order = dense_order(tensor)
     copy = host_empty([tensor.shape[dim] for dim in order], tensor.dtype, pin).permute(inverse(order))
     return copy.copy_(tensor.detach())
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether its memory is the host's and page-locked."""
+    """True if the memory of ``tensor`` is page-locked host memory."""
     return tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned()
 
 
 def unpinned(data: Tensor) -> Tensor:
-    """``data``, or where its memory is page-locked the same contents in ordinary memory, strides kept where dense."""
+    """``data`` itself, or a copy in ordinary memory if ``data`` is page-locked; strides are preserved if dense."""
     return torch.empty_like(data, pin_memory=False).copy_(data) if is_pinned(data) else data
 
 
@@ -178,7 +178,7 @@ class Parked:
         self.dtype = dtype
 
     def load(self, rows: slice | None = None, device: torch.device | str | None = None) -> Tensor:
-        """These rows (all when None) of the map as a new tensor on the device, in the memory format they had."""
+        """Return rows of the map (None: all) as a new tensor on the device, in their original memory format."""
         _let_go()
         source = self._host if rows is None else self._rows_on_host(rows)
         place = self.device if device is None else actual_device(device)
@@ -192,11 +192,11 @@ class Parked:
 
     @property
     def is_there(self) -> bool:
-        """Whether ``recall`` needs no copy."""
+        """True if :meth:`recall` needs no copy."""
         return self._leaving is not None
 
     def recall(self) -> Tensor:
-        """What was parked, to be read only: the tensor that was sent, while it has not been let go, else a new one."""
+        """Return the parked contents for reading: the sent tensor while it still exists, else a new one."""
         tensor, self._leaving = self._leaving, None
         return self.load() if tensor is None else tensor
 
@@ -207,7 +207,7 @@ class Parked:
         return self._host.narrow(self._order.index(2), start, stop - start)
 
     def _wait(self) -> None:
-        """Until the last copy of this map is done."""
+        """Wait for the last copy of this map."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -248,7 +248,7 @@ def dense_order(tensor: Tensor) -> list[int]:
 
 
 def dense_strides(tensor: Tensor) -> list[int]:
-    """Those of ``tensor``; of one whose memory has gaps, those of its contiguous copy."""
+    """Strides of the tensor, or of its contiguous copy if it has gaps."""
     strides, step = [0] * tensor.dim(), 1
     for dim in reversed(dense_order(tensor)):
         strides[dim] = step
@@ -275,11 +275,11 @@ def park(tensor: Tensor) -> Parked:
 
 
 def send(tensor: Tensor) -> Parked:
-    """As :func:`park`, of a tensor that the caller gives up and nobody changes any more.
+    """Park a tensor that the caller drops and no code changes any more; the copy overlaps with compute on CUDA.
 
-    On CUDA the copy runs beside the compute. The tensor stays until something else is sent or fetched, so that one at
-    most is on its way: who needs it back at once gets it by ``recall``, without a copy. The compute waits for the copy
-    when the tensor is dropped, as its memory goes to others then. Fidelity: bitwise.
+    The tensor stays on the device until the next one is sent or fetched, so that at most one copy is in flight;
+    until then ``recall`` returns it without a copy. When the tensor is dropped, the compute waits for the copy, because
+    its memory is then reused. Fidelity: bitwise.
     """
     _let_go()
     if tensor.nbytes < tensor.untyped_storage().nbytes():  # keeping a view would keep the whole storage
@@ -311,7 +311,7 @@ def _wait_when_dropped(tensor: Tensor, compute: torch.cuda.Stream, copied: torch
 
 
 class _Sent(threading.local):
-    """Of each thread, what it has sent last."""
+    """The tensor that each thread has sent last."""
 
     last: weakref.ref[Parked] | None = None
 
@@ -333,10 +333,10 @@ def _parking_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def fetch(parked: Parked, rows: slice | None = None, device: torch.device | str | None = None) -> Tensor:
-    """A new tensor with what was parked, on ``device`` (None: where it came from), strides kept where they were dense.
+    """Return the parked contents as a new tensor on ``device`` (None: its original device), strides preserved if dense.
 
     Args:
-        rows: of a map (N, C, H, W), only these rows. A map that ``park`` took is cut on the host, which is slow on
-            CUDA; make it with ``Parked.empty`` when it is read by rows often.
+        rows: return only these rows of a map (N, C, H, W). A map from ``park`` is cut on the host, which is slow on
+            CUDA; create it with ``Parked.empty`` if it is read by rows often.
     """
     return parked.load(rows, device)

@@ -50,8 +50,8 @@ def allocator_profile() -> torch.profiler.profile:
 def allocator_events(profile: torch.profiler.profile) -> list[tuple[int, int]]:
     """Nanoseconds since the epoch, and change in bytes, of every allocation on the CPU and of its release, in order.
 
-    Releases of what was there before are left out: torch tells them with the size of what lay at the same address when
-    it was last watched.
+    Releases of older memory are left out, because torch reports them with the size of an earlier allocation at the same
+    address.
     """
     waiting: list[Any] = list(profile.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
     told = []

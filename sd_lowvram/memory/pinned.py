@@ -1,8 +1,8 @@
 """Host memory that is page-locked at its exact size, so that copies to and from the device need not block.
 
-torch's own pinned memory comes in powers of two and is kept when nobody holds it any longer: a map of 65 MiB locks
-128 MiB for good. Here ordinary pages are registered with the driver, and unlocked by :func:`unlock_ended` when the last
-tensor in them has gone: that waits for devices, and tensors end at any moment.
+torch rounds pinned memory up to a power of two and never frees it: a map of 65 MiB locks 128 MiB until the process
+ends. Here ordinary pages are registered with the driver. :func:`unlock_ended` unlocks them after the last tensor in
+them is gone; it waits for the devices, and tensors may end at any moment, so unlocking is a call of its own.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from ..units import format_size
 from .accounts import host_account
 
 PINNED_SHARE = 0.5
-"""Of the host memory that other programs leave to this process: locked pages can be neither swapped nor dropped, and
-the file cache, and whatever is started next, live in the rest."""
+"""Largest share of the free host memory that is pinned. Pinned pages can be neither swapped nor dropped; the file cache
+and programs that start later need the rest."""
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: the pages are locked for all devices."""
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 _locked: dict[int, int] = {}
-"""By address, the bytes that are locked. Single operations on it are atomic: any thread unlocks pages."""
+"""Locked bytes by address. Single operations on the dict are atomic, so any thread may unlock pages."""
 _ended: list[_Pages] = []
 """Pages that are locked, and nobody holds any longer. Single operations on it are atomic, too."""
 _told: set[str] = set()
 _locking = threading.Lock()
 _waiting = threading.Lock()
-"""Of the thread that waits for all devices, or that records kernels: a wait would end the recording."""
+"""Lock of the thread that waits for all devices, or that records kernels: a wait would abort the recording."""
 
 
 def can_pin() -> bool:
-    """Whether copies to a device gain from pinned memory: on CUDA; ROCm is known to stall with it."""
+    """True if copies to a device are faster from pinned memory: on CUDA; ROCm is known to stall with it."""
     return torch.cuda.is_available() and torch.version.hip is None
 
 
 def pinned_bytes() -> int:
-    """What is locked now."""
+    """Bytes that are locked now."""
     return sum(list(_locked.values()))
 
 
@@ -71,12 +71,13 @@ def whole_pages(nbytes: int) -> int:
 
 
 def pinned_empty(nbytes: int) -> Tensor | None:
-    """Uninitialised pinned bytes, which :func:`unlock_ended` frees when the last tensor that lies in them has gone.
+    """Uninitialised pinned bytes, which :func:`unlock_ended` frees when the last tensor in them is gone.
 
-    Returns None, and says why once, where so many cannot be locked: ordinary memory is slower there, and as right.
+    Return None, and log the reason once, if so many bytes cannot be locked. Ordinary memory is slower and equally
+    right.
 
     Raises:
-        MemoryError: the host has no more.
+        MemoryError: the host has no free memory left.
     """
     size = whole_pages(nbytes)
     if size == 0:
@@ -139,7 +140,7 @@ def unlock_ended() -> None:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Inside, which records kernels, no thread of ours waits for all devices."""
+    """Prevent all our threads from waiting for devices within the block, which records kernels."""
     with _waiting:
         yield
 
@@ -163,13 +164,13 @@ def _is_recording() -> bool:
 
 
 def _wait() -> None:
-    """Until no copy of any device is under way: whose copies read or write some pages is known to their users alone."""
+    """Wait until no device has a copy in flight; only their users know which copies touch which pages."""
     for device in _used_devices():
         torch.cuda.synchronize(device)
 
 
 def _used_devices() -> Iterator[int]:
-    """Those that have a context: asking others for anything would make one, which takes some hundred MiB."""
+    """Devices that have a context. Any call to another device would create one, which takes some hundred MiB."""
     return (index for index in range(torch.cuda.device_count()) if has_context(index))
 
 

@@ -46,7 +46,7 @@ class PinnedBuffers:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, buffers wait for the next map; they go when nobody is inside any longer."""
+        """Keep buffers for the next map within the block; they are freed when the last block exits."""
         inside = object()
         self._parking.add(inside)
         try:
@@ -81,7 +81,7 @@ class PinnedBuffers:
         unlock_ended()
 
     def _fresh(self, nbytes: int, may_wait: int) -> PinnedBuffer | None:
-        """A new buffer; of the others, ``may_wait`` bytes may go on waiting."""
+        """Allocate a new buffer, and free waiting ones down to ``may_wait`` bytes."""
         while self._idle and (self._waiting() > may_wait or nbytes > pinnable_bytes()):
             with contextlib.suppress(IndexError):
                 self._idle.pop(0)
@@ -101,4 +101,4 @@ class PinnedBuffers:
 
 
 PINNED_BUFFERS = PinnedBuffers()
-"""Of this process, as what it may lock is."""
+"""The buffers of this process; the limit of pinned memory is per process too."""

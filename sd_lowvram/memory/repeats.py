@@ -1,8 +1,8 @@
-"""Equal passes of a loop, of which a trace needs to run only one.
+"""Equal passes of a loop, of which a trace runs only one.
 
-On fake tensors all inner strips of a map cost the same, so one of them stands for the others: peaks are seen just the
-same, and whoever counts work multiplies by :func:`times`. Where tensors come to lie hangs on all passes in their order:
-whoever follows the loops is told it.
+All inner strips of a map cost the same on fake tensors, so a trace runs one of them: peaks are equal, and counts of
+work are multiplied by :func:`times`. The addresses of tensors depend on all passes in order, so a :class:`Follower` is
+notified of the loops.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Piece = TypeVar("Piece")
 
 
 class Follower(Protocol):
-    """Who writes down what happens, and hears of loops that were not run whole."""
+    """A recorder of allocations that is notified of loops that were not run whole."""
 
     def place(self) -> int:
-        """How much has been written down."""
+        """Number of records so far."""
 
     def fill_in(self, places: Sequence[int], order: Sequence[int]) -> None:
         """A loop has ended, whose passes that ran began and ended at ``places``; its passes in their ``order``, each by
@@ -40,14 +40,15 @@ _state = _ThreadRepeats()
 
 
 def times() -> int:
-    """How many equal passes what runs now stands for, loops within loops multiplied."""
+    """Number of equal passes that the current code represents, with nested loops multiplied."""
     return _state.times
 
 
 @contextlib.contextmanager
 def followed(follower: Follower) -> Iterator[None]:
-    """Inside, ``follower`` hears of loops; what runs stands for itself, whatever a loop left behind that an error
-    ended."""
+    """Notify ``follower`` of loops within the block, which represents one pass, even after a loop that ended in an
+    error.
+    """
     before = _state.times, _state.follower
     _state.times, _state.follower = 1, follower
     try:
@@ -58,7 +59,7 @@ def followed(follower: Follower) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Inside runs what may come to pass and seldom does: it counts as no work, and its memory does count."""
+    """Exclude the block from counts of work, because it rarely runs; its memory still counts."""
     before, _state.times = _state.times, 0
     try:
         yield
@@ -67,10 +68,10 @@ def uncounted() -> Iterator[None]:
 
 
 def standing_for(pieces: Sequence[Piece], order: Sequence[int]) -> Iterator[Piece]:
-    """The pieces of a loop that run, each for all equal passes; the others are left out.
+    """Yield the pieces of a loop that run, each as the representative of all equal passes.
 
     Args:
-        order: of all passes the number of the piece that each is like; the first of a kind is the piece itself.
+        order: for each pass, the number of the piece that represents it; the first of a kind is the piece itself.
     """
     follower, passes = _state.follower, Counter(order)
     places = [follower.place()] if follower else []
@@ -85,19 +86,20 @@ def standing_for(pieces: Sequence[Piece], order: Sequence[int]) -> Iterator[Piec
 
 
 def each(pieces: Sequence[Piece], like: Tensor) -> Iterator[Piece]:
-    """The pieces of a loop. Where ``like`` has no numbers, the second stands for all between the first, in which room
-    is made, and the last, which may be smaller."""
+    """Yield the pieces of a loop to run: while tracing the first (allocates), the second (stands for the middle) and
+    the
+    last, unless ``like`` numbers them."""
     if len(pieces) < 4 or not (isinstance(like, FakeTensor) or like.is_meta):
         return iter(pieces)
     return standing_for([*pieces[:2], pieces[-1]], [0] + [1] * (len(pieces) - 2) + [2])
 
 
 def representatives(kinds: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """Which passes of a loop to run, in their order; and of all passes which of those each is like.
+    """Passes of a loop to run, in order, and for all passes the number of the one that represents it.
 
     Args:
-        kinds: for each pass what its cost hangs on. The first and the last stand for themselves alone, because room is
-            made in the one, and the other is cut off.
+        kinds: for each pass the values that its cost depends on. The first and the last represent only themselves: the
+            first allocates, and the last may be smaller.
     """
     ends = {0, len(kinds) - 1}
     known = [(number,) if number in ends else ("inner", kind) for number, kind in enumerate(kinds)]

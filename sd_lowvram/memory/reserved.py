@@ -1,4 +1,4 @@
-"""What a card must give for allocations that are known, by whichever of torch's allocators its variable asks for."""
+"""Bytes that torch reserves for known allocations, with the allocator that its environment variable selects."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from .expandable_segments import PAGE, ExpandableAllocator
 
 
 class AllocatorSettings(NamedTuple):
-    """Of what is set for torch's allocator, that on which it hangs what a card must give.
+    """Settings of torch's allocator that change how much it reserves.
 
     Attributes:
-        max_split_bytes: from what size on segments are left whole (``max_split_size_mb``).
-        expandable: whether segments grow (``expandable_segments``).
+        max_split_bytes: segments of at least this size are not split (``max_split_size_mb``).
+        expandable: True if segments grow (``expandable_segments``).
     """
 
     max_split_bytes: float
     expandable: bool
 
     def allocator(self, card_bytes: float = float("inf")) -> CachingAllocator | ExpandableAllocator:
-        """That of a card that can give so much."""
+        """The allocator of a GPU with ``card_bytes`` of free memory."""
         if self.expandable:
             return ExpandableAllocator(card_bytes)
         return CachingAllocator(card_bytes, self.max_split_bytes)
 
 
 def allocator_settings() -> AllocatorSettings:
-    """As torch's variable says.
+    """Settings from torch's environment variable.
 
-    CUDA's own pools as backend are counted as torch's plain segments, which is no proven bound.
+    CUDA's own pools (``cudaMallocAsync``) are counted as torch's plain segments, which is not a proven bound.
     """
     entries: dict[str, str] = {}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -46,15 +46,15 @@ def allocator_settings() -> AllocatorSettings:
 
 
 Allocations = Sequence[tuple[int, int]]
-"""In their order a number and bytes for what is made, the number and -1 for its end."""
+"""(number, bytes) for each allocation and (number, -1) for its end, in order."""
 
 
 class Reserved(NamedTuple):
-    """What a card must give for allocations.
+    """Bytes that torch reserves for allocations.
 
     Attributes:
-        least: bytes, where unused segments are given back before torch fails.
-        kept: bytes, where none is given back, as while kernels are recorded.
+        least: if unused segments are freed before torch fails.
+        kept: if none is freed, as while kernels are recorded.
     """
 
     least: int
@@ -62,17 +62,16 @@ class Reserved(NamedTuple):
 
 
 def reserved(allocations: Allocations, held: int = 0, again: bool = False) -> Reserved:
-    """Bytes that a card must give for ``allocations`` on one stream, which begin with no unused segment.
+    """Bytes that torch reserves for ``allocations`` on one stream, starting without unused segments.
 
-    Small tensors have a pool of their own, which is filled well: of them the bytes are counted, of the others every
-    place. Whether what an operator makes for itself comes before or behind what it makes for others hangs on versions
-    of torch and of libraries, and changes places: of several orders the one is counted for which the card must give
-    most, in some models a fifth more than in the order of ``allocations``.
+    The small pool is filled well, so its bytes are summed; allocations of the large pool are placed one by one. An
+    operator may allocate its output before or after its temporaries, depending on versions of torch and its libraries.
+    Several orders are tried and the largest result counts, in some models a fifth more than the given order.
 
     Args:
-        held: bytes that a library took before, and keeps.
-        again: whether they come more than once, as those of a step do: what the first time leaves, such as weights that
-            are fetched ahead, lies anywhere, and the second time finds less room beside it than the first.
+        held: bytes that a library allocated before, and holds.
+        again: True if the allocations repeat, as those of a step do. The first time leaves tensors at arbitrary places
+            (weights that are fetched ahead), and the second time finds smaller gaps.
     """
     times = [*allocations, *_next_time(allocations)] if again else allocations
     large, small_bytes = _by_pool([(-1, held), *times])
@@ -114,9 +113,9 @@ def _next_time(allocations: Allocations) -> Iterator[tuple[int, int]]:
 
 
 def _least(allocations: Allocations, low: int, high: int, unit: int) -> int:
-    """On how many units, ``low`` and more, ``allocations`` fit, which fit on ``high``.
+    """The smallest number of units, from ``low`` to ``high``, in which ``allocations`` fit.
 
-    Nearly always that is near the lowest, and a card that is too small is full soon.
+    The search starts near ``low``, because the result is nearly always there and a too small GPU is full soon.
     """
     step = 0
     while low < high:
@@ -151,7 +150,7 @@ def segment(size: int) -> int:
 
 
 def _by_pool(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:
-    """Those of the pool of large tensors, all of which end; and most bytes of the other pool."""
+    """Allocations of the large pool, each with its end, and the peak bytes of the small pool."""
     sizes: dict[int, int] = {}
     large, small, most = [], 0, 0
     for number, size in allocations:

@@ -1,7 +1,7 @@
-"""What torch's allocator keeps of one call on a GPU is given back before the next, where that would be in its way.
+"""Free cached segments of torch's allocator between calls on a GPU, where they would be in the way.
 
-Segments that fit a denoising step are of little use to a decode, and those that many steps have cut up break up the
-next one's: plans count on stages, and on steps of a GPU that has no more, that begin with none.
+Segments of a denoising step do not fit a decode, and segments that many steps have split fragment the next step. Plans
+count on stages that start without cached segments, and so does every step if the GPU has no memory to spare.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..compat.private import take_matrix_workspaces
 from .accounts import tracing
 
 _stepping: dict[torch.device, weakref.ref[object]] = {}
-"""By device the run of which its last call was a step; none after a call of another kind."""
+"""The run whose step was the last call on each device; none after a call of another kind."""
 
 
 def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
@@ -33,13 +33,14 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
     torch.cuda.empty_cache()
     if torch.cuda.is_available():
         # Before tensors of the stage are there these lie at the start of a segment, as plans count them. In the midst
-        # of one they would leave no room of 10 MiB on either side.
+        # in one segment they would leave less than 10 MiB on either side.
         take_matrix_workspaces(device)
 
 
 def _is_short(device: torch.device) -> bool:
-    """Whether less is free, what is cached aside, than was ever reserved for what is allocated now and more; a process
-    that is kept to a part of the GPU has no more free than that part has."""
+    """Return True if free memory, without the cache, is below the largest cache overhead seen so far.
+
+    A process that is limited to a part of the GPU counts the free memory of that part."""
     most = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
     part = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device.index)
@@ -47,6 +48,6 @@ def _is_short(device: torch.device) -> bool:
 
 
 def release_segments(device: torch.device) -> None:
-    """Give segments of which nothing is in use back to the GPU."""
+    """Free all unused segments of the GPU."""
     if device.type == "cuda" and not tracing():
         torch.cuda.empty_cache()

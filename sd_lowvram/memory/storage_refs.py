@@ -1,4 +1,4 @@
-"""When storages die."""
+"""Notification when storages are freed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Deaths:
         return key
 
     def look(self) -> None:
-        """Where torch reports no death, look for the dead."""
+        """Look for freed storages, if torch does not report them."""
         if not STORAGES_ARE_OBJECTS:  # a trace asks at each operator, of every weight
-            references = self._references.copy()  # kept, whatever other threads find gone meanwhile
+            references = self._references.copy()  # a copy, because other threads remove entries meanwhile
             for key in [*filter(storage_expired, references)]:
                 self._gone(key)
 

@@ -1,4 +1,4 @@
-"""What threads share: whose turn it is to run a model, and what is exchanged in torch while somebody traces."""
+"""Locks between threads that run models, and replacements of torch functions that act in one thread only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..errors import LowVRAMError
 from .accounts import tracing
 
 Place = tuple[int, str]
-"""What one thread has at a time: a device, or the right to change what models carry. All threads that need several take
-them in their order, so that no two wait for each other."""
+"""A resource of one thread at a time: a device, or the right to attach and detach hooks. A thread that needs several
+acquires them in sorted order, so that no two threads wait for each other."""
 
 _CHANGING: Place = (2, "what models carry")
 
 
 def place_of(device: torch.device) -> Place:
-    """What a thread takes for ``device``."""
+    """The place that a thread acquires for ``device``."""
     if device.type == "cpu":
         return 1, "cpu"
     index = device.index
@@ -38,7 +38,7 @@ def every_place() -> set[Place]:
 
 
 class _DeviceLocks:
-    """Which thread has which places. A thread may take again what it has."""
+    """Reentrant locks: the thread that has each place."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -47,7 +47,7 @@ class _DeviceLocks:
 
     @contextlib.contextmanager
     def having(self, places: Iterable[Place]) -> Iterator[None]:
-        """Inside, this thread has ``places``, and waits for them before."""
+        """Wait for ``places`` and hold them within the block."""
         with contextlib.ExitStack() as leaving:
             for place in sorted(places):
                 self._take(place)
@@ -93,17 +93,18 @@ _turns = _DeviceLocks()
 
 
 def turn(places: Iterable[Place]) -> contextlib.AbstractContextManager[Any]:
-    """Inside, no other thread runs a model that carries hooks on these devices, nor changes what such a model carries.
+    """Keep other threads from running hooked models on these devices, and from attaching or detaching, within the
+    block.
 
-    The room on the device, weights that are lent to a layer, and what a hook sets for the time of a call belong to the
-    model and not to a thread: a preview that decodes while the UNet samples waits until the step is done. Models on
-    other devices run meanwhile. What a trace calls waits for nobody: it is a copy, or the trace has its model at rest.
+    Device buffers, lent weights and what a hook sets during a call belong to the model, not to a thread: a preview that
+    decodes while the UNet samples waits until the step is done. Models on other devices run meanwhile. A trace never
+    waits: it runs a copy, or holds its model by :func:`at_rest`.
     """
     return contextlib.nullcontext() if tracing() else _turns.having(places)
 
 
 class Carrier(Protocol):
-    """What hooks were attached as, and to which modules."""
+    """An attachment of hooks, and the modules that carry it."""
 
     def modules(self) -> Iterable[nn.Module]:
         """The models that carry them."""
@@ -113,7 +114,7 @@ _carriers: weakref.WeakKeyDictionary[Carrier, frozenset[Place]] = weakref.WeakKe
 
 
 def carries(carrier: Carrier, places: Iterable[Place]) -> Callable[[], None]:
-    """From now on the models of ``carrier`` run on ``places``; returns the undoing."""
+    """Register that the models of ``carrier`` run on ``places``; return the function that undoes this."""
     _carriers[carrier] = frozenset(places)
 
     def forget() -> None:
@@ -124,11 +125,12 @@ def carries(carrier: Carrier, places: Iterable[Place]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def at_rest(models: Iterable[nn.Module], places: Iterable[Place] = ()) -> Iterator[None]:
-    """Inside, no other thread runs ``models`` with hooks, nor attaches or detaches anything; models that have
-    nothing in common with them run meanwhile.
+    """Keep other threads from running ``models`` with hooks, and from attaching or detaching, within the block.
+
+    Models that share no module with them run meanwhile.
 
     Args:
-        places: of devices on which nothing of ours runs meanwhile either.
+        places: devices on which no hooked model runs meanwhile either.
     """
     if tracing():
         yield
@@ -143,7 +145,7 @@ def at_rest(models: Iterable[nn.Module], places: Iterable[Place] = ()) -> Iterat
 
 
 def _places_of(models: Iterable[nn.Module]) -> set[Place]:
-    """Where modules of ``models`` run, or modules of which they are parts."""
+    """Places of the modules of ``models``, and of modules that contain them."""
     known = {id(module) for model in models for module in model.modules()}
     found = set[Place]()
     for reference in _carriers.keyrefs():
@@ -162,7 +164,7 @@ class Switch:
 
     @contextlib.contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Inside, no thread has it set; short, as those that need it wait."""
+        """Wait until no thread has the state set, and keep it so within the block; keep the block short."""
         with self._changed:
             self._readers += 1
         try:
@@ -174,7 +176,7 @@ class Switch:
 
     @contextlib.contextmanager
     def set_by(self, state: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-        """Inside ``state`` holds, for this thread alone of those that ask here."""
+        """Set ``state`` within the block, for this thread only."""
         with self._changed:
             self._changed.wait_for(lambda: not self._readers)
             with state:
@@ -227,7 +229,9 @@ class Redirected:
 
     @contextlib.contextmanager
     def to(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """Inside, ``answer`` is called in this thread, and in it again what would be called outside."""
+        """Call ``answer`` in place of the function in this thread, within the block; inside ``answer`` the original is
+        called.
+        """
         with self._exchanged():
             answers = self._answers()
             answers.append(answer)
@@ -237,11 +241,11 @@ class Redirected:
                 answers.remove(answer)
 
     def answered(self) -> bool:
-        """Whether another function answers in this thread."""
+        """True if the function is replaced in this thread."""
         return bool(self._answers())
 
     def function(self) -> Any:
-        """What is called in the end: torch's own, or what somebody else has put in its place."""
+        """The original function: torch's own, or another program's replacement of it."""
         present = getattr(self._owner, self._name)
         return getattr(present, "behind", present)
 
