@@ -1,15 +1,15 @@
-"""What others add to the package: a knob with its hook, an attention backend, a model family, a model's class, a
-command, a node, a crew.
+"""Registration of extensions: knobs with their hooks, attention backends, model families, model classes, commands,
+nodes, crews.
 
-One call, :func:`register`, takes all of them, from the package's own rooms as from strangers. Who calls it is found
+:func:`register` is the one call for all of them, for the package's own optional parts and for other packages. Callers
+are found in two ways:
 
-- by folder: each folder of the package that holds a ``door.py``, which registers when it is imported. So it is in a
-  clone, and in hosts, where the package has another name and must not be imported twice;
-- by entry points of the group ``sd_lowvram``, where the package is installed: each names a function without arguments
-  that registers.
+- by folder: each folder of the package with a ``door.py``, which registers when it is imported. This works in a clone,
+  and in hosts, where the package has another name and must not be imported twice;
+- by entry points of the group ``sd_lowvram``, if the package is installed: each names a function without arguments.
 
-Nothing here imports torch, and a door must not import it before it is used, as the command line asks for knobs first;
-only a family's own module may, since families are values that hold functions of torch.
+Nothing here imports torch, and a door must not import torch before it is needed, because the command line reads the
+knobs first. Modules of families may, because families hold functions of torch.
 """
 
 from __future__ import annotations
@@ -29,28 +29,27 @@ GROUP = "sd_lowvram"
 """The group of entry points."""
 
 KNOBS: dict[str, Knob] = {}
-"""Knobs beside those of :class:`~sd_lowvram.settings.Settings`, by name."""
+"""Knobs in addition to those of :class:`~sd_lowvram.settings.Settings`, by name."""
 
 ATTENTION_BACKENDS: dict[str, Any] = {}
-"""Values of the knob ``attention`` beside ours: of :class:`~sd_lowvram.kernels.attention.backend.AttentionBackend`."""
+"""Further choices of ``attention``: :class:`~sd_lowvram.kernels.attention.backend.AttentionBackend` by name."""
 
 FAMILIES: dict[str, Any] = {}
-"""Model families beside those of ``models/``: values of :class:`~sd_lowvram.models.anatomy.Family`."""
+"""Model families in addition to those of ``models/``: :class:`~sd_lowvram.models.anatomy.Family` by name."""
 
 CLASSES: dict[str, Callable[[], Any]] = {}
-"""Classes of models beside those of diffusers, by the name that a configuration gives (``_class_name``): functions that
-import and give one."""
+"""Model classes in addition to those of diffusers, by the ``_class_name`` of a configuration: functions that import and
+return the class."""
 
 UNETS: dict[str, Callable[..., Any]] = {}
-"""What knows UNets in single files beside the architectures' own: functions of an architecture's name, its UNet's
-configuration, the header and the path, which give a :class:`~sd_lowvram.checkpoints.inspection.OwnUNet`, or None for
-what they do not know."""
+"""Detectors of further UNets in single files: functions of an architecture's name, its UNet's configuration, the header
+and the path. They return a :class:`~sd_lowvram.checkpoints.inspection.OwnUNet`, or None for unknown files."""
 
 NODES: dict[str, Callable[[], tuple[Any, str]]] = {}
-"""ComfyUI's nodes beside those of ``nodes/``, by id: functions that import and give the class, and its title."""
+"""ComfyUI nodes in addition to those of ``nodes/``, by id: functions that import and return the class and its title."""
 
 COMMANDS: dict[str, Callable[..., Any]] = {}
-"""Commands of the command line, by name: functions that import and give one, or typer's group of them."""
+"""Commands of the command line, by name: functions that import and return a command, or a typer group."""
 
 CREWS: dict[str, Callable[..., Any]] = {}
 """Places where a batch can run, by the name that ``batch --on`` takes: each makes a crew of a number of workers."""
@@ -81,25 +80,25 @@ def register(
     commands: Mapping[str, Callable[..., Any]] | None = None,
     crews: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[], None]:
-    """Add to the package what is given, each by its name.
+    """Register extensions by name.
 
     Args:
         knobs: declarations whose ``hook`` is a function ``(anatomy, settings, device) -> patches``. Settings take them
-            by name, ``Settings(toy=3)``; command line, nodes and panel show them; plans and their cache hold them.
-        attention_backends: values of :class:`~sd_lowvram.AttentionBackend`: a function of queries, keys and values, and
-            what a plan has to know of it. Each is a choice of the knob ``attention``.
-        families: values of :class:`~sd_lowvram.models.anatomy.Family`: what models are made of and how they are called.
-        classes: functions that import and give the class of a model whose configuration has this ``_class_name``.
-        unets: functions that know the UNet of a single file by its header, see :data:`UNETS`.
-        nodes: functions that import and give a node's class for ComfyUI, and its title.
-        commands: for ``sd-lowvram NAME``: functions that import and give a command, or typer's group of them.
+            by name, ``Settings(toy=3)``; command line, nodes and panel show them; plans and their cache store them.
+        attention_backends: :class:`~sd_lowvram.AttentionBackend` by name: a function of queries, keys and values, and
+            the facts that a plan needs. Each becomes a choice of the knob ``attention``.
+        families: :class:`~sd_lowvram.models.anatomy.Family` by name: the parts of models and how they are called.
+        classes: functions that import and return the class of a model whose configuration has this ``_class_name``.
+        unets: functions that recognise the UNet of a single file by its header, see :data:`UNETS`.
+        nodes: functions that import and return a node's class for ComfyUI, and its title.
+        commands: for ``sd-lowvram NAME``: functions that import and return a command, or a typer group.
         crews: for ``batch --on NAME``: functions that make a crew of a number of workers, or of None.
 
     Returns:
-        What takes all of it off again.
+        A function that removes all of them again.
 
     Raises:
-        BadInputError: something of this name is there already; nothing is added then.
+        BadInputError: a name is registered already; nothing is added then.
     """
     given = dict(
         zip(_PLACES, (knobs, attention_backends, families, classes, unets, nodes, commands, crews), strict=True)
@@ -122,7 +121,7 @@ def register(
 
 
 def find() -> None:
-    """Have all register who can be found; once."""
+    """Find and call all registering modules and entry points, once."""
     with _lock:
         if _found.is_set():
             return

@@ -1,7 +1,7 @@
-"""What a knob declares of itself.
+"""The declaration of a knob.
 
-Everything that asks about a knob (the command line, the hosts, the order of hooks, what excludes what, the search) asks
-its declaration, so that a new knob is known everywhere once it is declared.
+The command line, the hosts, the order of hooks, conflicts between knobs and the search all read the declaration, so
+that a new knob is known everywhere once it is declared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .errors import SettingsError
 
 
 class Fidelity(enum.IntEnum):
-    """How near an optimisation stays to the model as the user loaded it; the larger, the farther."""
+    """Distance of an optimisation from the model as the user loaded it; a larger value is farther."""
 
     BITWISE = 0
     """The same bits."""
@@ -52,8 +52,11 @@ class Act(enum.Enum):
 
 
 class Depth(enum.IntEnum):
-    """Where a knob's hook wraps the model: what converts weights lies innermost, then what computes layers, what
-    places weights, what divides a call into parts, what replays it, and outermost what goes around a whole call."""
+    """Layer of the model at which a knob's hook wraps it.
+
+    From the inside: converting weights, computing layers, placing weights, dividing a call into parts, replaying a
+    call,
+    and wrapping a whole call."""
 
     COMPILES = 0
     CONVERTS = 1
@@ -77,23 +80,22 @@ ANY = ("*",)
 
 @dataclass(frozen=True)
 class Knob:
-    """What there is to know of one setting: what surfaces show, what planning asks, and what acts on it.
+    """One setting: its texts for the surfaces, its facts for planning, and its hook.
 
     Attributes:
         fidelity: one for all values, or one for each choice.
-        choices: of a word. Of a number there is a ``maximum`` instead, and of a switch neither.
-        stages: names of those in which it makes a difference; None: all. Empty: it is about the plan alone.
-        hook: the module of :mod:`sd_lowvram.hooks` that acts on it, and the function of that name in it; one for all
-            values, or one for some choices. "": a hook of another knob looks at it too. A registered knob gives the
-            function itself.
-        depth: where that hook wraps the model; hooks of one depth come in the order in which knobs are declared.
-        acts: behaviours, each with the values of this knob that show it (:data:`ANY`: all with which it acts).
+        choices: values of a word. A number has a ``maximum`` instead, a switch neither.
+        stages: names of the stages that it changes; None: all. Empty: it changes the plan alone.
+        hook: name of the module of :mod:`sd_lowvram.hooks`, and of the function in it; one for all values, or one for
+            some choices. "": the hook of another knob reads it. A registered knob has the function itself.
+        depth: the layer at which that hook wraps the model; hooks of one depth follow the order of the declarations.
+        acts: behaviours, each with the values of this knob that show it (:data:`ANY`: all values with which it acts).
         excludes: behaviours of other knobs, each with the values of this knob that forbid it.
-        undecided: values that count as not set, as None does: a plan chooses ("auto").
-        implies: other knobs that it decides where it acts and they are undecided.
-        when: where it helps; and what it costs.
-        place: in the order of all, which payloads and saved workflows count; a new one of ours takes the next, and
-            registered ones come last.
+        undecided: values that count as not set, like None: a plan chooses ("auto").
+        implies: values of other knobs that it sets if they are undecided.
+        when: when the knob helps, and what it costs.
+        place: position in the fixed order that payloads and saved workflows rely on. A new knob of ours takes the next
+            one; registered knobs come last.
     """
 
     label: str
@@ -116,17 +118,17 @@ class Knob:
 
     @property
     def type(self) -> type[str] | type[int] | type[bool]:
-        """What a value of it is."""
+        """The type of its values."""
         return str if self.choices else int if self.maximum else bool
 
     def check(self, name: str, value: Any) -> None:
-        """Look whether ``value`` is one that this knob takes.
+        """Check that this knob accepts ``value``.
 
         Args:
-            name: of the knob, for the error.
+            name: the knob's name, for the error.
 
         Raises:
-            SettingsError: it is not; the message tells the choices or the bounds.
+            SettingsError: it does not; the message lists the choices or the bounds.
         """
         if self.choices:
             if value not in self.choices:
@@ -138,11 +140,11 @@ class Knob:
             raise SettingsError(f"{name}={value!r} must be a whole number from {self.minimum} to {self.maximum}")
 
     def fidelity_of(self, value: Any) -> Fidelity:
-        """How near to the model's own picture it stays with ``value``."""
+        """Fidelity of the knob with ``value``."""
         return self.fidelity[value] if isinstance(self.fidelity, Mapping) else self.fidelity
 
     def with_choices(self, more: Mapping[str, Fidelity]) -> Knob:
-        """This knob with choices that others have added, and how near to the model each stays."""
+        """Return this knob with registered choices added, each with its fidelity."""
         fidelity = {choice: self.fidelity_of(choice) for choice in self.choices} | dict(more)
         return replace(self, choices=tuple(fidelity), fidelity=fidelity) if more else self
 
@@ -153,11 +155,11 @@ class Knob:
         return "" if value is None or value is False else self.hook
 
     def acts_of(self, value: Any) -> frozenset[Act]:
-        """What it does with ``value``."""
+        """Behaviours of the knob with ``value``."""
         return _of_value(self.acts, value)
 
     def excluded_by(self, value: Any) -> frozenset[Act]:
-        """What no other knob may do beside it, with ``value``."""
+        """Behaviours that the knob forbids for others, with ``value``."""
         return _of_value(self.excludes, value)
 
 

@@ -1,9 +1,9 @@
-"""What a hook yields: patches and changes, set on one model and undone exactly.
+"""Patches and changes: the results of hooks, set on one model and undone exactly.
 
-A patch names an owner, an attribute of it, and a function from the attribute's value to its replacement; a change is
-an action that returns its own undoing (moving or converting weights). Every patched attribute has one slot, kept on
-its owner, in which the patches of all hooks and attachments stack: they can be taken off in any order, and what
-somebody else has wrapped around a slot keeps working when ours is gone.
+A patch names an owner, an attribute, and a function from the attribute's value to its replacement. A change is an
+action that returns the function that undoes it (moving or converting weights). Every patched attribute has one slot,
+stored on its owner, in which the patches of all hooks and attachments stack. They can be removed in any order, and a
+wrapper that other code put around a slot keeps working after ours is gone.
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ def wrap(owner: Any, attribute: str, around: Callable[..., Any], hook: str = "",
 
 
 class Answered(TorchFunctionMode):
-    """While entered, ``answers`` stand for some of torch's functions, in this thread. Layers are called as they are, so
-    that whatever their host does to weights on the way (streaming, casting, a LoRA) is done.
+    """Replaces some of torch's functions in this thread while entered.
+
+    Layers are called unchanged, so that everything that a host does to weights in the call (streaming, casting, a LoRA)
+    still happens.
 
     Args:
-        answers: by function, what is called with its arguments instead.
+        answers: for each function, the one that is called with its arguments instead.
     """
 
     def __init__(self, answers: Mapping[Any, Callable[..., Any]]) -> None:
@@ -185,13 +187,13 @@ def unpatched(owner: Any) -> dict[str, Any]:
 
 
 def copied_without(owners: Iterable[Any], memo: dict[int, Any]) -> Callable[[], None]:
-    """Have ``copy.deepcopy`` leave out what is ours on ``owners``, which stay as they are.
+    """Prepare ``memo`` so that ``copy.deepcopy`` leaves out what is ours on ``owners``, which do not change.
 
     Args:
-        memo: for ``copy.deepcopy``.
+        memo: the memo for ``copy.deepcopy``.
 
     Returns:
-        what is to be called when all have been copied.
+        A function to call after the copy.
     """
     patched = [owner for owner in owners if _SLOTS in vars(owner) or RECORD in vars(owner)]
     for owner in patched:
@@ -215,8 +217,9 @@ def copied_without(owners: Iterable[Any], memo: dict[int, Any]) -> Callable[[], 
 
 
 def is_foreign(owner: Any, attribute: str) -> bool:
-    """Whether somebody else has set ``attribute`` on the instance ``owner``. A bound method of its own class, which
-    hosts leave behind when they undo a patch, does not count."""
+    """Return True if other code has set ``attribute`` on the instance ``owner``.
+
+    A bound method of the owner's own class, which hosts leave behind when they undo a patch, does not count."""
     slot = vars(owner).get(_SLOTS, {}).get(attribute)
     here = vars(owner).get(attribute, _ABSENT)
     if slot is not None and here is slot.installed:

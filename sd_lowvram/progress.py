@@ -1,9 +1,9 @@
-"""What a run tells: how far it has come, and what happens in it.
+"""Progress and events of a run.
 
-Core loops call ``report``; it does nothing unless somebody listens. Listeners nest; each thread or task has its own.
+Core loops call ``report``, which does nothing without a listener. Listeners nest; each thread or task has its own.
 
-What happens and is no error (a leaner plan, strips computed anew) goes to the log, each event once. What
-the caller can change (gradients left on, a package that is missing) goes through ``warnings``.
+Events that are not errors (a plan with less memory, strips computed again) are logged, each once. What the caller can
+change (gradients left on, a missing package) goes through ``warnings``.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def listen(callback: Callback) -> Iterator[None]:
 
 
 def happened(module: str, sentence: str) -> None:
-    """Log ``sentence`` as a warning of the logger ``module``, unless it is :func:`heard`.
+    """Log ``sentence`` as a warning of the logger ``module``, or pass it to the listener of :func:`heard`.
 
-    The name stands before it, as many programs show the bare message, and Python does where no logging is set up.
+    The message begins with the module's name, because many programs show the bare message, and so does Python by
+    default.
     """
     if (hear := _hears.get()) is not None:
         hear(sentence)
@@ -62,9 +63,9 @@ def happened(module: str, sentence: str) -> None:
 
 @contextmanager
 def heard(hear: Callable[[str], None]) -> Iterator[None]:
-    """Within the block ``hear(sentence)`` is called for what happens in this thread, in place of the log.
+    """Call ``hear(sentence)`` for events of this thread within the block, in place of the log.
 
-    What ``hear`` raises is raised in the run.
+    An exception of ``hear`` is raised in the run.
     """
     token = _hears.set(hear)
     try:

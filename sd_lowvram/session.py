@@ -35,10 +35,10 @@ from .streaming.timing import StepTiming
 
 @dataclass(eq=False, repr=False)
 class Attachment:
-    """What one call of :func:`attach` did to a target: its settings, how many sites each hook hit, and the way back.
+    """The result of one call of :func:`attach`: settings, the number of sites of each hook, and how to undo it.
 
     Attributes:
-        runs_uncompiled: a sentence on why, where somebody has compiled a model that has run with what is attached.
+        runs_uncompiled: the reason why a compiled model runs uncompiled with these hooks; empty if it does not.
     """
 
     anatomy: Anatomy
@@ -110,8 +110,9 @@ class Attachment:
         return {place for name in self.anatomy.components for place in self._places(name)}
 
     def _places(self, name: str) -> set[Place]:
-        """Where a component runs: what it is given and gives back lies on the device, also when it is the decoder on
-        the CPU. TF32 is a switch of the whole process: what runs with it runs beside nothing."""
+        """Places that a call of the component needs: its device, where its inputs and outputs are, even for a decoder
+        on the
+        CPU. TF32 is process-wide, so take every device's lock."""
         if self.settings.precision == "tf32":
             return {*every_place(), place_of(self.device)}
         on_cpu = self.settings.decoder_device == "cpu" and name == self.anatomy.autoencoder
@@ -151,11 +152,11 @@ class Attachment:
         return call(*args, **kwargs)
 
     def add_undoing(self, undo: Callable[[], None]) -> None:
-        """Have ``undo`` called when this is taken off."""
+        """Register ``undo`` to be called when this is taken off."""
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Take everything off, last set first off; an error in one undoing does not keep the others from running."""
+        """Undo everything, in reverse order; an error in one step does not keep the other steps from running."""
         with contextlib.ExitStack() as stack:
             for undo in self._undo:
                 stack.callback(undo)
@@ -216,7 +217,7 @@ def _put_on(target: Any, attachment: Attachment) -> None:
 
 
 def prepare(target: Any, settings: Settings, device: torch.device) -> Attachment:
-    """What :func:`attach` would set, made ready and not set: for hosts that enter and leave around every call.
+    """Prepare an attachment without setting it, for hosts that enter and leave around every call.
 
     Raises:
         BadInputError, NoSiteError, SettingsError: as :func:`attached`.
@@ -228,9 +229,9 @@ def prepare(target: Any, settings: Settings, device: torch.device) -> Attachment
 
 @contextlib.contextmanager
 def entered(target: Any, attachment: Attachment) -> Iterator[None]:
-    """Within the block ``target`` runs with an attachment from :func:`prepare`; it may be entered again and again.
+    """Set an attachment from :func:`prepare` on ``target`` within the block; it may be entered any number of times.
 
-    It is one call's: other threads that call a model with hooks on the same device wait until it ends.
+    Other threads that call a hooked model on the same device wait until the block ends.
     """
     with turn(attachment.places):
         with at_rest(attachment.modules()):
@@ -253,7 +254,7 @@ def detach(target: Any, attachment: Attachment) -> None:
 
 
 def attachments(target: Any) -> list[Attachment]:
-    """What is attached to ``target`` now, first attached first."""
+    """Attachments of ``target``, in the order in which they were attached."""
     return list(getattr(target, "__dict__", {}).get(RECORD, []))
 
 
@@ -280,24 +281,24 @@ def restore(target: Any) -> None:
 def attached(
     target: Any, settings: Settings, *, device: torch.device | str | None = None, timing: StepTiming | None = None
 ) -> Iterator[Attachment]:
-    """Within the block ``target`` runs with the hooks that ``settings`` ask for, and none of those left undecided.
+    """Attach the hooks of ``settings`` to ``target`` within the block. Undecided knobs attach nothing.
 
     Args:
         target: a diffusers pipeline of SD1.x, SD2.x, SDXL or FLUX.1, or a model of CompVis, ComfyUI or Forge; or a
             component.
-        settings: what is None in them stays as the model has it. Of a preset (``Settings.smallest()``) what finds
-            nothing to act on in this target is left out.
-        device: where to compute; None: a GPU when there is one, else the CPU.
+        settings: None leaves a property of the model as it is. A preset (``Settings.smallest()``) skips knobs that have
+            no site in this target.
+        device: the device of the computation; None: a GPU if there is one, else the CPU.
         timing: as :func:`attach`.
 
     Yields:
-        What is attached, with the anatomy of the target and what each hook acts on (``sites``).
+        The attachment, with the anatomy of the target and the number of sites of each hook (``sites``).
 
     Raises:
-        UnsupportedModelError: a target that cannot be planned.
-        BadInputError: a device or settings that are none.
-        NoSiteError: a hook that finds nothing to act on.
-        ConflictError: two hooks that exclude each other.
+        UnsupportedModelError: the target cannot be planned.
+        BadInputError: ``device`` is not a device, or ``settings`` are not Settings.
+        NoSiteError: a hook finds no site in the target.
+        ConflictError: two hooks exclude each other.
     """
     attachment = attach(target, stated(settings), device_of(device), timing)
     try:

@@ -1,4 +1,4 @@
-"""All knobs as one value: those that :mod:`.knobs` declares, and those that others have registered (:mod:`.doors`)."""
+"""All knobs as one value: those that :mod:`.knobs` declares, and registered ones (:mod:`.doors`)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["STREAMED", "SURFACES", "Fidelity", "Knob", "Preset", "Settings", "co
 class Settings(WeightsKnobs, AttentionKnobs, AutoencoderKnobs, ActivationsKnobs, SpeedKnobs):
     """The knobs of sd-lowvram. ``None`` means undecided: a plan fills it in, and a hook leaves the model as it is.
 
-    Knobs that others have registered (:mod:`.doors`) are given, read and replaced by name as ours are.
+    Registered knobs (:mod:`.doors`) are set, read and replaced by name like ours.
 
     Attributes:
-        registered: of those that are decided a tuple of (name, value).
+        registered: (name, value) of the registered knobs that are decided.
 
     Raises:
         SettingsError: an unknown choice, or a number out of range.
@@ -101,12 +101,12 @@ class Settings(WeightsKnobs, AttentionKnobs, AutoencoderKnobs, ActivationsKnobs,
 
     @staticmethod
     def policy(name: str) -> Preset:
-        """What another program does, as far as it can be said in knobs; "ours" leaves all to the plan.
+        """Settings that behave like another program, as far as knobs can express it; "ours" leaves all to the plan.
 
         Args:
-            name: as ``sd-lowvram plan --list-policies`` tells them: "compvis", "basujindal-turbo", "diffusers-default".
+            name: a name from ``sd-lowvram plan --list-policies``, such as "compvis" or "diffusers-default".
 
-        Of what "diffusers-model-offload", "-sequential" and "-group" do by diffusers' own calls, these are our nearest.
+        "diffusers-model-offload", "-sequential" and "-group" are our nearest equivalents of diffusers' own calls.
 
         Raises:
             SettingsError: no policy has this name.
@@ -170,7 +170,7 @@ def acts(settings: Settings) -> frozenset[Act]:
 
 
 def implied(settings: Settings) -> Settings:
-    """``settings`` with what the decided knobs imply of others."""
+    """``settings`` with the values that decided knobs imply for undecided ones."""
     for _, knob, _ in list(settings.decided()):
         settings = settings.filled(**knob.implies)
     return settings

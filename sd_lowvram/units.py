@@ -12,7 +12,7 @@ _UNITS = {"": MIB, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": GIB << 10}
 _PATTERN = re.compile(r"\s*(\d+(?:[.,]\d+)?|[.,]\d+)\s*(?:(b)|([kmgt]?)(?:i?b)?)\s*", re.IGNORECASE)
 _MOST = 1 << 60
 _SMALLEST_BARE = 64
-"""A bare number below this is no picture's budget in MiB, and more GB than few cards have: it asks what is meant."""
+"""Smallest bare number that is accepted as MiB. Smaller ones may be meant as GB, so the error asks."""
 
 _EXAMPLES = 'write it like "4GB", "3.5 GiB", "700 MB" or 4096 (MiB)'
 
@@ -21,7 +21,7 @@ def parse_size(value: int | float | str, what: str = "size") -> int:
     """Bytes in ``value``. A bare number counts MiB; memory is sold in powers of two, so GB and GiB mean the same.
 
     Raises:
-        BadInputError: the value is no size, not above zero, or a bare number so small that GB may be meant.
+        BadInputError: the value is not a size, is not above zero, or is a bare number so small that GB may be meant.
     """
     text = format(value, "f") if isinstance(value, float) else str(value)
     match = _PATTERN.fullmatch(text)

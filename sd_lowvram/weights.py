@@ -53,13 +53,13 @@ def ordinary_as(tensor: Tensor, data: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on one device are alike to the last bit: NaN equals itself, and 0 is not -0."""
+    """True if two tensors on one device have the same bits: NaN equals itself, and 0 differs from -0."""
     alike = a.shape == b.shape and a.dtype == b.dtype
     return alike and torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (a, b)))
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether a map (N, C, H, W) lies channels last in memory, and not in both ways."""
+    """True if a map (N, C, H, W) is stored channels last, and not in both orders at once."""
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
@@ -70,8 +70,10 @@ def room(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def placed(out: Tensor | None, part: Tensor, dim: int, start: int, total: int) -> Tensor:
-    """``out`` with ``part`` in it from ``start`` along ``dim``; new room of ``total`` there for a first part, and where
-    ``out`` has another type or shape."""
+    """Write ``part`` to ``out`` from ``start`` along ``dim``, and return ``out``.
+
+    A new tensor with ``total`` elements along ``dim`` is made for a first part, or if ``out`` has another type or
+    shape."""
     shape = [*part.shape]
     shape[dim] = total
     if out is None or out.dtype != part.dtype or [*out.shape] != shape:
@@ -81,12 +83,12 @@ def placed(out: Tensor | None, part: Tensor, dim: int, start: int, total: int) -
 
 
 def is_gguf(tensor: Tensor) -> bool:
-    """Whether ``tensor`` holds a GGUF file's blocks as diffusers keeps them: bytes, and ``quant_type`` beside."""
+    """True if ``tensor`` holds blocks of a GGUF file as diffusers stores them: bytes with a ``quant_type``."""
     return hasattr(tensor, "quant_type") and hasattr(tensor, "as_tensor") and tensor.dtype == torch.uint8
 
 
 def as_gguf(plain: Tensor, gguf: Tensor) -> None:
-    """Let diffusers' own layers take ``plain``, of the bytes of ``gguf``, for such a tensor."""
+    """Wrap ``plain``, which has the bytes of ``gguf``, so that diffusers' layers read it as a GGUF tensor."""
     plain.quant_type = gguf.quant_type  # type: ignore[attr-defined]
     plain.as_tensor = weakref.ref(plain)  # type: ignore[attr-defined]  # called, it gives the tensor
 
@@ -130,8 +132,9 @@ def as_copied(tensor: Tensor, data: Tensor) -> Tensor:
 
 
 def narrows(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether ``target`` cannot hold every value of ``source``. torch promotes no types of 8 bits; all others hold
-    their values, and none of them those of another."""
+    """Return True if ``target`` cannot represent every value of ``source``.
+
+    torch has no promotion for types of 8 bits; each of them represents only its own values."""
     if 1 in (source.itemsize, target.itemsize):
         return source != target and target.itemsize == 1
     return torch.promote_types(source, target) != target
@@ -139,7 +142,7 @@ def narrows(source: torch.dtype, target: torch.dtype) -> bool:
 
 @contextmanager
 def lent(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
-    """Within the block every tensor holds ``convert`` of its contents; afterwards its own again, whatever happens."""
+    """Replace the contents of every tensor by ``convert`` of them within the block, and restore them in any case."""
     before: list[tuple[Tensor, Tensor]] = []
     try:
         with torch.inference_mode(False):
@@ -164,8 +167,9 @@ def first_tensor(tree: Any) -> Tensor | None:
 
 
 def needs_graph(module: nn.Module, *trees: Any) -> bool:
-    """Whether autograd follows a call of ``module``: it is on, and a weight or a tensor of the arguments, nested as
-    they may be in ``trees``, requires gradients."""
+    """Return True if autograd records a call of ``module``.
+
+    That is the case if it is enabled, and a weight or a tensor in ``trees`` (nested arguments) requires gradients."""
     if not torch.is_grad_enabled():
         return False
     given = (leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, Tensor))

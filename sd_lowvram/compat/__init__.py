@@ -1,4 +1,4 @@
-"""What torch before 2.4 does in another way: AUTOMATIC1111 brings 2.1.2. It goes when that does."""
+"""Differences of torch before 2.4. AUTOMATIC1111 brings 2.1.2; this file is deleted when that changes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .private import COMPILER, without_modes
 
 _probe = torch.empty(1)
 STORAGES_ARE_OBJECTS = _probe.untyped_storage() is _probe.untyped_storage()
-"""Before 2.2 a storage's Python object is made anew at each look, and a weak reference to it crashes."""
+"""False before 2.2, where each access makes a new Python object for a storage, and a weak reference to it crashes."""
 
 
 def only_kernel(kernel: str) -> contextlib.AbstractContextManager[Any]:
-    """Inside, torch runs "flash", "efficient" or "cudnn" or raises RuntimeError; "torch" leaves the choice to it.
+    """Restrict torch to the kernel "flash", "efficient" or "cudnn" within the block; "torch" leaves the choice to it.
 
     Raises:
-        RuntimeError: this version has no such kernel.
+        RuntimeError: this version of torch has no such kernel.
     """
     if kernel == "torch":
         return contextlib.nullcontext()
@@ -39,7 +39,7 @@ def only_kernel(kernel: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_compiling() -> Callable[[], bool]:
-    """What tells whether torch's compiler follows the caller; before 2.2 it knows its own function for that alone."""
+    """A function that returns True while torch's compiler traces the caller; before 2.2 it must be torch's own."""
     owner = torch.compiler if hasattr(torch.compiler, "is_compiling") else sys.modules.get(COMPILER)
     known: Callable[[], bool] = getattr(owner, "is_compiling", lambda: False)
     return known
@@ -59,7 +59,7 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 @functools.lru_cache
 def computes_on_cpu(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of this type there; versions before 2.2 do not in fp16."""
+    """True if torch multiplies matrices of this type on a CPU; versions before 2.2 do not in fp16."""
     with without_modes():
         one = torch.ones(1, 1, dtype=dtype)
         try:

@@ -74,19 +74,21 @@ def made_fake(meta: Tensor, device: torch.device) -> Any:
 
 
 def without_fakes() -> contextlib.AbstractContextManager[Any]:
-    """Inside, operators reach neither a mode nor a tensor's subclass."""
+    """Disable dispatch modes and tensor subclasses within the block."""
     return torch._C._DisableTorchDispatch()
 
 
 def storage_key(tensor: Tensor | torch.UntypedStorage) -> int:
-    """What tells a storage from all others that are alive."""
+    """A key that identifies a storage among all live ones."""
     storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor
     key: int = storage._cdata
     return key
 
 
 storage_expired: Any = torch.UntypedStorage._expired
-"""Whether the storage with this key is gone. There must be a ``StorageWeakRef`` of it: no other gets its key."""
+"""Return True if the storage with this key is gone. A ``StorageWeakRef`` to it must exist, so that its key is not
+reused.
+"""
 
 
 def writes(tensor: Tensor) -> int:
@@ -95,7 +97,7 @@ def writes(tensor: Tensor) -> int:
 
 
 def is_composite(func: Any) -> bool:
-    """Whether an operator is made of others, also for autograd."""
+    """True if an operator is composed of others, under autograd too."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
@@ -110,7 +112,7 @@ def attention_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 
 
 def followed_by_jit() -> bool:
-    """Whether torch.jit.trace follows the caller."""
+    """True if torch.jit.trace follows the caller."""
     return torch._C._is_tracing()
 
 
@@ -124,23 +126,23 @@ def dumped_spec(spec: Any) -> str | None:
 
 
 def loaded_spec(told: str) -> Any:
-    """The structure that :func:`dumped_spec` told.
+    """The structure that :func:`dumped_spec` returned.
 
     Raises:
-        ValueError: it is of something that is not known here.
+        ValueError: the structure holds an unknown type.
     """
     return treespec_loads(told)
 
 
 def has_context(index: int) -> bool:
-    """Whether this process has a context on the CUDA card."""
+    """True if this process has a context on the CUDA device."""
     runtime: Any = torch._C
     return bool(runtime._cuda_hasPrimaryContext(index))
 
 
 def take_matrix_workspaces(device: torch.device) -> None:
-    """Have cuBLAS, and cuBLASLt, which adds a bias, take what they keep for the current stream from their first product
-    on, of torch's allocator."""
+    """Make cuBLAS and cuBLASLt (products with a bias) allocate their workspaces for the current stream from torch's
+    allocator, as they otherwise do at their first product."""
     square = torch.zeros(8, 8, dtype=torch.float16, device=device)
     torch.mm(square, square)
     torch.addmm(square[0], square, square)
@@ -158,7 +160,7 @@ def free_pinned() -> None:
 
 
 def is_loaded() -> bool:
-    """Whether the compiler was imported, without which nothing can have been compiled."""
+    """True if the compiler was imported; otherwise nothing can have been compiled."""
     return COMPILER in sys.modules
 
 
@@ -169,13 +171,13 @@ def reset_compiler() -> None:
 
 
 def compiled_graphs() -> int:
-    """How many pieces of code have been compiled in this process by now."""
+    """Number of graphs that were compiled in this process so far."""
     utils = sys.modules.get(f"{COMPILER}.utils")
     return int(utils.counters["stats"]["unique_graphs"]) if utils else 0
 
 
 def is_compilers(error: Exception) -> bool:
-    """Whether ``error`` is the compiler's, and not one of the code that it has compiled."""
+    """True if ``error`` is from the compiler, not from the compiled code."""
     return any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__)
 
 
@@ -186,7 +188,7 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def more_versions(least: int) -> contextlib.AbstractContextManager[Any]:
-    """Inside, the compiler keeps at least so many versions of a piece of code."""
+    """Let the compiler store at least ``least`` versions of a piece of code within the block."""
     from torch._dynamo import config
 
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
@@ -194,7 +196,7 @@ def more_versions(least: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def default_compiler_folder() -> str:
-    """Where the compiler writes its code when nobody has named a folder."""
+    """The folder in which the compiler writes its code by default."""
     from torch._inductor.runtime.runtime_utils import default_cache_dir  # type: ignore[attr-defined]
 
     return str(default_cache_dir())

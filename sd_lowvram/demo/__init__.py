@@ -1,6 +1,6 @@
 """The demo model: a small trained text-to-image model that ships with the package.
 
-`MODEL_PATH` is a diffusers folder; README.md beside this file is its model card. `COLOURS_PATH` is the map from its
+`MODEL_PATH` is a diffusers folder; README.md in this folder is its model card. `COLOURS_PATH` is the map from its
 latents to the colours of previews.
 """
 

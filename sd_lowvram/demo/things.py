@@ -1,4 +1,4 @@
-"""What the demo model knows: its pictures' names, from the list with which it was trained."""
+"""Names of the pictures that the demo model knows, from its training list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables in Markdown, for files and terminals alike."""
+"""Tables in Markdown, for files and terminals."""
 
 from __future__ import annotations
 

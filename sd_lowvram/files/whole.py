@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _BEGIN, _END = ".sd-lowvram-", ".part"
-"""Of the names of temporary files."""
+"""Beginning and end of the names of temporary files."""
 
 
 def sweep(folder: Path) -> None:
@@ -23,7 +23,7 @@ def sweep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_beside(path: Path) -> Iterator[tuple[Any, Path]]:
-    """A new file beside ``path``, open for writing, and its name; gone at the end whatever happens, unless renamed."""
+    """Yield a new open file in the folder of ``path``, and its name; delete it at the end unless renamed."""
     handle, name = tempfile.mkstemp(prefix=_BEGIN, suffix=_END, dir=path.parent)  # a name of its own may be too long
     file = os.fdopen(handle, "wb")
     try:
@@ -37,14 +37,14 @@ def temporary_beside(path: Path) -> Iterator[tuple[Any, Path]]:
 
 
 def write_whole(data: bytes, path: Path) -> None:
-    """Let ``path`` hold ``data``, or what it held before, whatever ends the program or the machine."""
+    """Write ``data`` to ``path`` atomically: a crash or power cut leaves the old contents or the new."""
     with appearing(path) as temporary:
         temporary.write_bytes(data)
 
 
 @contextlib.contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """The name of an empty file beside ``path``, which is at ``path`` when the block has ended without an error."""
+    """Yield the name of an empty temporary file; rename it to ``path`` on success."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary_beside(path) as (file, temporary):
         yield temporary
@@ -61,7 +61,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def _keep_name(folder: Path) -> None:
-    """Let the names in ``folder`` outlive a power cut, where its file system can promise that."""
+    """Sync the names in ``folder`` to disk, if its file system supports that."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -71,5 +71,5 @@ def _keep_name(folder: Path) -> None:
 
 
 def write_json(value: Any, path: Path) -> None:
-    """As :func:`write_whole`, of plain values."""
+    """Write plain values as JSON, like :func:`write_whole`."""
     write_whole(json.dumps(value, indent=1).encode() + b"\n", path)

@@ -1,1 +1,1 @@
-"""What the adapters of all hosts share."""
+"""Common parts of the adapters for all hosts."""

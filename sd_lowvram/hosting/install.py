@@ -22,7 +22,7 @@ _DATA = "host"
 
 @dataclass(frozen=True)
 class Host:
-    """A program that people put us into: what tells that a folder is one, and what it looks into for more."""
+    """A program into which the package is installed: the marks of its folder, and its folder for extensions."""
 
     title: str
     signs: tuple[str, ...]
@@ -101,7 +101,7 @@ def _checked(name: str, path: Path) -> Host:
 
 
 def _linked(place: Path, source: Path) -> bool:
-    """Whether a link could be made; Windows allows it only to some."""
+    """Return True if a link could be made; Windows allows it to some users only."""
     try:
         place.symlink_to(source, target_is_directory=True)
     except (OSError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""How queries look at keys."""
+"""Knobs of attention: how queries are compared with keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .declaring import APPROXIMATE, ATTENDING, DENOISE, IN_BLOCKS, ROUNDING, STA
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKnobs:
-    """How queries look at keys."""
+    """Knobs of attention: how queries are compared with keys."""
 
     attention: str | None = declared(
         place=1,

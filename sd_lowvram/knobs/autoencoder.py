@@ -1,4 +1,4 @@
-"""How pictures are decoded and encoded."""
+"""Knobs of the autoencoder: how pictures are decoded and encoded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .declaring import APPROXIMATE, AUTOENCODER, BITWISE, ROUNDING, declared
 
 @dataclass(frozen=True, kw_only=True)
 class AutoencoderKnobs:
-    """How pictures are decoded and encoded."""
+    """Knobs of the autoencoder: how pictures are decoded and encoded."""
 
     vae_slices: bool | None = declared(
         place=6,

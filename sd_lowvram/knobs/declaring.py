@@ -1,4 +1,4 @@
-"""What declarations of knobs have in common."""
+"""Common parts of knob declarations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ATTENDING, DENOISE, AUTOENCODER = ("control", "denoise", "decode", "encode"), ("
 """Stages: those whose models have attention, the denoiser's, and the autoencoder's."""
 
 NOT_COMFYUI = ("cli", "panel")
-"""For knobs that would act on what ComfyUI does itself: it shares one set of weights among all clones of a model and
-keeps account of where they are and in which type; it runs every prompt in inference mode, and compiles by a node."""
+"""Surfaces of knobs whose work ComfyUI does itself. It shares one set of weights among all clones of a model and tracks
+their place and type; it runs every prompt in inference mode, and compiles by a node."""
 
 STREAMED = ("blocks", "halves", "layer")
 """Values of ``offload`` with which weights pass through a ring."""
@@ -22,7 +22,7 @@ STREAMED = ("blocks", "halves", "layer")
 IN_BLOCKS = {Act.ACTS_IN_BLOCKS: ANY}
 STATEFUL = IN_BLOCKS | {Act.KEEPS_STATE: ANY}
 UNFOLLOWED = (Act.ACTS_IN_BLOCKS, Act.STREAMS_WEIGHTS, Act.WIDENS_WEIGHTS)
-"""What no code that follows the model's Python, to compile or to trace it, can follow."""
+"""Behaviours that prevent compiling or tracing the model's Python."""
 
 
 def declared(**declaration: Any) -> Any:

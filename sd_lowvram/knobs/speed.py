@@ -1,4 +1,4 @@
-"""What makes the same work faster, or leaves some of it out."""
+"""Knobs of speed: the same work faster, or less of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .declaring import (
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedKnobs:
-    """What makes the same work faster, or leaves some of it out."""
+    """Knobs of speed: the same work faster, or less of it."""
 
     inference_mode: bool | None = declared(
         place=5,

@@ -1,4 +1,4 @@
-"""In which type and layout weights are kept, and where they wait."""
+"""Knobs of weights: their type and layout, and where they are stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp16-storage", "autocast-fp16", 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsKnobs:
-    """In which type and layout weights are kept, and where they wait."""
+    """Knobs of weights: their type and layout, and where they are stored."""
 
     precision: str | None = declared(
         place=0,

@@ -32,8 +32,8 @@ def begin_stage(device: torch.device, steps_of: object | None = None) -> None:
             return
     torch.cuda.empty_cache()
     if torch.cuda.is_available():
-        # Before tensors of the stage are there these lie at the start of a segment, as plans count them. In the midst
-        # in one segment they would leave less than 10 MiB on either side.
+        # Allocated before the tensors of the stage, the workspaces are at the start of a segment, as plans count them.
+        # In the middle of a segment they would leave less than 10 MiB on either side.
         take_matrix_workspaces(device)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of memory: what is planned for each stage, beside what a run took, under the budget.
+"""Charts of memory: the plan of each stage, the measured run, and the budget.
 
 Duck-typed on plans and measurements. Needs matplotlib, which is imported when something is drawn.
 """
@@ -19,7 +19,7 @@ _NARROWEST = 0.16
 
 @dataclass(frozen=True)
 class _Piece:
-    """One run of one stage: what was planned, its traced timeline if there is one, what was measured if it was."""
+    """A run of a stage: the planned peak, the traced timeline and the measurement, if there are any."""
 
     plan: Any
     timeline: Any

@@ -1,4 +1,4 @@
-"""What all charts share: colours, the one check for matplotlib, and how a figure becomes bytes."""
+"""Common parts of all charts: colours, the check for matplotlib, and the conversion of a figure to bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A linear map from latents to colours, fitted to an autoencoder.
 
-A pixel of the latents stands for a square of the picture, and its few channels tell that square's mean colour nearly
-linearly. The map is fitted by least squares to what the autoencoder itself makes of drawn pictures, so that no table of
-known models is needed. Source of the idea: the maps that the hosts' previews carry for the models that they know.
+A pixel of the latents represents a square of the picture, and the square's mean colour is nearly a linear function of
+its few channels. The map is fitted by least squares to the autoencoder's own encoding of drawn pictures, so that no
+table of known models is needed. Source of the idea: the tables in the hosts' previews.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Colours:
 
 
 def colours_of(vae: Any, facts: Callable[[], Any]) -> Colours:
-    """The map of a diffusers autoencoder, fitted once and remembered.
+    """The map of a diffusers autoencoder, fitted once and cached.
 
     Args:
-        facts: tells this autoencoder from others.
+        facts: identifies the autoencoder.
     """
     place = place_of("previews", facts)
     try:

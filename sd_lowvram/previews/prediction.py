@@ -14,11 +14,11 @@ from ..patches import set_patch, wrap
 
 @contextlib.contextmanager
 def predicted(pipe: Any, every: int, show: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Inside, ``show`` is given every so many steps of ``pipe`` the step's number, from 1, and the latents
-    (N, C, H, W), unscaled, that the run heads for: without the noise that is left.
+    """Call ``show(step, latents)`` after every ``every`` steps of ``pipe`` within the block.
 
-    Fidelity: ``bitwise``; the scheduler is asked nothing that it would remember. One of diffusers' schedulers that has
-    no ``alphas_cumprod`` does not tell how much noise is left: the latents are shown as they are.
+    ``step`` counts from 1; ``latents`` (N, C, H, W), unscaled, are the predicted result, without the remaining noise.
+    Schedulers without ``alphas_cumprod`` do not define how much noise remains; their latents are passed as they are.
+    Fidelity: ``bitwise``; no method of the scheduler that changes its state is called.
     """
     steps = functools.partial(_step, pipe, every, show, [0])
     with contextlib.ExitStack() as stack:

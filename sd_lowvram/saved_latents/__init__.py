@@ -1,8 +1,8 @@
-"""Latents of a run on their way, kept in a file from which the run goes on with the same bits.
+"""Saved latents: a file from which an interrupted run resumes with the same bits.
 
-``commands/paint.py`` runs its pipeline within ``kept`` (``keeping.py``), which looks at each step, writes what a
-run needs to go on (``file.py``, ``state.py``; of the job: ``commands/latents.py``), and passes over the steps that
-are done when it goes on. ``sd_lowvram.resumable`` (``resumable.py``) does so for a call in Python, whose arguments,
-models and first call of the denoiser are compared with the file's by digests (``same_call.py``). What a host saves
-before its decode (``hosted.py``) is decoded, and no more (``commands/decode_saved.py``).
+``commands/paint.py`` runs its pipeline within ``kept`` (``keeping.py``), which writes the state of the run after a step
+(``file.py``, ``state.py``; the job: ``commands/latents.py``) and skips finished steps when the run resumes.
+``sd_lowvram.resumable`` (``resumable.py``) does so for a call in Python; digests (``same_call.py``) of its arguments,
+its models and the denoiser's first call are compared with the file's. Latents that a host saved before its decode
+(``hosted.py``) are only decoded (``commands/decode_saved.py``).
 """

@@ -28,17 +28,17 @@ _NO_DIGEST = "0" * 64
 
 @dataclass(frozen=True)
 class Saved:
-    """What a file holds: ``about`` as JSON knows it, and tensors by name."""
+    """Contents of a file: ``about``, of JSON types, and tensors by name."""
 
     about: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
 
 def write_saved(saved: Saved, path: Path) -> None:
-    """Let ``path`` hold ``saved``, or what it held before, whatever ends the program or the machine.
+    """Write ``saved`` to ``path`` atomically: a crash or power cut leaves the old contents or the new.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     import safetensors.torch
 
@@ -50,10 +50,10 @@ def write_saved(saved: Saved, path: Path) -> None:
 
 
 def read_saved(path: Path) -> Saved:
-    """What ``path`` holds. No tensor is read before magic, lengths and checksum have been found right.
+    """Read the contents of ``path``. Magic, lengths and checksum are checked before any tensor is read.
 
     Raises:
-        BadInputError: it cannot be read, was not written by :func:`write_saved`, or is damaged.
+        BadInputError: the file cannot be read, was not written by :func:`write_saved`, or is damaged.
     """
     try:
         _check_length(path)
@@ -84,7 +84,7 @@ def _field(digest: str) -> bytes:
 
 
 def _check_length(path: Path) -> None:
-    """Raise BadInputError where the header is longer than any of ours; what is no regular file is left to others."""
+    """Raise BadInputError if the header of a regular file is longer than any that we write."""
     if path.is_file():
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -93,7 +93,7 @@ def _check_length(path: Path) -> None:
 
 
 def _digest(path: Path, header_bytes: int, told: str) -> str:
-    """The checksum of the file as it was before its own checksum, ``told``, was put into it."""
+    """The checksum of the file without its own checksum, ``told``."""
     with open(path, "rb") as file:
         hashed = hashlib.sha256(file.read(header_bytes).replace(_field(told), _field(_NO_DIGEST), 1))
         while piece := file.read(_PIECE):

@@ -1,7 +1,6 @@
-"""Latents of a run in another program, kept before they are decoded.
+"""Latents that a host (ComfyUI, a WebUI) saved before its decode.
 
-A host does not tell what its run consists of, so such a file holds no more than a decode needs, and the texts that the
-pictures are to carry.
+The file holds only what a decode needs, and the texts for the pictures, because hosts do not describe their runs.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ if TYPE_CHECKING:
     import torch
 
 CHOICES = ("off", "until decoded", "keep")
-"""Whether a host saves latents first, and how long they stay."""
+"""Choices for saving latents in a host: not, until they are decoded, or permanently."""
 
 _TEXTS = {"parameters", "prompt", "workflow"}
-"""What the hosts put into their pictures, by name."""
+"""Names of the texts that hosts write into their pictures."""
 
 
 @dataclass(frozen=True)
 class Hosted:
-    """What such a file holds.
+    """Contents of a host's file.
 
     Attributes:
         host: the program's name.
-        latents: (N, C, h, w), unscaled, as an autoencoder takes them.
-        autoencoder: the checkpoint, folder or file that has it, if the host told.
-        texts: for each picture what goes into its PNG, by name.
+        latents: (N, C, h, w), unscaled, the input of an autoencoder.
+        autoencoder: the checkpoint, folder or file of the autoencoder, if the host names one.
+        texts: for each picture the texts of its PNG, by name.
     """
 
     host: str
@@ -62,15 +61,15 @@ def write_hosted(hosted: Hosted, path: Path) -> None:
 
 
 def is_hosted(saved: Saved) -> bool:
-    """Whether ``saved`` is of a host's run, of which nothing but the decode can be made."""
+    """True if ``saved`` is from a host's run, which can only be decoded."""
     return "host" in saved.about
 
 
 def hosted_of(path: Path, saved: Saved) -> Hosted:
-    """What :func:`write_hosted` has written to ``path``.
+    """Contents of a file that :func:`write_hosted` wrote.
 
     Raises:
-        BadInputError: it makes no sense.
+        BadInputError: the contents are inconsistent.
     """
     latents, texts = saved.tensors.get("latents"), saved.about.get("texts")
     host, autoencoder = saved.about.get("host"), saved.about.get("autoencoder")
@@ -82,7 +81,7 @@ def hosted_of(path: Path, saved: Saved) -> Hosted:
 
 
 def _are_texts(given: Any, count: int) -> bool:
-    """Whether they are texts by name, for each of ``count`` pictures or for none."""
+    """True if ``given`` holds texts by name, for each of ``count`` pictures or for none."""
     return (
         isinstance(given, list)
         and len(given) in (0, count)

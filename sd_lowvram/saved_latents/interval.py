@@ -1,4 +1,4 @@
-"""How often the latents of a run are written."""
+"""The interval at which the latents of a run are written."""
 
 from __future__ import annotations
 

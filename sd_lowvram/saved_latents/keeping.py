@@ -29,13 +29,13 @@ _STATE = "scheduler/"
 
 @dataclass(frozen=True)
 class Safety:
-    """Where the latents of a run are kept, and what else belongs to it.
+    """The file of a run's latents, and what else is written to it.
 
     Attributes:
-        about: what the file tells of the run, as JSON knows it; asked for at each writing.
-        tensors: what else the file holds.
-        start: the file from which the run goes on.
-        retyped: the run goes on in another number type than the file's.
+        about: function that returns the file's description of the run, of JSON types; called at each writing.
+        tensors: further tensors in the file.
+        start: the file from which the run resumes.
+        retyped: True if the run resumes in another number type than the file's.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class Safety:
 
 @dataclass(frozen=True)
 class _StepState:
-    """What a step has left behind."""
+    """State after a step."""
 
     step: int
     latents: torch.Tensor
@@ -69,7 +69,7 @@ class Keeper:
 
     @property
     def passes_over(self) -> bool:
-        """Whether the steps that come have been done before."""
+        """True if the next steps were done before and are skipped."""
         return self._start is not None
 
     def begin_anew(self) -> None:
@@ -77,11 +77,11 @@ class Keeper:
         self._start, self._held = None, 0
 
     def after(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        """What the pipeline goes on with after ``step``, from 1.
+        """Return the values with which the pipeline continues after ``step`` (from 1).
 
         Raises:
-            NotFiniteError: the step's latents are no numbers; those of the step before are written.
-            BadInputError: the run is not the one whose latents it shall go on from.
+            NotFiniteError: the step's latents are NaN or infinite; those of the step before are written.
+            BadInputError: the saved latents belong to another run.
         """
         if self._start is not None:
             done, steps = self._start.about["step"], self._start.about["steps"]
@@ -110,7 +110,7 @@ class Keeper:
         )
 
     def write(self) -> None:
-        """Write the latest step, if the file holds another; what keeps it from that is told once, and no error."""
+        """Write the latest step if the file holds an older one; a failure is logged once and does not stop the run."""
         moment = self._latest
         if moment is None or moment.step == self._written[0]:
             return
@@ -144,10 +144,10 @@ class Keeper:
         return Saved({**self._safety.about(), **about}, tensors)
 
     def _restored(self, start: Saved, latents: torch.Tensor) -> torch.Tensor:
-        """Let scheduler and generators be what they were in ``start``; returns its latents.
+        """Set scheduler and generators to their state in ``start``; return its latents.
 
         Raises:
-            BadInputError: they are of another run.
+            BadInputError: ``start`` belongs to another run.
         """
         path, scheduler, kept = self._safety.path, self._pipe.scheduler, start.about.get("scheduler")
         if not isinstance(kept, dict) or not isinstance(kept.get("state"), dict):
@@ -180,10 +180,10 @@ def _retyped(tensors: dict[str, torch.Tensor], latents: torch.Tensor) -> dict[st
 
 
 def not_finite(step: int, steps: int, saved: Path | None = None) -> NotFiniteError:
-    """That what ``step`` of ``steps`` has computed is no number.
+    """The error for NaN or infinity in the result of ``step`` of ``steps``.
 
     Args:
-        saved: the file that holds the latents of the step before.
+        saved: the file with the latents of the step before.
     """
     told = f"step {step} of {steps} computed values beyond the model's number type (NaN or infinity)"
     if saved is None:
@@ -194,11 +194,13 @@ def not_finite(step: int, steps: int, saved: Path | None = None) -> NotFiniteErr
 
 @contextlib.contextmanager
 def kept(pipe: Any, generators: Sequence[torch.Generator], safety: Safety) -> Iterator[Keeper]:
-    """Inside, a run of ``pipe`` (Stable Diffusion of diffusers) that calls ``after`` of what this yields after each
-    step keeps its latents in a file. However the block is left early, the file then holds the last step that was done.
+    """Save the latents of a run of ``pipe`` within the block; the run calls ``after`` of the yielded keeper after each
+    step.
+
+    If the block is left early, for whatever reason, the file holds the last finished step.
 
     Args:
-        generators: what the run draws its noise from.
+        generators: the generators from which the run draws its noise.
     """
     keeper = Keeper(pipe, generators, safety)
     with contextlib.ExitStack() as stack:

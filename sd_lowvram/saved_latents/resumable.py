@@ -18,33 +18,33 @@ from .keeping import Keeper, Safety, denoiser_of, kept
 from .same_call import digest, digests_of_arguments, digests_of_pipeline
 
 _CALL = "call"
-"""The name of the digests in what the file tells of its run."""
+"""Name of the digests in the file's description of its run."""
 
 _LATENTS, _CALLBACK, _NEEDED = "latents", "callback_on_step_end", "callback_on_step_end_tensor_inputs"
 
 
 def resumable(pipe: Any, path: str | os.PathLike[str], *, every: str = "1min") -> Callable[..., Any]:
-    """``pipe`` as a function that is called as the pipeline is, and goes on where the same call was ended before.
+    """Wrap ``pipe`` in a function that is called like the pipeline and resumes an interrupted call.
 
-    Its latents are written to ``path`` (some MB) now and then, before the decode, and when an error or Ctrl-C ends it.
-    Called again with the same arguments, it passes over the steps that are done and returns the bits of an unbroken
-    call. The file goes when the picture is there. It belongs to one call: of another (another prompt, seed, size,
-    guidance scale, picture or mask to start from, scheduler, number of steps, model, LoRA, precision or version)
-    nothing is used, the call begins anew and a warning names what differs. A callback of your own is called for the
-    steps that are computed; it is not compared.
+    The latents (some MB) are written to ``path`` at an interval, before the decode, and when an error or Ctrl-C stops
+    the call. The same call again skips the finished steps and returns the bits of an uninterrupted call. The file is
+    deleted when the picture is done. The file belongs to one call. For another call (another prompt, seed, size,
+    guidance scale, input picture or mask, scheduler, number of steps, model, LoRA, precision or version) the run starts
+    from the beginning, and a warning names the difference. Your own callback is called for the steps that are computed;
+    it is not compared.
 
     Args:
-        pipe: a pipeline of diffusers that denoises with a UNet or a transformer, with or without a plan of ours.
-        path: of the file; a name that ends in ``.latents.safetensors`` is usual.
-        every: how often it is written: "30s", "5min", "10steps", or "never" but before the decode.
+        pipe: a pipeline of diffusers with a UNet or a transformer, with or without a plan of ours.
+        path: the file; a name that ends in ``.latents.safetensors`` is usual.
+        every: interval of writing: "30s", "5min", "10steps", or "never" for the decode alone.
 
     Returns:
-        a function with the arguments of ``pipe(...)``, and what it returns. ``generator`` must be among them: a
-        generator, or a list of them, seeded as for the call that was ended.
+        A function with the arguments and the result of ``pipe(...)``. ``generator`` is required: a generator, or a list
+        of them, seeded as for the interrupted call.
 
     Raises:
-        BadInputError: here, where ``pipe`` cannot go on from a step or ``every`` is no interval; by the function, where
-            there is no generator, or ``path`` holds something else or is damaged.
+        BadInputError: here, if ``pipe`` cannot resume from a step or ``every`` is not an interval. By the function, if
+            ``generator`` is missing, or ``path`` is another kind of file or damaged.
     """
     taken = inspect.signature(pipe.__call__).parameters if callable(pipe) else {}
     if denoiser_of(pipe) is None or not {"generator", _CALLBACK, _NEEDED} <= taken.keys():
@@ -89,9 +89,11 @@ def _after_step(keeper: Keeper, theirs: Any, pipe: Any, step: int, time: Any, va
 
 
 class _Compare:
-    """Looks at the denoiser's first call, in which all that was made of the arguments comes together: the conditions
-    and the first latents, with a picture, a mask or control maps in them. Where it is not that of ``before``, or the
-    arguments are not, the keeper begins anew."""
+    """Compares the denoiser's first call with the saved one.
+
+    That call holds everything that was computed from the arguments: the conditions, and the first latents with a
+    picture, a mask or control maps in them. If the call or the arguments differ from ``before``, the keeper starts
+    from the beginning."""
 
     def __init__(self, keeper: Keeper, call: dict[str, str], before: Any, path: Path) -> None:
         self._keeper, self._call, self._before, self._path = keeper, call, before, path

@@ -1,4 +1,4 @@
-"""What decides the picture of a pipeline's call, as digests by name: equal ones mean the same picture."""
+"""Digests of everything that determines the picture of a pipeline's call: equal digests mean the same picture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def digests_of_pipeline(pipe: Any) -> dict[str, str]:
 def _model(module: torch.nn.Module) -> str:
     """A digest of the first row of each of its weights, with their names, and of the strengths of its LoRAs.
 
-    A whole model would take longer to look at than to run; no two models that people have are alike in every first row.
+    Reading a whole model would take longer than running it; no two published models are equal in every first row.
     """
     rows = {name: weight.detach()[:1].reshape(-1)[:_SAMPLE] if weight.dim() else weight for name, weight in
             module.named_parameters()}  # fmt: skip

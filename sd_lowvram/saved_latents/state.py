@@ -1,4 +1,4 @@
-"""What a scheduler remembers between steps, as JSON and tensors, and back."""
+"""State of a scheduler between steps, as JSON and tensors, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UnkeptStateError(LowVRAMError):
 
 
 def remembered(scheduler: Any) -> dict[str, Any]:
-    """What ``scheduler`` remembers now. Its tensors are not copied: steps make new ones."""
+    """Current state of ``scheduler``. Tensors are not copied, because each step makes new ones."""
     own = {name: value for name, value in unpatched(scheduler).items() if name != "_internal_dict"}  # its configuration
     return {name: list(value) if isinstance(value, list) else value for name, value in own.items()}
 
@@ -57,10 +57,10 @@ def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def unpack(tree: Any, tensors: dict[str, torch.Tensor], device: torch.device) -> Any:
-    """What :func:`pack` has packed, with tensors that were on a device on ``device``.
+    """Restore what :func:`pack` packed; tensors that were on a device go to ``device``.
 
     Raises:
-        KeyError, TypeError, ValueError, RuntimeError: ``tree`` was not made by it.
+        KeyError, TypeError, ValueError, RuntimeError: ``tree`` was not made by :func:`pack`.
     """
     if not isinstance(tree, dict):
         return tree
@@ -80,6 +80,6 @@ def unpack(tree: Any, tensors: dict[str, torch.Tensor], device: torch.device) ->
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill the memory between the first and the last of them."""
+    """True if the elements fill the memory between the first and the last of them."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return min(strides, default=1) >= 0 and last + 1 == math.prod(shape)
