@@ -1,1 +1,1 @@
-"""What is asked of the planner."""
+"""The planner: from a request to a plan."""

@@ -1,4 +1,4 @@
-"""A run by a named policy, foretold or made, whether it is knobs of ours, diffusers' own calls, or a plan."""
+"""A run by a named policy, predicted or made: by our knobs, by diffusers' own calls, or by a plan."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 def request_by(name: str | None, anatomy: Anatomy, *, gpu: str | None = None, **options: Unpack[RunOptions]) -> Request:
     """The request for a run of ``anatomy``'s models by the policy ``name``, on the named card ``gpu`` or here.
 
-    On a named card it is the program itself whose time is foretold, with what it takes over launches and operations;
-    here its knobs are ours, and so is the time.
+    On a named GPU the predicted time is that of the program itself, with its own launch and operation times. Here the
+    equivalent knobs run, and the time is theirs.
 
     Args:
-        options: as of :func:`request_for`; a named card's ``vram`` is all that it has where it is not stated.
+        options: as for :func:`request_for`; ``vram`` of a named GPU is its whole memory by default.
 
     Raises:
-        BadInputError: no such card. SettingsError: no such policy.
+        BadInputError: the GPU is unknown. SettingsError: the policy is unknown.
     """
     if gpu is None:
         return request_for(anatomy, **options)
@@ -86,6 +86,6 @@ def _within(pipe: Any, device: torch.device, settings: Settings, timing: Any = N
 
 
 def attach_own(pipe: Any, name: str, plan: Plan) -> None:
-    """Turn on diffusers' own offloading of the policy ``name``, with ``plan`` as what was foretold of it."""
+    """Turn on diffusers' own offloading of the policy ``name``; ``plan`` is its prediction."""
     CALLS[name](pipe, plan.request.device)
     attach(pipe, Settings(), plan.request.device).plan = plan

@@ -1,4 +1,4 @@
-"""What stages take with given settings, and the whole runs that they make up."""
+"""Costs of stages with given settings, and of the whole runs that consist of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _key(base: Settings, stage: Stage, choice: Choice) -> tuple[Any, ...]:
 
 
 class Pricing:
-    """What stages of one request take with given settings."""
+    """Costs of one request's stages with given settings."""
 
     def __init__(self, anatomy: Anatomy, request: Request, like: Pricing | None = None) -> None:
         """
@@ -124,7 +124,7 @@ class Pricing:
             most = once + beyond / self._times(stage) * self.request.rates.copy_bandwidth
         whole = self.costs(stage, traced, timing, most)
         more = max(0, whole.peak_bytes - planned.peak_bytes)
-        # strips that need more weights together than there is room fetch them more than once
+        # strips whose weights together exceed the buffer fetch them more than once
         again = max(0, whole.copied_bytes - once) / self.request.rates.copy_bandwidth if step else 0.0
         reserved = whole.reserved_bytes - short.reserved_bytes - ring
         if not follows:  # a ring that does shares segments with activations
@@ -139,7 +139,7 @@ class Pricing:
         )
 
     def stage(self, settings: Settings, stage: Stage, choice: Choice, base: Settings) -> StagePlan:
-        """One stage with ``settings``, which are ``base`` and the knobs of ``choice``, priced once."""
+        """Price a stage with ``settings`` (``base`` plus the knobs of ``choice``), once."""
         key = _key(base, stage, choice)
         if key not in self._known:
             self._known[key] = self._priced(settings, stage, choice)
@@ -150,11 +150,11 @@ class Pricing:
         return [stage for (placed, *_), stage in self._known.items() if placed == base]
 
     def weights_bytes(self, settings: Settings) -> int:
-        """Of all components."""
+        """Bytes of the weights of all components."""
         return sum(self.costs.weights(name, settings).bytes for name in self.anatomy.components)
 
     def runs_often(self, planned: StagePlan) -> bool:
-        """Whether a stage runs in every step."""
+        """True if a stage runs in every step."""
         return any(
             one.repeats for one in self.costs.stages if (one.name, one.component) == (planned.name, planned.component)
         )
@@ -182,7 +182,7 @@ class Pricing:
         waiting = sum(weights.values()) - resident - (own.bytes if stays else 0)
         on_host = self._host_resident(settings, max(0, waiting), cost.host_peak_bytes)
         ours = not stays and not self.anatomy.moved
-        copied = here if ours else 0  # in host memory they stay beside it
+        copied = here if ours else 0  # the host copies stay in addition
         locks = self.on_gpu and not self.anatomy.moved
         locked = waiting if on_host.pinned_bytes is None else min(waiting, on_host.pinned_bytes)
         locked, unlocked = (locked, waiting - locked) if locks and not stays else (0, 0)
@@ -222,12 +222,14 @@ class Pricing:
         )
 
     def _resident(self, stage: Stage, settings: Settings) -> Figures:
-        """What a stage costs with all weights there. A step's products that are known to overflow in fp16 take as many
-        operations more as they take longer in float32."""
+        """Cost of a stage with all weights on the device.
+
+        Products of a step that are known to overflow in fp16 count with as many more operations as float32 is
+        slower."""
         cost, rates = self.costs(stage, settings), self.request.rates
         if settings.precision != "fp16-products" or not cost.spans:
             return cost
-        if id(cost) not in self._widened:  # the figures are kept beside, so that no others get their id
+        if id(cost) not in self._widened:  # the figures are stored too, so that their id is not reused
             overflows = known_to_overflow(self.anatomy.components[stage.component]) or (lambda path: False)
             longer = rates.half_flops / rates.float_flops
             spans = (
@@ -245,7 +247,7 @@ class Pricing:
         """
         size = self._computed_bytes(stage.component, settings)
         key = id(cost), size, recorded
-        if key not in self._calls:  # the figures are kept beside, so that no others get their id
+        if key not in self._calls:  # the figures are stored too, so that their id is not reused
             self._calls[key] = cost, self.request.rates.seconds(cost, size, 1 if recorded else None)
         return self._calls[key][1]
 
@@ -263,11 +265,11 @@ class Pricing:
 
     @functools.cached_property
     def compiling(self) -> Compiling | None:
-        """What torch.compile gains on the device, where that is known."""
+        """Gain of torch.compile on the device, if it was measured."""
         return compiling_of(self.request.rates, self.request.device)
 
     def _gain(self, stage: Stage, settings: Settings) -> float:
-        """How many times as fast a stage is with the blocks that are compiled in it."""
+        """Speed-up of a stage by its compiled blocks."""
         known = self.compiling if is_compiled(settings) else None
         return known.gain if known is not None and self._kinds.get(stage.name) else 1.0
 
@@ -285,22 +287,20 @@ class Pricing:
         return kinds_of(self.anatomy)
 
     def _left_of_recordings(self, settings: Settings) -> int:
-        """What the device gives for cuBLAS' workspace of the stream on which passes are recorded: it stays when the
-        recordings have gone, and beside other stages."""
+        """Bytes for cuBLAS' workspace of the stream that records passes. It stays after the recordings are gone, and
+        during other stages."""
         return segment(self.request.overhead.matrix_bytes) if settings.cuda_graphs else 0
 
     @functools.cached_property
     def _beside(self) -> int:
-        """What the device gives for what a pipeline holds beside a stage: conditions, for which a MiB is counted, and
-        latents, of which its scheduler makes others in fp32: four in all."""
+        """Segments for prompt embeddings (1 MiB) and four fp32 latents, which a pipeline holds during a stage."""
         pixels = math.prod(latent_size(self.anatomy, self.request.shape)) * self.request.batch
         latents = 4 * latent_channels(self.anatomy) * pixels
         return -(-(4 * latents + MIB) // segment(latents)) * segment(latents) if self.on_gpu else 0
 
     @functools.cached_property
     def _scattered(self) -> int:
-        """What the device gives around maps of ControlNets and adapters that a pipeline holds from step to step: each
-        may lie in another segment, among what has ended since."""
+        """Rounding waste: each ControlNet or adapter residual, held from step to step, may pin a segment of its own."""
         if not self.on_gpu or self.anatomy.denoiser is None:
             return 0
         with torch.device("meta"):
@@ -309,11 +309,11 @@ class Pricing:
         return sum(segment(size) - size for size in sizes if size > SMALL)
 
     def _buffers(self, *sizes: int) -> int:
-        """What the device gives for weights that lie in buffers of these sizes."""
+        """Bytes that the device reserves for weight buffers of these sizes."""
         return sum(map(segment, sizes)) if self.on_gpu else sum(sizes)
 
     def _host_resident(self, settings: Settings, weights: int, parked: int) -> HostResidentWeights:
-        """``weights`` bytes that wait in host memory beside ``parked`` ones of maps."""
+        """``weights`` bytes in host memory, in addition to ``parked`` bytes of maps."""
         if settings.offload in (None, "none"):
             return HostResidentWeights(weights, weights)
         mapped = sum(size for name, (size, _) in self._in_files.items() if self._stays_in_file(name, settings))
@@ -328,12 +328,12 @@ class Pricing:
         return found
 
     def _stays_in_file(self, name: str, settings: Settings) -> bool:
-        """Whether weights of a component are used as they lie in files, those of them that do."""
+        """True if a component's mapped weights are used as they are stored in the files."""
         return settings.weight_storage is None and not self._arithmetic(name, settings).converted
 
     @functools.cached_property
     def disk(self) -> float:
-        """Bytes a second of the disk under the weights; asked for where not all of them have room in memory."""
+        """Bytes a second of the disk under the weights; measured only if not all weights fit in memory."""
         if self.request.disk is None and self.request.rates.name == THIS:
             files = MappedFiles()
             tensors = all_tensors(*self.anatomy.components.values())
@@ -351,7 +351,7 @@ class Pricing:
         return most - most % min(_PINNED_STEP, max(1, most // 8))
 
     def unlocked_seconds(self, run: Candidate) -> float:
-        """What ``run`` takes longer because some of its weights are not page-locked."""
+        """Seconds by which ``run`` is slower because some of its weights are not page-locked."""
         if not run.unlocked_bytes:
             return 0.0
         pairs = list(zip(self.costs.stages, run.stages, strict=True))
@@ -424,14 +424,14 @@ class Pricing:
         )
 
     def _on_processor(self, cost: Figures) -> float:
-        """Seconds of a stage on the processor beside the GPU; calibrated where that is this machine's."""
+        """Seconds of a stage on the CPU of a machine with a GPU; calibrated if it is this machine."""
         rates = self.request.rates
         if rates.name == THIS:
             return rates_of(torch.device("cpu")).seconds(cost, torch.float32.itemsize)
         return cost.flops / rates.processor_flops
 
     def timing(self, stage: Stage, settings: Settings) -> StepTiming:
-        """How long the modules of a stage take, weights being there, and what it costs to bring those."""
+        """Times of a stage's modules with their weights on the device, and the cost of copying the weights."""
         resident = self._unstreamed(self.as_traced(stage, settings)).of_stage(stage.name)
         cost = self._resident(stage, resident)
         on_host = self._host_resident(settings, self.weights_bytes(settings), cost.host_peak_bytes)
@@ -485,7 +485,7 @@ class Pricing:
         return seconds + (self._times(stage) if again else 1) * copying
 
     def _times(self, stage: Stage) -> int:
-        """How often a stage runs in a run."""
+        """Number of times that a stage runs in a run."""
         return self.request.steps * self.request.calls if stage.repeats else 1
 
     def _copies(self, stage: Stage, settings: Settings, on_host: HostResidentWeights) -> CopyQueue:

@@ -1,7 +1,7 @@
-"""A call that runs out of memory although its plan fitted is made again, down a ladder of what can be given up.
+"""Retry of a call that ran out of memory although its plan fitted, with settings that need less memory.
 
-Whoever calls a component holds what it is called with: latents, noise and text are those of the call that failed, and
-so a denoising step is computed anew from them, and a decode from the same latents.
+The caller of a component holds its inputs: latents, noise and text are those of the failed call. So a denoising step,
+or a decode, is repeated from the same inputs.
 """
 
 from __future__ import annotations
@@ -38,24 +38,23 @@ _calls = threading.local()
 
 @dataclass(frozen=True)
 class Shortage:
-    """That memory ran out in the component ``where`` (or in what that says, for people): the host's or the device's."""
+    """A shortage of host or device memory in the component ``where`` (a name, or words for people)."""
 
     where: str
     of_host: bool
 
 
 def shortage(error: RuntimeError | MemoryError, where: str) -> Shortage:
-    """What ``error`` in ``where`` tells of memory; it is raised again where it tells of something else."""
+    """Classify an out-of-memory error as host or device; re-raise anything else."""
     if not ran_out(error):
         raise error
     return Shortage(where, host_ran_out(error))
 
 
 def fallback(anatomy: Anatomy, go_leaner: Callable[[Shortage], object]) -> Iterator[Patch]:
-    """Where a component runs out of memory, have ``go_leaner`` attach what needs less, and call the component once
-    more.
+    """If a component runs out of memory, let ``go_leaner`` attach settings that need less, and call it once more.
 
-    An exception of ``go_leaner`` reaches the caller instead.
+    An exception of ``go_leaner`` is raised to the caller.
     """
     for name, component in anatomy.components.items():
         for entry in anatomy.entries[name]:
@@ -85,14 +84,15 @@ def _called(
 
 
 def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
-    """What a run goes on with that ran out of memory by ``plan``: the same plan once more, as long as nothing else was
-    given up and there is room for it, or the first step of the ladder on which there is a plan that needs less.
+    """Return the next plan after an out-of-memory error: the same one once, then the first step that needs less.
+
+    The same plan is tried again only if no step was taken before and its memory is free.
 
     Args:
-        fixed: what a person has set.
+        fixed: knobs that the user has set.
 
     Raises:
-        BudgetError: nothing leaner fits.
+        BudgetError: no plan with less memory fits.
     """
     device, needed = plan.request.device, _needed(plan, short)
     _give_up_cached(device)
@@ -135,7 +135,7 @@ def _below(plan: Plan, name: str, found: Plan, told: str, short: Shortage) -> Pl
 
 
 def _of_host(plan: Plan, short: Shortage) -> bool:
-    """Whether it is the host's account that must be less; where a CPU computes, it is the device's."""
+    """True if host bytes must shrink; if a CPU computes, device bytes must."""
     return short.of_host and plan.request.device.type != "cpu"
 
 
@@ -148,7 +148,7 @@ def _give_up_cached(device: torch.device) -> None:
 
 
 def _there(plan: Plan) -> int | float:
-    """What there is on the device for all that runs by ``plan``, as far as anybody tells."""
+    """Bytes of the device for everything that runs by ``plan``, as far as they are known."""
     device = plan.request.device
     if device.type != "cuda":
         return math.inf
@@ -170,7 +170,7 @@ def _less(plan: Plan, short: Shortage) -> Request:
 
 
 def _needed(plan: Plan, short: Shortage) -> int:
-    """What ``plan`` asks of the memory that is short, in the stages of the component where it ran out."""
+    """Bytes that ``plan`` needs of the memory that is short, in the stages of the component that ran out."""
     if _of_host(plan, short):
         return plan.predicted.host_bytes
     below = max(stage.reserved_bytes for stage in plan.stages) - max(_of_stages(plan, short, "reserved_bytes"))
@@ -178,8 +178,9 @@ def _needed(plan: Plan, short: Shortage) -> int:
 
 
 def _holds_less(found: Plan, plan: Plan, short: Shortage) -> bool:
-    """Where a CPU computes, whether ``found`` takes less than ``plan`` of both accounts together, which are one memory
-    there: what only goes from one to the other comes last."""
+    """Return True if ``found`` needs less than ``plan``.
+
+    On a CPU, host and device are one memory: prefer plans that lower the sum."""
     if plan.request.device.type != "cpu":
         return True
     return max(_of_stages(found, short, "held_bytes")) < max(_of_stages(plan, short, "held_bytes"))

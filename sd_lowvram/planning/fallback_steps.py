@@ -1,8 +1,7 @@
-"""The ladder of a run that is out of memory although its plan fitted: what it gives up, and in which order.
+"""Fallback steps of a run that ran out of memory although its plan fitted, in order.
 
-First what is cached, and the call is made again as before. Then one step after the other opens knobs to the search, and
-all others stay as they are, so that no step touches what a later one may save. The number types are never opened: a run
-that was lossless stays so.
+The first step frees cached memory and repeats the call. Each further step opens some knobs to the search and fixes all
+others, so that no step changes more than it needs. Number types are never opened: a lossless run stays lossless.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _HOST_IS_SHORT: _Opened = (
 )
 
 _CLOSED: dict[str, Any] = {"park_skips": False, "vae_map": "held", "decoder_device": "gpu"}
-"""What knobs are, where a plan has left them open, as long as their step has not come."""
+"""Values of knobs that a plan left open, until their step comes."""
 
 
 def ladder(chosen: Settings, fixed: Settings, of_host: bool) -> Iterator[tuple[str, Settings]]:

@@ -1,4 +1,4 @@
-"""Calls that autograd follows keep maps until the backward, which no plan counts: that is told once."""
+"""A warning, given once, that autograd stores maps until the backward, which no plan counts."""
 
 from __future__ import annotations
 

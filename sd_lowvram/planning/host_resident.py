@@ -1,4 +1,4 @@
-"""What weights that wait take of the host's memory, and which of them are read when they are copied."""
+"""Host memory of streamed weights, and the part that is read when it is copied."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..streaming.host_weights import RING_BYTES, least_host_bytes
 
 @dataclass(frozen=True)
 class HostResidentWeights:
-    """Weights that wait in host memory.
+    """Bytes of streamed weights in host memory.
 
     Attributes:
-        host_bytes: that they take.
-        least_bytes: that they would do with.
-        copied_bytes: of ``host_bytes``, those that a mapped file has as well.
-        pinned_bytes: of the weights that can be copied at the bus' rate; None: all. The others are read meanwhile.
-        cached_bytes: of those others, what the system's cache has room for; None: all. The rest comes from the disk.
+        host_bytes: host memory that they use.
+        least_bytes: host memory with which they would work.
+        copied_bytes: the part of ``host_bytes`` that is also in a mapped file.
+        pinned_bytes: weights that are copied at the bus' rate; None: all. The others are read meanwhile.
+        cached_bytes: the part of the others that fits the system's cache; None: all. The rest is read from disk.
     """
 
     host_bytes: int
@@ -28,12 +28,12 @@ class HostResidentWeights:
 
 
 def host_resident(weights: int, mapped: int, ram: int, pinnable: int | None) -> HostResidentWeights:
-    """Of ``weights`` bytes, ``mapped`` of them in files that are mapped, with ``ram`` bytes for all that waits.
+    """Distribute ``weights`` bytes, ``mapped`` of them in mapped files, over ``ram`` bytes of host memory.
 
-    What stays mapped needs no memory of its own, but for the ring that it passes, and is the better for some.
+    Mapped weights need only the ring through which they pass, and are faster with more memory.
 
     Args:
-        pinnable: the most that can be page-locked, ring included; None: all.
+        pinnable: the most bytes that can be page-locked, ring included; None: all.
     """
     mapped = min(mapped, weights)
     least = least_host_bytes(weights, mapped)

@@ -26,7 +26,7 @@ RATIOS = {"square": (8, 8), "16:9": (16, 9)}
 of a UNet divide evenly; 16:9 is exact, in steps of 128x72."""
 
 _GUESS = 3072
-"""Side in pixels of the square with which the search begins: below, what hangs on the size is lost beside the rest."""
+"""Side in pixels of the first square of the search. Below it, the part that depends on the size is too small to fit."""
 
 _TRIALS = 8
 """About as many sizes are tried."""
@@ -87,9 +87,9 @@ def _largest(searched: Callable[[int, int], PlanSearch], width: int, height: int
 
 
 def _pressure(search: PlanSearch) -> float:
-    """How full the fuller of the two budgets is at the least; above 1 nothing fits.
+    """The least share of the tighter budget that a run needs; above 1 nothing fits.
 
-    Infinite where ``largest_mib`` forbids all. About a constant and a part that grows with the area.
+    Infinite if ``largest_mib`` forbids every run. Roughly a constant plus a part proportional to the area.
     """
     vram, ram = max(1, search.request.vram), max(1, search.request.ram)
     runs = [search.smallest()]
@@ -121,7 +121,7 @@ def largest(pressure: Callable[[int], float], limit: float, guess: int, most: in
 
 
 def _secant(seen: list[tuple[int, float]], limit: float) -> int:
-    """Where a line through the two points nearest to ``limit`` meets it."""
+    """The area at which a line through the two points nearest to ``limit`` reaches it."""
     (area, amount), *others = sorted(seen, key=lambda point: abs(point[1] - limit))
     if not others or others[0][1] == amount:
         return math.isqrt(max(1, int(area * limit / amount))) if amount else area

@@ -28,14 +28,14 @@ _POINTS = 240
 
 @dataclass(frozen=True)
 class MeasuredStage:
-    """One stage of a run; a denoising step is a stage of its own.
+    """A measured stage of a run; each denoising step is a stage of its own.
 
     Attributes:
-        name, component: as in the plan's stages; of a model that no plan knows, its name twice.
+        name, component: as in the plan's stages; for a model that no plan knows, its name twice.
         seconds: from the call of the component to the call of the next.
-        peak_bytes: most bytes that tensors held at one moment, those included that were there before.
-        curve: (seconds since the stage began, bytes) in the course of it; empty on a GPU.
-        reserved_bytes: most bytes that the allocator had of a GPU, for tensors and around them; 0 on a CPU.
+        peak_bytes: the most bytes of live tensors, including those that existed before.
+        curve: (seconds since the stage began, bytes); empty on a GPU.
+        reserved_bytes: the most bytes that the allocator reserved on a GPU; 0 on a CPU.
     """
 
     name: str
@@ -48,10 +48,10 @@ class MeasuredStage:
 
 @dataclass
 class MeasuredRun:
-    """What :func:`measured` saw; filled when its block ends.
+    """The result of :func:`measured`, complete when its block ends.
 
     Attributes:
-        stages: in the order in which they ran. What comes before the first belongs to it.
+        stages: in the order in which they ran. Work before the first stage belongs to it.
     """
 
     stages: tuple[MeasuredStage, ...] = ()
@@ -76,10 +76,10 @@ class MeasuredRun:
 
 
 def overrun(plan: Any, run: MeasuredRun) -> str | None:
-    """A sentence on the stage in which ``run`` went farthest beyond ``plan``; None when it kept to it.
+    """A sentence on the stage in which ``run`` exceeded ``plan`` the most; None if it did not.
 
-    A plan may be too low by 1 % or 8 MiB, whichever is more: that much is no news. On a CPU the allocator counts host
-    memory too, so that what is planned there is counted with it.
+    An excess of up to 1 % or 8 MiB, whichever is more, is allowed. On a CPU the allocator counts host memory too, so
+    planned host bytes are added.
     """
     on_cpu = plan.request.device.type == "cpu"
     planned = {(one.name, one.component): one.held_bytes if on_cpu else one.peak_bytes for one in plan.stages}
@@ -213,7 +213,7 @@ class _OnGpu:
 
 
 class _OnCpu:
-    """Events of the CPU's allocator. When storages that were there before die is no such event: they are watched."""
+    """Events of the CPU's allocator. The end of an older storage is not an event, so older storages are watched."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self._components = list(anatomy.components.values())
@@ -271,6 +271,6 @@ class _OnCpu:
 
 
 def _thinned(samples: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """At most so many points that a plot needs, each the highest of those that it stands for."""
+    """As many samples as a plot needs, each the highest of a group."""
     size = -(-len(samples) // _POINTS)
     return tuple(max(samples[at : at + size], key=lambda point: point[1]) for at in range(0, len(samples), size))

@@ -15,7 +15,7 @@ from ..settings import Settings, conflict
 from .stages import Stage
 
 Choice = dict[str, Any]
-"""Knobs of one stage, by name."""
+"""Knobs of a stage by name."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Group:
         return [choice for tier in self.tiers for choice in tier]
 
     def goes_with(self, choice: Choice, base: Settings) -> bool:
-        """Whether ``choice`` can be taken with all that is decided for the whole run."""
+        """True if ``choice`` is compatible with the knobs of the whole run."""
         settings = base.filled(**choice)
         taken = [one for one in self.offers if one.knobs.items() <= choice.items()]
         return conflict(settings) is None and all(one.goes_with(settings) for one in taken)
@@ -47,11 +47,11 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class WeightPlacement:
-    """One way to keep the weights.
+    """A way to place the weights.
 
     Attributes:
-        mib_knob: the knob for which the search is to find a number of MiB; "": none.
-        least: whether no other holds less on the device.
+        mib_knob: the knob for which the search finds a number of MiB; "": none.
+        least: True if no other way holds less on the device.
     """
 
     knobs: Choice
@@ -60,7 +60,7 @@ class WeightPlacement:
 
 
 def weight_ways(offers: Iterable[Offer], fixed: Settings) -> list[WeightPlacement]:
-    """Every way to keep the weights: what is offered of each knob, with what is offered of the others."""
+    """All ways to place the weights: each offer of a knob combined with the offers of the other knobs."""
     by_knob: dict[str, list[Offer]] = {}
     for offer in of_kind(offers, OfferKind.WEIGHTS):
         if all(value is None or getattr(fixed, name) in (None, value) for name, value in offer.knobs.items()):
@@ -103,7 +103,7 @@ def _group(stages: tuple[Stage, ...], fixed: Settings, offers: list[Offer]) -> G
 
 
 def ladder(offers: Iterable[Offer]) -> dict[int, Choice]:
-    """For each level of the offers that go together, all that is offered up to it: of one knob the last."""
+    """For each level of the combined offers, all offers up to that level; the last one of a knob wins."""
     climbing = sorted(of_kind(offers, OfferKind.LADDER), key=lambda offer: offer.level)
     found: dict[int, Choice] = {}
     choice: Choice = {}
@@ -114,7 +114,7 @@ def ladder(offers: Iterable[Offer]) -> dict[int, Choice]:
 
 
 def _open(tiers: list[list[Choice]], fixed: Settings) -> list[list[Choice]]:
-    """What ``fixed`` leaves open of the ways, each once."""
+    """Ways that ``fixed`` allows, each once."""
     found: list[list[Choice]] = []
     for tier in tiers:
         known = [choice for one in found for choice in one]

@@ -1,4 +1,4 @@
-"""What the planner answers."""
+"""Plans: the result of the planner."""
 
 from __future__ import annotations
 
@@ -45,13 +45,18 @@ class Predicted:
 class StagePlan:
     """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together).
 
-    ``reserved_bytes`` are what the device must give for ``peak_bytes`` of tensors and the libraries' workspaces, as
-    torch's allocator takes it in segments; ``held_bytes`` are those of both accounts at one moment: what the allocator
-    sees where that is the CPU; ``why`` says why it is not faster; ``parked_bytes`` of ``host_bytes`` are maps, the
-    others weights, which take as much of the budget as is useful to them: ``least_host_bytes`` would do. Of both,
-    ``locked_bytes`` are page-locked; ``unlocked_bytes`` of the weights are not, in memory or in the file, and are read
-    when they are copied. ``slowdown`` is how many times as long a step takes with its weights streamed.
-    ``disk_bytes`` no memory holds: they come from the disk in every step, which waits for ``disk_wait`` seconds.
+    Attributes:
+        reserved_bytes: bytes that torch's allocator reserves, in segments, for ``peak_bytes`` of tensors and for the
+            libraries' workspaces.
+        held_bytes: bytes of device and host at one moment, which is what the allocator of a CPU counts. why: the reason
+        why the stage is not faster. parked_bytes: the part of ``host_bytes`` that is maps. The rest is weights, which
+        use as much of the budget as is
+            useful; ``least_host_bytes`` would be enough.
+        locked_bytes: the page-locked part of ``host_bytes``.
+        unlocked_bytes: weights that are not page-locked, in memory or in the file, and are read when they are copied.
+        slowdown: time of a step with its weights streamed, relative to all weights on the device.
+        disk_bytes: weights that are in no memory and are read from disk in every step, which waits ``disk_wait``
+            seconds for them.
     """
 
     name: str
@@ -149,7 +154,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FallbackStep:
-    """What a run gave up when memory had run out although its plan fitted: in few words, and as a sentence."""
+    """A step taken after memory ran out although the plan fitted: in few words, and as a sentence."""
 
     name: str
     told: str
@@ -161,19 +166,18 @@ class Plan:
 
     Attributes:
         settings: every knob as it is attached.
-        fits: the peak and the overhead together stay within the budget, and the host's share within its own.
-        predicted: the run as a whole; ``stages`` each part of it.
-        minimum_peak_bytes: the least peak that any allowed settings reach; ``minimum_vram_bytes`` adds the overhead.
-            As traced in parts: a plan with just that much is traced whole, which may find a segment or two more (of
-            SDXL at 1024x1024, 656 MiB for 624), and would take as long as all the rest of a first plan.
-            BudgetError's ``needed_bytes`` were traced whole.
+        fits: True if peak plus overhead stay within the budget, and host memory within its own.
+        predicted: the run as a whole; ``stages``: each part of it.
+        minimum_peak_bytes: the least peak of all allowed settings; ``minimum_vram_bytes`` adds the overhead. It is
+            traced in parts. A whole trace, which would double the time of a first plan, may find a segment or two more
+            (SDXL at 1024x1024: 656 MiB for 624). BudgetError's ``needed_bytes`` are traced whole.
         minimum_ram_bytes: host memory that those smallest settings need.
-        fidelity: the farthest from the baseline that any chosen setting goes.
+        fidelity: the lowest fidelity of all chosen settings.
         reasons: sentences for people.
-        next_faster: of the faster candidates the one that needs the least more than the budget; None: none is faster.
-        timing: how long the modules of a step take, where weights are streamed under it: ``attach`` takes it.
-        alike: by "vram" and "ram" the least and the most bytes of a budget for which the plan would be the same.
-        fallback_steps: what was given up on the way to this plan, in that order; their sentences are among the reasons.
+        next_faster: the faster candidate that exceeds the budget by the least; None: no candidate is faster.
+        timing: times of a step's modules, if weights are streamed; an argument of ``attach``.
+        alike: for "vram" and "ram" the smallest and the largest budget in bytes that give the same plan.
+        fallback_steps: the steps that led to this plan, in order; their sentences are among the reasons.
     """
 
     settings: Settings
@@ -203,7 +207,7 @@ class Plan:
         return shown.as_html(self.as_dict())
 
     def after(self, fallback_steps: tuple[FallbackStep, ...]) -> Plan:
-        """This plan, as the one that is left when ``fallback_steps`` were given up besides."""
+        """Return this plan with ``fallback_steps`` added to its own."""
         told = (step.told for step in fallback_steps)
         return dataclasses.replace(
             self, fallback_steps=(*self.fallback_steps, *fallback_steps), reasons=(*self.reasons, *told)

@@ -1,4 +1,4 @@
-"""What a plan says to people: why it is as it is, or why there is none."""
+"""Sentences of plans: the reasons for their choices, and for refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def budget_error(request: Request, smallest: Candidate, leanest: Candidate | Non
 
 
 def remedy(by_size: bool) -> str:
-    """What to do about too small a budget; ``by_size``: where a smaller picture may do as well."""
+    """The remedy for a budget that is too small; ``by_size``: a smaller picture may help too."""
     return "Give that much" + (", or a smaller picture" if by_size else "")
 
 
@@ -66,10 +66,10 @@ def too_large(limit: int, stage: StagePlan) -> BudgetError:
 
 
 def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest: float) -> str:
-    """Why the smallest of the faster among ``others``, ways to run the same stage, was not taken; "": none is faster.
+    """The reason why the smallest of the faster ways (``others``) to run a stage was rejected; "": none is faster.
 
     Args:
-        largest: bytes of a single allocation at most.
+        largest: limit for a single allocation in bytes.
     """
     faster = [one for one in others if one.choice != stage.choice and one.seconds < stage.seconds]
     if not faster:
@@ -86,7 +86,7 @@ def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest
 
 
 def described(stage: StagePlan) -> str:
-    """How a stage runs, for people."""
+    """Words for the way in which a stage runs."""
     chosen = (f"{name} {value}" for name, value in stage.choice.items() if value not in (False, "off"))
     return ", ".join(chosen) or "plain"
 
@@ -153,7 +153,7 @@ def reasons(
 
 
 def not_planned(weights_bytes: int, chosen: Settings) -> str:
-    """What a plan for a model says of which nobody knows what it is called with."""
+    """Reason for models whose call signature is unknown: only weights are counted."""
     places = {"none": "on the device", "component": "one model's at a time on the device"}
     where = places.get(chosen.offload or "", "streamed")
     return (
@@ -163,7 +163,7 @@ def not_planned(weights_bytes: int, chosen: Settings) -> str:
 
 
 def _unknown(request: Request, chosen: Settings) -> list[str]:
-    """What is not known of the plan's bytes."""
+    """The sentence on bytes that the plan does not know."""
     if chosen.attention != "cudnn" or request.overhead.attention_share is not None:
         return []
     return ["what cuDNN's attention holds beside tensors is not in the peak: `doctor --calibrate` on the card tells"]
@@ -188,7 +188,7 @@ def _half_products(chosen: Settings) -> list[str]:
 
 
 def _locked(best: Candidate, seconds: float) -> str:
-    """What of the host's memory is page-locked, and what it costs that the rest is not."""
+    """The sentence on page-locked host memory, and the cost of the rest."""
     told = f"{format_size(best.locked_bytes)} of host memory page-locked for copies"
     if not best.unlocked_bytes:
         return told
@@ -197,7 +197,7 @@ def _locked(best: Candidate, seconds: float) -> str:
 
 
 def _from_disk(request: Request, stage: StagePlan, disk: float) -> str:
-    """What a step waits for the disk, and how much memory would spare it that."""
+    """The sentence on the wait for the disk in a step, and the memory that would avoid it."""
     step, calls = stage.seconds / request.steps, request.calls
     waits = f", {format_time(stage.disk_wait)} of it waiting for" if stage.disk_wait > _TOLD_WAIT * step else " under"
     told = (

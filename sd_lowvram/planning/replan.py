@@ -1,5 +1,4 @@
-"""What comes otherwise than planned (the size of a hires fix, a model in place of another) is planned anew before its
-first step, or refused there."""
+"""Re-planning before the first step of a run that differs from its plan (the size of a hires fix, another model)."""
 
 from __future__ import annotations
 
@@ -44,11 +43,10 @@ def watch_sizes(anatomy: Anatomy, request: Request, replan: Replan) -> Iterator[
 
 
 def exchanges(target: Any, anatomy: Anatomy, replan: Callable[[str, Any], object]) -> Iterator[Patch]:
-    """Watch whether ``target`` still has the models of ``anatomy``, where a run of it begins and at every call of
-    these, and call ``replan(name, model)`` where another model has come in place of one or beside them.
+    """Call ``replan(name, model)`` when ``target`` has a new or another model than ``anatomy``.
 
-    A model that was taken away needs no other plan. The call goes on with what is attached then; an exception of
-    ``replan`` reaches the caller instead.
+    This is checked at the beginning of a run and at every call of the models. A removed model needs no new plan. The
+    call continues with what is attached then; an exception of ``replan`` is raised to the caller.
     """
 
     def look(owner: Any, entry: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

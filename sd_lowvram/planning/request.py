@@ -1,4 +1,4 @@
-"""What is asked of the planner, and the one place that makes it from what a person states."""
+"""Requests to the planner, and the one place that makes them from a user's input."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ DEFAULT_STEPS = 30
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: pixels, pictures, bytes of device and host memory, the device and its rates.
+    """A request: size, number of pictures, bytes of device and host memory, the device and its rates.
 
     Attributes:
-        passes: rows of the denoiser's batch for each picture: 1 without guidance, 2 with it, 3 where a pipeline guides
-            by text and picture.
-        encodes: whether the run starts from a picture.
-        pictures: that will be made by the plan in all: what a first one takes longer is shared among them.
-        calls: of the denoiser in each step.
-        frames: of latents that the autoencoder decodes together; a picture is one.
-        disk: bytes a second of the disk under the weights' files; None: as measured here, if it comes to that.
+        passes: rows of the denoiser's batch for each picture: 1 without guidance, 2 with it, 3 if a pipeline guides by
+            text and picture.
+        encodes: True if the run starts from a picture.
+        pictures: number of pictures that the plan will make; the extra time of the first is shared among them.
+        calls: calls of the denoiser in each step.
+        frames: frames of latents that the autoencoder decodes together; 1 for a picture.
+        disk: bytes a second of the disk under the weights' files; None: measured here if it is needed.
     """
 
     width: int
@@ -61,7 +61,7 @@ class Request:
 
     @property
     def overhead(self) -> Overhead:
-        """What the device needs besides tensors: the machine's own, unless the plan is for another one."""
+        """Bytes that the device needs in addition to tensors, on this machine or on the planned one."""
         if self.device.type != "cuda":
             return NONE
         here = self.rates.name == THIS and torch.cuda.is_available()
@@ -74,17 +74,17 @@ class Request:
 
 @dataclass
 class Budget:
-    """Bytes that a plan must keep to.
+    """The bytes that a plan may use.
 
     Attributes:
-        alike: the least and the most bytes, both included, with which all that was asked would be answered the same.
+        alike: budgets in this interval give the same answer to every ``holds()`` call so far (plan-cache key).
     """
 
     bytes: int
     alike: tuple[float, float] = (0, math.inf)
 
     def holds(self, needed: int) -> bool:
-        """Whether ``needed`` bytes are within it."""
+        """Return True if ``needed`` bytes are within the budget."""
         least, most = self.alike
         answer = needed <= self.bytes
         self.alike = (max(least, needed), most) if answer else (least, min(most, needed - 1))
@@ -92,20 +92,20 @@ class Budget:
 
 
 class RunOptions(TypedDict, total=False):
-    """What a caller states of a run; what is left out, or None, is as the target itself runs, or what is free.
+    """Options of a run. A missing option, or None, means the target's own value, or what is free.
 
     Attributes:
-        vram, ram: bytes, on a GPU those of the driver's context included; None: what this process can have now, the
-            weights that lie there already counted as free.
-        width, height: of the picture in pixels; None: the model's own size.
+        vram, ram: bytes, including the driver's context on a GPU; None: what this process can use now, with the model's
+            weights on the device counted as free.
+        width, height: size of the picture in pixels; None: the model's own size.
         batch: pictures at a time; 1.
-        steps: of denoising.
-        pictures: in all; 1.
-        frames: of latents, where the autoencoder decodes several together; 1.
+        steps: denoising steps.
+        pictures: number of pictures in all; 1.
+        frames: frames of latents that the autoencoder decodes together; 1.
         passes, encodes: None: as the target itself runs.
-        device: None: a GPU when there is one, else the CPU.
+        device: None: a GPU if there is one, else the CPU.
         rates: None: those of this machine.
-        disk: bytes a second of the disk under the weights' files; None: of this machine's.
+        disk: bytes a second of the disk under the weights' files; None: measured on this machine.
     """
 
     vram: int | None

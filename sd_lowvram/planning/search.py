@@ -205,7 +205,7 @@ class PlanSearch:
             yield from sorted(possible, key=lambda choice: self._option(base, group, choice).seconds)
 
     def next_faster(self, best: Candidate) -> Candidate | None:
-        """Of the faster runs that the device cannot hold, the one that needs the least more than the budget."""
+        """The faster run that exceeds the budget by the least."""
         beyond = [run for run in self._rejected if run.needed_bytes > self.request.vram and run.seconds < best.seconds]
         faster = [run for run in beyond if run.host_bytes <= self.request.ram and self._small(run)]
         return min(faster, key=lambda run: (run.needed_bytes, run.seconds), default=None)
@@ -221,18 +221,18 @@ class PlanSearch:
         return run if run is not None else self._least(self._fewest, "needed_bytes", self._small)
 
     def smallest_as_traced_whole(self) -> Candidate | None:
-        """As :meth:`smallest`, of runs that are traced whole, which takes longer: with just that, a plan is made."""
+        """Like :meth:`smallest`, for runs that are traced whole (slower); a budget of that size gives a plan."""
         return self._settled(self.smallest)
 
     def recomputes(self, run: Candidate) -> bool:
-        """Whether a stage that runs once needs most, or nearly so."""
+        """True if a stage that runs once has the highest peak, or nearly so."""
         near = (one for one in run.stages if one.reserved_bytes >= _NEARLY * run.worst.reserved_bytes)
         return not all(map(self.pricing.runs_often, near))
 
     def leanest(self) -> Candidate | None:
-        """Of the runs that the device holds as traced whole, the one with the least in host memory.
+        """The run with the least host memory among those that fit the device when traced whole.
 
-        More room for streamed weights leaves no less of them in host memory, and holds no more.
+        A larger device buffer for streamed weights needs no more host memory.
         """
         least_rooms = {self._ways[one]: one for one in reversed(self._placements)}
         for bases in (least_rooms.values(), self._fewest):
@@ -242,7 +242,7 @@ class PlanSearch:
         return None
 
     def _settled(self, found: Callable[[], Candidate | None]) -> Candidate | None:
-        """What is ``found`` once nothing changes by tracing it whole."""
+        """Repeat the search until tracing the result whole changes nothing."""
         run, priced = found(), None
         while run is not None and run != priced:
             self.pricing.confirmed(run)
@@ -250,7 +250,7 @@ class PlanSearch:
         return run
 
     def too_large(self) -> BudgetError:
-        """That some stage makes a larger allocation than the settings allow, whatever is chosen."""
+        """The error for a stage with an allocation larger than the settings allow, whatever is chosen."""
         run = self._least(self._placements, "largest_bytes", lambda _: True)
         assert run is not None
         return too_large(int(self.largest), max(run.stages, key=lambda stage: stage.largest_bytes))
@@ -262,8 +262,7 @@ class PlanSearch:
         allowed: Callable[[Candidate], bool],
         ways: Callable[[Group], list[Choice]] = lambda group: group.choices,
     ) -> Candidate | None:
-        """Of the runs that place weights as one of ``bases`` and go ``ways`` that are allowed, the one with the least
-        of the attribute ``name``."""
+        """The run with the smallest attribute ``name``, among weight placements ``bases`` and allowed ``ways``."""
         size, runs = operator.attrgetter(name), []
         for base in bases:
             options = (
@@ -283,14 +282,15 @@ class PlanSearch:
 
     @functools.cached_property
     def _fewest(self) -> list[Settings]:
-        """Those that hold least on the device."""
+        """The runs that hold the least on the device."""
         ways = self._ways.values()
         return [base for base in self._placements if self._ways[base].least or not any(way.least for way in ways)]
 
     @functools.cached_property
     def _ways(self) -> dict[Settings, WeightPlacement]:
-        """What is decided with each way to keep the weights, and the way. One that this model's weights do not allow is
-        no candidate, and ends the search only where there is no other."""
+        """Settings for each way to place the weights, and the way.
+
+        A way that the model's weights do not allow is skipped; its error is raised only if no other way remains."""
         found: dict[Settings, WeightPlacement] = {}
         refused: LowVRAMError | None = None
         for way in weight_ways(self._offers, self._fixed):
@@ -311,7 +311,7 @@ class PlanSearch:
 
     @functools.cached_property
     def _variants(self) -> list[Settings]:
-        """Those ways once more with what is offered for whole runs."""
+        """The same ways again with each offer for whole runs."""
         wholes = of_kind(self._offers, OfferKind.WHOLE)
         found = (self._with_whole(offer, base) for offer in wholes for base in self._ways)
         return list(dict.fromkeys(base for base in found if base is not None))
@@ -349,7 +349,7 @@ class PlanSearch:
         return self._held(run) and self.pricing.ram.holds(run.host_bytes)
 
     def _held(self, run: Candidate) -> bool:
-        """Whether the device can hold it."""
+        """True if the run fits on the device."""
         return self.pricing.vram.holds(run.needed_bytes) and self._small(run)
 
     def _small(self, run: Candidate) -> bool:
@@ -358,26 +358,26 @@ class PlanSearch:
     # What the plan says of it
 
     def explained(self, best: Candidate) -> Iterator[StagePlan]:
-        """The stages of ``best``, each with the reason why it is no faster."""
+        """The stages of ``best``, each with the reason why it is not faster."""
         priced = self.pricing.priced(best.base)
         for stage in best.stages:
             others = [one for one in priced if (one.name, one.component) == (stage.name, stage.component)]
             yield dataclasses.replace(stage, why=why_not(stage, others, self.request, self.largest))
 
     def unknown(self, best: Candidate) -> Iterator[str]:
-        """What is not planned of the model."""
+        """The sentence on parts of the model that are not planned."""
         if not self.pricing.anatomy.family.known:
             yield not_planned(self.pricing.weights_bytes(best.settings), best.settings)
 
     def timing(self, best: Candidate) -> StepTiming | None:
-        """How long the modules of a step take, where weights are streamed under it."""
+        """Times of a step's modules, if weights are streamed."""
         steps = [stage for stage in self.pricing.costs.stages if stage.repeats]
         streamed = Act.STREAMS_WEIGHTS in acts(best.settings)
         return self.pricing.timing(steps[0], best.settings) if streamed and steps else None
 
 
 def _choice(run: Candidate, group: Group) -> Choice:
-    """How ``run`` goes through ``group``."""
+    """The choice of ``run`` for the stages of ``group``."""
     first = group.stages[0]
     return next(one.choice for one in run.stages if (one.name, one.component) == (first.name, first.component))
 

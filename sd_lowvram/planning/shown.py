@@ -11,9 +11,9 @@ from ..units import LONG, format_least, format_size, format_time
 HEADS = ("stage", "peak", "weights", "in host memory", "time")
 
 _WEIGHTS, _ACTIVATIONS, _BUDGET = "#4276ad", "#8fb4d9", "#d6384a"
-"""They are seen in a light notebook and in a dark one."""
+"""Colours that are visible on light and on dark pages."""
 _LEAST_ROOM = 0.02
-"""Of the bars' width is left beyond the longest."""
+"""Share of the bars' width that stays free to the right of the longest."""
 
 
 def title(plan: dict[str, Any]) -> str:
@@ -22,7 +22,7 @@ def title(plan: dict[str, Any]) -> str:
 
 
 def rows(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """What each stage takes, by :data:`HEADS`."""
+    """A row for each stage, with the columns of :data:`HEADS`."""
     for stage in plan["stages"]:
         sizes = (stage["peak_bytes"], stage["weights_bytes"], stage["host_bytes"])
         yield stage["name"], *map(format_size, sizes), format_time(stage["seconds"])
@@ -46,7 +46,7 @@ def is_slow(plan: dict[str, Any]) -> bool:
 
 
 def choices(plan: dict[str, Any]) -> Iterator[str]:
-    """How stages run, and why none runs in a faster way; then what all share."""
+    """Sentences on how each stage runs and why it is not faster; then on the whole run."""
     for stage in plan["stages"]:
         if stage["choice"] or stage["why"]:
             chosen = [f"{name} {value}" for name, value in stage["choice"].items() if value not in (False, "off")]
@@ -61,7 +61,7 @@ def _word(value: Any) -> Any:
 
 
 def reasons(plan: dict[str, Any]) -> list[str]:
-    """What the plan says besides its verdict."""
+    """Sentences of the plan in addition to its verdict."""
     least = (format_least(plan["minimum_vram_bytes"]), format_least(plan["minimum_ram_bytes"]))
     smallest = f"the smallest budget that works is about {least[0]}, with {least[1]} in host memory"
     return [*plan["reasons"][1:], smallest]

@@ -1,4 +1,4 @@
-"""What one stage costs with given settings: traced once on a fake copy of the model, and remembered on disk."""
+"""Costs of a stage with given settings: traced once on a fake copy of the model, and cached on disk."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ class Tried:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a component whose weights are streamed, among many.
+    """A repeated call of a component whose weights are streamed.
 
     Attributes:
-        seconds: it takes, copies beside the compute.
-        device_bytes: of weights on the device, at most: what stays and the ring.
-        staying_bytes: of weights that stay.
-        streamed_bytes: of weights that are copied in every call.
-        largest_bytes: the largest piece of memory that weights take.
-        peak_bytes: of weights and activations together, where the ring is as large as these leave it; 0: it is not.
-        disk_bytes: of ``streamed_bytes``, those that come from the disk.
-        disk_wait: seconds of ``seconds`` for which nothing but the disk is to blame.
+        seconds: duration, with copies overlapping compute.
+        device_bytes: the most bytes of weights on the device: residents and ring.
+        staying_bytes: bytes of resident weights.
+        streamed_bytes: bytes of weights that are copied in every call.
+        largest_bytes: the largest allocation for weights.
+        peak_bytes: peak of weights and activations together, if the ring follows the activations; 0 if it does not.
+        disk_bytes: the part of ``streamed_bytes`` that is read from disk.
+        disk_wait: the part of ``seconds`` that is spent waiting for the disk.
     """
 
     seconds: float
@@ -219,7 +219,9 @@ class StageCosts:
         return self._once(_figures, stage.component, facts, count)
 
     def _as_laid_down(self, stage: Stage, settings: Settings) -> Settings:
-        """``settings`` with no more room than the weights of a stage that runs once take: more is the same trace."""
+        """``settings`` with ``weights_mib`` reduced to the weights of a stage that runs once: more gives the same
+        trace.
+        """
         if settings.weights_mib is None or settings.offload != "blocks" or stage.repeats:
             return settings
         taken = self.room(stage.component, settings)
@@ -229,10 +231,10 @@ class StageCosts:
         """A denoising step with weights streamed as ``settings`` say; the engine's own schedule is no slower.
 
         Args:
-            timing: of the stage with these settings.
+            timing: timing of the stage with these settings.
 
         Raises:
-            BudgetError: the room on the device cannot hold the largest block.
+            BudgetError: the device buffer cannot hold the largest block.
         """
         knobs = ("precision", "weight_storage", "channels_last", "offload", "weights_mib", "split_layers")
         chosen = Settings(**{name: getattr(settings, name) for name in knobs})
@@ -295,10 +297,10 @@ class StageCosts:
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """Within the block, which plans the component ``name``, whatever the model raises says so.
+        """Add the component ``name`` to errors that the model raises within the block.
 
         Raises:
-            PlanningError: something else than our own errors and memory that is full.
+            PlanningError: the model raised an error that is neither ours nor out of memory.
         """
         try:
             yield
@@ -315,8 +317,9 @@ class StageCosts:
 
     @functools.cached_property
     def _called_with(self) -> dict[tuple[str, str], Any]:
-        """By stage and component what its cost hangs on besides the settings: shapes and types of its inputs, and the
-        attention processors that the target sets on its denoiser for a run."""
+        """Facts that a cost depends on in addition to the settings, by stage and component.
+
+        They are shapes and types of the inputs, and the attention processors that the target sets for a run."""
         found = {}
         for stage in self.stages:
             with torch.device("meta"):
@@ -328,11 +331,11 @@ class StageCosts:
         return found
 
     def _once(self, kind: Callable[..., _Kind], component: str, facts: Any, count: Callable[[], _Kind]) -> _Kind:
-        """What ``count`` gives, remembered here and on disk.
+        """Result of ``count``, cached in memory and on disk.
 
         Args:
-            kind: makes it of its attributes.
-            facts: all that it hangs on, but for component and device.
+            kind: class of the result, made from its attributes.
+            facts: everything that the result depends on, except component and device.
         """
         key: tuple[Any, ...] = kind.__name__, component, facts
         if key not in self._known:
@@ -340,7 +343,7 @@ class StageCosts:
             found: _Kind | None = None
             with contextlib.suppress(TypeError):  # nothing is remembered, or something else
                 found = kind(**remembered(place))
-            if found is None:  # after the error, or a broken model's own would be told as one that came of it
+            if found is None:  # outside the except block, or a broken model's own error would appear as its consequence
                 with self._named(component):
                     found = count()
                 remember(place, found)

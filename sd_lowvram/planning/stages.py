@@ -54,7 +54,7 @@ def _of_step(anatomy: Anatomy, shape: Shape) -> tuple[nn.Module | None, StepInpu
 
 
 def _unguided(anatomy: Anatomy, shape: Shape, step: StepInputs) -> list[Tensor]:
-    """Embeddings of the negative prompt, which pipelines hold beside those that they join, or until the other call."""
+    """Embeddings of the negative prompt, which pipelines hold next to the joined ones, or until the second call."""
     guided = shape.passes > 1 or anatomy.calls > 1
     return [torch.empty_like(step.text[: shape.batch])] if guided else []
 

@@ -16,12 +16,11 @@ _POINTS = 240
 
 @dataclass(frozen=True)
 class StageTimeline:
-    """Bytes at equal distances through one stage of a plan (of a denoising step, not of all together).
+    """Bytes at equal distances through one stage of a plan (one denoising step, not all of them).
 
     Attributes:
         name, component: of the stage.
-        device_bytes, host_bytes: in the two accounts, allocation by allocation; each the most of those that it stands
-            for.
+        device_bytes, host_bytes: samples over the allocations; each is the maximum of a group.
     """
 
     name: str
@@ -48,7 +47,7 @@ def timelines_of(target: Any, plan: Plan) -> tuple[StageTimeline, ...]:
 
 
 def _timeline(stage: StagePlan, traced: MemoryTrace) -> StageTimeline:
-    """The trace's timeline, raised by what the rest of the run holds beside it."""
+    """The trace's timeline, plus the bytes that the rest of the run holds meanwhile."""
     others, waiting = stage.peak_bytes - traced.peak_bytes, stage.host_bytes - traced.host_peak_bytes
     events = [event for event in traced.timeline if event.operator]  # not the booking of what was there before
     size = -(-len(events) // _POINTS)
