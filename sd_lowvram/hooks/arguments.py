@@ -1,5 +1,5 @@
-"""What a module of a UNet is called with: tensors and maps that have an entry for each picture of a batch, and, in
-ComfyUI and Forge, a dictionary of options that goes with them through all modules.
+"""Arguments of a UNet's modules: tensors and maps with an entry for each picture of the batch, and, in ComfyUI and
+Forge, a dictionary of options that is passed through all modules.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def last_are_there(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether of a map among the arguments the last pictures are on the device still."""
+    """True if the last pictures of a map among the arguments are still on the device."""
     return any(isinstance(leaf, OffloadedMap) and leaf.last_is_there() for leaf in _leaves(args, kwargs))
 
 
@@ -61,8 +61,9 @@ def shares(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> int:
 
 
 def are_watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether somebody's function sees the tokens of the batch and may look at several rows together: ToMe draws what
-    it merges once for all of them."""
+    """Return True if a foreign function sees the tokens and may use several rows of the batch together.
+
+    ToMe, for example, draws once for all rows which tokens it merges."""
     patches = [value.get("patches") or {} for value in (*args, *kwargs.values()) if _is_options(value)]
     return any(one.get(name) for one in patches for name in TOKEN_PATCHES)
 

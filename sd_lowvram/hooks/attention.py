@@ -70,8 +70,8 @@ def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """What others have put before torch's choice; our own kernel where it was measured to be faster; else the choice
-    among torch's, where it makes a difference."""
+    """Offer registered backends first; then our kernel if it was measured to be faster; else a choice among torch's, if
+    it makes a difference."""
     anatomy = target.anatomy
     if not anatomy.attentions or target.fixed.attention is not None or target.fixed.deterministic:
         return
@@ -85,11 +85,10 @@ def offers(target: Target) -> Iterator[Offer]:
 
 
 def is_worth_choosing(anatomy: Anatomy, device: torch.device) -> bool:
-    """Whether the choice of a kernel by ``attention="sdpa"`` is another than what the model does by itself.
+    """Return True if ``attention="sdpa"`` differs from what the model does by itself.
 
-    It is not where every processor calls torch's function and torch has a kernel there that holds no scores, and takes
-    none of which it is not known what it holds: a plan then leaves attention alone, and with it processors that nobody
-    knows.
+    It does not if every processor calls torch's function, and torch uses a kernel that holds no scores and whose memory
+    is known. A plan then leaves attention alone, including unknown processors.
     """
     if (
         anatomy.joint_blocks
@@ -105,7 +104,7 @@ def _is_of_old(attention: Any) -> bool:
 
 
 def _is_well_served(attention: Any, device: torch.device) -> bool:
-    """Whether the kernel that torch takes by itself holds no scores, and what it holds is known."""
+    """True if the kernel that torch chooses holds no scores, and its memory is known."""
     width = int(layer(attention.to_q).out_features) // int(attention.heads)
     here = device.type == "cpu" or torch.cuda.is_available()
     problem = Problem(1, int(attention.heads), 1, 1, width, width, dtype_on(device), device, real=here)
@@ -115,7 +114,7 @@ def _is_well_served(attention: Any, device: torch.device) -> bool:
 
 
 def kernels_that_ran(sites: Iterable[Site]) -> Counter[str]:
-    """How often each kernel ran in these sites since the hook was last attached to them."""
+    """Number of runs of each kernel in these sites since the hook was last attached to them."""
     return sum((_ran.get(site.module, Counter()) for site in sites), Counter())
 
 
@@ -143,7 +142,7 @@ def _forward(
 
 
 def _unreached(site: Site, backend: str) -> LowVRAMError:
-    """Of a site that computes attention in another way: by what, and what to set in its place."""
+    """The sentence for a site that computes attention in another way: which way, and what to set instead."""
     if hasattr(site.module, "processor"):
         return LowVRAMError(
             f"{site.name}: {type(site.module.processor).__name__} computes attention without torch's "
@@ -190,13 +189,13 @@ def _modern_processor(module: nn.Module) -> Iterator[float | None]:
 
 @dataclass(eq=False)
 class Redirect(TorchFunctionMode):
-    """While entered, torch's scaled_dot_product_attention is ours.
+    """Replaces torch's scaled_dot_product_attention by ours while entered.
 
     Attributes:
-        backend: its name; ``score_bytes`` bound those that work in blocks.
+        backend: name of the backend; ``score_bytes`` limits backends that work in blocks.
         upcast: compute the scores in float32.
-        scale: of the scores, for calls that give none.
-        calls: how many calls there were; ``ran`` counts the kernels that ran them, of calls with numbers.
+        scale: scale of the scores, for calls without one.
+        calls: number of calls; ``ran`` counts the kernels of calls that were not traced.
     """
 
     backend: str

@@ -1,10 +1,8 @@
-"""Calls of a model of which each kind is captured once and replayed from then on; what :mod:`traced` and
-:mod:`cuda_graphs` have in common.
+"""Capture and replay of a model's calls: the common part of :mod:`traced` and :mod:`cuda_graphs`.
 
 The first call of a kind runs as it is, the second is captured, and every later one is replayed. Calls are of one kind
-where types, shapes, autocast and all that is no tensor are equal, and where the model is: a LoRA, an adapter's strength
-or a weight at another place makes it another one, of which all is captured anew. A call that asks for gradients runs as
-it is.
+if types, shapes, autocast, all other arguments and the model are equal. A LoRA, an adapter's strength or a weight at
+another address makes another model, for which everything is captured again. A call under autograd runs as it is.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from ..progress import happened
 from ..weights import needs_graph
 
 _MOST_KINDS = 32
-"""Of calls, among which some come again: where every call is another, nothing is captured."""
+"""Largest number of kinds of calls that are tracked, so that calls that never repeat are not captured."""
 
 _PLAIN = (bool, int, float, str)
 
 Replay = Callable[[list[Tensor]], Any]
-"""From the tensors of a call to its result."""
+"""Function from the tensors of a call to its result."""
 
 
 class Call(NamedTuple):
-    """One call: its arguments are ``leaves`` of a tree ``spec``, its tensors the leaves that are tensors."""
+    """A call: its arguments are ``leaves`` of a tree ``spec``; its tensors are the leaves that are tensors."""
 
     function: Callable[..., Any]
     leaves: list[Any]
@@ -58,9 +56,9 @@ class CapturedCalls(abc.ABC):
 
     knob = ""
     done = ""
-    """What the knob does with a call, as a participle."""
+    """Name of what the knob does with a call, as a participle."""
     most = _MOST_KINDS
-    """Captured calls that are kept at once."""
+    """Largest number of captured calls that are stored at once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -72,14 +70,14 @@ class CapturedCalls(abc.ABC):
 
     @abc.abstractmethod
     def takes(self, tensors: list[Tensor]) -> bool:
-        """Whether a call with these can be captured."""
+        """True if a call with these tensors can be captured."""
 
     @abc.abstractmethod
     def capture(self, call: Call) -> Replay:
         """Raises RuntimeError where it cannot be."""
 
     def kept(self, call: Call) -> Replay | None:
-        """What another process has captured of calls of this kind; None: nothing."""
+        """The capture of this kind of call by another process; None if there is none."""
         return None
 
     def called(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +106,7 @@ class CapturedCalls(abc.ABC):
         )
 
     def _replay_of(self, kind: Any, call: Call) -> Replay | None:
-        """What replays calls of this ``kind``, captured now or before; None: the call runs as it is."""
+        """The replay of calls of this ``kind``, captured now or before; None: the call runs as it is."""
         if not self._is_the_same_model():
             return None
         if kind not in self._replays:
@@ -131,7 +129,7 @@ class CapturedCalls(abc.ABC):
         return None
 
     def _is_the_same_model(self) -> bool:
-        """Whether calls of the model can be captured; what was captured of it before it changed goes."""
+        """Return True if calls of the model can be captured; drop captures from before it changed."""
         facts = _facts_of(self._model)
         if facts is None:
             self._refuse(f"something of others listens to its layers, which a {self.done} call would not call")
@@ -161,20 +159,20 @@ class CapturedCalls(abc.ABC):
 
 
 def kind_of(call: Call, device_type: str) -> Any:
-    """What calls share that are alike; None: an argument is nothing that could be compared."""
+    """A key that is equal for calls of one kind; None if an argument cannot be compared."""
     known = all(isinstance(leaf, (Tensor, *_PLAIN, torch.dtype, torch.device, type(None))) for leaf in call.leaves)
     return (call.spec, tuple(map(_identity, call.leaves)), autocast_dtype(device_type)) if known else None
 
 
 def _identity(leaf: Any) -> Any:
-    """What tells one call's argument from another's: its layout where it is a tensor, else its value."""
+    """Key of an argument: the layout of a tensor, else the value."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
     return leaf
 
 
 def _facts_of(model: nn.Module) -> Any:
-    """What a captured call has taken in of the model besides its weights' values; None: of others' hooks, too."""
+    """Hash of module ids, scalar attributes and data pointers baked into a capture; None if foreign hooks exist."""
     found: list[Any] = []
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks:
@@ -189,7 +187,7 @@ def _facts_of(model: nn.Module) -> Any:
 
 
 def setting_of(name: str, value: Any) -> Any:
-    """What an attribute says where it is a setting, such as an adapter's strength; None: it is none."""
+    """Value of an attribute that is a setting, such as an adapter's strength; None if it is not a setting."""
     if not isinstance(value, (*_PLAIN, list, tuple, dict)) or (name.startswith("_") and "adapter" not in name):
         return None
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""The layers of an autoencoder of frames over strips of rows: each keeps the few rows that it will look at again.
+"""Layers of an autoencoder of frames over strips of rows: each layer stores the few rows that it will read again.
 
-A strip goes through all layers, one chunk of frames after the other, before the next strip comes. A convolution keeps
-the last two rows of its input for the next strip, and the last two frames of the strip for the next chunk; what a
-shortcut carries waits until the layers beside it have come as far. So every row of every layer is made once, and no map
-is held whole. Convolutions pad the map's own edges alone: their call of torch's ``pad`` is answered so.
+A strip runs through all layers, one chunk of frames after the other, before the next strip. A convolution stores the
+last two rows of its input for the next strip, and the last two frames of the strip for the next chunk. A shortcut's
+rows wait until the parallel layers have reached them. So every row of every layer is computed once, and no map is held
+whole. Convolutions pad only at the map's own edges: their call of torch's ``pad`` is replaced accordingly.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ROWS = 3
 
 @dataclass(frozen=True)
 class Turn:
-    """What a strip of a chunk of frames is of.
+    """Position of a strip of a chunk of frames.
 
     Attributes:
-        chunk: its number.
-        last_chunk: no other frames follow.
-        last: no rows follow.
-        piece: which of the parts into which the strip was divided on its way, and each of them again.
+        chunk: number of the chunk.
+        last_chunk: True if no other frames follow.
+        last: True if no rows follow.
+        piece: numbers of the parts into which the strip was divided on its way, from the outside.
     """
 
     chunk: int
@@ -45,19 +45,19 @@ class Turn:
 
 
 class Rows(Protocol):
-    """A layer, or several: takes rows (N, C, frames, rows, W) of a chunk and gives those of the result that it can.
+    """A layer, or several: a function from rows (N, C, frames, rows, W) of a chunk to the rows of the result so far.
 
-    ``None`` are no rows; at the last turn a layer gives all that are left.
+    ``None`` means no rows. At the last turn a layer returns all remaining rows.
     """
 
     def __call__(self, x: Tensor | None, turn: Turn) -> Tensor | None: ...
 
 
 def layers_of(steps: Sequence[CausalStep], height: int, width: int, rows: int = 0) -> tuple[Rows, int, int]:
-    """What runs ``steps`` over a map of this size, and the size of what they make.
+    """Build the layers that run ``steps`` over a map of this size; return them and the size of the result.
 
     Args:
-        rows: of the map in a strip; where they are told, no strip grows by much.
+        rows: rows of a strip; if given, strips are divided so that none grows by much.
     """
     made: list[Rows] = []
     most, tall = [], height
@@ -89,10 +89,10 @@ def _straight(shortcut: nn.Module, x: Tensor, first: bool) -> Tensor:
 
 
 class _InTurn:
-    """Layers one after the other.
+    """A sequence of layers.
 
-    At a map's lower edge each layer gives, beside the rows of the strip, those that it was behind: strips of more rows
-    than ``most`` says for a layer go on in parts, to hold no more than others.
+    At the map's lower edge each layer returns, in addition to the strip's rows, those that it was behind. A strip with
+    more rows than the layer's ``most`` continues in parts, so that it holds no more than other strips.
     """
 
     def __init__(self, layers: Sequence[Rows], most: Sequence[int] = ()) -> None:
@@ -164,7 +164,7 @@ class _Before:
         self._frames: dict[tuple[int, ...], Tensor] = {}
 
     def then(self, x: Tensor, turn: Turn, first: int = 0) -> Tensor | None:
-        """The frames before ``x``, whose own are kept from the chunk ``first`` on; None before that."""
+        """Return the frames before ``x`` and store those of ``x``, from the chunk ``first`` on; None before that."""
         before = self._frames.pop(turn.piece, None)
         if not turn.last_chunk and turn.chunk >= first:
             frames = x if before is None else torch.cat([before, x], 2)
@@ -299,7 +299,7 @@ def _of_frames(x: Tensor, count: int) -> Tensor:
 
 
 class _Beside:
-    """What layers make, and a shortcut of the same pixels beside them."""
+    """Layers and a shortcut around them; rows of both are paired by pixel."""
 
     def __init__(self, layers: Rows, shortcut: Callable[[Tensor, bool], Tensor], scale: float) -> None:
         self._layers = layers

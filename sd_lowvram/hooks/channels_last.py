@@ -41,14 +41,14 @@ def channels_last(anatomy: Anatomy, settings: Settings, device: torch.device) ->
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Of a transformer's pipeline the autoencoder has them: in 16 bits cuDNN copies maps in the plain order."""
+    """Offer channels last for models with 2-D convolutions: in 16 bits cuDNN copies maps in the plain order."""
     anatomy = target.anatomy
     if target.on_gpu and anatomy.denoiser is not None and _kernels(*anatomy.components.values()):
         yield Offer(OfferKind.ALWAYS, {"channels_last": True})
 
 
 def has_sites(component: nn.Module) -> bool:
-    """Whether there are 2-D convolutions in ``component``."""
+    """True if ``component`` has 2-D convolutions."""
     return bool(_kernels(component))
 
 

@@ -1,8 +1,8 @@
-"""Code that torch.compile makes of the model: one for each kind of block, which equal blocks share, or one of all.
+"""torch.compile of the model: one function for each kind of block, which equal blocks share, or one for the whole.
 
-Blocks are compiled where a call first comes to them; a size, a batch or a LoRA that was not there before has its code
-made then, which is told. Where gradients are asked for, in traces, and where the compiler fails, blocks run as they
-are. Fidelity: ``rounding``. Sources: diffusers' memory and speed guide; PyTorch's recipe of regional compilation.
+Blocks are compiled at their first call. A new size, batch or LoRA is compiled at its first call too, and the log says
+so. Under autograd, in traces, and if the compiler fails, blocks run as they are. Fidelity: ``rounding``. Sources:
+diffusers' memory and speed guide; PyTorch's recipe of regional compilation.
 """
 
 from __future__ import annotations
@@ -82,23 +82,24 @@ def offers(target: Target) -> Iterator[Offer]:
 
 
 def is_compiled(settings: Settings) -> bool:
-    """Whether ``settings`` ask for compiled code."""
+    """True if ``settings`` request compiled code."""
     return settings.compile in ("regional", "whole")
 
 
 def is_followed(settings: Settings) -> bool:
-    """Whether ``settings`` ask for code that comes of following the model's Python: compiled, or traced."""
+    """True if ``settings`` request code made from the model's Python: compiled, or traced."""
     return is_compiled(settings) or bool(settings.traced)
 
 
 def out_of_sight(settings: Settings) -> list[str]:
-    """The knobs of ``settings`` whose hooks keep what no graph can: maps on their way to the host, weights lent for a
-    call. A model that carries them runs uncompiled, whoever has compiled it, in the memory that its plan tells."""
+    """Knobs of ``settings`` whose hooks cannot be part of a graph: parked maps, weights lent for a call.
+
+    A model with such hooks runs uncompiled, whoever compiled it, within the memory of its plan."""
     return [name for name, knob, value in settings.decided() if Act.KEEPS_STATE in knob.acts_of(value)]
 
 
 def parts(anatomy: Anatomy, whole: bool) -> Iterator[tuple[str, list[nn.Module]]]:
-    """What is compiled of each component, the autoencoder's encoder apart from its decoder."""
+    """Parts of each component that are compiled; encoder and decoder of an autoencoder are separate parts."""
     if anatomy.denoiser is not None and anatomy.denoiser_module is not None:
         blocks = [site.module for site in (*anatomy.residual_blocks, *anatomy.transformer_blocks)]
         yield anatomy.denoiser, _free([anatomy.denoiser_module] if whole else blocks)
@@ -118,7 +119,7 @@ def kinds_of(anatomy: Anatomy, whole: bool = False) -> dict[str, frozenset[Any]]
 
 
 def were_compiled(kinds: frozenset[Any], device: torch.device) -> bool:
-    """Whether a process has compiled these for such a device, and so left files."""
+    """True if a process has compiled these parts for such a device, and left files in the cache."""
     return remembered(_mark(kinds, device)) is not None
 
 
@@ -127,7 +128,7 @@ def _mark(kinds: Iterable[Any], device: torch.device) -> Path | None:
 
 
 def _free(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those whose forward nobody else has replaced."""
+    """Modules whose forward no other code has replaced."""
     return [module for module in modules if not is_foreign(module, "forward")]
 
 
@@ -142,13 +143,13 @@ class _Kinds:
         self._failed = False
 
     def around(self, module: nn.Module) -> Callable[..., Any]:
-        """What is called in place of the forward of ``module``."""
+        """The replacement for the forward of ``module``."""
         kind = _kind(module)
         self._kinds.add(kind)
         return functools.partial(self._called, module, kind)
 
     def entered(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around a call of the component: what is compiled after its first call is told."""
+        """Run a call of the component; log what is compiled after the first call."""
         if not _runs((args, kwargs)):
             return original(*args, **kwargs)
         before, met, start = compiled_graphs(), len(self._met), time.perf_counter()
@@ -187,7 +188,7 @@ class _Kinds:
 
 
 def _kind(block: nn.Module) -> Any:
-    """What tells blocks apart: classes, numbers, shapes and types of all that is inside."""
+    """Key of a block: classes, numbers, shapes and types of everything inside."""
     return tuple(
         (
             type(module),
@@ -199,6 +200,6 @@ def _kind(block: nn.Module) -> Any:
 
 
 def _runs(arguments: Any) -> bool:
-    """Whether a call computes numbers, and is not traced."""
+    """True if a call computes numbers and is not traced."""
     tensors = [leaf for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Tensor)]
     return active_fake_mode(*tensors) is None

@@ -1,7 +1,7 @@
-"""Passes of the denoiser recorded once as CUDA graphs, and replayed: the processor launches no kernel by itself then.
+"""Passes of the denoiser recorded as CUDA graphs and replayed, so that the processor launches no single kernels.
 
-A call copies what it is given into the recording's tensors and replays it; when a pass is recorded, and when anew,
-:mod:`captured_calls` says. All recordings share one pool of memory, which goes when another component runs.
+A call copies its arguments into the recording's tensors and replays it. :mod:`captured_calls` decides when a pass is
+recorded. All recordings share one memory pool, which is freed when another component runs.
 Fidelity: ``bitwise``, by the same kernels. Source: PyTorch's notes on CUDA graphs.
 """
 
@@ -43,8 +43,9 @@ def cuda_graphs(anatomy: Anatomy, settings: Settings, device: torch.device) -> I
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Where it is known to be faster on the card; hosts' own code acts between the denoiser's layers, which a
-    recorded pass would not call."""
+    """Offer recording if it is known to be faster on the device, except in hosts: their code runs between the
+    denoiser's
+    layers, and a recorded pass would skip it."""
     anatomy = target.anatomy
     if anatomy.denoiser is None or anatomy.family.hosted or anatomy.kept or is_followed(target.fixed):
         return
@@ -83,12 +84,12 @@ class _Recordings(CapturedCalls):
         self._end: Any = None
 
     def takes(self, tensors: list[Tensor]) -> bool:
-        """Whether a call computes on one card, and nothing records it already."""
+        """True if a call computes on one GPU, and no recording is in progress."""
         one = tensors[0].is_cuda and len({tensor.device for tensor in tensors}) == 1
         return one and not torch.cuda.is_current_stream_capturing()
 
     def elsewhere(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around a call of another component, for which the recordings make room."""
+        """Free the recordings before a call of another component."""
         with self._lock:
             if self._replays:
                 self.forget()

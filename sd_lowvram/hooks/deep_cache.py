@@ -23,13 +23,13 @@ from ..settings import Settings
 from ..weights import needs_graph
 
 _MOST_CALLS = 8
-"""Calls of a denoiser at one step, for conditions of their own, that are told apart."""
+"""Largest number of calls of a denoiser at one step, each with its own conditions, that are distinguished."""
 
 
 def deep_cache(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
     """Run the modules below ``settings.deep_cache_branch`` at every ``settings.deep_cache``-th step only.
 
-    What is kept is one map for each call of the denoiser at a step; it goes when another component runs.
+    One map is stored for each call of the denoiser at a step, until another component runs.
 
     Raises:
         NoSiteError: the target has no UNet.
@@ -66,9 +66,9 @@ def deep_modules(anatomy: Anatomy, settings: Settings) -> tuple[nn.Module, ...]:
 
 
 class _Reuse:
-    """What deep modules gave at the last full step, by call of the denoiser.
+    """Outputs of deep modules at the last full step, by call of the denoiser.
 
-    Steps are told apart by their timesteps, which fall within a run.
+    A new step is recognised by its timestep, which decreases within a run.
     """
 
     def __init__(self, denoiser: nn.Module, interval: int) -> None:
@@ -121,7 +121,7 @@ class _Reuse:
         return result
 
     def elsewhere(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around a call of another component, for which the kept maps make room."""
+        """Free the stored maps before a call of another component."""
         self._given.clear()
         self._timestep = None
         return original(*args, **kwargs)

@@ -21,7 +21,7 @@ from .offers import Offer, OfferKind, Target
 from .strips import assembled, spans
 
 FEWEST_TOKENS = 256
-"""With fewer rows a matrix product starves."""
+"""Fewest rows of a chunk: with fewer, a matrix product is slow."""
 
 
 def feed_forward(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -41,7 +41,7 @@ def offers(target: Target) -> Iterator[Offer]:
     if target.anatomy.feed_forwards:
         for level, parts in {1: 4, 4: 8, 5: 16}.items():
             yield Offer(OfferKind.LADDER, {"feed_forward_chunks": parts}, level=level, stages=("denoise",))
-        # Each chunk copies weights again that have no room together.
+        # Each chunk copies weights again that do not fit the buffer together.
         yield Offer(OfferKind.LATE, {"feed_forward_chunks": 2}, level=3, stages=("denoise",))
 
 

@@ -53,7 +53,7 @@ def fused_kernels(anatomy: Anatomy, settings: Settings, device: torch.device) ->
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Where they are known to be faster, and the denoiser has sites, or there is an autoencoder alone."""
+    """Offer fused kernels if they are known to be faster, and the denoiser or a lone autoencoder has sites."""
     anatomy = target.anatomy
     alone = anatomy.denoiser is None and anatomy.vae is not None and autoencoder.dissect(anatomy.vae) is not None
     if target.is_faster(*FUSED) and (anatomy.residual_blocks or alone):
@@ -65,7 +65,7 @@ def _is_plain(parts: Residual | None) -> bool:
 
 
 def _runs(module: nn.Module, *tensors: Any) -> bool:
-    """Whether a call with ``tensors`` may go by the kernels."""
+    """True if the kernels serve a call with ``tensors``."""
     first = tensors[0]
     plain = isinstance(first, Tensor) and takes(first) and autocast_dtype(first.device.type) is None
     return plain and not needs_graph(module, *tensors)
@@ -79,7 +79,7 @@ def _fused_block(
     *args: Any,
     **kw: Any,
 ) -> Tensor:
-    time, *more = (*args, *kw.values(), None)[: max(1, len(args) + len(kw))]  # by place or, in autoencoders, by name
+    time, *more = (*args, *kw.values(), None)[: max(1, len(args) + len(kw))]  # positional; autoencoders: keyword
     parts = look(block, *more) if x.dim() == 4 and _runs(block, x, time) else None
     if parts is None or not _is_plain(parts):
         return original(x, *args, **kw)

@@ -27,7 +27,7 @@ from .offers import Offer, OfferKind, Target
 from .offloaded_tensor import OffloadedMap
 
 Rows = Callable[[tuple[Any, ...], dict[str, Any]], int]
-"""From the arguments of a module to the rows of its batch; 1 where the module must see them whole."""
+"""Function from a module's arguments to the rows of its batch; 1 if the module needs the whole batch."""
 
 
 def guidance_in_turn(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -48,7 +48,7 @@ def offers(target: Target) -> Iterator[Offer]:
     in_one_batch = bool(target.anatomy.joint_blocks) and target.anatomy.passes > 1
     if target.anatomy.unet_path is not None or in_one_batch:
         yield Offer(OfferKind.LADDER, {"guidance_in_turn": True}, level=3, stages=("denoise",))
-    if in_one_batch:  # each half copies a block's weights again where they have no room together
+    if in_one_batch:  # each half copies a block's weights again if they do not fit the buffer together
         yield Offer(OfferKind.LATE, {"guidance_in_turn": False}, level=4, stages=("denoise",))
 
 

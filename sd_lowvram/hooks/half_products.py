@@ -1,15 +1,14 @@
-"""Products in fp16, all else in float32: for transformers made for bf16, on cards that have no bf16 (Turing).
+"""Matrix products in fp16, all else in float32: for transformers made for bf16, on GPUs without bf16 (Turing).
 
-What passes from layer to layer of such models exceeds what fp16 holds, but what linear layers and attention multiply
-seldom does. So a linear layer's input, weight and bias are cast for its call and its result is widened again, and so
-are queries, keys and values; norms, sums and all other layers compute in float32. Weights lie and are streamed as they
-were loaded.
+The residual stream of such models exceeds the range of fp16; the factors of linear layers and attention seldom do. So a
+linear layer's input, weight and bias are cast for its call and its result is widened again, and so are queries, keys
+and values. Norms, sums and all other layers compute in float32. Weights are stored and streamed as they were loaded.
 
-Of each call the result is looked at. Where it holds values that are no numbers, the call is made again, and each layer
-looked at: one that overflows computes in float32 from then on, and so does all attention, if any overflows. What is
-found is kept in the cache folder by the kind of model, and the next run starts with it.
+The result of each call is checked. If it contains NaN or infinity, the call is repeated and each layer is checked: a
+layer that overflows computes in float32 from then on, and so does all attention if any overflows. The layers are stored
+in the cache folder by kind of model, and the next run starts with them.
 
-Source: ours; that the residual stream alone overflows is what users of such cards report. Fidelity: ``approximate``.
+Source: ours; users of such GPUs report that only the residual stream overflows. Fidelity: ``approximate``.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ _ATTENTION = "attention"
 
 
 def known_to_overflow(component: nn.Module) -> Callable[[str], bool] | None:
-    """Of earlier runs of a component of its kind: whether what a module itself multiplies, told by its path, is made in
-    float32. None: nothing is."""
+    """Return a function from a module's path to True if its products overflowed in earlier runs of this kind of model.
+
+    None if nothing overflowed."""
     known = HalfProducts("", component)
     if not known.wide:
         return None

@@ -1,9 +1,9 @@
-"""Blocks of diffusion transformers by chunks of tokens, keys and values of all tokens whole.
+"""Blocks of diffusion transformers by chunks of tokens, with keys and values of all tokens.
 
-A block's own forward is called twice with each chunk. The first time it is left in its attention, of which keys and
-values are taken; the second time its attention is given those of all chunks. Layers that a pass does not need answer
-with zeros there, so that nothing is worked out twice, but where one layer makes queries, keys and values. The text goes
-with the first chunk; others are given its first token, of which nothing is kept.
+A block's own forward is called twice with each chunk. The first call is aborted in its attention, and its keys and
+values are stored; in the second call the attention gets those of all chunks. Layers that a pass does not need return
+zeros, so that nothing is computed twice, except layers that make queries, keys and values at once. The text belongs to
+the first chunk; the other chunks get its first token, whose result is dropped.
 
 Source: ours; chunks of queries are from the self-attention of Rabe and Staats 2021. Fidelity: ``rounding``.
 """
@@ -40,7 +40,7 @@ def in_chunks(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """What ``original``, the forward of ``block``, gives, by chunks of the picture's tokens."""
+    """Result of ``original``, the forward of ``block``, computed by chunks of the picture's tokens."""
     parts, given = look(block), given_by_name(block, args, kwargs)
     pieces = spans(given[parts.picture].shape[1], chunks, FEWEST_TOKENS) if parts is not None else []
     if parts is None or len(pieces) < 2 or not parts.is_plain(given) or needs_graph(block, args, kwargs):
@@ -57,7 +57,7 @@ def in_chunks(
 def _keys_of(
     parts: JointBlock, original: Callable[..., Any], given: dict[str, Any], rows: list[Rows]
 ) -> list[Keys] | None:
-    """Of each attention, keys and values of all tokens; None: one of them was not called."""
+    """Keys and values of all tokens for each attention; None if one of them was not called."""
     whole = [_Joined(rows[-1].stop, rows[0].texts if number == 0 else 0, parts.text_last) for number in _each(parts)]
     with _answering((*parts.queries(), *parts.besides)):
         for some in each(rows, given[parts.picture]):
@@ -160,8 +160,9 @@ class _Joined:
 
 @contextlib.contextmanager
 def _answering(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, each of ``layers`` gives zeros without memory of their own. Set for the call and not for good, as a
-    LoRA may come around a layer."""
+    """Make each of ``layers`` return zeros without memory of their own, within the block.
+
+    The replacement lasts for one call, because a LoRA may wrap a layer later."""
     with contextlib.ExitStack() as stack:
         for one in layers:
             stack.callback(set_patch(wrap(one, "forward", _zeros(one), "transformer_chunks")))

@@ -1,9 +1,9 @@
-"""What torch.jit.trace wrote down of a model, kept in the cache folder for other processes, without the weights.
+"""Results of torch.jit.trace, stored in the cache folder for other processes, without the weights.
 
-A file is named after all that a trace takes in of model, call and settings. Versions and our code stand inside: what
-others wrote is told of and traced anew. Its tensors' places are filled with those of the model at hand, once their
-names are the same. Nothing is kept where a trace may have taken in what its name does not tell: layers, processors or
-functions of other packages than those whose versions are known, tensors that are no weights.
+A file's name is a digest of everything in model, call and settings that a trace depends on. The file holds versions and
+a digest of our code; a file of another version is reported and traced again. The tensors of a loaded trace are those of
+the model, matched by name. A trace is not stored if it may depend on anything else: layers, processors or functions of
+packages whose version is unknown, tensors that are not weights.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _OURS = __name__.partition(".")[0]
 _KNOWN = {*PACKAGES, _OURS}
 
 Slots = dict[tuple[str, str], tuple[Any, Tensor]]
-"""By module and name: the module, and its parameter or buffer."""
+"""Module and parameter or buffer, by path of the module and name."""
 
 
 def place_of_trace(model: nn.Module, settings: Settings, kind: Any) -> Path | None:
-    """Where a trace of calls of this ``kind`` is kept; None: nowhere."""
+    """Path of the trace of calls of this ``kind``; None if it is not stored."""
     folder = cache_folder()
     facts = _facts_of(model) if folder is not None else None
     if folder is None or facts is None:
@@ -53,10 +53,10 @@ def place_of_trace(model: nn.Module, settings: Settings, kind: Any) -> Path | No
 
 
 def keep(place: Path, function: Any, model: nn.Module, spec: Any) -> None:
-    """Write down ``function``, a trace of ``model`` as its attribute ``unet``. What cannot be kept only costs time.
+    """Store ``function``, a trace of ``model`` as its attribute ``unet``. A failure only costs time.
 
     Args:
-        spec: the tree of what it gives.
+        spec: the tree structure of the result.
     """
     slots = _slots(function.unet)
     if slots.keys() != _slots(model).keys() or (told := dumped_spec(spec)) is None:
@@ -155,7 +155,7 @@ def _facts_of(model: nn.Module) -> list[Any] | None:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether the code of ``value``, where it is any, is of a package whose version is known."""
+    """True if ``value`` has no code, or code of a package whose version is known."""
     if isinstance(value, Tensor):
         return False
     return not callable(value) or (getattr(value, "__module__", None) or "").partition(".")[0] in _KNOWN

@@ -69,7 +69,7 @@ class Strip:
         return self.inner(conv(data))
 
     def shrunk(self, x: Tensor, hidden: Tensor | None = None) -> Strip:
-        """This strip after a convolution: ``x`` has lost the rows at the cut edges."""
+        """Return this strip after a convolution; ``x`` has lost the rows at the cut edges."""
         return Strip(x, self.start + self._cut(self.x.shape[2])[0], self.height, self.wraps, hidden)
 
     def inner(self, data: Tensor) -> Tensor:

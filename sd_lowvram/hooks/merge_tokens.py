@@ -1,4 +1,4 @@
-"""Tokens of the picture that are alike go through self-attention as one.
+"""Similar tokens of the picture go through self-attention as one.
 
 Of every two by two tokens one stays what it is; of the others, those that are most like one of these take its result.
 Merged are the self-attentions of the largest maps, which take most of the time; feed-forward and cross-attention see
@@ -93,11 +93,11 @@ def _size_of_map(latents: tuple[int, int] | None, tokens: int) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Merged:
-    """Tokens of which some stand for others.
+    """Tokens after merging.
 
     Attributes:
         tokens: (N, fewer, C).
-        taken_from: (N, all) the place among ``tokens`` of what each takes its result from.
+        taken_from: (N, all): for each original token, the index among ``tokens`` of its result.
     """
 
     tokens: Tensor
@@ -109,7 +109,7 @@ class Merged:
 
 
 def merged_by_likeness(tokens: Tensor, size: tuple[int, int], share: float) -> Merged:
-    """Of ``tokens`` (N, height * width, C) a ``share`` merged into the ones that they are most like."""
+    """Merge a ``share`` of ``tokens`` (N, height * width, C) into the tokens that are most similar to them."""
     batch, count, channels = tokens.shape
     staying, others = _chosen(*size, tokens.device)
     fewer = min(int(count * share), len(others))
@@ -125,7 +125,7 @@ def merged_by_likeness(tokens: Tensor, size: tuple[int, int], share: float) -> M
 
 
 def _nearest(directions: Tensor, staying: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of ``others`` how like it is to the one of ``staying`` that it is most like, and the place of that."""
+    """For each of ``others``, the similarity to the most similar of ``staying``, and the index of that token."""
     targets = directions[:, staying].transpose(1, 2)
     rows = max(1, _SCORES // (len(directions) * len(staying)))
     found = [(directions[:, part] @ targets).max(dim=2) for part in others.split(rows)]
@@ -133,7 +133,7 @@ def _nearest(directions: Tensor, staying: Tensor, others: Tensor) -> tuple[Tenso
 
 
 def _chosen(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The places of the tokens that stay, one of every two by two, drawn the same way each time; and of the others."""
+    """Indices of the tokens that stay, one of every two by two, drawn the same way each time; and of the others."""
     staying, others = _drawn(height, width)
     return torch.tensor(staying, device=device), torch.tensor(others, device=device, dtype=torch.long)
 

@@ -1,7 +1,7 @@
-"""What hooks offer to a plan: each says what it can do for a target there, and the search chooses by price.
+"""Offers: settings that a hook proposes to a plan for a target; the search chooses by cost.
 
-A hook's file has a function ``offers(target) -> Iterator[Offer]`` beside the hook; a stranger's hook has it as an
-attribute. A target without sites is offered nothing, and is planned all the same.
+A hook's file has a function ``offers(target) -> Iterator[Offer]``; a registered hook has it as an attribute. A target
+without sites gets no offer, and is still planned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..settings import Settings, conflict, knobs
 
 
 class OfferKind(enum.Enum):
-    """How an offer is combined with the others."""
+    """Way in which an offer is combined with other offers."""
 
     ALWAYS = "in every run in which nothing excludes it"
     WEIGHTS = "one way among others to keep the weights"
@@ -38,13 +38,13 @@ class Offer:
     """Knobs that a hook offers to decide.
 
     Attributes:
-        level: of ways to run a stage: the more, the more work and the fewer bytes. Of what is tried late: the level
-            of the ladder that a run has reached.
-        stages: in which it makes a difference, for those that are about single stages.
-        least: whether no other way to run these stages, or to keep the weights, holds less.
-        mib_knob: of a way to keep the weights, the knob that says how many MiB of them the device holds, where the
-            search is to find the number.
-        goes_with: whether it can be taken beside all else that is decided, where that is not declared by the knobs.
+        level: for ways to run a stage, a higher level means more work and fewer bytes. For late offers, the level that
+            a run must have reached.
+        stages: stages that it changes, if it is about single stages.
+        least: True if no other way to run these stages, or to place the weights, holds less.
+        mib_knob: for a way to place the weights, the knob with the MiB of weights on the device, if the search is to
+            find that number.
+        goes_with: function that checks compatibility with all other decided knobs, beyond what knobs declare.
     """
 
     kind: OfferKind
@@ -56,19 +56,19 @@ class Offer:
     goes_with: Callable[[Settings], bool] = field(default=lambda _: True)
 
     def is_late_in(self, offers: Iterable[Offer], settings: Settings) -> bool:
-        """Whether ``settings`` have reached its level of the ladder that ``offers`` make up."""
+        """True if ``settings`` have reached the level of this late offer among ``offers``."""
         steps = (one for one in of_kind(offers, OfferKind.LADDER) if one.level <= self.level)
         return all(getattr(settings, name) is not None for step in steps for name in step.knobs)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a plan is made for.
+    """The target of a plan.
 
     Attributes:
         batch: pictures at a time.
-        fixed: knobs that are decided.
-        approximate: whether another picture, however close, is allowed.
+        fixed: decided knobs.
+        approximate: True if another picture, however close, is allowed.
     """
 
     anatomy: Anatomy
@@ -84,15 +84,14 @@ class Target:
 
     @property
     def here(self) -> bool:
-        """Whether the plan is for the machine at hand."""
+        """True if the plan is for this machine."""
         return self.rates.name == THIS
 
     def is_faster(self, *kernels: str) -> bool:
-        """Whether each of these is known to be faster on the device that the plan is for; without names: all that was
-        measured.
+        """Return True if each of these is known to be faster on the planned device; without names, everything measured.
 
-        On the device at hand each was measured, at every shape. Of a card by name the time model tells: fused kernels
-        move fewer bytes by fewer launches, and recorded passes are launched once; of attention it knows no difference.
+        On this machine each was measured, at every shape. For a named GPU the time model decides: fused kernels move
+        fewer bytes with fewer launches, and recorded passes are launched once; attention kernels count as equal.
         """
         if self.on_gpu and self.device.type != "cuda":
             return False
@@ -109,7 +108,7 @@ def of_kind(offers: Iterable[Offer], kind: OfferKind) -> list[Offer]:
 
 
 def left_open(offered: Mapping[str, Any], fixed: Settings) -> dict[str, Any]:
-    """What ``fixed`` leaves open of ``offered`` knobs."""
+    """The ``offered`` knobs that ``fixed`` leaves open."""
     return {name: value for name, value in offered.items() if getattr(fixed, name) is None}
 
 

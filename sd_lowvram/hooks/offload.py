@@ -1,10 +1,10 @@
-"""Where weights live: all on the device, a component at a time, or streamed under the compute.
+"""Placement of weights: all on the device, a component at a time, or streamed during compute.
 
 Source: basujindal's split model; diffusers' model, group and sequential offload. Fidelity: ``bitwise``; streamed layers
-that come in parts of output rows ``rounding``.
+that are split by output rows ``rounding``.
 
-Inputs follow the component to its device and its outputs go back to where the inputs came from, so that a pipeline
-whose weights wait in host memory is called just as before. On a CPU-only machine the weights really are copied between
+Inputs are moved to the component's device and its outputs back to the inputs' device, so that a pipeline whose weights
+are in host memory is called as before. On a CPU-only machine the weights really are copied between
 the device's account and the host's.
 """
 
@@ -69,9 +69,9 @@ def offload(
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Every way to keep the weights that the device has, and the decoder on the processor beside a GPU.
+    """Offer every way to place the weights that the device supports, and the decoder on the CPU next to a GPU.
 
-    Single layers are fetched whole, and split: split ones need less room, which a faster way to run a step may have.
+    Single layers are offered whole and split: split ones need a smaller buffer, which leaves memory for a faster step.
     """
     anatomy = target.anatomy
     streams = support_of(target.device).streams
@@ -115,7 +115,7 @@ def _streamed(
 
 
 def step_groups(anatomy: Anatomy, components: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]]:
-    """Models that share the device's room: those that run in every step together, each other one by itself."""
+    """Groups of models that share a device buffer: those that run in every step together, each other one by itself."""
     steps = {
         name: part for name, part in components.items() if name.startswith("controlnet") or name == anatomy.denoiser
     }
@@ -124,7 +124,7 @@ def step_groups(anatomy: Anatomy, components: Mapping[str, nn.Module]) -> list[d
 
 
 def policy_of(settings: Settings, denoises: bool, timing: StepTiming | None = None) -> ResidencyPolicy:
-    """What of a group's weights is on the device; the denoiser's group runs step after step."""
+    """Policy for the weights of a group; the denoiser's group runs step after step."""
     if settings.offload == "component":
         return ResidencyPolicy("whole")
     room = settings.weights_mib * MIB if settings.weights_mib is not None else None

@@ -1,6 +1,6 @@
-"""A map that waits in host memory and stands where the host's code expects a tensor.
+"""A map in host memory that takes the place of a tensor in the host's code.
 
-It passes through code that only hands tensors on. Whatever computes with it gets it fetched, through torch's own
+Code that only passes tensors on does not notice. A function that computes with the map fetches it, through torch's own
 ``__torch_function__`` protocol, so that no forward of the host is rewritten.
 """
 
@@ -22,7 +22,7 @@ class OffloadedMap:
     """A map (N, C, H, W) in host memory, in pieces along pictures and, within them, along channels.
 
     Attributes:
-        shape, dtype, device: of the tensor that it stands for.
+        shape, dtype, device: those of the tensor that it replaces.
     """
 
     def __init__(self, pieces: Sequence[Sequence[Parked]]) -> None:
@@ -72,11 +72,11 @@ class OffloadedMap:
         return out
 
     def recalled(self) -> Tensor:
-        """The tensor, to be read only: that for which this stands, while it has not left the device."""
+        """Return the tensor for reading: the original one while it has not left the device."""
         return self._pieces[0][0].recall() if len(self._pieces) == len(self._pieces[0]) == 1 else self.fetched()
 
     def last_is_there(self) -> bool:
-        """Whether its last pictures have not left the device."""
+        """True if its last pictures have not left the device."""
         return self._pieces[-1][0].is_there
 
     @property
@@ -98,7 +98,7 @@ class OffloadedMap:
     __radd__ = __add__
 
     def __iadd__(self, other: Any) -> OffloadedMap:
-        """As for a tensor, whoever else holds this map sees the sum."""
+        """Add in place: as with a tensor, every holder of this map sees the sum."""
         self._become(self + other)
         return self
 
@@ -140,8 +140,9 @@ class OffloadedMap:
 
 
 def _beside(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> OffloadedMap | None:
-    """What ``torch.cat`` of a map and its skip gives: still waiting, and nothing copied, when both are and their pieces
-    hold the same pictures; None when it must be computed."""
+    """Result of ``torch.cat`` of a map and its skip, without a copy, if both are parked in pieces of the same pictures.
+
+    None if it must be computed."""
     waiting = [one for one in tensors if isinstance(one, OffloadedMap)]
     if dim != 1 or out is not None or len(waiting) != len(tensors) or len({one.dtype for one in waiting}) > 1:
         return None
@@ -151,12 +152,12 @@ def _beside(tensors: Any, dim: int = 0, *, out: Tensor | None = None) -> Offload
 
 
 def fetched(value: Any) -> Any:
-    """``value``, or the tensor for which it stands."""
+    """``value``, or the tensor that it replaces."""
     return value.fetched() if isinstance(value, OffloadedMap) else value
 
 
 def recalled(value: Any) -> Any:
-    """As :func:`fetched`, to be read only."""
+    """Like :func:`fetched`, for reading only."""
     return value.recalled() if isinstance(value, OffloadedMap) else value
 
 

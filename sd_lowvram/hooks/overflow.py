@@ -1,11 +1,11 @@
-"""No black picture: strips whose values are no numbers any more are done again before anything is made of them.
+"""Protection against black pictures: strips with NaN or infinity are computed again before they are used.
 
-A strip is looked at by one sum over it, which costs no memory. What has failed is computed once more as it was, because
-a fault of the machine passes; what overflows in float16 then in float32, a few rows at a time, with each layer's
-weights widened for its call. Where float16 cannot hold the result, the map goes on in bfloat16, which takes as many
-bytes and reaches as far as float32. Plans have the bytes of such rows in their peak. On a CPU every strip is looked at.
-Elsewhere that would wait for the device at each of them: there the finished picture is looked at, in which one value
-that is no number leaves none, as every layer normalises by the whole map; and the pass is made again, strip by strip.
+A sum over the strip detects them without extra memory. A failed strip is repeated once unchanged, because a fault of
+the machine may pass; if it overflows in float16, it is computed in float32, a few rows at a time, with each layer's
+weights widened for its call. If float16 cannot represent the result, the map continues in bfloat16, which has as many
+bytes and the range of float32. The peaks of plans include such rows. On a CPU every strip is checked. On other devices
+that would synchronise at each strip, so the finished picture is checked: a single NaN spreads over all of it, because
+every layer normalises by the whole map. The pass is then repeated strip by strip.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PIECES = 4
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether none of ``values`` is infinite or no number. Waits for their device."""
+    """True if no value is NaN or infinite. Synchronises with their device."""
     wide = torch.float32 if values.dtype.itemsize < 4 else None
     # The sum is read once, which is faster; of finite values, too, it may overflow.
     return bool(values.sum(dtype=wide).isfinite()) or bool(values.isfinite().all())
@@ -58,13 +58,13 @@ class OverflowCheck:
         self._again = self._widened = 0
 
     def rows(self, compute: Rows, start: int, stop: int, final: bool = False) -> Tensor:
-        """What ``compute`` gives for rows ``start`` to ``stop``, all of it numbers where this looks.
+        """Result of ``compute`` for rows ``start`` to ``stop``, finite wherever it is checked.
 
         Args:
-            final: it is the result, which keeps the type of the input whatever its maps are kept in.
+            final: True for the last result, which has the type of the input whatever the type of the maps.
 
         Raises:
-            NotFiniteError: they are none in float32 either.
+            NotFiniteError: the rows are not finite in float32 either.
         """
         if self._plans:
             with uncounted():
@@ -90,7 +90,7 @@ class OverflowCheck:
         return self._in_float32(compute, start, stop, final)
 
     def whole(self, compute: Callable[[bool], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """As :meth:`rows`, of what ``compute`` gives of a whole map; True: in float32."""
+        """Like :meth:`rows`, for a whole map; ``compute`` gets True for float32."""
         if self._plans:
             with uncounted(), in_float32(self._device):
                 compute(True)
@@ -106,7 +106,7 @@ class OverflowCheck:
             return compute(True)
 
     def _in_float32(self, compute: Rows, start: int, stop: int, final: bool) -> Tensor:
-        """Rows computed in float32, in the type in which maps are kept."""
+        """Compute rows in float32, and return them in the type of the maps."""
         out: Tensor | None = None
         step = piece(start, stop)
         for first in range(start, stop, step):
@@ -157,7 +157,7 @@ def _strips(count: int) -> str:
 
 @contextlib.contextmanager
 def in_float32(device: torch.device) -> Iterator[None]:
-    """Inside, layers that are given float32 compute in it, whatever the type of their weights."""
+    """Make layers compute in float32 for float32 inputs within the block, whatever the type of their weights."""
     with Answered(_WIDENED), torch.autocast(device.type, enabled=False):
         yield
 

@@ -1,7 +1,7 @@
-"""Large convolutions of the denoiser keep a copy of their weights in the order of a CPU's kernels.
+"""Copies of large convolutions' weights in the memory order of a CPU's kernels.
 
-Copies are made when a call comes, of layers whose maps are small beside their weights, and go when another component
-runs. They are of the weights that a layer is called with: others (a LoRA that was merged) have theirs made anew.
+Copies are made at a call, for layers of the denoiser whose maps are small compared with their weights, and freed when
+another component runs. They follow the weights of the call: other weights (a merged LoRA) get new copies.
 Fidelity: ``rounding`` (the kernel takes maps channels last).
 """
 
@@ -28,18 +28,18 @@ from .compiled import is_compiled, is_followed
 from .offers import Offer, OfferKind, Target
 
 _LEAST_BYTES = 4 * MIB
-"""Of a weight that is worth a copy: smaller ones stay in the processor's cache while they are brought in order."""
+"""Smallest weight that is worth a copy: smaller ones stay in the processor's cache while they are reordered."""
 
 _MOST_PIXELS = 512
-"""Of a map, batch included, beside which bringing a weight in order takes a fifth of the time or more."""
+"""Largest map, batch included, for which reordering a weight takes a fifth of the time or more."""
 
 
 def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
-    """Run the denoiser's large convolutions with weights that are in order already.
+    """Run the denoiser's large convolutions with reordered weights.
 
     Raises:
         NoSiteError: the denoiser has no convolution with weights of 4 MiB or more.
-        SettingsError: the device is no CPU.
+        SettingsError: the device is not a CPU.
     """
     why = packed.why_not(device)
     if why is not None:
@@ -62,7 +62,7 @@ def packed_weights(anatomy: Anatomy, settings: Settings, device: torch.device) -
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """On a processor, before all else. Compiling was measured without it, and kernels take it in fp32 alone."""
+    """Offer it first on a CPU, in fp32 only, and not together with compiling, which was measured without it."""
     if packed.why_not(target.device) is None and packable(target.anatomy):
         yield Offer(
             OfferKind.INSTEAD,
@@ -158,7 +158,7 @@ class _Copies:
         return packed.convolve(x, copy, bias, _how(conv))
 
     def elsewhere(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around a call of another component, for which the copies make room."""
+        """Free the copies before a call of another component."""
         self._made.clear()
         self._shape = None
         return original(*args, **kwargs)

@@ -35,14 +35,14 @@ def run_on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def place(components: list[nn.Module], device: torch.device) -> Callable[[], None]:
-    """Move everything to ``device``; returns the undoing.
+    """Move all components to ``device``; return the function that undoes this.
 
-    On a GPU each component lies in one buffer: thousands of tensors leave room between them that serves nobody.
+    On a GPU each component is one buffer, because thousands of tensors leave unusable gaps.
     """
     if device.type != "cuda":
         return _moved(components, lambda contents: [data.to(device) for data in contents])
     with contextlib.ExitStack() as stack:
-        stack.callback(_moved(components, lambda contents: [data.cpu() for data in contents]))  # makes room for it
+        stack.callback(_moved(components, lambda contents: [data.cpu() for data in contents]))  # frees memory for it
         stack.callback(_moved(components, functools.partial(_in_one_buffer, device=device)))
         return stack.pop_all().close
 
@@ -59,7 +59,7 @@ def _in_one_buffer(contents: list[Tensor], device: torch.device, dtype: torch.dt
 def convert_in_one_buffer(
     component: nn.Module, device: torch.device, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``component.to`` another type, after which it lies in one buffer as before."""
+    """Convert the component like ``component.to``; afterwards it is one buffer as before."""
     wanted = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
     tensors = [tensor for tensor in all_tensors(component) if tensor.is_floating_point()]
     if any(tensor.dtype != dtype for dtype in wanted for tensor in tensors):

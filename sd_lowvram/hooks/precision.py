@@ -95,11 +95,11 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Where another picture is allowed: a type of half the bytes, where weights lie in a wider one; and the products of
-    transformers in fp16, for a card without bf16.
+    """Offer, if another picture is allowed, a type of half the bytes; and fp16 products of transformers on a GPU
+    without bf16.
 
-    UNets are published in fp16. Transformers and their text encoders are made for bf16, of which the largest values
-    overflow in fp16: that is for users to fix who know better.
+    UNets are published in fp16. Transformers and their text encoders are made for bf16, whose largest values overflow
+    in fp16, so fp16 is not offered for them; users may set it explicitly.
     """
     parts = target.anatomy.components
     sound = target.anatomy.family.known and "transformer" not in parts
@@ -127,13 +127,13 @@ def _types(
 
 
 class Arithmetic(NamedTuple):
-    """How a component computes, and what becomes of its weights for it.
+    """Number types of a component's arithmetic and weights.
 
     Attributes:
-        dtype: in which it does its arithmetic.
-        converted: whether its weights lie in another type than the one they were loaded in.
-        overflows: whether ``dtype`` is fp16 and too narrow for it, so that its pipeline runs it in fp32.
-        fidelity: how far that is from its own types: nothing, wider, or narrower.
+        dtype: type of the arithmetic.
+        converted: True if its weights are stored in another type than they were loaded in.
+        overflows: True if ``dtype`` is fp16 and too narrow for it, so that its pipeline runs it in fp32.
+        fidelity: distance from its own types: equal, wider, or narrower.
     """
 
     dtype: torch.dtype
@@ -143,7 +143,7 @@ class Arithmetic(NamedTuple):
 
 
 def arithmetic(anatomy: Anatomy, name: str, settings: Settings) -> Arithmetic:
-    """How the component ``name``, as it was loaded, computes with ``settings``."""
+    """Number types of the component ``name``, as it was loaded, with ``settings``."""
     stored, compute = _types(anatomy, name, settings)
     dtype = compute or dtype_of(anatomy, name, as_loaded=True)
     loaded = {one for one in map(loaded_dtype, anatomy.components[name].parameters()) if one.is_floating_point}
@@ -169,10 +169,10 @@ def _fidelity(anatomy: Anatomy, name: str, settings: Settings) -> Fidelity:
 
 
 def convert(component: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Convert all floating weights to ``dtype``; returns the undoing.
+    """Convert all floating weights to ``dtype``; return the function that undoes this.
 
-    What narrowing loses is kept in host memory. A tensor that was changed in between (a LoRA fused into it, say) keeps
-    its new contents and only gets its type back.
+    Weights that lose bits are stored in host memory meanwhile. A tensor that was changed in between (by a fused LoRA,
+    say) keeps its new contents and only gets its type back.
     """
     with contextlib.ExitStack() as undoing:
         for tensor in all_tensors(component):
@@ -198,10 +198,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def force_upcast(anatomy: Anatomy, name: str) -> bool:
-    """Whether this component overflows in fp16 and its configuration says so.
+    """True if the configuration of the component says that it overflows in fp16.
 
-    diffusers writes ``force_upcast`` into every autoencoder, and only the pipelines of SDXL obey it: an autoencoder
-    with the scaling factor of SD1.x and SD2.x is sound in fp16.
+    diffusers writes ``force_upcast`` into every autoencoder, and only the pipelines of SDXL obey it. Autoencoders with
+    the scaling factor of SD1.x and SD2.x do not overflow in fp16.
     """
     config = anatomy.config(name)
     sound = abs(float(config.get("scaling_factor") or 0) - 0.18215) < 1e-6

@@ -1,7 +1,7 @@
-"""Which hooks the settings ask for.
+"""Hooks that the settings request.
 
-A hook is a function ``(anatomy, settings, device)`` that yields patches and changes and acts on nothing itself. It lies
-in the file of its name, and the knob that asks for it names it and says how deep it lies: nothing is registered here.
+A hook is a function ``(anatomy, settings, device)`` that yields patches and changes, and changes nothing itself. It is
+in the file of its name. A knob names its hook and the depth of the hook: nothing is registered here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def applicable(settings: Settings, anatomy: Anatomy, device: torch.device) -> Se
 
 
 def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: torch.device) -> bool:
-    """Whether a knob that is about some stages has one of them in the target, and its hook a site."""
+    """True if the target has one of the knob's stages, and a site for its hook."""
     if knob.hook == "offload":
         return value not in STREAMED or support_of(device).streams
     if not knob.stages:
@@ -75,7 +75,7 @@ def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: 
 
 
 def offered(target: Target) -> list[Offer]:
-    """What all hooks offer for ``target``, those that lie deepest first."""
+    """Offers of all hooks for ``target``, the deepest first."""
     found: list[Offer] = []
     asked: set[Any] = set()
     for knob in sorted(knobs().values(), key=lambda one: one.depth):
@@ -88,11 +88,12 @@ def offered(target: Target) -> list[Offer]:
 
 
 def checked(settings: Settings, anatomy: Anatomy, device: torch.device) -> Settings:
-    """``settings`` as the hooks that they ask for can have them on ``device``: what a hook's file says by a function
-    ``checked(anatomy, settings, device)`` beside the hook.
+    """``settings`` as the requested hooks accept them on ``device``.
+
+    A hook's file may have a function ``checked(anatomy, settings, device)`` for this.
 
     Raises:
-        SettingsError: a hook cannot do what is asked of it.
+        SettingsError: a hook does not support its value.
     """
     for home in {_home(knob.hook_of(value)): None for _, knob, value in settings.decided()}:
         if hasattr(home, "checked"):
@@ -101,12 +102,12 @@ def checked(settings: Settings, anatomy: Anatomy, device: torch.device) -> Setti
 
 
 def _is_about_weights(offer: Offer) -> bool:
-    """Whether it is about where weights lie, or about an autoencoder: all that is planned of an unknown model."""
+    """True if the offer places weights, or is about an autoencoder: the only offers for an unknown model."""
     return offer.kind is OfferKind.WEIGHTS or (bool(offer.stages) and {"encode", "decode"}.issuperset(offer.stages))
 
 
 def _home(name: str | Hook) -> Any:
-    """Where a hook says more of itself: its file, or the function itself of a registered knob; "" for none."""
+    """Place of a hook's further functions: its file, or the function itself of a registered knob; "" for none."""
     return name if callable(name) else name and importlib.import_module(f".{name}", __package__)
 
 

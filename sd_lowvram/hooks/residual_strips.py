@@ -1,12 +1,12 @@
 """Residual blocks by strips of rows, with GroupNorm statistics of the whole map.
 
-Two sweeps: the first writes conv1(act(norm1(x))) + time and gathers norm2's statistics on the way, the second writes
-shortcut(x) + conv2(act(norm2(...))) over what it has read. So beside the block's input there is one map of its output,
-and strips. Convolutions are called on a strip with one row of halo on either side, the surplus rows cropped.
+Two sweeps: the first writes conv1(act(norm1(x))) + time and sums norm2's statistics on the way. The second writes
+shortcut(x) + conv2(act(norm2(...))) over the rows that it has read. So memory holds the block's input, one map of its
+output, and strips. Convolutions are called on a strip with one row of halo on either side; the extra rows are cropped.
 
-A convolution that must know of its whole map is told it, which takes one more sweep before it.
+A convolution that depends on its whole map gets the map's summary, which needs one more sweep.
 
-Source: ours; exact where tiles of others are not, because no statistics are cut. Fidelity: ``rounding``.
+Source: ours; exact, unlike independent tiles, because statistics are those of the whole map. Fidelity: ``rounding``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .offers import Offer, OfferKind, Target
 from .strips import Span, Statistics, assembled, spans
 
 FEWEST_ROWS = 8
-"""Of these, two more are computed for the halo."""
+"""Fewest rows of a strip; two more are computed for the halo."""
 
 
 def residual_strips(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iterator[Patch]:
@@ -110,7 +110,7 @@ def _second_half(block: Residual, x: Tensor, hidden: Tensor, pieces: list[Span],
 def _of_the_map(
     block: Residual, conv: nn.Module, image: Tensor, statistics: Statistics, pieces: list[Span]
 ) -> tuple[Tensor, ...]:
-    """What a convolution is told of act(norm(map)), whole, besides a strip; nothing for plain ones."""
+    """Facts on the whole act(norm(map)) that a convolution needs in addition to a strip; empty for plain ones."""
     inner = layer(conv)
     if not isinstance(inner, MapConvolution):
         return ()

@@ -1,6 +1,6 @@
-"""What passes over a map piece by piece have in common: spans, GroupNorm over all of it, and when to keep out.
+"""Common parts of passes over a map piece by piece: spans, GroupNorm of the whole map, and when not to act.
 
-Source: exact tiles, that is group statistics gathered strip by strip and merged as Chan, Golub and LeVeque 1983 do.
+Source: exact tiles: group statistics are summed strip by strip and merged as in Chan, Golub and LeVeque 1983.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ def spans(total: int, pieces: int, least: int) -> list[Span]:
 def assembled(
     make: Callable[[int, int], Tensor], pieces: Sequence[Span], dim: int, like: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """What ``make(start, stop)`` gives for the pieces, one after the other along ``dim``; weights that a layer is lent
-    for one of them stay for all.
+    """Concatenate ``make(start, stop)`` of the pieces along ``dim``; lent weights stay for all pieces.
 
     Args:
         like: a tensor that is fake if the parts will be.
-        out: written over if it has the type and the width of the parts; otherwise there is new room.
+        out: is overwritten if it has the type and the width of the parts; otherwise a new tensor is made.
     """
     with kept():
         for start, stop in each(pieces, like):
@@ -46,8 +45,9 @@ def assembled(
 
 
 class Statistics:
-    """What a normalisation has to know of the whole map before it can work on a strip of it: mean and variance of each
-    group of channels over all strips that were added, in float32 or wider."""
+    """Statistics of a whole map for the normalisation of its strips.
+
+    They are mean and variance of each group of channels over all added strips, in float32 or wider."""
 
     def __init__(self, norm: nn.GroupNorm, fused: bool = False) -> None:
         """
@@ -87,7 +87,7 @@ class Statistics:
     def affine(self, channels: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         """Scale and shift (N, C, 1, 1) that normalise a strip, with the layer's own weight and bias (C) in them.
 
-        Worked out once and kept until another strip is added.
+        Computed once and cached until another strip is added.
         """
         if self._affine is None:
             assert self._mean is not None and self._squares is not None

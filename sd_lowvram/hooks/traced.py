@@ -1,8 +1,8 @@
-"""Passes of the denoiser followed once by torch.jit.trace, and run from its list of operators without Python.
+"""Passes of the denoiser traced once by torch.jit.trace, and run from its list of operators without Python.
 
-When a pass is traced, and when anew, :mod:`captured_calls` says; :mod:`kept_traces` keeps it for other processes, in
-which the first pass is run from it. Under autocast the model runs as it is. Fidelity: ``rounding``, as torch may put
-operators together. Source: diffusers' memory and speed guide.
+:mod:`captured_calls` decides when a pass is traced; :mod:`kept_traces` stores it for other processes, which run it from
+the first pass on. Under autocast the model runs as it is. Fidelity: ``rounding``, because torch may fuse operators.
+Source: diffusers' memory and speed guide.
 """
 
 from __future__ import annotations

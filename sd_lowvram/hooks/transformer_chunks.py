@@ -85,12 +85,12 @@ def _in_chunks(
 
 
 def _merges(block: Any) -> bool:
-    """Whether its self-attention looks at all tokens before it attends to any."""
+    """True if the block's self-attention reads all tokens before it attends to any."""
     return any(hook == "merge_tokens" for _, hook, _ in roles_of(block.attn1))
 
 
 def _attended(parts: TokenAttention, tokens: Tensor, out: Tensor | None, pieces: list[Span]) -> Tensor:
-    """tokens + attend(norm(tokens)), written into ``out`` (which may be ``tokens``), or into new room."""
+    """tokens + attend(norm(tokens)), written into ``out`` (which may be ``tokens``), or into a new tensor."""
     if parts.context is None:
         keys = _projected(parts.norm, parts.to_k, tokens, pieces)
         values = _projected(parts.norm, parts.to_v, tokens, pieces)
@@ -112,8 +112,9 @@ def _projected(norm: nn.Module, projection: nn.Module, tokens: Tensor, pieces: l
 
 @contextlib.contextmanager
 def _answering(projection: nn.Module, answer: Tensor) -> Iterator[None]:
-    """Inside, ``projection`` gives ``answer``. Set for the call and not for good: what is around it then (a LoRA that
-    was loaded since) would otherwise add to an answer that has it already."""
+    """Make ``projection`` return ``answer`` within the block.
+
+    The replacement lasts for one call: a wrapper that comes later (a LoRA) would be added to an answer that has it."""
     undo = set_patch(wrap(projection, "forward", lambda original, *args, **kwargs: answer, "transformer_chunks"))
     try:
         yield

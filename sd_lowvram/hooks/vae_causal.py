@@ -53,7 +53,7 @@ _BLOCK = 256
 
 
 def causal_patches(vae: Any, settings: Settings) -> Iterator[Patch]:
-    """What makes ``vae`` decode and encode all frames of a strip of rows before the next strip."""
+    """Patches that make ``vae`` decode and encode all frames of a strip of rows before the next strip."""
     hosted = is_hosted(vae)
     decode: Callable[..., Any] = _decoded_by_host if hosted else _decoded
     encode: Callable[..., Any] = _encoded_by_host if hosted else _encoded
@@ -135,10 +135,10 @@ def _through(
 
 
 def run_causal(steps: Sequence[CausalStep], x: Tensor, settings: Settings, stage: str = "decode") -> Tensor:
-    """Run ``x`` (N, C, frames, H, W) through ``steps`` by strips; what the plain layers return, up to rounding.
+    """Run ``x`` (N, C, frames, H, W) through ``steps`` by strips; the result equals the plain layers' up to rounding.
 
     Raises:
-        NotFiniteError: ``x`` holds values that are no numbers, or the layers make such.
+        NotFiniteError: ``x`` contains NaN or infinity, or the layers produce them.
     """
     made = _StripPass(steps, settings, stage)(x)
     if not isinstance(x, FakeTensor) and not is_finite(made):
@@ -152,7 +152,7 @@ def run_causal(steps: Sequence[CausalStep], x: Tensor, settings: Settings, stage
 
 
 class _StripPass:
-    """One pass of all frames through the steps."""
+    """A pass of all frames through the steps."""
 
     def __init__(self, steps: Sequence[CausalStep], settings: Settings, stage: str) -> None:
         self.parts: list[list[CausalStep]] = [[]]
@@ -209,8 +209,9 @@ class _StripPass:
 
     @staticmethod
     def _each(count: int, filling: int, like: Tensor) -> Iterator[int]:
-        """Numbers of strips. On fake tensors, once the layers keep all the rows that they will, one stands for all but
-        the last."""
+        """Yield the numbers of strips. On fake tensors one strip represents all but the last, once all layers are
+        filled.
+        """
         if not isinstance(like, FakeTensor):
             yield from range(count)
             return
@@ -246,19 +247,19 @@ class _StripPass:
                 del mixed
 
     def _report(self, share: float, like: Tensor) -> None:
-        if not isinstance(like, FakeTensor):  # a plan's trace is no progress
+        if not isinstance(like, FakeTensor):  # a plan's trace is not progress
             progress.report(self.stage, int(1000 * share), 1000)
 
 
 def _queries_keys_values(step: FrameAttention, rows: Tensor, whole: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of rows (N, C, rows, W) of a map of the shape ``whole``, (N, pixels, C) each."""
+    """Queries, keys and values (N, pixels, C) of rows (N, C, rows, W) of a map of shape ``whole``."""
     joined = called_as_the_whole(step.to_qkv, whole, step.norm(rows))
     query, key, value = joined.flatten(2).transpose(1, 2).chunk(3, 2)
     return query, key, value
 
 
 def _frames_of(steps: Sequence[CausalStep], frames: Sequence[int]) -> list[int]:
-    """How many frames ``steps`` make of each chunk; the first frame of all stays one."""
+    """Number of frames that ``steps`` make of each chunk; the very first frame stays one."""
     factor = 1.0
     for step in each_step(steps):
         if isinstance(step, Enlarge | Reduce) and step.time is not None:

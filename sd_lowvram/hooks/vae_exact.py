@@ -1,14 +1,14 @@
-"""Exact tiles: decode and encode in bounded memory, with nothing approximated.
+"""Exact tiles: decode and encode in bounded memory, without approximation.
 
-Peers run tiles of the picture through the whole decoder, so that every tile is normalised by its own statistics:
-colours shift and seams show. Here every layer runs over the whole picture by strips of rows, normalised by the
-statistics of the whole map; the attention in the middle keeps keys and values of all pixels and takes the queries by
-strips. Fidelity: ``rounding``. Own idea; the shared statistics were first seen in ScaleCrafter's decoder.
+Other programs run tiles of the picture through the whole decoder, so that every tile is normalised by its own
+statistics: colours shift and seams show. Here every layer runs over the whole picture in strips of rows, normalised by
+the statistics of the whole map. The attention in the middle holds keys and values of all pixels and takes the queries
+strip by strip. Fidelity: ``rounding``. Own idea; the shared statistics were first seen in ScaleCrafter's decoder.
 
-Between layers the map is *held* on the device (at most half of what the plain decoder holds), *parked* in host memory
-(only strips on the device), or at the largest level *recomputed* from the last smaller map, once for each
-normalisation. Where a CPU computes, a map takes as much in host memory as on the device: what is parked besides is no
-saving there, and so the smaller maps of a recomputed one are parked too, and both accounts hold the least.
+Between layers the map is *held* on the device (at most half of the plain decoder's peak), *parked* in host memory (only
+strips on the device), or at the largest level *recomputed* from the last smaller map, once for each normalisation. On a
+CPU, device and host are one memory, so parking saves nothing by itself; a recomputed map parks the smaller maps too,
+and the sum of both accounts is smallest.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def offers(target: Target) -> Iterator[Offer]:
 
 
 def divides(vae: Any) -> bool:
-    """Whether exact strips can run an autoencoder."""
+    """True if exact strips can run the autoencoder."""
     return is_causal(vae) or dissect(vae) is not None
 
 
@@ -129,10 +129,10 @@ def _no_other_tiling(*args: Any, **kwargs: Any) -> None:
 
 
 def run_exact(steps: Sequence[Step], x: Tensor, settings: Settings, stage: str = "decode") -> Tensor:
-    """Run ``x`` (N, C, H, W) through ``steps`` by strips and return what the plain layers would, up to rounding.
+    """Run ``x`` (N, C, H, W) through ``steps`` by strips; the result equals the plain layers' up to rounding.
 
     Raises:
-        NotFiniteError: ``x`` holds values that are no numbers, or the layers make such even in float32.
+        NotFiniteError: ``x`` contains NaN or infinity, or the layers produce them even in float32.
     """
     fake = isinstance(x, FakeTensor)
     watch = OverflowCheck(stage, x, looks=x.device.type == "cpu" and not fake)
@@ -155,7 +155,7 @@ def _check(stage: str, x: Tensor) -> None:
 
 
 class _Overwritten:
-    """A map that is read with a halo while strips are written over it: the last rows' old contents are kept."""
+    """A map that is read with a halo while strips are written over it; the old contents of the last rows are stored."""
 
     def __init__(self, over: AnyMap, halo: int) -> None:
         self._map, self._halo, self._written = over, halo, 0
@@ -163,7 +163,7 @@ class _Overwritten:
         self._kept: Tensor | None = None
 
     def written_to(self, row: int) -> None:
-        """What is above ``row`` has been written, by strips that a trace left out too."""
+        """Note that all rows above ``row`` were written, including strips that a trace left out."""
         self._written = row
 
     def load(self, rows: slice) -> Tensor:
@@ -188,7 +188,7 @@ class _Overwritten:
 
 
 class _StripPass:
-    """One pass of a map through the steps."""
+    """A pass of a map through the steps."""
 
     def __init__(self, steps: Sequence[Step], x: Tensor, settings: Settings, stage: str, watch: OverflowCheck) -> None:
         self.groups = _grouped(steps, settings.vae_map == "recomputed")
@@ -206,7 +206,7 @@ class _StripPass:
         strips = _STRIPS_A_MAP.get(self.itemsize, 16)
         self.strip_bytes = min(most, max(MIB // 4, self.largest // strips)) // (_RECOMPUTED_STRIPS if sparing else 1)
         self.done, self.shown = 0, 0
-        self.silent = isinstance(x, FakeTensor)  # a plan's trace is no progress
+        self.silent = isinstance(x, FakeTensor)  # a plan's trace is not progress
 
     def __call__(self) -> Tensor:
         x: AnyMap = Given(self.input)
@@ -347,7 +347,9 @@ class _StripPass:
     def _keys_and_values(
         self, x: AnyMap, known: Statistics, step: Attention, rows: int, wide: bool
     ) -> tuple[Tensor, ...]:
-        """Those of all pixels, (N, heads, pixels, C / heads) each; ``wide``: computed in float32, kept in bfloat16."""
+        """Keys and values of all pixels, (N, heads, pixels, C / heads) each; ``wide``: from float32, stored in
+        bfloat16.
+        """
         _, _, height, width = x.shape
         cuts = list(spans(height, piece(0, rows) if wide else rows))
         keys: Tensor | None = None
@@ -389,7 +391,7 @@ class _StripPass:
     def _each(
         self, cuts: list[tuple[int, int]], operations: Sequence[Operation] = ()
     ) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Number and rows of every strip. On fake tensors one strip stands for all that read and write as many rows."""
+        """Yield number and rows of every strip. On fake tensors one strip represents all with equal numbers of rows."""
         if not self.silent:
             yield from enumerate(cuts)
             return
@@ -417,7 +419,7 @@ def _store(sink: Any, rows: slice, strip: Tensor) -> None:
 
 
 def _grouped(steps: Sequence[Step], recomputed: bool) -> list[list[Step]]:
-    """One step a group; with ``recomputed`` those at the largest size in one, from or up to the change of size."""
+    """Group steps: one each; with ``recomputed`` those at the largest size share one, up to the change of size."""
     each = [[step] for step in steps]
     changes = [place for place, step in enumerate(steps) if isinstance(step, Upsample | Downsample)]
     if not recomputed or not changes:
@@ -436,7 +438,7 @@ def _first_norm(group: Sequence[Step]) -> nn.GroupNorm | None:
 
 
 def _keeps_shape(group: Sequence[Step]) -> bool:
-    """Whether the output can lie where the input lay."""
+    """True if the output can overwrite the input."""
     return all(isinstance(step, Residual) and step.norm1.num_channels == step.norm2.num_channels for step in group)
 
 

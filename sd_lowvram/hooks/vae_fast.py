@@ -87,17 +87,17 @@ def blended(
 
 
 def starts(size: int, tile: int, overlap: int) -> list[int]:
-    """Where tiles begin so that they cover ``size``, sharing ``overlap`` or, before the last one, more."""
+    """Starts of tiles that cover ``size``; neighbours share ``overlap``, the last two possibly more."""
     if size <= tile:
         return [0]
     return [*range(0, size - tile, tile - overlap), size - tile]
 
 
 def shares(places: list[int], size: int, total: int) -> list[Tensor]:
-    """What each tile adds to its pixels along one side; the tiles' shares sum to one everywhere.
+    """Blending weights of each tile along one side; at every pixel the weights of all tiles sum to one.
 
     Args:
-        places: the starts of the tiles, each ``size`` long, that cover ``total``.
+        places: starts of the tiles, each ``size`` long, that cover ``total``.
     """
     heights = torch.zeros(total, dtype=torch.float64)
     position = torch.arange(size, dtype=torch.float64) + 0.5

@@ -1,6 +1,6 @@
-"""What happens to a strip of a map in an autoencoder: each step as one operation, a residual block as two halves.
+"""Operations on a strip of a map in an autoencoder: each step is one operation, a residual block two halves.
 
-Between any two operations the map may be stored; where it is not, the strip carries the rows that are still needed.
+The map may be stored between any two operations; otherwise the strip carries the rows that are still needed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def _before_halving(start: int, stop: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Operation:
-    """What happens to a strip between two stored maps.
+    """The work on a strip between two stored maps.
 
     Attributes:
-        run: the work, given the statistics of ``norm``.
-        norm: the normalisation that it starts with, of the strip's hidden rows with ``of_hidden``.
-        needs: the rows of its input for rows (start, stop) of its output.
+        run: function that computes it, with the statistics of ``norm``.
+        norm: the normalisation with which it starts; with ``of_hidden``, of the strip's hidden rows.
+        needs: function from rows (start, stop) of its output to the rows of its input.
         resize: output rows for an input row.
     """
 

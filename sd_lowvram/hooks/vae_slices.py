@@ -1,4 +1,4 @@
-"""One picture of the batch at a time through decoder and encoder.
+"""Slices: decoder and encoder run one picture of the batch at a time.
 
 Source: VAE slicing in diffusers. Fidelity: ``rounding`` (kernels may be chosen by batch size).
 """
@@ -40,7 +40,7 @@ def vae_slices(anatomy: Anatomy, settings: Settings, device: torch.device) -> It
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """One picture at a time, where there are several."""
+    """Offer one picture at a time, if the batch has several."""
     if target.batch > 1 and target.anatomy.vae is not None:
         yield Offer(OfferKind.ALWAYS, {"vae_slices": True})
 

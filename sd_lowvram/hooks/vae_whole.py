@@ -1,7 +1,7 @@
-"""The plain decode and encode, looked at once: a picture of values that are no numbers would be a black one.
+"""The plain decode and encode with a check of the result: NaN or infinity would give a black picture.
 
-It is made anew by exact strips, which are computed in float32 where float16 overflows. They hold less than the plain
-layers do, and so need no plan of their own.
+A failed result is computed again by exact strips, in float32 where float16 overflows. Strips hold less than the plain
+layers, so they need no plan of their own.
 """
 
 from __future__ import annotations

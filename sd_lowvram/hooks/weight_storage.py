@@ -102,7 +102,7 @@ def offers(target: Target) -> Iterator[Offer]:
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
-    """Whether there is something to be saved: not in a file that has its weights in 8 bits already."""
+    """True if 8 bits would save bytes: the weights are wider than that."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
@@ -116,7 +116,7 @@ def _refusals(component: nn.Module) -> Iterator[Patch]:
 
 
 class _Stored:
-    """One weight in 8 bits, its scales on the device that it computes on, and its original."""
+    """A weight in 8 bits, its scales on the compute device, and its original."""
 
     def __init__(self, weight: Tensor, kind: str, device: torch.device) -> None:
         self._weight = weight

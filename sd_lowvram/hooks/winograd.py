@@ -1,9 +1,9 @@
 """3x3 convolutions of the autoencoder by Winograd's F(4, 3), with a quarter of the multiplications, on CPUs.
 
-Layers are called as they are; what they ask of torch's conv2d is answered tile by tile, with the kernels that they ask
-with. These are transformed at every call and not kept, so weights may be streamed, and changed by LoRAs, and nothing
-stays in memory. Narrow layers, small maps, other types than float32 and calls under autocast run as the model has them;
-so does all that is on a GPU, whose libraries choose among such algorithms themselves.
+Layers are called unchanged; their calls of torch's conv2d are computed tile by tile, with the kernels of the call. The
+kernels are transformed at every call and not stored, so weights may be streamed and changed by LoRAs, and nothing stays
+in memory. Narrow layers, small maps, other types than float32 and calls under autocast run as in the model; so do calls
+on a GPU, whose libraries choose among such algorithms themselves.
 
 Fidelity: ``rounding``. Source: Winograd 1980; Lavin and Gray 2015.
 """
@@ -48,7 +48,7 @@ def winograd(anatomy: Anatomy, settings: Settings, device: torch.device) -> Iter
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """In any way to run the autoencoder, on a processor where it was measured to be faster."""
+    """Offer it for every way to run the autoencoder, on a CPU where it was measured to be faster."""
     if target.device.type == "cpu" and target.anatomy.vae is not None and target.is_faster():
         yield Offer(OfferKind.BESIDE, {"winograd": True}, stages=("encode", "decode"))
 
