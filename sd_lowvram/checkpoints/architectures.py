@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "data"
 NAMES = ("sd15", "sd21", "sdxl")
 TRANSFORMERS = (
     *("flux1-dev", "flux1-schnell", "klein-4b", "klein-9b", "sd3.5-medium", "sd3.5-large"),
@@ -46,7 +46,7 @@ def architecture(name: str) -> dict[str, Any]:
         return _transformer(name)
     if name not in NAMES:
         raise BadInputError(f"unknown architecture {name!r}: choose one of {', '.join((*NAMES, *TRANSFORMERS))}")
-    config: dict[str, Any] = json.loads((_DATA / "architectures" / f"{name}.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads((DATA / "architectures" / f"{name}.json").read_text(encoding="utf-8"))
     return config
 
 
@@ -58,7 +58,7 @@ def _transformer(name: str) -> dict[str, Any]:
 
 
 def _told_of_transformers() -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((_DATA / "architectures" / "transformers.json").read_text(encoding="utf-8"))
+    told: dict[str, Any] = json.loads((DATA / "architectures" / "transformers.json").read_text(encoding="utf-8"))
     return told
 
 
@@ -226,7 +226,7 @@ def write_folder(config: dict[str, Any], pipeline: str, folder: Path) -> None:
 
 @lru_cache
 def _merges() -> tuple[str, ...]:
-    text = gzip.decompress((_DATA / "clip" / "merges.txt.gz").read_bytes()).decode("utf-8")
+    text = gzip.decompress((DATA / "clip" / "merges.txt.gz").read_bytes()).decode("utf-8")
     return tuple(text.splitlines())
 
 

@@ -6,6 +6,8 @@ import hashlib
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .architectures import MODELS
+from .split_files import is_split, weights_of
 
 _BEGINNING = 1 << 20
 """Bytes that are read of every file: the header of most models, and small files whole."""
@@ -23,8 +25,7 @@ def fingerprint(path: Path) -> str:
     """
     digest = hashlib.sha256()
     try:
-        for file in _files(path):
-            name = file.relative_to(path).as_posix()  # ".": a single file that was renamed is the same
+        for name, file in _files(path):
             digest.update(f"{name}\0{file.stat().st_size}\0".encode("utf-8", "surrogateescape"))
             _add_pieces(file, digest)
     except OSError as error:
@@ -32,10 +33,15 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> list[tuple[str, Path]]:
+    """The files of a model by their names in it; a single file that was renamed is the same."""
     if not path.is_dir():
-        return [path]
-    return sorted(file for file in path.rglob("*") if file.suffix.lower() in _READ and file.is_file())
+        return [(".", path)]
+    found = sorted(file for file in path.rglob("*") if file.suffix.lower() in _READ and file.is_file())
+    named = [(file.relative_to(path).as_posix(), file) for file in found]
+    if is_split(path):
+        named += [(name, weights_of(path / name).path) for name in MODELS if (path / name).is_dir()]
+    return named
 
 
 def _add_pieces(file: Path, digest: hashlib._Hash) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from .architectures import MODELS, class_of
-from .gguf_files import gguf_weights
+from .gguf_files import gguf_weights, is_gguf_file
 from .safetensors_header import read_header
-from .scaled_files import apart, converted, fill
-from .split_files import weights_of
+from .scaled_files import apart, converted, fill, weight_of
+from .split_files import Weights, tokenizers_of, weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +39,11 @@ def load_split(folder: Path, pipeline: Any, dtype: torch.dtype | None) -> Any:
     import torch
 
     parts: dict[str, Any] = {}
+    for name, place in tokenizers_of(folder).items():
+        parts[name] = _tokenizer(place, parts_config(folder, name))
     for place in sorted(folder.iterdir()):
         if place.name in MODELS:
             parts[place.name] = load_part(place, dtype or torch.float32)
-        elif place.name.startswith("tokenizer"):
-            parts[place.name] = _tokenizer(place, parts_config(folder, place.name))
         elif place.name == "scheduler":
             parts["scheduler"] = _scheduler(place)
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ def _tokenizer(place: Path, config: Mapping[str, Any]) -> Any:
     begins = next(name for mark, name in (("CLIP", "CLIP"), ("T5", "T5"), ("Qwen", "Qwen2")) if mark in kind)
     fast = begins != "CLIP" and hasattr(transformers, f"{begins}TokenizerFast")
     return getattr(transformers, f"{begins}Tokenizer{'Fast' if fast else ''}").from_pretrained(
-        place.resolve(), local_files_only=True
+        place, local_files_only=True
     )
 
 
@@ -86,10 +86,10 @@ def load_part(place: Path, dtype: torch.dtype, *, meta: bool = False) -> nn.Modu
     """
     config = json.loads((place / "config.json").read_text(encoding="utf-8"))
     model: nn.Module = _empty(config, meta)
-    path = weights_of(place)
-    state = _weights(path, meta)
+    source = weights_of(place)
+    state = _weights(source, meta)
     names = set(model.state_dict())
-    weights, scales = converted(*apart(state), lambda held: _by_our_names(config, held, names))
+    weights, scales = converted(*apart(state), lambda held: _by_our_names(config, held, names, source.layout.diffusers))
     fill(model, {name: tensor for name, tensor in weights.items() if name in names}, scales, dtype)
     tie = getattr(model, "tie_weights", None)
     if callable(tie):
@@ -97,7 +97,7 @@ def load_part(place: Path, dtype: torch.dtype, *, meta: bool = False) -> nn.Modu
     missing = [name for name, tensor in model.state_dict().items() if tensor.device.type == "meta" and not meta]
     if missing:
         what = f"{len(missing)} weights of a {type(model).__name__}: {missing[0]}, for one"
-        raise CheckpointError(f"{path.resolve()} lacks {what}")
+        raise CheckpointError(f"{source.path} lacks {what}")
     return model.eval().requires_grad_(False)
 
 
@@ -116,32 +116,51 @@ def _empty(config: dict[str, Any], meta: bool) -> Any:
         return empty_model(config)
 
 
-def _weights(path: Path, meta: bool) -> dict[str, Tensor]:
-    """Those of a file, mapped from it; on ``meta`` their types and shapes."""
+def _weights(source: Weights, meta: bool) -> dict[str, Tensor]:
+    """The weights of a part and what is told of them, by their names in its layout, mapped from the file; on ``meta``
+    their types and shapes."""
     import torch
     from safetensors.torch import load_file
 
-    if path.suffix == ".gguf":
-        return gguf_weights(path, meta=meta)
-    if not meta:
-        return load_file(path)
-    return {
-        name: torch.empty(entry.shape, dtype=getattr(torch, _TORCH_TYPES[entry.dtype]), device="meta")
-        for name, entry in read_header(path).tensors.items()
-    }
+    path, layout, prefix = source
+    if is_gguf_file(path):
+        held = gguf_weights(path, meta=meta)
+    elif not meta:
+        held = load_file(path)
+    else:
+        held = {
+            name: torch.empty(entry.shape, dtype=getattr(torch, _TORCH_TYPES[entry.dtype]), device="meta")
+            for name, entry in read_header(path).tensors.items()
+        }
+    inner = {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
+    return {name: tensor for name, tensor in inner.items() if layout.names.fullmatch(weight_of(name))}
 
 
-def _by_our_names(config: Mapping[str, Any], held: dict[str, Any], names: set[str]) -> Mapping[str, Any]:
-    """Weights by the names of diffusers, or of transformers as it is installed."""
+def _by_our_names(
+    config: Mapping[str, Any], held: dict[str, Any], names: set[str], diffusers: bool
+) -> Mapping[str, Any]:
+    """Weights by the names of diffusers, or of transformers as it is installed.
+
+    Args:
+        names: of the model's weights.
+        diffusers: the names are those of diffusers already.
+    """
+    if diffusers:
+        return held
     if "architectures" in config:
         return _text_encoder(config, held, names)
     kind = config["_class_name"]
     if kind == "AutoencoderKLFlux2":
         return _autoencoder_of_flux2(held, config)
-    plain = {name.removeprefix("model.diffusion_model."): tensor for name, tensor in held.items()}
-    joined = _taken_apart(plain) if kind in ("FluxTransformer2DModel", "ChromaTransformer2DModel") else {}
+    if kind not in ("FluxTransformer2DModel", "ChromaTransformer2DModel"):
+        return _converter(kind)(dict(held), config=config)
+    plain = {_NORM.sub(r"\1.scale", name): tensor for name, tensor in held.items()}
+    joined = _taken_apart(plain)
     return {**_converter(kind)(plain, config=config), **joined}
 
+
+_NORM = re.compile(r"(norms\.\d+|(?:query|key)_norm)\.weight")
+"""Names of norms, of which some files call the scale a weight."""
 
 _JOINED = re.compile(r"single_blocks\.(\d+)\.linear1\.(weight|bias)")
 _PLACEHOLDER = 7 * 3072

@@ -66,6 +66,8 @@ def meta_components(model: str | None, dtype: torch.dtype, only: tuple[str, ...]
             places = [folder / name for name in only if name in config]
             return {one.name: load_part(one, type_for(config, dtype), meta=True) for one in places}
         return build_components(config, dtype=type_for(config, dtype), device="meta", only=only)
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever a configuration that makes no sense provokes in the library
         reason = " ".join(str(error).split())
         raise CheckpointError(

@@ -34,6 +34,9 @@ _REFUSED = {
     ".weight_s_rel": "asym_w4a8_int8",
     "bitsandbytes__nf4": "nf4 of bitsandbytes",
     "bitsandbytes__fp4": "fp4 of bitsandbytes",
+    ".SCB": "int8 of bitsandbytes",
+    ".qzeros": "the 4 bits of GPTQ or AWQ",
+    ".weight._data": "the bits of optimum-quanto",
 }
 """By a mark in a weight's name, what nothing here computes with."""
 
@@ -79,6 +82,15 @@ def _told(path: Path, header: Header) -> Iterator[dict[str, Any]]:
                     yield dict(json.loads(file.read(entry.end - entry.begin)))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: what it says of its weights is no table ({error})") from error
+
+
+def weight_of(name: str) -> str:
+    """The name of the weight that ``name`` is, or that it tells something of; empty: it tells of the whole file."""
+    mark = next((one for one in (*_SCALES, *_LEFT_OUT) if name.endswith(one)), None)
+    if mark is None:
+        return name
+    layer = name.removesuffix(mark)
+    return f"{layer}.weight" if layer else ""
 
 
 Scales = dict[str, "Tensor"]

@@ -1,28 +1,36 @@
 """A model from the files that ComfyUI's users have: one of its transformer, one of each text encoder, one of its VAE.
 
-They are laid out as a diffusers folder in the cache, with configurations that their headers tell, and links in place of
-weights; all that takes a folder takes them so. Nothing is copied.
+They are laid out as a diffusers folder in the cache, with configurations that their headers tell and, in place of
+weights, a table of the files' paths; all that takes a folder takes them so. Nothing is copied or linked: Windows and
+many disks allow no symbolic links.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import hashlib
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..cache import cache_folder
 from ..errors import BadInputError, CheckpointError
 from ..files.whole import write_json
 from .architectures import schedulers_of_transformers, write_tokenizer
-from .split_kinds import SplitFile, split_file
+from .split_kinds import Layout, SplitFile, layout_of, split_file, split_files_in
 
-_LINK, _GGUF_LINK = "split.safetensors", "split.gguf"
-"""What a file is called in the folder of its part, by what is in it."""
+_TABLE = "split.json"
+"""The name of the file that holds the paths of the parts; only folders that are laid out here have it."""
+
+_LONGEST_NAME = 60
+_AGAIN = "give the files of the model again (--transformer and the others)"
 
 _FLUX_SCALE = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
 _CLIP, _PROJECTED = "CLIPTextModel", "CLIPTextModelWithProjection"
@@ -40,27 +48,55 @@ class _Family:
     Attributes:
         prefix: of its pipeline.
         texts: of its text encoders, the kind and the class that the pipeline takes (empty: as the kind has it).
+        widths: of the text that the transformer takes, by their names in its configuration; from the configurations of
+            the text encoders.
         vae: the kind of its autoencoder.
         scale: what is said of the latents besides.
     """
 
     prefix: str
     texts: tuple[tuple[str, str], ...]
+    widths: Mapping[str, Callable[[Mapping[str, Mapping[str, Any]]], int]]
     vae: str = "kl"
     scale: Mapping[str, float] = field(default_factory=lambda: _FLUX_SCALE)
 
 
+def _projected(texts: Mapping[str, Mapping[str, Any]]) -> int:
+    return sum(int(one["projection_dim"]) for one in texts.values() if "projection_dim" in one)
+
+
+def _wide(name: str, key: str, times: int = 1) -> Callable[[Mapping[str, Mapping[str, Any]]], int]:
+    """The width of what a text encoder makes, or of so many of its layers together."""
+    return lambda texts: times * int(texts[name].get("text_config", texts[name])[key])
+
+
 _FAMILIES = {
-    "flux1": _Family("Flux", (("clip", _CLIP), ("t5", ""))),
+    "flux1": _Family(
+        "Flux",
+        (("clip", _CLIP), ("t5", "")),
+        {
+            "pooled_projection_dim": _wide("text_encoder", "hidden_size"),
+            "joint_attention_dim": _wide("text_encoder_2", "d_model"),
+        },
+    ),
     "sd3": _Family(
         "StableDiffusion3",
         (("clip", _PROJECTED), ("clip", _PROJECTED), ("t5", "")),
+        {"pooled_projection_dim": _projected, "joint_attention_dim": _wide("text_encoder_3", "d_model")},
         scale={"scaling_factor": 1.5305, "shift_factor": 0.0609},
     ),
-    "chroma": _Family("Chroma", (("t5", ""),)),
-    "z-image": _Family("ZImage", (("qwen3", "Qwen3Model"),)),
-    "flux2": _Family("Flux2Klein", (("qwen3", "Qwen3ForCausalLM"),), "kl-flux2", {}),
-    "qwen-image": _Family("QwenImage", (("qwen2.5-vl", ""),), "kl-qwen", {}),
+    "chroma": _Family("Chroma", (("t5", ""),), {"joint_attention_dim": _wide("text_encoder", "d_model")}),
+    "z-image": _Family("ZImage", (("qwen3", "Qwen3Model"),), {"cap_feat_dim": _wide("text_encoder", "hidden_size")}),
+    "flux2": _Family(
+        "Flux2Klein",
+        (("qwen3", "Qwen3ForCausalLM"),),
+        {"joint_attention_dim": _wide("text_encoder", "hidden_size", 3)},
+        "kl-flux2",
+        {},
+    ),
+    "qwen-image": _Family(
+        "QwenImage", (("qwen2.5-vl", ""),), {"joint_attention_dim": _wide("text_encoder", "hidden_size")}, "kl-qwen"
+    ),
 }
 
 
@@ -82,10 +118,16 @@ def split_model(
         raise BadInputError(f"{' and '.join(missing)} missing: a model of split files takes all of its parts")
     model = split_file(transformer, "transformer")
     family = _FAMILIES[model.kind]
-    texts = _texts(model, family, [split_file(path, "text encoder") for path in text_encoders])
+    read = [one for path in text_encoders for one in split_files_in(path, "text encoder")]
+    texts = _texts(model, family, list({(one.path.resolve(), one.prefix): one for one in read}.values()))
     decoder = split_file(vae, "vae")
     if decoder.kind != family.vae:
         raise CheckpointError(f"{vae} is the autoencoder of another model than {transformer}, a {family.prefix}")
+    if decoder.latents != model.latents:
+        raise CheckpointError(
+            f"{vae} decodes latents of {decoder.latents} channels, and {transformer}, a {family.prefix}, makes "
+            f"{model.latents}: it is the autoencoder of another model; give the one of {family.prefix} with --vae"
+        )
     parts = {"transformer": model, **texts, "vae": decoder}
     configs = {name: dict(part.config) for name, part in parts.items()}
     configs["vae"] |= family.scale
@@ -117,6 +159,13 @@ def _texts(model: SplitFile, family: _Family, found: list[SplitFile]) -> dict[st
         made[name] = replace(one, config=one.config | ({"architectures": [made_as]} if made_as else {}))
     if left:
         raise CheckpointError(f"{left[0].path}, a {left[0].kind}, is no part of {model.path}, a {family.prefix}")
+    told = {name: one.config for name, one in made.items()}
+    for name, width in family.widths.items():
+        if model.config[name] != width(told):
+            raise CheckpointError(
+                f"{model.path}, a {family.prefix}, takes text of width {model.config[name]} ({name}), and the text "
+                f"encoders that were given make {width(told)}: give those of this model with --text-encoder"
+            )
     return made
 
 
@@ -149,42 +198,73 @@ def _laid_out(
     family: _Family,
     model: SplitFile,
 ) -> Path:
-    facts = [(name, str(part.path.resolve()), *_stamp(part.path)) for name, part in parts.items()]
+    table = {
+        "parts": {name: _row(part) for name, part in parts.items()},
+        "tokenizers": {name: str(path) for name, path in tokenizers.items() if path is not None},
+    }
+    stamps = [part.path.stat().st_mtime_ns for part in parts.values()]
     index: dict[str, Any] = {"_class_name": f"{family.prefix}Pipeline", **_options(model)}
     scheduler = _scheduler(model)
-    said = json.dumps([facts, index, scheduler, configs, {name: str(path) for name, path in tokenizers.items()}])
+    said = json.dumps([table, stamps, index, scheduler, configs])
     digest = hashlib.sha256(said.encode()).hexdigest()[:16]
-    above = cache_folder() or Path(tempfile.gettempdir()) / f"sd-lowvram-{os.getpid()}"
-    folder = above / "models" / f"{model.path.stem.replace('.', '_')}-{digest}"
-    if (folder / "model_index.json").is_file():
-        return folder
+    name = f"{model.path.stem.replace('.', '_')[:_LONGEST_NAME]}-{digest}"
+    files: dict[str, Any] = {f"{name}/config.json": config for name, config in configs.items()}
+    files |= {"scheduler/scheduler_config.json": scheduler, _TABLE: table}
+    files["model_index.json"] = index  # the last: a folder that has it is whole
+    shipped = [name for name, path in tokenizers.items() if path is None]
+    cache = cache_folder()
+    if cache is not None:
+        with contextlib.suppress(OSError):  # a cache that cannot be written
+            return _written(cache / "models" / name, files, shipped)
     try:
-        for name, part in parts.items():
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            write_json(configs[name], folder / name / "config.json")
-            _link(folder / name / (_GGUF_LINK if part.is_gguf else _LINK), part.path.resolve())
-        for name, path in tokenizers.items():
-            if path is None:
-                (folder / name).mkdir(exist_ok=True)
-                write_tokenizer(_CLIP_TOKENIZERS[name], folder / name)
-            else:
-                _link(folder / name, path)
-        (folder / "scheduler").mkdir(exist_ok=True)
-        write_json(scheduler, folder / "scheduler" / "scheduler_config.json")
-        write_json(index, folder / "model_index.json")  # the last: a folder that has it is whole
+        return _written(_temporary() / name, files, shipped)
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be laid out: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"the parts of {model.path} cannot be laid out as a folder, in the cache or in {tempfile.gettempdir()}: "
+            f"{error.strerror or error}; name a folder that can be written with SD_LOWVRAM_CACHE"
+        ) from error
+
+
+def _written(folder: Path, files: Mapping[str, Any], tokenizers: Sequence[str]) -> Path:
+    """``folder`` with these files and CLIP's ``tokenizers``; written anew where something else is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if all(_holds(folder / name, content) for name, content in files.items()):
+        return folder
+    for place in (*tokenizers, *(name.rpartition("/")[0] for name in files)):
+        (folder / place).mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in tokenizers:
+        write_tokenizer(_CLIP_TOKENIZERS[name], folder / name)
+    for name, content in files.items():
+        write_json(content, folder / name)
     return folder
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    about = path.stat()
-    return about.st_size, about.st_mtime_ns
+def _holds(file: Path, content: Any) -> bool:
+    try:
+        return file.is_file() and json.loads(file.read_text(encoding="utf-8")) == json.loads(json.dumps(content))
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
-def _link(place: Path, target: Path) -> None:
-    if not place.is_symlink():
-        place.symlink_to(target, target_is_directory=target.is_dir())
+@functools.cache
+def _temporary() -> Path:
+    """A folder that only the user can read, until the program ends."""
+    folder, owner = Path(tempfile.mkdtemp(prefix="sd-lowvram-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not at the end of a fork
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+def _row(part: SplitFile) -> dict[str, Any]:
+    path = part.path.resolve()
+    return {"file": str(path), "bytes": path.stat().st_size, "mark": part.layout.mark, "prefix": part.prefix}
 
 
 def _options(model: SplitFile) -> dict[str, bool]:
@@ -199,10 +279,52 @@ def _scheduler(model: SplitFile) -> dict[str, Any]:
 
 def is_split(folder: Path) -> bool:
     """Whether a folder is one that :func:`split_model` has laid out."""
-    return weights_of(folder / "transformer").is_symlink()
+    return (folder / _TABLE).is_file()
 
 
-def weights_of(part: Path) -> Path:
-    """The link to its weights in the folder of a part."""
-    blocks = part / _GGUF_LINK
-    return blocks if blocks.is_symlink() else part / _LINK
+class Weights(NamedTuple):
+    """Where the weights of a part are: the file, how they are called in it, and what stands before these names."""
+
+    path: Path
+    layout: Layout
+    prefix: str
+
+
+def weights_of(part: Path) -> Weights:
+    """Where the weights of the part are whose folder this is.
+
+    Raises:
+        CheckpointError: the file was moved or replaced, or what was laid out cannot be read.
+    """
+    table = _table(part.parent)
+    try:
+        row = table["parts"][part.name]
+        found = Weights(Path(row["file"]), layout_of(row["mark"]), str(row["prefix"]))
+        held = int(row["bytes"])
+    except (KeyError, TypeError, ValueError, StopIteration) as error:
+        raise CheckpointError(f"{part.parent / _TABLE} is damaged: {_AGAIN}") from error
+    if not found.path.is_file() or found.path.stat().st_size != held:
+        what = "was changed" if found.path.is_file() else "is no longer there"
+        raise CheckpointError(f"{found.path}, the {part.name} of {part.parent}, {what}: {_AGAIN}")
+    return found
+
+
+def tokenizers_of(folder: Path) -> dict[str, Path]:
+    """The folders of the tokenizers of a folder that is laid out, by their names.
+
+    Raises:
+        CheckpointError: one was moved.
+    """
+    given = {name: Path(path) for name, path in _table(folder).get("tokenizers", {}).items()}
+    for name, path in given.items():
+        if not path.is_dir():
+            raise CheckpointError(f"{path}, the {name} of {folder}, is no longer there: {_AGAIN}")
+    return given | {place.name: place for place in folder.glob("tokenizer*")}
+
+
+def _table(folder: Path) -> dict[str, Any]:
+    try:
+        table = json.loads((folder / _TABLE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / _TABLE} cannot be read ({error}): {_AGAIN}") from error
+    return table if isinstance(table, dict) else {}

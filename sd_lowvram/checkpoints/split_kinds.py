@@ -2,77 +2,264 @@
 
 Names and widths of the layers tell both: heads from the norms of queries, which are as wide as a head, depths from the
 numbers of blocks. What no header tells is as the published models have it (``data/architectures/transformers.json``).
+The names that a file of each kind may have are data too (``data/architectures/split_files.json``): a weight that has no
+place in a module of the model makes the file one of another model, which is refused.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
-from .architectures import parts_of_transformers
+from ..progress import happened
+from .architectures import DATA, parts_of_transformers
 from .gguf_files import gguf_header, is_gguf_file
 from .inspection import describe
 from .safetensors_header import Header, read_header
-from .scaled_files import check_formats
+from .scaled_files import check_formats, weight_of
 
-_INNER = "model.diffusion_model."
-"""Before the names of a transformer, in files that were cut out of whole checkpoints."""
+_PACKED = 4
+"""Latent pixels that a transformer takes as one, 2x2."""
+
+_CLIP_TOKENS = 77
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the weights in a file, by name."""
 
 
-@dataclass(frozen=True)
-class SplitFile:
-    """One file.
+class Layout(NamedTuple):
+    """The names that the weights of one kind have in files.
 
     Attributes:
-        kind: "flux1", "t5", "kl"; what the file holds.
-        config: of the model in it, as diffusers or transformers write it.
+        kind: "flux1", "t5", "kl".
+        role: that such files have in a model.
+        mark: the name that tells the kind.
+        names: of all weights that the model has.
+        own: what to put in place of beginnings, for the names by which configurations are read.
+        diffusers: the names are those of diffusers.
+    """
+
+    kind: str
+    role: str
+    mark: str
+    names: re.Pattern[str]
+    own: tuple[tuple[re.Pattern[str], str], ...]
+    diffusers: bool
+
+
+class _Known(NamedTuple):
+    """What is known of files.
+
+    Attributes:
+        layouts: in the order in which they are tried.
+        prefixes: by role, what may stand before the names of a layout.
+        parts: by role, the names that its parts of an all-in-one file have.
+        unused: names of weights that no model here has a use for.
+        others: by the title of a model that is not served, marks in the names of its weights.
+    """
+
+    layouts: tuple[Layout, ...]
+    prefixes: Mapping[str, re.Pattern[str]]
+    parts: Mapping[str, re.Pattern[str]]
+    unused: re.Pattern[str]
+    others: Mapping[str, list[str]]
+
+
+@lru_cache(maxsize=1)
+def _known() -> _Known:
+    told = json.loads((DATA / "architectures" / "split_files.json").read_text(encoding="utf-8"))
+    layouts = tuple(
+        Layout(
+            one["kind"],
+            one["role"],
+            one["mark"],
+            _pattern(one["names"]),
+            tuple((_pattern([begin]), new) for begin, new in one.get("own", ())),
+            one.get("diffusers", False),
+        )
+        for one in told["layouts"]
+    )
+    prefixes, parts = ({role: _pattern(one) for role, one in told[name].items()} for name in ("prefixes", "parts"))
+    return _Known(layouts, prefixes, parts, _pattern(told["unused"]), told["others"])
+
+
+def layout_of(mark: str) -> Layout:
+    """The layout of a mark."""
+    return next(one for one in _known().layouts if one.mark == mark)
+
+
+def _pattern(names: Iterable[str]) -> re.Pattern[str]:
+    """Matches names as the data has them: # is a number, @ a weight or a bias, .* all that follows, a dot a dot."""
+    found = []
+    for name in names:
+        begin, rest = (name[:-2], r"\..*") if name.endswith(".*") else (name, "")
+        plain = begin.replace(".", r"\.").replace("#", r"\d{1,4}").replace("@", "(weight|bias)")
+        found.append(f"(?:{plain}{rest})")
+    return re.compile("|".join(found), re.DOTALL)
+
+
+@dataclass(frozen=True)
+class SplitFile:
+    """One model in a file.
+
+    Attributes:
+        config: of the model, as diffusers or transformers write it.
+        layout: of the names of its weights.
+        prefix: what stands before these names.
+        latents: channels that a transformer makes or an autoencoder decodes; 0 of a text encoder.
         is_gguf: a GGUF file, else .safetensors.
     """
 
     path: Path
-    kind: str
     config: dict[str, Any]
+    layout: Layout
+    prefix: str = ""
+    latents: int = 0
     is_gguf: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What it is: "flux1", "t5", "kl"."""
+        return self.layout.kind
 
 
 def split_file(path: Path, role: str) -> SplitFile:
-    """The file at ``path``, which was given for a ``role``: "transformer", "text encoder" or "vae".
+    """The model in the file at ``path``, which was given for a ``role``: "transformer" or "vae".
 
     Raises:
-        CheckpointError: unreadable, truncated, stored in a way that is not served, or for another role.
+        CheckpointError: as :func:`split_files_in`.
+    """
+    return split_files_in(path, role)[0]
+
+
+def split_files_in(path: Path, role: str) -> list[SplitFile]:
+    """The models of a ``role`` in the file at ``path``; an all-in-one file may hold several text encoders.
+
+    Raises:
+        CheckpointError: unreadable, truncated, stored in a way that is not served, for another role, or of a model that
+            is not served, be it one that differs from a served one by some weights.
     """
     blocks = is_gguf_file(path)
     header = gguf_header(path) if blocks else read_header(path)
     if blocks and role != "transformer":
         raise CheckpointError(f"{path} is a GGUF file: these are read of transformers; get the {role} as .safetensors")
     check_formats(path, header)
-    shapes = {name.removeprefix(_INNER): entry.shape for name, entry in header.tensors.items()}
-    found = next(((kind, known) for kind, known in _KINDS.items() if known.mark in shapes), None)
-    if found is None or found[1].role != role:
-        what = f"{found[1].title}, a {found[1].role}" if found else described(header)
-        served = ", ".join(known.title for known in _KINDS.values() if known.role == role)
+    shapes = {name: entry.shape for name, entry in header.tensors.items()}
+    found = _layouts_in(shapes, role)
+    if not found:
+        other = next((one[0][0] for other in _known().prefixes if (one := _layouts_in(shapes, other))), None)
+        what = f"{_KINDS[other.kind].title}, a {other.role}" if other else described(header)
+        served = ", ".join(dict.fromkeys(_KINDS[one.kind].title for one in _known().layouts if one.role == role))
         raise CheckpointError(f"{path} is no {role} that is served: it looks like {what}. Served are those of {served}")
-    kind, known = found
+    return [_read(path, shapes, layout, prefix, blocks) for layout, prefix in found]
+
+
+def _layouts_in(shapes: Shapes, role: str) -> list[tuple[Layout, str]]:
+    """The layouts of a role that are in a file with what stands before their names, one for each such prefix."""
+    made: dict[str, Layout] = {}
+    for layout in _known().layouts:
+        if layout.role == role:
+            before = (name.removesuffix(layout.mark) for name in shapes if name.endswith(layout.mark))
+            for prefix in before:
+                if _known().prefixes[role].fullmatch(prefix):
+                    made.setdefault(prefix, layout)
+    return [(layout, prefix) for prefix, layout in made.items()]
+
+
+def _read(path: Path, shapes: Shapes, layout: Layout, prefix: str, blocks: bool) -> SplitFile:
+    known = _KINDS[layout.kind]
+    _check_leftovers(path, shapes, layout, prefix)
+    own = {_own_name(name.removeprefix(prefix), layout): one for name, one in shapes.items() if name.startswith(prefix)}
     try:
-        return SplitFile(path, kind, known.config(shapes), blocks)
-    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
+        config = known.config(own)
+        latents = _latents(layout, config, own)
+    except (KeyError, IndexError, ValueError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"{path} looks like {known.title}, but its weights do not go together ({type(error).__name__}: {error})"
         ) from error
+    return SplitFile(path, config, layout, prefix, latents, blocks)
+
+
+def _own_name(name: str, layout: Layout) -> str:
+    for begin, new in layout.own:
+        if match := begin.match(name):
+            return match.expand(new) + name[match.end() :]
+    return name
+
+
+def _latents(layout: Layout, config: Mapping[str, Any], shapes: Shapes) -> int:
+    """Channels of the latents that a transformer makes or an autoencoder decodes, 0 of a text encoder.
+
+    Raises:
+        ValueError: a transformer is given more channels than it makes.
+    """
+    if layout.role != "transformer":
+        return int(config.get("latent_channels") or config.get("z_dim") or 0)
+    taken = int(config["in_channels"]) // (1 if _KINDS[layout.kind].by_pixel else _PACKED)
+    last = next((shapes[name][0] for name in _LAST if name in shapes), None)
+    made = taken if last is None else last // _PACKED
+    if taken != made:
+        raise ValueError(
+            f"it is given {taken} channels of latents and makes {made}, as Fill, Depth, Canny and edit models do: give "
+            "its diffusers folder with --model"
+        )
+    return made
+
+
+def _check_leftovers(path: Path, shapes: Shapes, layout: Layout, prefix: str) -> None:
+    """Look at the weights of a file that its model has no place for; those that nobody knows are logged in one line.
+
+    Raises:
+        CheckpointError: one is in a module or a list of blocks that the model has, or is the mark of another model.
+    """
+    title = _KINDS[layout.kind].title
+    modules, left = set(), {}
+    for name in shapes:
+        inner = _inner(name, prefix, layout.role)
+        if (known := weight_of(inner)) and name.startswith(prefix) and layout.names.fullmatch(known):
+            modules.add(known.split(".")[0])
+        elif known and not any(one.fullmatch(name) for role, one in _known().parts.items() if role != layout.role):
+            left[name] = inner
+    for other, marks in _known().others.items():
+        if found := next((name for name in left if any(mark in name for mark in marks)), None):
+            raise CheckpointError(f"{path} looks like {title}, but {found} in it is of {other}, which is not served")
+    strange = {name: inner for name, inner in left.items() if not _known().unused.fullmatch(inner)}
+    inside = [name for name, inner in strange.items() if inner.split(".")[0] in modules]
+    if inside:
+        raise CheckpointError(
+            f"{path} looks like {title}, but such a model has no place for {len(inside)} of its weights, {inside[0]} "
+            "for one: it is of another model, which is not served"
+        )
+    if strange:
+        happened(
+            __name__,
+            f"{path} holds {len(strange)} weights that {title} has no use for, {next(iter(strange))} for one: they "
+            "are left out",
+        )
+
+
+def _inner(name: str, prefix: str, role: str) -> str:
+    """A name without the prefix of its model, or without another that such files have."""
+    if prefix and name.startswith(prefix):
+        return name.removeprefix(prefix)
+    before = _known().prefixes[role].match(name)
+    return name[before.end() :] if before else name
 
 
 def described(header: Header) -> str:
     """In a few words, what else a file might be."""
-    whole = any(name.startswith("first_stage_model.") for name in header.tensors)
-    return "a whole checkpoint (give it with --model)" if whole else describe(header)
+    if any(name.startswith("first_stage_model.") for name in header.tensors):
+        return "a whole checkpoint (give it with --model)"
+    others = _known().others.items()
+    known = (title for title, marks in others if any(mark in name for name in header.tensors for mark in marks))
+    return next(known, None) or describe(header)
 
 
 def _count(shapes: Shapes, before: str) -> int:
@@ -109,8 +296,6 @@ def _double_stream(shapes: Shapes) -> dict[str, Any]:
 
 def _flux1(shapes: Shapes) -> dict[str, Any]:
     told = _double_stream(shapes)
-    if told["in_channels"] != shapes["final_layer.linear.weight"][0]:
-        raise ValueError("it is given more than a picture's latents, as Fill, Depth and Canny are: give its folder")
     return parts_of_transformers()["flux1-dev"] | told | {
         "pooled_projection_dim": shapes["vector_in.in_layer.weight"][1],
         "guidance_embeds": "guidance_in.in_layer.weight" in shapes,
@@ -206,6 +391,9 @@ def _clip(shapes: Shapes) -> dict[str, Any]:
     """Heads are 64 wide in both that are in use; the wider of them is OpenCLIP's, of another activation."""
     tokens, width = shapes["text_model.embeddings.token_embedding.weight"]
     projection = shapes.get("text_projection.weight", (width, width))[0]
+    positions = shapes.get("text_model.embeddings.position_embedding.weight", (_CLIP_TOKENS, width))[0]
+    if positions != _CLIP_TOKENS:
+        raise ValueError(f"it reads {positions} tokens, as Long-CLIP does, where CLIP reads {_CLIP_TOKENS}")
     return parts_of_transformers()["clip-g" if width >= 1280 else "clip-l"] | {
         "vocab_size": tokens,
         "hidden_size": width,
@@ -281,25 +469,32 @@ def _kl_qwen(shapes: Shapes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Kind:
-    role: str
-    title: str
-    mark: str
-    config: Callable[[Shapes], dict[str, Any]]
+    """How a kind of file is called, and what reads the configuration of its model.
 
+    Attributes:
+        by_pixel: its configuration counts the channels of one latent pixel, not of 2x2.
+    """
+
+    title: str
+    config: Callable[[Shapes], dict[str, Any]]
+    by_pixel: bool = False
+
+
+_LAST = ("final_layer.linear.weight", "proj_out.weight")
+"""What a transformer ends with."""
 
 _KINDS = {
-    "flux2": _Kind("transformer", "FLUX.2 Klein", "double_stream_modulation_img.lin.weight", _flux2),
-    "chroma": _Kind("transformer", "Chroma", "distilled_guidance_layer.in_proj.weight", _chroma),
-    "flux1": _Kind("transformer", "FLUX.1", "double_blocks.0.img_mod.lin.weight", _flux1),
-    "sd3": _Kind("transformer", "SD3", "joint_blocks.0.x_block.attn.qkv.weight", _sd3),
-    "z-image": _Kind("transformer", "Z-Image", "noise_refiner.0.attention.qkv.weight", _z_image),
-    "qwen-image": _Kind("transformer", "Qwen-Image", "transformer_blocks.0.attn.add_q_proj.weight", _qwen_image),
-    "t5": _Kind("text encoder", "T5", "encoder.block.0.layer.1.DenseReluDense.wi_0.weight", _t5),
-    "clip": _Kind("text encoder", "CLIP", "text_model.encoder.layers.0.mlp.fc1.weight", _clip),
-    "qwen3": _Kind("text encoder", "Qwen3", "model.layers.0.self_attn.q_norm.weight", _qwen3),
-    "qwen2.5-vl": _Kind("text encoder", "Qwen2.5-VL", "visual.patch_embed.proj.weight", _qwen25_vl),
-    "kl-flux2": _Kind("vae", "FLUX.2", "bn.running_mean", _kl_flux2),
-    "kl": _Kind("vae", "FLUX.1, SD3, Z-Image and Chroma", "decoder.up.0.block.0.conv2.weight", _kl),
-    "kl-qwen": _Kind("vae", "Qwen-Image and Wan 2.1", "decoder.middle.0.residual.0.gamma", _kl_qwen),
+    "flux2": _Kind("FLUX.2 Klein", _flux2),
+    "chroma": _Kind("Chroma", _chroma),
+    "flux1": _Kind("FLUX.1", _flux1),
+    "sd3": _Kind("SD3", _sd3, by_pixel=True),
+    "z-image": _Kind("Z-Image", _z_image, by_pixel=True),
+    "qwen-image": _Kind("Qwen-Image", _qwen_image),
+    "t5": _Kind("T5", _t5),
+    "clip": _Kind("CLIP", _clip),
+    "qwen3": _Kind("Qwen3", _qwen3),
+    "qwen2.5-vl": _Kind("Qwen2.5-VL", _qwen25_vl),
+    "kl-flux2": _Kind("FLUX.2", _kl_flux2),
+    "kl": _Kind("FLUX.1, SD3, Z-Image and Chroma", _kl),
+    "kl-qwen": _Kind("Qwen-Image and Wan 2.1", _kl_qwen),
 }
-"""By name; the first whose mark is in a file is what it holds."""
