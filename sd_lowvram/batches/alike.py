@@ -17,10 +17,10 @@ from .painter import model_key, plan_key
 
 
 def by_shape(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Those together that one model and one plan can paint, in the order of the file.
+    """Group the tasks that one model and one plan can paint, in the order of the file.
 
-    A size that is left to a picture to start from is that picture's; one that is left to the model is taken for
-    another than those that are stated.
+    A missing size is that of the input picture; without an input picture it is the model's, and counts as different
+    from every stated size.
     """
     shapes: dict[Any, list[Task]] = {}
     for task in tasks:
@@ -36,6 +36,8 @@ def _shape(job: Job) -> Any:
 
 
 def pictures_by_line(tasks: Sequence[Task], workers: int) -> dict[int, int]:
-    """By the line of each job, how many pictures a plan for it will make: what falls to each of so many ``workers``,
-    which paint jobs of one shape together, each by a plan of its own; rounded down, and one job's at the least."""
+    """Map the line of each job to the number of pictures that a plan for it will make.
+
+    Each of the ``workers`` paints jobs of one shape together, with its own plan. The number is its share, rounded down,
+    at least one job's."""
     return {task.line: max(1, len(alike) // workers) * task.job.batch for alike in by_shape(tasks) for task in alike}

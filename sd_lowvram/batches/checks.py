@@ -1,4 +1,4 @@
-"""What must be there before the first job of a batch begins: models, pictures to start from, room for new ones."""
+"""Checks before the first job of a batch: models, input pictures, space for new pictures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FILES = ("model", "init_image", "mask", "prediction", "allow_pickle", "device",
 
 
 def check_files(tasks: Sequence[Task], *, here: bool) -> None:
-    """Look at the models and pictures that jobs name, each once; tells of words that the demo model does not know.
+    """Check each model and picture that jobs name once; warn of words that the demo model does not know.
 
     Args:
-        here: whether this machine is where they are painted; what is free on it says nothing about others.
+        here: True if this machine paints them; its free memory says nothing about other machines.
 
     Raises:
-        LowVRAMError: one cannot be used, or the budget of a job cannot hold it; the message names the line.
+        LowVRAMError: a file cannot be used, or a job's budget is too small; the message names the line.
     """
     seen: set[tuple[Any, ...]] = set()
     for task in tasks:
@@ -48,10 +48,10 @@ def check_files(tasks: Sequence[Task], *, here: bool) -> None:
 
 
 def check_place(folder: Path) -> None:
-    """Make ``folder``, and make sure that something can be written there.
+    """Create ``folder``, and check that it can be written.
 
     Raises:
-        BadInputError: it is no folder. OutputError: it cannot be written, or the disk is full.
+        BadInputError: ``folder`` is not a folder. OutputError: it cannot be written, or the disk is full.
     """
     if folder.exists() and not folder.is_dir():
         raise BadInputError(f"--out {folder} is no folder: give one, or a new name")

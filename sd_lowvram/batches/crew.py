@@ -1,4 +1,4 @@
-"""Who paints: the painter of this process, or several elsewhere. All are given jobs and waited for in the same way."""
+"""Crews: the painter of this process, or several workers elsewhere, with one interface to give jobs and wait."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Outcome = Painted | Failed | Lost
 
 
 class Crew(Protocol):
-    """Workers by name, each with one job at a time."""
+    """Named workers, each with one job at a time."""
 
     def idle(self) -> list[str]:
-        """Those that can take a job now."""
+        """Names of the workers that can take a job now."""
 
     def give(self, worker: str, job: Job, place: JobLatents, pictures: int) -> None:
-        """Let an idle worker begin a job, whose latents are kept at ``place``, by a plan for so many ``pictures``."""
+        """Start a job on an idle worker, with its latents at ``place`` and a plan for ``pictures`` pictures."""
 
     def wait(self) -> list[tuple[str, Outcome]]:
-        """What came of jobs that have ended by now. Comes back empty-handed when there may be more idle workers.
+        """Return the outcomes of finished jobs; an empty result means that more workers may be idle.
 
         Raises:
-            LowVRAMError: no worker is left, or none came to be.
+            LowVRAMError: no worker is left, or none could be started.
         """
 
     def close(self) -> None:
@@ -41,11 +41,11 @@ class Crew(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are, when all are there."""
+        """Number of workers when all are present."""
 
 
 class Alone:
-    """One painter, in this process."""
+    """A single painter in this process."""
 
     size = 1
 

@@ -1,4 +1,4 @@
-"""What batches add to the package: the command ``batch``."""
+"""Registration of the command ``batch``."""
 
 from __future__ import annotations
 

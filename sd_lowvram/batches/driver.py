@@ -75,16 +75,16 @@ def work(
     retries: int = 0,
     stop_on_error: bool = False,
 ) -> None:
-    """Let ``crew`` paint ``entries``; each result is in ``folder`` and in the journal before ``tell`` hears of it.
+    """Let ``crew`` paint ``entries``; each result is in ``folder`` and in the journal before ``tell`` is called.
 
     Args:
-        pictures: that a plan for each job makes in all, by the job's line.
-        interval: how often the latents of a job are written, from which it goes on when it is begun again.
-        retries: how often a job that failed is tried again.
-        stop_on_error: begin no more jobs after one that failed for good; those that run are waited for.
+        pictures: for each line of the file, the number of pictures that the job's plan makes in all.
+        interval: interval at which a job's latents are written, for resuming it.
+        retries: number of retries of a failed job.
+        stop_on_error: start no more jobs after one that failed finally; running ones are waited for.
 
     Raises:
-        OutputError: a picture cannot be saved, as for a full disk; its job waits in the journal.
+        OutputError: a picture cannot be saved (a full disk, say); its job stays waiting in the journal.
         LowVRAMError: no worker is left.
     """
     queue = _Queue(entries)
@@ -119,7 +119,7 @@ def work(
 
 
 class _Chances:
-    """How often each job has failed, and how often its worker has ended."""
+    """Number of failures of each job, and of deaths of its worker."""
 
     def __init__(self, retries: int) -> None:
         self._retries = retries
@@ -127,7 +127,7 @@ class _Chances:
         self._losses: Counter[int] = Counter()
 
     def after(self, entry: JournalEntry, outcome: Failed | Lost) -> tuple[bool, str, int]:
-        """Whether the job is tried again, why it has no result, and the exit code for that."""
+        """Return if the job is retried, the reason for the missing result, and its exit code."""
         if isinstance(outcome, Lost):
             self._losses[entry.id] += 1
             return self._losses[entry.id] < _MOST_LOST, outcome.why, LowVRAMError.exit_code

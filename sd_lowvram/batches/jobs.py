@@ -38,7 +38,7 @@ _SHOWN = 60
 """Characters of a value that a message repeats."""
 
 _ELSEWHERE = ("vram", "ram", "device", "allow_pickle")
-"""Options that say where a picture is made, not which: with others it is still the same job."""
+"""Options that change where a picture is made, not the picture: they do not make another job."""
 
 _NO_COLUMNS = ("memory_plot", "settings", *SPLIT)
 _DELIMITERS = ",;\t"
@@ -51,13 +51,13 @@ Row = tuple[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Task:
-    """One job of a batch.
+    """A job of a batch.
 
     Attributes:
-        key: tells it from all other jobs of the file, and stays the same when lines are moved.
-        line: where it stands in the file, from 1.
-        job: checked; a seed that the file leaves open is drawn.
-        name: the file in the batch's folder that its ``output`` asks for.
+        key: identifies the job among all jobs of the file, and does not change when lines are moved.
+        line: number of its line in the file, from 1.
+        job: the checked job; a missing seed is drawn.
+        name: the file in the batch's folder that its ``output`` names.
     """
 
     key: str
@@ -68,7 +68,7 @@ class Task:
 
 @functools.cache
 def columns() -> dict[str, type]:
-    """The options of ``generate`` by name, each with what a value of it is."""
+    """Options of ``generate`` by name, each with the type of its values."""
     hints = typing.get_type_hints(Job)
     fields = {field.name: hints[field.name] for field in dataclasses.fields(Job) if field.name not in _NO_COLUMNS}
     kinds = {name: next(iter(typing.get_args(hint)), hint) for name, hint in fields.items()}
@@ -76,14 +76,14 @@ def columns() -> dict[str, type]:
 
 
 def read_jobs(path: Path, base: Job, chosen: dict[str, Any]) -> list[Task]:
-    """The jobs in ``path``, in its order.
+    """Read the jobs in ``path``, in order.
 
     Args:
-        base: what holds for every job whose line says nothing else.
-        chosen: the same for the knobs.
+        base: options of jobs whose line does not set them.
+        chosen: the same for knobs.
 
     Raises:
-        BadInputError: the file cannot be used, or lines of it; the first of them is told in full.
+        BadInputError: the file, or lines of it, cannot be used; the message has the first line in full.
     """
     tasks, wrong, errors = [], [], []
     seen: Counter[str] = Counter()
@@ -205,7 +205,7 @@ def _objects(path: Path, text: str) -> Iterator[Row]:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object as it is written, a name that stands there twice included."""
+    """A JSON object as it is written, with duplicate names."""
 
 
 def _without_repeats(found: Any) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _column(written: str) -> str:
 
 
 def _value(name: str, raw: Any) -> Any:
-    """The value of an option as it stands in a file: text, or what JSON knows beside it."""
+    """Value of an option as written in a file: text, or another JSON type."""
     kind = columns()[name]
     if isinstance(raw, bool) and kind is bool:
         return raw
@@ -293,7 +293,7 @@ def _check_names(path: Path, tasks: Iterable[Task]) -> None:
 
 
 def stated(job: Job) -> dict[str, Any]:
-    """What of ``job`` is not as every job is, as plain values."""
+    """Options of ``job`` that are not the default, as plain values."""
     fields = [field for field in dataclasses.fields(Job) if field.name != "settings"]
     values = {field.name: getattr(job, field.name) for field in fields if getattr(job, field.name) != field.default}
     knobs = {name: value for name, value in job.settings.as_dict().items() if value is not None}
@@ -301,6 +301,6 @@ def stated(job: Job) -> dict[str, Any]:
 
 
 def digest_of(job: Job) -> str:
-    """What makes the pictures of ``job``, in short."""
+    """Digest of everything that determines the pictures of ``job``."""
     picture = {name: value for name, value in stated(job).items() if name not in _ELSEWHERE}
     return hashlib.sha256(json.dumps(picture, sort_keys=True).encode()).hexdigest()[:24]

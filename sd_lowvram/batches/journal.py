@@ -1,7 +1,7 @@
-"""What has become of each job of a batch, in an SQLite file in its folder; true whatever ends the program.
+"""The journal of a batch: the state of each job, in an SQLite file in the batch's folder, correct after any crash.
 
-A picture is in its place before the journal calls its job done. A batch that is ended between the two makes the picture
-again, in the same place: there is never a result without a picture, nor two results of one job.
+A picture is in its place before the journal marks its job as done. A batch that is interrupted in between makes the
+picture again, in the same place. So there is never a result without a picture, and never two results of one job.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class JournalEntry:
 
 @dataclass
 class JobChanges:
-    """What differs from the last run, as lines of the file; ``gone`` as lines of the file as it was then.
+    """Differences from the last run, as lines of the file; ``gone`` as lines of the file of that time.
 
-    Without a journal, ``found`` are the pictures of jobs of the file that lay in the folder.
+    Without a journal, ``found`` lists the pictures in the folder that belong to jobs of the file.
     """
 
     first: bool = False
@@ -76,14 +76,15 @@ class JobChanges:
 
 
 class Journal:
-    """The journal of the batch in ``folder``, held for this process alone until it is closed. One that is damaged is
-    set aside, and made anew of the pictures that are there.
+    """The journal of the batch in ``folder``, locked for this process until it is closed.
+
+    A damaged journal is renamed and rebuilt from the pictures.
 
     Attributes:
-        set_aside: where the damaged one is; None where it was whole.
+        set_aside: path of the damaged journal; None if it was not damaged.
 
     Raises:
-        BadInputError: another process has it, or it cannot be read.
+        BadInputError: another process has the journal open, or it cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -197,7 +198,7 @@ class Journal:
                 self._rows.execute("UPDATE jobs SET state = 'waiting' WHERE id = ?", (job,))
             elif _sha256(file.read_bytes()) != digest:
                 changes.edited.append(name)
-        # A job that has come back, after another one made its pictures anew.
+        # A job that is in the file again, after another one has made its pictures.
         self._rows.execute(
             "UPDATE jobs SET state = 'waiting' WHERE state = 'done' AND json_array_length(files) > "
             "(SELECT count(*) FROM results WHERE job = jobs.id)"
@@ -288,11 +289,13 @@ def _summary(rows: sqlite3.Connection) -> list[dict[str, Any]]:
 
 
 def finished(folder: Path) -> tuple[set[str], list[dict[str, Any]]]:
-    """Keys of the jobs that have their results by the journal in ``folder``, and all its jobs as plain values; none
-    where there is no journal. Nothing is written.
+    """Keys of the finished jobs in the journal of ``folder``, and all its jobs as plain values; empty without a
+    journal.
+
+    Nothing is written.
 
     Raises:
-        BadInputError: it cannot be read now.
+        BadInputError: the journal cannot be read now.
     """
     path = folder / NAME
     if not path.is_file():
@@ -307,12 +310,12 @@ def finished(folder: Path) -> tuple[set[str], list[dict[str, Any]]]:
 
 
 def is_damaged(error: sqlite3.Error) -> bool:
-    """Whether SQLite tells that the file itself is not as it should be; of a full disk it speaks otherwise."""
+    """True if SQLite reports a damaged file; it reports a full disk differently."""
     return type(error) is sqlite3.DatabaseError
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether the head of a file that may be damaged is that of a journal of ours."""
+    """True if a possibly damaged file begins like our journal."""
     with path.open("rb") as file:
         head = file.read(100)
     return head.startswith(b"SQLite format 3\0") and head[68:72] == _OURS.to_bytes(4, "big")

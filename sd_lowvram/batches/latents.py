@@ -1,4 +1,4 @@
-"""The latents of a batch's jobs: where they are kept while a job is painted, and what it goes on from."""
+"""The latents of a batch's jobs: their files while a job is painted, and resuming from them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _MAY_DIFFER = ("vram", "ram", "device", "output", "allow_pickle", "settings", "i
 
 @dataclass(frozen=True)
 class JobLatents:
-    """Where the latents of a job are kept, and how often they are written.
+    """File and interval of a job's latents.
 
     Attributes:
-        file: as text, as the worker may run another system.
+        file: path as text, because the worker may run another system.
     """
 
     file: str
@@ -63,16 +63,16 @@ def remove(place: JobLatents) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Leave nothing beside latents in the batch's ``folder``; no worker may be at work."""
+    """Delete everything but latents from the batch's ``folder`` of latents; no worker may be running."""
     sweep(folder / _FOLDER)
     with contextlib.suppress(OSError):  # there are latents in it, or it never was
         (folder / _FOLDER).rmdir()
 
 
 def begun(place: JobLatents, job: Job, images: dict[str, Any], device: torch.device) -> Begun | None:
-    """What is done of a sized ``job`` that begins with ``images``; None: nothing that it can go on from.
+    """Saved state of a sized ``job`` with the input ``images``; None if it cannot be resumed.
 
-    Logs latents that are there and of no use, and of the step from which the job goes on.
+    Unusable latents, and the step from which the job resumes, are logged.
     """
     path = Path(place.file)
     if not path.exists():
@@ -92,7 +92,7 @@ def begun(place: JobLatents, job: Job, images: dict[str, Any], device: torch.dev
 
 
 def _is_same(job: Job, before: Job, saved: Saved, images: dict[str, Any], device: torch.device) -> bool:
-    """Whether ``saved``, the run ``before``, is of ``job``."""
+    """True if ``saved``, of the run ``before``, belongs to ``job``."""
     import torch
 
     if dataclasses.replace(before, **{name: getattr(job, name) for name in _MAY_DIFFER}) != job:

@@ -1,4 +1,4 @@
-"""What each picture of a batch says of its job, so that a lost journal is made anew of the pictures that are there."""
+"""Marks in the pictures of a batch that identify their jobs, so that a lost journal can be rebuilt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FinishedPicture:
 
 
 def mark_of(job: Job, number: int) -> str:
-    """What the picture ``number`` of ``job`` says of it."""
+    """The mark in picture ``number`` of ``job``."""
     return json.dumps({"job": _digest(job), "seed": job.seed, "number": number, "of": job.batch})
 
 
@@ -73,7 +73,7 @@ class Found:
         return None
 
     def picture(self, name: str) -> FinishedPicture:
-        """The picture ``name``, with its thumbnail made anew."""
+        """The picture ``name``, with a new thumbnail."""
         from PIL import Image
 
         png = (self._folder / name).read_bytes()
@@ -82,7 +82,7 @@ class Found:
 
 
 def _marks(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """By their names, what the whole pictures below ``folder`` say."""
+    """Marks of all complete pictures below ``folder``, by name."""
     from PIL import Image
 
     for file in sorted(folder.rglob("*.png")):

@@ -30,14 +30,14 @@ from .painter import Failed, Painter
 from .processes import threads_of
 
 _PORT = 10001
-"""At which a cluster serves programs that are not part of it."""
+"""Port at which a cluster serves programs outside of it."""
 
 _STORE = 128 * MIB
 """Object store of a cluster of our own: only finished pictures pass through it."""
 
 _CHUNK = 64 * MIB
 _PATIENCE = 30
-"""Seconds without any worker, after which that is told."""
+"""Seconds without any worker after which a message is printed."""
 
 _TOKENS = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 
@@ -58,7 +58,7 @@ class Lacks:
 
 
 class PainterActor:
-    """What an actor is: a painter, and the files that were sent to it."""
+    """An actor: a painter, and the files that were sent to it."""
 
     def __init__(self, share: int, threads: str | None) -> None:
         # Ray gives an actor as many threads as it claims of the cores, which are there to place it.
@@ -79,13 +79,13 @@ class PainterActor:
     def attempt(
         self, job: Job, place: JobLatents, pictures: int, sizes: Sizes, sent: dict[str, dict[str, list[Any]]]
     ) -> Outcome | Lacks:
-        """The pictures of ``job``, or why there are none.
+        """Paint ``job``; return the pictures, or the reason why there are none.
 
         Args:
-            place: for its latents, if the batch's folder is to be seen from here: elsewhere nobody would find them.
-            pictures: that its plan will make in all.
-            sizes: what the files are like where the batch was started; those that are the same here are used.
-            sent: the contents of others, as references into the object store.
+            place: place of its latents, used if the batch's folder is visible from here.
+            pictures: number of pictures that its plan will make in all.
+            sizes: sizes and digests of the files on the machine of the batch; equal files here are used.
+            sent: contents of the other files, as references into the object store.
         """
         for name in _FILES:
             path = getattr(job, name)
@@ -139,7 +139,7 @@ class Actors:
     def __init__(self, where: str, wanted: int | None) -> None:
         self._own = where == "ray"
         self._stack = contextlib.ExitStack()
-        # Ray writes to standard output, too, when a worker dies; what is to be told of that, we tell.
+        # Ray writes to standard output when a worker dies; our own message reports that.
         self._stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         self._ray = _imported(self._own)
         self._connect(where, wanted or 1)
@@ -257,7 +257,7 @@ class Actors:
         return []
 
     def _files_of(self, job: Job) -> Sizes:
-        """What there is on this machine of the files that ``job`` names; others are where the workers are."""
+        """Files on this machine that ``job`` names; others are on the machines of the workers."""
         for name in _FILES:
             path = getattr(job, name)
             if path is not None and str(path) not in self._sizes:
@@ -274,7 +274,7 @@ class Actors:
             self._sent[path] = parts
 
     def _tell_if_alone(self) -> None:
-        """Tell once when no worker is there for long: Ray goes on looking for room for them."""
+        """Print a message once if there has been no worker for long; Ray goes on looking for resources."""
         if self._ready:
             self._alone_since = time.monotonic()
         elif self._alone_since is not None and time.monotonic() - self._alone_since > _PATIENCE:
@@ -294,7 +294,7 @@ def _check_version(name: str, version: str) -> None:
 
 
 def _imported(own: bool) -> Any:
-    """Ray, told before it is imported what it reports (nothing) and whom it listens to."""
+    """Import Ray with usage reports off and authentication on."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if own:  # at 127.0.0.1, and even there to nobody else: whoever can speak to a cluster can run any program on it
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

@@ -45,7 +45,7 @@ _SHAPE = ("width", "height", "batch", "steps_run", "guidance", "vram", "ram", "a
 
 @dataclass(frozen=True)
 class Painted:
-    """The pictures of a job, how long they took, and what people are told of the run."""
+    """Pictures of a job, their seconds, and the messages of the run."""
 
     pictures: tuple[FinishedPicture, ...]
     seconds: float
@@ -78,11 +78,11 @@ class Painter:
         self._planned: Any = None
 
     def attempt(self, job: Job, place: JobLatents | None = None, pictures: int = 1) -> Painted | Failed:
-        """The pictures of a checked ``job``, or why there are none.
+        """Paint a checked ``job``; return the pictures, or the reason why there are none.
 
         Args:
-            place: for its latents, from which it goes on if they are there; None: they are not kept.
-            pictures: that a plan for it will make in all.
+            place: place of its latents, from which it resumes if they exist; None: latents are not saved.
+            pictures: number of pictures that its plan will make in all.
         """
         notes: list[str] = []
         try:
@@ -125,7 +125,7 @@ class Painter:
         wanted = model_key(job)
         if self._loaded == wanted:
             return
-        self._pipe = self._scheduler = self._loaded = self._planned = None  # room for the next one
+        self._pipe = self._scheduler = self._loaded = self._planned = None  # free memory for the next one
         self._pipe, self._device = load(job, model_path(job.model))
         self._scheduler = self._pipe.scheduler
         self._loaded = wanted
@@ -136,7 +136,7 @@ class Painter:
         return safety_of(job, self._pipe, images, files, Precaution(place.interval, place=path, start=saved))
 
     def _plan(self, job: Job, before: Begun | None, pictures: int, console: Console) -> None:
-        """Attach a plan for ``job``: that by which it was begun, if it was and there is room for it."""
+        """Attach a plan for ``job``: its first plan if it is resumed and that plan still fits, else a new one."""
         if before is not None:
             try:
                 return self._attach(dataclasses.replace(job, settings=before.settings), pictures, console)
@@ -161,16 +161,16 @@ class Painter:
         from ..devices.info import available_ram
 
         assert self._device is not None
-        self._part = self._part or f"{available_ram() // self._share}B"  # the same for all jobs, that plans are kept
+        self._part = self._part or f"{available_ram() // self._share}B"  # equal for all jobs, so that plans are reused
         vram = self._part if job.vram is None and self._device.type == "cpu" else job.vram
         return dataclasses.replace(job, vram=vram, ram=job.ram or self._part)
 
 
 def model_key(job: Job) -> tuple[Any, ...]:
-    """What must be equal for two jobs to be painted by one loaded model."""
+    """Key that is equal for jobs that one loaded model can paint."""
     return (job.model, job.task, job.prediction, job.settings.precision, job.device, job.allow_pickle)
 
 
 def plan_key(job: Job) -> tuple[Any, ...]:
-    """What must be equal for two jobs to be painted by one plan."""
+    """Key that is equal for jobs that one plan can paint."""
     return tuple(getattr(job, name) for name in _SHAPE)

@@ -1,4 +1,4 @@
-"""One process a graphics card of this machine, each with a painter that plans for its own card."""
+"""Worker processes, one per GPU of this machine, each with a painter that plans for its own GPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _READY = "ready"
 
 
 class Processes:
-    """Workers of one machine. One that dies loses its job, which another may take, and is started again.
+    """Workers of one machine. A worker that dies loses its job, which another may take, and is started again.
 
     Args:
-        places: by name, what each has in its environment: which card it sees, and how many threads it runs.
+        places: environment of each worker by name: the visible GPU and the number of threads.
     """
 
     def __init__(self, places: dict[str, dict[str, str]]) -> None:
@@ -81,7 +81,7 @@ class Processes:
         self._workers[name] = _Worker(process, ours)
 
     def _again(self, name: str) -> list[tuple[str, Outcome]]:
-        """Start a worker that died anew; what became of its job."""
+        """Restart a worker that died; return the outcome of its job."""
         worker = self._workers.pop(name)
         worker.process.join()
         code = worker.process.exitcode or 0
@@ -105,7 +105,7 @@ class _Worker:
 
 
 def _serve(line: Connection, environment: dict[str, str], share: int) -> None:
-    """What a worker does: jobs in, outcomes out, until nobody is at the other end."""
+    """Main loop of a worker: jobs in, outcomes out, until the other end closes."""
     os.environ.update(environment)
     from tqdm import tqdm
 

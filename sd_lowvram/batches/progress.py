@@ -1,4 +1,4 @@
-"""What people see of a batch while it runs: a live table on a terminal, a line for each job anywhere else."""
+"""Progress of a batch: a live table on a terminal, a line for each job anywhere else."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Progress:
 
     @property
     def state(self) -> str:
-        """Such as "3 of 40 done, 1 failed"."""
+        """State as text: "3 of 40 done, 1 failed"."""
         failed = f", {len(self.failed)} failed" if self.failed else ""
         return f"{self._earlier + self.done} of {self._total} done{failed}"
 
@@ -78,8 +78,9 @@ class Progress:
 
     @property
     def pace(self) -> str:
-        """Such as "120 pictures an hour, 20 min left"; empty before the first picture. A job counts by its pixels and
-        steps."""
+        """Pace as text: "120 pictures an hour, 20 min left"; empty before the first picture.
+
+        A job counts by its pixels and steps."""
         if not self._finished:
             return ""
         left = self._left / self._finished * self.seconds
@@ -163,11 +164,11 @@ def _trouble(event: JobEvent) -> str:
 
 @contextlib.contextmanager
 def shown(progress: Progress, *, quiet: bool, silent: bool) -> Iterator[Any]:
-    """What is to be called with each event: a live table where standard output is a terminal, else lines.
+    """Yield the function to call with each event: a live table if standard output is a terminal, else lines.
 
     Args:
-        quiet: only the names of pictures.
-        silent: nothing on standard output.
+        quiet: print only the names of pictures.
+        silent: print nothing to standard output.
     """
     console = Console(file=sys.stdout)
     if quiet or silent or not console.is_terminal:

@@ -37,7 +37,7 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked for beside the jobs themselves."""
+    """Options of a batch in addition to its jobs."""
 
     jobs: Path
     out: Path
@@ -103,7 +103,7 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
 
 @contextlib.contextmanager
 def _damage_told(folder: Path) -> Iterator[None]:
-    """A journal that is damaged while the batch runs is bad input; of what else goes wrong SQLite tells."""
+    """Turn damage of the journal during the batch into BadInputError; other errors of SQLite pass."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -114,7 +114,7 @@ def _damage_told(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _crew(wanted: Wanted) -> Iterator[Crew]:
-    """Those who paint, for as long as the block lasts."""
+    """Start the crew for the time of the block."""
     crew: Crew
     if wanted.on is None:
         crew = Alone()

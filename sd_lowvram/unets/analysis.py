@@ -1,4 +1,4 @@
-"""What each unit of a UNet takes: weights, operations, time, memory; the analysis with which A-SDM (2023) begins."""
+"""Weights, operations, time and memory of each unit of a UNet; the analysis with which A-SDM (2023) begins."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ OTHERS = "others"
 
 @dataclass(frozen=True)
 class Taken:
-    """What one unit of a UNet takes in a denoising step.
+    """Costs of a unit of a UNet in a denoising step.
 
     Attributes:
-        name: of the unit, as :mod:`layers` names them; "others": what belongs to none.
-        parameters, bytes: of its weights.
+        name: name of the unit, as in :mod:`layers`; "others": everything that belongs to no unit.
+        parameters, bytes: number and bytes of its weights.
         operations: floating-point operations; a multiply-add counts two.
-        seconds: measured here, or foretold by a device's rates.
-        peak_bytes: of activations on the device while it runs, those of the whole UNet together, weights left out.
+        seconds: measured here, or predicted by a device's rates.
+        peak_bytes: peak of the whole UNet's activations while the unit runs, without weights.
     """
 
     name: str
@@ -47,15 +47,15 @@ class Taken:
 
 
 def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates | None = None) -> list[Taken]:
-    """What each unit of ``unet`` takes in a step for a picture of ``width`` x ``height`` pixels, in the run's order.
+    """Costs of each unit of ``unet`` in a step for a picture of ``width`` x ``height`` pixels, in the order of the run.
 
     Args:
-        unet: a UNet2DConditionModel; with ``rates`` the meta device will do.
+        unet: a UNet2DConditionModel; with ``rates`` it may be on the meta device.
         passes: rows of the batch: 2 with guidance.
-        rates: of the device to foretell times for. None: measured here, on the device that ``unet`` is on.
+        rates: rates of the device whose times are predicted. None: times are measured on the device of ``unet``.
 
     Raises:
-        BadInputError: not a UNet that is known.
+        BadInputError: ``unet`` is of an unknown kind.
     """
     units = [*units_of(unet), UNetLayer(OTHERS, "", unet)]
     anatomy = anatomy_of_components("diffusers", {"unet": unet})
@@ -80,14 +80,15 @@ def analysed(unet: Any, width: int, height: int, passes: int = 2, rates: Rates |
 
 
 def counted(unet: Any, side: int | None = None) -> dict[str, int]:
-    """What a guided step of ``unet`` takes at its own size, or for a picture of ``side`` pixels: "parameters", "bytes",
-    "operations" and "peak_bytes", times not among it; the meta device will do."""
+    """Costs of a guided step of ``unet`` at its own size, or for a picture of ``side`` pixels, without times.
+
+    Keys are "parameters", "bytes", "operations" and "peak_bytes". ``unet`` may be on the meta device."""
     side = side or own_side(unet)
     return totals(analysed(unet, side, side, rates=profile("rtx2070")))
 
 
 def totals(taken: Sequence[Taken]) -> dict[str, int]:
-    """Of all units together: sums, and the largest peak."""
+    """Totals of all units: sums, and the largest peak."""
     sums = {name: sum(getattr(unit, name) for unit in taken) for name in ("parameters", "bytes", "operations")}
     return {**sums, "peak_bytes": max(unit.peak_bytes for unit in taken)}
 
@@ -170,7 +171,7 @@ def _measured(units: list[UNetLayer], run: Any) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _timed(units: list[UNetLayer], taken: dict[str, float], device: torch.device) -> Iterator[None]:
-    """Inside, ``taken`` gets the seconds of each unit's calls; that of the whole UNet under its own unit."""
+    """Fill ``taken`` with the seconds of each unit's calls within the block; the whole UNet is a unit too."""
     started: dict[str, float] = {}
 
     def now() -> float:

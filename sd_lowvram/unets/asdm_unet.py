@@ -25,7 +25,7 @@ _NAME = re.compile(r"(dn|up)(\d+)|mid")
 
 
 class ASDMUNet2DConditionModel(UNet2DConditionModel):
-    """A UNet2DConditionModel of which some blocks are changed; its configuration says how.
+    """A UNet2DConditionModel with some changed blocks, as its configuration says.
 
     Its arguments are those of UNet2DConditionModel, by name, and three more.
     """
@@ -90,7 +90,7 @@ def check_changes(experts: Any, regions: Any, blocks: Any = ()) -> None:
 
 
 def is_changed(config: Mapping[str, Any]) -> bool:
-    """Whether a UNet of this configuration has changed blocks."""
+    """True if a UNet of this configuration has changed blocks."""
     return config.get("experts", 1) != 1 or config.get("regions") is not None
 
 

@@ -16,21 +16,21 @@ from ..errors import BadInputError
 from .cond_conv import CondConv2d
 
 _FIRST_SHARE = 0.9
-"""Of the first expert before anything is trained: the others can be told apart then, and do little harm."""
+"""Initial share of the first expert. The others then differ from each other, and change the result little."""
 
 Relatives = Callable[[str], Iterable[str]]
-"""From the path of a layer in a UNet that was cut to those of the layers that were cut beside it, in the whole one."""
+"""Function from the path of a layer in a cut UNet to the paths, in the whole UNet, of the layers removed next to it."""
 
 
 @dataclass(frozen=True)
 class BlockChanges:
-    """What is put into some blocks of a UNet.
+    """Changes to some blocks of a UNet.
 
     Attributes:
-        experts: of each 3x3 convolution there; 1: it stays as it is.
-        regions: side of a region of self-attention, in tokens; None: it stays as it is.
-        blocks: "dn0", "up3", as the UNet has them; none: the outermost one on each side.
-        seed: of what is drawn for experts of which nothing is inherited.
+        experts: number of experts of each 3x3 convolution; 1: unchanged.
+        regions: side of a region of self-attention, in tokens; None: unchanged.
+        blocks: names of blocks such as "dn0", "up3"; empty: the outermost one on each side.
+        seed: seed of the random weights of experts that inherit nothing.
     """
 
     experts: int = 1
@@ -51,17 +51,17 @@ def check_unchanged(unet: Any) -> None:
 
 
 def changed(unet: Any, changes: BlockChanges, whole: Mapping[str, Tensor], relatives: Relatives) -> Any:
-    """A UNet like ``unet`` with ``changes``; ``unet`` itself where there is nothing to change.
+    """Return a UNet like ``unet`` with ``changes``; ``unet`` itself if nothing changes.
 
-    First experts are the layers of ``unet``; the next ones those that were cut beside them, of the same shape; the
-    rest is drawn. Routers begin with the same shares for all pictures, the gates of regional attention with zero.
+    First experts are the layers of ``unet``; the next ones are removed neighbours of equal shape; the rest is random.
+    Routers start with equal shares for all pictures, the gates of regional attention with zero.
 
     Args:
-        whole: the weights of the UNet that was cut, by name.
-        relatives: for a layer of ``unet`` the layers there that are inherited besides.
+        whole: weights of the UNet before the cut, by name.
+        relatives: function from a layer of ``unet`` to the layers in ``whole`` that it also inherits.
 
     Raises:
-        BadInputError: experts below 1 or above 64, a side below 1, a block that is not there, or nothing to change.
+        BadInputError: experts below 1 or above 64, a side below 1, a missing block, or nothing to change.
     """
     from .asdm_unet import ASDMUNet2DConditionModel, check_changes, is_changed
 
@@ -98,7 +98,7 @@ def _layer(weights: Mapping[str, Tensor], path: str) -> _Layer:
 def _experts(
     path: str, module: CondConv2d, kept: _Layer, inherited: list[_Layer], generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """The weights of a convolution of several experts, by name."""
+    """Weights of a convolution with several experts, by name."""
     others = [one for one in inherited if one[0].shape == kept[0].shape][: module.experts - 1]
     drawn = [_drawn(kept, generator) for _ in range(module.experts - 1 - len(others))]
     kernels, biases = zip(kept, *others, *drawn, strict=True)
@@ -113,7 +113,7 @@ def _experts(
 
 
 def _drawn(kept: _Layer, generator: torch.Generator) -> _Layer:
-    """A layer of the shapes of ``kept`` as torch begins one, uniform, scaled by what goes in."""
+    """A random layer with the shapes of ``kept``, with torch's default initialisation."""
     bound: float = kept[0][0].numel() ** -0.5
     kernel, bias = (bound * (2 * torch.rand(one.shape, generator=generator) - 1) for one in kept)
     return kernel.to(kept[0]), bias.to(kept[1])

@@ -51,7 +51,7 @@ def combined(compressed: Any, original: Any, blocks: int) -> Any:
 
 
 def _changes(compressed: Any, total: int, blocks: int) -> dict[str, Any]:
-    """What the configuration says of experts and regions in the outermost ``blocks``, for a UNet of ``total``."""
+    """Settings of experts and regions in the outermost ``blocks``, for a UNet of ``total`` blocks a side."""
     from .asdm_unet import is_changed
 
     if not is_changed(compressed.config):

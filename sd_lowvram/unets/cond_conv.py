@@ -37,7 +37,7 @@ class CondConv2d(nn.Module):
         self.router_bias = nn.Parameter(torch.zeros(experts))
 
     def shares(self, pooled: Tensor) -> Tensor:
-        """Of each expert (N, experts), for maps whose means are ``pooled`` (N, C); they add up to one."""
+        """Shares of the experts (N, experts) for maps with means ``pooled`` (N, C); they sum to one."""
         return F.linear(pooled, self.router_weight, self.router_bias).softmax(dim=1)
 
     def over_map(self, strips: Iterable[Tensor]) -> Tensor:

@@ -1,6 +1,4 @@
-"""What of a UNet is kept where layers are cut, and its record in the configuration: a LoRA counts the layers of the
-whole UNet.
-"""
+"""Remaining layers of a cut UNet, and their record in the configuration, because LoRAs count the whole UNet's layers."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from .checkpoints.unet_layout import KEPT
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a UNet is kept.
+    """Remaining layers of a UNet.
 
     Attributes:
-        down: for each down block that is kept, from the outside in, the layers of it.
-        up: for each up block that is kept, from the inside out.
-        mid: whether the middle block is kept.
+        down: for each remaining down block, from the outside in, its remaining layers.
+        up: the same for each remaining up block, from the inside out.
+        mid: True if the middle block remains.
     """
 
     down: tuple[tuple[int, ...], ...]
@@ -58,7 +56,7 @@ def recorded(config: Mapping[str, Any]) -> tuple[list[int], Cut]:
 
 
 def note_of(layers: Sequence[int], cut: Cut) -> dict[str, Any]:
-    """What :func:`recorded` reads."""
+    """The record that :func:`recorded` reads."""
     return {KEPT: {"layers": [*layers], **asdict(cut)}}
 
 

@@ -1,4 +1,4 @@
-"""Tells tensors from others by their bytes."""
+"""Digests of tensors by their bytes."""
 
 from __future__ import annotations
 

@@ -31,22 +31,22 @@ _UNCAPTIONED = 0.1
 """The share of samples without a text, for guidance."""
 _DECAY = 0.998
 _FEW_TOKENS = 1024
-"""The largest maps whose attention matrix is kept as it is on a CPU."""
+"""Largest number of tokens for which a CPU computes the attention matrix at once."""
 
 Told = Callable[[int, dict[str, float]], None]
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """How a student is trained.
+    """Options of a student's training.
 
     Attributes:
-        steps, batch: so many steps of so many samples, the latter in every process.
-        rate: the learning rate's peak (AdamW).
-        seed: of samples, noise and levels.
-        blocks: only so many outermost blocks on each side are trained; None: all.
-        semantic: a network of :mod:`frozen` whose features are compared, too, or None.
-        precision: "no" (float32) or "bf16", for what is computed; weights are trained in float32.
+        steps, batch: number of steps, and of samples a step in every process.
+        rate: peak learning rate (AdamW).
+        seed: seed of samples, noise and levels.
+        blocks: number of outermost blocks on each side that are trained; None: all.
+        semantic: a network of :mod:`frozen` whose features are compared too, or None.
+        precision: "no" (float32) or "bf16" for the computation; weights are trained in float32.
         every: steps between checkpoints, and between two reports of the terms.
     """
 
@@ -71,19 +71,20 @@ def distil(
     told: Told,
     stopped: Callable[[], bool] = bool,
 ) -> Any:
-    """Train ``student``; the average of its weights in a UNet of its own, in float32 on the CPU. None in all but the
-    first process, where ``accelerate launch`` has started several.
+    """Train ``student``; return the average of its weights as a new UNet, in float32 on the CPU.
+
+    Return None in all but the first process, if ``accelerate launch`` has started several.
 
     Args:
         teacher, student: UNets of diffusers; the teacher does not change.
-        vae: decodes what the semantic term looks at.
+        vae: autoencoder for the semantic term.
         schedule: a scheduler of diffusers; its betas and its prediction type are used.
-        checkpoint: a file; what an ended training of the same kind has left there is gone on with.
+        checkpoint: a file; an interrupted training with the same options resumes from it.
         told: called with a step's number and the means of the loss terms since the last call.
-        stopped: asked after each step; True ends the training there, saved.
+        stopped: called after each step; True stops the training and saves it.
 
     Raises:
-        KeyboardInterrupt: ``stopped`` said so.
+        KeyboardInterrupt: ``stopped`` returned True.
         BadInputError: UNets that do not match, a kind of model that cannot be trained, or another training's
             checkpoint.
     """
@@ -178,7 +179,7 @@ def _check_kind(unet: Any, student: Any, prediction: str) -> None:
 
 
 def _choose_trained(unet: Any, blocks: int | None) -> None:
-    """Let only the outermost ``blocks`` and the convolutions before and after them be trained."""
+    """Freeze all but the outermost ``blocks`` and the convolutions before and after them."""
     unet.requires_grad_(blocks is None)
     if blocks is None:
         return
@@ -252,7 +253,7 @@ class _Training:
             **features_terms(ours, theirs),
         }
         if self.features is not None:
-            # The least noisy quarter, which comes first: of the others no picture can be seen yet.
+            # The least noisy quarter, which comes first; at higher levels no picture is visible yet.
             few = max(1, len(clean) // 4)
             pictures = [self._pictures(noisy[:few], one[:few], levels[:few]) for one in (output, target)]
             terms["semantic"] = semantic_term(*(self.features(each) for each in pictures))
@@ -267,7 +268,7 @@ class _Training:
 
 
 def _identity(run: TrainingRun, processes: int, teacher: Any, student: Any, data: Encoded) -> dict[str, Any]:
-    """What must be the same for a run to go on; more steps may be asked for, and checkpoints at other places."""
+    """Facts that must be equal for a run to resume; steps and checkpoint interval may differ."""
     named = asdict(run)
     del named["steps"], named["every"]
     models = {name: digest_of(one.state_dict().values()) for name, one in (("teacher", teacher), ("student", student))}
@@ -275,8 +276,9 @@ def _identity(run: TrainingRun, processes: int, teacher: Any, student: Any, data
 
 
 def _keep(file: Path, identity: dict[str, Any], training: _Training, step: int) -> None:
-    """One file, which is replaced as a whole and read without running code: accelerate's ``save_state`` writes a folder
-    piece by piece, and its ``load_state`` unpickles what is registered with it."""
+    """Write the checkpoint as one file, atomically, readable without running code.
+
+    accelerate's ``save_state`` writes a folder piece by piece, and its ``load_state`` unpickles registered objects."""
     state = {
         "course": identity,
         "student": training.inner.state_dict(),
@@ -295,12 +297,11 @@ def _keep(file: Path, identity: dict[str, Any], training: _Training, step: int) 
 
 
 def _gone_on(file: Path, identity: dict[str, Any], steps: int, training: _Training) -> int:
-    """The step at which the checkpoint stands, no more than ``steps``, with all that it held put in place; 0 without
-    one."""
+    """Load the checkpoint if there is one; return its step, at most ``steps``, or 0."""
     if not file.exists():
         return 0
     state = None
-    with contextlib.suppress(Exception):  # whatever else lies there
+    with contextlib.suppress(Exception):  # any other file
         state = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not {"course", "student", "optimizer", "average", "step"} <= state.keys():
         raise CheckpointError(f"{file} is no checkpoint of distil: remove it, or name another --out")

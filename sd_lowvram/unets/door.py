@@ -1,4 +1,4 @@
-"""What smaller UNets add to the package: the command ``unet``, their class, their single files, a node of ComfyUI's."""
+"""Registration of smaller UNets: the command ``unet``, their class, their single files, a ComfyUI node."""
 
 from __future__ import annotations
 

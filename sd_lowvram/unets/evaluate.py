@@ -1,4 +1,4 @@
-"""What a student's pictures are worth beside its teacher's, and beside the pictures that both were trained on.
+"""Quality of a student's pictures, compared with its teacher's and with the training pictures.
 
 The measures are those of A-SDM (2023), Frechet distance and inception score, over the features of a network of
 :mod:`frozen` in place of Inception's: the figures compare models here, not with published ones.
@@ -34,12 +34,12 @@ _SEEN = 16
 
 @dataclass(frozen=True)
 class Draw:
-    """How the pictures of an evaluation are drawn.
+    """Options for drawing the pictures of an evaluation.
 
     Attributes:
-        pictures: so many prompts, evenly over the training pictures.
-        steps, guidance: of each.
-        seed: of the first picture; each next has the next.
+        pictures: number of prompts, spread evenly over the training pictures.
+        steps, guidance: steps and guidance scale of each picture.
+        seed: seed of the first picture; each next picture has the next seed.
     """
 
     pictures: int = 32
@@ -50,12 +50,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class Ground:
-    """What drawn pictures are measured against.
+    """Reference of an evaluation.
 
     Attributes:
-        prompts: of the pictures to draw; ``places``: where each one's own picture is among the training pictures.
+        prompts: prompts of the pictures to draw; ``places``: index of each prompt's training picture.
         known: the training pictures, small (pictures, 3, 16, 16) of -1..1; ``seen``: their features (pictures,
-            channels), of their full size.
+            channels), at full size.
     """
 
     prompts: list[str]
@@ -86,10 +86,10 @@ def pipeline_to_draw(model: str | None, dtype: torch.dtype = torch.float32) -> A
 
 
 def ground_of(teacher: Any, items: list[Captioned], features: Features, draw: Draw) -> Ground:
-    """The prompts of ``draw``, and what they are measured against, at the teacher's own size.
+    """Prompts of ``draw`` and their reference, at the teacher's own size.
 
     Raises:
-        BadInputError: as :func:`prompts_of`; a file that is no picture.
+        BadInputError: as :func:`prompts_of`; a file that is not a picture.
     """
     prompts, places = prompts_of(items, draw)
     known, seen = [], []
@@ -177,7 +177,7 @@ def agreement(pictures: Tensor, others: Tensor) -> dict[str, float]:
 
 
 def nearest(pictures: Tensor, known: Tensor) -> Tensor:
-    """For each picture the place of the nearest of ``known``, both scaled down to 16x16."""
+    """Index of the nearest of ``known`` for each picture, both scaled down to 16x16."""
     return torch.cdist(_small(pictures).flatten(1), _small(known).flatten(1)).argmin(dim=1)
 
 
@@ -206,11 +206,11 @@ def frechet_distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def picture_score(ours: Tensor, known: Tensor) -> float:
-    """An inception score (Salimans et al. 2016) whose classes are the training pictures: from 1, all pictures alike or
-    each like all, to the number of pictures, each like one of its own.
+    """An inception score (Salimans et al. 2016) whose classes are the training pictures.
 
-    How likely a class is falls with the squared distance of features (pictures, channels); the unit is a tenth
-    of the median, over the training pictures, of that to the nearest other one.
+    It is 1 if all pictures are similar, or each is similar to all classes, and the number of pictures if each has its
+    own class. The probability of a class falls with the squared distance of features (pictures, channels), in units of
+    a tenth of the median distance between a training picture and its nearest neighbour.
     """
     among = torch.cdist(known, known).fill_diagonal_(torch.inf)
     unit = among.min(dim=1).values.square().median().clamp_min(1e-12) / 10

@@ -35,7 +35,7 @@ def own_side(unet: Any) -> int:
 
 
 def check_unet(unet: Any) -> None:
-    """Raise BadInputError where ``unet`` is no plain UNet2DConditionModel of SD1.x, SD2.x or SDXL."""
+    """Raise BadInputError if ``unet`` is not a plain UNet2DConditionModel of SD1.x, SD2.x or SDXL."""
     from ..models.diffusers import is_unet
 
     if not is_unet(unet):

@@ -1,7 +1,7 @@
-"""Gives a LoRA that was trained on a whole UNet the layer numbers of a UNet that was cut from it.
+"""Conversion of a LoRA of a whole UNet to the layer numbers of a UNet that was cut from it.
 
-A cut counts the layers that are left anew: of SD1.5's up blocks base keeps the first and the last, and the last is then
-the second. A LoRA loaded as it is would put what it has for the middle layer on the last one.
+A cut renumbers the remaining layers: of SD1.5's up blocks, base has the first and the last layer, and the last is then
+the second. An unconverted LoRA would apply its weights for the middle layer to the last one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .prune import narrowed
 Layer = tuple[str, int, int]
 """Side ("down", "up" or "mid"), block, and layer there."""
 _SAMPLER, _BEYOND = 1000, -1
-"""In place of a layer's number, and of a block's."""
+"""Placeholders for the number of a sampler's layer, and of a layer outside of all blocks."""
 
 _DIFFUSERS = re.compile(r"(down|up)_blocks([._])(\d+)([._])(resnets|attentions|downsamplers|upsamplers)([._])(\d+)")
 _COMPVIS = re.compile(r"(input|output)_blocks([._])(\d+)")
@@ -41,9 +41,9 @@ _TENSORS = (
     ),
     *("hada_", "lokr_", "dora_scale", "lora_magnitude_vector", "oft_"),
 )
-"""What the tensors of LoRAs are called."""
+"""Names of the tensors in LoRAs."""
 _TAKES = re.compile(r"(lora_down|lora_A|lora\.down)\.(\w+\.)?weight$")
-"""What takes the map that a layer is given."""
+"""Names of the tensors that receive a layer's input."""
 _INNERMOST = re.compile(
     r"up_blocks[._]0[._]resnets[._]0[._](conv1|conv_shortcut)\b|output_blocks[._]0[._]0[._](in_layers|skip_connection)"
 )
@@ -51,23 +51,23 @@ _TEXT = ("text_encoder", "lora_te", "te1.", "te2.")
 
 
 def lora_for(unet: Any, lora: Mapping[str, Tensor] | str | Path) -> dict[str, Tensor]:
-    """The LoRA for a UNet that `unet prune`, `combine` or `distil` made, as its loaders take it::
+    """Convert a LoRA for a UNet that `unet prune`, `combine` or `distil` made::
 
         pipe.load_lora_weights(lora_for(pipe.unet, "style.safetensors"))
 
-    What is for layers that were cut is left out, and one warning names them. All else, text encoders among it, stays
-    as it is, and for a UNet of which nothing was cut the whole LoRA does. Fidelity: ``bitwise`` to cutting the model
-    after the LoRA was fused into it.
+    Tensors for removed layers are left out, and one warning names them. Everything else stays as it is, text encoders
+    too; for a UNet without a cut the LoRA is unchanged. Fidelity: ``bitwise`` to cutting the model after the LoRA was
+    fused into it.
 
     Args:
-        unet: a UNet2DConditionModel; the meta device will do.
+        unet: a UNet2DConditionModel; it may be on the meta device.
         lora: its tensors by name, or a .safetensors file: names of diffusers, PEFT or kohya, layers counted as in
             diffusers or as in CompVis' checkpoints (``input_blocks``).
 
     Raises:
-        CheckpointError: a file that cannot be read, or the UNet's record of what was cut is damaged.
-        BadInputError: no LoRA; one of which nothing is left; one with layers that the UNet does not have and no record
-            of which were cut.
+        CheckpointError: the file cannot be read, or the UNet's record of removed layers is damaged.
+        BadInputError: not a LoRA; a LoRA of which nothing remains; a LoRA with layers that the UNet lacks, without a
+            record of removed layers.
     """
     check_unet(unet)
     given = _read(lora) if isinstance(lora, (str, Path)) else dict(lora)
@@ -164,7 +164,7 @@ def _renamed(name: str, place: Layer, numbers: _Numbers) -> str:
 
 
 def _narrowed(name: str, tensor: Tensor, unet: Any) -> Tensor:
-    """What the innermost up layer takes where the block before it, which was cut, gave more channels."""
+    """Cut the tensor to the innermost up layer's input, if a removed block before it had more channels."""
     if not (_INNERMOST.search(name) and _TAKES.search(name) and tensor.ndim > 1):
         return tensor
     wanted = unet.up_blocks[0].resnets[0].conv1.in_channels
@@ -192,7 +192,7 @@ def _beyond(lora: Any, layer: Layer) -> str:
 
 
 def _called(layer: Layer) -> str:
-    """As `unet prune` names it."""
+    """Name of a layer as in `unet prune`."""
     side, block, number = layer
     if side == "mid":
         return side

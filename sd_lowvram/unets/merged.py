@@ -1,4 +1,4 @@
-"""One plan for a run whose denoiser changes between steps, of the plans with each of them."""
+"""Merge the plans of several denoisers into one plan for a run that changes between them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Cuts layers out of a UNet and keeps the weights of the others; what comes out is a plain model of diffusers.
+"""Removal of layers from a UNet; the other layers keep their weights, and the result is a plain diffusers model.
 
-The cuts named base, small and tiny are those of BK-SDM (Kim et al. 2023), which A-SDM (2023) starts from. Every layer
-of a down block gives a skip connection that a layer of the up block across takes: the two go together.
+The cuts base, small and tiny are those of BK-SDM (Kim et al. 2023), from which A-SDM (2023) starts. Every layer of a
+down block has a skip connection to a layer of the opposite up block: the two are removed together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALWAYS = (
     *("conv_in", "time_embedding", "add_embedding", "class_embedding", "encoder_hid_proj"),
     *("conv_norm_out", "conv_out"),
 )
-"""What no cut takes."""
+"""Parts that no cut removes."""
 
 
 def cut_of_kind(config: Mapping[str, Any], kind: str) -> Cut:
@@ -80,7 +80,7 @@ def cut_by_names(config: Mapping[str, Any], keep: Collection[str] = (), drop: Co
 
 
 def _parts(full: Cut, name: str) -> list[str]:
-    """The layers that a name stands for."""
+    """Layers of a name."""
     found = _NAME.fullmatch(name.strip())
     if found is None:
         raise BadInputError(
@@ -181,7 +181,7 @@ def origins(cut: Cut, blocks: int) -> dict[str, str]:
 
 
 def relatives(cut: Cut, full: Cut) -> Relatives:
-    """For a residual block's layer in what ``cut`` leaves of ``full``, the same layer of those cut in its block."""
+    """Function from a layer of a remaining residual block to the same layers of the blocks removed next to it."""
     gone = len(full.down) - len(cut.down)
     sides = {"down_blocks": (0, full.down, cut.down), "up_blocks": (gone, full.up, cut.up)}
 
@@ -205,7 +205,7 @@ def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, 
     from .asdm_unet import ASDMUNet2DConditionModel, is_changed
 
     first: Any = parts[0][0]
-    # A name under "_use_default_values" would get its default again, whatever stands there now.
+    # A name under "_use_default_values" would be reset to its default, whatever its value is now.
     asked = {name: value for name, value in config.items() if name == KEPT or not name.startswith("_")}
     with torch.device("meta"):
         made = (ASDMUNet2DConditionModel if is_changed(config) else UNet2DConditionModel).from_config(asked)
@@ -218,7 +218,7 @@ def assembled(config: Mapping[str, Any], parts: list[tuple[nn.Module, dict[str, 
     hidden = config["block_out_channels"][-1]
     wanted = {name: weight.shape for name, weight in made.state_dict().items()}
     made.load_state_dict({name: _narrowed(name, weights[name], wanted[name], hidden) for name in wanted}, assign=True)
-    return nn.Module.to(made, first.dtype).eval().requires_grad_(False)  # diffusers' own warns of parts kept in float32
+    return nn.Module.to(made, first.dtype).eval().requires_grad_(False)  # diffusers' own `to` warns of float32 parts
 
 
 def _narrowed(name: str, weight: torch.Tensor, shape: torch.Size, hidden: int) -> torch.Tensor:

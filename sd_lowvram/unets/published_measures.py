@@ -1,6 +1,6 @@
 """FID, inception score and CLIP score as papers have them, by torchmetrics; nothing is fetched.
 
-They are of use for thousands of pictures: of a hundred FID tells little, and the inception score is of ten groups.
+They are meaningful for thousands of pictures: FID of a hundred says little, and the inception score uses ten groups.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class AtHand(NamedTuple):
 
 
 def at_hand() -> AtHand:
-    """Where the weights lie.
+    """Paths of the weights.
 
     Raises:
-        BadInputError: a package or weights are missing; it says which, and where they are looked for.
+        BadInputError: a package or weights are missing; the message says which, and where they are expected.
     """
     try:
         import torchmetrics  # noqa: F401

@@ -22,15 +22,15 @@ POOLED = 8
 
 
 class RegionalAttention(nn.Module):
-    """Of tokens (N, height * width, C): each attends to those of its region, and to the map pooled to 8 x 8 tokens.
+    """Attention of tokens (N, height * width, C) within their region, and to the map pooled to 8 x 8 tokens.
 
-    The two results are added, the second times ``gate``, a learned number for each head that is zero at first: then,
-    with a region as large as the map, this is plain attention. A side that regions do not divide has regions of two
-    sizes, one apart; nothing is padded. Pooled are keys and values, which is the same as to project a pooled map.
+    The two results are added, the second one times ``gate``, a learned number for each head that starts at zero: with a
+    region as large as the map this is plain attention at first. A side that regions do not divide has regions of two
+    sizes that differ by one; nothing is padded. Keys and values are pooled, which equals projecting a pooled map.
     """
 
     processor = None
-    """Here stands diffusers' way to exchange how an attention is computed: this one is not to be exchanged."""
+    """Attribute that diffusers uses to replace an attention's computation; this attention is not replaceable."""
 
     def __init__(self, attention: Any, side: int, factor: int) -> None:
         """
@@ -46,7 +46,7 @@ class RegionalAttention(nn.Module):
         self.to_out = attention.to_out
         self.gate = nn.Parameter(torch.zeros(self.heads))
         self.latents: tuple[int, int] | None = None
-        """Height and width of the latents of the UNet's call that is under way, which the UNet tells."""
+        """Height and width of the latents of the UNet's current call, set by the UNet."""
 
     def forward(
         self, tokens: Tensor, *context: Any, attention_mask: Tensor | None = None, band: Band | None = None, **_: Any
@@ -120,7 +120,7 @@ class RegionalAttention(nn.Module):
         return out.flatten(1, 2)
 
     def _attended(self, rows: RegionRow, columns: RegionRow, *maps: Tensor) -> Tensor:
-        """Of a rectangle of regions of one size, the results where they belong."""
+        """Attend within a rectangle of regions of one size; return the results in their places."""
         query, key, value = (self._regions(one, rows, columns) for one in maps)
         attended = F.scaled_dot_product_attention(query, key, value)
         attended = attended.view(-1, rows.number, columns.number, self.heads, rows.size, columns.size, query.shape[-1])

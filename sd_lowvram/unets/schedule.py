@@ -1,7 +1,7 @@
 """Several UNets in one run, after A-SDM (2023): a small one for some steps, the whole one for the others.
 
-The run is one trajectory of one scheduler. Between two steps the pipeline's UNet is put in place of the other with the
-hooks of a plan of its own: one of them is on the device, the others wait in host memory.
+The run is one trajectory of one scheduler. Between two steps the pipeline's UNet is replaced by the next one, with the
+hooks of its own plan: one of them is on the device, the others are in host memory.
 """
 
 from __future__ import annotations
@@ -58,30 +58,32 @@ def scheduled(
     settings: Settings | None = None,
     approximate: bool = False,
 ) -> Iterator[Plan]:
-    """Within the block ``pipe`` runs with the UNets of ``parts`` in turn, each by a plan of its own within one budget::
+    """Run ``pipe`` with the UNets of ``parts`` one after the other within the block, each by its own plan in one
+    budget::
 
         with scheduled(pipe, [(small, 10), (pipe.unet, 15)], vram="4GB") as plan:
             image = pipe("a red apple", num_inference_steps=25).images[0]
 
-    Afterwards the pipeline has its own UNet again and nothing attached to it, bit for bit. Fidelity: ``bitwise`` where
-    the own UNet takes all steps; with another one it draws another picture. Where the device runs out of memory, a
-    UNet's own plan goes leaner, as with :func:`sd_lowvram.optimize`, and stays so within the block.
+    Afterwards the pipeline has its own UNet again and no hooks, bit for bit. Fidelity: ``bitwise`` if the own UNet runs
+    all steps; another UNet draws another picture. If the device runs out of memory, the UNet's plan falls back to less
+    memory, as with :func:`sd_lowvram.optimize`, for the rest of the block.
 
     Args:
         pipe: a diffusers pipeline of SD1.x, SD2.x or SDXL that starts from noise.
-        parts: UNets, on the CPU, with their numbers of steps, first first; a UNet may come again. The steps together
-            are those of every run in the block.
-        vram, ram, width, height, batch, device, settings, approximate: as for :func:`sd_lowvram.optimize`. What waits
-            in host memory counts against a ``ram`` that is stated.
+        parts: UNets on the CPU, with their numbers of steps, in order; a UNet may occur again. Every run in the block
+            must have the sum of these steps.
+        vram, ram, width, height, batch, device, settings, approximate: as for :func:`sd_lowvram.optimize`. Waiting
+        UNets
+            count against a stated ``ram``.
 
     Returns:
-        The plan of the run as a whole: each stage with the most that it takes under any of the UNets.
+        The plan of the whole run: for each stage the maximum over the UNets.
 
     Raises:
-        BadInputError: no parts, fewer than one step, UNets that do not match, settings that keep what another UNet
-            would have computed (``deep_cache``, ``cuda_graphs``), a pipeline that starts from a picture, or, when a run
-            begins, another number of steps.
-        BudgetError: one of them does not fit.
+        BadInputError: no parts, fewer than one step, UNets that do not match, settings that store results for the next
+            UNet (``deep_cache``, ``cuda_graphs``), a pipeline that starts from a picture, or, when a run begins,
+            another number of steps.
+        BudgetError: one of the UNets does not fit.
     """
     fixed = settings or Settings()
     check_parts(pipe, parts)
@@ -166,7 +168,7 @@ class _Following:
 def _request(
     pipe: Any, part: Part, parts: Sequence[Part], vram: Size | None, ram: Size | None, run: RunOptions
 ) -> Request:
-    """For the turn of ``part``, within what the UNets that wait leave of the budget."""
+    """Request for the turn of ``part``, within the budget less the waiting UNets."""
     unet, steps = part
     pipe.register_modules(unet=unet)
     left = None
@@ -194,7 +196,7 @@ _ALIKE = (
     *("addition_embed_type", "addition_time_embed_dim", "projection_class_embeddings_input_dim"),
     *("class_embed_type", "time_cond_proj_dim"),
 )
-"""What a pipeline gives to its UNet and takes from it; what is inside, and the size it was made for, are its own."""
+"""Settings of a UNet's inputs and outputs, which must be equal; layers and native size may differ."""
 
 
 def check_match(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> None:
@@ -233,7 +235,7 @@ def check_parts(pipe: Any, parts: Sequence[Part]) -> None:
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise BadInputError where ``settings`` ask for what is kept from step to step, of one UNet for another."""
+    """Raise BadInputError if ``settings`` request something that stores one UNet's results for the next step."""
     if settings.deep_cache is not None:
         raise BadInputError(
             f"deep_cache={settings.deep_cache} and a schedule of UNets exclude each other: deep features of one UNet "

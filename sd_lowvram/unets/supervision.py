@@ -1,6 +1,6 @@
-"""What a student is told by its teacher at one step: A-SDM's terms (2023), on the blocks that both have.
+"""Loss terms of a student against its teacher at one step: A-SDM's terms (2023), on the blocks that both have.
 
-Features are compared relative to the teacher's own mean square, so that every block counts alike, whatever its scale.
+Features are compared relative to the teacher's own mean square, so that every block has equal weight.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def check_match(teacher: Any, student: Any) -> None:
 
 @contextlib.contextmanager
 def maps_of(unet: Any) -> Iterator[dict[str, Tensor]]:
-    """Inside, the maps of the last call: "dn0", "up0" after each block, from the outside in on both sides; "mid" before
-    the innermost up block."""
+    """Record the maps of the last call within the block: "dn0", "up0" after each block, "mid" before the innermost up
+    block; numbers count from the outside in on both sides."""
     maps: dict[str, Tensor] = {}
     handles = []
 
@@ -74,7 +74,7 @@ def features_terms(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[s
 
 
 def semantic_term(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
-    """How far the features of the student's pictures are from those of the teacher's, mean over the depths."""
+    """Distance between the features of the student's and of the teacher's pictures, averaged over the depths."""
     return torch.stack([_relative(*pair) for pair in zip(ours, theirs, strict=True)]).mean()
 
 
@@ -84,7 +84,7 @@ def _relative(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def clean_of(noisy: Tensor, output: Tensor, alphas: Tensor, prediction: str) -> Tensor:
-    """The clean latents that ``output`` foretells; ``alphas`` shaped to be multiplied with them."""
+    """The clean latents that ``output`` predicts; ``alphas`` are shaped for multiplication with them."""
     if prediction == "epsilon":
         return (noisy - (1 - alphas).sqrt() * output) / alphas.sqrt()
     return alphas.sqrt() * noisy - (1 - alphas).sqrt() * output

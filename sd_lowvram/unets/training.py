@@ -1,5 +1,5 @@
-"""What training a denoiser takes, whatever its loss, beside what diffusers has: noise levels spread over a batch, their
-weights, and a rate that follows from a step's number alone, so that an ended run needs no state of it."""
+"""Parts of training a denoiser that diffusers lacks: noise levels spread over a batch, their weights, and a learning
+rate that depends on the step's number alone, so that a resumed run needs no state of it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def captioned_pictures(folder: Path) -> list[Captioned]:
     """The pictures of ``folder`` by name.
 
     Raises:
-        BadInputError: no folder, no pictures, or one without a caption.
+        BadInputError: not a folder, no pictures, or a picture without a caption.
     """
     if not folder.is_dir():
         raise BadInputError(f"{folder} is no folder of pictures")
@@ -56,7 +56,7 @@ def read_pictures(items: list[Captioned], side: int) -> Iterator[Tensor]:
     """The pictures upright, on white, the square in their middle, in batches (count, 3, side, side) of -1..1.
 
     Raises:
-        BadInputError: a file that is no picture.
+        BadInputError: a file is not a picture.
     """
     for start in range(0, len(items), _AT_ONCE):
         yield torch.stack([_read(item.file, side) for item in items[start : start + _AT_ONCE]])
@@ -79,13 +79,13 @@ def _read(file: Path, side: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a denoiser is trained on.
+    """Training data of a denoiser.
 
     Attributes:
-        latents: (pictures, channels, H/8, W/8), scaled as the denoiser has them.
+        latents: (pictures, channels, H/8, W/8), scaled for the denoiser.
         texts: for each picture the embeddings of its captions (captions, tokens, width).
-        empty: the embedding of no text (1, tokens, width).
-        digest: of the pictures and captions, and of the models that brought them into this form.
+        empty: the embedding of an empty text (1, tokens, width).
+        digest: digest of the pictures and captions, and of the models that encoded them.
     """
 
     latents: Tensor

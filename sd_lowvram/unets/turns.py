@@ -19,12 +19,12 @@ def parse_turns(text: str, others: Collection[str], what: str, remedy: str = "")
     """The turns in ``text``.
 
     Args:
-        others: names beside "full".
-        what: how the text is called where it was written: "--schedule".
+        others: names in addition to "full".
+        what: name of the text in its surface, such as "--schedule".
         remedy: what to do about an unknown name, with "{name}" in it.
 
     Raises:
-        BadInputError: not of this form, an unknown or unused name, or fewer than one step.
+        BadInputError: wrong form, an unknown or unused name, or fewer than one step.
     """
     turns = tuple(_turn(one.strip(), others, what, remedy) for one in text.split(","))
     unused = [name for name in others if name not in {name for name, _ in turns}]

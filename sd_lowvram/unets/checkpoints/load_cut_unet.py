@@ -18,7 +18,7 @@ def load_cut_unet(path: Path, config: Mapping[str, Any], dtype: torch.dtype) -> 
     """The UNet of ``config`` with its weights in the file at ``path``, on the CPU.
 
     Raises:
-        CheckpointError: the file is no .safetensors, a weight is missing in it, or has another shape.
+        CheckpointError: the file is not .safetensors, or a weight is missing or has another shape.
     """
     from safetensors import safe_open
 

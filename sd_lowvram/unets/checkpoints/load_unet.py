@@ -40,10 +40,10 @@ def unet_folder(path: Path) -> Path:
 
 
 def configuration_of_unet(folder: Path) -> dict[str, Any]:
-    """The configuration of the UNet in ``folder``; with what it predicts, where a scheduler beside it tells that.
+    """The configuration of the UNet in ``folder``, with its prediction type if the folder has a scheduler.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the configuration cannot be read.
     """
     config = _table(folder / "config.json")
     scheduler = folder.parent / "scheduler" / "scheduler_config.json"

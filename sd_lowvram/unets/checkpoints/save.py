@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_single_file(target: Path) -> bool:
-    """Whether ``target`` names a single file, not a folder."""
+    """True if ``target`` names a single file, not a folder."""
     return target.suffix.lower() == ".safetensors"
 
 

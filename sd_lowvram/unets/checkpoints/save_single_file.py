@@ -1,7 +1,7 @@
-"""Writes a pipeline of SD1.x or SD2.x as a single file in the layout of CompVis and Stability, all of it or nothing.
+"""Single files of SD1.x and SD2.x in the layout of CompVis and Stability, written atomically.
 
-A file says nothing of a model but names, shapes and, to loaders that look there, what it predicts. So it is written
-only of models that are told whole by these: those with the widths of SD1.5 or SD2.1, whose layers may be cut.
+A file describes a model only by names, shapes and, for some loaders, the prediction type. So it is written only for
+models that these determine: those with the widths of SD1.5 or SD2.1, with or without removed layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FREE = {
     "unet": ("sample_size", "layers_per_block", "upcast_attention", "dropout"),
     "vae": ("sample_size", "force_upcast", "latents_mean", "latents_std"),
 }
-"""What may differ from the built-in architecture: the file tells it, or it changes no more than rounding."""
+"""Settings that may differ from the built-in architecture: the file shows them, or they change only rounding."""
 _OF_TEXT = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("hidden_act", "layer_norm_eps", "max_position_embeddings", "vocab_size"),
@@ -75,7 +75,7 @@ def _check_alike(part: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
 
 
 def _plain(value: Any) -> Any:
-    """One value for what a configuration may give once, or equal for every block."""
+    """The single value of a setting that a configuration gives once, or equally for every block."""
     if not isinstance(value, (list, tuple)):
         return value
     return value[0] if len({*map(str, value)}) == 1 else [*value]

@@ -1,7 +1,7 @@
-"""How many layers a UNet of SD1.x's and SD2.x's kind has: by its configuration, and by the names in a single file.
+"""Numbers of layers of UNets like SD1.x's and SD2.x's: from the configuration, or from the names in a single file.
 
-A single file tells that by the numbers of its ``input_blocks`` and ``output_blocks`` alone: every layer and every
-sampler on the way down has one, every layer on the way up has one. ComfyUI counts them in the same way.
+In a single file only the numbers of ``input_blocks`` and ``output_blocks`` show them: every layer and every sampler on
+the way down has one, every layer on the way up has one. ComfyUI counts them in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BY_BLOCK = (
     *("attention_head_dim", "num_attention_heads", "cross_attention_dim"),
     *("transformer_layers_per_block", "only_cross_attention"),
 )
-"""What a configuration may give block by block."""
+"""Settings that a configuration may give block by block."""
 KEPT = "_kept_layers"
 """The field of a configuration that notes which layers of the whole UNet these are, see ``unets.cuts``. diffusers
 carries one that begins with an underscore from file to file, and passes it over otherwise."""
@@ -34,11 +34,11 @@ NOTED = "sd_lowvram.kept_layers"
 
 @dataclass(frozen=True)
 class CutLayout:
-    """What is left of a UNet that layers were cut out of.
+    """Remaining layers of a cut UNet.
 
     Attributes:
-        layers: of each down block, from the outside in; the up block across has one more.
-        mid: whether there is a middle block.
+        layers: number of layers of each down block, from the outside in; the opposite up block has one more.
+        mid: True if there is a middle block.
     """
 
     layers: tuple[int, ...]
@@ -46,7 +46,7 @@ class CutLayout:
 
 
 def layout_of(config: Mapping[str, Any]) -> CutLayout:
-    """Of the UNet of a configuration."""
+    """Layout of a configuration's UNet."""
     return CutLayout(tuple(layers_per_block(config)), config.get("mid_block_type", "mid") is not None)
 
 
@@ -71,9 +71,9 @@ _NUMBERED = re.compile(r"(input|output)_blocks\.(\d{1,4})\.0\.(op|in_layers)\.")
 
 
 def layout_of_names(names: Iterable[str]) -> CutLayout | None:
-    """Of the UNet in a single file, by the ``names`` of its weights in it, from ``input_blocks`` on.
+    """Layout of the UNet in a single file, from the ``names`` of its weights from ``input_blocks`` on.
 
-    None where no UNet has such blocks: numbers are missing, or the two sides do not go together.
+    None if no UNet has such blocks: numbers are missing, or the two sides do not match.
     """
     kinds: dict[str, dict[int, str]] = {"input": {}, "output": {}}
     mid = False
@@ -124,7 +124,7 @@ def _loaded(path: Path, config: Mapping[str, Any], dtype: Any) -> Any:
 
 
 def _note(header: Header, path: Path) -> Any:
-    """What the file's metadata tell of which layers were cut; none where another program cut them."""
+    """Record of the removed layers in the file's metadata; empty if another program removed them."""
     text = header.metadata.get(NOTED)
     try:
         return None if text is None else json.loads(text)

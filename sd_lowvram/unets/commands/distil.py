@@ -77,7 +77,7 @@ def distil(
 
 
 def _checkpoint_of(out: Path) -> Path:
-    """The file beside ``out`` that an ended run goes on from and can be written; ``out`` must be new."""
+    """Path of the checkpoint next to ``out``, from which an interrupted run resumes; ``out`` must be new."""
     from ...commands.pictures import check_writable
     from ..checkpoints.save import check_new
 

@@ -1,4 +1,4 @@
-"""``sd-lowvram unet evaluate``: what a smaller UNet's pictures are worth beside those of the one it learned from."""
+"""``sd-lowvram unet evaluate``: quality of a smaller UNet's pictures, compared with its teacher's."""
 
 from __future__ import annotations
 

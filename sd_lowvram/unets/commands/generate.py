@@ -108,12 +108,12 @@ def _paths(named: Sequence[str]) -> dict[str, Path]:
 
 
 def paint_scheduled(job: Job, parts: Sequence[ScheduledSteps], console: Console) -> dict[str, Any]:
-    """Make and save the picture of a checked ``job`` by UNets in turn; plain values for ``--json``.
+    """Make and save the picture of a checked ``job`` with several UNets; return plain values for ``--json``.
 
-    No latents are kept on the way: a run that is ended begins again.
+    No latents are saved: an interrupted run starts from the beginning.
 
     Raises:
-        LowVRAMError: with the exit code that the command line gives.
+        LowVRAMError: with the exit code of the command line.
     """
     from ...commands import paint
     from ...commands.interrupts import heed_interrupts, terminated_as_interrupted

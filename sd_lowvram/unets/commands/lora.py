@@ -55,7 +55,7 @@ def lora(
 
 
 def _about(lora: Path) -> dict[str, str]:
-    """What the file says of itself: trigger words and the like."""
+    """Metadata of the file: trigger words and the like."""
     from safetensors import safe_open
 
     with safe_open(lora, framework="pt") as file:

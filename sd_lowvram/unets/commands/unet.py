@@ -265,7 +265,7 @@ def _loaded(model: str | None, console: Any) -> Any:
 
 
 def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> BlockChanges | None:
-    """What is put into the blocks of what is left, None where that is nothing."""
+    """Changes to the remaining blocks; None if there are none."""
     if experts < 1:
         raise BadInputError(f"--experts {experts} leaves no convolution: 1 is the plain one, 2 and more are mixed")
     if regions is not None and regions < 1:

@@ -1,1 +1,1 @@
-"""Nodes for ComfyUI, which lie in a pack beside this package: ``nodes/`` has what all share."""
+"""ComfyUI nodes for several UNets; ``nodes/`` of the pack has the common parts of all nodes."""

@@ -1,4 +1,4 @@
-"""Whether two MODELs can take turns in one sampling; a sentence where they cannot."""
+"""Check that two MODELs can alternate in one sampling; a sentence if they cannot."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_control(own: Any, small: Any, control: Any) -> None:
 
 
 def _told(model: ModelPatcher) -> dict[str, Any]:
-    """What both must have alike, a node's change of the prediction counted in."""
+    """Facts that must be equal in both models, including a node's change of the prediction."""
     config = model.model.model_config.unet_config
     bases = [base.__name__ for base in type(model.get_model_object("model_sampling")).__mro__]
     prediction = next((base for base in bases if base in _PREDICTIONS), "unknown")

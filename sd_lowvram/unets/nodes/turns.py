@@ -1,8 +1,8 @@
-"""Two MODELs that take turns in one sampling, through the wrappers of the first one's ModelPatcher.
+"""Two MODELs that alternate in one sampling, through the wrappers of the first one's ModelPatcher.
 
-The sampler is one, with its history, and the host's own guidance; where a step is the other model's, the call of the
-UNet goes to that one, with its own patches and wrappers. Between two turns the host is asked to load the one whose turn
-it is, by its own rules: it makes room at the other's cost where memory is short.
+There is one sampler with its history, and the host's own guidance. In the other model's steps the call of the UNet goes
+to that model, with its own patches and wrappers. Before a turn the host loads the model whose turn it is, by its own
+rules, and unloads the other if memory is short.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _ModelSwitch:
         return model.model, conds, others
 
     def _load_small(self, shape: Any, conds: Any) -> Any:
-        """Have the host load the small model, with its own wrappers; what it says of it."""
+        """Let the host load the small model, with its own wrappers; return the host's result."""
         from comfy import sampler_helpers
         from comfy.model_patcher import create_model_options_clone
 
@@ -151,7 +151,7 @@ class _ModelSwitch:
         return around(base.apply_model, given)
 
     def in_own_turns(self, around: Callable[..., Any]) -> Callable[..., Any]:
-        """What another node has put around calls of the own model, in that one's turns only."""
+        """Restrict a wrapper of another node around the own model to that model's turns."""
 
         def called(apply: Callable[..., Any], given: dict[str, Any]) -> Any:
             if self._is_own(given["timestep"], given["c"]["transformer_options"]):
