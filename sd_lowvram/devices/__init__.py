@@ -1,1 +1,1 @@
-"""What the machine has, how fast it is, and what runs on it."""
+"""The machine: its memory, its speed, and what runs on it."""

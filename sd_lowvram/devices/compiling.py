@@ -1,4 +1,4 @@
-"""What torch.compile gains on a device, and how long it takes: as measured here, or as published."""
+"""Gain and duration of torch.compile on a device, as measured here or as published."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Compiling:
 
 
 _PUBLISHED = {"h100": Compiling(66.0 / 54.5, first_seconds=4.0, again_seconds=1.0)}
-"""stable-fast's table: SD1.5 at 512x512 in fp16, 54.5 steps a second without torch.compile, 66.0 with it. It tells no
-warm-up: the seconds are assumptions."""
+"""Figures from stable-fast's table: SD1.5 at 512x512 in fp16, 54.5 steps a second without torch.compile, 66.0 with it.
+The table has no warm-up, so the seconds are assumptions."""
 
 
 def compiling_of(rates: Rates, device: torch.device) -> Compiling | None:
-    """What is known of the device that ``rates`` are of; None: nothing, and a plan compiles only where it is told to.
+    """Gain of compiling on the device of ``rates``; None if unknown, and plans then compile only on request.
 
-    That of the machine at hand is measured by ``doctor --calibrate``.
+    ``doctor --calibrate`` measures it for this machine.
     """
     if rates.name != THIS:
         return _PUBLISHED.get(rates.name)

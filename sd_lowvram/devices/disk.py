@@ -1,4 +1,4 @@
-"""How fast a disk is read where nothing of it is cached: named, stated, or measured. torch is not imported here."""
+"""Read rate of a disk without cache: by name, stated, or measured. torch is not imported here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..units import MIB
 DISKS = {"nvme": 3.0e9, "sata": 0.5e9, "hdd": 0.15e9}
 """Bytes a second of an NVMe drive on PCIe 3.0 x4, of what SATA lets through, and of a disk that turns."""
 ASSUMED = DISKS["nvme"]
-"""Where no disk is stated and none can be measured."""
+"""Rate if no disk is stated and none can be measured."""
 
 _READ, _CHUNK, _LEAST = 128 * MIB, 8 * MIB, 64 * MIB
 _SECONDS = 1.0
@@ -47,12 +47,12 @@ def described(rate: float) -> str:
 
 
 def disk_rate(path: Path, again: bool = False) -> float | None:
-    """Bytes a second of the disk on which ``path`` lies: measured in a second, once, and remembered.
+    """Bytes a second of the disk under ``path``, measured once in a second, and cached.
 
-    None: the system tells of no reads past its cache, or none came from a disk.
+    None if the system does not report reads past its cache, or none came from a disk.
 
     Args:
-        again: measure what was remembered anew.
+        again: measure again, even if a rate is cached.
     """
     try:
         device = path.stat().st_dev
@@ -69,8 +69,9 @@ def disk_rate(path: Path, again: bool = False) -> float | None:
 
 
 def measured_rate(path: Path) -> float | None:
-    """As :func:`disk_rate`, measured now: in a large file at ``path`` or in its folders, else in one of 64 MiB that is
-    written there and removed."""
+    """Measure :func:`disk_rate` now, in a large file at ``path`` or in its folders.
+
+    If there is none, a file of 64 MiB is written there and removed."""
     if not hasattr(os, "O_DIRECT"):
         return None
     with contextlib.suppress(OSError):

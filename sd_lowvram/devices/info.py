@@ -1,7 +1,7 @@
-"""What the machine has: graphics memory, host memory, the GPU and its driver.
+"""Facts on the machine: graphics memory, host memory, the GPU and its driver.
 
-NVML and psutil are asked when they are installed; without them torch's and the system's own figures serve, after one
-warning. All sizes are bytes.
+NVML and psutil are used if they are installed; otherwise torch's and the system's own figures, after one warning. All
+sizes are bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``driver`` is "" where NVML is not at hand; ``spills`` where its driver lends it host memory."""
+    """A GPU. ``driver`` is "" without NVML; ``spills`` is True if the driver lends it host memory."""
 
     name: str
     memory: Memory
@@ -94,7 +94,7 @@ def _apple_memory() -> Memory:
     import torch
 
     host = host_memory()
-    share = getattr(torch.mps, "recommended_max_memory", lambda: host.total)()  # torch 2.5 tells
+    share = getattr(torch.mps, "recommended_max_memory", lambda: host.total)()  # from torch 2.5 on
     total = min(share, host.total)
     taken = torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory()
     return Memory(total, min(total, max(0, share - torch.mps.current_allocated_memory()), host.free + taken))
@@ -122,7 +122,7 @@ def available_ram() -> int:
 
 
 def own_ram() -> int:
-    """Bytes of host memory that this process holds, without what lies in mapped files; 0 where nothing tells."""
+    """Bytes of host memory of this process, without mapped files; 0 if unknown."""
     with contextlib.suppress(OSError):
         rows = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
         sizes = [row.split()[1] for row in rows if row.startswith("RssAnon:")]
@@ -138,8 +138,7 @@ _Answer = TypeVar("_Answer")
 
 
 def _ask_nvml(question: Callable[[Any], _Answer]) -> _Answer | None:
-    """What NVML answers; None where it is not at hand or does not tell: GPUs of other makers, MIG slices, containers
-    and virtual machines."""
+    """Answer of NVML; None if it is missing or refuses: GPUs of other makers, MIG slices, containers, virtual machines."""
     try:
         import pynvml
 
@@ -215,9 +214,9 @@ def gpus() -> list[Gpu]:
 
 
 def spills_to_host(system: str = sys.platform, release: str | None = None) -> bool:
-    """Whether the driver silently lends the GPU host memory when its own is full, instead of failing.
+    """True if the driver silently lends the GPU host memory when its own is full, instead of failing.
 
-    NVIDIA's Windows drivers do since 536.40, in WSL too; a run that spills goes on, many times slower.
+    NVIDIA's Windows drivers do since 536.40, in WSL too; a run that spills continues, many times slower.
     """
     release = platform.release() if release is None else release
     return system == "win32" or "microsoft" in release.lower()

@@ -1,8 +1,7 @@
-"""What a GPU holds besides tensors: the driver's context and the libraries' workspaces.
+"""Memory of a GPU in addition to tensors: the driver's context and the libraries' workspaces.
 
-The context comes on top of what torch's allocator takes. Workspaces come out of that allocator, between tensors, and
-break its places up: they are counted where they are taken. The figures are stated defaults; a machine that was measured
-has its own.
+The context is outside of torch's allocator. Workspaces come from that allocator, between tensors, and fragment it, so
+they are counted at the places where they are allocated. The figures are defaults; a calibrated machine has its own.
 """
 
 from __future__ import annotations
@@ -45,4 +44,4 @@ class Overhead:
 
 
 NONE = Overhead(0, 0, 0)
-"""Of a device that is no GPU."""
+"""Overhead of a device that is not a GPU."""

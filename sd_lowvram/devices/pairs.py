@@ -14,12 +14,12 @@ Call = Callable[[], Any]
 
 
 class CallTime(NamedTuple):
-    """Of one call.
+    """Times of one call.
 
     Attributes:
-        seconds: of the wall, until all that was asked of the device is done.
-        own: share of them in which this thread had a processor: where it is far below 1, other programs had it. 1 where
-            the device is no CPU, for which the thread waits.
+        seconds: wall time until the device has finished.
+        own: share of that time in which this thread had a processor; far below 1, other programs had it. It is 1 if the
+            device is not a CPU, because the thread then waits for it.
     """
 
     seconds: float
@@ -27,11 +27,11 @@ class CallTime(NamedTuple):
 
 
 class PairedTimes(NamedTuple):
-    """Of ways that ran in turn.
+    """Times of several ways that ran alternately.
 
     Attributes:
-        seconds: of each way's calls, in their order.
-        own: as :class:`CallTime` has it, of all of them together.
+        seconds: for each way the seconds of its calls, in order.
+        own: as in :class:`CallTime`, for all calls together.
     """
 
     seconds: list[list[float]]
@@ -46,7 +46,7 @@ def now(device: torch.device) -> float:
 
 
 def timed(call: Call, device: torch.device) -> tuple[CallTime, Any]:
-    """How long ``call`` takes, and what it returns."""
+    """Duration of ``call``, and its result."""
     start, processor = now(device), time.thread_time()
     result = call()
     seconds, processor = now(device) - start, time.thread_time() - processor
@@ -68,7 +68,7 @@ def in_turn(ways: Sequence[Call], rounds: int, device: torch.device, warm_ups: i
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Half of what lies between the quartiles of ``values``, over their median; None: too few to tell."""
+    """Half of the interquartile range of ``values``, over their median; None if there are too few values."""
     if len(values) < 3:
         return None
     first, median, third = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""What may be expected of each kind of device and system: what was tried there, and what cannot work."""
+"""Support of each kind of device and system: what was tested there, and what cannot work."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TESTED, SIMULATED, UNTESTED = "tested", "simulated", "untested"
 
 @dataclass(frozen=True)
 class Support:
-    """What may be expected of a device or a system.
+    """Support of a device or a system.
 
     Attributes:
-        name: for people.
+        name: name for people.
         level: "tested": every test runs there; "simulated": planned by traces, and streamed by a CPU's two accounts;
-            "untested": nobody has run it there yet.
-        sentence: what follows from it.
-        streams: whether weights can be streamed.
-        measures: whether a run's memory can be recorded.
+            "untested": it has not run there yet.
+        sentence: the consequence for users.
+        streams: True if weights can be streamed.
+        measures: True if a run's memory can be recorded.
     """
 
     name: str
@@ -65,7 +65,7 @@ _MACOS = Support("macOS", UNTESTED, "meant to work as Linux does")
 
 
 def support_of(device: torch.device) -> Support:
-    """What may be expected of ``device``."""
+    """Support of ``device``."""
     import torch
 
     if device.type == "cuda":
@@ -74,7 +74,7 @@ def support_of(device: torch.device) -> Support:
 
 
 def support_of_system(system: str = sys.platform) -> Support | None:
-    """What may be expected of another system than Linux, on which all is tested."""
+    """Support of a system other than Linux, on which everything is tested."""
     return {"win32": _WINDOWS, "darwin": _MACOS}.get(system)
 
 
@@ -92,10 +92,10 @@ def check_device_name(name: str, what: str = "device") -> None:
 
 
 def device_of(given: torch.device | str | None, what: str = "device") -> torch.device:
-    """The device that a caller names, or None: a GPU when there is one, else the CPU.
+    """The device that a caller names; for None a GPU if there is one, else the CPU.
 
     Raises:
-        BadInputError: it is no device, or torch cannot compute there.
+        BadInputError: ``given`` is not a device, or torch cannot compute there.
     """
     import torch
 

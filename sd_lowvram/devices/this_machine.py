@@ -31,7 +31,7 @@ def rates_of(device: torch.device, recalibrate: bool = False) -> Rates:
 
 
 def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
-    """What ``device``, a GPU, holds besides tensors: as ``doctor --calibrate`` measured it here, else the default."""
+    """Overhead of ``device``, a GPU, as ``doctor --calibrate`` measured it here, else the default."""
     where = place_of_measurement("overhead", device)
     if not recalibrate:
         return _read(where, Overhead) or Overhead()
@@ -43,18 +43,18 @@ def overhead_of(device: torch.device, recalibrate: bool = False) -> Overhead:
 
 @functools.cache
 def knows_cudnn_attention(device: torch.device) -> bool:
-    """Whether it was measured here what cuDNN's attention takes beside its tensors. Each call of attention asks."""
+    """True if the memory of cuDNN's attention was measured here. Each call of attention asks."""
     return overhead_of(device).attention_share is not None
 
 
 def budget_of(device: torch.device, free: int) -> int:
-    """What a budget is where nobody states one: all that this process can have of ``device``.
+    """The budget if none is stated: all that this process can have of ``device``.
 
-    A plan takes the driver's context off its budget, also of one that is stated. What is free is free beside the
-    context, which is there by now, so that its bytes are added here.
+    A plan subtracts the driver's context from every budget. Free memory excludes the context, which exists by now, so
+    its bytes are added here.
 
     Args:
-        free: bytes that tensors of the run can have, those counted that lie there already.
+        free: bytes that tensors of the run can have, including those that are on the device already.
     """
     if device.type != "cuda":
         return free
@@ -66,8 +66,7 @@ RECORDED = "recorded passes"
 
 
 def kernel_gains(device: torch.device) -> dict[str, float]:
-    """How many times as fast each kernel of ours is on ``device`` as torch's own operators: as ``doctor --calibrate``
-    measured it here; empty where it has not."""
+    """Speed-up of each of our kernels over torch's own operators on ``device``; empty without ``doctor --calibrate``."""
     return measured_here("kernels", device) or {}
 
 
@@ -89,7 +88,7 @@ def place_of_measurement(what: str, device: torch.device) -> Path | None:
 
 
 def _read(where: Path | None, kind: type[_Kind]) -> _Kind | None:
-    """What was remembered, if it has all that is measured today."""
+    """Cached measurement, if it has all fields of this version."""
     known = remembered(where)
     whole = isinstance(known, dict) and known.keys() == {field.name for field in dataclasses.fields(kind)}
     return kind(**known) if whole else None

@@ -1,7 +1,7 @@
-"""Convolutions on a CPU whose weights are kept in the order of oneDNN's kernels.
+"""Convolutions on a CPU with weights stored in the memory order of oneDNN's kernels.
 
-torch brings the weights of a convolution into that order at every call. Where the maps are small that takes longer than
-the convolution itself: at 4x4 pixels of 1280 channels three times as long.
+torch reorders the weights of a convolution at every call. For small maps that takes longer than the convolution itself:
+at 4x4 pixels of 1280 channels three times as long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..memory.fake_mode import active_fake_mode
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why weights cannot be kept so on ``device``; None where they can."""
+    """The reason why weights cannot be stored so on ``device``; None if they can."""
     if device.type != "cpu":
         return f"weights are kept in the order of a CPU's kernels, and the device is {device.type}"
     there = all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_convolution_weight", "_convolution_pointwise"))
@@ -30,7 +30,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 class How(NamedTuple):
-    """What a convolution does besides its weights."""
+    """Parameters of a convolution in addition to its weights."""
 
     padding: Sequence[int]
     stride: Sequence[int]
@@ -52,7 +52,7 @@ _kept: ContextVar[Mapping[int, Tensor]] = ContextVar("weights in order, by the p
 
 @contextlib.contextmanager
 def kept(copies: Mapping[int, Tensor]) -> Iterator[None]:
-    """Within the block compiled code finds these."""
+    """Make these copies available to compiled code within the block."""
     token = _kept.set(copies)
     try:
         yield
@@ -62,9 +62,9 @@ def kept(copies: Mapping[int, Tensor]) -> Iterator[None]:
 
 @functools.cache
 def provide_operator() -> None:
-    """Make the convolution known to compilers, which look through none that is made in Python.
+    """Register the convolution as an operator for compilers, which cannot trace one made in Python.
 
-    It takes what is kept of its weight, if there is something, and else runs as torch's own; maps come channels last.
+    It uses the stored copy of its weight if there is one, and else runs like torch's own. Maps are channels last.
     """
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:

@@ -1,9 +1,8 @@
 """Weights in 8 bits, with one scale for each output channel.
 
-The scale is kept in the weight's own type and rounded up there before the weight is divided by it, so that its own
-rounding adds no error. fp8 is e4m3: 3 bits behind the point at every magnitude, so its scales are powers of two, exact
-in every type. Eight bits are held as ``uint8`` or ``int8``, not as a floating type: whoever asks a model for its type
-finds the one in which it computes.
+The scale has the weight's own type and is rounded up before the weight is divided by it, so that its rounding adds no
+error. fp8 is e4m3: a mantissa of 3 bits at every magnitude, so its scales are powers of two, exact in every type. Eight
+bits are stored as ``uint8`` or ``int8``, not as a floating type, so that a model's dtype is the one of its arithmetic.
 """
 
 from __future__ import annotations
@@ -36,6 +35,6 @@ def _scaled(weight: Tensor, scale: Tensor, largest: float) -> Tensor:
 
 
 def widen(stored: Tensor, scale: Tensor) -> Tensor:
-    """What :func:`quantise` stored, in the type of its scale."""
+    """Return what :func:`quantise` stored, in the type of its scale."""
     eight = stored.view(torch.float8_e4m3fn) if stored.dtype == torch.uint8 else stored
     return eight.to(scale.dtype).mul_(scale)

@@ -19,5 +19,5 @@ def _at_rest() -> Iterator[None]:
 
 
 no_collection = Shared(_at_rest)
-"""Inside, in whichever thread, Python's cycle collector rests: what cycles hold would die at a moment that chance
-chooses, and among many small objects the collector takes its time."""
+"""Disables Python's cycle collector within the block, in any thread: objects in cycles would be freed at arbitrary
+moments, and the collector is slow among many small objects."""

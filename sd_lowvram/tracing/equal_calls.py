@@ -40,8 +40,10 @@ def equal_modules(component: nn.Module) -> dict[nn.Module, int]:
 
 
 def _kind(block: nn.Module) -> Hashable:
-    """Of classes, numbers and shapes: what a pass on fake tensors hangs on, but for the values of the block's own
-    numbers, such as its place in the list (Z-Image's): those that a call reads are noted then."""
+    """Key of classes, numbers and shapes that a pass on fake tensors depends on.
+
+    Values of the block's own numbers, such as its index in a list (Z-Image), are not part of the key; those that a call
+    reads are recorded then."""
     return tuple(
         (
             type(module),
@@ -61,8 +63,10 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _read(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Inside, the numbers of ``module`` that somebody reads are noted as they were: its own methods, those of its
-    parents, a hook or a function that is given it, by whatever name. For that time it is of a class between."""
+    """Record the numbers of ``module`` that any code reads within the block, with their values.
+
+    Readers may be its own methods, those of its parents, hooks or functions. A temporary subclass intercepts the
+    reads."""
     kind, read = type(module), dict[str, Any]()
     made: Any = type(kind)
     numbers = dict(_numbers(module))
@@ -86,8 +90,11 @@ def _read(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call did: peaks ``above`` what was there before, its ``allocations`` and the numbers of those that are
-    ``kept`` as its results, work by ``spans``, the module's ``path``, results, bytes ``before`` on the device."""
+    """Record of a call.
+
+    It has the peaks ``above`` the bytes ``before`` on the device, the ``allocations`` with the numbers of those that
+    are
+    ``kept`` as results, the work by ``spans``, the module's ``path`` and the results."""
 
     above: Sequence[int]
     allocations: Sequence[tuple[int, int]]
@@ -107,7 +114,7 @@ class EqualCalls:
 
     @contextlib.contextmanager
     def run_once(self, modules: Mapping[nn.Module, int]) -> Iterator[None]:
-        """Inside, calls of these modules run once for each kind, hooks upon it, and shapes of the arguments."""
+        """Run calls of these modules once for each kind, its hooks, and shapes of the arguments, within the block."""
         with contextlib.ExitStack() as stack:
             for module, number in modules.items():
                 kind = number, *map(roles_of, module.modules())
@@ -129,7 +136,7 @@ class EqualCalls:
         return result
 
     def _facts(self, arguments: Any) -> Hashable | None:
-        """What a call hangs on besides the module; None where that is not known."""
+        """Facts that a call depends on in addition to the module; None if they are unknown."""
         leaves, structure = tree_flatten(arguments)
         facts: list[Any] = [str(structure), torch.is_inference_mode_enabled(), current_account(), times()]
         for leaf in leaves:
@@ -164,7 +171,7 @@ class EqualCalls:
         return result, _Call(above, ledger.allocations[place:], kept, spans, path, results, before)
 
     def _new_tensors(self, result: Any) -> Recipe | None:
-        """How to make results again that are tensors on the device, each with memory of its own, all of it used."""
+        """Functions that make the results again, if they are tensors on the device that own and fill their memory."""
         made = made_of(result, None, view=False)
         if made is None:
             return None

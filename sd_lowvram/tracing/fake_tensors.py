@@ -60,10 +60,11 @@ def _cells(function: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def faked(modules: list[nn.Module], fake: Callable[[Tensor, Registry, str], Tensor]) -> Iterator[None]:
-    """Inside, every parameter and buffer of ``modules`` is ``fake`` of it; after, and after an error, as before.
+    """Replace every parameter and buffer of ``modules`` by ``fake`` of it within the block, and restore them in any
+    case.
 
     Args:
-        fake: from a tensor, the dictionary that it stands in, and its name there, to the fake one.
+        fake: function from a tensor, the dictionary that holds it, and its name there, to the fake tensor.
     """
     registries: dict[int, Registry] = {
         id(registry): registry

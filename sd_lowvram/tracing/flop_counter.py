@@ -1,4 +1,4 @@
-"""What a traced run has to do: operations, bytes through the device's memory, bytes between the accounts."""
+"""Work of a traced run: operations, bytes through the device's memory, bytes between the accounts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class TooManyCopiesError(LowVRAMError):
 
 
 class ModuleWork:
-    """What a run does, module by module in its order.
+    """Work of a run, module by module in order.
 
     Attributes:
-        spans: each of what one module does before another one's turn.
+        spans: the work of a module until another module's begins, in order.
     """
 
     def __init__(self, most_copied: float = math.inf) -> None:
@@ -47,12 +47,12 @@ class ModuleWork:
         besides: int = 0,
         wide: bool = False,
     ) -> None:
-        """Add one operator in the module ``path``, as often as the pass of a loop that it runs in stands for others.
+        """Add an operator in the module ``path``, as often as the current pass of a loop represents equal ones.
 
         Args:
-            held_bytes: on the device while it runs.
-            besides: bytes that its library moves by kernels before and after it.
-            wide: whether its operations are those of wide products.
+            held_bytes: bytes on the device while it runs.
+            besides: bytes that its library moves in kernels before and after it.
+            wide: True if its operations are those of wide products.
         """
         span, passes = self._span(path), times()
         span.operators += passes
@@ -113,14 +113,14 @@ def _sum_of_product_flops(args: Any, result: Tensor) -> int:
 
 
 def is_wide(func: Any, args: Any) -> bool:
-    """Whether an operator is a product with a matrix, or attention, as wide as today's transformers have them."""
+    """True if an operator is a matrix product, or attention, as wide as in today's transformers."""
     if func in _ATTENTION:
         return is_wide_attention(args)
     return func in _WIDE and min(args[_WIDE[func]].shape) >= _WIDE_MATRIX
 
 
 def is_wide_attention(args: Any) -> bool:
-    """Whether attention has heads of the width for which its kernels are made first, as today's transformers do."""
+    """True if attention has heads of the width that its kernels are optimised for, as in today's transformers."""
     return bool(args[0].shape[-1] == 128)
 
 
@@ -141,7 +141,7 @@ FLOPS: dict[Any, Callable[[Any, Any], int]] = {
     aten.mkldnn_convolution.default: _convolution_flops,
 }
 _WIDE_MATRIX = 2048
-"""Of both sides: the matrices of Stable Diffusion's UNets have one of at most 1280, those of FLUX and its like more."""
+"""Smallest side of a wide matrix. In Stable Diffusion's UNets one side is at most 1280; FLUX and others have more."""
 _WIDE = {aten.mm.default: 1, aten.addmm.default: 2}
 """The place of the matrix among arguments."""
 _ATTENTION: set[Any] = set()

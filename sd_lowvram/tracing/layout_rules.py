@@ -1,7 +1,7 @@
-"""What common operators make of their arguments, without the fake mode, which takes milliseconds over some.
+"""Results of common operators from their arguments, without the fake mode, which needs milliseconds for some.
 
-A rule, where there is one; else torch's own kernels for meta tensors, where they are quick and right. What is wrong
-about the arguments, the fake mode says.
+A rule if there is one; else torch's own kernels for meta tensors, where they are fast and right. Errors in the
+arguments are left to the fake mode.
 """
 
 from __future__ import annotations
@@ -188,4 +188,4 @@ _BY_META = frozenset(
 )
 
 _KERNELS = {aten.empty_like.default: aten._to_copy.default}
-"""Where another operator makes the same and is right about the strides of dimensions of size 1."""
+"""Operators with the same result that are right about the strides of dimensions of size 1."""

@@ -1,4 +1,4 @@
-"""Who holds how many bytes: every storage is booked at its birth and struck off at its death."""
+"""A ledger of bytes: every storage is booked when it is made and removed when it is freed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Timeline(list[Allocation]):
 
 @dataclass
 class _Booked:
-    """What is booked for a storage. ``born``: it was made after the ledger was opened; ``number``: no other has it."""
+    """Entry of a storage. ``born``: made after the ledger was opened; ``number``: unique id."""
 
     account: Account
     born: bool
@@ -67,13 +67,12 @@ class Ledger:
     Attributes:
         peak: most bytes on the device, weights included, at one moment.
         host_peak: most bytes in host memory.
-        activation_peak: most bytes on the device of storages that were born here and are no weights.
-        born_peak: most bytes of storages that were born here, all accounts together.
+        activation_peak: most bytes on the device of storages that were born here and are not weights.
+        born_peak: most bytes of storages that were born here, in all accounts together.
         largest: the largest single allocation on the device.
-        met: bytes on the device that were there from the start and met on the way.
-        allocations: of inputs, activations and streamed weights on the device, in their order: a number and bytes for
-            what is made, the number and -1 for its end. What a kernel holds unseen, and libraries' workspaces, are in
-            it too.
+        met: bytes on the device that existed from the start and were found on the way.
+        allocations: inputs, activations and streamed weights on the device, in order: (number, bytes) for each
+            allocation, (number, -1) for its end. Temporaries of kernels and libraries' workspaces are included.
     """
 
     def __init__(self) -> None:
@@ -106,14 +105,14 @@ class Ledger:
             self._change(booked, storage.nbytes() - booked.nbytes)
 
     def number_of(self, tensor: Tensor) -> int:
-        """Under which its storage is in ``allocations``."""
+        """Number of the tensor's storage in ``allocations``."""
         return self._booked[storage_key(tensor)].number
 
     def repeat(self, allocations: Sequence[tuple[int, int]], results: Mapping[int, Tensor]) -> None:
-        """Note allocations again, with numbers of their own.
+        """Record allocations again, with new numbers.
 
         Args:
-            results: what they leave, made anew, by the numbers that it had.
+            results: the results that remain, as new tensors, by their old numbers.
         """
         place, numbers = len(self.allocations), {}
         for number, tensor in results.items():
@@ -127,7 +126,7 @@ class Ledger:
                 self.allocations.append((numbers[number], nbytes))
 
     def place(self) -> int:
-        """How many allocations have been noted, the ends of the dead among them."""
+        """Number of records so far, including ends."""
         self._deaths.look()
         return len(self.allocations)
 
@@ -142,14 +141,13 @@ class Ledger:
             self._equals.setdefault(number, []).extend(others)
 
     def account_of(self, tensor: Tensor) -> Account:
-        """Where the storage of ``tensor`` is booked; of one that is not, the device."""
+        """The account of the storage of ``tensor``; the device if it is not booked."""
         booked = self._booked.get(storage_key(tensor))
         return "device" if booked is None else booked.account
 
     @contextlib.contextmanager
     def holding(self, hidden: int) -> Iterator[None]:
-        """Inside, what a kernel makes is booked; ``hidden`` are device bytes that it holds all the while, and no tensor
-        shows."""
+        """Book the results of a kernel within the block, while it holds ``hidden`` bytes that no tensor shows."""
         if not hidden:
             yield
             return
@@ -177,7 +175,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[list[int]]:
-        """Inside, peaks are noted by themselves; the list then has them, above what was there at the beginning."""
+        """Record peaks separately within the block; the yielded list then has them, less the bytes at its start."""
         before, start = self._peaks(), self._now()
         self.peak, self.host_peak, self.activation_peak, self.born_peak = start
         self.largest = 0

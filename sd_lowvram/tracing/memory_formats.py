@@ -1,4 +1,4 @@
-"""How torch's kernels lay out what they make, derived from shapes and strides; fakes are wrong here and there."""
+"""Memory formats of the results of torch's kernels, from shapes and strides, where fake tensors are wrong."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ def wanted_format(*tensors: Tensor) -> torch.memory_format:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """As torch decides it, of several channels: the strides of dimensions of size 1 count, and a doubtful case is not
-    channels last."""
+    """True if torch treats the tensor as channels last: strides of dimensions of size 1 count, doubtful cases are not."""
     if tensor.dim() != 4 or tensor.is_contiguous():
         return False
     least = 0

@@ -1,6 +1,6 @@
-"""What an operator made of some shapes, it makes of them again: fake results without asking the fake mode each time.
+"""A cache of operators' fake results by shapes, without a call of the fake mode each time.
 
-Strips call the same operators thousands of times, and the fake mode takes its time over each.
+Strips call the same operators thousands of times, and the fake mode is slow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNREPEATABLE = frozenset(
 
 
 class Made(NamedTuple):
-    """One result: a new tensor, or a view of the first argument ``offset`` elements further on."""
+    """A result: a new tensor, or a view of the first argument at ``offset`` elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,7 +45,7 @@ class Recipe(NamedTuple):
 
 
 def is_repeatable(func: Any) -> bool:
-    """Whether the results of ``func`` follow from shapes, strides, types and numbers, or are its first argument."""
+    """True if the results of ``func`` depend only on shapes, strides, types and numbers, or are its first argument."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.name.startswith("aten::") or schema.name in _UNREPEATABLE:
         return False
@@ -86,7 +86,7 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def made_of(result: Any, first: Any, *, view: bool) -> tuple[Made, ...] | None:
-    """How to make ``result`` again; None when it is not made of fake tensors alone."""
+    """A recipe that makes ``result`` again; None if it does not consist of fake tensors alone."""
     tensors = (result,) if isinstance(result, Tensor) else result
     if not isinstance(tensors, (list, tuple)):
         return None

@@ -21,13 +21,14 @@ Booking = Callable[[str, int, tuple[Tensor, Tensor, Tensor], Tensor], None]
 
 @contextlib.contextmanager
 def traced_attention(book: Booking) -> Iterator[None]:
-    """Inside, ``torch.nn.functional.scaled_dot_product_attention`` of fake tensors only allocates its output.
+    """Make ``torch.nn.functional.scaled_dot_product_attention`` only allocate its output, for fake tensors, in the
+    block.
 
-    The attribute is exchanged, because a function mode would slow every access to a tensor's shape down; real tensors,
-    and other threads, still get the original.
+    The attribute is replaced, because a function mode would slow down every access to a tensor's shape. Real tensors,
+    and other threads, still use the original.
 
     Args:
-        book: called with the kernel's name, the bytes that it holds unseen, query, key and value, and the output.
+        book: called with the kernel's name, its hidden bytes, query, key and value, and the output.
     """
     from ..kernels.attention.problem import problem_of
     from ..kernels.attention.registry import held_bytes

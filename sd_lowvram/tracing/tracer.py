@@ -43,7 +43,7 @@ _MOST_RECIPES = 100_000
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run would hold, in bytes, and what it would have to do.
+    """Memory of a run, in bytes, and its work.
 
     Attributes:
         peak_bytes: most bytes of tensors on the device at one moment: weights, inputs, activations, and what the
@@ -58,19 +58,18 @@ class Figures:
         allocated_peak_bytes: most bytes of what was made during the run, in all accounts together: what
             ``measured_peak`` reports, and the allocator sees where the device is the CPU.
         flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
-        wide_flops: of these, those of products and attention as wide as today's transformers have them.
-        moved_bytes: what all operators read and write, each for itself.
-        product_bytes: of these, what the operators do that are counted in ``flops``.
-        copied_bytes: what crosses between the device's account and the host's.
-        operators: how many ran, views not counted: on a GPU, about the number of kernel launches.
-        packed_bytes: weights of convolutions and products, which a CPU brings into another order at every call.
-        reserved_bytes: what a GPU must give for ``activation_bytes`` and the libraries' workspaces, as torch's caching
-            allocator takes it in segments (on a CPU the former). Where there is more, torch takes more, and gives it
-            back before it fails.
-        repeated_bytes: the same for a step that finds the outputs of the one before among what has ended since; of
-            other calls ``reserved_bytes``.
-        recorded_bytes: the same where nothing can be given back, as while kernels are recorded.
-        spans: operations, bytes moved and operators in their order, module by module.
+        wide_flops: the part of ``flops`` in products and attention as wide as in today's transformers. moved_bytes:
+        bytes that the operators read and write, each operator by itself. product_bytes: the part of ``moved_bytes`` of
+        the operators that are counted in ``flops``. copied_bytes: bytes copied between device and host. operators:
+        number of operators, without views: on a GPU, about the number of kernel launches. packed_bytes: weights of
+        convolutions and products, which a CPU reorders at every call. reserved_bytes: bytes that torch's caching
+        allocator reserves on a GPU, in segments, for ``activation_bytes`` and
+            the libraries' workspaces (on a CPU the former). With more free memory torch reserves more, and frees it
+            before it fails.
+        repeated_bytes: the same for a step that finds the outputs of the previous step between freed tensors; for other
+            calls ``reserved_bytes``.
+        recorded_bytes: the same if nothing can be freed, as while kernels are recorded.
+        spans: operations, bytes moved and operators in order, module by module.
     """
 
     peak_bytes: int
@@ -117,30 +116,30 @@ class MemoryTrace(Figures):
 
 
 def trace(module_or_callable: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> MemoryTrace:
-    """Run ``module_or_callable(*inputs, **kwargs)`` on fake tensors and say what memory the run would hold.
+    """Run ``module_or_callable(*inputs, **kwargs)`` on fake tensors and return the memory that the run would hold.
 
-    Nothing is computed and no memory of that size is taken; real, fake and ``meta`` tensors will all do, in the
-    arguments and in the modules. Parameters and buffers are exchanged for fake ones for the time of the run; the same
-    objects are back afterwards, also after an error. All fake tensors are on the CPU, whatever device the model is on:
-    host memory is what comes through ``park``, ``host_empty`` or ``host_account``. No gradients are followed, whatever
-    the caller's mode: to trace a training step, let the callable turn them on (``torch.enable_grad``). The kernels are
-    those of a GPU, unless inside ``kernels_of("cpu")``. A module that carries our hooks is traced between two calls of
-    it in other threads; one that carries none must not run in another thread.
+    Nothing is computed, and no memory of that size is allocated. Tensors in the arguments and in the modules may be
+    real, fake or ``meta``. Parameters and buffers are replaced by fake ones during the run and restored afterwards,
+    also after an error. All fake tensors are on the CPU, whatever the model's device; host memory is counted through
+    ``park``, ``host_empty`` and ``host_account``. Gradients are off, whatever the caller's mode: to trace a training
+    step, let the callable turn them on (``torch.enable_grad``). The kernels are those of a GPU, unless inside
+    ``kernels_of("cpu")``. A module with our hooks is traced between two calls of it in other threads; a module without
+    hooks must not run in another thread meanwhile.
 
-    Modules are found when they are the callable, the owner of the bound method, among the arguments, or in the closure.
-    torch cannot convert modules of fake parameters in place: what runs here must not call ``Module.to`` or ``half``.
+    Modules are found if they are the callable, the owner of the bound method, among the arguments, or in the closure.
+    torch cannot convert modules of fake parameters in place: the callable must not call ``Module.to`` or ``half``.
 
     Args:
-        module_or_callable: what is run.
-        inputs: what it is called with; of tensors, shapes and types count.
-        kwargs: what it is called with by name.
+        module_or_callable: the callable.
+        inputs: its arguments; only shapes and types of tensors count.
+        kwargs: its keyword arguments.
 
     Returns:
         Bytes at the peak and of the largest allocation, the same in host memory, operations, bytes read and written,
         and a timeline with the paths of modules.
 
     Raises:
-        Exception: whatever the callable raises, and torch's DataDependentOutputException where a value decides what
+        Exception: whatever the callable raises, and torch's DataDependentOutputException if a value decides what
             runs.
     """
     return trace_equals_once(module_or_callable, inputs, kwargs, {})
@@ -160,13 +159,13 @@ def trace_equals_once(
 
     Args:
         equals: modules, each with a number for its kind (:func:`equal_calls.equal_modules`).
-        overhead: by which workspaces are counted in what is reserved.
-        repeats: whether it is a step, which others follow.
-        again: whether what is reserved is to do for another such call, too, with what this one leaves.
-        most_copied: bytes that cross between the accounts, after which nobody wants to know the rest.
+        overhead: the overhead whose workspaces are counted in the reserved bytes.
+        repeats: True if the call is a step that others follow.
+        again: True if the reserved bytes must also hold another such call, with the remains of this one.
+        most_copied: limit of bytes copied between the accounts; the trace stops beyond it.
 
     Raises:
-        TooManyCopiesError: more cross.
+        TooManyCopiesError: more bytes are copied.
     """
     leaves = tree_flatten((inputs, kwargs))[0]
     modules = modules_of(module_or_callable, *leaves)
@@ -244,7 +243,7 @@ class _Tracer(TorchDispatchMode):
         return fake
 
     def _fake_of(self, real: Tensor) -> Tensor:
-        """The fake of a tensor, the same one each time; of a weight, what stands in its place now."""
+        """The fake of a tensor, the same one each time; for a weight its current replacement."""
         if id(real) in self._places:
             registry, name = self._places[id(real)]
             return cast(Tensor, registry[name])
@@ -254,7 +253,7 @@ class _Tracer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def following(self, modules: list[nn.Module], equals: Mapping[nn.Module, int]) -> Iterator[None]:
-        """Inside, operators are followed and the ledger knows which module runs."""
+        """Follow operators within the block, and tell the ledger which module runs."""
         once = EqualCalls(self.ledger, self.work, self._mode).run_once(equals)
         paths, attention = _module_paths(self.ledger, modules), traced_attention(self._attended)
         with paths, _resizes(self.ledger), attention, once, self:
@@ -304,7 +303,7 @@ class _Tracer(TorchDispatchMode):
             self._count_crossing(args, result)
 
     def _signature(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a recipe is kept under; None where there can be none."""
+        """Key of a recipe; None if there cannot be one."""
         return signature(func, args, kwargs) if operator.repeatable and self._mode.shape_env is None else None
 
     def _run(
@@ -374,7 +373,7 @@ def _recipe(func: Any, operator: Operator, args: tuple[Any, ...], result: Any) -
 
 @contextlib.contextmanager
 def _module_paths(ledger: Ledger, modules: list[nn.Module]) -> Iterator[None]:
-    """Inside, ``ledger.path`` is the dotted name of the module that runs in this thread."""
+    """Set ``ledger.path`` to the dotted name of the module that runs in this thread, within the block."""
     names: dict[nn.Module, str] = {}
     for root in modules:
         for name, module in root.named_modules(prefix=type(root).__name__ if len(modules) > 1 else ""):
@@ -405,7 +404,7 @@ _resize = Redirected(torch.UntypedStorage, "resize_")
 
 @contextlib.contextmanager
 def _resizes(ledger: Ledger) -> Iterator[None]:
-    """Inside, ``ledger`` hears of storages that are resized without an operator."""
+    """Report storages that are resized without an operator to ``ledger``, within the block."""
 
     def heard(storage: torch.UntypedStorage, size: int) -> Any:
         result = storage.resize_(size)

@@ -16,6 +16,6 @@ _at_rest = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
-    """Inside, in whichever thread, nothing is compiled, nor does what was compiled run."""
+    """Prevent compiling, and running compiled code, within the block, in any thread."""
     compiles = CAN_REST and is_loaded()  # without it nothing can have been compiled
     return _at_rest() if compiles else contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """The allocations of a whole loop, of which a trace ran one pass of each kind.
 
-What a pass makes and leaves, the next one ends: a variable that is given another tensor, rows that are kept for the
-strip below. So a pass that is written down again ends what the pass before it left, not what was left in the trace.
+A pass leaves tensors that the next pass frees: a variable that is reassigned, rows that are stored for the strip below.
+So a repeated pass ends what the previous pass left, not what was left in the trace.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class _Pass:
 def whole_loop(
     traced: Sequence[Sequence[Allocation]], order: Sequence[int], new_number: Callable[[], int], small: int = 0
 ) -> tuple[list[Allocation], dict[int, list[int]]]:
-    """The allocations of all passes; and by the number of what outlives the loop the numbers of its equals, which end
-    when it does.
+    """The allocations of all passes, and for each allocation that outlives the loop the numbers of its equals.
+
+    Equals end together.
 
     Args:
-        traced: the allocations of the passes that were traced, in their order.
-        order: of all passes the number of the one that each is like.
-        new_number: gives one that no other has.
-        small: what is no larger is written down as it was traced: its place hangs on no order.
+        traced: the allocations of the traced passes, in order.
+        order: for each pass, the number of the traced pass that represents it.
+        new_number: function that returns a new number.
+        small: allocations up to this size are recorded as traced, because their place depends on no order.
     """
     passes = _understood(traced, small)
     last = {number: place for place, number in enumerate(order)}
@@ -87,7 +88,7 @@ def _understood(traced: Sequence[Sequence[Allocation]], small: int) -> list[_Pas
 
 
 def _left(allocations: Sequence[Allocation], small: int) -> dict[int, int]:
-    """By number the bytes of what is made and not ended, in its order, small ones left out."""
+    """Bytes by number of allocations without an end, in order, without small ones."""
     left: dict[int, int] = {}
     for number, nbytes in allocations:
         if nbytes > small:
@@ -98,7 +99,7 @@ def _left(allocations: Sequence[Allocation], small: int) -> dict[int, int]:
 
 
 def _alike(before: _Pass, made: dict[int, int]) -> list[int | None]:
-    """For each that the pass ``before`` handed on, one of ``made`` that is as large."""
+    """For each allocation that the pass ``before`` left, one of ``made`` of equal size."""
     sizes = _left(before.allocations, -1)
     found: list[int | None] = []
     for size in (None if number is None else sizes[number] for number in before.handed):

@@ -1,4 +1,4 @@
-"""Remaining layers of a cut UNet, and their record in the configuration, because LoRAs count the whole UNet's layers."""
+"""Remaining layers of a cut UNet, and their record in its configuration: LoRAs count the whole UNet's layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to know of one way to compute attention, ours or a stranger's; nothing here imports torch."""
+"""The declaration of an attention backend, ours or registered; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -48,21 +48,22 @@ class AttentionFunction(Protocol):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One way to compute attention: a value of the knob ``attention``, by the name under which it is registered.
+    """A way to compute attention: a value of the knob ``attention``, under its registered name.
 
-    Whether it repeats its bits is not declared: ``deterministic`` and ``doctor`` try it on the machine at hand.
+    Determinism is not declared: ``deterministic`` and ``doctor`` test it on this machine.
 
     Attributes:
-        attend: the function; it takes ``upcast`` and ``score_bytes`` by name.
-        why_not: why it cannot run a :class:`~sd_lowvram.kernels.attention.problem.Problem`, None where it can. Of a
-            problem that is not ``real`` only shapes are known, and its device may be absent.
-        held_bytes: bytes that it holds beside arguments and output while it runs a problem, for kernels into which a
-            trace cannot look. None: it calls torch's own operations, which a trace follows.
-        label: in a host's list of attention optimisations; "": it is not listed there.
-        fidelity: against attention in the model's own type.
-        before: the backend before which this one is chosen where nobody asks for one, as it is the faster: "sdpa" comes
-            first. It must then run every problem on devices on which it runs at all. "": chosen only by name, as
-            approximate ones are in any case.
+        attend: the function; ``upcast`` and ``score_bytes`` are keyword arguments.
+        why_not: function that returns the reason why it cannot run a
+            :class:`~sd_lowvram.kernels.attention.problem.Problem`, or None. Of a problem that is not ``real`` only
+            shapes are known, and its device may be absent.
+        held_bytes: function that returns the bytes that it holds in addition to arguments and output, for kernels that
+            a trace cannot see. None: it calls torch's own operations, which a trace follows.
+        label: name in a host's list of attention optimisations; "": it is not listed.
+        fidelity: fidelity against attention in the model's own type.
+        before: a slower backend before which this one is chosen by default ("sdpa" is the first of ours). It must then
+            run every problem on devices on which it runs at all. "": it is chosen only explicitly, like all
+            approximate ones.
     """
 
     attend: AttentionFunction

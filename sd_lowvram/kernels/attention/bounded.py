@@ -28,7 +28,7 @@ _FEWEST_KEYS = 16
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """Heads, query rows and keys of one block of the score matrix, and the bytes held beside the output."""
+    """Heads, query rows and keys of one block of the score matrix, and the bytes held in addition to the output."""
 
     heads: int
     rows: int
@@ -57,7 +57,7 @@ class _BlockBytes:
         return self.blocks(1, _even(problem.queries, rows), problem.keys)
 
     def fit_keys(self, problem: Problem, score_bytes: int) -> ScoreBlock | None:
-        """A useful number of rows of one head, and as many keys as fit beside them; None when all keys fit."""
+        """A useful number of rows of one head, and as many keys as fit with them; None if all keys fit."""
         rows = min(problem.queries, _USEFUL_ROWS)
         keys = (score_bytes - rows * self.row) // (rows * self.score + self.key)
         if keys >= problem.keys:
@@ -157,10 +157,10 @@ def fused_softmax(
     upcast: bool = False,
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
-    """Softmax attention that never stores softmax(QK^T): only the row maximum m and the row sum s are kept.
+    """Softmax attention that never stores softmax(QK^T): only the row maximum m and the row sum s are stored.
 
-    The scores of a block turn into exp(score - m) where they lie and are multiplied into v at once. Keys are taken in
-    chunks too, merged in float32 by their m and s, so a block stays within ``score_bytes`` whatever the number of keys.
+    The scores of a block are overwritten by exp(score - m) and multiplied with v immediately. Keys are taken in chunks
+    too, merged in float32 by their m and s, so a block stays within ``score_bytes`` whatever the number of keys.
 
     Fidelity: rounding. Source: partially fused softmax, Chen et al. 2023, "Speed Is All You Need"; the merging of
     chunks is the online softmax of Milakov and Gimelshein 2018.

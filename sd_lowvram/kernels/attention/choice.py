@@ -1,4 +1,4 @@
-"""Which attention backend runs: the one that is asked for, or the fastest that keeps what is promised."""
+"""Choice of the attention backend: the requested one, or the fastest with the promised fidelity."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _FASTEST_FIRST = ("sdpa", "fused-softmax", "sliced")  # flash and efficient are 
 
 
 def unasked(device: torch.device) -> list[str]:
-    """What is chosen where nobody asks for a backend, the fastest first: some of ours, and those of others that say
-    before which one they come, are lossless, and run on ``device``."""
+    """Backends to choose from by default, the fastest first: ours, and registered ones with ``before`` set.
+
+    All of them are lossless and run on ``device``."""
     names = list(_FASTEST_FIRST)
     for name, backend in doors.ATTENTION_BACKENDS.items():
         if backend.before in names and backend.fidelity.lossless and available_backends(device)[name] is None:

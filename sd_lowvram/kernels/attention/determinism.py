@@ -1,6 +1,6 @@
-"""Does a backend repeat its bits? Asked of the machine before anything is promised.
+"""Test of determinism: a backend is run several times on this machine before it is called deterministic.
 
-Parallel kernels that add in the order in which blocks happen to finish differ from run to run; only running tells.
+Parallel kernels that add in the order in which blocks finish differ from run to run; only running them shows it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _CPU_SHRINK = 16  # of self attention's tokens, so that the probe ends within se
 
 @dataclass(frozen=True)
 class Proof:
-    """What the probe saw.
+    """Result of the test.
 
     Attributes:
-        backend: its name.
-        deterministic: True when every run of every shape gave the bits of the first; None when it never ran.
-        runs: how often each shape was run.
-        reason: why it is not, or never ran; "" otherwise.
+        backend: name of the backend.
+        deterministic: True if every run of every shape gave the bits of the first; None if it never ran.
+        runs: number of runs of each shape.
+        reason: the reason why it is not deterministic, or never ran; else "".
     """
 
     backend: str
@@ -44,12 +44,12 @@ class Proof:
 
 
 def probe(device: torch.device) -> dict[str, Proof]:
-    """Run each backend ``RUNS`` times on SD1.5's shapes on ``device`` and compare the bits; the answers are kept."""
+    """Run each backend ``RUNS`` times on SD1.5's shapes on ``device`` and compare the bits; the results are cached."""
     return {name: _proof(name, torch.device(device)) for name in backends()}
 
 
 def repeats(backend: str, device: torch.device) -> bool:
-    """Whether ``backend`` proved deterministic on ``device``; probed when first asked."""
+    """True if ``backend`` was deterministic on ``device``; tested at the first call."""
     return bool(_proof(backend, torch.device(device)).deterministic)
 
 
@@ -64,7 +64,7 @@ def _examined(name: str, backend: AttentionBackend, device: torch.device) -> Pro
 
 
 def examine(name: str, function: AttentionFunction, device: torch.device, runs: int = RUNS) -> Proof:
-    """What ``runs`` runs of each shape show of ``function``."""
+    """Test ``function`` with ``runs`` runs of each shape."""
     ran = 0
     for shape, dtype in _problems(device):
         try:

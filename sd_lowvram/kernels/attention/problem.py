@@ -1,4 +1,4 @@
-"""What an attention call looks like from outside: shapes, type and place, which decide kernels and memory."""
+"""Shapes, type and device of an attention call, which determine kernels and memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ...memory.accounts import on_cpu
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of attention without its numbers.
+    """A call of attention without its numbers.
 
     Attributes:
-        batch, heads, queries, keys: of the score matrix, (batch, heads, queries, keys).
+        batch, heads, queries, keys: shape of the score matrix.
         width, value_width: channels of a head in q and k, and in v.
         mask: None, "bool" or "float"; ``mask_elements`` counts it before broadcasting.
-        upcast: scores wanted in float32.
-        real: the tensors hold numbers. Of fake ones only shapes are known, and their device may be absent.
+        upcast: True if scores are requested in float32.
+        real: True if the tensors hold numbers. Of fake ones only shapes are known, and their device may be absent.
     """
 
     batch: int
@@ -79,7 +79,7 @@ def device_of_run(device: torch.device) -> torch.device:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor has a shape and no numbers."""
+    """True if the tensor has a shape and no numbers."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -92,8 +92,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether fused kernels compute in bf16 there: on Ampere and newer. Of a card that is not here only a plan for it
-    knows that they do not."""
+    """True if fused kernels compute in bf16 on ``device``: Ampere and newer.
+
+    For a GPU of another machine only its plan knows."""
     planned = _planned.get()
     if device.type != "cuda" or planned is not None:
         return planned is not False
@@ -105,7 +106,7 @@ _planned: ContextVar[bool | None] = ContextVar("whether the card that is planned
 
 @contextlib.contextmanager
 def planned_for(bf16: bool) -> Iterator[None]:
-    """Inside, kernels are chosen for a card that computes in bf16, or for one that does not."""
+    """Choose kernels for a GPU with or without bf16 within the block."""
     token = _planned.set(bf16)
     try:
         yield

@@ -21,7 +21,7 @@ from .problem import Problem, problem_of
 
 
 def _torchs(kernel: str, held_bytes: Any) -> AttentionBackend:
-    """One of torch's own kernels and nothing else."""
+    """Backend that runs one of torch's own kernels and no other."""
     why_not = functools.partial(torch_kernels.why_not, kernel)
     return AttentionBackend(functools.partial(torch_kernels.fused, kernel), why_not, held_bytes)
 
@@ -46,7 +46,7 @@ BACKENDS: dict[str, AttentionBackend] = {
 
 
 def backends() -> dict[str, AttentionBackend]:
-    """Every backend by its name in the settings; those that others registered come last."""
+    """All backends by name; registered ones come last."""
     doors.find()
     return BACKENDS | doors.ATTENTION_BACKENDS
 
@@ -91,7 +91,7 @@ def score_bytes(settings: Settings) -> int:
 
 
 def is_present(device: torch.device) -> bool:
-    """Whether tensors with numbers can be made on ``device``."""
+    """True if tensors with numbers can be made on ``device``."""
     return device.type == "cpu" or (device.type != "meta" and getattr(torch, device.type).is_available())
 
 
@@ -101,7 +101,7 @@ def kernel_name(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) 
 
 
 def held_bytes(backend: str, problem: Problem, score_bytes: int = SCORE_BYTES) -> int:
-    """Bytes that a backend, or one of the kernels of "sdpa", holds beside its arguments and its output."""
+    """Bytes that a backend, or one of the kernels of "sdpa", holds in addition to its arguments and its output."""
     kernel = kernel_name(backend, problem, score_bytes)
     if kernel == "sliced":
         return sliced_blocks(problem, score_bytes).bytes

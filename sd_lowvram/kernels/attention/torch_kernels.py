@@ -29,11 +29,10 @@ from .problem import Problem, capability, empty_output, has_bf16, problem_of
 TORCHS_ATTENTION = Redirected(torch.nn.functional, "scaled_dot_product_attention")
 
 SWITCHES = Switch()
-"""Which kernels torch may choose from it keeps in switches of the whole process, which models on other devices read at
-the same time."""
+"""Lock for torch's kernel switches, which are process-wide and read by models on other devices at the same time."""
 
 _is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
-"""Whether torch's compiler follows what runs, to which locks are unknown; absent before torch 2.2."""
+"""Function that returns True under torch's compiler, which cannot trace locks; absent before torch 2.2."""
 
 
 def fused(
@@ -47,8 +46,10 @@ def fused(
     upcast: bool = False,
     score_bytes: int = SCORE_BYTES,
 ) -> Tensor:
-    """One of torch's kernels: the fastest that can run (see `choose_kernel`), or the ``forced`` one and nothing else,
-    "flash", "efficient" or "cudnn", which `why_not` has nothing against. Other arguments and result as in `sliced`.
+    """Run one of torch's kernels: the fastest that can run (see `choose_kernel`), or the ``forced`` one.
+
+    ``forced`` is "flash", "efficient" or "cudnn", and `why_not` has accepted it. Other arguments and result as in
+    `sliced`.
 
     Fidelity: rounding. Source: torch's scaled_dot_product_attention; FlashAttention, Dao 2022; memory-efficient
     attention, Rabe and Staats 2021; the choice by matrix size is consciencia's.
@@ -94,10 +95,10 @@ REMEDY = "Choose attention='sdpa', which picks a kernel for every layer, or 'fus
 def choose_kernel(problem: Problem, score_bytes: int) -> str:
     """ "cudnn", "flash", "efficient", "torch" or "sliced" for this problem: the first that can run in bounded memory.
 
-    cuDNN's is among them where torch takes it by itself, and what it holds was measured on the card.
+    cuDNN's kernel is included if torch chooses it by itself and its memory was measured on the GPU.
 
-    torch's math kernel is never left to where the score matrix is large: it would hold it whole. On devices other than
-    CUDA and the CPU nobody tells which kernel runs, so torch's own choice ("torch") gets the small matrices only.
+    torch's math kernel never gets a large score matrix, because it would hold it whole. On devices other than CUDA and
+    the CPU the kernel is unknown, so torch's own choice ("torch") gets small matrices only.
     """
     if problem.device.type not in ("cuda", "cpu"):
         return "torch" if 2 * problem.scores * problem.score_dtype.itemsize <= score_bytes else "sliced"
@@ -106,8 +107,7 @@ def choose_kernel(problem: Problem, score_bytes: int) -> str:
 
 
 def own_kernel(problem: Problem) -> str:
-    """The kernel that torch takes by itself, on the GPU at hand, for problems of these widths and this type; "" where
-    nothing tells."""
+    """The kernel that torch chooses by itself, on this GPU, for these widths and this type; "" if unknown."""
     if problem.device.type != "cuda" or not torch.cuda.is_available() or _is_compiling():
         return ""
     with SWITCHES.left_alone():
@@ -299,7 +299,7 @@ def _aligned_bias(mask: Tensor, problem: Problem) -> Tensor:
 
 
 def flash_bytes(problem: Problem) -> int:
-    """Bytes that FlashAttention holds beside its output, as torch allocates them."""
+    """Bytes that FlashAttention holds in addition to its output, as torch allocates them."""
     rows = problem.batch * problem.heads * problem.queries
     row_sums = 4 * rows
     if problem.device.type == "cpu":
@@ -318,7 +318,7 @@ def flash_bytes(problem: Problem) -> int:
 
 
 def _splits(problem: Problem) -> int:
-    """How many parts FlashAttention cuts the keys into where queries alone leave a GPU idle; 0: it does not."""
+    """Number of parts of the keys in FlashAttention if queries alone leave a GPU idle; 0 if keys are not split."""
     if not torch.cuda.is_available():
         return 0
     busy = 2 * torch.cuda.get_device_properties(problem.device).multi_processor_count
@@ -329,13 +329,14 @@ def _splits(problem: Problem) -> int:
 
 
 def cudnn_bytes(problem: Problem) -> int:
-    """Bytes that cuDNN's kernel is known to hold beside its output: the mask in the type of the queries. Its workspace
-    is measured with those of the libraries (:class:`Overhead`)."""
+    """Bytes that cuDNN's kernel holds in addition to its output: the mask in the type of the queries.
+
+    Its workspace is measured with those of the libraries (:class:`Overhead`)."""
     return problem.mask_elements * problem.dtype.itemsize
 
 
 def efficient_bytes(problem: Problem) -> int:
-    """Bytes that the memory-efficient kernel holds beside its output, as torch allocates them without gradients.
+    """Bytes that the memory-efficient kernel holds in addition to its output, as allocated without gradients.
 
     Heads wider than 128 do not fit into registers: the output is summed up in a float32 buffer.
     """

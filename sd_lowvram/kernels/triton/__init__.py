@@ -1,1 +1,1 @@
-"""Kernels in Triton, one a file, each beside a plain PyTorch reference. Importing one of them imports triton."""
+"""Kernels in Triton, one a file, each with a plain PyTorch reference. Importing one of them imports triton."""

@@ -16,7 +16,7 @@ from .launch import launching
 
 
 def reference(product: Tensor) -> Tensor:
-    """What `geglu` does, in plain PyTorch."""
+    """`geglu` in plain PyTorch."""
     value, gate = product.chunk(2, dim=-1)
     return value * functional.gelu(gate)
 

@@ -23,7 +23,7 @@ _MOST_CHUNKS = 256
 
 
 def reference(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
-    """What `group_norm` does, in plain PyTorch."""
+    """`group_norm` in plain PyTorch."""
     normed = functional.group_norm(x, groups, weight, bias, eps)
     return functional.silu(normed) if silu else normed
 
@@ -36,7 +36,7 @@ def group_norm(
     eps: float = 1e-5,
     silu: bool = True,
 ) -> Tensor:
-    """GroupNorm of ``x`` (N, C, H, W), followed by SiLU unless told otherwise. A new tensor of the same layout.
+    """GroupNorm of ``x`` (N, C, H, W), followed by SiLU if ``silu``. Return a new tensor of the same layout.
 
     Args:
         weight, bias: (C) each, of any floating type.

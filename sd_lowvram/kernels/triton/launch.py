@@ -1,4 +1,4 @@
-"""What a launch of a kernel needs."""
+"""Launching of kernels."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from torch import Tensor
 
 
 def launching(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside, kernels are launched on the card of ``x``."""
+    """Launch kernels on the GPU of ``x`` within the block."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()

@@ -22,7 +22,7 @@ Border = tuple[int, int, int, int]
 
 
 def reference(x: Tensor, scale: Tensor, shift: Tensor, border: Border = (0, 0, 0, 0)) -> Tensor:
-    """What `activated_strip` does, in plain PyTorch."""
+    """`activated_strip` in plain PyTorch."""
     normed = torch.mul(x, scale).add_(shift).to(x.dtype)
     return functional.pad(functional.silu(normed, inplace=True), border)
 

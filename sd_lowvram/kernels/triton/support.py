@@ -1,4 +1,4 @@
-"""Where Triton's kernels can run."""
+"""Devices and types on which Triton's kernels can run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OLDEST_TORCH, _OLDEST_CARD = (2, 4), (7, 5)
 
 FUSED, ATTENTION = ("group_norm", "geglu"), "attention"
-"""What names of measured kernels begin with: those of ``fused_kernels``, and those of ``attention="triton"``."""
+"""Prefixes of measured kernels' names: those of ``fused_kernels``, and those of ``attention="triton"``."""
 
 
 def why_not(device: torch.device) -> str | None:
@@ -56,7 +56,7 @@ def _is_installed() -> bool:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernels can take ``x``: its type, and its device or the one that it stands for in a trace."""
+    """True if the kernels support ``x``: its type, and its device or the traced one."""
     device = device_of_run(x.device) if is_fake(x) else x.device
     computed = x.dtype in TYPES and (x.dtype != torch.bfloat16 or has_bf16(device))
     return computed and x.numel() > 0 and why_not(device) is None
