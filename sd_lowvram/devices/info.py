@@ -138,7 +138,7 @@ _Answer = TypeVar("_Answer")
 
 
 def _ask_nvml(question: Callable[[Any], _Answer]) -> _Answer | None:
-    """Answer of NVML; None if it is missing or refuses: GPUs of other makers, MIG slices, containers, virtual machines."""
+    """Answer of NVML; None without NVML or an answer: other makers' GPUs, MIG slices, containers, virtual machines."""
     try:
         import pynvml
 

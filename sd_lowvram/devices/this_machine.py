@@ -66,7 +66,7 @@ RECORDED = "recorded passes"
 
 
 def kernel_gains(device: torch.device) -> dict[str, float]:
-    """Speed-up of each of our kernels over torch's own operators on ``device``; empty without ``doctor --calibrate``."""
+    """Speed-up of each of our kernels over torch's operators on ``device``; empty without ``doctor --calibrate``."""
     return measured_here("kernels", device) or {}
 
 

@@ -1,4 +1,4 @@
-"""What the models are made of: the sites that hooks act on, found by duck typing."""
+"""Anatomies of models: the sites that hooks act on, found by duck typing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FAMILIES: dict[str, Family] = {
 
 
 def families() -> dict[str, Family]:
-    """Every family by name; those that others registered are asked first, as they are the more special."""
+    """All families by name; registered ones come first, because they are more specific."""
     doors.find()
     return doors.FAMILIES | {name: ours for name, ours in _FAMILIES.items() if name not in doors.FAMILIES}
 
@@ -49,7 +49,7 @@ def dissect(target: Any) -> Anatomy | None:
 
 
 def dissect_any(target: Any) -> Anatomy | None:
-    """As :func:`dissect`, and of any other pipeline or module where its weights are; None: it has none."""
+    """Like :func:`dissect`; for any other pipeline or module, only the place of its weights; None without weights."""
     with contextlib.suppress(UnsupportedModelError):
         if (known := dissect(target)) is not None:
             return known

@@ -1,7 +1,7 @@
-"""What hooks and plans know of a model: its parts, its sites, and the family whose methods use them.
+"""Anatomy of a model: its parts, its sites, and the family whose methods use them.
 
-A method that looks at a module sees it as it is now, because a LoRA puts other layers in their place; it answers None
-when the module is built, or called, in a way that the hook must leave alone.
+A method reads a module at each call, because a LoRA replaces layers. It returns None if the module is built, or called,
+in a way that the hook must leave alone.
 """
 
 from __future__ import annotations
@@ -99,49 +99,49 @@ class UNetPath:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of models: data, and methods that say what its models are made of and how a run calls them.
+    """A kind of models: data, and functions that find the parts of its models and call them as a run does.
 
-    A family whose denoiser has none of the sites below is planned all the same, by placing its weights and tracing its
-    calls.
+    A family whose denoiser has none of the sites below is still planned, by placing its weights and tracing its calls.
 
     Attributes:
-        components_of: from a target to its models by name, in the order in which a run uses them; empty where the
-            target is of another family. It raises UnsupportedModelError for a part that cannot be planned.
-        step_inputs: ``(anatomy, shape)`` to what a denoising step starts from, as the target's own state asks for it.
-        predict: ``(denoiser, x, inputs)`` to the prediction.
-        decode: ``(vae, latents)``, unscaled, to pixels.
-        encode: ``(vae, pixels)`` to moments: mean and log-variance.
-        unchecked_components_of: as ``components_of`` without its checks; asked at every call of a planned run, whose
-            models may have been exchanged.
-        entry_methods: the target's methods that a run enters before it calls a model.
-        denoiser, autoencoder: the names of these among the components.
-        latents_in_call: ``(denoiser, args, kwargs)`` to the latents in a call of the denoiser, and how large a picture
-            they make.
-        latent_multiple: latent pixels of which both sides of a picture must be multiples.
-        guidance_scale: the pipeline's argument that is the guidance scale.
-        guides_above: the scale above which the pipeline guides.
-        helper_stages: ``(anatomy, shape)`` to the stages of the models around denoiser and autoencoder, if any.
-        configs: of components whose own configuration does not say it, what it would say in diffusers' words.
-        anatomy_fields: ``(target, anatomy)`` to those fields of the anatomy that the target itself decides, by its kind
-            or its state: ``passes``, ``encodes``, ``joined``.
-        conditions: ``(denoiser)`` to an object that stands for what its calls depend on besides their arguments; when
-            it is another object, what was measured or recorded before is no longer valid.
-        is_attention, is_feed_forward, is_residual_block, is_transformer_block: whether a module is such a site; a
-            diffusion transformer as a whole is one of attention.
-        unet_path: of a UNet, the way of its maps.
-        residual: ``(block, *more)`` to its parts; ``more`` is what it was called with besides map and time.
-        transformer: ``(block, *args, **kwargs)`` to its parts; the arguments are those after the tokens.
-        joint: of a diffusion transformer's block, how it is called with some of its tokens; None: it is no such block.
-        upcasts: whether an attention's scores are asked for in float32.
-        attend: ``(attention, original, *args, **kwargs)``: what the attention's own forward does, by torch's
-            scaled_dot_product_attention; None where that forward calls it by itself.
-        known: whether it is known what the models are called with. Where it is not, their weights are placed, and of
-            their calls only the autoencoder's are planned.
-        hosted: whether a host runs these models, whose own code may act between their layers.
+        components_of: ``(target)`` -> its models by name, in the order in which a run uses them; empty if the target is
+            of another family. Raises UnsupportedModelError for a part that cannot be planned.
+        step_inputs: ``(anatomy, shape)`` -> the inputs of a denoising step, for the target's current state.
+        predict: ``(denoiser, x, inputs)`` -> the prediction.
+        decode: ``(vae, latents)``, unscaled -> pixels.
+        encode: ``(vae, pixels)`` -> moments: mean and log-variance.
+        unchecked_components_of: like ``components_of`` without its checks; called at every call of a planned run, whose
+            models may have been replaced.
+        entry_methods: names of the target's methods that a run enters before it calls a model.
+        denoiser, autoencoder: names of these among the components.
+        latents_in_call: ``(denoiser, args, kwargs)`` -> the latents in a call of the denoiser, and the size of their
+            picture.
+        latent_multiple: both sides of a picture must be multiples of this number of latent pixels.
+        guidance_scale: name of the pipeline's argument for the guidance scale.
+        guides_above: the pipeline guides at scales above this.
+        helper_stages: ``(anatomy, shape)`` -> stages of the models around denoiser and autoencoder, if any.
+        configs: for components without a configuration, their configuration in diffusers' words.
+        anatomy_fields: ``(target, anatomy)`` -> fields of the anatomy that depend on the target's kind or state:
+            ``passes``, ``encodes``, ``joined``.
+        conditions: ``(denoiser)`` -> an object that represents everything that its calls depend on, except arguments.
+            If it is another object, earlier measurements and recordings are invalid.
+        is_attention, is_feed_forward, is_residual_block, is_transformer_block: ``(module)`` -> True if it is such a
+            site; a diffusion transformer as a whole counts as an attention.
+        unet_path: ``(unet)`` -> the path of its maps.
+        residual: ``(block, *more)`` -> its parts; ``more`` are its arguments after map and time.
+        transformer: ``(block, *args, **kwargs)`` -> its parts; the arguments are those after the tokens.
+        joint: ``(block)`` -> how a diffusion transformer's block is called with some of its tokens; None if it is not
+            such a block.
+        upcasts: ``(attention)`` -> True if its scores are requested in float32.
+        attend: ``(attention, original, *args, **kwargs)`` -> the result of the attention's own forward, computed with
+            torch's scaled_dot_product_attention; None if that forward uses it already.
+        known: True if the call signature of the models is known. Otherwise their weights are placed, and only the
+            autoencoder's calls are planned.
+        hosted: True if a host runs these models, with code of its own between their layers.
         left_out: attributes of a hosted model's modules that a copy to be traced does without: by them the host finds
             their weights.
-        mixes_rows: whether an attention looks at several rows of a batch together; what a host that is no diffusers
-            puts into one is told the conditions of its rows.
+        mixes_rows: ``(attention)`` -> True if it reads several rows of a batch together. A host other than diffusers
+            passes the conditions of the rows to what it puts into an attention.
     """
 
     components_of: Callable[[Any], dict[str, nn.Module]]
@@ -179,10 +179,10 @@ class Family:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a target is made of.
+    """The parts and sites of a target.
 
     Attributes:
-        family: whose modules these are.
+        family: the family of the modules.
         components: the target's models by name, in the order in which a run uses them.
         entries: for each component, the methods through which the host calls it.
         denoiser: the name of the denoiser among the components ("unet", "transformer"), None when there is none.
@@ -192,16 +192,16 @@ class Anatomy:
         residual_blocks: the denoiser's residual blocks.
         transformer_blocks: a UNet's transformer blocks.
         joint_blocks: a diffusion transformer's blocks.
-        unet_path: the way of a UNet's maps, None when the denoiser is no UNet.
-        configs: what components without a configuration of their own would have in it, in diffusers' words.
-        computes: the type in which the host lets a component compute, where that is not its weights' own.
-        passes: rows of the denoiser's batch for each picture, as the target guides.
-        calls: of the denoiser in each step: two where the target guides by a second call.
-        joined: pictures of the same size whose latents are joined to those of every row, to be looked at.
-        encodes: whether a run of the target starts from a picture.
-        moved: whether the host moves components itself when their turn comes, and has no other copy of their weights.
+        unet_path: the path of a UNet's maps; None if the denoiser is not a UNet.
+        configs: configurations, in diffusers' words, of components that have none of their own.
+        computes: the type in which the host lets a component compute, if it is not the weights' own.
+        passes: rows of the denoiser's batch for each picture, with the target's guidance.
+        calls: calls of the denoiser in each step: two if the target guides by a second call.
+        joined: number of reference pictures whose latents are joined to those of every row.
+        encodes: True if a run of the target starts from a picture.
+        moved: True if the host moves components itself when they run, and has no other copy of their weights.
         kept: bytes of a component's weights that stay on the device while it runs, in hosts that move them in parts.
-        processors: attention processors that the target sets on its denoiser for the time of a run, by path.
+        processors: attention processors that the target sets on its denoiser during a run, by path.
     """
 
     family: Family
@@ -250,12 +250,12 @@ def sites(prefix: str, root: nn.Module, is_site: Callable[[nn.Module], bool]) ->
 
 
 def has(module: Any, *names: str) -> bool:
-    """Whether ``module`` has all these attributes: what tells a family's modules, whose classes are not imported."""
+    """True if ``module`` has all these attributes. Families are recognised so, without importing their classes."""
     return all(hasattr(module, name) for name in names)
 
 
 def having(*names: str) -> Callable[[Any], bool]:
-    """Whether a module has all these attributes, to be asked later."""
+    """Function that returns True if a module has all these attributes."""
     return lambda module: has(module, *names)
 
 
@@ -272,12 +272,12 @@ def geglu_of(feed_forward: Any) -> nn.Module | None:
 
 
 def is_3x3(conv: nn.Module) -> bool:
-    """Whether it is a convolution that keeps the map's size and looks at the direct neighbours."""
+    """True for a convolution that preserves the map's size and reads the direct neighbours."""
     inner = layer(conv)
     sizes = [getattr(inner, name, None) for name in ("kernel_size", "padding", "stride", "dilation")]
     return sizes == [(3, 3), (1, 1), (1, 1), (1, 1)] and inner.padding_mode in ("zeros", "circular")
 
 
 def is_pointwise(conv: nn.Module) -> bool:
-    """Whether it is a convolution of single pixels."""
+    """True for a convolution of single pixels."""
     return getattr(layer(conv), "kernel_size", None) == (1, 1)

@@ -65,9 +65,9 @@ class Autoencoder:
 
 
 def dissect(vae: Any) -> Autoencoder | None:
-    """The steps of an AutoencoderKL; None when ``vae`` is built otherwise.
+    """The steps of an AutoencoderKL; None if ``vae`` is built in another way.
 
-    The layers are those that it has now: ask again at every run, because a LoRA puts others in their place.
+    The layers are the current ones: call this at every run, because a LoRA replaces layers.
     """
     decoder, encoder = (_decoder, _encoder) if hasattr(vae.decoder, "up_blocks") else (_ldm_decoder, _ldm_encoder)
     try:

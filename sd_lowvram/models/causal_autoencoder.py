@@ -76,10 +76,10 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Level:
-    """``steps(x) + shortcut(x)``, whose shortcut makes every pixel of pixels at the same place.
+    """``steps(x) + shortcut(x)``, whose shortcut computes every pixel from pixels at the same place.
 
     Attributes:
-        shortcut: told whether the frames are the first.
+        shortcut: a function of the map, and of True for the first frames.
     """
 
     steps: tuple[CausalStep, ...]
@@ -111,12 +111,12 @@ def convolutions(step: CausalStep) -> list[nn.Module]:
 
 
 def sees_frames(vae: Any) -> bool:
-    """Whether it is an autoencoder of Qwen-Image or Wan, with whatever layers."""
+    """True for an autoencoder of Qwen-Image or Wan, whatever its layers."""
     return has(vae, "temperal_downsample", "encoder", "decoder") and (has(vae, "post_quant_conv") or is_hosted(vae))
 
 
 def is_hosted(vae: Any) -> bool:
-    """Whether such an autoencoder is ComfyUI's: it decodes to all frames as they are, and encodes to means alone."""
+    """True if such an autoencoder is ComfyUI's, which decodes all frames unchanged, and encodes to means alone."""
     return has(vae, "conv1", "conv2")
 
 
@@ -126,7 +126,7 @@ def hosted_patch(vae: Any) -> int:
 
 
 def is_causal(vae: Any) -> bool:
-    """Whether it is one that is built of such steps."""
+    """True if it consists of such steps."""
     return sees_frames(vae) and dissect_causal(vae) is not None
 
 
@@ -249,7 +249,7 @@ def _3x3x3(conv: Any) -> nn.Module:
 
 
 _PADDED = (((1, 1, 1, 1, 2, 0), (0, 0, 0)), (2, (0, 1, 1)))
-"""How they pad: all sides before the convolution's own call, or in it what is around a frame (ComfyUI from 0.33 on)."""
+"""Paddings: all sides before the convolution's own call, or the sides of a frame within it (ComfyUI from 0.33 on)."""
 
 
 def _of_pixels(norm: Any) -> nn.Module:

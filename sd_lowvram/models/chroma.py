@@ -32,7 +32,7 @@ SERVED: support.Served = {
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """What a denoising step starts from."""
+    """Inputs of a denoising step."""
     empty, tokens = dit.empty_of(anatomy), math.prod(dit.picture_tokens(anatomy, shape))
     added = {
         "img_ids": empty(tokens, 3),
@@ -47,7 +47,7 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
 
 
 def _joint_block(block: Any) -> JointBlock | None:
-    """Its single blocks are given text and picture as one."""
+    """Joint block; single blocks get text and picture as one sequence."""
     single = has(block, "norm", "proj_mlp", "act_mlp", "proj_out", "attn")
     if not single and not flux.is_double(block):
         return None

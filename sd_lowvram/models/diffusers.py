@@ -1,4 +1,4 @@
-"""The anatomy of diffusers' pipelines and models, told by what they have, so that diffusers itself is not imported."""
+"""The anatomy of diffusers' pipelines and models, recognised by their attributes, without importing diffusers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def unchecked_components_of(target: Any, served: support.Served | None = None) -
 
 
 def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
-    """What the anatomy says of the runs of ``target``, a pipeline or a model."""
+    """Fields of the anatomy that describe runs of ``target``, a pipeline or a model."""
     unet = anatomy.denoiser_module
     if unet is None:
         return {}
@@ -79,7 +79,7 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
 
 
 def is_unet(module: Any) -> bool:
-    """Whether it is a UNet2DConditionModel that is conditioned as those of Stable Diffusion are."""
+    """True for a UNet2DConditionModel with the conditions of Stable Diffusion."""
     if not has(module, "down_blocks", "mid_block", "up_blocks", "conv_in", "time_embedding"):
         return False
     kinds = {type(block).__name__ for block in (*module.down_blocks, module.mid_block, *module.up_blocks)}
@@ -96,11 +96,11 @@ _CONDITIONS: dict[str, tuple[str | None, ...]] = {
     "encoder_hid_dim_type": (None, "ip_image_proj"),
     "attention_type": (None, "default"),
 }
-"""What a UNet may be told of besides text, by the names in its configuration."""
+"""Supported conditions of a UNet in addition to text, by the names in its configuration."""
 
 
 def is_autoencoder(module: Any) -> bool:
-    """Whether it is an AutoencoderKL, that of FLUX.2, of Qwen-Image or of Wan, or an AutoencoderTiny."""
+    """True for an AutoencoderKL, the autoencoders of FLUX.2, Qwen-Image and Wan, and an AutoencoderTiny."""
     if not has(module, "encoder", "decoder", "encode", "decode"):
         return False
     if hasattr(module, "latent_magnitude") or (sees_frames(module) and hasattr(module, "post_quant_conv")):
@@ -114,7 +114,7 @@ _DECODER_BLOCKS = {"UpDecoderBlock2D", "AttnUpDecoderBlock2D"}
 
 
 def is_of_type(*types: str) -> Callable[[Any], bool]:
-    """Whether a model of transformers is one of these, by its configuration."""
+    """Function that returns True if a model of transformers has one of these types in its configuration."""
     return lambda module: getattr(getattr(module, "config", None), "model_type", None) in types
 
 
@@ -253,7 +253,7 @@ def _token_attention(
 
 
 def _is_plain(block: Any) -> bool:
-    """Whether it is x + attn1(norm1(x)), x + attn2(norm2(x), context), x + ff(norm3(x)), and nothing else."""
+    """True for x + attn1(norm1(x)), x + attn2(norm2(x), context), x + ff(norm3(x)), and nothing else."""
     norms = [block.norm1, block.norm3] + ([] if block.attn2 is None else [block.norm2])
     layer_norm = getattr(block, "norm_type", "layer_norm") == "layer_norm"
     extras = [getattr(block, name, None) for name in ("pos_embed", "only_cross_attention", "_chunk_size")]
@@ -268,7 +268,7 @@ def _is_row_by_row(attention: Any) -> bool:
 
 
 def _mixes_rows(attention: Any) -> bool:
-    """Whether the processor chunks the batch, as those of perturbed attention guidance do, or may, being a user's."""
+    """True if the processor splits the batch (perturbed attention guidance), or may do so because it is a user's."""
     if isinstance(attention, MapAttention):
         return False
     kind = type(attention.processor)

@@ -19,7 +19,7 @@ from .calls import Shape, StepInputs
 from .joint import JointBlock, joined_positions
 
 _READINGS = {"text_encoder": dit.Reading(77), "text_encoder_2": dit.Reading(512)}
-"""Of CLIP the pooled output is taken, and all that T5 makes of the prompt."""
+"""CLIP contributes its pooled output, T5 all tokens of the prompt."""
 
 
 def is_transformer(module: Any) -> bool:
@@ -37,7 +37,7 @@ SERVED: support.Served = {
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """What a denoising step starts from."""
+    """Inputs of a denoising step."""
     config, rows, empty = anatomy.config(anatomy.denoiser), shape.rows, dit.empty_of(anatomy)
     tokens, words = math.prod(dit.picture_tokens(anatomy, shape)), _READINGS["text_encoder_2"].tokens
     added = {
@@ -56,7 +56,7 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
 
 
 def is_double(block: nn.Module) -> bool:
-    """Whether it is a block with layers of their own for text and picture."""
+    """True for a block with separate layers for text and picture."""
     return has(block, "norm1", "norm1_context", "attn", "norm2", "ff", "ff_context")
 
 

@@ -1,4 +1,4 @@
-"""What is asked of UNets, autoencoders and some layers, so that any object of this form may take their place."""
+"""Protocols of UNets, autoencoders and some layers; any object of this form may take their place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CompVisUNet(Protocol):
 
 
 class KLAutoencoder(Protocol):
-    """An autoencoder of either family: the levels of its encoder and decoder are told by :mod:`.autoencoder`."""
+    """An autoencoder of either family; :mod:`.autoencoder` finds the levels of its encoder and decoder."""
 
     encoder: Any
     decoder: Any
@@ -48,7 +48,7 @@ class MapConvolution(Protocol):
     """A convolution that must know of its whole map, (N, C, H, W), when it is called with a strip of its rows."""
 
     def over_map(self, strips: Iterable[Tensor]) -> Tensor:
-        """What it is called with beside a strip, from all ``strips`` (N, C, rows, W) of the map in their order."""
+        """Summary of the map for the calls on its strips, from all ``strips`` (N, C, rows, W) in order."""
 
 
 @runtime_checkable

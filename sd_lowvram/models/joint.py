@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 Cut = Callable[[Any, "Rows"], Any]
-"""From an argument of a block, and rows of its tokens, to what the block is given of it."""
+"""Function from an argument of a block, and rows of its tokens, to the argument for these rows."""
 
 Mask = Callable[[Mapping[str, Any], "Rows"], "Tensor | None"]
-"""From a block's arguments, and rows of its queries, to the mask of these rows and all keys."""
+"""Function from a block's arguments, and rows of its queries, to the mask of these rows and all keys."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Rows:
     texts: int
 
     def of_joined(self, tensor: Tensor, dim: int) -> Tensor:
-        """These rows of a tensor in which the text comes before the picture."""
+        """Select these rows of a tensor in which the text precedes the picture."""
         picture = tensor.narrow(dim, self.texts + self.start, self.stop - self.start)
         return torch.cat([tensor.narrow(dim, 0, self.words), picture], dim) if self.texts else picture
 
@@ -46,14 +46,15 @@ class JointBlock:
     """A transformer block, and how its forward is called with some of its tokens.
 
     Attributes:
-        picture: the argument that is cut, tokens (N, tokens, C).
-        text: the argument with the tokens of the text (N, words, C); "" where there is none beside.
-        cut: of other arguments that have an entry for each token, what is given for some of them.
-        by_rows: the name of diffusers' processor of these, in which a query's row does not depend on the other queries;
-            with any other the block is left alone.
-        mask: makes the attention's mask, where the block would make it of ``masked_by``, which is left out then.
-        attentions: those that it calls, in their order.
-        text_last: whether the text comes behind the picture among queries and keys.
+        picture: name of the argument that is cut, tokens (N, tokens, C).
+        text: name of the argument with the tokens of the text (N, words, C); "" if there is none.
+        cut: functions that cut other arguments with an entry for each token, by name.
+        by_rows: name of the diffusers processor in which a query's row does not depend on other queries. With any other
+            processor the block is left alone.
+        mask: function that makes the attention's mask, if the block would make it from ``masked_by``, which is then
+            left out.
+        attentions: the attentions that the block calls, in order.
+        text_last: True if the text follows the picture among queries and keys.
         besides: layers that keys and values do not need.
     """
 
@@ -68,7 +69,7 @@ class JointBlock:
     besides: tuple[nn.Module, ...] = ()
 
     def is_plain(self, given: Mapping[str, Any]) -> bool:
-        """Whether nothing in a call, and no processor, lets tokens see each other in another way."""
+        """True if neither the call nor a processor lets tokens interact in another way."""
         known = all(type(one.processor).__name__ == self.by_rows for one in self.attentions)
         modulations = (given.get(name) for name in ("temb_mod", "temb_mod_img", "temb_mod_txt"))
         by_token = any(isinstance(one, Tensor) and one.ndim == 3 and one.shape[1] > 1 for one in modulations)
@@ -79,7 +80,7 @@ class JointBlock:
         return int(given[self.text].shape[1]) if self.text else 0
 
     def part(self, given: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
-        """What the block is called with for some rows."""
+        """Arguments of the block for some rows."""
         some = dict(given)
         some[self.picture] = given[self.picture][:, rows.start : rows.stop]
         if self.text:

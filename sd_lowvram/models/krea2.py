@@ -31,7 +31,7 @@ SERVED: support.Served = {
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """What a denoising step starts from; the prompt is padded, and masked where it is."""
+    """Inputs of a denoising step; the prompt is padded, and the padding is masked."""
     config, rows, empty = anatomy.config(anatomy.denoiser), shape.rows, dit.empty_of(anatomy)
     tokens = math.prod(dit.picture_tokens(anatomy, shape))
     text = empty(rows, _WORDS, int(config["num_text_layers"]), int(config["text_hidden_dim"]))
@@ -58,7 +58,7 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
 
 
 def _joint_block(block: nn.Module) -> JointBlock | None:
-    """Its text comes joined to the picture."""
+    """Joint block; the text is joined to the picture."""
     if not has(block, "scale_shift_table", "norm1", "norm2", "attn", "ff"):
         return None
     attention: Any = block.attn

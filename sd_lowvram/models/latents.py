@@ -15,7 +15,7 @@ from .causal_autoencoder import FRAMES, sees_frames
 
 
 def scale_factor(anatomy: Anatomy) -> int:
-    """Pixels that a latent pixel stands for in one direction: 8 for Stable Diffusion, 4 for its upscaler."""
+    """Pixels per latent pixel in one direction: 8 for Stable Diffusion, 4 for its upscaler."""
     config = anatomy.config(anatomy.autoencoder)
     told = anatomy.config(anatomy.denoiser).get("latent_scale", config.get("latent_scale"))
     if told is not None:
@@ -65,29 +65,29 @@ def _packed_side(config: Mapping[str, Any]) -> int:
 
 
 def has_frames(anatomy: Anatomy) -> bool:
-    """Whether the autoencoder takes frames (N, C, frames, H, W), as those of Qwen-Image and Wan; a picture is one."""
+    """True if the autoencoder takes frames (N, C, frames, H, W), as those of Qwen-Image and Wan; a picture is one."""
     return anatomy.autoencoder is not None and sees_frames(anatomy.vae)
 
 
 def latent_shape(anatomy: Anatomy, shape: Shape) -> tuple[int, ...]:
-    """Of the latents that the autoencoder decodes."""
+    """Shape of the latents that the autoencoder decodes."""
     frames = (shape.frames,) if has_frames(anatomy) else ()
     return (shape.batch, latent_channels(anatomy), *frames, *latent_size(anatomy, shape))
 
 
 def pixel_shape(anatomy: Anatomy, shape: Shape) -> tuple[int, ...]:
-    """Of what the autoencoder encodes."""
+    """Shape of the pixels that the autoencoder encodes."""
     frames = (1 + FRAMES * (shape.frames - 1),) if has_frames(anatomy) else ()
     return (shape.batch, pixel_channels(anatomy), *frames, shape.height, shape.width)
 
 
 def dtype_of(anatomy: Anatomy, name: str, as_loaded: bool = False) -> torch.dtype:
-    """The type of what a component is called with: what its host computes in, else its weights' own.
+    """The type of a component's inputs: the one in which its host computes, else the weights' own.
 
-    Weights of 8 bits are widened by whoever uses them, so of a component that has others these tell.
+    Weights of 8 bits are widened for use, so if a component has other weights, their type counts.
 
     Args:
-        as_loaded: whatever our hooks have converted the weights to since.
+        as_loaded: use the types before conversions by our hooks.
     """
     tensors = anatomy.components[name].parameters()
     dtypes = (loaded_dtype(tensor) if as_loaded else tensor.dtype for tensor in tensors)

@@ -41,7 +41,7 @@ SERVED: support.Served = {
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """What a denoising step starts from."""
+    """Inputs of a denoising step."""
     config, rows, empty = anatomy.config(anatomy.denoiser), shape.rows, dit.empty_of(anatomy)
     channels, size = latent_channels(anatomy), latent_size(anatomy, shape)
     beside = int(config["in_channels"]) - channels

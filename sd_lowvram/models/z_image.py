@@ -1,8 +1,8 @@
 """Z-Image and Z-Image-Turbo as diffusers runs them: by text, from a picture, inpainted.
 
-The transformer is given lists: of latents (C, 1, h, w), and of texts that are each as long as their prompt. Guidance is
-in one batch where its scale is above 0, until the step in which the pipeline is told to stop with it; a call has fewer
-rows then, and is planned as those before.
+The transformer takes lists: of latents (C, 1, h, w), and of texts, each as long as its prompt. Guidance is in one batch
+if its scale is above 0, until the step at which the pipeline stops it; later calls have fewer rows, and are planned
+like the earlier ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SERVED: support.Served = {
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """What a denoising step starts from; the pipeline holds its latents in float32."""
+    """Inputs of a denoising step; the pipeline holds its latents in float32."""
     config = anatomy.config(anatomy.denoiser)
     return StepInputs(
         latents=torch.empty(shape.batch, latent_channels(anatomy), *latent_size(anatomy, shape)),

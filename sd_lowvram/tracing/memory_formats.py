@@ -12,7 +12,7 @@ def wanted_format(*tensors: Tensor) -> torch.memory_format:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """True if torch treats the tensor as channels last: strides of dimensions of size 1 count, doubtful cases are not."""
+    """True if torch treats the tensor as channels last: strides of size-1 dimensions count, doubtful cases do not."""
     if tensor.dim() != 4 or tensor.is_contiguous():
         return False
     least = 0
