@@ -1,6 +1,9 @@
 """ComfyUI's door: a clone of this repository in custom_nodes/ is a node pack."""
 
 from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+from .sd_lowvram.errors import speak_plainly
+
+speak_plainly()
 
 WEB_DIRECTORY = "web"
 

@@ -5,19 +5,52 @@ Every message says what was wrong, with the value that was given, and what would
 
 from __future__ import annotations
 
+import re
+from typing import ClassVar
+
 _LONGEST = 1500
 """Characters of a message: values that it repeats come from strangers, too."""
 
+_CODE = (
+    (re.compile(r"\b(?:sd_lowvram\.)?Settings\(([^()]*)\)"), r"\1"),
+    (re.compile(r"(?<![\w/.\\-])([a-z]\w*)=(?:(['\"])([\w.-]+)\2|(?=\S))"), r"\1 \3"),
+    (re.compile(r"\bTrue\b"), "on"),
+    (re.compile(r"\bFalse\b"), "off"),
+)
+"""What a setting looks like in Python, and as a control shows it."""
+
+
+def _without_code(text: str) -> str:
+    for code, words in _CODE:
+        text = code.sub(words, text)
+    return text
+
 
 class LowVRAMError(Exception):
-    """Base of every error that sd-lowvram raises on purpose."""
+    """Base of every error that sd-lowvram raises on purpose.
+
+    Args:
+        plainly: the sentence for people who see no code, see :func:`speak_plainly`; left out: the message, with
+            settings as controls show them.
+    """
 
     exit_code = 1
+    spoken_plainly: ClassVar[bool] = False
+
+    def __init__(self, message: str = "", *, plainly: str = "") -> None:
+        super().__init__(message)
+        self.plainly = plainly
 
     def __str__(self) -> str:
         text = super().__str__()
+        text = (self.plainly or _without_code(text)) if self.spoken_plainly else text
         half = _LONGEST // 2
         return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
+
+
+def speak_plainly(plain: bool = True) -> None:
+    """Leave Python out of the sentences of all errors from now on: for programs whose users paint."""
+    LowVRAMError.spoken_plainly = plain
 
 
 class BadInputError(LowVRAMError, ValueError):
@@ -32,6 +65,9 @@ class SettingsError(BadInputError):
 
 class CheckpointError(BadInputError):
     """A model that is missing, truncated, of an unknown kind, or a refused pickle."""
+
+
+_SAYS_LITTLE = ("is a model of another kind", "has a part")
 
 
 class UnsupportedModelError(BadInputError):
@@ -55,7 +91,8 @@ class UnsupportedModelError(BadInputError):
         why: str = "",
         works: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(message)
+        does = why if why and why not in _SAYS_LITTLE else "is of another kind"
+        super().__init__(message, plainly=f"this model {does}, which sd-lowvram does not plan: use it without")
         self.owner = owner
         self.part = part
         self.kind = kind
@@ -89,6 +126,13 @@ class BudgetError(LowVRAMError):
 
 class PlanningError(LowVRAMError):
     """What a model raises while it is planned: the message names the part and the picture, the cause is that error."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message,
+            plainly="this model cannot be planned as it is: take off what other extensions have set on it, or load it "
+            "anew",
+        )
 
 
 class NotFiniteError(LowVRAMError):

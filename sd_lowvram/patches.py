@@ -125,14 +125,23 @@ class Slot:
             here[self.attribute] = self.before
 
 
+def carries_hooks(done: str) -> LowVRAMError:
+    """The error of a model that cannot be ``done`` ("copied") as it carries hooks."""
+    return LowVRAMError(
+        f"this model carries sd-lowvram's hooks and cannot be {done}: restore() it first",
+        plainly=f"this model carries sd-lowvram's hooks while a picture is made, and cannot be {done}: "
+        "try again when the picture is there",
+    )
+
+
 class _Slots(dict[str, Slot]):
     """The slots of one owner. They name the owner, so a copy of it would act on the original: copying is refused."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise LowVRAMError("this model carries sd-lowvram's hooks and cannot be copied: restore() it first")
+        raise carries_hooks("copied")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise LowVRAMError("this model carries sd-lowvram's hooks and cannot be pickled: restore() it first")
+        raise carries_hooks("pickled")
 
 
 def set_patch(patch: Patch) -> Callable[[], None]:
@@ -224,6 +233,8 @@ def is_foreign(owner: Any, attribute: str) -> bool:
     here = vars(owner).get(attribute, _ABSENT)
     if slot is not None and here is slot.installed:
         here = slot.before
+    elif isinstance(here, Trampoline):  # of ours that are gone, kept and put back by somebody else
+        here = here.function
     own = getattr(here, "__self__", None) is owner and here.__func__ is getattr(type(owner), attribute, None)
     return here is not _ABSENT and not own
 

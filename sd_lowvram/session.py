@@ -18,7 +18,7 @@ from torch import nn
 from .compat import is_compiling
 from .compat.private import not_compiled
 from .devices.support import device_of
-from .errors import BadInputError, LowVRAMError
+from .errors import BadInputError
 from .hooks.compiled import out_of_sight
 from .hooks.offload import step_groups
 from .hooks.registry import active_hooks, applicable
@@ -28,7 +28,7 @@ from .memory.threads import Place, at_rest, carries, every_place, place_of, turn
 from .models import dissect, dissect_any
 from .models.anatomy import Anatomy
 from .models.support import run_pipeline_on, unsupported
-from .patches import RECORD, Change, Patch, refuse_conflicts, set_patch, wrap
+from .patches import RECORD, Change, Patch, carries_hooks, refuse_conflicts, set_patch, wrap
 from .settings import Settings, stated
 from .streaming.timing import StepTiming
 
@@ -163,7 +163,7 @@ class Attachment:
             self._undo = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise LowVRAMError("this model carries sd-lowvram's hooks and cannot be copied: restore() it first")
+        raise carries_hooks("copied")
 
 
 def anatomy_of(target: Any, settings: Settings | None = None) -> Anatomy:

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from sd_lowvram import errors
+from sd_lowvram.settings import knobs
+
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "sd_lowvram"
 ADAPTERS = sorted(file for folder in ("nodes", "webui_ext", "scripts") for file in (ROOT / folder).glob("*.py"))
 
 
@@ -46,6 +50,54 @@ def test_the_search_knows_no_knob_by_name(file: str) -> None:
     from sd_lowvram.settings import knobs
 
     assert words.isdisjoint(knobs())
+
+
+_CODE = re.compile(
+    r"\w\(|\(\)|\bSettings\b|\b[a-z]\w*=|\bNone\b|\bTrue\b|\bFalse\b|__|\b(torch|sd_lowvram)\.(?!compile\b)"
+    rf"|\b(?!(?:{'|'.join(knobs())})\b)[a-z]+(_[a-z]+)+\b"
+)
+"""What no painter has to read: calls, keywords, values and names of Python; settings have their names on the page."""
+_TO_PROGRAMMERS = {
+    "api.py": "restore() what it was optimized with first",
+    "session.py": "restore() takes what was given to optimize()",
+    "settings.py": "are no Settings",
+    "device_io.py": "hidden from trace()",
+    "followed.py": "call backward()",
+    "calls_diffusers.py": "projection's clip_embeds",
+}
+"""What only a program that calls us can meet, by file."""
+
+
+def _said(node: ast.expr) -> str:
+    """The text of a message, with a word in place of what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_said, node.values))
+    if isinstance(node, ast.BinOp):
+        return _said(node.left) + _said(node.right)
+    if isinstance(node, ast.IfExp):
+        return _said(node.body)
+    return "'word'" if isinstance(node, ast.FormattedValue) and node.conversion == ord("r") else "word"
+
+
+def test_no_error_that_painters_read_has_python_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that panel, nodes and HTTP can meet, once their door has errors speak plainly."""
+    monkeypatch.setattr(errors.LowVRAMError, "spoken_plainly", True)
+    rooms = ("hooks", "streaming", "kernels", "planning", "models", "memory", "devices", "tracing")
+    files = [one for room in rooms for one in (PACKAGE / room).rglob("*.py")]
+    files += [one for folder in (PACKAGE, ROOT / "nodes", ROOT / "webui_ext") for one in folder.glob("*.py")]
+    told, found = [], 0
+    for file in files:
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            named = getattr(getattr(call, "func", None), "id", "")
+            if isinstance(call, ast.Call) and call.args and isinstance(getattr(errors, named, None), type):
+                plainly = next((_said(one.value) for one in call.keywords if one.arg == "plainly"), "")
+                text = str(errors.LowVRAMError(_said(call.args[0]), plainly=plainly))
+                found += 1
+                if _CODE.search(text) and _TO_PROGRAMMERS.get(file.name, "None") not in text:
+                    told.append(f"{file.relative_to(ROOT)}:{call.lineno}: {text}")
+    assert not told and found > 100
 
 
 def test_every_public_name_is_there_and_no_other() -> None:

@@ -143,16 +143,20 @@ def _forward(
 
 def _unreached(site: Site, backend: str) -> LowVRAMError:
     """The sentence for a site that computes attention in another way: which way, and what to set instead."""
+    plainly = f"{site.name} computes attention in a way of its own, so attention {backend} cannot reach it: leave the "
+    plainly += "attention setting undecided"
     if hasattr(site.module, "processor"):
         return LowVRAMError(
             f"{site.name}: {type(site.module.processor).__name__} computes attention without torch's "
             f"scaled_dot_product_attention, so attention={backend!r} cannot reach it. Set a processor that calls it, "
-            "such as AttnProcessor2_0, or leave the attention setting undecided"
+            "such as AttnProcessor2_0, or leave the attention setting undecided",
+            plainly=plainly,
         )
     return LowVRAMError(
         f"{site.name}: {type(site.module).__name__} computes attention without torch's scaled_dot_product_attention, "
         f"so attention={backend!r} cannot reach it. Set diffusers' own processors (set_attn_processor) and backend "
-        "'native' there, or leave the attention setting undecided"
+        "'native' there, or leave the attention setting undecided",
+        plainly=plainly,
     )
 
 

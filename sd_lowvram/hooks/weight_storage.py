@@ -37,6 +37,7 @@ _REFUSED = {
     "unfuse_lora": "a LoRA cannot be taken out of weights of 8 bits: restore(), unfuse it and optimize()",
     "save_pretrained": "weights of 8 bits are not saved: restore() the model first",
 }
+_REFUSED_PLAINLY = "weights of 8 bits are neither merged with a LoRA nor saved: leave weight storage alone for that"
 _KEPT = ("conv_in", "conv_out")
 
 
@@ -53,7 +54,8 @@ def weight_storage(anatomy: Anatomy, settings: Settings, device: torch.device) -
         if layers and any(hook == "offload" for _, hook, _ in roles_of(component)):
             raise ConflictError(
                 f"{name} streams its weights by an earlier plan or attachment, and so they cannot become 8 bits: "
-                "restore() what has that first, or ask for both at once"
+                "restore() what has that first, or ask for both at once",
+                plainly=f"{name} streams its weights already, and so they cannot become 8 bits: ask for both at once",
             )
         for layer in layers:
             key = id(layer.weight)
@@ -108,7 +110,7 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 def _refusals(component: nn.Module) -> Iterator[Patch]:
     def refuse(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        raise ConflictError(f"{name}: {_REFUSED[name]}")
+        raise ConflictError(f"{name}: {_REFUSED[name]}", plainly=_REFUSED_PLAINLY)
 
     for name in _REFUSED:
         if hasattr(component, name):
@@ -184,7 +186,8 @@ class _Untrainable(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise ConflictError(
             "weights of 8 bits get no gradients: for those of the inputs call requires_grad_(False) on the model "
-            "before optimize(), and to train the weights use Settings without weight_storage"
+            "before optimize(), and to train the weights use Settings without weight_storage",
+            plainly="weights of 8 bits cannot be trained: leave weight storage alone for that",
         )
 
 

@@ -41,7 +41,8 @@ def check_casting(parts: Mapping[str, nn.Module]) -> None:
         if "layerwise_casting" in diffusers_hooks(part):
             raise ConflictError(
                 f"{name} has diffusers' layerwise casting on (enable_layerwise_casting), which no plan follows: load "
-                "it anew without, and ask for weight_storage='fp8', which does the same"
+                "it anew without, and ask for weight_storage='fp8', which does the same",
+                plainly=f"{name} changes the type of its weights in every layer already: load it without that",
             )
 
 
@@ -51,13 +52,19 @@ def check_moved(parts: Mapping[str, nn.Module]) -> None:
     for name, part in parts.items():
         if any(not isinstance(getattr(module, "_hf_hook", _HERE), ExecutionDevice) for module in part.modules()):
             raise ConflictError(
-                f"{name} is offloaded by accelerate or diffusers already: call remove_all_hooks() of the pipeline first"
+                f"{name} is offloaded by accelerate or diffusers already: call remove_all_hooks() of the pipeline "
+                "first",
+                plainly=_MOVED.format(name),
             )
         if "group_offloading" in diffusers_hooks(part):
             raise ConflictError(
                 f"{name} is offloaded by diffusers in groups already, which it cannot undo: load it anew, without "
-                "enable_group_offload()"
+                "enable_group_offload()",
+                plainly=_MOVED.format(name),
             )
+
+
+_MOVED = "another program moves the weights of {} already: load the model without that"
 
 
 class ExecutionDevice:

@@ -103,7 +103,10 @@ sys.path[:0] = [{str(host)!r}, {str(Path(__file__).parents[1] / "support")!r}]
 from pathlib import Path
 from comfy_host import import_pack
 before = list(sys.path)
-assert import_pack(Path({str(folder)!r})).NODE_CLASS_MAPPINGS
+pack = import_pack(Path({str(folder)!r}))
+assert pack.NODE_CLASS_MAPPINGS
+errors = sys.modules[pack.__name__ + ".sd_lowvram.errors"]
+assert str(errors.LowVRAMError("offload='layer': use Settings(offload='none')")) == "offload layer: use offload none"
 import nodes, utils, scripts
 assert nodes.OWNER == utils.OWNER == scripts.OWNER == "host"
 assert sys.path == before
