@@ -10,10 +10,13 @@ def register() -> None:
     """Hand the host our callbacks; it forgets them at every "Reload UI" and asks again."""
     from modules import script_callbacks
 
+    from sd_lowvram.errors import speak_plainly
+
     from . import grid, optimizers, options, run
 
+    speak_plainly()
     script_callbacks.on_ui_settings(options.add_options)
     script_callbacks.on_before_ui(grid.add_axes)
-    script_callbacks.on_script_unloaded(run.stop)
+    script_callbacks.on_script_unloaded(run.end)
     if hasattr(script_callbacks, "on_list_optimizers"):  # reForge has none
         script_callbacks.on_list_optimizers(optimizers.add_optimizers)

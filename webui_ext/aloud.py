@@ -11,7 +11,7 @@ from typing import Any
 
 from sd_lowvram.errors import LowVRAMError
 
-from . import run
+from .arguments import NAME
 from .refusal import Refused
 
 
@@ -27,9 +27,10 @@ def fail(owner: Any, error: BaseException, *ways: str) -> None:
 
 @contextlib.contextmanager
 def aloud(owner: Any, *ways: str) -> Iterator[None]:
-    """Within the block of a callback an exception ends the generation, with nothing of ours left on the model."""
+    """Within the block of a callback an exception ends the run that it is called for, see :mod:`.run`."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, LowVRAMError) and error.plainly:  # the log has what the page leaves out
+            print(f"[{NAME}] {error.args[0]}")
         fail(owner, Refused(str(error)) if isinstance(error, LowVRAMError) else error, *ways)
-        run.stop()

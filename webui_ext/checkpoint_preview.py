@@ -79,10 +79,11 @@ def identity(target: Any) -> Hashable:
 
 @functools.lru_cache(maxsize=2)
 def _drawn(file: str, changed: float) -> PreviewedModel:
-    from modules import sd_models_config
+    try:
+        from modules import sd_models_config
 
-    beside = getattr(sd_models_config, "find_checkpoint_config_near_filename", None)
-    if beside is None:  # Forge has nothing in that module
+        beside = sd_models_config.find_checkpoint_config_near_filename
+    except (ImportError, AttributeError):  # Forge has nothing in that module, and Forge Neo has no such module
         return _with_diffusers(file)
     header = read_header(Path(file))
     config = beside(SimpleNamespace(filename=file))

@@ -1,8 +1,9 @@
 """The line that says whether a picture fits, for what the page shows just now.
 
 The page asks at every change; only the last question of a tab is answered. Planning runs the model's modules on fake
-tensors, which does not mix with a generation, so it waits for its turn in the host's queue, and gives up as soon as
-somebody asks anew. Answers are remembered.
+tensors, which does not mix with a generation: while one is under way the line says so at once, and the page asks a
+second time. That question waits for its turn in the host's queue, and gives up as soon as somebody asks anew. Answers
+are remembered.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 from sd_lowvram.errors import BudgetError, LowVRAMError
 from sd_lowvram.planning.search import Plan
 from sd_lowvram.units import format_size
+
+from .arguments import NAME, TITLE
 
 _SETTLE_SECONDS = 0.3
 _KEPT = 256
@@ -36,6 +39,12 @@ DECODE_ONLY = "the decode is exact and within the budget, the steps run as the W
 
 DECIDES = "the WebUI itself decides what stays on the card"
 """How a plan's reason begins where the host keeps what it has room for, whatever the budget."""
+
+BESIDE = "Tiled VAE, which is on too, has nothing to do: the decode is exact and within the budget as it is"
+"""A plan's reason where another extension would decode in tiles of its own."""
+
+DECODES_BESIDE = "Tiled VAE, which is on too, decodes in its own tiles, which changes the picture: turn it off"
+"""The same where the user has turned our exact tiles off."""
 
 BREAKS = "more than this budget"
 """How such a reason ends where what is kept breaks the budget."""
@@ -64,12 +73,13 @@ _asked: dict[str, int] = {}
 _lock = threading.Lock()
 
 
-def answer(tab: str, key: Hashable, turn: Any, compute: Callable[[], Told]) -> Told | None:
+def answer(tab: str, key: Hashable, turn: Any, compute: Callable[[], Told], patient: bool = False) -> Told | None:
     """What is told for ``key``; None when the tab asked for something else meanwhile.
 
     Args:
         turn: the host's queue, a lock whose ``acquire(False)`` does not wait.
         compute: called once for a new key, in turn.
+        patient: whether to wait for the turn, rather than to tell that it is somebody else's.
     """
     with _lock:
         number = _asked[tab] = _asked.get(tab, 0) + 1
@@ -89,6 +99,8 @@ def answer(tab: str, key: Hashable, turn: Any, compute: Callable[[], Told]) -> T
                 while len(_known) > _KEPT:
                     _known.popitem(last=False)
             return told
+        if not patient:
+            return WAITS
         time.sleep(_SETTLE_SECONDS)
     return None
 
@@ -100,6 +112,8 @@ def sentence(make: Callable[[], Plan], size: str) -> Told:
     except BudgetError as error:
         return _told("does not fit", "does not fit", f"{size} does not fit: {error}")
     except LowVRAMError as error:
+        if error.plainly:  # the log has what the page leaves out
+            print(f"[{NAME}] {error.args[0]}")
         return complaint(f"{size}: {error}")
     predicted, steps, decides = plan.predicted, plan.request.steps, decision_in(plan)
     budget = format_size(plan.request.vram)
@@ -144,7 +158,12 @@ def _chosen(plan: Plan) -> list[str]:
         told.append("decoded in exact strips")
     if settings.decoder_device == "cpu":
         told.append("decoded on the processor")
-    return told
+    return [*told, *beside(plan)]
+
+
+def beside(plan: Plan) -> list[str]:
+    """What is told of another extension's Tiled VAE; empty where none is on."""
+    return [reason for reason in (BESIDE, DECODES_BESIDE) if reason in plan.reasons]
 
 
 def complaint(text: str) -> Told:
@@ -161,6 +180,10 @@ def _told(verdict: str, head: str, text: str) -> Told:
     marked = f'data-verdict="{verdict}" style="color: {"inherit" if verdict in ("fits", "unknown") else "#c00"}'
     line = f'<p {marked}; padding: 0.5em">{html.escape(text)}</p>'
     return Told(verdict, f'<span {marked}">{html.escape(head)}</span>' if head else "", line)
+
+
+WAITS = _told("unknown", "waits for the picture under way", f"{TITLE}: waits for the picture under way")
+"""What is told while a generation has the host's queue."""
 
 
 def _time(seconds: float) -> str:

@@ -22,6 +22,7 @@ from sd_lowvram.devices.info import available_ram, free_vram
 from sd_lowvram.devices.this_machine import budget_of
 from sd_lowvram.errors import UnsupportedModelError
 from sd_lowvram.models.anatomy import Anatomy
+from sd_lowvram.patches import is_foreign
 from sd_lowvram.session import anatomy_of
 from sd_lowvram.units import parse_size
 from sd_lowvram.weights import all_tensors
@@ -48,8 +49,14 @@ def is_blueprint(model: Any) -> bool:
 
 
 def is_loaded(model: Any) -> bool:
-    """Whether ``model`` is one, rather than the stand-in of before the first load."""
-    return model is not None and (hasattr(model, "first_stage_model") or hasattr(model, "forge_objects"))
+    """Whether ``model`` is one, rather than the stand-in of before the first load, whose autoencoder is None."""
+    return getattr(model, "first_stage_model", None) is not None or hasattr(model, "forge_objects")
+
+
+def encodes_always(model: Any) -> bool:
+    """Whether the host encodes a picture for this model in txt2img too: one that inpaints or edits."""
+    by_flag = getattr(model, "is_inpaint", False) or getattr(model, "is_sdxl_inpaint", False)
+    return bool(by_flag) or getattr(getattr(model, "model", None), "conditioning_key", None) in ("hybrid", "concat")
 
 
 def moves_weights(model: Any) -> bool:
@@ -109,6 +116,13 @@ def _computes(model: Any, found: Anatomy) -> dict[str, torch.dtype]:
     elif getattr(devices, "fp8", False):  # weights in 8 bits, under autocast or its substitute
         told[found.denoiser] = torch.bfloat16 if device().type == "cpu" else devices.dtype
     return {name: dtype for name, dtype in told.items() if name is not None and isinstance(dtype, torch.dtype)}
+
+
+def tiled_by_others(model: Any) -> bool:
+    """Whether another extension has put a decode or encode of its own on the autoencoder, as Tiled VAE does."""
+    vae = None if is_blueprint(model) else anatomy_of(planned(model)).vae
+    parts = (getattr(vae, name, None) for name in ("decoder", "encoder"))
+    return any(part is not None and is_foreign(part, "forward") for part in parts)
 
 
 def passes(model: Any, scale: float, prompts: Sequence[str] = (), image_scale: float | None = None) -> int:

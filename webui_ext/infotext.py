@@ -15,6 +15,8 @@ from .arguments import TITLE, arguments
 KEY = TITLE
 RAN_OUT = f"{TITLE} ran out"
 """The entry of a picture whose run was short of memory: what it gave up."""
+REFUSED = f"{TITLE} refused"
+"""The entry of a picture in whose generation another picture did not fit: its size."""
 NOT_KEPT = {f"{TITLE} budget": "not kept by the WebUI"}
 """The entry of a picture whose run took more than the budget, as the host decided."""
 _MARK = " | "

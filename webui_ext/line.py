@@ -30,10 +30,13 @@ class Line:
         self.names = (*_SIZES, *(_HIRES if tab == "txt2img" else _RESIZE_BY))
         self.theirs: dict[str, Any] = {}
         self.ours: tuple[list[Any], list[Any]] | None = None
+        self.tiled: list[Any] = []
         self.connected = False
 
     def offer(self, component: Any, elem_id: str | None) -> None:
-        """A control of the host has been made."""
+        """A control of the host, or of another extension, has been made."""
+        if not self.connected and _turns_tiles_on(component):
+            self.tiled.append(component)
         if "by_scale" in self.names and "width" not in self.theirs and _is_hidden_number(component, elem_id):
             self.theirs["by_scale"] = component  # of the open tab: it has no name, and is the last before the sizes
         # a checkbox that folds something names itself after the accordion, which is offered too
@@ -53,22 +56,30 @@ class Line:
             return
         self.connected = True
         controls, outputs = self.ours
-        inputs = [*(self.theirs[name] for name in self.names), *controls]
+        inputs = [*(self.theirs[name] for name in self.names), *controls, *self.tiled]
         event = {"fn": self.tell, "inputs": inputs, "outputs": outputs, "show_progress": "minimal", "queue": False}
+        second = event | {"fn": self.tell_in_turn, "show_progress": "hidden"}  # what is told until then stays in sight
         enabled = controls[[one.name for one in arguments()].index("enabled")]
-        enabled.change(**event)  # also when it goes off, which empties both
+        enabled.change(**event).then(**second)  # also when it goes off, which empties both
         event["_js" if gr.__version__.startswith("3.") else "js"] = _while_on(inputs.index(enabled), len(inputs))
         for component in inputs:
             if component is not enabled:
-                component.change(**event)
-        gr.context.Context.root_block.load(**event)
+                component.change(**event).then(**second)
+        gr.context.Context.root_block.load(**event).then(**second)
 
     def tell(self, *values: Any) -> list[Any]:
-        """The line and the head for these values of the controls."""
-        told = self._told(values)
+        """The line and the head for these values of the controls, at once."""
+        return self._updates(values, patient=False)
+
+    def tell_in_turn(self, *values: Any) -> list[Any]:
+        """The line and the head for these values, when no picture is under way any more."""
+        return self._updates(values, patient=True)
+
+    def _updates(self, values: Sequence[Any], patient: bool) -> list[Any]:
+        told = self._told(values, patient)
         return [gr.update(), gr.update()] if told is None else [told.line, told.head]
 
-    def _told(self, values: Sequence[Any]) -> estimate.Told | None:
+    def _told(self, values: Sequence[Any], patient: bool) -> estimate.Told | None:
         sizes = dict(zip(self.names, values, strict=False))
         try:
             chosen = read(values[len(self.names) :], {})
@@ -76,6 +87,7 @@ class Line:
             return estimate.complaint(str(error))
         if not chosen["enabled"]:
             return estimate.Told()
+        chosen |= {"tiled": True} if any(values[len(self.names) + len(arguments()) :]) else {}
         model = checkpoint_preview.model()
         if model is None:
             return estimate.note(f"{TITLE}: load a checkpoint to see what it needs")
@@ -84,7 +96,7 @@ class Line:
             return estimate.note(f"{TITLE}: choose a picture to see what it needs at this scale")
         shown = checkpoint_preview.identity(model), host.free_in_steps(chosen["vram"])
         key = tuple(pictures), tuple(chosen.items()), *shown
-        return estimate.answer(self.tab, key, host.queue(), _teller(model, chosen, pictures))
+        return estimate.answer(self.tab, key, host.queue(), _teller(model, chosen, pictures), patient)
 
 
 def _while_on(switch: int, count: int) -> str:
@@ -95,6 +107,15 @@ def _while_on(switch: int, count: int) -> str:
         count: of our inputs, behind which gradio puts the outputs.
     """
     return f"(...values) => values[{switch}] ? values.slice(0, {count}) : new Promise(() => {{}})"
+
+
+def _turns_tiles_on(component: Any) -> bool:
+    """Whether it is the switch of another extension's Tiled VAE."""
+    is_switch = type(component).__name__ in ("Checkbox", "InputAccordion")
+    return is_switch and bool(_TILED.search(str(getattr(component, "label", ""))))
+
+
+_TILED = re.compile(r"\btiled vae\b", re.IGNORECASE)
 
 
 def _is_hidden_number(component: Any, elem_id: str | None) -> bool:
@@ -128,7 +149,7 @@ def _pictures(sizes: dict[str, Any], model: Any, encodes: bool) -> list[Generati
         batch=max(1, int(sizes["batch_size"] or 1)),
         steps=steps_run(steps, sizes["denoising_strength"]) if encodes else steps,
         passes=host.passes(model, 1 if scale is None else scale),
-        encodes=encodes,
+        encodes=encodes or host.encodes_always(model),
     )
     if not sizes.get("hr"):
         return [first]

@@ -49,19 +49,16 @@ def steps_run(steps: int, strength: float | None) -> int:
     return min(steps, int(min(strength, 0.999) * steps) + 1)
 
 
-def asked_of(p: Any, model: Any, encodes: bool) -> Generation:
-    """The picture of the generation ``p``; of its first pass, where a hires fix follows.
-
-    Args:
-        encodes: whether it starts from a picture.
-    """
+def asked_of(p: Any, model: Any) -> Generation:
+    """The picture of the generation ``p``; of its first pass, where a hires fix follows."""
+    encodes = hasattr(p, "init_images")
     return Generation(
         width=side(p.width, encodes),
         height=side(p.height, encodes),
         batch=p.batch_size,
         steps=steps_run(p.steps, getattr(p, "denoising_strength", None)) if encodes else p.steps,
         passes=passes_of(p, model),
-        encodes=encodes or bool(getattr(p, "enable_hr", False)),
+        encodes=encodes or bool(getattr(p, "enable_hr", False)) or host.encodes_always(model),
     )
 
 

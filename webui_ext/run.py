@@ -1,6 +1,8 @@
-"""One generation: plan, attach, and take everything off again, at the latest before the next one.
+"""One generation: plan, attach, and take everything off again when the host's run of it ends, however it ends.
 
-The host queues its generations, so at most one is under way. It does not tell of those that fail.
+The host queues its generations, so at most one is under way, which is its owner's. Other extensions draw within it (a
+face anew, for example): they call the host's callbacks for a copy of the owner's ``p``, and make pictures of their own.
+These run with the owner's hooks and budget.
 """
 
 from __future__ import annotations
@@ -8,12 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sd_lowvram.errors import BudgetError
+from modules import processing, shared
+
+from sd_lowvram.compat.private import FakeTensor
+from sd_lowvram.errors import BadInputError, BudgetError
 from sd_lowvram.memory.threads import at_rest
 from sd_lowvram.models.anatomy import Anatomy
+from sd_lowvram.models.calls import map_in_call
+from sd_lowvram.patches import Patch, set_patch, wrap
 from sd_lowvram.planning.fallback import Shortage, fallback, leaner
 from sd_lowvram.planning.plan import FallbackStep, Plan
 from sd_lowvram.planning.reasons import remedy
@@ -24,12 +31,12 @@ from sd_lowvram.session import Attachment, anatomy_of, attach, detach
 from sd_lowvram.settings import Settings, knobs
 from sd_lowvram.units import format_least, format_size
 
-from . import host, loading, switching
-from .arguments import NAME, chosen_of, settings_of
-from .estimate import DECODE_ONLY, FETCHED, decision_in
+from . import host, infotext, loading, saving, switching
+from .arguments import NAME, TITLE, chosen_of, settings_of
+from .estimate import BESIDE, DECODE_ONLY, DECODES_BESIDE, FETCHED, beside, decision_in
 from .memory_estimate import lowered
-from .picture import Generation, side
-from .refusal import as_answer
+from .picture import Generation, asked_of, side
+from .refusal import Refused, as_answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +46,26 @@ class _Running:
     picture: Generation
     attachment: Attachment
     undo: contextlib.ExitStack
+    serves: Any
+    """The host's ``p`` for which it was planned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owner:
+    """The generation whose panel is on.
+
+    Attributes:
+        under_way: the ``p`` of the host's runs, outermost first: the owner's own, then those within it.
+    """
+
+    p: Any
+    chosen: Mapping[str, Any]
+    unwatch: Callable[[], None]
+    under_way: list[Any] = dataclasses.field(default_factory=list)
 
 
 _running: list[_Running] = []
+_owners: list[_Owner] = []
 _DECODES = {"decode", "encode"}
 """The stages of the autoencoder."""
 
@@ -51,6 +75,8 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
 
     Args:
         model: the host's model, or a blueprint of one.
+        chosen: the panel's arguments by name; with "tiled", which is true where another extension would decode in tiles
+            of its own: the decode is exact then, unless the panel has chosen another.
 
     Raises:
         BudgetError: nothing fits. BadInputError: knobs that cannot be used.
@@ -66,6 +92,8 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
         **dataclasses.asdict(picture),
     )
     settings = _planned(model, settings_of(chosen))
+    if chosen.get("tiled"):
+        settings = settings.filled(vae_tiles="exact")
     if anatomy.denoiser is None:
         steps_alone = (name for name, knob in knobs().items() if knob.stages and not _DECODES & set(knob.stages))
         settings = dataclasses.replace(settings, **dict.fromkeys(steps_alone))
@@ -77,6 +105,9 @@ def plan_for(model: Any, chosen: Mapping[str, Any], picture: Generation) -> Plan
         raise _in_the_users_words(error, chosen, vram, others) from None
     if anatomy.denoiser is None:
         plan = dataclasses.replace(plan, reasons=(*plan.reasons, DECODE_ONLY))
+    if chosen.get("tiled"):
+        exact = plan.settings.vae_tiles == "exact"
+        plan = dataclasses.replace(plan, reasons=(*plan.reasons, BESIDE if exact else DECODES_BESIDE))
     if host.swaps_layers(model):
         plan = _told_who_decides(model, plan, anatomy)
     predicted = plan.predicted
@@ -127,6 +158,96 @@ def _planned(model: Any, settings: Settings) -> Settings:
     return dataclasses.replace(settings, **theirs | {"offload": "component", "decoder_device": "gpu"})
 
 
+def own(p: Any, chosen: Mapping[str, Any]) -> None:
+    """Let the generation ``p``, whose panel has ``chosen``, be the one that is served, until the host's run ends."""
+    end()
+    watched = hasattr(processing, "process_images_inner")
+    watch = wrap(processing, "process_images_inner", _run, "owner")
+    _owners.append(_Owner(p, chosen, set_patch(watch) if watched else lambda: None))
+
+
+def _run(original: Callable[..., Any], p: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the host's run of ``p``: the owner's, or one within it. What an owner's leaves goes when it ends."""
+    owner = _owners[-1] if _owners else None
+    if owner is not None and not owner.under_way and owner.p is not p:  # the owner's failed before it began
+        end()
+        owner = None
+    if owner is None:
+        return original(p, *args, **kwargs)
+    owner.under_way.append(p)
+    try:
+        if owner.p is not p:
+            _follow_model(owner, p)
+        made = original(p, *args, **kwargs)
+        if owner.p is p:
+            saving.end(p)
+        return made
+    finally:
+        owner.under_way.pop()
+        if not owner.under_way:
+            end()
+
+
+def _follow_model(owner: _Owner, p: Any) -> None:
+    """Plan for the model of ``p``, a run within the owner's, where it is another than the one that carries hooks."""
+    model = shared.sd_model
+    if not _running or _running[-1].model is not model:
+        picture = asked_of(p, model)
+        with _answers(picture):
+            start(model, owner.chosen, picture)
+
+
+def within(p: Any) -> bool:
+    """Whether ``p`` belongs to the owner's run, which is under way and has hooks: a copy of the owner's, or a picture
+    that another extension makes in it."""
+    return any(owner.under_way and (owner.p is not p or _running) for owner in _owners)
+
+
+def serves(p: Any) -> bool:
+    """Whether ``p`` is the owner."""
+    return any(owner.p is p for owner in _owners)
+
+
+def chosen_by_owner() -> Mapping[str, Any]:
+    """The arguments of the generation that is served."""
+    return _owners[-1].chosen
+
+
+def delivered(p: Any) -> None:
+    """The host has the pictures of ``p``; the end of its run comes next, where the host's run is watched."""
+    if any(owner.p is p and not owner.under_way for owner in _owners):
+        saving.end(p)
+        end()
+
+
+def end() -> None:
+    """Take everything off, and own nothing."""
+    stop()
+    while _owners:
+        _owners.pop().unwatch()
+
+
+def _now() -> Any:
+    """The host's ``p`` that runs now; None where that is not known."""
+    return next((owner.under_way[-1] for owner in _owners if owner.under_way), None)
+
+
+@contextlib.contextmanager
+def _answers(what: Generation | str) -> Iterator[None]:
+    """Within the block, which the host calls, a refusal of ``what`` is the host's kind of answer; as another extension
+    may catch that, the owner's pictures tell it too."""
+    try:
+        with as_answer():
+            yield
+    except Refused as refused:
+        shown = what if isinstance(what, str) else f"{what.width}x{what.height}"
+        for owner in _owners:
+            print(f"[{NAME}] {shown} in this generation was refused: {refused}")
+            owner.p.comment(f"{NAME}: {shown} in this generation was refused: {refused}")
+            owner.p.extra_generation_params[infotext.REFUSED] = shown
+        raise
+
+
 def start(
     model: Any, chosen: Mapping[str, Any], picture: Generation, given_up: tuple[FallbackStep, ...] = ()
 ) -> tuple[Plan, Attachment]:
@@ -159,10 +280,17 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
         attachment.plan = plan
         attachment.add(lowered(model, plan))
         attachment.add(fallback(attachment.anatomy, functools.partial(_leaner, model, chosen, picture)))
-        attachment.add(watch_sizes(attachment.anatomy, plan.request, functools.partial(_again, model, chosen, picture)))
+        again = functools.partial(_again, model, chosen, picture)
+        attachment.add(watch_sizes(attachment.anatomy, plan.request, again))
+        if not picture.encodes:
+            attachment.add(_watch_encodes(attachment.anatomy, again))
+        attachment.add(_refuse_hypernetworks(attachment.anatomy))
         attachment.add(switching.watched(model, functools.partial(_with_another, chosen, picture)))
-        _running.append(_Running(model, chosen, picture, attachment, stack.pop_all()))
+        _running.append(_Running(model, chosen, picture, attachment, stack.pop_all(), _now()))
     print(f"[{NAME}] {_told(plan, attachment)}")
+    for owner in _owners:
+        for told in beside(plan):
+            owner.p.comment(f"{NAME}: {told}")
     return plan, attachment
 
 
@@ -173,19 +301,67 @@ def _told(plan: Plan, attachment: Attachment) -> str:
     size = f"{request.width}x{request.height}, batch {request.batch}"
     memory = f"budget {budget}" if decides else f"peak {peak} of {budget}"
     moved = [decides] if decides else [FETCHED]
-    told = [one for one in (*moved, DECODE_ONLY) if one in plan.reasons]
+    told = [one for one in (*moved, DECODE_ONLY) if one in plan.reasons] + beside(plan)
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
     about = f"about {predicted.seconds:.0f} s"
     return "; ".join(filter(None, (f"{size}: {memory}, {about}", *told, f"sites: {sites or 'none'}")))
 
 
 def _again(
-    model: Any, chosen: Mapping[str, Any], picture: Generation, width: int, height: int, batch: int, passes: int, _: int
+    model: Any,
+    chosen: Mapping[str, Any],
+    picture: Generation,
+    width: int,
+    height: int,
+    batch: int,
+    passes: int | None,
+    frames: int = 1,
+    encodes: bool = False,
 ) -> None:
     width, height = side(width, encodes=True), side(height, encodes=True)
-    with as_answer():
-        came = dataclasses.replace(picture, width=width, height=height, batch=batch, passes=passes)
+    base = _asked_now(model) or picture
+    came = dataclasses.replace(
+        base, width=width, height=height, batch=batch, passes=passes or base.passes, encodes=encodes or base.encodes
+    )
+    with _answers(came):
         start(model, chosen, came, fallback_steps())
+
+
+def _asked_now(model: Any) -> Generation | None:
+    """What the host's run that is innermost now makes; None where that is not known."""
+    return None if (p := _now()) is None else asked_of(p, model)
+
+
+def _watch_encodes(anatomy: Anatomy, again: Callable[..., None]) -> Iterator[Patch]:
+    """Plan anew where a picture is encoded in a run that was to start from none, by another extension."""
+    autoencoder = anatomy.vae
+
+    def encode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = map_in_call(autoencoder, args, kwargs)
+        if found is None or isinstance(found.latents, FakeTensor):
+            return original(*args, **kwargs)
+        height, width = found.size()
+        again(width, height, found.rows, None, encodes=True)
+        return autoencoder.encode(*args, **kwargs)
+
+    if autoencoder is not None and "encode" in anatomy.entries[anatomy.autoencoder or ""]:
+        yield wrap(autoencoder, "encode", encode, "encodes")
+
+
+def _refuse_hypernetworks(anatomy: Anatomy) -> Iterator[Patch]:
+    """Refuse, before the first step, what our attention would leave out."""
+
+    def look(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if getattr(shared, "loaded_hypernetworks", None):
+            with _answers("a hypernetwork"):
+                raise BadInputError(
+                    "a hypernetwork changes what attention sees, and sd-lowvram's attention would leave it out: take it "
+                    f"out of the prompt, or turn {TITLE} off"
+                )
+        return original(*args, **kwargs)
+
+    name = anatomy.denoiser or ""
+    yield from (wrap(anatomy.components[name], entry, look, "hypernetworks") for entry in anatomy.entries.get(name, ()))
 
 
 def _leaner(model: Any, chosen: Mapping[str, Any], picture: Generation, short: Shortage) -> None:
@@ -196,7 +372,7 @@ def _leaner(model: Any, chosen: Mapping[str, Any], picture: Generation, short: S
 
     attachment = _running[-1].attachment
     now: Plan = attachment.plan
-    with as_answer():
+    with _answers(picture):
         found = leaner(now, short, settings_of(chosen), make)
         print(f"[{NAME}] {found.fallback_steps[-1].told}")
         if found.request is now.request:  # as before
@@ -216,7 +392,9 @@ def _with_another(
     given_up = fallback_steps()
     stop()
     result = load()
-    start(loaded(), chosen, picture, given_up)
+    model = loaded()
+    with _answers("another model"):
+        start(model, chosen, _asked_now(model) or picture, given_up)
     return result
 
 
@@ -229,20 +407,29 @@ def _attachable(model: Any, settings: Settings) -> Settings:
     return settings
 
 
-def follow(model: Any, width: int, height: int, batch: int, passes: int, steps: int | None = None) -> None:
-    """Plan anew where the host has loaded another model in the midst of a generation, or comes to a larger picture.
+def follow(p: Any, model: Any, width: int, height: int, batch: int, passes: int, steps: int | None = None) -> None:
+    """Plan anew where the host has loaded another model in the midst of a generation, comes to a larger picture, or
+    comes back to the owner's ``p`` from another that was planned for, or where another extension has put a Tiled VAE
+    over our hooks.
 
     Args:
         steps: of the pass that comes, where it has a number of its own.
     """
-    if not _running:
+    if not _running and not any(owner.under_way for owner in _owners):
         return
-    running = _running[-1]
+    running = _running[-1] if _running else None
+    known = _asked_now(model) or (running.picture if running else None)
+    if known is None:
+        return
     picture = dataclasses.replace(
-        running.picture, width=width, height=height, batch=batch, passes=passes, steps=steps or running.picture.steps
+        known, width=width, height=height, batch=batch, passes=passes, steps=steps or known.steps
     )
-    if running.model is not model or picture.load > running.picture.load:
-        start(model, running.chosen, picture, fallback_steps())
+    chosen = _owners[-1].chosen if running is None else running.chosen
+    comes_back = serves(p) and running is not None and running.serves is not _now()
+    tiled = not chosen.get("tiled") and host.tiled_by_others(model)
+    if running is None or running.model is not model or picture.load > running.picture.load or comes_back or tiled:
+        with _answers(picture):
+            start(model, {**chosen, "tiled": True} if tiled else chosen, picture, fallback_steps())
 
 
 def stop() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 from modules import scripts, shared
 from modules.ui_components import InputAccordion
 
-from sd_lowvram.errors import BadInputError, BudgetError
+from sd_lowvram.errors import BudgetError
 
 from . import checkpoint_preview, controls, host, infotext, run, saving
 from .aloud import aloud
-from .arguments import NAME, TITLE, read
+from .arguments import NAME, read
 from .estimate import BREAKS, decision_in
 from .grid import OVERRIDES
 from .line import Line
@@ -46,22 +46,22 @@ class LowVRAMScript(scripts.Script):
         return self._line
 
     def before_process(self, p: Any, *values: Any) -> None:
-        with aloud(p, "init"):
-            run.stop()  # a generation that failed never told us
-
-    def process(self, p: Any, *values: Any) -> None:
+        if run.within(p):
+            return
+        run.end()  # what went wrong before the host's run began left the last owner
         with aloud(p, "init"):
             chosen = _chosen(p, values)
             if chosen["enabled"]:
-                _begin(p, chosen, self.is_img2img)
+                run.own(p, chosen)
 
-    def process_batch(self, p: Any, *values: Any, **kwargs: Any) -> None:
-        with aloud(p, "sample"):
-            if run.current() is not None and getattr(shared, "loaded_hypernetworks", None):
-                raise BadInputError(
-                    "a hypernetwork changes what attention sees, and sd-lowvram's attention would leave it out: take "
-                    f"it out of the prompt, or turn {TITLE} off"
-                )
+    def process(self, p: Any, *values: Any) -> None:
+        if run.within(p):
+            p.extra_generation_params[infotext.KEY] = infotext.write(run.chosen_by_owner())
+            return
+        with aloud(p, "init"):
+            chosen = _chosen(p, values)
+            if chosen["enabled"]:
+                _begin(p, chosen)
 
     def process_before_every_sampling(self, p: Any, *values: Any, **kwargs: Any) -> None:
         latents = kwargs.get("x")
@@ -70,19 +70,20 @@ class LowVRAMScript(scripts.Script):
         with aloud(p.sampler, "sample", "sample_img2img"):  # perhaps the second pass of a hires fix
             model = shared.sd_model
             steps = (getattr(p, "hr_second_pass_steps", 0) or p.steps) if getattr(p, "is_hr_pass", False) else None
-            run.follow(model, 8 * latents.shape[3], 8 * latents.shape[2], len(latents), passes_of(p, model), steps)
-        saving.watch(p)
+            run.follow(p, model, 8 * latents.shape[-1], 8 * latents.shape[-2], len(latents), passes_of(p, model), steps)
+        if run.serves(p):
+            saving.watch(p)
 
     def post_sample(self, p: Any, ps: Any, *values: Any) -> None:
-        saving.save(p, ps.samples)
+        if run.serves(p):
+            saving.save(p, ps.samples)
 
     def postprocess_batch(self, p: Any, *values: Any, **kwargs: Any) -> None:
         if run.fallback_steps():  # the pictures are there, and what is written into them comes next
             p.extra_generation_params[infotext.RAN_OUT] = " + ".join(step.name for step in run.fallback_steps())
 
     def postprocess(self, p: Any, processed: Any, *values: Any) -> None:
-        run.stop()
-        saving.end(p)
+        run.delivered(p)
 
 
 def _pasted(name: str) -> Any:
@@ -95,11 +96,14 @@ def _chosen(p: Any, values: Any) -> Mapping[str, Any]:
     return read([{**chosen, **axes}], chosen) if axes else chosen
 
 
-def _begin(p: Any, chosen: Mapping[str, Any], encodes: bool) -> None:
+def _begin(p: Any, chosen: Mapping[str, Any]) -> None:
+    if not run.serves(p):
+        run.own(p, chosen)
     model = shared.sd_model
-    picture = asked_of(p, model, encodes)
+    picture = asked_of(p, model)
     _foresee_refiner(p, chosen, picture)
-    plan, _ = run.start(model, chosen, picture)
+    tiled = host.tiled_by_others(model)
+    plan, _ = run.start(model, {**chosen, "tiled": True} if tiled else chosen, picture)
     saving.begin(p, chosen["save_latents"])
     p.extra_generation_params[infotext.KEY] = infotext.write(chosen)
     if (decides := decision_in(plan)).endswith(BREAKS):

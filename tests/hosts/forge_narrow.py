@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backend.nn.vae import IntegratedAutoencoderKL
-from huggingface_guess.model_list import SD15
+from huggingface_guess.model_list import SD15  # Forge Neo has its own under this name
 
 WIDTHS = [32, 64, 128, 128]
 _known = IntegratedAutoencoderKL.load_config

@@ -37,7 +37,7 @@ HIT_SDXL = {
     "guidance_in_turn": 34,
 }
 COMFYUI, WEBUI = os.environ.get("COMFYUI_DIR"), os.environ.get("WEBUI_DIR")
-KIND = kind_of(WEBUI)
+KIND = kind_of(WEBUI).replace("neo", "forge")
 PYTHON = os.environ.get("WEBUI_PYTHON") or f"{WEBUI}/venv/bin/python"
 
 needs_comfyui = pytest.mark.skipif(not COMFYUI, reason="COMFYUI_DIR names no ComfyUI")

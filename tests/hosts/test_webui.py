@@ -55,8 +55,9 @@ def packages() -> str:
 
 
 def running(data: Path, *flags: str) -> contextlib.AbstractContextManager[Server]:
-    first = data / "models" / "Stable-diffusion" / "first.safetensors"
-    return serving(Path(WEBUI), PYTHON, data, "--ckpt", str(first), *flags)
+    first = data / webui_data.MODELS / "first.safetensors"
+    named = ["--ckpt-dirs", str(first.parent)] if KIND == "neo" else ["--ckpt", str(first)]
+    return serving(Path(WEBUI), PYTHON, data, *named, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ def test_what_cannot_be_is_refused_with_the_limit_in_question(server: Server, wr
     server.make()
 
 
-@pytest.mark.skipif(KIND != "forge", reason="AUTOMATIC1111 leaves the weights to the plan")
+@pytest.mark.skipif(KIND not in ("forge", "neo"), reason="AUTOMATIC1111 leaves the weights to the plan")
 def test_a_budget_that_the_host_does_not_keep_is_told(server: Server) -> None:
     """Its UNet alone has 39.5 MiB, and it keeps all of the model on a CPU."""
     for budget, kept in (("20MB", False), ("16GB", True)):

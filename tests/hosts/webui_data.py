@@ -27,14 +27,14 @@ def empty(place: Path) -> Path:
     for file in (Path(WEBUI) / "models" / "VAE-approx").glob("*.pt"):
         shutil.copy(file, place / "models" / "VAE-approx")
     (place / "extensions").mkdir()  # without one the installers of what Forge brings along do not run
-    if KIND == "forge":
+    if KIND in ("forge", "neo"):
         add_script(place, "forge_narrow.py")
     return place
 
 
-def add_script(place: Path, file: str) -> None:
-    """A script of this folder as an extension of its own, loaded after ours."""
-    scripts = place / "extensions" / f"tests-{Path(file).stem}" / "scripts"
+def add_script(place: Path, file: str, name: str = "") -> None:
+    """A script of this folder as an extension of its own, by default loaded after ours."""
+    scripts = place / "extensions" / (name or f"tests-{Path(file).stem}") / "scripts"
     scripts.mkdir(parents=True)
     shutil.copy(HERE / file, scripts)
 
@@ -62,7 +62,7 @@ def add_checkpoint(place: Path, name: str, seed: int = 0, kind: str = "sd15", wi
         return file
     config = architecture("sd15")
     config["unet"]["in_channels"] = 9 if kind == "inpaint" else 4
-    if KIND == "forge":
+    if KIND in ("forge", "neo"):
         for part in ("unet", "vae"):
             config[part]["block_out_channels"] = [width * level for level in LEVELS]
     random_checkpoint.write(config, file, seed)

@@ -22,17 +22,24 @@ import numpy
 from PIL import Image
 
 NAME = "sd-lowvram"
-FLAGS = "--skip-torch-cuda-test --no-hashing --no-download-sd-model --do-not-download-clip --skip-version-check"
+FLAGS = "--skip-torch-cuda-test --no-hashing --skip-version-check"
+_NO_DOWNLOADS = "--no-download-sd-model --do-not-download-clip"
 ON_CPU = {
-    "a1111": "--use-cpu all --no-half --precision full",
-    "forge": "--always-cpu",
-    "reforge": "--always-cpu --all-in-fp32",
+    "a1111": f"{_NO_DOWNLOADS} --use-cpu all --no-half --precision full",
+    "forge": f"{_NO_DOWNLOADS} --always-cpu",
+    "reforge": f"{_NO_DOWNLOADS} --always-cpu --all-in-fp32",
+    "neo": "--cpu --skip-install --skip-python-version-check",
 }
-KINDS = {"backend/nn/unet.py": "forge", "ldm_patched": "reforge", "repositories/stable-diffusion-stability-ai": "a1111"}
+KINDS = {
+    "backend/nn/anima.py": "neo",
+    "backend/nn/unet.py": "forge",
+    "ldm_patched": "reforge",
+    "repositories/stable-diffusion-stability-ai": "a1111",
+}
 
 
 def kind_of(webui: str | None) -> str:
-    """ "a1111", "forge" or "reforge", told from the folder; "" where it is none of them."""
+    """ "a1111", "forge", "neo" (Forge Neo) or "reforge", told from the folder; "" where it is none of them."""
     return next((kind for part, kind in KINDS.items() if webui and (Path(webui) / part).exists()), "")
 
 
@@ -83,7 +90,7 @@ class Server:
         body |= {"sampler_name": "Euler", "save_images": False, **asked}
         if ours is not None:
             args = ours if isinstance(ours, list) else [{"enabled": True, "vram": "16GB", **ours}]
-            body["alwayson_scripts"] = {NAME: {"args": args}}
+            body["alwayson_scripts"] = {**body.get("alwayson_scripts", {}), NAME: {"args": args}}
         answer = self.ask(f"/sdapi/v1/{what}", body)
         pictures = [
             numpy.asarray(Image.open(io.BytesIO(base64.b64decode(one))).convert("RGB")) for one in answer["images"]

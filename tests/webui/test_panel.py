@@ -101,7 +101,7 @@ def test_only_the_last_question_of_a_tab_is_answered(monkeypatch: pytest.MonkeyP
     turn.acquire()  # a generation is under way
 
     def ask(key: str) -> None:
-        answers[key] = estimate.answer("tab", ("last", key), turn, lambda: f"told {key}")
+        answers[key] = estimate.answer("tab", ("last", key), turn, lambda: f"told {key}", patient=True)
 
     askers = [threading.Thread(target=ask, args=(key,)) for key in "abc"]
     for asker in askers:
@@ -111,6 +111,25 @@ def test_only_the_last_question_of_a_tab_is_answered(monkeypatch: pytest.MonkeyP
     for asker in askers:
         asker.join(5)
     assert answers == {"a": None, "b": None, "c": "told c"}
+
+
+def test_while_a_picture_is_drawn_the_line_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page asks a second time then, and that question waits."""
+    monkeypatch.setattr(estimate, "_SETTLE_SECONDS", 0.01)
+    turn, told = threading.Lock(), []
+    turn.acquire()  # a generation is under way
+    at_once = estimate.answer("tab", "drawn", turn, lambda: "never")
+    assert at_once is not None and "waits for the picture under way" in at_once.line
+    assert "waits for the picture under way" in at_once.head and "#c00" not in at_once.line
+    second = threading.Thread(
+        target=lambda: told.append(estimate.answer("tab", "drawn", turn, lambda: "the plan", patient=True))
+    )
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    turn.release()
+    second.join(5)
+    assert told == ["the plan"] and estimate.answer("tab", "drawn", turn, lambda: "never") == "the plan"
 
 
 def test_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

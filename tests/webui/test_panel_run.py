@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import importlib
 import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,7 +25,7 @@ import webui_ext
 from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.devices.performance import PROFILES
-from sd_lowvram.errors import BudgetError
+from sd_lowvram.errors import BudgetError, speak_plainly
 from sd_lowvram.planning.plan import Plan, Predicted, StagePlan
 from sd_lowvram.planning.request import Request
 from sd_lowvram.saved_latents.file import read_saved
@@ -57,6 +60,45 @@ def module(name: str, **held: Any) -> ModuleType:
     return made
 
 
+def processing() -> ModuleType:
+    """The host's, as far as it calls scripts, one after the other; what a callback raises is only logged."""
+
+    def process_images(p: Any) -> Any:
+        p.scripts.before_process(p)
+        return made.process_images_inner(p)
+
+    def process_images_inner(p: Any) -> Any:
+        p.scripts.process(p)
+        p.init()
+        p.sample()
+        p.scripts.postprocess_image(p)
+        p.scripts.postprocess(p, None)
+        return "pictures"
+
+    told = lambda p, *_, index, **__: f"{p.prompts[index]}, told"  # noqa: E731
+    made = module("modules.processing", create_infotext=told, process_images=process_images)
+    made.process_images_inner = process_images_inner  # type: ignore[attr-defined]
+    return made
+
+
+class Scripts:
+    """The host's runner of always-on scripts."""
+
+    def __init__(self, *scripts: Any) -> None:
+        self.scripts, self.failed = scripts, []
+
+    def __getattr__(self, callback: str) -> Any:
+        def call(p: Any, *given: Any) -> None:
+            for one in self.scripts:
+                arguments = p.script_args if one.__class__.__name__ == "LowVRAMScript" else ()
+                try:
+                    getattr(one, callback, lambda *_: None)(p, *given, *arguments)
+                except Exception as error:
+                    self.failed.append(error)
+
+        return call
+
+
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The parts of the WebUI that a generation touches; its model is a narrow SD1.5."""
@@ -69,9 +111,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "devices": module("modules.devices", device=torch.device("cpu")),
         "ui_components": module("modules.ui_components", InputAccordion=None),
         "sd_models": module("modules.sd_models", model_data=SimpleNamespace(sd_model=None)),
-        "processing": module(
-            "modules.processing", create_infotext=lambda p, *_, index, **__: f"{p.prompts[index]}, told"
-        ),
+        "processing": processing(),
     }
     monkeypatch.setitem(sys.modules, "modules", module("modules", **parts))
     for name, part in parts.items():
@@ -184,11 +224,134 @@ def test_a_hypernetwork_is_refused(host: Any, script: Any) -> None:
     p = generation()
     script.process(p, {"enabled": True})
     host.loaded_hypernetworks.append("one")
-    script.process_batch(p)
-    with pytest.raises(HTTPException) as refused:
-        p.sample()
-    assert "hypernetwork" in str(refused.value)
+    with pytest.raises(HTTPException, match="a hypernetwork changes what attention sees"):
+        denoised(host.sd_model)
+    assert "a hypernetwork in this generation was refused" in p.told[0]
     script.postprocess(p, None)
+
+
+def drawing(host: Any, script: Any, *others: Any, **asked: Any) -> Any:
+    """A generation that really encodes, where it starts from a picture, denoises and decodes."""
+    p = generation(**{"scripts": Scripts(*others, script), "iteration": 0, **asked})
+    model, events = host.sd_model, asked.get("events", [])
+    size = p.height // 8, p.width // 8
+    noise = torch.Generator().manual_seed(1)
+
+    def init() -> None:
+        if hasattr(p, "init_images"):
+            with torch.no_grad():
+                model.first_stage_model.encode(torch.randn(1, 3, p.height, p.width, generator=noise))
+
+    def sample() -> None:
+        latents, timesteps, text = compvis.inputs(32, size)
+        p.scripts.process_before_every_sampling(p)
+        with torch.no_grad():
+            model.model.diffusion_model(latents, timesteps, context=text)
+            model.first_stage_model.decode(torch.randn(1, 4, *size, generator=noise))
+        events.append(f"{p.width} drawn")
+
+    p.init, p.sample = init, sample
+    p.script_args = asked.get("script_args", ({"enabled": True, "vram": "4GB"},))
+    return p
+
+
+class Detailer:
+    """Draws within a generation, in the order of the extension that is used most for it."""
+
+    def __init__(self, host: Any, events: list[Any], width: int, **inner: Any) -> None:
+        self.host, self.events, self.width, self.inner = host, events, width, inner
+
+    def postprocess_image(self, p: Any) -> None:
+        processing = sys.modules["modules.processing"]
+        p.scripts.postprocess(copy.copy(p), None)
+        inside = {"width": self.width, "height": self.width, "events": self.events, "init_images": [None], **self.inner}
+        self.events.append("inside")
+        processing.process_images(drawing(self.host, None, **{"scripts": Scripts(), **inside}))
+        self.events.append("outside")
+        p.scripts.before_process(copy.copy(p))
+        p.scripts.process(copy.copy(p))
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, host: Any) -> list[Any]:
+    """What is planned, and drawn, in its order; plans of a size that ``refused`` has are refused."""
+    events: list[Any] = []
+
+    def plan_for(model: Any, chosen: Any, picture: Any) -> Any:
+        events.append((picture.width, picture.encodes))
+        return foretold(
+            model, {"vram": "1MB"} if (picture.width, picture.encodes) in REFUSED_INSIDE else chosen, picture
+        )
+
+    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "plan_for", plan_for)
+    return events
+
+
+REFUSED_INSIDE: list[tuple[int, bool]] = []
+
+
+@pytest.mark.parametrize("filtered", [True, False], ids=["filtered scripts", "all scripts"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_what_another_extension_draws_within_a_generation_has_its_hooks_and_budget(
+    host: Any, script: Any, planned: list[Any], width: int, filtered: bool
+) -> None:
+    """It is planned before its first layer, of its own size; the next batch of the generation is as it was planned."""
+    before, layers = state(host.sd_model), []
+    hook = host.sd_model.first_stage_model.encoder.conv_in.register_forward_hook(lambda *_: layers.append(planned[-1]))
+    inner = {} if filtered else {"scripts": Scripts(script), "script_args": ({"enabled": True, "vram": "4GB"},)}
+    p = drawing(host, script, Detailer(host, planned, width, **inner), events=planned)
+    processing = sys.modules["modules.processing"]
+    plain = processing.process_images_inner  # type: ignore[attr-defined]
+    assert processing.process_images(p) == "pictures" and not p.scripts.failed  # type: ignore[attr-defined]
+    assert planned == [(64, False), "64 drawn", "inside", (width, True), f"{width} drawn", "outside"]
+    assert layers and set(layers) == {(width, True)}
+    hook.remove()
+    assert state(host.sd_model) == before and processing.process_images_inner is plain  # type: ignore[attr-defined]
+
+
+def test_what_does_not_fit_within_a_generation_is_left_out_and_told(
+    host: Any, script: Any, planned: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The generation's own picture comes, its latents are there until then, and a second batch is within the budget."""
+    monkeypatch.setattr(sys.modules[__name__], "REFUSED_INSIDE", [(128, True)])
+    host.sd_model.sd_checkpoint_info, host.sd_model.scale_factor = SimpleNamespace(filename="/models/a"), 0.18215
+    before, kept = state(host.sd_model), []
+
+    class Watch:
+        def postprocess_image(self, p: Any) -> None:
+            kept.append([*tmp_path.iterdir()])
+            script.process_before_every_sampling(p, x=torch.zeros(1, 4, 8, 8))
+            kept.append(state(host.sd_model) != before)
+
+    asked = {
+        "outpath_samples": str(tmp_path),
+        "prompts": ["a"],
+        "negative_prompts": [""],
+        "seeds": [1],
+        "subseeds": [1],
+    }
+    p = drawing(host, script, Detailer(host, planned, 128), Watch(), events=planned, **asked)
+    p.script_args = ({"enabled": True, "vram": "4GB", "save_latents": "until decoded"},)
+    drawn = p.sample
+    p.sample = lambda: (drawn(), script.post_sample(p, SimpleNamespace(samples=torch.zeros(1, 4, 8, 8))))
+    assert sys.modules["modules.processing"].process_images(p) == "pictures"  # type: ignore[attr-defined]
+    [refused] = p.scripts.failed
+    assert refused.status_code == 422 and "1 MiB cannot hold it" in str(refused)
+    assert p.told == [f"sd-lowvram: 128x128 in this generation was refused: {refused}"]
+    assert p.extra_generation_params["Low VRAM refused"] == "128x128"
+    assert "128 drawn" not in planned and len(kept[0]) == 1 and kept[1]
+    assert not [*tmp_path.iterdir()] and state(host.sd_model) == before
+
+
+@pytest.mark.parametrize("fails", ["sample", "init"])
+def test_a_run_of_the_host_that_raises_leaves_nothing_on_the_model(host: Any, script: Any, fails: str) -> None:
+    before, processing = state(host.sd_model), sys.modules["modules.processing"]
+    plain = processing.process_images_inner  # type: ignore[attr-defined]
+    p = drawing(host, script)
+    setattr(p, fails, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        processing.process_images(p)  # type: ignore[attr-defined]
+    assert state(host.sd_model) == before and processing.process_images_inner is plain  # type: ignore[attr-defined]
 
 
 def test_another_model_in_between_is_followed(host: Any, script: Any) -> None:
@@ -248,10 +411,11 @@ def test_rows_of_the_denoiser_are_those_that_the_host_runs(
 def test_steps_are_those_that_run(host: Any, strength: float, steps: int) -> None:
     picture, model = importlib.import_module("webui_ext.picture"), compvis.LatentDiffusion()
     p = generation(steps=20, denoising_strength=strength)
-    assert picture.asked_of(p, model, encodes=True).steps == steps
-    assert picture.asked_of(p, model, encodes=False).steps == 20
+    assert picture.asked_of(p, model).steps == 20
+    p.init_images = [None]
+    assert picture.asked_of(p, model).steps == steps
     host.opts.img2img_fix_steps = True
-    assert picture.asked_of(p, model, encodes=True).steps == 20
+    assert picture.asked_of(p, model).steps == 20
 
 
 def test_the_line_counts_the_steps_of_both_passes(host: Any) -> None:
@@ -278,8 +442,7 @@ def test_a_model_that_edits_pictures_guides_three_ways(host: Any) -> None:
 def test_sides_are_planned_as_the_host_makes_them(host: Any, script: Any, capsys: Any) -> None:
     script.process(generation(width=70, height=63), {"enabled": True})
     assert "64x56, batch 1" in capsys.readouterr().out  # its latents are 8 by 7
-    script.is_img2img = True
-    script.process(generation(width=70, height=63), {"enabled": True})
+    script.process(generation(width=70, height=63, init_images=[None]), {"enabled": True})
     assert "72x64, batch 1" in capsys.readouterr().out  # the picture is encoded as it is
     script.postprocess(generation(), None)
 
@@ -398,6 +561,56 @@ def test_forge_is_foretold_before_it_has_loaded_a_model(host: Any, monkeypatch: 
     file = save_single_file(components, tmp_path / "model.safetensors")
     previewed = importlib.import_module("webui_ext.checkpoint_preview").of(SimpleNamespace(filename=str(file)))
     assert previewed.kind == "forge" and previewed.anatomy.denoiser_module is not None
+
+
+class StandIn:
+    """What Forge Neo has for a model before the first load."""
+
+    first_stage_model = property(lambda self: None)
+    cond_stage_model = property(lambda self: None)
+
+
+@pytest.mark.parametrize("chosen", [None, "model.safetensors"])
+def test_before_forge_neo_has_loaded_a_model_the_line_is_of_the_chosen_checkpoint(
+    page: Any, host: Any, monkeypatch: Any, tmp_path: Path, chosen: str | None
+) -> None:
+    """It has no module of checkpoints' configurations."""
+    monkeypatch.setattr(importlib.import_module("webui_ext.estimate"), "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setitem(sys.modules, "modules.call_queue", module("modules.call_queue", queue_lock=threading.Lock()))
+    sys.modules["modules"].call_queue = sys.modules["modules.call_queue"]  # type: ignore[attr-defined]
+    checkpoint = None
+    if chosen:
+        file = save_single_file(build_components(narrow("sd15"), torch.float16, "cpu"), tmp_path / chosen)
+        checkpoint = SimpleNamespace(filename=str(file))
+    models = sys.modules["modules.sd_models"]
+    host.cmd_opts = SimpleNamespace()
+    vars(models).update(model_data=SimpleNamespace(sd_model=StandIn()), select_checkpoint=lambda: checkpoint)
+    line, head = page.second["vram"]["fn"](*shown(page))
+    assert ("64x64 fits into 8 GiB" if chosen else "load a checkpoint to see what it needs") in line
+    assert "#c00" not in line + head and "StandIn" not in line
+
+
+@pytest.fixture
+def plainly() -> Iterator[None]:
+    """As our door to the host has errors speak."""
+    speak_plainly()
+    yield
+    speak_plainly(False)
+
+
+def test_a_model_that_is_not_planned_is_told_without_python(host: Any, plainly: None) -> None:
+    """By the line, and by the answer over HTTP."""
+    estimate, run = (importlib.import_module(f"webui_ext.{name}") for name in ("estimate", "run"))
+    model = SimpleNamespace(forge_objects=SimpleNamespace(unet=None, vae=SimpleNamespace(first_stage_model=StandIn())))
+    chosen = {one.name: one.default for one in arguments()}
+    picture = importlib.import_module("webui_ext.picture").Generation(64, 64, 1, 2)
+    line = estimate.sentence(lambda: run.plan_for(model, chosen, picture), "64x64").line
+    assert "64x64: this model is of another kind, which sd-lowvram does not plan: use it without" in line
+    host.sd_model, p = model, generation()
+    script = importlib.import_module("webui_ext.script").LowVRAMScript()
+    script.process(p, {"enabled": True, "vram": "4GB", "precision": "tf32"})
+    with pytest.raises(HTTPException, match="this model is of another kind, which sd-lowvram does not plan"):
+        p.init()
 
 
 def test_no_model_is_taken_for_one_that_is_gone(host: Any) -> None:
@@ -541,15 +754,22 @@ def page(host: Any) -> Any:
         def __init__(self, elem_id: str) -> None:
             self.elem_id = elem_id
 
-        def change(self, **event: Any) -> None:
+        def change(self, **event: Any) -> Any:
             page.asks[self.elem_id] = event
+            return SimpleNamespace(then=functools.partial(page.second.__setitem__, self.elem_id))
 
-    page = SimpleNamespace(asks={}, Control=Control)
+    class Seconds(dict[str, Any]):
+        def __setitem__(self, elem_id: str, event: Any = None, **more: Any) -> None:
+            super().__setitem__(elem_id, event or more)
+
+    page = SimpleNamespace(asks={}, second=Seconds(), Control=Control)
     root = SimpleNamespace(load=lambda **event: Control.change(SimpleNamespace(elem_id="load"), **event))
     vars(sys.modules["gradio"]).update(
         context=SimpleNamespace(Context=SimpleNamespace(root_block=root)), __version__="3.41.2"
     )
-    line = importlib.import_module("webui_ext.line").Line("txt2img")
+    page.line = line = importlib.import_module("webui_ext.line").Line("txt2img")
+    tiles = type("Checkbox", (Control,), {"label": "Enable Tiled VAE"})("MD-t2i-enable")
+    line.offer(tiles, tiles.elem_id)
     line.place([Control(one.name) for one in arguments()], Control("line"), Control("head"))
     for name in line.names:
         line.offer(Control(f"txt2img_{name}"), f"txt2img_{name}")
@@ -570,6 +790,80 @@ def test_while_the_panel_is_off_no_control_of_the_page_asks_anything(page: Any) 
         asked += ".then(given => console.log(JSON.stringify(given)))"
         ran = subprocess.run(["node", "-e", asked], check=True, capture_output=True, text=True, timeout=60)
         assert ran.stdout == (f"{json.dumps(values, separators=(',', ':'))}\n" if enabled else "")
+
+
+def test_the_page_is_told_at_once_that_a_picture_is_under_way_and_then_the_verdict(
+    page: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each control asks a second time, when the first answer is there."""
+    assert set(page.second) == set(page.asks)
+    first, second = page.asks["txt2img_width"], page.second["txt2img_width"]
+    assert first["inputs"] == second["inputs"] and second["show_progress"] == "hidden"
+    estimate, turn = importlib.import_module("webui_ext.estimate"), threading.Lock()
+    monkeypatch.setattr(estimate, "_SETTLE_SECONDS", 0.01)
+    monkeypatch.setitem(sys.modules, "modules.call_queue", module("modules.call_queue", queue_lock=turn))
+    sys.modules["modules"].call_queue = sys.modules["modules.call_queue"]  # type: ignore[attr-defined]
+    monkeypatch.setattr(importlib.import_module("webui_ext.run"), "plan_for", foretold)
+    sys.modules["modules.sd_models"].model_data.sd_model = host.sd_model  # type: ignore[attr-defined]
+    with turn:
+        line, head = first["fn"](*shown(page))
+    assert "waits for the picture under way" in line and "waits for the picture under way" in head
+    line, head = second["fn"](*shown(page))
+    assert "64x64 fits: 1 GiB of 8 GiB" in line and "fits, 1 of 8 GiB" in head
+
+
+def shown(page: Any, tiled: bool = False, **values: Any) -> list[Any]:
+    """The values of the page's controls, the panel on."""
+    sizes = {"width": 64, "height": 64, "batch_size": 1, "steps": 2, "cfg_scale": 5, "denoising_strength": 0.5}
+    chosen = {one.name: one.default for one in arguments()} | {"enabled": True, "vram": "8GB", **values}
+    return [*(sizes.get(name, 0) for name in page.line.names), *chosen.values(), tiled]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "says"), [("auto", "has nothing to do: the decode is exact"), ("off", "turn it off")]
+)
+def test_another_extensions_tiled_vae_beside_ours_is_told(
+    page: Any, host: Any, monkeypatch: pytest.MonkeyPatch, chosen: str, says: str
+) -> None:
+    monkeypatch.setattr(importlib.import_module("webui_ext.estimate"), "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setitem(sys.modules, "modules.call_queue", module("modules.call_queue", queue_lock=threading.Lock()))
+    sys.modules["modules"].call_queue = sys.modules["modules.call_queue"]  # type: ignore[attr-defined]
+    sys.modules["modules.sd_models"].model_data.sd_model = host.sd_model  # type: ignore[attr-defined]
+    ask = page.second["vram"]["fn"]
+    assert says in ask(*shown(page, tiled=True, vae_tiles=chosen))[0]
+    assert "Tiled VAE" not in ask(*shown(page, vae_tiles=chosen))[0]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before ours", "over ours"])
+def test_where_tiled_vae_is_on_ours_decodes_and_says_so(host: Any, capsys: Any, after: bool) -> None:
+    """It puts a forward of its own on the decoder, before our callback or after it."""
+    decoder = host.sd_model.first_stage_model.decoder
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain = host.sd_model.first_stage_model.decode(latents)
+
+    class Tiles:
+        def process(self, p: Any) -> None:
+            decoder.forward = lambda z: torch.zeros_like(plain)
+
+        def postprocess(self, p: Any, processed: Any) -> None:
+            vars(decoder).pop("forward", None)
+
+    script, drawn = importlib.import_module("webui_ext.script").LowVRAMScript(), []
+    p = drawing(host, script)
+    p.scripts = Scripts(script, Tiles()) if after else Scripts(Tiles(), script)
+
+    def sample() -> None:
+        script.process_before_every_sampling(p, x=torch.zeros(1, 4, 8, 8))
+        with torch.no_grad():
+            drawn.append(host.sd_model.first_stage_model.decode(latents))
+
+    p.sample = sample
+    host.cmd_opts = SimpleNamespace()
+    sys.modules["modules.processing"].process_images(p)  # type: ignore[attr-defined]
+    assert not p.scripts.failed and torch.allclose(drawn[0], plain, rtol=1e-4, atol=1e-5)
+    told = "Tiled VAE, which is on too, has nothing to do: the decode is exact and within the budget as it is"
+    assert told in capsys.readouterr().out and set(p.told) == {f"sd-lowvram: {told}"}
 
 
 def test_a_picture_of_a_grid_over_the_budget_says_why_in_its_place(
