@@ -355,8 +355,8 @@ def _refuse_hypernetworks(anatomy: Anatomy) -> Iterator[Patch]:
         if getattr(shared, "loaded_hypernetworks", None):
             with _answers("a hypernetwork"):
                 raise BadInputError(
-                    "a hypernetwork changes what attention sees, and sd-lowvram's attention would leave it out: take it "
-                    f"out of the prompt, or turn {TITLE} off"
+                    "a hypernetwork changes what attention sees, and sd-lowvram's attention would leave it out: take "
+                    f"it out of the prompt, or turn {TITLE} off"
                 )
         return original(*args, **kwargs)
 
