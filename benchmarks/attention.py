@@ -47,7 +47,7 @@ _ON_CPU: tuple[Shape, ...] = (
 OWN_CHOICE = "torch's own choice"
 """Among backends: torch's function with nothing of ours around it."""
 _SCORE_BYTES = (2 * MIB, SCORE_BYTES)
-"""For backends in blocks."""
+"""Sizes of score blocks for backends that work in blocks."""
 _SAMPLED = 256
 """Rows of queries on which the error is taken: in float64 the whole score matrix of 256x256 latents is 512 GiB."""
 
@@ -90,7 +90,7 @@ def measured(
     repeats: int,
     score_bytes: int = SCORE_BYTES,
 ) -> dict[str, Any] | None:
-    """What a backend takes for one shape, which may not suit it: None.
+    """Measure a backend for one shape; None if it does not support the shape.
 
     Returns:
         ``shape``, ``dtype``, ``backend``, ``kernel`` (what ran), ``score_bytes``, ``error`` (relative, to attention in
@@ -154,7 +154,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def rows_table(rows: Iterable[dict[str, Any]], beside: str) -> Iterator[str]:
-    """What :func:`measured` gave, as a Markdown table; ``beside`` names the other side."""
+    """Results of :func:`measured` as a Markdown table; ``beside`` names the other side."""
     heads = ("shape", "type", "backend", "kernel", "error", "same bits", "traced", "measured", beside)
     times = (f"{beside}, ms", "this, ms", "times as fast", "host ms", "device ms")
     return table((*heads, *times), map(_cells, rows))

@@ -1,7 +1,7 @@
-"""How many pictures a batch makes with several workers and with one, in pairs, one after the other.
+"""Pictures a second of a batch with several workers and with one, in pairs, one after the other.
 
-Each run is a batch of the demo model by the command line. What its journal says of the time when all workers were at
-work counts: from the end of the last worker's first job to the end of the first one's last.
+Each run is a batch of the demo model by the command line. Its journal shows the time when all workers were running,
+which counts: from the end of the last worker's first job to the end of the first one's last.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Calls:
 
 @contextlib.contextmanager
 def timed_calls(pipe: Any, device: torch.device, only: str | None = None) -> Iterator[Calls]:
-    """Inside, the calls of ``pipe``'s components, or of ``only`` one, are timed; told when the block ends."""
+    """Time the calls of ``pipe``'s components, or of ``only`` one, within the block, which fills the result."""
     anatomy, calls = anatomy_of(pipe), Calls()
     with _timing(device, calls) as timed, contextlib.ExitStack() as stack:
         for name, component in anatomy.components.items():

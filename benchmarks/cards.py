@@ -1,4 +1,4 @@
-"""What plans foretell of SD1.5 or SDXL on cards: seconds and peak by card and size, ours beside diffusers as it is."""
+"""Predicted seconds and peaks of SD1.5 or SDXL by GPU and size: ours and plain diffusers'."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ Pairs = Annotated[int, typer.Option(help="Calls of each side.")]
 
 
 def _pictures(model: str | None, policy: list[str] | None, size: int, most: int, **more: Any) -> dict[str, Any]:
-    """Of pictures of at ``most`` so many steps, by policies."""
+    """Arguments for pictures by policies, of at ``most`` so many steps."""
     check_given(model=model)
     check_run(size, size, most, 1, None, None)
     return {"model": model, "names": policy or (), "size": size, **more}
@@ -75,7 +75,7 @@ def warmup(
     steps: Steps = 8,
     runs: Annotated[int, typer.Option(help="Pictures after the first.")] = 5,
 ) -> dict[str, Any]:
-    """How much longer the first picture after loading takes, and in which part; each policy in its own process."""
+    """Extra time of the first picture after loading, by part; each policy in its own process."""
     check_count("--runs", runs, _MOST_RUNS)
     return _pictures(model, policy, size, steps, steps=steps, runs=runs)
 
@@ -113,7 +113,7 @@ def fit(
 
 
 def same(model: Model = None, policy: Policies = None, size: Size = 128, steps: Steps = 8) -> dict[str, Any]:
-    """Whether the picture is the same by every policy and by each twice: bits, and differences of 8-bit values."""
+    """Compare the pictures of all policies, each made twice: bits, and differences of 8-bit values."""
     return _pictures(model, policy, size, steps, steps=steps)
 
 
@@ -126,7 +126,7 @@ def peers(size: Size = 256, steps: Steps = 8) -> dict[str, Any]:
 def cards(
     card: Cards = None, model: Annotated[str, typer.Option("--model", "-m", help="sd15 or sdxl.")] = "sd15"
 ) -> dict[str, Any]:
-    """Seconds and peak of a model foretold for cards (left out: four), by ours and by diffusers as it is."""
+    """Predict seconds and peak of a model for GPUs (left out: four), ours and plain diffusers'."""
     check_names("--model", [model], _ON_CARDS)
     return {"model": model} | ({"cards": card} if card else {})
 
@@ -136,12 +136,12 @@ def todays_models(
     vram: Annotated[str, typer.Option(help="What of it may be taken.", metavar="SIZE")] = "4GB",
     ram: Annotated[str, typer.Option(help="Host memory.", metavar="SIZE")] = "64GB",
 ) -> dict[str, Any]:
-    """Memory and seconds a step of today's transformers, foretold for a card by their names and three sizes."""
+    """Predict memory and seconds a step of today's transformers for a GPU, at three sizes."""
     return {"card": gpu, "vram": parse_size(vram, "--vram"), "ram": parse_size(ram, "--ram")}
 
 
 def todays_memory() -> dict[str, Any]:
-    """Seconds a step of today's transformers by a card's memory, the host's, and the disk; foretold for two cards."""
+    """Predict seconds a step of today's transformers by VRAM, RAM and disk, for two GPUs."""
     return {}
 
 
@@ -156,7 +156,7 @@ def todays_blocks() -> dict[str, Any]:
 
 
 def half_products() -> dict[str, Any]:
-    """Seconds a step of today's transformers with products in fp16, foretold for cards without bf16; their errors."""
+    """Predict seconds a step of today's transformers with fp16 products, for GPUs without bf16; measure errors."""
     return {}
 
 
@@ -169,7 +169,7 @@ def max_size(
     cap: Annotated[str, typer.Option("--vram", help="The cap of the runs here.", metavar="SIZE")] = "96MB",
     steps: Steps = 1,
 ) -> dict[str, Any]:
-    """The largest square picture by each policy: run here under a cap, each confirmed, or foretold for a card."""
+    """Find the largest square picture by each policy: run here under a cap, or predicted for a GPU."""
     check_given(model=model, gpu=card)
     check_run(64, 64, steps, 1, None, None)
     if card is not None and model is not None:
@@ -241,7 +241,7 @@ def plans(model: Architectures = None) -> dict[str, Any]:
 def schedule(
     model: Architectures = None, card: Cards = None, width: Side = None, height: Side = None
 ) -> dict[str, Any]:
-    """How much slower a step is with a part of the weights on the device, by schedule and by simpler policies."""
+    """Simulate the slowdown of a step with a part of the weights on the device, by our schedule and simpler ones."""
     check_names("--model", model or (), NAMES)
     check_side("width", width)
     check_side("height", height)
@@ -286,7 +286,7 @@ def matrix(
 
 
 def published() -> dict[str, Any]:
-    """Times foretold for an RTX 2070 by three policies beside the 169 published ones of each."""
+    """Compare predicted times for an RTX 2070 with 169 published ones, for each of three policies."""
     return {}
 
 
@@ -304,7 +304,7 @@ def batches(
 
 
 def ladder_on_card() -> dict[str, Any]:
-    """The ladders of both sources on their cards, foretold: nothing runs."""
+    """Predict the ladders of both sources on their GPUs; nothing runs."""
     return {}
 
 
@@ -321,7 +321,7 @@ def first_steps(
 
 
 def phones() -> dict[str, Any]:
-    """SD1.5 as on a phone: weights and intermediates, published and foretold, and what GELU reads and writes."""
+    """Compare SD1.5's weights and intermediates with those published for phones, and GELU's reads and writes."""
     return {}
 
 
@@ -331,7 +331,7 @@ def winograd() -> dict[str, Any]:
 
 
 def finite() -> dict[str, Any]:
-    """What it costs to look whether decoded values are numbers."""
+    """Measure the cost of checking decoded values for NaN."""
     return {}
 
 
@@ -391,7 +391,7 @@ def gpu(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """On an NVIDIA GPU: its tests, then peaks, kernels, races, attention, streamed weights, largest pictures."""
+    """Measure an NVIDIA GPU: tests, then peaks, kernels, races, attention, streamed weights, largest pictures."""
     with measuring(debug, not as_json):
         from .gpu import PARTS, failures, results_in, run, summary, unmeasured
 

@@ -64,7 +64,7 @@ def measured_rows(model: str, budgets: int = BUDGETS) -> dict[str, Any]:
 
 
 def _apart(task: Mapping[str, Any], cache: str) -> dict[str, Any]:
-    """What :func:`trial_run` gives for ``task`` in a new process."""
+    """Result of :func:`trial_run` for ``task`` in a new process."""
     answer = measure(trial_run, seconds=None, environment={"SD_LOWVRAM_CACHE": cache}, task=dict(task))
     if "error" in answer:
         raise RuntimeError(answer["error"])
@@ -140,14 +140,14 @@ def _paint(pipe: Any, task: dict[str, Any]) -> None:
 
 
 def device_bytes(planned: Mapping[str, Any], measured: Mapping[str, Any]) -> int:
-    """What a run held on the device, told from what it held in all by what was planned to wait in host memory."""
+    """Bytes of a run on the device: all measured bytes less the planned host bytes."""
     hosts = {(s["name"], s["component"]): s["held_bytes"] - s["peak_bytes"] for s in planned["stages"]}
     most: int = max(s["peak_bytes"] - hosts.get((s["name"], s["component"]), 0) for s in measured["stages"])
     return most
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """Whether the plan was right to turn its rival down: "" where there is none."""
+    """Verdict on the rejected rival of a plan; "" if there is none."""
     rival = row["rival"]
     if not rival:
         return ""

@@ -54,7 +54,7 @@ def run(
 
 
 def _ways(device: torch.device, compiled: bool, large: bool) -> tuple[list[tuple[str, str, Settings]], dict[str, str]]:
-    """What is measured, and why the rest is not."""
+    """Ways that are measured, and the reasons why others are not."""
     last, left = Settings(channels_last=True), {}
     found = []
     why = packed.why_not(device) or (None if large else "the model has no convolutions that are large enough")

@@ -25,7 +25,7 @@ from sd_lowvram.settings import Settings
 from .tables import Sheet, pair_columns, written
 
 SIDES = {"demo": 512, "sd15": 128}
-"""Of the pictures in pixels, by the autoencoder: that of the demo model, and a full-size one with random weights."""
+"""Sides of the pictures in pixels: the demo model's autoencoder, and a full-size one with random weights."""
 
 _LOOKED_AT = {"plain": "off", "exact strips": "exact"}
 
@@ -77,7 +77,7 @@ def _unseen(decode: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def _seen_by(look: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Inside, ``look`` tells whether values are numbers."""
+    """Use ``look`` for the check for NaN within the block."""
     before = overflow.is_finite
     modules: tuple[Any, ...] = (overflow, vae_exact, vae_whole)
     for module in modules:
@@ -90,7 +90,7 @@ def _seen_by(look: Callable[[Tensor], bool]) -> Iterator[None]:
 
 
 def _looks(vae: Any, latents: Tensor) -> int:
-    """How often one decode looks."""
+    """Number of checks in a decode."""
     count = 0
 
     def seen(_: Tensor) -> bool:

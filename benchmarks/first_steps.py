@@ -49,7 +49,7 @@ def run(models: Sequence[str] = tuple(_SIZES), rounds: int = 3, *, out: Path | N
 
 
 def trial_rounds(model: str, size: int, rounds: int) -> dict[str, Any]:
-    """By kind, processor seconds of the first steps of each process; forked, so that the model is made once."""
+    """Processor seconds of the first steps of each process, by kind; processes are forked, to make the model once."""
     unet, found = _unet(model), {kind: list[list[float]]() for kind in _KINDS}
     with tempfile.TemporaryDirectory(prefix="sd-lowvram-first-") as top:
         made = {_OTHER: Path(top) / "other", _OWN: Path(top) / "own"}
@@ -116,7 +116,7 @@ _COLUMNS: Columns = (
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """What :func:`run` found, as Markdown."""
+    """Result of :func:`run` as Markdown."""
     yield "# First steps of a process with a traced UNet"
     yield ""
     yield (

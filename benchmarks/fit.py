@@ -1,4 +1,4 @@
-"""Second-order polynomials of the pixels against the seconds of matrices, published, foretold or measured."""
+"""Second-order polynomials of the pixels against the seconds of matrices: published, predicted or measured."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Today's transformers with their products in fp16: seconds a step on cards without bf16, foretold; errors and peaks of
-full-size blocks, measured on the CPU."""
+"""Today's transformers with fp16 products: predicted seconds a step on GPUs without bf16; errors and peaks of full-size
+blocks, measured on the CPU."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from . import todays_blocks
 from .tables import Row, Sheet, filled
 
 CARDS = {"rtx2060": 6, "gtx1650": 4}
-"""With the GiB of each."""
+"""GPUs, with the GiB of each."""
 MEASURED = ("z-image", "sd3.5-large")
-"""Of which blocks are run: in fp16 a CPU takes minutes for each."""
+"""Models whose blocks are run; in fp16 a CPU needs minutes for each."""
 _STEPS = 20
 _HALF = Settings(precision="fp16-products")
 
@@ -65,7 +65,7 @@ def _row(side: int, measured: int, model: str) -> dict[str, Any]:
 
 
 def _measured(model: str, side: int) -> dict[str, Any]:
-    """Of the first blocks: relative errors to float32, and the peak beside the planned one."""
+    """Measure the first blocks: relative errors to float32, and the peak next to the planned one."""
     anatomy = todays_blocks._anatomy(model, "transformer", "bfloat16")
     transformer = anatomy.components["transformer"]
     costs = StageCosts(anatomy, Shape(side, side), False, torch.device("cpu"))

@@ -43,14 +43,14 @@ _SECOND = {"traced", "cuda_graphs"}
 
 @dataclass(frozen=True)
 class LadderRow:
-    """One row.
+    """A row of a ladder.
 
     Attributes:
-        published: how many times as fast as at first the source has it; None: it is ours.
-        knobs: of ours that make it.
-        made: what else is done to the UNet: "fused" products of queries, keys, values; "kept" by the row before, as
-            its trace is for other processes.
-        inference: whether it runs in inference mode; else without gradients.
+        published: speed-up over the first row in the source; None: the row is ours.
+        knobs: our knobs of the row.
+        made: further changes to the UNet: "fused" products of queries, keys, values; "kept" from the previous row, like
+            its trace for other processes.
+        inference: True for inference mode; else only gradients are off.
     """
 
     name: str
@@ -171,7 +171,7 @@ def run(
 
 @contextlib.contextmanager
 def new_machine() -> Iterator[None]:
-    """Inside, what was compiled or traced before is not found: first calls are those of a new machine."""
+    """Hide earlier compiled code and traces within the block, so that first calls are those of a new machine."""
     named = os.environ.get("SD_LOWVRAM_CACHE")
     with tempfile.TemporaryDirectory(prefix="sd-lowvram-ladder-") as folder:
         os.environ["SD_LOWVRAM_CACHE"] = folder

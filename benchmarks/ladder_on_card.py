@@ -1,4 +1,4 @@
-"""``ladder-on-card``: the rungs of two published ladders, foretold for the cards of their sources; none runs."""
+"""``ladder-on-card``: the steps of two published ladders, predicted for the GPUs of their sources; none runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sd_lowvram.units import GIB
 from .tables import Columns, rows_table, written
 
 _CARDS = {"B": "titan-rtx", "E": "a10g"}
-"""By source, as ``ladder`` names them: diffusers' page on memory and speed, a serving company's page."""
+"""GPUs by source, as ``ladder`` names them: diffusers' page on memory and speed, a serving company's page."""
 _SIDE, _STEPS, _RAM = 512, 50, 32 * GIB
 _POLICY = "diffusers-default"
 _SCORES = {"attention": "sliced", "attention_mib": 65536}
@@ -43,7 +43,7 @@ _RUNGS: dict[str, tuple[tuple[str, torch.dtype, dict[str, Any], float | None, st
         ("CUDA graphs", _FP16, {"fused_kernels": True, "cuda_graphs": True}, None, _GPU),
     ),
 }
-"""By source: name, type, knobs, times as fast as at first as it was published, and what measures it."""
+"""Steps by source: name, type, knobs, published speed-up over the first, and what measures it."""
 
 
 def run(*, out: Path | None) -> dict[str, Any]:
@@ -76,7 +76,7 @@ _COLUMNS: Columns = (
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """What :func:`run` found, as Markdown."""
+    """Result of :func:`run` as Markdown."""
     yield "# Published ladders on their cards: not run here, foretold"
     yield ""
     yield (

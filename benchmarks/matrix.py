@@ -1,4 +1,4 @@
-"""Seconds of a picture by height and width: foretold for a card, or measured here; the two never in one file.
+"""Seconds of a picture by height and width: predicted for a GPU, or measured here; never both in one file.
 
 The form is that of a published report on an RTX 2070 (sizes from 256 to 1024 in steps of 64, both orientations). Each
 size is a record of its own, written as it comes; the same command goes on with those that lack.
@@ -50,7 +50,7 @@ def run(
 
     Args:
         model: an architecture's name or a model on disk; None: the demo model.
-        gpu: the card to foretell for. None: measured on this machine, for which the model needs weights.
+        gpu: the GPU of the prediction. None: measure on this machine; the model needs weights.
         vram: budget; None: the card's, or what is free.
         policy: by which the pictures are made.
         again: forget what was measured before.
@@ -155,7 +155,7 @@ def title(report: dict[str, Any]) -> str:
 
 
 def seconds_by_size(report: dict[str, Any]) -> dict[tuple[int, int], float | None]:
-    """By height and width; None where the size does not fit, or the machine was busy."""
+    """Seconds by height and width; None if the size does not fit, or the machine was busy."""
     return {(cell["height"], cell["width"]): cell.get("seconds") if _told(cell) else None for cell in report["cells"]}
 
 

@@ -1,4 +1,4 @@
-"""The largest square picture: foretold for a card beside published ones, and on this machine found by runs.
+"""The largest square picture: predicted for a GPU next to published ones, and on this machine found by runs.
 
 Every run has a process of its own and a cap of bytes. A CPU has no such cap, so there the bytes that the allocator
 told of are held against it, less what the plan says waits in host memory.
@@ -52,9 +52,9 @@ def run(
 
 
 def foretold(card: str = "rtx2070", names: Sequence[str] = tuple(POLICIES), *, out: Path | None) -> dict[str, Any]:
-    """The largest squares of SD1.5 that plans foretell for ``card``, in fp16; writes ``out`` and JSON, row by row.
+    """Predict the largest squares of SD1.5 for ``card``, in fp16; write ``out`` and JSON, row by row.
 
-    Goes on with the policies that the JSON lacks.
+    Policies that the JSON has are not repeated.
     """
     asked = {"model": "sd15", "card": card, "steps": 20, "how": "foretold"}
     cases = [{"policy": name} for name in names]
@@ -137,7 +137,7 @@ def _confirmed(task: dict[str, Any], side: int) -> dict[str, Any]:
 
 
 def guess(model: str | None, name: str, cap: int, steps: int) -> dict[str, Any]:
-    """The side with which to begin, as plans foretell it."""
+    """First side to try, from a plan."""
     from sd_lowvram.api import max_size
     from sd_lowvram.settings import Settings
 
@@ -148,7 +148,7 @@ def guess(model: str | None, name: str, cap: int, steps: int) -> dict[str, Any]:
 
 
 def trial_run(model: str | None, name: str, cap: int, steps: int, side: int) -> dict[str, Any]:
-    """One picture, and what it held on the device beside ``cap``.
+    """Make a picture, and compare its bytes on the device with ``cap``.
 
     Where our plan refuses the size, the least that it says is needed is given, and counted all the same.
     """

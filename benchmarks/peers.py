@@ -50,18 +50,18 @@ THEIRS: dict[str, Callable[[Any], None]] = {
     "diffusers, decoder in tiles": _tiles,
     "diffusers, both": _both,
 }
-"""By name: what is done to a pipeline by calls of diffusers' own."""
+"""Functions that turn on diffusers' own options, by name."""
 
 AMPLE, LEAST = "sd-lowvram, all memory", "sd-lowvram, least memory"
 OURS = {AMPLE: False, LEAST: True}
-"""By name: whether the plan is that of the least budget which holds the picture."""
+"""Our plans by name; True for the smallest budget that holds the picture."""
 
 LEFT_OUT = {
     "diffusers, model, sequential and group offload": "they move weights to an accelerator",
     "mmgp": "it moves weights to a CUDA card, and to no other device",
     "stable-diffusion.cpp": "it has the published widths of SD1.x built in, which the demo model does not have",
 }
-"""By name: why it is not measured with the demo model on a CPU."""
+"""Options that are not measured with the demo model on a CPU, with the reason."""
 
 
 def run(*, size: int = 256, steps: int = 8, out: Path | None) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _running(name: str, pipe: Any, size: int, steps: int) -> Iterator[None]:
 
 
 def _forget_peak() -> None:
-    """Let ``VmHWM`` begin anew: imports, and the plan of ours, are not what is compared."""
+    """Reset ``VmHWM``, so that imports and planning do not count."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 

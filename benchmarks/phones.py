@@ -92,7 +92,7 @@ def _rows(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """What :func:`run` found, as Markdown."""
+    """Result of :func:`run` as Markdown."""
     yield "# SD1.5 at 512x512 as on a phone"
     yield ""
     yield (

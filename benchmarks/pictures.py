@@ -1,4 +1,4 @@
-"""What the measurements of whole pictures share: the pipeline, a picture by its seed, and the ways to run it."""
+"""Common parts of measurements of whole pictures: the pipeline, a picture by its seed, and the ways to run it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loaded(model: str | None) -> Any:
 
 
 def picture(pipe: Any, width: int, height: int, steps: int, *, prompt: str = PROMPT, seed: int = 1) -> Tensor:
-    """One picture (3, H, W) in [0, 1], on the CPU."""
+    """A picture (3, H, W) in [0, 1], on the CPU."""
     noise = torch.Generator().manual_seed(seed)
     given = {"width": width, "height": height, "num_inference_steps": steps, "output_type": "pt"}
     drawn: Tensor = pipe(prompt, generator=noise, **given).images[0]
@@ -82,7 +82,7 @@ def ways(names: Sequence[str], model: str | None, pipe: Any, width: int, height:
 
 
 def facts(model: str | None, **asked: Any) -> dict[str, Any]:
-    """What a report of measurements begins with: versions, the kind of machine, and what was asked for."""
+    """Head of a report: versions, the kind of machine, and the request."""
     device = default_device()
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}"
     versions = {"sd_lowvram": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -29,7 +29,7 @@ BOUNDS = {
     ("sdxl", 2048): GIB,
     ("sdxl", 4096): 2 * GIB,
 }
-"""What the allocator may take for the least peak at most: fp16, batch 1, with guidance. None: nothing was promised."""
+"""Upper bounds for the allocator at the least peak: fp16, batch 1, with guidance. None: no bound was promised."""
 
 
 def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Times that plans foretell beside times that were published for the same work, size by size and card by card.
+"""Predicted times compared with published ones for the same work, size by size and GPU by GPU.
 
-What a plan says is what `sd-lowvram plan --policy NAME --gpu CARD` says. Beside it stands what the time model says
-where its figures are fitted to the other programs, or to the other cards, alone.
+Predictions are those of `sd-lowvram plan --policy NAME --gpu CARD`. A second prediction uses figures that are fitted to
+the other programs, or to the other GPUs, alone.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Foretold:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Foretold times beside published ones.
+    """Agreement of predicted and published times.
 
     Attributes:
-        median_error, worst_tenth_error: of the size of the relative error; a tenth of the sizes is beyond the second.
-        r_squared: share of the published times' variance that the foretold ones explain.
+        median_error, worst_tenth_error: median of the absolute relative error, and the value that a tenth exceeds.
+        r_squared: share of the published times' variance that the predicted ones explain.
     """
 
     sizes: int
@@ -130,9 +130,9 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 
 def foretold_times(name: str, sizes: Iterable[Size]) -> dict[Size, Foretold]:
-    """What plans by the policy ``name`` say for the RTX 2070, in fp16 as the published pictures were made.
+    """Predicted seconds for the RTX 2070 by the policy ``name``, in fp16 like the published pictures.
 
-    A picture on its side takes as long as upright.
+    Landscape and portrait take equally long.
     """
     sizes, found = list(sizes), {}
     for height, width in progress.counted("sizes", sorted({(min(size), max(size)) for size in sizes})):
@@ -217,7 +217,7 @@ def fitted(misses: Callable[[Sequence[float]], list[float]], count: int) -> list
 
 
 def ratios(row: dict[str, Any]) -> dict[Size, float]:
-    """Seconds foretold over published by size, of a report's row."""
+    """Predicted over published seconds by size, of a report's row."""
     return {(time["height"], time["width"]): time["foretold"] / time["published"] for time in row["times"]}
 
 
@@ -271,7 +271,7 @@ def out_of_order(rows: Sequence[dict[str, Any]], told: str) -> list[str]:
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """What agrees and what does not; for each policy seconds foretold and published, height by width."""
+    """Agreement, then for each policy predicted and published seconds, height by width."""
     yield "# Times foretold beside published ones"
     yield ""
     yield (

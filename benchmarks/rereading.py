@@ -174,7 +174,7 @@ def _counted(path: Path, way: contextlib.AbstractContextManager[nn.Module], want
 
 
 def _forget(path: Path) -> None:
-    """Let the system's cache hold nothing of a file."""
+    """Drop a file from the system's cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Whether the picture is the same by every policy, and by each of them twice: bits, and differences of 8-bit values."""
+"""Comparison of the pictures of all policies, each made twice: bits, and differences of 8-bit values."""
 
 from __future__ import annotations
 

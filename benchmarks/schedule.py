@@ -1,8 +1,8 @@
-"""How much slower a step is when only a part of the weights is on the device, by the simulator.
+"""Simulated slowdown of a step with only a part of the weights on the device.
 
-Bytes and work of every layer come from a trace of the full-size UNet, their time and that of copies from the profile of
-a device: nothing is measured here. Beside our search: three simple policies with the same units and bytes, and the
-bound that no schedule passes.
+Bytes and work of every layer come from a trace of the full-size UNet, times of compute and copies from the profile of a
+device: nothing is measured here. Our search is compared with three simple policies with equal units and bytes, and with
+the lower bound of all schedules.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _COLUMNS = ("ours", *POLICIES, "bound")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: times of a step over that with all weights resident, device bytes with the ring in them.
+    """A line of the table: slowdown of a step against resident weights, and device bytes, ring included.
 
-    ``slowdown`` is by "ours", the three policies and "bound".
+    ``slowdown`` has the keys "ours", the three policies and "bound".
     """
 
     model: str

@@ -103,7 +103,7 @@ def made(whole: Any, name: str) -> Any:
 
 
 def _given(config: Any, side: int) -> Callable[[Any], torch.Tensor]:
-    """One pass, without guidance."""
+    """Inputs of a pass without guidance."""
     noise = torch.Generator().manual_seed(0)
     latents = torch.randn(1, config["in_channels"], side // 8, side // 8, generator=noise)
     text = torch.randn(1, 77, config["cross_attention_dim"], generator=noise)
@@ -111,7 +111,7 @@ def _given(config: Any, side: int) -> Callable[[Any], torch.Tensor]:
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """What :func:`run` found, as Markdown."""
+    """Result of :func:`run` as Markdown."""
     whole = report["rows"][0]["operations"]
     return _SHEET.lines({**report, "rows": [{**row, "share": row["operations"] / whole} for row in report["rows"]]})
 

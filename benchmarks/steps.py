@@ -50,7 +50,7 @@ def _row(name: str, counts: Sequence[int], times: Sequence[CallTime]) -> dict[st
 
 
 def is_line(row: dict[str, Any]) -> bool:
-    """Whether the line through a row's times says anything: they lie on one, and no other program made them longer."""
+    """True if a row's times are on a line, and no other program disturbed them."""
     return trusted(row) and row["r_squared"] >= _LEAST_R_SQUARED
 
 

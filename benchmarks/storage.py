@@ -55,7 +55,7 @@ def _pictures(pipe: Any, prompts: Sequence[str], steps: int, turn: int) -> Tenso
 
 
 def _differences(pictures: Tensor, plain: Tensor) -> dict[str, Any]:
-    """Of pictures rounded to 8 bits: mean and largest difference of 255, and the mean over pictures of the PSNR."""
+    """Mean and largest difference of 255 of pictures rounded to 8 bits, and the mean PSNR."""
     apart = (eight_bits(pictures) - eight_bits(plain)).abs()
     squares = (pictures - plain).double().square().mean(dim=(1, 2, 3))
     return {

@@ -1,4 +1,4 @@
-"""What all tables have in common: where and when they were made, how figures are told, and the files they are in."""
+"""Common parts of all tables: their origin, the format of figures, and their files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Report = dict[str, Any]
 Row = dict[str, Any]
 Lines = Callable[[Report], Iterable[str]]
 Cell = str | Callable[[Row], str]
-"""Of a column: a format of a row's values, or a function of the row."""
+"""Cell of a column: a format of a row's values, or a function of the row."""
 Columns = Sequence[tuple[str, Cell]]
 """Heads and cells."""
 
@@ -45,7 +45,7 @@ _command: ContextVar[str] = ContextVar("command", default="")
 
 @contextlib.contextmanager
 def told_as(command: str) -> Iterator[None]:
-    """Inside, reports say that they were made by ``command``."""
+    """Record ``command`` as the origin of reports within the block."""
     before = _command.set(command)
     try:
         yield
@@ -54,7 +54,7 @@ def told_as(command: str) -> Iterator[None]:
 
 
 def origin() -> dict[str, Any]:
-    """When, of which commit, where and by which command something is measured now; ``own``: see :func:`own_share`."""
+    """Date, commit, machine and command of a measurement made now; ``own``: see :func:`own_share`."""
     device = default_device()
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
@@ -68,7 +68,7 @@ def origin() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """That of the code, with a plus where files differ from it; what was carried elsewhere has it in a file."""
+    """Commit of the code, with a plus if files differ from it; a packed tree has it in a file."""
     with contextlib.suppress(OSError):
         return Path(__file__).parents[1].joinpath("COMMIT").read_text(encoding="utf-8").strip()
 
@@ -85,7 +85,7 @@ def commit() -> str:
 
 
 def processor() -> str:
-    """Its name as the system has it."""
+    """Name of the processor as the system reports it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -102,7 +102,7 @@ def own_share() -> float:
 
 
 def origin_line(report: Report) -> str:
-    """Where and when ``report`` was made."""
+    """Sentence on the origin of ``report``."""
     made = report.get("made", {})
     where = ", ".join(
         [made.get("date", _UNKNOWN), f"commit {made.get('commit', _UNKNOWN)}",
@@ -124,11 +124,11 @@ def whole(report: Report, lines: Lines) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Sheet:
-    """How the rows of a report are told.
+    """Layout of a report.
 
     Attributes:
         title, note: formats of the report's values.
-        of: how many of the columns name the case; where a row has an ``error``, a sentence, it follows these.
+        of: number of columns that name the case; a row's ``error``, a sentence, follows these.
     """
 
     title: str
@@ -162,7 +162,7 @@ def rows_table(columns: Columns, rows: Iterable[Row], of: int = 1) -> Iterator[s
 
 
 def left_out(why: Mapping[str, str] | Sequence[str]) -> Iterator[str]:
-    """What a report does not have: by name with the reason, or policies that need an accelerator."""
+    """Sentence on omissions of a report: names with reasons, or policies that need an accelerator."""
     if isinstance(why, Mapping):
         for name, reason in why.items():
             yield from ("", f"Left out: {name}: {reason}.")
@@ -231,7 +231,7 @@ def show(report: Any, lines: Iterable[str], as_json: bool) -> None:
 
 
 def trusted(row: Mapping[str, Any], spread: str = "ratio_spread") -> bool:
-    """Whether the seconds of a row are those of what it measures. Rows that do not say (older ones) are."""
+    """True if the seconds of a row are undisturbed. Older rows, which do not say, count as undisturbed."""
     return row.get("own", 1.0) >= LEAST_OWN and (row.get(spread) or 0.0) <= MOST_SPREAD
 
 

@@ -98,7 +98,7 @@ def _anatomy(model: str, part: str, dtype: str) -> Anatomy:
 
 
 def _filled(module: nn.Module) -> nn.Module:
-    """With a million numbers, over and over: drawing billions takes longer than the run."""
+    """Fill a module with a million repeated numbers; drawing billions would take longer than the run."""
     noise = (torch.rand(MIB, generator=torch.Generator().manual_seed(0)) - 0.5) / 20
     for tensor in (*module.parameters(), *module.buffers()):
         for piece in tensor.view(-1).split(MIB):

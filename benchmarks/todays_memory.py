@@ -1,4 +1,4 @@
-"""What host memory and disk make of today's transformers: seconds a step on two cards, as plans foretell them."""
+"""Predicted seconds a step of today's transformers on two GPUs, by RAM and disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .tables import Columns, Row, filled, rows_table
 MODELS = ("flux1-dev", "klein-4b", "klein-9b", "sd3.5-medium", "sd3.5-large", "z-image", "chroma1", "qwen-image")
 SIDES = (512, 1024, 2048)
 _LARGE = 2048
-"""Of pictures of this side the smallest part of the card is planned alone."""
+"""Side of pictures for which only the smallest budget is planned."""
 _CARDS = ("rtx3060", "rtx3050-laptop")
 _VRAM, _RAM, _DISKS = (4, 6, 8), (16, 32, 64), ("nvme", "sata")
 _SYSTEM = 4

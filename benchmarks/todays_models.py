@@ -1,4 +1,4 @@
-"""What plans foretell of today's transformers by name and size on a card: memory, host memory, seconds a step."""
+"""Predicted VRAM, RAM and seconds a step of today's transformers on a GPU, by name and size."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 _ROOT = Path(__file__).resolve().parents[1]
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 PYTHON: tuple[str, ...] = (sys.executable,)
-"""What a process is started with: another puts a simulated card in its place first."""
+"""Command that starts a process; another one sets up a simulated GPU first."""
 LEAST = 5
 """Seconds below which nothing is begun."""
 
@@ -32,14 +32,14 @@ def measure(
     environment: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Row:
-    """What ``trial(**arguments)``, a function of a module, returns in a new process.
+    """Run ``trial(**arguments)``, a function of a module, in a new process, and return its result.
 
-    Where it fails: a dictionary with ``error``, a sentence; ``out_of_memory`` tells whether the device was too small,
-    ``timed_out`` whether the time was too short.
+    A failure returns a dictionary with ``error``, a sentence; ``out_of_memory`` is True if the device was too small,
+    ``timed_out`` if the time was too short.
 
     Args:
-        seconds: after which the process is ended; None: never.
-        environment: variables for the process, besides those that are there.
+        seconds: time limit of the process; None: no limit.
+        environment: additional variables for the process.
         arguments: plain values.
     """
     return next(stream(trial, seconds=seconds, environment=environment, **arguments), failed("it told nothing"))
@@ -48,13 +48,13 @@ def measure(
 def measure_each(
     trial: Callable[..., Iterator[Row]], cases: Sequence[Row], *, seconds: Callable[[], float], **shared: Any
 ) -> Iterator[Row]:
-    """For each of ``cases`` what ``trial(cases=cases, **shared)`` yields for it, as soon as it is there.
+    """Yield the results of ``trial(cases=cases, **shared)`` for each of ``cases``, as they come.
 
-    They share a process, its models and its plans. Where one fails, or the trial ends early because it left something
-    behind, the rest goes on in a new process.
+    Cases share a process, its models and its plans. If one fails, or the trial ends early because it left something
+    behind, the rest continues in a new process.
 
     Args:
-        seconds: how many are left, for all of them.
+        seconds: function that returns the seconds left for all of them.
     """
     waiting = list(cases)
     while waiting:
@@ -72,7 +72,7 @@ def stream(
     environment: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> Iterator[Row]:
-    """As :func:`measure`, of a trial that yields rows: each as soon as it is there; one of a failure is the last."""
+    """Like :func:`measure`, for a trial that yields rows: each as it comes; a failure is the last row."""
     if seconds is not None and seconds < LEAST:
         yield failed("no time was left") | {"timed_out": True}
         return

@@ -26,7 +26,7 @@ from .tables import BUSY, eight_bits, figure, trusted, written
 
 MAPS = ("held", "parked", "recomputed")
 _EXACT = ("exact",)
-"""Of autoencoders of frames, of which no map waits."""
+"""Ways for autoencoders of frames, which store no maps."""
 _DEAR = "recomputed"
 _THEIRS = "diffusers tiling"
 _WITH_DEMO = ("sd15", "sdxl")
@@ -139,7 +139,7 @@ def _mib(traced: Any) -> list[float]:
 
 @contextlib.contextmanager
 def _tiled(vae: Any, side: int) -> Iterator[None]:
-    """Within the block diffusers tiles a picture of ``side`` pixels, in tiles of at most 512."""
+    """Turn on diffusers' tiles of at most 512 pixels for a picture of ``side`` pixels, within the block."""
     tile = min(512, side // 16 * 8)
     if "z_dim" in vae.config:
         tile, three = min(256, tile), min(256, tile) * 3 // 4
@@ -168,7 +168,7 @@ def _errors(config: dict[str, Any], side: int) -> dict[str, float]:
 
 
 def _differences(side: int) -> list[dict[str, Any]]:
-    """Of the demo autoencoder's 8-bit pictures from those of its plain decode."""
+    """Differences of the demo autoencoder's 8-bit pictures from its plain decode."""
     from diffusers import AutoencoderKL
 
     vae: Any = AutoencoderKL.from_pretrained(MODEL_PATH / "vae", torch_dtype=torch.float32).eval()
@@ -246,7 +246,7 @@ def _by_size(rows: Sequence[dict[str, Any]], heads: Sequence[str], cells: Iterab
 
 
 def _time_cells(row: dict[str, Any], kinds: Sequence[str]) -> Iterator[str]:
-    """Of the plain decode, and of each way with its ratio to that."""
+    """Cells with times of the plain decode, and of each way with its ratio to that."""
     plain, spreads = row["plain_seconds"], row.get("spreads", {})
     yield figure(plain, spreads.get("plain"), "{:.2f} s")
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""How much the times of equal pictures scatter: many in a row, the first left out."""
+"""Scatter of the times of equal pictures: many in a row, the first left out."""
 
 from __future__ import annotations
 

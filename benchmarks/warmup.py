@@ -1,4 +1,4 @@
-"""How much longer the first picture takes than the next ones, and in which part; each policy in its own process."""
+"""Extra time of the first picture over the next ones, by part; each policy in its own process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(
 
 
 def trial_run(model: str | None, name: str, size: int, steps: int, runs: int) -> dict[str, Any]:
-    """One first picture and ``runs`` more, in a process that has done nothing yet."""
+    """Make a first picture and ``runs`` more, in a new process."""
     from sd_lowvram.devices.info import default_device
     from sd_lowvram.session import anatomy_of
 

@@ -139,7 +139,7 @@ def _decode(vae: Any, pairs: int) -> dict[str, Any]:
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """What :func:`run` found, as Markdown."""
+    """Result of :func:`run` as Markdown."""
     yield "# Winograd's 3x3 convolutions"
     yield ""
     yield (
@@ -181,7 +181,7 @@ def _row(row: dict[str, Any]) -> list[str]:
 
 
 def _verdict(times: Sequence[dict[str, Any]]) -> str:
-    """In how many shapes which tile is faster."""
+    """Sentence on the number of shapes for which each tile is faster."""
     if not all(map(trusted, times)):
         return "The machine was busy: where it is faster is not told."
     won = {tile: sum(row["ratio"] > 1 for row in times if row["tile"] == tile) for tile in SIDES}

@@ -1,4 +1,4 @@
-"""What makes a command of a measurement: the options that all have, its progress, its errors, and what is printed."""
+"""Common parts of measurement commands: options, progress, errors, and printing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Out = Annotated[Path | None, typer.Option("--out", help="Write the table as Markdown too, and JSON beside it.")]
 _SHARED = {"out": (Out, None), "as_json": (Json, False), "debug": (Debug, False)}
 _IN_PYTHON = object()
-"""Of a command's context: it is run by :func:`run_command`."""
+"""Mark in a command's context: it is run by :func:`run_command`."""
 
 
 def measurement(function: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
@@ -61,11 +61,11 @@ def measurement(function: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
 
 
 def run_command(program: Any, words: str, out: Path) -> dict[str, Any]:
-    """What ``python -m benchmarks WORDS`` measures: written, also to ``out`` where ``words`` name no other place, but
-    not printed.
+    """Run ``python -m benchmarks WORDS`` without printing; write the result to ``out`` unless ``words`` name another
+    file.
 
     Args:
-        program: typer's group of all commands.
+        program: the typer group of all commands.
     """
     name, *options = shlex.split(words)
     command = program.commands[name]
@@ -78,7 +78,7 @@ def run_command(program: Any, words: str, out: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def measuring(debug: bool, shown: bool = True) -> Iterator[None]:
-    """Inside, progress is shown, and errors as :func:`exit_on_error` tells them."""
+    """Show progress, and report errors like :func:`exit_on_error`, within the block."""
     with exit_on_error(debug):
         from rich.console import Console
 

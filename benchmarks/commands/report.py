@@ -22,7 +22,7 @@ def report(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Measure the demo model, foretell SD1.5 on cards, and write one page with charts; goes on where it ended."""
+    """Measure the demo model, predict SD1.5 on GPUs, and write one page with charts; resumes where it stopped."""
     with measuring(debug):
         check_plots()
         from ..report.run import run

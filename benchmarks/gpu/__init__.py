@@ -29,11 +29,11 @@ from .record import ResultRows
 
 
 class GpuPart(NamedTuple):
-    """What is measured in one go.
+    """A part of the measurement.
 
     Attributes:
-        module: has ``run``, and of the results ``lines`` and ``summary``.
-        seconds: it starts nothing that would take it beyond, and says what it left out.
+        module: module with ``run``, and ``lines`` and ``summary`` of the results.
+        seconds: time limit; nothing is started that would exceed it, and omissions are listed.
     """
 
     module: Any
@@ -52,8 +52,8 @@ PARTS = {
     "todays": GpuPart(todays, 270.0),
     "max-size": GpuPart(sizes, 540.0),
 }
-"""In the order in which they need each other, and are worth the time, if it is short: an hour in all. Neighbours make
-pairs of nine minutes, which docs/gpu.md tells."""
+"""Parts in the order of their dependencies, then of their value if time is short: an hour in all. Neighbours make pairs
+of nine minutes, as docs/gpu.md says."""
 
 
 def run(
@@ -102,7 +102,7 @@ def run(
 
 
 def _is_tried_again(row: dict[str, Any]) -> bool:
-    """What failed, but for want of memory, which will be too small again; a file of tests of which some failed, too."""
+    """True for rows that failed, except for want of memory, and for test files with failures."""
     return _broke(row) or (isinstance(failed := row.get("failed"), int) and failed > 0)
 
 
@@ -111,19 +111,19 @@ def _broke(row: dict[str, Any]) -> bool:
 
 
 def _prepare(part: str, results: dict[str, Any], device: torch.device) -> None:
-    """Have plans count what is known of the device, before trials that run side by side each measure it."""
+    """Load known facts on the device, before parallel trials would each measure them."""
     if part not in ("tests", "calibration"):
         calibration.recall(results.get("calibration", {}).get("rows", ()), device)
         rates_of(device)
 
 
 def results_in(written: Path) -> dict[str, Any]:
-    """What the JSON beside ``written`` holds, part by part."""
+    """Contents of the JSON file next to ``written``, by part."""
     return _before(written.with_suffix(".json"))
 
 
 def unmeasured(results: dict[str, Any]) -> int:
-    """How many rows lack because the time was too short."""
+    """Number of rows that are missing for want of time."""
     return sum(map(_lacking, results.values()))
 
 
@@ -132,7 +132,7 @@ def _lacking(part: dict[str, Any]) -> int:
 
 
 def failures(results: dict[str, Any]) -> int:
-    """How many tests failed."""
+    """Number of failed tests."""
     return sum(row.get("failed", 0) for row in results.get("tests", {}).get("rows", ()))
 
 
@@ -204,7 +204,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
 
 
 def tables(results: dict[str, Any]) -> Iterator[str]:
-    """Of each part that is there."""
+    """Tables of all parts that have results."""
     for part in (part for part in PARTS if part in results):
         machine = results[part]["machine"]
         facts = [machine["name"], f"torch {machine['torch']}", f"diffusers {machine['diffusers']}", machine["date"]]
@@ -216,7 +216,7 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
 
 
 def summary(results: dict[str, Any]) -> Iterator[str]:
-    """What each part says, and what it lacks, as a list in Markdown."""
+    """Summary and missing rows of each part, as a Markdown list."""
     for part, (module, _) in PARTS.items():
         if part not in results:
             yield f"- {part}: not yet"

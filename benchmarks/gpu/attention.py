@@ -21,7 +21,7 @@ _RUNS = 20
 
 
 def run(device: torch.device, record: ResultRows) -> None:
-    """One row for each backend and size; of a backend that is not here, each has ``failed``."""
+    """Add a row for each backend and size; rows of a missing backend have ``failed``."""
     backends = {OWN_CHOICE: None} | available_backends(device)
     for backend, missing in progress.counted("attention", backends.items()):
         cases = [{"backend": backend, "latents": side} for side in LATENTS]
@@ -48,7 +48,7 @@ def _row(device: torch.device, backend: str, side: int) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a reader is told first."""
+    """Summary for a reader."""
     ran = [row for row in rows if "shape" in row]
     for side in dict.fromkeys(row["latents"] for row in ran):
         first = min((row for row in ran if row["latents"] == side), key=lambda row: row["seconds"])

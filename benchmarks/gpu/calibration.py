@@ -1,4 +1,4 @@
-"""What ``sd-lowvram doctor --calibrate`` measures, for the plans of all later parts."""
+"""Calibration as by ``sd-lowvram doctor --calibrate``, for the plans of all later parts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .record import Case, ResultRows, not_run
 
 
 def run(device: torch.device, record: ResultRows) -> None:
-    """One row for each measurement, in one process as ``doctor`` makes them."""
+    """Add a row for each measurement, in one process like ``doctor``."""
     record.fill([{"what": what} for what in MEASURED], trial_calibration, device=str(device))
 
 
 def trial_calibration(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """For each of ``cases`` what was ``measured``, as plain values, and is remembered for plans by now."""
+    """Yield for each of ``cases`` the ``measured`` plain values, which are now cached for plans."""
     where = torch.device(device)
     for case in cases:
         why = _NOT_HERE[case["what"]](where) if case["what"] in _NOT_HERE else None
@@ -45,15 +45,14 @@ _NAMES = {"overhead": "what a context takes", "kernels": "gains of kernels in Tr
 
 
 def recall(rows: Sequence[dict[str, Any]], device: torch.device) -> None:
-    """Have plans know what ``rows`` have, where this machine does not remember it: it may be a fresh one, with the
-    results of another like it."""
+    """Cache the values of ``rows`` for plans, if this machine has none: it may be new, with results of an equal one."""
     for row in rows:
         if row.get("measured") and measured_here(row["what"], device) is None:
             remember(place_of_measurement(row["what"], device), row["measured"])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a reader is told first."""
+    """Summary for a reader."""
     found = {row["what"]: row["measured"] for row in rows if row.get("measured")}
     if rates := found.get("rates"):
         yield f"{rates['half_flops'] / 1e12:.3g} TFLOP/s in 16 bits, {rates['bandwidth'] / 1e9:.4g} GB/s of memory"
@@ -69,7 +68,7 @@ def _mib(overhead: dict[str, Any]) -> dict[str, float]:
 
 _UNITS = {"flops": (1e12, "TFLOP/s"), "bandwidth": (1e9, "GB/s"), "reading": (1e9, "GB/s"), "reordering": (1e9, "GB/s"),
           "bytes": (MIB, "MiB"), "seconds": (1e-3, "ms")}  # fmt: skip
-"""Of values by the last word of their names; others are ratios."""
+"""Units of values by the last word of their names; others are ratios."""
 
 
 def lines(part: dict[str, Any]) -> Iterator[str]:

@@ -23,7 +23,7 @@ _PLENTY = "1000 TB"
 
 
 def run(device: torch.device, record: ResultRows) -> None:
-    """One row for each way: the same bits twice, and as resident weights where only weights move."""
+    """Add a row for each way: equal bits in two runs, and to resident weights if only weights move."""
     for name, way in progress.counted("correctness", WAYS.items()):
         record.fill([{"what": name, "way": way}], trial_correctness, device=str(device), model=MODEL, side=SIDE)
 
@@ -42,7 +42,7 @@ def trial_correctness(device: str, model: str, side: int, cases: Sequence[Case])
 
 
 def _watch(device: torch.device) -> None:
-    """From now on an access that is in no order with another raises."""
+    """Make unordered accesses raise from now on."""
     if device.type == "cuda":
         from torch.cuda import _sanitizer
 
@@ -90,7 +90,7 @@ def _paint(pipe: Any, side: int, steps: int = 2, **given: Any) -> Tensor:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a reader is told first."""
+    """Summary for a reader."""
     ran = [row for row in rows if "races" in row]
     if ran:
         races = sum(row["races"] for row in ran)

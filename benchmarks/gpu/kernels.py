@@ -41,7 +41,7 @@ _SAMPLED = 256
 
 
 def run(device: torch.device, record: ResultRows) -> None:
-    """One row for each kernel and type, then one for each way of a pass."""
+    """Add a row for each kernel and type, then one for each way of a pass."""
     if importlib.util.find_spec("triton") is None:
         record.add({"kernel": "all of Triton's", "dtype": ""}, {"failed": "Triton is not installed"})
     else:
@@ -54,7 +54,7 @@ def run(device: torch.device, record: ResultRows) -> None:
 
 
 def trial_kernels(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """For each of ``cases``: error of kernel and operators to float64, bits of many runs, time, memory."""
+    """Yield for each of ``cases``: error of kernel and operators to float64, bits of many runs, time, memory."""
     from sd_lowvram.kernels.triton.measure import PAIRS
     from sd_lowvram.kernels.triton.support import why_not
 
@@ -89,7 +89,7 @@ def _beside(
 
 
 def _errors(reference: Callable[..., Tensor], given: tuple[Tensor, ...], *results: Tensor) -> list[float]:
-    """Of each of ``results`` the error relative to ``reference`` in float64."""
+    """Errors of ``results`` relative to ``reference`` in float64."""
     wide = [one.double() for one in given]
     if len(given) == 3 and given[0].shape[2] > _SAMPLED and given[0].dim() == given[1].dim() == 4:
         wide[0], results = wide[0][:, :, :_SAMPLED], tuple(one[:, :, :_SAMPLED] for one in results)
@@ -98,9 +98,9 @@ def _errors(reference: Callable[..., Tensor], given: tuple[Tensor, ...], *result
 
 
 def trial_passes(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """For each of ``cases``, passes of one UNet in a way: seconds, peak, and how far its latents are from plain ones.
+    """Yield for each of ``cases`` the seconds, the peak and the error of passes of a UNet in one way.
 
-    Ends early where one leaves something on the device.
+    The trial ends early if a pass leaves something on the device.
     """
     from sd_lowvram import Settings, attached
     from sd_lowvram.progress import heard
@@ -144,7 +144,7 @@ def _passes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a reader is told first."""
+    """Summary for a reader."""
     ran = [row for row in _kernels(rows) if "error" in row and "ratio" in row]
     if ran:
         sound = sum(row["no_worse"] and row["same_bits"] for row in ran)

@@ -24,11 +24,11 @@ SHARES = (0.0, 0.1, 0.5, 1.0)
 """Budgets between the least that works and that of everything resident at once, whose plan is the plain one."""
 _PLENTY = "1000 TB"
 _LARGEST_BYTES = 14 * GIB
-"""What the largest of the plans takes of a card, with its context."""
+"""Bytes of the largest plan on a GPU, with its context."""
 
 
 def run(device: torch.device, record: ResultRows) -> None:
-    """One row for each plan, 16 in all; each has ``within``: whether the prediction is as near as it has to be.
+    """Add a row for each plan, 16 in all; ``within`` is True if the prediction is near enough.
 
     The plans of a size share a process, and with it the model and what was traced of it; sizes go side by side.
     """
@@ -41,7 +41,8 @@ def run(device: torch.device, record: ResultRows) -> None:
 
 
 def trial_peaks(device: str, cases: Sequence[Case], steps: int = 2) -> Iterator[dict[str, Any]]:
-    """For each of ``cases``: plan, run, and tell both peaks in bytes; a CPU's is that of its allocator, host memory
+    """Yield for each of ``cases``: plan, run, and tell both peaks in bytes; a CPU's is that of its allocator, host
+    memory
     with it. Ends early where a run leaves something on the device."""
     from sd_lowvram import plan, restore
 
@@ -110,12 +111,12 @@ def peak_of(pipe: Any, given: dict[str, Any], vram: int, sizes: dict[str, Any], 
 
 
 def within(predicted: int, measured: int) -> bool:
-    """Whether the prediction is at most 5 % or 24 MiB above, and at most 1 % or 8 MiB below what was measured."""
+    """True if the prediction is at most 5 % or 24 MiB above, and at most 1 % or 8 MiB below the measurement."""
     return -max(measured // 100, 8 * MIB) <= predicted - measured <= max(measured // 20, 24 * MIB)
 
 
 def _library_bytes(device: torch.device) -> int:
-    """Of torch's own allocations, those that are cuBLAS' workspaces: a plan counts them in its overhead."""
+    """Bytes of cuBLAS' workspaces among torch's allocations, which a plan counts in its overhead."""
     if device.type != "cuda":
         return 0
     before = torch.cuda.memory_allocated(device)
@@ -124,7 +125,7 @@ def _library_bytes(device: torch.device) -> int:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a reader is told first."""
+    """Summary for a reader."""
     ran = [row for row in rows if "measured_bytes" in row]
     if ran:
         apart = [100 * (row["predicted_bytes"] / (row["measured_bytes"] - row["library_bytes"]) - 1) for row in ran]

@@ -1,4 +1,4 @@
-"""What a part has measured: rows that are written as they come, so that a later call goes on with those that lack."""
+"""Rows of a part, written as they come, so that a later call continues with the missing ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sd_lowvram.units import GIB
 from .. import trial
 
 Case = dict[str, Any]
-"""What tells a row from the others: plain values, with which it begins."""
+"""Key of a row: the plain values with which it begins."""
 _HOST_BYTES = 6 * GIB
 """Host memory that a trial may need: a pipeline's weights, their pinned copies, and torch itself."""
 
@@ -38,7 +38,7 @@ class ResultRows:
         self._lock = threading.Lock()
 
     def seconds(self) -> float:
-        """How many are left for the part."""
+        """Seconds that are left for the part."""
         return self._end - time.monotonic()
 
     def find(self, case: Case) -> dict[str, Any] | None:
@@ -82,7 +82,7 @@ def side_by_side(part: str, work: Callable[[Any], None], things: Sequence[Any], 
 
 
 def room_for(device: torch.device, nbytes: int) -> int:
-    """How many trials of ``nbytes`` on the device can run side by side: where their times are not compared."""
+    """Number of trials of ``nbytes`` that fit on the device at once, if their times are not compared."""
     import psutil
 
     if device.type != "cuda":
@@ -93,7 +93,7 @@ def room_for(device: torch.device, nbytes: int) -> int:
 
 
 def not_run(rows: Iterable[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -> Iterator[str]:
-    """What could not run on this machine, by name, and why: of ``rows`` those with ``failed``, a sentence."""
+    """Names and reasons of the ``rows`` that could not run on this machine (``failed`` is a sentence)."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:
         if isinstance(why := row.get("failed"), str):

@@ -21,11 +21,11 @@ CAPS = tuple(cap * GIB for cap in (2, 4, 6, 8))
 WAYS = ("ours", "diffusers")
 _MODEL, _STEP, _LARGEST = "sd15", 128, 4096
 _BESIDE = 3 * GIB
-"""What a trial needs outside of its cap: the context, and for a moment the weights while they are drawn."""
+"""Bytes that a trial needs outside of its cap: the context, and for a moment the weights while they are drawn."""
 
 
 def run(device: torch.device, record: ResultRows) -> None:
-    """One row for each trial; the sides of a cap and way share a process, caps and ways go side by side."""
+    """Add a row for each trial; sides of a cap and way share a process, caps and ways run in parallel."""
 
     def bisect(chain: Case) -> None:
         tried = _tried(record.rows, chain)
@@ -44,7 +44,7 @@ def run(device: torch.device, record: ResultRows) -> None:
 
 
 def _tried(rows: list[dict[str, Any]], chain: Case) -> dict[int, bool]:
-    """Whether they fit, for the sides that have been tried in ``chain``."""
+    """Map the sides that were tried in ``chain`` to True if they fit."""
     own = (row for row in rows if all(row[key] == value for key, value in chain.items()))
     return {row["side"]: bool(row.get("fits")) for row in own if not row.get("timed_out")}
 
@@ -63,8 +63,8 @@ def middle(tried: Mapping[int, bool]) -> int | None:
 
 
 def trial_sizes(device: str, model: str, cap: int, way: str, tried: list[tuple[int, bool]]) -> Iterator[dict[str, Any]]:
-    """Whether pictures come out with at most ``cap`` bytes reserved by torch's allocator: one side after the other, as
-    :func:`middle` has them. Ends early where a run leaves something on the device."""
+    """Try pictures with at most ``cap`` bytes reserved by torch's allocator, one side after the other, as in
+    :func:`middle`. The trial ends early if a run leaves something on the device."""
     from sd_lowvram import restore
 
     where, found = torch.device(device), dict(tried)
@@ -122,7 +122,7 @@ def _paint(pipe: Any, where: torch.device, side: int, cap: int, way: str, steps:
 
 
 def _most_frugal(pipe: Any, device: torch.device) -> None:
-    """Of what diffusers offers, what needs the least: single layers on the device, tiles, torch's attention."""
+    """Turn on diffusers' options that need the least: single layers on the device, tiles, torch's attention."""
     pipe.vae.enable_tiling()
     pipe.vae.enable_slicing()
     if device.type == "cuda":
@@ -130,7 +130,7 @@ def _most_frugal(pipe: Any, device: torch.device) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """What a reader is told first."""
+    """Summary for a reader."""
     for cap in sorted({row["cap"] for row in rows}):
         size, ours, theirs, _ = _cells(cap, rows)
         yield f"{size} GiB: {ours}, diffusers {theirs}"

@@ -25,7 +25,7 @@ from .record import Case, ResultRows
 SHARES = (100, 50, 25, 10)
 """Per cent of the UNet's weight bytes that are on the device, ring included."""
 _RECORDED = ", recorded streams"
-"""Of a way of diffusers', with ``record_stream``: its host does not wait for the device, and its memory goes later."""
+"""Suffix of diffusers' ways with ``record_stream``: the host does not wait, and memory is freed later."""
 BASELINES = (
     "resident",
     "model offload",
@@ -43,7 +43,7 @@ _PLENTY = "1000 TB"
 
 
 def run(device: torch.device, record: ResultRows) -> None:
-    """For each model: a row for every way, ours again at the device bytes of diffusers' ways, and the simulated steps.
+    """Add for each model a row for every way, ours again at the device bytes of diffusers' ways, and simulated steps.
 
     One at a time, as their times are compared; those of a model share a process, unless one leaves something behind.
     """
@@ -67,7 +67,7 @@ def _instead(record: ResultRows, task: Case) -> Iterator[Case]:
 
 
 def claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What is promised of a model's rows, with the figures that hold or break it."""
+    """Claims on a model's rows, with the figures that confirm or refute them."""
     rows = [row for row in rows if "step_seconds" in row]
     by_way = {row["way"]: row for row in rows if row["way"] in BASELINES}
     for row in rows:
@@ -92,7 +92,7 @@ def _simulated(rows: Sequence[dict[str, Any]]) -> dict[int, float]:
 
 
 def trial_steps(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """For each of ``cases``: median seconds of a denoising step, and the most bytes on the device during the run.
+    """Yield for each of ``cases``: median seconds of a denoising step, and the most bytes on the device during the run.
 
     Ours take turns on one model; diffusers' ways cannot all be taken off, and each gets its own. Ends early where one
     leaves something on the device.
@@ -156,7 +156,7 @@ def measured_steps(pipe: Any, where: torch.device, given: dict[str, Any], side: 
 
 
 def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[str, Any]) -> None:
-    """Have the weights where ``way`` puts them."""
+    """Place the weights as ``way`` says."""
     if way == "ours":
         from sd_lowvram import Settings, optimize
 
@@ -181,7 +181,7 @@ def _place(pipe: Any, device: torch.device, side: int, way: str, settings: dict[
 
 
 def _moment(device: torch.device) -> Any:
-    """This moment of a run, for :func:`_seconds`; nothing waits for the device before that asks."""
+    """A timestamp of a run, for :func:`_seconds`, without synchronising."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -218,7 +218,7 @@ def denoise(pipe: Any, given: dict[str, Any], side: int, steps: int, latents: li
 
 
 def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """For each of ``cases``, a step as the simulator foretells it from block times and a copy rate measured here."""
+    """Yield for each of ``cases`` a step as simulated from block times and a copy rate measured here."""
     from sd_lowvram import Settings, plan
     from sd_lowvram.hooks.offload import policy_of
     from sd_lowvram.streaming.layers import layers_of
@@ -252,7 +252,7 @@ def trial_units(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
 
 
 def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.device) -> dict[str, float]:
-    """When every block begins in a step, in seconds since the first one did; medians of a few steps."""
+    """Start of every block in a step, in seconds since the first; medians of a few steps."""
     marks: list[tuple[str, Any]] = []
     handles = [
         block.layers[0].module.register_forward_pre_hook(
@@ -274,7 +274,7 @@ def _block_starts(pipe: Any, given: Any, side: int, blocks: Any, device: torch.d
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a reader is told first."""
+    """Summary for a reader."""
     for model, side in dict.fromkeys((row["model"], row["side"]) for row in rows):
         own = [row for row in rows if (row["model"], row["side"]) == (model, side)]
         judged = list(claims(own))

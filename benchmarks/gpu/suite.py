@@ -27,20 +27,20 @@ _WHOLE_MODELS = ("benchmarks", "gpu")
 
 
 def files() -> list[str]:
-    """Those with such tests, as paths below the root of this tree, in the order in which they run."""
+    """Files with GPU tests, as paths below the root of this tree, in the order in which they run."""
     tests = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda file: (file.parent.name in _WHOLE_MODELS, file))
     return [str(file.relative_to(ROOT)) for file in tests if _MARKED.search(file.read_text(encoding="utf-8"))]
 
 
 def run(_device: torch.device, record: ResultRows) -> None:
-    """One row for each file; one that had not ended when the time was over begins anew in a later call."""
+    """Add a row for each file; a file that exceeded the time starts from the beginning in a later call."""
     for file in progress.counted("tests", files()):
         if record.find({"file": file}) is None:
             record.add({"file": file}, outcome(file, record.seconds()))
 
 
 def outcome(file: str, seconds: float) -> dict[str, Any]:
-    """How many ``passed``, ``failed`` and were ``skipped``, the ``failures`` in short, and ``seconds``."""
+    """Counts of ``passed``, ``failed`` and ``skipped`` tests, the ``failures`` in short, and ``seconds``."""
     if seconds < trial.LEAST:
         return trial.failed("no time was left") | {"timed_out": True}
     with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
@@ -79,7 +79,7 @@ def _skip(case: ElementTree.Element) -> dict[str, str]:
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """What a reader is told first."""
+    """Summary for a reader."""
     ran = [row for row in rows if "passed" in row]
     passed, failed, skipped = (sum(row[name] for row in ran) for name in ("passed", "failed", "skipped"))
     yield f"{passed} passed, {f'**{failed} failed**' if failed else 'none failed'}, {skipped} skipped"

@@ -26,13 +26,13 @@ _PLENTY = "1000 TB"
 
 
 def run(device: torch.device, record: ResultRows) -> None:
-    """One row for each model, each in a process of its own: they have up to 24 GB of weights."""
+    """Add a row for each model, each in its own process: they have up to 24 GB of weights."""
     for model in progress.counted("todays", MODELS):
         record.fill([{"model": model, "side": SIDE, "vram": VRAM}], trial_todays, device=str(device))
 
 
 def trial_todays(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """For each of ``cases``: latents with all weights on the card, then by a plan, and a picture by the plan."""
+    """Yield for each of ``cases``: latents with all weights on the card, then by a plan, and a picture by the plan."""
     from sd_lowvram import Settings, optimize, restore
 
     where = torch.device(device)
@@ -56,7 +56,7 @@ def trial_todays(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]
 
 
 def _latents(pipe: Any, given: dict[str, Any], side: int) -> tuple[Tensor, float]:
-    """What a run ends with, in host memory, and median seconds of a step; the run before it has shown the order."""
+    """Final latents of a run, in host memory, and median seconds of a step, after a run that showed the order."""
     made: list[Tensor] = []
     denoise(pipe, given, side, 2)
     times = denoise(pipe, given, side, _STEPS, made)
@@ -64,7 +64,7 @@ def _latents(pipe: Any, given: dict[str, Any], side: int) -> tuple[Tensor, float
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a reader is told first."""
+    """Summary for a reader."""
     for row in (row for row in rows if "step_seconds" in row):
         bits = "the bits of the resident run" if row["same_bits"] else f"latents {_off(row)}"
         yield (

@@ -1,4 +1,4 @@
-"""What convolutions take beside their maps: the workspaces of cuDNN, by shape, which no tensor shows."""
+"""Workspaces of cuDNN by shape: bytes of convolutions in addition to their maps, which no tensor shows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _THREE = "3 frames"
 
 
 def run(device: torch.device, record: ResultRows) -> None:
-    """One row for each shape and memory format."""
+    """Add a row for each shape and memory format."""
     names = ("pictures", "channels", "out_channels", "side")
     shapes = [dict(zip(names, shape, strict=True)) for shape in SHAPES]
     cases = [shape | {"format": name} for shape in shapes for name in FORMATS]
@@ -45,7 +45,7 @@ def run(device: torch.device, record: ResultRows) -> None:
 
 
 def trial_workspaces(device: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """For each of ``cases``, a convolution: the most bytes beside its maps and weights, and the reserved."""
+    """Yield for each of ``cases``, a convolution, the peak without its maps and weights, and the reserved bytes."""
     for case in cases:
         yield _row(torch.device(device), case)
 
@@ -81,7 +81,7 @@ def _row(device: torch.device, case: Case) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a reader is told first."""
+    """Summary for a reader."""
     ran = [row for row in rows if row["format"] == "channels last" and "counted_bytes" in row]
     if ran:
         enough = sum(row["workspace_bytes"] <= row["counted_bytes"] for row in ran)

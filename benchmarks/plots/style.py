@@ -1,4 +1,4 @@
-"""What the charts of measurements share besides: colours of series, axes, and a figure as a part of a page."""
+"""Further common parts of charts of measurements: colours of series, axes, and a figure as a part of a page."""
 
 from __future__ import annotations
 

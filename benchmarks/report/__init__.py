@@ -1,1 +1,1 @@
-"""One page that shows what this machine does: measurements collected, drawn, and held against what is claimed."""
+"""A page on this machine: measurements, charts, and claims that they confirm or refute."""

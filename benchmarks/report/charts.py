@@ -1,4 +1,4 @@
-"""From what was measured to charts, each with a claim and whether the figures bear it out."""
+"""Charts of measurements, each with a claim that the figures confirm or refute."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def cards_charts(report: Report) -> list[Chart]:
 
 
 def _quiet(report: Report, spread: str = "ratio_spread") -> bool:
-    """Whether no row's times are those of a busy machine."""
+    """True if no row was measured on a busy machine."""
     return all(trusted(row, spread) for row in report["rows"])
 
 
@@ -288,4 +288,4 @@ CHARTS: dict[str, Callable[[Report], list[Chart]]] = {
     "published": published_charts,
     "ladder": ladder_charts,
 }
-"""By the part's name."""
+"""Functions that make the charts of a part, by the part's name."""

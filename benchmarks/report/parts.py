@@ -21,11 +21,11 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measurement.
+    """A measurement.
 
     Attributes:
-        minutes: about how long it takes on two cores.
-        command: what follows ``python -m benchmarks``; ``{folder}`` is where the parts are kept.
+        minutes: approximate duration on two cores.
+        command: the words after ``python -m benchmarks``; ``{folder}`` is the folder of the parts.
     """
 
     name: str
@@ -33,13 +33,13 @@ class Measurement:
     command: str
 
     def lines(self, report: Report) -> Iterable[str]:
-        """Its table."""
+        """Table of the measurement."""
         module: Any = importlib.import_module(f"benchmarks.{self.command.split()[0].replace('-', '_')}")
         lines: Iterable[str] = module.lines(report)
         return lines
 
     def kept(self, folder: Path) -> Report | None:
-        """What was measured before, None where it is not whole."""
+        """Earlier result, or None if it is incomplete."""
         done, file = folder / f"{self.name}.done", folder / f"{self.name}.json"
         return json.loads(file.read_text(encoding="utf-8")) if done.is_file() and file.is_file() else None
 
