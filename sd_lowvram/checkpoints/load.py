@@ -34,6 +34,7 @@ from .inspection import (
 )
 from .safetensors_header import Header, TensorEntry
 from .split_files import is_split
+from .tokenizers import check_tokenizer, check_tokenizer_files
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +89,16 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
 
         with explained(folder):
             return load_split(folder, kind, dtype)
+    reads = {
+        name.replace("text_encoder", "tokenizer"): encoder
+        for name, encoder in folder_configuration(folder).items()
+        if name.startswith("text_encoder")
+    }
+    for name, encoder in reads.items():
+        if (folder / name).is_dir():
+            check_tokenizer_files(folder / name, encoder)
     with explained(folder):
-        return kind.from_pretrained(
+        pipeline: DiffusionPipeline = kind.from_pretrained(
             folder,
             variant=variant,
             local_files_only=True,
@@ -97,6 +106,9 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
             **extra,
             **typed(dtype),
         )
+    for name, encoder in reads.items():
+        check_tokenizer(getattr(pipeline, name, None), encoder, folder / name)
+    return pipeline
 
 
 def _load_file(

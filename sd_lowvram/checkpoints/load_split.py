@@ -18,6 +18,7 @@ from .gguf_files import gguf_weights, is_gguf_file
 from .safetensors_header import read_header
 from .scaled_files import apart, converted, fill, weight_of
 from .split_files import Weights, tokenizers_of, weights_of
+from .tokenizers import check_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,9 @@ def load_split(folder: Path, pipeline: Any, dtype: torch.dtype | None) -> Any:
 
     parts: dict[str, Any] = {}
     for name, place in tokenizers_of(folder).items():
-        parts[name] = _tokenizer(place, parts_config(folder, name))
+        config = parts_config(folder, name)
+        parts[name] = _tokenizer(place, config)
+        check_tokenizer(parts[name], config, place)
     for place in sorted(folder.iterdir()):
         if place.name in MODELS:
             parts[place.name] = load_part(place, dtype or torch.float32)

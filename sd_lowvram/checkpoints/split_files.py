@@ -25,6 +25,7 @@ from ..errors import BadInputError, CheckpointError
 from ..files.whole import write_json
 from .architectures import schedulers_of_transformers, write_tokenizer
 from .split_kinds import Layout, SplitFile, layout_of, split_file, split_files_in
+from .tokenizers import check_tokenizer_files
 
 _TABLE = "split.json"
 """The name of the file that holds the paths of the parts; only folders that are laid out here have it."""
@@ -131,7 +132,7 @@ def split_model(
     parts = {"transformer": model, **texts, "vae": decoder}
     configs = {name: dict(part.config) for name, part in parts.items()}
     configs["vae"] |= family.scale
-    tokenizers = _tokenizers(family, tokenizer)
+    tokenizers = _tokenizers(family, tokenizer, texts)
     return _laid_out(parts, configs, tokenizers, family, model)
 
 
@@ -169,11 +170,12 @@ def _texts(model: SplitFile, family: _Family, found: list[SplitFile]) -> dict[st
     return made
 
 
-def _tokenizers(family: _Family, folder: Path | None) -> dict[str, Path | None]:
+def _tokenizers(family: _Family, folder: Path | None, texts: Mapping[str, SplitFile]) -> dict[str, Path | None]:
     """By name the folder of each tokenizer, None for CLIP's, which is shipped.
 
     Raises:
         BadInputError: it is needed and was not given, or is none.
+        CheckpointError: its vocabulary is missing, or of another model.
     """
     names = _names(len(family.texts), "tokenizer")
     foreign = [kind for kind, _ in family.texts if kind != "clip"]
@@ -186,6 +188,7 @@ def _tokenizers(family: _Family, folder: Path | None) -> dict[str, Path | None]:
     known = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.json")
     if not any((folder / name).is_file() for name in known):
         raise BadInputError(f"--tokenizer {folder} is no folder of a tokenizer: it has none of {', '.join(known)}")
+    check_tokenizer_files(folder, next(one.config for one in texts.values() if one.kind != "clip"))
     return {
         name: None if kind == "clip" else folder.resolve() for name, (kind, _) in zip(names, family.texts, strict=True)
     }
