@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+import todays
 import torch
 from families import KINDS, picture
 from torch import nn
@@ -178,6 +179,21 @@ def test_an_autoencoder_without_layers_that_overflows() -> None:
         sd_lowvram.decode(vae, latents, vram="1GB")
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.isfinite(sd_lowvram.decode(vae.to(dtype), latents.to(dtype), vram="1GB")).all()
+
+
+@pytest.mark.parametrize(
+    "make", [todays.flux, todays.sd3, todays.z_image, todays.chroma, lambda: tiny.pipeline("sd15")]
+)
+def test_an_autoencoder_of_other_latents(make: Any) -> None:
+    pipe = make()
+    own, pipe.vae = pipe.vae, todays.vae(12)
+    for ask in (sd_lowvram.plan, sd_lowvram.optimize):
+        with pytest.raises(BadInputError, match="another model's autoencoder; load the one of this model"):
+            ask(pipe, **PLENTY)
+    with pytest.raises(BadInputError, match=r"of (4|16) channels, and its vae decodes 12"):
+        sd_lowvram.optimize(pipe, settings=Settings(offload="layer"), **PLENTY)
+    pipe.vae = own
+    assert sd_lowvram.plan(pipe, **PLENTY).stages
 
 
 def test_two_that_replace_the_same(pipe: Any) -> None:

@@ -13,6 +13,7 @@ from .. import doors
 from ..errors import UnsupportedModelError
 from . import chroma, compvis, diffusers, flux, flux2, krea2, qwen_image, sd3, unknown, z_image
 from .anatomy import Anatomy, Family, has, sites
+from .latents import check_latents
 
 _FAMILIES: dict[str, Family] = {
     "flux": flux.FAMILY,
@@ -39,11 +40,13 @@ def dissect(target: Any) -> Anatomy | None:
     Raises:
         UnsupportedModelError: a pipeline, or a host's shell, with a part that cannot be planned.
         ConflictError: a part whose weights diffusers casts layer by layer.
+        BadInputError: an autoencoder of another model.
     """
     for family in families().values():
         components = family.components_of(target)
         if components:
             anatomy = anatomy_of_components(family, components)
+            check_latents(target, anatomy)
             return dataclasses.replace(anatomy, **family.anatomy_fields(target, anatomy))
     return None
 

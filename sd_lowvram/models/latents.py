@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..errors import BadInputError
 from ..weights import loaded_dtype
 from .anatomy import Anatomy
 from .calls import Shape
@@ -51,6 +52,22 @@ def latent_channels(anatomy: Anatomy) -> int:
         config = anatomy.config(anatomy.autoencoder)
         return int(config.get("latent_channels") or config.get("z_dim") or 4)
     return int(anatomy.config(anatomy.denoiser).get("out_channels", 4))
+
+
+def check_latents(owner: Any, anatomy: Anatomy) -> None:
+    """Compare the channels that the denoiser of ``owner`` makes with those that its autoencoder decodes.
+
+    Raises:
+        BadInputError: they differ, so that a run would fail after its last step.
+    """
+    if anatomy.denoiser is None or anatomy.autoencoder is None:
+        return
+    made, decoded = anatomy.config(anatomy.denoiser).get("out_channels"), latent_channels(anatomy)
+    if made is not None and int(made) != decoded:
+        raise BadInputError(
+            f"the {anatomy.denoiser} of {type(owner).__name__} makes latents of {made} channels, and its "
+            f"{anatomy.autoencoder} decodes {decoded}: it is another model's autoencoder; load the one of this model"
+        )
 
 
 def pixel_channels(anatomy: Anatomy) -> int:
