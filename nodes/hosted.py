@@ -156,7 +156,7 @@ def anatomy_of_hosted(model: ModelPatcher, conditions: Conditions) -> Anatomy:
         decode=_calls,
         encode=_calls,
         configs=lambda components: {COMPONENT: config, HOST: host.facts()},
-        left_out=compvis.DYNAMIC,
+        left_out=compvis.RANGES,
         hosted=True,
     )
     return anatomy_of_components(family, {COMPONENT: unet})

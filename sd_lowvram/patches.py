@@ -8,7 +8,6 @@ wrapper that other code put around a slot keeps working after ours is gone.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -86,7 +85,7 @@ class Trampoline:
 
     def __init__(self, original: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original, updated=())
-        self.function = original
+        self.function = self.original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -193,36 +192,6 @@ def unpatched(owner: Any) -> dict[str, Any]:
         else:
             own[name] = slot.before
     return own
-
-
-def copied_without(owners: Iterable[Any], memo: dict[int, Any]) -> Callable[[], None]:
-    """Prepare ``memo`` so that ``copy.deepcopy`` leaves out what is ours on ``owners``, which do not change.
-
-    Args:
-        memo: the memo for ``copy.deepcopy``.
-
-    Returns:
-        A function to call after the copy.
-    """
-    patched = [owner for owner in owners if _SLOTS in vars(owner) or RECORD in vars(owner)]
-    for owner in patched:
-        here = vars(owner)
-        slots = here.get(_SLOTS, {})
-        ours = [here.get(RECORD), here.get(_SLOTS), *(slot.installed for slot in slots.values())]
-        memo.update({id(one): _ABSENT for one in ours if isinstance(one, (list, _Slots, Trampoline))})
-
-    def finish() -> None:
-        for owner in patched:
-            copied = vars(memo[id(owner)])
-            copied.pop(RECORD, None)
-            copied.pop(_SLOTS, None)
-            for name, slot in vars(owner).get(_SLOTS, {}).items():
-                if slot.before is _ABSENT:
-                    copied.pop(name, None)
-                else:
-                    copied[name] = copy.deepcopy(slot.before, memo)
-
-    return finish
 
 
 def is_foreign(owner: Any, attribute: str) -> bool:

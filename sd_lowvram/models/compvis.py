@@ -297,9 +297,9 @@ def _config_of_frames(vae: Any) -> dict[str, Any]:
     }
 
 
-DYNAMIC = ("_v", "_v_weight", "_v_bias", "_v_signature", "_v_block")
-"""What ComfyUI's dynamic VRAM sets on a layer: places in an address range of the card, which cannot be copied, and by
-which the layer would look there for its weights."""
+RANGES = ("_v",)
+"""The place in a range of addresses where ComfyUI's layers look for their weights under dynamic VRAM. Layers without it
+use the weights that they hold, which is what a trace has to see."""
 
 
 FAMILY = Family(
@@ -316,7 +316,7 @@ FAMILY = Family(
     upcasts=_upcasts,
     attend=attend,
     hosted=True,
-    left_out=DYNAMIC,
+    left_out=RANGES,
     step_inputs=calls_compvis.step_inputs,
     predict=calls_compvis.predict,
     decode=_decode,

@@ -6,11 +6,8 @@ The target itself is not touched, whatever is attached to it; the copy is one wi
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
-import traceback
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,88 +15,31 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.private import FakeTensorMode
-from ..errors import LowVRAMError, PlanningError, ran_out
 from ..hooks.channels_last import has_sites
 from ..memory.accounts import unmark_host
 from ..memory.threads import at_rest
 from ..models import anatomy_of_components
 from ..models.anatomy import HOST, Anatomy
-from ..patches import copied_without
 from ..session import Attachment
 from ..settings import Settings
 from ..streaming.layers import Layer, layers_of
 from ..streaming.timing import StepTiming
 from ..weights import all_tensors, loaded_dtype
+from .copies import copies_of
 from .equal_calls import equal_modules
 from .fake_tensors import fake_of
 
 
 def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
-    """Copies of the components in which every tensor is a fake one of ``mode``; shared tensors stay shared."""
-    components = list(anatomy.components.values())
-    memo: dict[int, Any] = {id(tensor): fake_of(_as_loaded(tensor), mode) for tensor in all_tensors(*components)}
-    memo |= {id(hooks): OrderedDict() for hooks in _without_hooks(components)}
-    memo |= {id(handle): None for handle in _handles(components, anatomy.family.left_out)}
-    finish = copied_without((module for component in components for module in component.modules()), memo)
-    copies = _copied(anatomy.components, memo)
-    finish()
-    for module in (module for copied in copies.values() for module in copied.modules()):
-        for name in anatomy.family.left_out:
-            vars(module).pop(name, None)
+    """Copies of the components in which every weight is a fake tensor of ``mode``; shared ones stay shared."""
+    tensors = all_tensors(*anatomy.components.values())
+    fakes = {id(tensor): fake_of(_as_loaded(tensor), mode) for tensor in tensors}
+    copies = copies_of(anatomy.components, fakes, anatomy.family.left_out)
     made = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
         made.components[made.denoiser or ""].get_submodule(path).processor = processor
     called = {name: getattr(anatomy, name) for name in ("computes", "passes", "calls", "joined", "encodes")}
     return dataclasses.replace(made, **called)
-
-
-_MOST_SHARED = 100
-"""Things that cannot be copied, each found by a copy that failed, after which planning gives up."""
-
-
-def _copied(components: Mapping[str, nn.Module], memo: dict[int, Any]) -> dict[str, Any]:
-    """Deep copies by name. What cannot be copied, such as a lock or a random generator that an extension has left on a
-    module, is shared with the original: a trace on fake tensors does not change it.
-
-    Args:
-        memo: for ``copy.deepcopy``; it is filled as by that.
-    """
-    for _ in range(_MOST_SHARED):
-        tried, copies = dict(memo), {}  # a copy that failed leaves unfinished ones in its memo
-        try:
-            for name, component in components.items():
-                copies[name] = copy.deepcopy(component, tried)
-        except Exception as error:
-            leaf = _that_cannot_be_copied(error)
-            if ran_out(error) or isinstance(error, LowVRAMError):
-                raise
-            if isinstance(error, RecursionError) or isinstance(leaf, nn.Module):
-                raise PlanningError(_uncopied(name, component, leaf, error)) from error
-            memo.update({id(one): one for one in (leaf, *_alike(components, leaf))})
-        else:
-            memo.update(tried)
-            return copies
-    raise PlanningError(_uncopied(name, component, leaf, f"more than {_MOST_SHARED} such things"))
-
-
-def _uncopied(name: str, component: nn.Module, leaf: Any, why: object) -> str:
-    said = " ".join(str(why).split())
-    what = f"{name} ({type(component).__name__}) cannot be copied to be planned, as its {type(leaf).__name__} cannot"
-    return f"{what} ({said}): take off what others have set on the model, or load it anew"
-
-
-def _that_cannot_be_copied(error: Exception) -> Any:
-    """What ``copy.deepcopy`` was given in the innermost of its calls that ``error`` went through."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next(frame.f_locals["x"] for frame in reversed(frames) if frame.f_code is copy.deepcopy.__code__)
-
-
-def _alike(components: Mapping[str, nn.Module], leaf: Any) -> Iterator[Any]:
-    """What is of the class of ``leaf`` and set on any of the modules: a copy for each that fails would take long."""
-    if not isinstance(leaf, (dict, list, tuple, set)):
-        for component in components.values():
-            for module in component.modules():
-                yield from (value for value in vars(module).values() if type(value) is type(leaf))
 
 
 def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> str:
@@ -215,21 +155,6 @@ class FakeModel:
         if name not in self._equals:
             self._equals[name] = equal_modules(self.anatomy.components[name])
         return self._equals[name]
-
-
-def _without_hooks(components: list[nn.Module]) -> Iterator[Any]:
-    """The dictionaries of hooks that are empty, a dozen a module: copied one by one they take most of the time."""
-    for component in components:
-        for module in component.modules():
-            yield from (value for value in vars(module).values() if type(value) is OrderedDict and not value)
-
-
-def _handles(components: list[nn.Module], names: tuple[str, ...]) -> Iterator[Any]:
-    """What stands under ``names`` on the modules; numbers and the like are no objects of their own."""
-    for component in components if names else ():
-        for module in component.modules():
-            found = (vars(module).get(name) for name in names)
-            yield from (value for value in found if not isinstance(value, (int, float, str, type(None))))
 
 
 def _as_loaded(tensor: Tensor) -> Tensor:
