@@ -229,6 +229,7 @@ class _Autoencoder:
             self._ready[wanted, device] = prepare(model, wanted, device)
         attachment = self._ready[wanted, device]
         with contextlib.ExitStack() as stack:
+            stack.enter_context(host.uncompiled())
             stack.enter_context(entered(model, attachment))
             run = stack.enter_context(measured(model)) if host.is_watched(device) else None
             stack.enter_context(

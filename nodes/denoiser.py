@@ -105,6 +105,7 @@ class Denoiser:
         host.tell(self.record.node, verdict(self.record))
         warn_above(self.record, "denoise")
         with (
+            self._recording(),
             host.replaced(base, "memory_usage_factor", factor),
             PINNED_BUFFERS.kept(),  # hooks come and go in every step
             self.record.weights_of("denoise", guider.model_patcher, room_for_weights(plan, "denoise")),
@@ -113,6 +114,10 @@ class Denoiser:
         self.record.step_seconds = self._clock.seconds
         self._tell()
         return out
+
+    def _recording(self) -> contextlib.AbstractContextManager[None]:
+        """The block of a sampling whose hooks act in layers: nothing may record a call of the model."""
+        return host.uncompiled()
 
     def _fitting_or_told(self, latents: Tensor, rows: int) -> Plan:
         """The plan for ``latents``; a refusal is shown in our node too: on the sampler, which fails, the page says only

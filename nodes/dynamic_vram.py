@@ -34,12 +34,13 @@ def paged(patcher: Any) -> int:
 
 
 @contextlib.contextmanager
-def bounded(patcher: Any, room: int, told: Callable[[int], None] = lambda size: None) -> Iterator[None]:
+def bounded(patcher: Any, room: int, told: Callable[[int], None], warn: Callable[[str], None]) -> Iterator[None]:
     """Within the block, from each load on, the weights of a dynamic ``patcher`` stay within ``room`` bytes with what
     the host keeps of other models; those that wait give up what there is no room for.
 
     Args:
         told: is given the bytes that the weights' range was bounded to.
+        warn: is given a sentence where the host's library refuses a bound, or to take it back.
     """
     if not is_dynamic(patcher):
         yield
@@ -53,11 +54,15 @@ def bounded(patcher: Any, room: int, told: Callable[[int], None] = lambda size: 
         if weights is None:  # it computes on the processor
             return
         ranges.append(weights)
-        free = room - int(patcher.model.model_loaded_weight_memory) - _kept_by_others(patcher, room, ranges)
-        if weights.offset > free:
-            free -= InRange.buffers(layer_bytes(patcher.model))
-        size = InRange.pages(free)
-        weights.set_watermark(size)
+        try:
+            free = room - int(patcher.model.model_loaded_weight_memory) - _kept_by_others(patcher, room, ranges)
+            if weights.offset > free:
+                free -= InRange.buffers(layer_bytes(patcher.model))
+            size = InRange.pages(free)
+            weights.set_watermark(size)
+        except RuntimeError as error:  # a bound is no reason to fail the host's load
+            warn(f"dynamic VRAM refused to bound the weights ({error}): they may take all VRAM that is free")
+            return
         told(size)
 
     patcher.add_callback_with_key(CallbacksMP.ON_LOAD, _KEY, after_load)
@@ -66,7 +71,17 @@ def bounded(patcher: Any, room: int, told: Callable[[int], None] = lambda size: 
     finally:
         patcher.remove_callbacks_with_key(CallbacksMP.ON_LOAD, _KEY)
         for weights in dict.fromkeys(ranges):
-            weights.set_watermark(weights.max_size)
+            _open(weights, warn)
+
+
+def _open(weights: Any, warn: Callable[[str], None]) -> None:
+    """Take the bound of a range back; where that is refused, as each load of the host does."""
+    try:
+        weights.set_watermark(weights.max_size)
+    except RuntimeError as error:
+        warn(f"dynamic VRAM refused to take back the bound of the weights ({error}): their next load does")
+        with contextlib.suppress(RuntimeError):
+            weights.prioritize()
 
 
 def _kept_by_others(patcher: Any, room: int, ranges: list[Any]) -> int:

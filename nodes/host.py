@@ -9,6 +9,8 @@ import contextlib
 import gc
 import math
 import sys
+import threading
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -185,6 +187,32 @@ def bar() -> Iterator[None]:
 
     with listen(show):
         yield
+
+
+_COMPILER = ("disable_comfy_compiler", "disable_cuda_graphs")
+"""ComfyUI's options that turn off what records a forward: its allocations, and its blocks as CUDA graphs."""
+
+_lock = threading.Lock()
+_uncompiled: list[dict[str, Any]] = []
+"""The user's values of these options, once for each block of :func:`uncompiled` that runs."""
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within the block ComfyUI's compiler records no forward: hooks in layers allocate otherwise from call to call. Its
+    options are the process's, so the first of several blocks sets them and the last puts the user's values back."""
+    options = vars(getattr(sys.modules.get("comfy.cli_args"), "args", types.SimpleNamespace()))
+    with _lock:
+        before = _uncompiled[0] if _uncompiled else {name: options[name] for name in _COMPILER if name in options}
+        _uncompiled.append(before)
+        options.update(dict.fromkeys(before, True))
+    try:
+        yield
+    finally:
+        with _lock:
+            _uncompiled.pop()
+            if not _uncompiled:
+                options.update(before)
 
 
 @contextlib.contextmanager

@@ -159,7 +159,7 @@ class PlanRecord:
     def weights_of(self, stage: str, patcher: Any, room: int) -> Iterator[None]:
         """Within the block ``stage`` runs with the weights of ``patcher``, of which dynamic VRAM keeps no more than
         ``room`` bytes; what the host kept of them is put in."""
-        with bounded(patcher, room, lambda size: self.bounds.update({stage: size})):
+        with bounded(patcher, room, lambda size: self.bounds.update({stage: size}), self.warn):
             yield
             self.kept[stage], self.paged[stage] = host.kept(patcher), paged(patcher)
 

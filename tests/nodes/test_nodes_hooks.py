@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import functools
 import json
 import sys
+import threading
 import types
 from typing import Any
 
@@ -12,7 +16,7 @@ import numpy
 import pytest
 import tiny
 import torch
-from comfy_host import ROOT, Bar, Guider, Interrupted, Model, Patcher, import_pack
+from comfy_host import ROOT, Bar, DynamicPatcher, Guider, Interrupted, Model, Patcher, Range, import_pack
 from PIL import Image
 from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensor
@@ -344,6 +348,146 @@ def test_dynamic_vram_is_planned_in_pages_and_buffers(pack, parts, monkeypatch) 
     assert kept % loading._PAGE == 0 and 0 < kept <= weights * 3 // 4 - copies < kept + loading._PAGE
     passing = plan.request.steps * (weights - kept) / plan.request.rates.copy_bandwidth
     assert part.seconds == pytest.approx(plenty.seconds + passing)
+
+
+class Prefetch:
+    """As comfy.model_prefetch: opens a graph of allocations in a model's forward, unless the options say not to."""
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.recorded: list[Any] = []
+
+    def enabled(self) -> bool:
+        return not self.options.disable_comfy_compiler
+
+    def malloc_graph_begin(self, module: Any, device: Any) -> None:
+        if self.enabled():
+            self.recorded.append(traces_of_us(module))
+
+    def malloc_graph_end(self) -> None: ...
+
+    def around(self, module: Any, call: Any) -> Any:
+        self.malloc_graph_begin(module, "cuda")
+        try:
+            return call()
+        finally:
+            self.malloc_graph_end()
+
+
+class ScopedPrefetch(Prefetch):
+    """Its later shape: one graph a thread, cut by a scope."""
+
+    @contextlib.contextmanager
+    def malloc_graph_scope(self, device: Any) -> Any:
+        if self.enabled():
+            self.recorded.append(device)
+        yield
+
+    def around(self, module: Any, call: Any) -> Any:
+        with self.malloc_graph_scope("cuda"):
+            return call()
+
+
+@pytest.fixture(params=[Prefetch, ScopedPrefetch])
+def prefetch(request, monkeypatch) -> Any:
+    """ComfyUI's compiler, which is on."""
+    options = types.SimpleNamespace(disable_comfy_compiler=False, disable_cuda_graphs=False, other=1)
+    module = types.ModuleType("comfy.cli_args")
+    module.args = options
+    monkeypatch.setitem(sys.modules, "comfy.cli_args", module)
+    return request.param(options)
+
+
+def _recorded_in(prefetch: Any, model: Patcher) -> None:
+    """Have the model's forward take part in the compiler."""
+    original = model.model.apply
+    model.model.apply = lambda *args: prefetch.around(_unet(model), functools.partial(original, *args))
+
+
+@pytest.mark.parametrize("users", [False, True])
+def test_the_hosts_compiler_records_no_call_with_hooks_in_its_layers(pack, model, prefetch, users) -> None:
+    prefetch.options.disable_comfy_compiler = users
+    mine, _ = optimize(pack, model)
+    _recorded_in(prefetch, model)
+    Guider(mine, TEXT).sample(NOISE)
+    assert prefetch.recorded == []
+    assert vars(prefetch.options) == {"disable_comfy_compiler": users, "disable_cuda_graphs": False, "other": 1}
+    Guider(model, TEXT).sample(NOISE)
+    assert len(prefetch.recorded) == 2 * (not users)
+
+
+def test_of_two_samplings_at_once_the_last_turns_the_compiler_on_again(pack, parts, prefetch) -> None:
+    """The one that began first fails."""
+    models = [Patcher(Model(parts["unet"])) for _ in range(2)]
+    begun, failed = threading.Event(), threading.Event()
+    options, told = prefetch.options, []
+
+    def fail(patcher: Patcher) -> None:
+        assert begun.wait(60)
+        raise RuntimeError("of the model")
+
+    def wait(patcher: Patcher) -> None:
+        begun.set()
+        assert failed.wait(60)
+        told.append((options.disable_comfy_compiler, options.disable_cuda_graphs))
+
+    first, second = (Guider(optimize(pack, one)[0], TEXT, seen) for one, seen in zip(models, (fail, wait), strict=True))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        failing, waiting = pool.submit(first.sample, NOISE), pool.submit(second.sample, NOISE)
+        assert isinstance(failing.exception(60), RuntimeError)
+        failed.set()
+        waiting.result(60)
+    assert told == [(True, True)] * 2
+    assert not options.disable_comfy_compiler and not options.disable_cuda_graphs
+
+
+def test_the_hosts_compiler_records_no_decode_of_ours(pack, vae, prefetch) -> None:
+    decode, seen = vae.first_stage_model.decode, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(args[0], FakeTensor):  # as in the plan's trace
+            seen.append(prefetch.options.disable_comfy_compiler)
+        return decode(*args, **kwargs)
+
+    vae.first_stage_model.decode = watched
+    try:
+        pack.NODE_CLASS_MAPPINGS["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "")
+    finally:
+        del vae.first_stage_model.decode
+    assert seen == [True] and not prefetch.options.disable_comfy_compiler
+
+
+def test_a_host_without_a_compiler_gets_no_option(pack, model, monkeypatch) -> None:
+    module = types.ModuleType("comfy.cli_args")
+    module.args = types.SimpleNamespace(other=1)
+    monkeypatch.setitem(sys.modules, "comfy.cli_args", module)
+    during: list[dict[str, Any]] = []
+    Guider(optimize(pack, model)[0], TEXT, lambda patcher: during.append(dict(vars(module.args)))).sample(NOISE)
+    assert during == [{"other": 1}] * 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("refuses", "said"),
+    [
+        (lambda size: size < Range.max_size, "refused to bound the weights (VBAR set_watermark failed)"),
+        (lambda size: size == Range.max_size, "refused to take back the bound of the weights"),
+    ],
+    ids=["bound", "opening"],
+)
+def test_a_bound_that_dynamic_vram_refuses_is_told_and_leaves_nothing(pack, parts, refuses, said, fails) -> None:
+    weights = Range(refuses)
+    model = DynamicPatcher(Model(parts["unet"]), weights)
+    mine, record = optimize(pack, model)
+
+    def seen(patcher: Patcher) -> None:
+        if fails:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        Guider(mine, TEXT, seen).sample(NOISE)
+    assert [said in note for note in record.notes] == [True]
+    assert weights.watermark == weights.max_size and not mine.callbacks["on_load"]
 
 
 def test_a_decode_that_somebody_else_has_set_stays(pack, vae) -> None:

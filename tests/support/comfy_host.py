@@ -77,7 +77,7 @@ def host_modules(cancelled: Callable[[], bool] = lambda: False) -> dict[str, typ
         "comfy": {},
         "comfy.model_management": vars(management),
         "comfy.utils": {"ProgressBar": Bar},
-        "comfy.patcher_extension": {"WrappersMP": doors},
+        "comfy.patcher_extension": {"WrappersMP": doors, "CallbacksMP": types.SimpleNamespace(ON_LOAD="on_load")},
         "comfy.sd": {"CLIP": CLIP, "VAE": VAE},
         "comfy.model_base": {"BaseModel": Model},
         "comfy.ldm": {},
@@ -161,6 +161,61 @@ class Patcher:
         return Executor(original, owner, [one for all_ in self.wrappers.get(door, {}).values() for one in all_])
 
 
+class Range:
+    """As aimdo's ModelVBAR from 0.6.0 on: a call that the library answers with no is an error."""
+
+    max_size, offset = 1 << 50, 1 << 20
+
+    def __init__(self, refuses: Callable[[int], bool]) -> None:
+        self.refuses, self.watermark = refuses, self.max_size
+
+    def set_watermark(self, size: int) -> None:
+        if self.refuses(size):
+            raise RuntimeError("VBAR set_watermark failed")
+        self.watermark = size
+
+    def prioritize(self) -> None:
+        self.watermark = self.max_size
+
+    def loaded_size(self) -> int:
+        return 3
+
+
+class DynamicPatcher(Patcher):
+    """A MODEL under dynamic VRAM: its weights are in a range of addresses, whose bound every load takes away."""
+
+    def __init__(self, model: Model, weights: Range) -> None:
+        super().__init__(model)
+        self.weights = weights
+        self.callbacks: dict[str, dict[str, list[Any]]] = {}
+        model.model_loaded_weight_memory = 0  # type: ignore[attr-defined]
+
+    def clone(self) -> DynamicPatcher:
+        made = DynamicPatcher(self.model, self.weights)
+        vars(made).update(vars(super().clone()))
+        return made
+
+    def is_dynamic(self) -> bool:
+        return True
+
+    def _vbar_get(self) -> Range:
+        return self.weights
+
+    def model_size(self) -> int:
+        return self.weights.offset
+
+    def add_callback_with_key(self, door: str, key: str, callback: Any) -> None:
+        self.callbacks.setdefault(door, {}).setdefault(key, []).append(callback)
+
+    def remove_callbacks_with_key(self, door: str, key: str) -> None:
+        self.callbacks.get(door, {}).pop(key, None)
+
+    def load(self) -> None:
+        self.weights.prioritize()
+        for callback in (one for all_ in self.callbacks.get("on_load", {}).values() for one in all_):
+            callback(self, self.load_device, 0, False, False)
+
+
 class Guider:
     """Samples with a MODEL as the host does: load within the sampling, two halves in one call or, at a scale of 1, only
     one, two steps."""
@@ -194,6 +249,8 @@ class Guider:
         return x
 
     def load(self, patcher: Patcher, shape: Any, conds: Any, model_options: Any, noise: Tensor) -> None:
+        if isinstance(patcher, DynamicPatcher):
+            patcher.load()
         self.asked_to_load = patcher.model.memory_required([2 * len(noise), *noise.shape[1:]])
 
 
