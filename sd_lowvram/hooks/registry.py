@@ -16,6 +16,7 @@ import torch
 from ..devices.support import check_streaming, support_of
 from ..errors import NoSiteError, SettingsError
 from ..models.anatomy import Anatomy
+from ..models.calls import CONTROL_STAGE, TEXT_STAGE
 from ..patches import Change, Patch
 from ..settings import STREAMED, Knob, Preset, Settings, conflict, knobs
 from ..streaming.timing import StepTiming
@@ -59,8 +60,8 @@ def _acts(knob: Knob, value: Any, anatomy: Anatomy, settings: Settings, device: 
     if not knob.stages:
         return True
     names = anatomy.components
-    stages = {"control"} if any(name.startswith("controlnet") for name in names) else set()
-    stages |= {"text"} if any(name.startswith("text_encoder") for name in names) else set()
+    stages = {CONTROL_STAGE} if any(name.startswith("controlnet") for name in names) else set()
+    stages |= {TEXT_STAGE} if any(name.startswith("text_encoder") for name in names) else set()
     stages |= {"denoise"} if anatomy.denoiser else set()
     stages |= {"decode", "encode"} if anatomy.autoencoder else set()
     if stages.isdisjoint(knob.stages):

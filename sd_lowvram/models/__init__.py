@@ -18,10 +18,10 @@ from .latents import check_latents
 _FAMILIES: dict[str, Family] = {
     "flux": flux.FAMILY,
     "sd3": sd3.FAMILY,
+    "flux2": flux2.FAMILY,  # before the one whose text encoder is the same
     "z-image": z_image.FAMILY,
     "qwen-image": qwen_image.FAMILY,
     "chroma": chroma.FAMILY,
-    "flux2": flux2.FAMILY,
     "krea2": krea2.FAMILY,
     "diffusers": diffusers.FAMILY,
     "compvis": compvis.FAMILY,

@@ -17,6 +17,9 @@ CONTROL = "controlnet"
 CONTROL_STAGE = "control"
 """The name of its stage, in plans and in recordings."""
 
+TEXT_STAGE = "text"
+"""The name of the stages of text encoders, which need the same memory for every size of picture."""
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import BadInputError
 from ..patches import Answered
 from .anatomy import Anatomy, layer
-from .calls import CONTROL, CONTROL_STAGE, Shape, Stage, StepInputs
+from .calls import CONTROL, CONTROL_STAGE, TEXT_STAGE, Shape, Stage, StepInputs
 from .interfaces import DiffusersUNet
 from .latents import dtype_of, latent_channels, latent_size
 
@@ -126,7 +126,7 @@ def helper_stages(anatomy: Anatomy, shape: Shape) -> list[Stage]:
             found.append(Stage(name, name, _SEEING[name], functools.partial(_seen, anatomy, name, shape)))
     if ADAPTER in anatomy.components:
         found.append(Stage("adapter", ADAPTER, _adapted, functools.partial(_adapter_inputs, anatomy, shape)))
-    if CONTROL in anatomy.components and anatomy.denoiser is not None:
+    if CONTROL in anatomy.components:
         inputs = functools.partial(_control_inputs, anatomy, shape)
         found.append(Stage(CONTROL_STAGE, CONTROL, _controlled, inputs, repeats=True))
     return found
@@ -177,12 +177,20 @@ def text_stage(name: str, encoder: nn.Module, length: int, hidden: bool = True) 
     def run(encoder: nn.Module, tokens: Tensor) -> Any:
         return encoder(tokens, output_hidden_states=hidden)
 
-    return Stage("text", name, run, lambda: (encoder, torch.zeros(1, length, dtype=torch.long)))
+    return Stage(TEXT_STAGE, name, run, lambda: (encoder, torch.zeros(1, length, dtype=torch.long)))
+
+
+def _config(anatomy: Anatomy) -> Mapping[str, Any]:
+    """The UNet's configuration; without a UNet that of a ControlNet, a copy of the UNet's first half."""
+    if anatomy.denoiser is None and CONTROL in anatomy.components:
+        config: Mapping[str, Any] = _several(anatomy.components[CONTROL], "nets")[0].config
+        return config
+    return anatomy.config(anatomy.denoiser)
 
 
 def _text_width(anatomy: Anatomy) -> int:
     """Of the text that the UNet is given: what its attentions see, unless it projects the text itself."""
-    config, own = anatomy.config(anatomy.denoiser), getattr(anatomy.denoiser_module, "text_encoder_hid_proj", None)
+    config, own = _config(anatomy), getattr(anatomy.denoiser_module, "text_encoder_hid_proj", None)
     projects = config.get("encoder_hid_dim_type") == "text_proj" or own
     width = config["encoder_hid_dim"] if projects else config.get("cross_attention_dim") or 768
     return width if isinstance(width, int) else max(width)
@@ -202,7 +210,7 @@ def _labels(unet: Any, config: Mapping[str, Any], rows: int, empty: _Empty) -> T
 
 def _added(anatomy: Anatomy, rows: int, empty: _Empty) -> dict[str, Any]:
     """Pooled text and sizes (SDXL's and its refiner's, which has one size less), and the pictures of IP-Adapters."""
-    config = anatomy.config(anatomy.denoiser)
+    config = _config(anatomy)
     added: dict[str, Any] = {}
     if config.get("addition_embed_type") == "text_time":
         width, each = (int(config[key]) for key in ("projection_class_embeddings_input_dim", "addition_time_embed_dim"))
@@ -257,7 +265,7 @@ def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
     text = empty(shape.rows, text_length(anatomy), _text_width(anatomy))
     added = _added(anatomy, shape.rows, empty)
     added.pop("image_embeds", None)
-    unet: Any = anatomy.denoiser_module
+    unet: Any = anatomy.denoiser_module or _several(anatomy.components[CONTROL], "nets")[0]
     before = _residuals(unet, shape.rows, latent_size(anatomy, shape), empty)
     return anatomy.components[CONTROL], latents, torch.tensor(1), text, _control_images(anatomy, shape), added, before
 

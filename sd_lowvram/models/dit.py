@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import diffusers, support
 from .anatomy import Anatomy, Family, has
-from .calls import LatentsInCall, Shape, Stage, StepInputs
+from .calls import TEXT_STAGE, LatentsInCall, Shape, Stage, StepInputs
 from .latents import dtype_of, latent_channels, latent_size
 
 _NATIVE = 128
@@ -46,7 +46,8 @@ def family(
     channels: Callable[[Mapping[str, Any]], int],
     anatomy_fields: Callable[[Any, Anatomy], dict[str, Any]],
     alone: tuple[str, ...] = ("transformer",),
-    unplanned: Callable[[Any], str] = lambda target: "",
+    unplanned: Callable[[Any], tuple[str, ...]] = lambda target: (),
+    own: Callable[[Any], bool] = lambda target: True,
     **more: Any,
 ) -> Family:
     """A family of pipelines that denoise with a transformer.
@@ -56,11 +57,12 @@ def family(
         readings: of the text encoders, by name.
         channels: from the transformer's configuration to the channels of the latents.
         alone: the names of models that are served by themselves.
-        unplanned: from a pipeline of such parts to the name of the one that it runs in a way which is not planned.
+        unplanned: from a pipeline of such parts to the names of those that it runs in a way which is not planned.
+        own: whether a pipeline without its transformer is of this family, where another has the same text encoders.
         more: fields of the family that are not as most have them.
     """
     fields: dict[str, Any] = {
-        "components_of": functools.partial(_components_of, served=served, alone=alone, unplanned=unplanned),
+        "components_of": functools.partial(_components_of, served=served, alone=alone, unplanned=unplanned, own=own),
         "unchecked_components_of": functools.partial(diffusers.unchecked_components_of, served=served),
         "entry_methods": ("check_inputs",),
         "denoiser": "transformer",
@@ -80,18 +82,38 @@ def family(
 
 
 def _components_of(
-    target: Any, served: support.Served, alone: tuple[str, ...], unplanned: Callable[[Any], str]
+    target: Any,
+    served: support.Served,
+    alone: tuple[str, ...],
+    unplanned: Callable[[Any], tuple[str, ...]],
+    own: Callable[[Any], bool],
 ) -> dict[str, nn.Module]:
     """The models of a pipeline, or one that is served by itself; empty for all else.
 
     Raises:
         UnsupportedModelError, ConflictError: as :func:`.diffusers.served_of`.
     """
-    if not isinstance(target, nn.Module) and not served["transformer"](getattr(target, "transformer", None)):
-        return {}
-    if not isinstance(target, nn.Module) and (part := unplanned(target)):
-        raise support.unsupported(target, part, getattr(target, part), ("vae",))
+    if not isinstance(target, nn.Module):
+        transformer = getattr(target, "transformer", None)
+        alike = served["transformer"](transformer) if transformer is not None else _reads_alike(target, served)
+        if not alike or (transformer is None and not own(target)):
+            return {}
+        for name in unplanned(target):
+            if (part := getattr(target, name, None)) is not None:
+                works = support.planned_alone({"vae": getattr(target, "vae", None)})
+                raise support.unsupported(target, name, part, works)
     return diffusers.served_of(target, served, alone)
+
+
+def _reads_alike(target: Any, served: support.Served) -> bool:
+    """Whether a pipeline without its transformer has the places of ``served`` for text encoders, and all that are there
+    are of the kinds served: prompts are read by themselves where memory is short."""
+    parts = getattr(target, "components", None)
+    named = parts if isinstance(parts, dict) else {}
+    places = {name for name in named if name.startswith("text_encoder")}
+    readers = {name: named[name] for name in places if isinstance(named[name], nn.Module)}
+    alike = "transformer" in named and places == {name for name in served if name.startswith("text_encoder")}
+    return alike and bool(readers) and all(served[name](part) for name, part in readers.items())
 
 
 def _text_stages(readings: Mapping[str, Reading], anatomy: Anatomy, shape: Shape) -> list[Stage]:
@@ -104,7 +126,7 @@ def _text_stage(name: str, encoder: nn.Module, how: Reading) -> Stage:
         told = {"attention_mask": torch.ones_like(tokens)} if how.masked else {}
         return encoder(tokens, output_hidden_states=how.hidden, **told, **how.options)
 
-    return Stage("text", name, run, lambda: (encoder, torch.zeros(1, how.tokens, dtype=torch.long)))
+    return Stage(TEXT_STAGE, name, run, lambda: (encoder, torch.zeros(1, how.tokens, dtype=torch.long)))
 
 
 def _configs(channels: Callable[[Mapping[str, Any]], int], components: Any) -> dict[str, dict[str, Any]]:

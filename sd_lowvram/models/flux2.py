@@ -70,7 +70,8 @@ FAMILY = dit.family(
     step_inputs=step_inputs,
     channels=dit.packed_channels,
     anatomy_fields=_anatomy_fields,
-    unplanned=lambda target: "transformer" if "KV" in type(target).__name__ else "",  # it keeps keys and values
+    unplanned=lambda target: ("transformer",) if "KV" in type(target).__name__ else (),  # it keeps keys and values
+    own=lambda target: "is_distilled" in target.config,  # Z-Image has the same text encoder
     latents_in_call=dit.packed_in_call,
     joint=_joint_block,
 )

@@ -21,7 +21,6 @@ AUTOENCODERS = "SD3, FLUX.1, FLUX.2, Z-Image, Chroma, Qwen-Image and Wan"
 """Models of which the autoencoder is served."""
 
 _TOLD_FIRST = ("transformer", "unet", "prior", "decoder", "vae")
-_ALONE = ("vae", "unet")
 
 
 def check(owner: Any, parts: Mapping[str, nn.Module], served: Served) -> None:
@@ -29,9 +28,23 @@ def check(owner: Any, parts: Mapping[str, nn.Module], served: Served) -> None:
     unknown = [name for name, module in parts.items() if name not in served or not served[name](module)]
     if not unknown:
         return
-    order = [name for start in _TOLD_FIRST for name in unknown if name.startswith(start)]
-    part = (order or unknown)[0]
-    raise unsupported(owner, part, parts[part], tuple(name for name in _ALONE if name in parts and name not in unknown))
+    works = planned_alone(parts)
+    order = [*(name for start in _TOLD_FIRST for name in unknown if name.startswith(start)), *unknown]
+    part = next((name for name in order if name not in works), order[0])
+    raise unsupported(owner, part, parts[part], works)
+
+
+def planned_alone(parts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of ``parts`` that are planned when they are given by themselves."""
+    from . import dissect
+
+    def is_planned(part: Any) -> bool:
+        try:
+            return isinstance(part, nn.Module) and dissect(part) is not None
+        except (UnsupportedModelError, ConflictError):
+            return False
+
+    return tuple(name for name, part in parts.items() if is_planned(part))
 
 
 def check_casting(parts: Mapping[str, nn.Module]) -> None:
@@ -117,10 +130,15 @@ def unsupported(owner: Any, part: str = "", module: Any = None, works: tuple[str
         works: names of parts that can be given by themselves.
     """
     module = owner if module is None else module
-    of, kind, why = type(owner).__name__, type(module).__name__, _why(part, module)
+    parts = getattr(owner, "components", None)
+    if isinstance(parts, dict) and not any(isinstance(one, nn.Module) for one in parts.values()):
+        return UnsupportedModelError(
+            f"{type(owner).__name__} holds no model: all of its parts are None. Load those that this process runs"
+        )
+    of, kind, why = type(owner).__name__, type(module).__name__, _why(part, module, part in works)
     shown = f" ({part}: {kind})" if part else ""
-    can = ", ".join(["optimize(pipe.vae, ...)", "decode(pipe.vae, latents)"] if "vae" in works else [])
-    can = can or ", ".join(f"optimize(pipe.{name}, ...)" for name in works)
+    decodes = ["decode(pipe.vae, latents)"] if "vae" in works else []
+    can = ", ".join([*(f"optimize(pipe.{name}, ...)" for name in works), *decodes])
     remedy = f"What works of it: {can}" if can else f"Autoencoders of {AUTOENCODERS} are planned"
     return UnsupportedModelError(
         f"{of} {why}{shown}, which sd-lowvram does not plan. {remedy}; whole pipelines of {WHOLE}. Of any other the "
@@ -133,14 +151,14 @@ def unsupported(owner: Any, part: str = "", module: Any = None, works: tuple[str
     )
 
 
-def _why(part: str, module: Any) -> str:
+def _why(part: str, module: Any, alone: bool) -> str:
     kind = type(module).__name__
     autoencoder = has(module, "encode", "decode")
     denoiser = part == "unet" or any(has(module, *names) for names in _UNETS)
     if "Motion" in kind or ((autoencoder or denoiser) and is_of_video(module)):
         return "makes video"
     if part.startswith("text_encoder"):
-        return "reads prompts with a text encoder of another kind"
+        return f"reads prompts {'in another way' if alone else 'with a text encoder of another kind'}"
     if autoencoder:
         return f"{'has' if part else 'is'} an autoencoder of another kind"
     if "Transformer" in kind or any(isinstance(getattr(module, name, None), nn.ModuleList) for name in _BLOCKS):

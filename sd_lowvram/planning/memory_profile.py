@@ -16,7 +16,7 @@ from ..devices.support import check_measuring
 from ..memory.measured import allocator_events, allocator_profile
 from ..memory.storage_refs import Deaths
 from ..models.anatomy import Anatomy
-from ..models.calls import CONTROL, CONTROL_STAGE
+from ..models.calls import CONTROL, CONTROL_STAGE, TEXT_STAGE
 from ..patches import set_patch, wrap
 from ..session import anatomy_of, attachments
 from ..units import MIB, format_size
@@ -145,7 +145,7 @@ def _stage_name(anatomy: Anatomy, component: str, entry: str) -> str:
         return entry
     if component == CONTROL:
         return CONTROL_STAGE
-    return "text" if component.startswith("text_encoder") else component
+    return TEXT_STAGE if component.startswith("text_encoder") else component
 
 
 def _enter(

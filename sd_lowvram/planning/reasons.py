@@ -8,6 +8,7 @@ from ..devices.disk import described as described_disk
 from ..devices.performance import THIS
 from ..errors import BudgetError
 from ..hooks.compiled import is_compiled
+from ..models.calls import TEXT_STAGE
 from ..settings import Settings
 from ..units import GIB, LONG, format_least, format_size, format_time
 from .plan import Candidate, StagePlan
@@ -28,24 +29,31 @@ def budget_error(request: Request, smallest: Candidate, leanest: Candidate | Non
     """
     worst = smallest.worst
     needed = smallest.needed_bytes
-    size = f"{request.width}x{request.height}" + (f", batch {request.batch}" if request.batch > 1 else "")
     if leanest is None:
         overhead = f" ({format_size(smallest.overhead_bytes)} of it for the driver)" if smallest.overhead_bytes else ""
-        by_size = worst.weights_bytes + smallest.overhead_bytes < request.vram
+        by_size = worst.name != TEXT_STAGE and worst.weights_bytes + smallest.overhead_bytes < request.vram
         return BudgetError(
-            f"{format_size(request.vram)} cannot hold {size}: {worst.name} needs at least "
+            f"{format_size(request.vram)} cannot hold {_work(request, (worst,))}: {worst.name} needs at least "
             f"{format_least(needed)}{overhead}. {remedy(by_size)}",
             needed_bytes=needed,
             stage=worst.name,
             by_size=by_size,
         )
+    work = _work(request, leanest.stages)
     return BudgetError(
-        f"{format_size(request.ram)} of host memory cannot hold what waits there for {size} with "
+        f"{format_size(request.ram)} of host memory cannot hold what waits there for {work} with "
         f"{format_size(request.vram)} on the device: at least {format_least(leanest.host_bytes)} is needed",
         needed_bytes=leanest.host_bytes,
         stage="host",
         limit="ram",
     )
+
+
+def _work(request: Request, stages: tuple[StagePlan, ...]) -> str:
+    """The work of ``stages``, for people: the text encoders by name, or a picture by its size."""
+    if all(stage.name == TEXT_STAGE for stage in stages):
+        return ", ".join(stage.component for stage in stages)
+    return f"{request.width}x{request.height}" + (f", batch {request.batch}" if request.batch > 1 else "")
 
 
 def remedy(by_size: bool) -> str:
@@ -55,13 +63,14 @@ def remedy(by_size: bool) -> str:
 
 def too_large(limit: int, stage: StagePlan) -> BudgetError:
     """Why nothing keeps every single allocation within ``limit``, with the smallest limit that would work."""
-    mebibytes = -(-stage.largest_bytes // (1 << 20))
+    mebibytes, by_size = -(-stage.largest_bytes // (1 << 20)), stage.name != TEXT_STAGE
     return BudgetError(
         f"largest_mib {limit >> 20}: {stage.name} makes a single allocation of at least {mebibytes} MiB. "
-        "Give that much, or a smaller picture",
+        f"{remedy(by_size)}",
         needed_bytes=stage.largest_bytes,
         stage=stage.name,
         limit="largest_mib",
+        by_size=by_size,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.anatomy import Anatomy
-from ..models.calls import CONTROL, Shape, Stage, StepInputs, denoise_step
+from ..models.calls import CONTROL, TEXT_STAGE, Shape, Stage, StepInputs, denoise_step
 from ..models.latents import dtype_of, latent_shape, latent_size, native_size, pixel_shape, scale_factor
 
 __all__ = ["CONTROL", "Shape", "Stage", "latent_size", "native_size", "scale_factor", "stages"]
@@ -42,7 +42,7 @@ def stages(anatomy: Anatomy, shape: Shape, encodes: bool) -> list[Stage]:
 def _unknown(anatomy: Anatomy, name: str) -> Stage:
     """The stage of a model of which only the weights are known: nothing is called."""
     denoises = name == anatomy.denoiser
-    title = "denoise" if denoises else "text" if name.startswith("text_encoder") else name
+    title = "denoise" if denoises else TEXT_STAGE if name.startswith("text_encoder") else name
     return Stage(title, name, lambda: None, lambda: (), denoises)
 
 

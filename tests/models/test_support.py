@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import diffusers
 import pytest
 import tiny
+import todays
 import torch
 from diffusers.models.unets.unet_stable_cascade import StableCascadeUNet
 from diffusers.pipelines.stable_cascade.pipeline_stable_cascade import PaellaVQModel
@@ -246,13 +248,40 @@ def test_a_part_that_nobody_knows_is_refused_by_its_name() -> None:
 
 
 def test_text_encoders_of_another_kind_are_refused() -> None:
-    from transformers import T5Config, T5EncoderModel
+    from transformers import Qwen2Config, Qwen2Model, T5Config, T5EncoderModel
 
     pipe = tiny.pipeline("sd15")
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     pipe.register_modules(text_encoder=T5EncoderModel(T5Config(**sizes)))
+    told = r"reads prompts in another way \(text_encoder: T5.*optimize\(pipe.text_encoder, "
+    with pytest.raises(UnsupportedModelError, match=told):
+        sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
+    pipe.register_modules(text_encoder=Qwen2Model(Qwen2Config(vocab_size=64, hidden_size=32, num_hidden_layers=1)))
     with pytest.raises(UnsupportedModelError, match="reads prompts with a text encoder of another kind"):
         sd_lowvram.plan(pipe, vram="4GB", width=64, height=64)
+
+
+def test_text_encoders_of_other_pipelines_are_planned_alone() -> None:
+    pipe = _pipe("PixArtSigmaPipeline", text_encoder=todays.t5)
+    assert [stage.component for stage in sd_lowvram.plan(pipe, vram="4GB", device="cpu").stages] == ["text_encoder"]
+    prior = _pipe("FluxPriorReduxPipeline", text_encoder_2=todays.t5)
+    told = r"reads prompts in another way \(text_encoder_2: T5.*What works of it: optimize\(pipe.text_encoder_2, ...\);"
+    with pytest.raises(UnsupportedModelError, match=told):
+        sd_lowvram.plan(prior, vram="4GB")
+
+
+def test_what_edits_a_picture_is_refused_by_the_part_that_is_there() -> None:
+    make = {"transformer": lambda: todays.qwen_image().transformer, "vae": todays.frames}
+    told = r"denoises with a transformer \(transformer: Qwen.*What works of it: optimize\(pipe.vae, ...\), decode"
+    with pytest.raises(UnsupportedModelError, match=told):
+        sd_lowvram.plan(_pipe("QwenImageEditPipeline", processor=lambda: None, **make), vram="4GB")
+    with pytest.raises(UnsupportedModelError, match=r"with a text encoder .*Autoencoders of"):
+        sd_lowvram.plan(_pipe("QwenImageEditPipeline", text_encoder=todays.qwen25_vl), vram="4GB")
+
+
+def test_a_pipeline_of_no_models_is_told() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^FluxPipeline holds no model: all of its parts are None"):
+        sd_lowvram.plan(_pipe("FluxPipeline"), vram="4GB")
 
 
 def test_a_picture_in_place_of_a_prompt_is_planned() -> None:
@@ -283,6 +312,19 @@ def test_every_served_part_of_a_pipeline_has_a_stage(kind: str) -> None:
     found = [stage.component for stage in stages(anatomy, Shape(64, 64), encodes=False)]
     assert KINDS_WITH[kind] in found
     assert found == list(anatomy.components) and set(found) <= SERVED.keys()
+
+
+@pytest.mark.parametrize("kind", [*KINDS_WITH, "controlnet union", "controlnet, two"])
+def test_every_share_of_a_pipelines_models_has_its_stages(kind: str) -> None:
+    pipe = KINDS[kind].make()
+    models = anatomy_of(pipe).components
+    for names in (one for count in range(1, len(models)) for one in itertools.combinations(models, count)):
+        for name, part in models.items():
+            setattr(pipe, name, part if name in names else None)
+        anatomy = anatomy_of(pipe)
+        found = stages(anatomy, Shape(64, 64), encodes=False)
+        assert [stage.component for stage in found] == list(names)
+        assert all(stage.inputs() for stage in found)
 
 
 def test_all_that_is_served_is_in_these_tests() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor
 
 import sd_lowvram
 from sd_lowvram.errors import BudgetError
-from sd_lowvram.session import attachments
+from sd_lowvram.models.calls import Shape
+from sd_lowvram.planning.stages import stages
+from sd_lowvram.session import anatomy_of, attachments
 from sd_lowvram.units import GIB
 
 ASKED: dict[str, Any] = {"width": todays.SIZE, "height": todays.SIZE, "device": "cpu"}
@@ -113,6 +116,49 @@ def test_every_budget_makes_the_same_picture_in_the_memory_that_was_planned(case
     assert len(ways) > 1 and (case.passes > 1 or not plan.settings.guidance_in_turn)
     sd_lowvram.restore(pipe)
     assert torch.equal(todays.picture(pipe), expected) and "forward" not in vars(pipe.transformer)
+
+
+def share(pipe: Any, models: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """``pipe`` with these of its models alone."""
+    pipe.register_modules(**{name: part if name in names else None for name, part in models.items()})
+    return pipe
+
+
+def test_every_share_of_a_pipelines_models_has_its_stages(case: Case) -> None:
+    pipe = case.make()
+    family = anatomy_of(pipe).family
+    models = {name: getattr(pipe, name) for name in (*case.reads, "transformer", "vae")}
+    shares = (names for count in range(1, len(models) + 1) for names in itertools.combinations(models, count))
+    for names in shares:
+        anatomy = anatomy_of(share(pipe, models, names))
+        assert [stage.component for stage in stages(anatomy, Shape(64, 64), encodes=False)] == list(names)
+        assert anatomy.family is family or names == ("vae",)
+
+
+def test_the_stages_of_a_script_run_each_within_its_plan(case: Case) -> None:
+    """Prompts by the text encoders alone, then latents by the transformer alone: that of FLUX.2 asks its autoencoder
+    for their scale."""
+    pipe = case.make()
+    models = {name: getattr(pipe, name) for name in (*case.reads, "transformer", "vae")}
+    latents = todays.picture(pipe, output_type="latent")
+    read = {name: look(models[name]) for name, look in case.reads.items()}
+
+    def within(*names: str) -> Any:
+        first = sd_lowvram.plan(share(pipe, models, names), vram="1GB", **ASKED)
+        half = (first.minimum_vram_bytes + first.predicted.peak_bytes) // 2
+        plan = sd_lowvram.optimize(pipe, vram=f"{half} B", **ASKED)
+        assert [stage.component for stage in plan.stages] == list(names)
+        with sd_lowvram.measured(pipe) as run:
+            yield plan
+        assert todays.within(plan, run) and attachments(pipe)[0].plan is plan
+        sd_lowvram.restore(pipe)
+
+    for _ in within(*case.reads):
+        assert all(torch.equal(look(models[name]), read[name]) for name, look in case.reads.items())
+    for plan in within("transformer", *(["vae"] if hasattr(models["vae"], "bn") else [])):
+        assert todays.agrees(plan, todays.picture(pipe, output_type="latent"), latents)
+    with pytest.raises(BudgetError, match=r"^64 KiB cannot hold text_encoder\w*: text needs .*Give that much$"):
+        sd_lowvram.plan(share(pipe, models, tuple(case.reads)), vram="64KiB", device="cpu")
 
 
 def test_a_larger_picture_is_planned_anew_before_its_first_step_or_refused_there(case: Case) -> None:
