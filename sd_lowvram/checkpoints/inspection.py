@@ -10,14 +10,17 @@ import math
 import re
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from .. import doors
 from ..errors import CheckpointError
 from .architectures import MODELS, NAMES, TRANSFORMERS, architecture, layers_per_block
+from .gguf_files import is_gguf_file
 from .safetensors_header import Header, read_header, read_values
+from .scaled_files import check_formats, has_scales
+from .single_file_names import UNET, usual_names
 
 Task = Literal["txt2img", "img2img", "inpaint"]
 Prediction = Literal["epsilon", "v_prediction"]
@@ -33,29 +36,59 @@ _PREFIXES = (
 _LARGEST_NUMBER, _MOST_LEVELS, _MOST_LAYERS = 1 << 16, 16, 256
 """Of a configuration: more than any model has."""
 
-_UNET = "model.diffusion_model."
-_BLOCK = re.compile(rf"{re.escape(_UNET)}((?:input|output)_blocks\.\d{{1,4}}|middle_block)\.")
+_BLOCK = re.compile(rf"{re.escape(UNET)}((?:input|output)_blocks\.\d{{1,4}}|middle_block)\.")
+_PARTS = "give it with --transformer, and again with --text-encoder and --vae where it holds these, and a --tokenizer"
+_OF_PARTS = ("FLUX", "SD3", "Z-Image", "Qwen-Image")
+"""Of what :func:`describe` says, what is given as files of its parts."""
+
+_STORED = "in fp16, or in fp8 or int8 with scales"
+"""How the weights of whole checkpoints are read besides."""
+
+_WEIGHTS = re.compile(
+    r"(?:model|pytorch_model|diffusion_pytorch_model)(?:-\d{5}-of-\d{5})?(?:\.(?P<variant>[A-Za-z]\w*?))?"
+    r"(?:-\d{5}-of-\d{5})?\.(?P<suffix>safetensors|bin)"
+)
+"""A file of weights in a part of a diffusers folder; the number of a shard is before its variant or behind."""
+
+_TEXTS, _CLIP_TOKENS = ("cond_stage_model.", "conditioner."), 77
 _NO_PICKLE = "it is a pickle, and a pickle can run any program; get it as .safetensors, or trust it with --allow-pickle"
 
 
 @dataclass(frozen=True)
 class OwnUNet:
-    """A UNet in a single file that is not the architecture's: its configuration, and what loads it from the path with
-    the configuration, in a type (None: float32)."""
+    """A UNet in a single file that is not the architecture's.
+
+    Attributes:
+        config: its configuration.
+        load: makes it of the file's weights by name, of the configuration, and of a type (None: float32). None: it has
+            the layers of its configuration, by the names that CompVis would give them.
+    """
 
     config: Mapping[str, Any]
-    load: Callable[[Path, Mapping[str, Any], Any], Any]
+    load: Callable[[Mapping[str, Any], Mapping[str, Any], Any], Any] | None = None
 
 
 @dataclass(frozen=True)
 class CheckpointKind:
-    """What a single file holds: the built-in architecture, the input channels of its UNet, what it predicts, and its
-    UNet where that is not the architecture's."""
+    """What a single file holds.
+
+    Attributes:
+        name: the built-in architecture.
+        in_channels: of its UNet.
+        prediction: what its UNet predicts.
+        unet: its UNet where that is not the architecture's.
+        zero_snr: its noise schedule ends at pure noise (zero terminal SNR).
+        continuous: the scheduler of a model that is sampled by noise levels (EDM), None for all others.
+        latents: mean and deviation of its latents, where the file states them.
+    """
 
     name: str
     in_channels: int = 4
     prediction: Prediction = "epsilon"
     unet: OwnUNet | None = None
+    zero_snr: bool = False
+    continuous: Mapping[str, Any] | None = None
+    latents: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_model(path: Path, task: Task, allow_pickle: bool = False) -> None:
@@ -66,7 +99,7 @@ def check_model(path: Path, task: Task, allow_pickle: bool = False) -> None:
     """
     if path.is_dir():
         pipeline_prefix(path)
-        folder_variant(path, allow_pickle)
+        check_folder(path, allow_pickle)
         check_channels(path, folder_configuration(path).get("unet", {}).get("in_channels", 4), task)
     elif not is_pickle(path, allow_pickle):
         check_channels(path, kind_of(path).in_channels, task)
@@ -82,6 +115,7 @@ def configuration(model: str | None) -> dict[str, Any]:
         return architecture(model or "")
     path = model_path(model)
     if path.is_dir():
+        check_folder_formats(path)
         return folder_configuration(path)
     if path.suffix.lower() in PICKLES:
         raise CheckpointError(f"{path} is a pickle, which has no header to plan from: give a .safetensors file")
@@ -113,9 +147,7 @@ def folder_configuration(path: Path) -> dict[str, Any]:
         if file.is_file():
             found[name] = _checked_shapes(file, _read_table(file))
     if "transformer" in found:
-        plain = {
-            name: value for name, value in _read_index(path).items() if isinstance(value, bool | int | float | str)
-        }
+        plain = {name: value for name, value in read_index(path).items() if isinstance(value, bool | int | float | str)}
         options = {name: value for name, value in plain.items() if not name.startswith("_")}
         return found | {"pipeline": pipeline_prefix(path), "options": options}
     if "unet" not in found:
@@ -142,7 +174,7 @@ def _checked_shapes(file: Path, table: dict[str, Any]) -> dict[str, Any]:
 
 def pipeline_prefix(folder: Path) -> str:
     """What the class of a diffusers folder's pipeline begins with: "StableDiffusionXL", "Flux"."""
-    name = str(_read_index(folder).get("_class_name", ""))
+    name = str(read_index(folder).get("_class_name", ""))
     doors.find()
     theirs = (name.removesuffix("Pipeline"),) if doors.FAMILIES else ()  # which of them serves it is seen later
     prefixes = (*_PREFIXES, *theirs)
@@ -152,7 +184,7 @@ def pipeline_prefix(folder: Path) -> str:
     return found
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
+def read_index(folder: Path) -> dict[str, Any]:
     file = folder / "model_index.json"
     if not file.is_file():
         inside = ", ".join(sorted(part.name for part in folder.iterdir())[:5]) or "nothing"
@@ -170,18 +202,60 @@ def _read_table(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def folder_variant(folder: Path, allow_pickle: bool) -> str | None:
-    """Check every weight file of ``folder``; returns "fp16" where only files of that variant are there."""
-    weights = [file for file in folder.glob("*/*.safetensors") if file.parent.name != "safety_checker"]
-    for file in weights:
-        read_header(file)
-    pickles = [file for file in folder.glob("*/*.bin") if file.parent.name != "safety_checker"]
-    if not weights and pickles and not allow_pickle:
-        raise CheckpointError(f"{pickles[0]} cannot be loaded: {_NO_PICKLE}")
-    unet = [file.name for file in weights or pickles if file.parent.name in ("unet", "transformer")]
-    if unet and all(".fp16." in name for name in unet):
-        return "fp16"
-    return None
+def check_folder(folder: Path, allow_pickle: bool = False) -> None:
+    """Check every weight file of the diffusers folder at ``folder``.
+
+    Raises:
+        CheckpointError: unreadable, truncated, stored in a way that is not read, or a pickle that was not allowed.
+    """
+    for part in sorted(one for one in folder.iterdir() if one.is_dir() and one.name != "safety_checker"):
+        for file in part.glob("*.safetensors"):
+            read_header(file)
+        weight_files(part, allow_pickle)
+    check_folder_formats(folder)
+
+
+def check_folder_formats(folder: Path) -> None:
+    """Raise CheckpointError where a part of a diffusers folder has scales beside its weights, of which only what the
+    part's configuration names would be read."""
+    for part in folder.iterdir():
+        if part.name not in MODELS or "quantization_config" in _config_of(part):
+            continue
+        for file in weight_files(part, allow_pickle=True)[1]:
+            if file.suffix == ".safetensors":
+                header = read_header(file)
+                check_formats(file, header, "or give the whole model as one file with --model")
+                if has_scales(header):
+                    raise CheckpointError(
+                        f"{file} holds weights of 8 bits with scales beside them, which a diffusers folder cannot "
+                        "state: get the folder in fp16 or bf16, or the model as one .safetensors file"
+                    )
+
+
+def _config_of(part: Path) -> dict[str, Any]:
+    file = part / "config.json"
+    return _read_table(file) if file.is_file() else {}
+
+
+def weight_files(part: Path, allow_pickle: bool = False) -> tuple[str | None, list[Path]]:
+    """The files of weights that are read in a part of a diffusers folder, and the name of their variant.
+
+    A part may hold several variants, of which the plain one (None) is read, else fp16, else bf16, else the first.
+
+    Raises:
+        CheckpointError: there are only pickles, and they are not allowed.
+    """
+    found: dict[tuple[bool, str], list[Path]] = {}
+    for file in sorted(part.glob("*")):
+        if match := _WEIGHTS.fullmatch(file.name):
+            found.setdefault((match["suffix"] == "bin", match["variant"] or ""), []).append(file)
+    if not found:
+        return None, []
+    order = ("", "fp16", "bf16")
+    pickled, variant = min(found, key=lambda one: (one[0], order.index(one[1]) if one[1] in order else 3, one[1]))
+    if pickled and not allow_pickle:
+        raise CheckpointError(f"{found[pickled, variant][0]} cannot be loaded: {_NO_PICKLE}")
+    return variant or None, found[pickled, variant]
 
 
 def is_pickle(path: Path, allowed: bool) -> bool:
@@ -206,9 +280,23 @@ def check_channels(path: Path, channels: int, task: Task) -> None:
 
 
 def kind_of(path: Path) -> CheckpointKind:
-    """The kind of the single ``.safetensors`` file at ``path``."""
+    """The kind of the single ``.safetensors`` file at ``path``.
+
+    Raises:
+        CheckpointError: as :func:`detect`, and where weights are stored in a way that is not read.
+    """
+    if is_gguf_file(path):
+        raise CheckpointError(f"{path} is a GGUF file, which holds a transformer alone: {_PARTS}")
     header = read_header(path)
-    return detect(header, path, lambda name: _deviation(read_values(path, header, name)))
+    check_formats(path, header, _STORED)
+    header = with_usual_names(header)
+    return detect(header, path, lambda name: read_values(path, header, name))
+
+
+def with_usual_names(header: Header) -> Header:
+    """``header`` by the names that most single files have."""
+    names = usual_names(header.tensors)
+    return Header({names[name]: one for name, one in header.tensors.items()}, header.metadata, header.data_offset)
 
 
 def _deviation(values: list[float]) -> float:
@@ -223,33 +311,43 @@ def single_file_config(kind: CheckpointKind, prediction: str) -> dict[str, Any]:
         config["unet"] = dict(kind.unet.config)
     config["unet"]["in_channels"] = kind.in_channels
     config["scheduler"]["prediction_type"] = prediction
+    if kind.zero_snr and prediction == "v_prediction":  # noise cannot be predicted where there is nothing else
+        config["scheduler"] |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        if config["scheduler"]["_class_name"] == "PNDMScheduler":  # which cannot rescale
+            config["scheduler"]["_class_name"] = "DDIMScheduler"
+            del config["scheduler"]["skip_prk_steps"]
+    if kind.continuous is not None:
+        config["scheduler"] = dict(kind.continuous)
+    config["vae"] |= kind.latents
     if kind.name == "sd21" and prediction == "epsilon":
         config["unet"]["sample_size"] = 64
         config["vae"]["sample_size"] = 512
     return config
 
 
-def detect(header: Header, path: Path, deviation: Callable[[str], float]) -> CheckpointKind:
-    """The kind of a single file, from names and shapes in its header.
+def detect(header: Header, path: Path, values: Callable[[str], list[float]]) -> CheckpointKind:
+    """The kind of a single file, from names and shapes in its header, by their usual names.
 
     What SD2.x predicts cannot be told from names: it is taken from the file's ModelSpec metadata, else from the spread
     of one bias in the last attention block, as ComfyUI does (above 0.09 in the models that predict v). SDXL predicts
     noise unless the file carries the mark "v_pred".
 
     Args:
-        deviation: gives the standard deviation of the tensor of a name.
+        values: gives the numbers of the tensor of a name.
 
     Raises:
         CheckpointError: another kind, or a file in which a part is missing.
     """
-    first = header.shape(_UNET + "input_blocks.0.0.weight")
+    first = header.shape(UNET + "input_blocks.0.0.weight")
     if not first:
-        raise CheckpointError(f"{path} is no SD1.x, SD2.x or SDXL checkpoint: it looks like {describe(header)}")
-    blocks = (f"{_UNET}input_blocks.{i}.1.transformer_blocks.0.attn2.to_k.weight" for i in (1, 2, 3, 4))
+        looks = describe(header)
+        remedy = f": {_PARTS}" if looks in _OF_PARTS else ""
+        raise CheckpointError(f"{path} is no SD1.x, SD2.x or SDXL checkpoint: it looks like {looks}{remedy}")
+    blocks = (f"{UNET}input_blocks.{i}.1.transformer_blocks.0.attn2.to_k.weight" for i in (1, 2, 3, 4))
     context = next((header.shape(name)[-1] for name in blocks if header.shape(name)), 0)
     parts = {
         768: ("sd15", ("cond_stage_model.transformer.text_model.",)),
-        1024: ("sd21", ("cond_stage_model.model.",)),
+        1024: ("sd21", ("cond_stage_model.",)),
         2048: ("sdxl", ("conditioner.embedders.0.transformer.text_model.", "conditioner.embedders.1.model.")),
     }
     if context == 1280:
@@ -264,7 +362,36 @@ def detect(header: Header, path: Path, deviation: Callable[[str], float]) -> Che
         raise CheckpointError(
             f"{path} has a UNet whose input is of shape {first}: 4 channels, or 9 for inpainting, work"
         )
-    return CheckpointKind(name, first[1], _prediction(name, header, deviation), _own_unet(name, header, path))
+    _check_text_length(header, path)
+    unet, prediction = _own_unet(name, header, path), _prediction(name, header, values)
+    kind = CheckpointKind(name, first[1], prediction, unet, "ztsnr" in header.tensors)
+    return replace(kind, **_continuous(header, values))
+
+
+def _check_text_length(header: Header, path: Path) -> None:
+    for name in header.tensors:
+        if name.startswith(_TEXTS) and name.endswith(("embeddings.position_embedding.weight", "positional_embedding")):
+            tokens = header.shape(name)[0]
+            if tokens > _CLIP_TOKENS:
+                raise CheckpointError(
+                    f"{path} has Long-CLIP as its text encoder, which reads {tokens} tokens: get the file with the "
+                    f"usual CLIP, which reads {_CLIP_TOKENS}"
+                )
+
+
+def _continuous(header: Header, values: Callable[[str], list[float]]) -> dict[str, Any]:
+    """The scheduler of a model that is sampled by noise levels, which SDXL's descendants state by marks."""
+    if {"edm_mean", "edm_std"} <= header.tensors.keys():  # Playground 2.5
+        latents = {"latents_mean": values("edm_mean"), "latents_std": values("edm_std"), "scaling_factor": 0.5}
+        levels = {"sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5}
+        scheduler = {"_class_name": "EDMDPMSolverMultistepScheduler", **levels, "prediction_type": "epsilon"}
+        return {"continuous": scheduler, "latents": latents}
+    if "edm_vpred.sigma_max" in header.tensors:  # CosXL
+        lowest = values("edm_vpred.sigma_min")[0] if "edm_vpred.sigma_min" in header.tensors else 0.002
+        levels = {"sigma_min": lowest, "sigma_max": values("edm_vpred.sigma_max")[0], "sigma_data": 1.0}
+        kind = {"_class_name": "EDMEulerScheduler", "sigma_schedule": "exponential"}
+        return {"continuous": {**kind, **levels, "prediction_type": "v_prediction"}, "prediction": "v_prediction"}
+    return {}
 
 
 def _own_unet(name: str, header: Header, path: Path) -> OwnUNet | None:
@@ -288,15 +415,15 @@ def _own_unet(name: str, header: Header, path: Path) -> OwnUNet | None:
     return None
 
 
-def _prediction(name: str, header: Header, deviation: Callable[[str], float]) -> Prediction:
+def _prediction(name: str, header: Header, values: Callable[[str], list[float]]) -> Prediction:
     stated = header.metadata.get("modelspec.prediction_type", "").lower()
     if stated in ("v", "v_prediction") or "v_pred" in header.tensors:
         return "v_prediction"
     if stated == "epsilon" or name != "sd21":
         return "epsilon"
-    biases = (f"{_UNET}output_blocks.{place}.1.transformer_blocks.0.norm1.bias" for place in range(11, 0, -1))
+    biases = (f"{UNET}output_blocks.{place}.1.transformer_blocks.0.norm1.bias" for place in range(11, 0, -1))
     last = next((bias for bias in biases if bias in header.tensors), None)
-    predicts_v = last is None or deviation(last) > 0.09
+    predicts_v = last is None or _deviation(values(last)) > 0.09
     return "v_prediction" if predicts_v else "epsilon"
 
 
@@ -304,8 +431,10 @@ def describe(header: Header) -> str:
     """In a few words, what else a file might be; for messages."""
     signs = {
         "a LoRA (load it onto a model)": ("lora_unet_", "lora_te", ".lora_A.", ".lora_down."),
-        "Flux": ("double_blocks.", "single_transformer_blocks."),
+        "FLUX": ("double_blocks.", "single_transformer_blocks."),
         "SD3": ("joint_blocks.", "context_embedder."),
+        "Z-Image": ("noise_refiner.",),
+        "Qwen-Image": ("transformer_blocks.0.attn.add_q_proj.",),
         "a ControlNet": ("control_model.", "controlnet_cond_embedding."),
         "the weights of one diffusers component (give the folder above it)": ("down_blocks.", "text_model."),
         "a VAE alone": ("decoder.up", "first_stage_model."),

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInputError, CheckpointError
-from .architectures import class_of, pipeline_class, write_folder
+from .architectures import MODELS, class_of, pipeline_class, write_folder
+from .complete import check_complete, check_found
 from .inspection import (
     PREDICTIONS,
     SUFFIXES,
@@ -25,14 +26,19 @@ from .inspection import (
     check_model,
     detect,
     folder_configuration,
-    folder_variant,
     is_pickle,
     kind_of,
     model_path,
     pipeline_prefix,
+    read_index,
     single_file_config,
+    weight_files,
+    with_usual_names,
 )
 from .safetensors_header import Header, TensorEntry
+from .scaled_files import check_formats
+from .single_file import file_weights, load_text, load_unet, load_vae, plain_weights
+from .single_file_names import usual_names
 from .split_files import is_split
 from .tokenizers import check_tokenizer, check_tokenizer_files
 
@@ -77,7 +83,6 @@ def _pipeline_class(prefix: str, task: Task) -> Any:
 
 def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pickle: bool) -> DiffusionPipeline:
     prefix = pipeline_prefix(folder)
-    variant = folder_variant(folder, allow_pickle)
     # A safety checker that the index names is skipped; SDXL's pipelines know no such argument.
     extra = {"safety_checker": None, "requires_safety_checker": False} if prefix == "StableDiffusion" else {}
 
@@ -98,33 +103,99 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
         if (folder / name).is_dir():
             check_tokenizer_files(folder / name, encoder)
     with explained(folder):
-        pipeline: DiffusionPipeline = kind.from_pretrained(
-            folder,
-            variant=variant,
-            local_files_only=True,
-            use_safetensors=None if allow_pickle else True,
-            **extra,
-            **typed(dtype),
-        )
+        for name, stated in read_index(folder).items():
+            if not isinstance(stated, list) or name in extra or not all(isinstance(one, str) for one in stated):
+                continue
+            part = folder / name
+            if name in _OPTIONAL and not part.is_dir():
+                extra[name] = None
+            elif name in MODELS:
+                extra[name] = load_folder_part(part, *stated, dtype, allow_pickle)
+        pipeline: DiffusionPipeline = kind.from_pretrained(folder, local_files_only=True, **extra, **typed(dtype))
     for name, encoder in reads.items():
         check_tokenizer(getattr(pipeline, name, None), encoder, folder / name)
     return pipeline
 
 
+_OPTIONAL = ("feature_extractor", "image_encoder")
+"""What the index of a folder may name, no text or picture needs, and people delete."""
+
+
+def load_folder_part(part: Path, library: str, name: str, dtype: torch.dtype | None, allow_pickle: bool) -> Any:
+    """The model in the folder ``part`` of a diffusers folder, of the class ``name`` of ``library``.
+
+    Raises:
+        CheckpointError: weights are missing, which the library would leave without contents or fill at random.
+    """
+    import torch
+
+    kind = class_of({"_class_name": name}) if library != "transformers" else _of_transformers(name)
+    variant, files = weight_files(part, allow_pickle)
+    model, loading = kind.from_pretrained(
+        part,
+        **({"variant": variant} if variant else {}),
+        local_files_only=True,
+        use_safetensors=None if allow_pickle else True,
+        output_loading_info=True,
+        **_typed_part(library, dtype or torch.float32),
+    )
+    where = files[0] if len(files) == 1 else part
+    check_found(where, model, sorted(loading.get("missing_keys", ())))
+    check_complete(where, model)
+    return model
+
+
 def _load_file(
     path: Path, task: Task, dtype: torch.dtype | None, allow_pickle: bool, prediction: str | None
 ) -> DiffusionPipeline:
-    kind = _kind_of_pickle(path) if is_pickle(path, allow_pickle) else kind_of(path)
+    if is_pickle(path, allow_pickle):
+        state = _unpickled(path)
+        kind = _kind_of_pickle(path, state)
+    else:
+        state, kind = None, kind_of(path)
     check_channels(path, kind.in_channels, task)  # of a pickle, which tells them only now
     if prediction not in (None, *PREDICTIONS):
         raise CheckpointError(f"prediction {prediction!r} is unknown: choose {' or '.join(PREDICTIONS)}")
     config = single_file_config(kind, prediction or kind.prediction)
     pipeline = _pipeline_class(config["pipeline"], task)
-    own = {} if kind.unet is None else {"unet": kind.unet.load(path, config["unet"], dtype)}
-    with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
-        write_folder(config, pipeline.__name__, Path(folder))
-        with explained(path):
-            return pipeline.from_single_file(str(path), config=folder, local_files_only=True, **own, **typed(dtype))
+    with explained(path):
+        weights = file_weights(path, dtype) if state is None else plain_weights(state, path, dtype)
+        if kind.unet is not None and kind.unet.load is not None:
+            unet = kind.unet.load(weights, config["unet"], dtype)
+        else:
+            unet = load_unet(config["unet"], weights, path, dtype)
+        parts = {"unet": unet, "vae": load_vae(config["vae"], weights, path, dtype)}
+        for name, prefix in _TEXT_PLACES["text_encoder_2" in config].items():
+            parts[name] = load_text(config[name], weights, path, prefix, dtype)
+        with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as folder:
+            write_folder(config, pipeline.__name__, Path(folder))
+            return pipeline.from_pretrained(folder, local_files_only=True, **parts, **typed(dtype))
+
+
+_TEXT_PLACES = (
+    {"text_encoder": "cond_stage_model."},
+    {"text_encoder": "conditioner.embedders.0.", "text_encoder_2": "conditioner.embedders.1."},
+)
+"""What the names of text encoders begin with in a single file: of SD1.x and SD2.x, of SDXL."""
+
+
+def _of_transformers(name: str) -> Any:
+    import transformers
+
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise CheckpointError(f"a model of class {name} is not known to transformers as it is installed")
+    return found
+
+
+def _typed_part(library: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The argument for the number type of one part; transformers renamed its own in 4.56."""
+    if library != "transformers":
+        return typed(dtype)
+    import transformers
+
+    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
+    return {"dtype" if (major, minor) >= (4, 56) else "torch_dtype": dtype}
 
 
 def typed(dtype: torch.dtype | None) -> dict[str, Any]:
@@ -174,7 +245,8 @@ def silent(module: str) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _kind_of_pickle(path: Path) -> CheckpointKind:
+def _unpickled(path: Path) -> dict[str, Any]:
+    """The weights in a pickle by name, read without running it."""
     import torch
 
     try:
@@ -186,5 +258,13 @@ def _kind_of_pickle(path: Path) -> CheckpointKind:
         state = state["state_dict"]
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds no table of weights but a {type(state).__name__}")
-    tensors = {str(k): TensorEntry("", tuple(v.shape), 0, 0) for k, v in state.items() if isinstance(v, torch.Tensor)}
-    return detect(Header(tensors, {}, 0), path, lambda name: state[name].float().std(unbiased=False).item())
+    return {str(name): one for name, one in state.items() if isinstance(one, torch.Tensor)}
+
+
+def _kind_of_pickle(path: Path, state: Mapping[str, Any]) -> CheckpointKind:
+    header = Header({name: TensorEntry("", tuple(one.shape), 0, 0) for name, one in state.items()}, {}, 0)
+    if any(name.endswith(".comfy_quant") for name in state):
+        raise CheckpointError(f"{path} is a pickle of quantised weights: get it as .safetensors")
+    check_formats(path, header)
+    usual = {ours: state[theirs] for theirs, ours in usual_names(state).items()}
+    return detect(with_usual_names(header), path, lambda name: usual[name].float().flatten().tolist())

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from .architectures import architecture
-from .inspection import folder_variant
-from .load import explained, typed
+from .load import explained, load_folder_part
 from .safetensors_header import TensorEntry, read_header
+from .scaled_files import check_formats
+from .single_file import file_weights, load_vae
+from .single_file_names import VAE
 
 if TYPE_CHECKING:
     import torch
@@ -28,25 +28,21 @@ def load_autoencoder(path: Path, dtype: torch.dtype) -> nn.Module:
     Raises:
         CheckpointError: missing, unreadable, a pickle, or without an autoencoder for pictures.
     """
-    from diffusers import AutoencoderKL
-
     if path.is_dir():
         part = path / "vae" if (path / "vae").is_dir() else path
         with explained(path):
-            own: Any = {"variant": folder_variant(path, False)} if part != path else {}
-            folder: nn.Module = AutoencoderKL.from_pretrained(
-                part, local_files_only=True, use_safetensors=True, **own, **typed(dtype)
-            )
+            folder: nn.Module = load_folder_part(part, "diffusers", "AutoencoderKL", dtype, allow_pickle=False)
         return folder
     if path.suffix.lower() != ".safetensors":
         raise CheckpointError(f"{path} is no .safetensors file: give one, or a diffusers folder, with --model")
-    config = _configuration(path, read_header(path).tensors)
-    with tempfile.TemporaryDirectory(prefix="sd-lowvram-") as name:
-        (Path(name) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        with explained(path):
-            file: nn.Module = AutoencoderKL.from_single_file(
-                str(path), config=name, local_files_only=True, **typed(dtype)
-            )
+    header = read_header(path)
+    check_formats(path, header, "or in fp16")
+    config = _configuration(path, header.tensors)
+    with explained(path):
+        weights = file_weights(path, dtype)
+        if not any(name.startswith(VAE) for name in weights):  # a file of the autoencoder alone
+            weights = {VAE + name: one for name, one in weights.items()}
+        file: nn.Module = load_vae(config, weights, path, dtype)
     return file
 
 

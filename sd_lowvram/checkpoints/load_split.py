@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from .architectures import MODELS, class_of
+from .complete import check_complete
 from .gguf_files import gguf_weights, is_gguf_file
 from .safetensors_header import read_header
 from .scaled_files import apart, converted, fill, weight_of
@@ -92,15 +93,18 @@ def load_part(place: Path, dtype: torch.dtype, *, meta: bool = False) -> nn.Modu
     source = weights_of(place)
     state = _weights(source, meta)
     names = set(model.state_dict())
-    weights, scales = converted(*apart(state), lambda held: _by_our_names(config, held, names, source.layout.diffusers))
+    try:
+        weights, scales = converted(
+            *apart(state), lambda held: _by_our_names(config, held, names, source.layout.diffusers)
+        )
+    except KeyError as error:  # of a converter, which takes each name for granted
+        raise CheckpointError(f"{source.path} lacks weights of its {type(model).__name__}: {error}") from error
     fill(model, {name: tensor for name, tensor in weights.items() if name in names}, scales, dtype)
     tie = getattr(model, "tie_weights", None)
     if callable(tie):
         tie()
-    missing = [name for name, tensor in model.state_dict().items() if tensor.device.type == "meta" and not meta]
-    if missing:
-        what = f"{len(missing)} weights of a {type(model).__name__}: {missing[0]}, for one"
-        raise CheckpointError(f"{source.path} lacks {what}")
+    if not meta:
+        check_complete(source.path, model)
     return model.eval().requires_grad_(False)
 
 

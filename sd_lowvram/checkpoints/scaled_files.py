@@ -41,8 +41,11 @@ _REFUSED = {
 """By a mark in a weight's name, what nothing here computes with."""
 
 
-def check_formats(path: Path, header: Header) -> None:
+def check_formats(path: Path, header: Header, instead: str = "in fp8 or int8 with scales, or in GGUF") -> None:
     """Look at how the weights of a file are stored, before any of them is read.
+
+    Args:
+        instead: what else is read of such files.
 
     Raises:
         CheckpointError: in a way that is not served, which is named.
@@ -50,16 +53,20 @@ def check_formats(path: Path, header: Header) -> None:
     for name in header.tensors:
         for mark, kind in _REFUSED.items():
             if mark in name:
-                raise _refusal(path, kind)
+                raise _refusal(path, kind, instead)
     for kind in {_format_of(told) for told in _told(path, header)}:
         if kind not in SERVED:
-            raise _refusal(path, kind)
+            raise _refusal(path, kind, instead)
 
 
-def _refusal(path: Path, kind: str) -> CheckpointError:
+def has_scales(header: Header) -> bool:
+    """True if scales are stored beside weights in a file."""
+    return any(name.endswith((*_SCALES, ".comfy_quant")) for name in header.tensors)
+
+
+def _refusal(path: Path, kind: str, instead: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds weights in {kind}, for which there is no kernel here: get the file in bf16, in fp8 or int8 with "
-        "scales, or in GGUF"
+        f"{path} holds weights in {kind}, for which there is no kernel here: get the file in bf16, {instead}"
     )
 
 

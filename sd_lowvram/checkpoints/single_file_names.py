@@ -1,19 +1,54 @@
-"""The names under which single files hold the weights of SD1.x and SD2.x: CompVis' for UNet and autoencoder, and
-those of transformers (SD1.x) or OpenCLIP (SD2.x) for the text encoder.
+"""The names under which single files hold the weights of SD1.x, SD2.x and SDXL: CompVis' for UNet and autoencoder,
+and those of transformers or OpenCLIP for text encoders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInputError
 from .architectures import layers_per_block
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 UNET = "model.diffusion_model."
+VAE = "first_stage_model."
+_FIRST = "input_blocks.0.0.weight"
+_WRAPPERS = ("", "model.", "module.", "state_dict.")
+"""What some programs write before every name."""
+
+_UNETS = (UNET, "diffusion_model.", "model.", "")
+_OLD_CLIP = re.compile(
+    r"((?:cond_stage_model|conditioner\.embedders\.\d)\.transformer\.)(?=embeddings\.|encoder\.|final_l)"
+)
+"""Names from before transformers put ``text_model.`` into them."""
+
+
+def usual_names(names: Iterable[str]) -> dict[str, str]:
+    """Name in a single file -> the name that most files have for it; equal where nothing is known of it."""
+    given = [*names]
+    there = set(given)
+    found = ((wrapper, unet) for unet in _UNETS for wrapper in _WRAPPERS if f"{wrapper}{unet}{_FIRST}" in there)
+    wrapper, unet = next(found, ("", UNET))
+    plain = {name: name.removeprefix(wrapper) for name in given}
+    inner = (f"{unet}input_blocks.", f"{unet}middle_block.", f"{unet}output_blocks.", f"{unet}time_embed.")
+    inner += (f"{unet}out.", f"{unet}label_emb.")
+    whole = unet in (UNET, "diffusion_model.")  # of the others not all that begins so is of the UNet
+    vae = "vae." if not any(name.startswith(VAE) for name in plain.values()) else VAE
+    usual = {}
+    for name, left in plain.items():
+        if left.startswith(unet if whole else inner):
+            usual[name] = UNET + left.removeprefix(unet)
+        elif left.startswith(vae):
+            usual[name] = VAE + left.removeprefix(vae)
+        else:
+            usual[name] = _OLD_CLIP.sub(r"\1text_model.", left)
+    return usual
+
+
 _OUTER = {
     "conv_in": "input_blocks.0.0",
     "conv_norm_out": "out.0",
@@ -102,22 +137,31 @@ _AUTOENCODER = (
 )
 
 
-def vae_state(vae: Any) -> dict[str, Tensor]:
-    """The weights of diffusers' AutoencoderKL by their names in a single file, where its attention is of 1x1
-    convolutions."""
+def vae_names(vae: Any) -> dict[str, str]:
+    """Name of a weight of diffusers' AutoencoderKL -> its name in a single file."""
     pairs, levels = [*_AUTOENCODER], len(vae.config["block_out_channels"])
     for level in range(levels):
         pairs += [(f"down_blocks.{level}.resnets.", f"down.{level}.block.")]
         pairs += [(f"down_blocks.{level}.downsamplers.0.", f"down.{level}.downsample.")]
         pairs += [(f"up_blocks.{level}.resnets.", f"up.{levels - 1 - level}.block.")]
         pairs += [(f"up_blocks.{level}.upsamplers.0.", f"up.{levels - 1 - level}.upsample.")]
-    renamed = {}
-    for name, weight in vae.state_dict().items():
+    names = {}
+    for name in vae.state_dict():
         new = name
         for ours, theirs in pairs:
             new = new.replace(ours, theirs)
-        pointwise = ".attn_1." in new and weight.ndim == 2
-        renamed["first_stage_model." + new] = weight[:, :, None, None] if pointwise else weight
+        names[name] = VAE + new
+    return names
+
+
+def vae_state(vae: Any) -> dict[str, Tensor]:
+    """The weights of diffusers' AutoencoderKL by their names in a single file, where its attention is of 1x1
+    convolutions."""
+    weights, renamed = vae.state_dict(), {}
+    for ours, theirs in vae_names(vae).items():
+        weight = weights[ours]
+        pointwise = ".attn_1." in theirs and weight.ndim == 2
+        renamed[theirs] = weight[:, :, None, None] if pointwise else weight
     return renamed
 
 
@@ -135,12 +179,47 @@ _OPEN_CLIP = {
 }
 
 
+_OPEN_CLIP_OUTER = {
+    "embeddings.token_embedding.weight": "token_embedding.weight",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "final_layer_norm.weight": "ln_final.weight",
+    "final_layer_norm.bias": "ln_final.bias",
+    "text_projection.weight": "text_projection",
+}
+_JOINED = re.compile(r"self_attn\.[qkv]_proj\.(weight|bias)")
+
+
+def text_names(text: nn.Module, prefix: str, there: Iterable[str]) -> dict[str, str]:
+    """Name of a weight of a CLIPTextModel -> its name in a single file that holds the names ``there``.
+
+    OpenCLIP has q, k and v in one matrix, so that three weights have one name.
+    """
+    held = set(there)
+    is_open = f"{prefix}model.ln_final.weight" in held or any(name.startswith(f"{prefix}model.") for name in held)
+    return {name: _text_name(name.removeprefix("text_model."), prefix, held, is_open) for name in text.state_dict()}
+
+
+def _text_name(inner: str, prefix: str, held: set[str], is_open: bool) -> str:
+    if not is_open:
+        between = "" if inner == "text_projection.weight" else "text_model."
+        return f"{prefix}transformer.{between}{inner}"
+    place = f"{prefix}model."
+    if inner in _OPEN_CLIP_OUTER:
+        return place + (inner if place + inner in held else _OPEN_CLIP_OUTER[inner])
+    moved = _JOINED.sub(r"attn.in_proj_\1", inner).replace("encoder.layers.", "transformer.resblocks.")
+    for ours, theirs in _OPEN_CLIP.items():
+        moved = moved.replace(f".{ours}.", f".{theirs}.")
+    return place + moved
+
+
 def open_clip_state(text: Any, prefix: str, unused_layers: int = 0) -> dict[str, Tensor]:
     """The weights of a CLIPTextModel by OpenCLIP's names: q, k and v in one matrix.
 
     SD2.x takes the text before OpenCLIP's last layer, which diffusers therefore leaves out; hosts build it all the
     same, and ``unused_layers`` copies of the last one stand for it.
     """
+    import torch
+
     state = {name.removeprefix("text_model."): weight for name, weight in text.state_dict().items()}
     tokens = state["embeddings.token_embedding.weight"]
     projection = state.get("text_projection.weight")

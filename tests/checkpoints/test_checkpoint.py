@@ -271,7 +271,7 @@ def test_inpainting_file(small_world, tmp_path):
     ("names", "message"),
     [
         (["lora_unet_down_blocks_0.lora_down.weight"], "LoRA"),
-        (["double_blocks.0.img_attn.qkv.weight"], "Flux"),
+        (["double_blocks.0.img_attn.qkv.weight"], "FLUX.*--transformer"),
         (["down_blocks.0.resnets.0.conv1.weight"], "one diffusers component"),
         (["banana"], "banana"),
     ],

@@ -256,7 +256,7 @@ def test_a_file_that_lacks_weights_is_told(made: Callable[..., Any], tmp_path: P
     save_file(state, tmp_path / "t5.safetensors")
     others = [path for path in told["text_encoders"] if path != text]
     folder = split_model(**{**told, "text_encoders": [*others, tmp_path / "t5.safetensors"]})
-    with pytest.raises(CheckpointError, match=r"lacks 1 weights of a T5EncoderModel: .*SelfAttention\.q\.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 weight of its T5EncoderModel: .*SelfAttention\.q\.weight"):
         load_pipeline(folder)
 
 

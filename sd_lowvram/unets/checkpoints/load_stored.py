@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoints.inspection import Task, configuration, folder_variant, is_pickle, model_path
+from ...checkpoints.inspection import Task, configuration, is_pickle, model_path, weight_files
 from ...checkpoints.load import load_pipeline
 from ...checkpoints.safetensors_header import read_header
 
@@ -32,11 +32,9 @@ def load_as_stored(model: str | None) -> Any:
     if not path.is_dir():
         return load_pipeline(model, task, None if unread else _type_of([path], "model.diffusion_model."))
     pipe: Any = load_pipeline(model, task)  # diffusers widens all to float32
-    variant = folder_variant(path, False)
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module):
-            files = path.glob(f"{name}/*.safetensors")
-            dtype = _type_of([file for file in files if (".fp16." in file.name) == (variant == "fp16")])
+            dtype = _type_of(weight_files(path / name)[1])
             nn.Module.to(part, dtype)  # diffusers' own `to` warns of parts kept in float32
     return pipe
 

@@ -112,15 +112,7 @@ def cut_unet(name: str, whole: Mapping[str, Any], header: Header, path: Path) ->
         raise CheckpointError(
             f"{path} is SDXL with layers cut out of its UNet: such a model loads from a diffusers folder"
         )
-    return OwnUNet(configured(whole, found) | {KEPT: _note(header, path)}, _loaded)
-
-
-def _loaded(path: Path, config: Mapping[str, Any], dtype: Any) -> Any:
-    import torch
-
-    from .load_cut_unet import load_cut_unet
-
-    return load_cut_unet(path, config, dtype or torch.float32)
+    return OwnUNet(configured(whole, found) | {KEPT: _note(header, path)})
 
 
 def _note(header: Header, path: Path) -> Any:
