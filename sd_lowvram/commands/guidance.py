@@ -56,6 +56,11 @@ def check_scheduler(name: str, pipe: Any) -> None:
             f"--scheduler {name} is not for {type(pipe).__name__}, which goes by {type(pipe.scheduler).__name__}: "
             "leave it out"
         )
+    if "sigma_data" in pipe.scheduler.config:  # EDM: its UNet takes noise levels, not the steps of a schedule
+        raise BadInputError(
+            f"--scheduler {name} is not for this model, which is sampled by noise levels (EDM) and goes by "
+            f"{type(pipe.scheduler).__name__}: leave it out"
+        )
 
 
 def takes_size(pipe: Any) -> bool:

@@ -251,7 +251,13 @@ def schedule(job: Job, pipe: Any) -> None:
     """Give ``pipe`` the scheduler of ``job``; a BadInputError where it cannot go in so many steps."""
     if job.scheduler:
         check_scheduler(job.scheduler, pipe)
+        rescaled = pipe.scheduler.config.get("rescale_betas_zero_snr")
         set_scheduler(pipe, job.scheduler)
+        if rescaled and not pipe.scheduler.config.get("rescale_betas_zero_snr"):
+            note(
+                f"the model was trained down to pure noise (zero terminal SNR), which the scheduler {job.scheduler} "
+                "does not reach: pictures get greyer. euler, ddim and dpm++-2m do"
+            )
     shifts = {"mu": 1.0} if pipe.scheduler.config.get("use_dynamic_shifting") else {}  # by the size, in a run
     try:
         pipe.scheduler.set_timesteps(job.steps, **shifts)
@@ -336,13 +342,15 @@ def _after_step(
 
     update("steps", 0, steps)
 
-    def after(_: Any, step: int, __: Any, values: dict[str, Any]) -> dict[str, Any]:
+    def after(pipe: Any, step: int, _: Any, values: dict[str, Any]) -> dict[str, Any]:
+        calls = max(getattr(pipe, "num_timesteps", None) or 0, steps)  # more than steps with plms, heun and others
+        done = (step + 1) * steps // calls
         if keeper:
             values = keeper.after(step + 1, values)
         elif not values["latents"].isfinite().all():
-            raise not_finite(step + 1, steps)
+            raise not_finite(done, steps)
         heed_interrupts()
-        update("steps", step + 1, steps)
+        update("steps", done, steps)
         return values
 
     return after
