@@ -286,7 +286,7 @@ def kind_of(path: Path) -> CheckpointKind:
         CheckpointError: as :func:`detect`, and where weights are stored in a way that is not read.
     """
     if is_gguf_file(path):
-        raise CheckpointError(f"{path} is a GGUF file, which holds a transformer alone: {_PARTS}")
+        raise CheckpointError(f"{path} is a GGUF file, which holds a transformer alone: give it with --transformer")
     header = read_header(path)
     check_formats(path, header, _STORED)
     header = with_usual_names(header)

@@ -110,7 +110,7 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
             if name in _OPTIONAL and not part.is_dir():
                 extra[name] = None
             elif name in MODELS:
-                extra[name] = load_folder_part(part, *stated, dtype, allow_pickle)
+                extra[name] = load_folder_part(part, stated[0], stated[-1], dtype, allow_pickle)
         pipeline: DiffusionPipeline = kind.from_pretrained(folder, local_files_only=True, **extra, **typed(dtype))
     for name, encoder in reads.items():
         check_tokenizer(getattr(pipeline, name, None), encoder, folder / name)

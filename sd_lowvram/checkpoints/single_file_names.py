@@ -34,8 +34,8 @@ def usual_names(names: Iterable[str]) -> dict[str, str]:
     found = ((wrapper, unet) for unet in _UNETS for wrapper in _WRAPPERS if f"{wrapper}{unet}{_FIRST}" in there)
     wrapper, unet = next(found, ("", UNET))
     plain = {name: name.removeprefix(wrapper) for name in given}
-    inner = (f"{unet}input_blocks.", f"{unet}middle_block.", f"{unet}output_blocks.", f"{unet}time_embed.")
-    inner += (f"{unet}out.", f"{unet}label_emb.")
+    blocks = ("input_blocks", "middle_block", "output_blocks", "time_embed", "label_emb", "out")
+    inner = tuple(f"{unet}{block}." for block in blocks)
     whole = unet in (UNET, "diffusion_model.")  # of the others not all that begins so is of the UNet
     vae = "vae." if not any(name.startswith(VAE) for name in plain.values()) else VAE
     usual = {}
