@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -94,5 +95,8 @@ def _machine() -> list[Any]:
     set_ = [os.environ.get(name) for name in _VARIABLES]
     folder = cache_folder()
     found = [file for kind in ("*-*.json", "overflows/*.json") for file in sorted(folder.glob(kind))] if folder else []
-    measured = [(file.name, file.stat().st_mtime_ns) for file in found]
+    measured = []
+    for file in found:
+        with contextlib.suppress(OSError):  # another process has removed it
+            measured.append((file.name, file.lstat().st_mtime_ns))
     return [gpu_files(), set_, os.cpu_count(), measured, doors.registered()]

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache import PACKAGES, cache_folder, code_digest, versions
+from ..cache import MOST_BYTES, PACKAGES, code_digest, folder_of, read_private, versions, write_private
 from ..compat.private import dumped_spec, loaded_spec
-from ..files.whole import write_whole
 from ..kernels.compiler import bound
 from ..patches import roles_of, unpatched
 from ..progress import happened
@@ -31,7 +30,6 @@ from ..settings import Settings
 from .captured_calls import setting_of
 
 _FACTS = "sd-lowvram.json"
-_MOST_BYTES = 64 << 20
 _NUMBER = 8
 """Bytes of one number: larger tensors of a trace's own may be a model's."""
 
@@ -44,12 +42,12 @@ Slots = dict[tuple[str, str], tuple[Any, Tensor]]
 
 def place_of_trace(model: nn.Module, settings: Settings, kind: Any) -> Path | None:
     """Path of the trace of calls of this ``kind``; None if it is not stored."""
-    folder = cache_folder()
+    folder = folder_of("traced")
     facts = _facts_of(model) if folder is not None else None
     if folder is None or facts is None:
         return None
     named = repr((facts, [(name, value) for name, _, value in settings.decided()], kind))
-    return folder / "traced" / f"{hashlib.sha256(named.encode()).hexdigest()[:32]}.pt"
+    return folder / f"{hashlib.sha256(named.encode()).hexdigest()[:32]}.pt"
 
 
 def keep(place: Path, function: Any, model: nn.Module, spec: Any) -> None:
@@ -73,15 +71,13 @@ def keep(place: Path, function: Any, model: nn.Module, spec: Any) -> None:
             for (_, name), (owner, tensor) in slots.items():
                 setattr(owner, name, tensor)
         if not _holds_tensors(written):
-            write_whole(written.getvalue(), place)
-            bound(place.parent, _MOST_BYTES)
+            write_private(written.getvalue(), place)
+            bound(place.parent, MOST_BYTES)
 
 
 def kept(place: Path, model: nn.Module) -> tuple[Callable[..., Any], Any] | None:
     """The trace at ``place`` with the weights of ``model``, and the tree of what it gives; None: there is none."""
-    try:
-        data = place.read_bytes()
-    except OSError:
+    if (data := read_private(place)) is None:
         return None
     try:
         facts = _facts_in(data)
@@ -104,6 +100,8 @@ def kept(place: Path, model: nn.Module) -> tuple[Callable[..., Any], Any] | None
 
 def _facts_in(data: bytes) -> dict[str, Any]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if sum(one.file_size for one in archive.infolist()) > MOST_BYTES:
+            raise RuntimeError("it unpacks to more than any of ours")
         if (damaged := archive.testzip()) is not None:
             raise RuntimeError(f"{damaged} is damaged")
         name = next(name for name in archive.namelist() if name.endswith(f"extra/{_FACTS}"))

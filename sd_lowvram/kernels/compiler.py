@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..cache import cache_folder
+from ..cache import folder_of, is_all_own, make_private, private
 from ..compat.private import compiled_graphs, default_compiler_folder, more_versions, reset_compiler
 from ..units import GIB
 from .triton import support as triton
@@ -98,8 +98,19 @@ def compiling() -> Iterator[None]:
 
 
 def _folder() -> Path:
-    kept = cache_folder()
-    return kept / "compiled" if kept else Path(_of_this_process().name)
+    kept = _of_the_cache(folder_of("compiled"))
+    return kept or Path(_of_this_process().name)
+
+
+@functools.cache
+def _of_the_cache(folder: Path | None) -> Path | None:
+    """Return ``folder``, made private; None: it cannot be made, or holds what belongs to another user."""
+    if folder is None:
+        return None
+    with contextlib.suppress(OSError):
+        make_private(folder)
+        return folder if private(folder) and is_all_own(folder) else None
+    return None
 
 
 @functools.cache
