@@ -48,6 +48,13 @@ def format_size(size: int) -> str:
     return f"{size} B"
 
 
+def format_share(size: int, whole: int) -> str:
+    """``size`` of ``whole`` bytes for a person to read: "5.8 of 8 GiB", or with both units where they differ."""
+    number, unit = format_size(size).split()
+    of = format_size(whole)
+    return f"{number if of.endswith(f' {unit}') else f'{number} {unit}'} of {of}"
+
+
 def format_least(size: int) -> str:
     """``size`` bytes that are needed, for a person to give back: as :func:`format_size`, finer and never less."""
     units = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))

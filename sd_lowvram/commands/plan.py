@@ -14,6 +14,8 @@ import typer
 
 from ..checkpoints.architectures import NAMES, TRANSFORMERS
 from ..devices.disk import DISKS, disk_rate, parse_disk
+from ..devices.performance import profile
+from ..errors import BudgetError
 from ..policies.named import HELP, POLICIES
 from ..settings import Settings
 from .early import check_floor
@@ -64,7 +66,11 @@ def plan(
         typer.Option(help=f"Disk under the model, for what --ram cannot hold of it: {', '.join(DISKS)} or MB/s; left "
                      "out: as measured here, and nvme for another card.", metavar="NAME|MB/s"),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="Plan for another card, such as rtx2070 or gtx1650.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Plan for another card, such as rtx2070, or for one with its maker's figures, such as "
+                     "8GB,20TFLOPS,448GB/s: memory, fp32 arithmetic, bandwidth.", metavar="NAME|FIGURES"),
+    ] = None,
     max_size: Annotated[
         bool, typer.Option("--max-size", help="Tell the largest square and 16:9 pictures that fit.")
     ] = False,
@@ -91,13 +97,19 @@ def plan(
         asked |= {"disk": None if disk is None else parse_disk(disk)}
         asked |= {"approximate": approximate, "pictures": pictures, "policy": policy}
         check_given(model=model, gpu=gpu, policy=policy)
+        if gpu is not None:
+            profile(gpu)  # before torch is imported
         asked["model"] = split_or(
             model, transformer=transformer, text_encoder=text_encoder, vae=vae, tokenizer=tokenizer
         )
         chosen = checked_settings(settings or {}, policy)
         check_run(width, height, steps, batch, vram, ram)
         check_count("--pictures", pictures, 1_000_000)
-        answer = plan_as_dict(asked, chosen, shown=not as_json)
+        try:
+            answer = plan_as_dict(asked, chosen, shown=not as_json)
+        except BudgetError as error:
+            error.args = (f"does not fit: {error}",)
+            raise
         if as_json:
             print(json.dumps(answer, indent=2))
         elif max_size:

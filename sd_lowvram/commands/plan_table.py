@@ -12,7 +12,9 @@ from ..units import format_size, format_time
 
 
 def show(console: Console, plan: dict[str, Any]) -> None:
-    """Every stage with its peak, time and reason; what the whole needs, and what more memory would buy."""
+    """Print whether it fits; every stage with its peak, time and reason; what the whole needs, and what more memory
+    would buy."""
+    console.print(shown.headline(plan), highlight=False, style="bold")
     table = Table(*shown.HEADS, title=shown.title(plan))
     for row in shown.rows(plan):
         table.add_row(*row)

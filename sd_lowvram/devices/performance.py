@@ -15,12 +15,14 @@ machine at hand better.
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import BadInputError
-from ..units import GIB
+from ..units import GIB, format_size, parse_size
 
 AMPERE = 8, 0
 """Compute capability of NVIDIA's first cards that multiply bf16."""
@@ -190,17 +192,61 @@ def _card(
 
 
 _SPECIFICATION = "maker's figures times shares fitted to published speeds, not measured"
+_PLAIN = "no matrix units, fp16 computes in fp32"
+_AMD = "shares are those of NVIDIA's cards, and copies as from page-locked memory, which ROCm does not use"
+_RDNA2 = f"packed fp16 in place of matrix units; {_AMD}"
 _T4 = "matrix work as the TITAN RTX has it for each watt, as 70 W do not carry the figure of its sheet, 65"
 PROFILES = {
     card.name: card
     for card in (
-        _card("gtx1650", "GTX 1650", 0, 2.98, 128, 15.75, 4, "no matrix units, fp16 computes in fp32", bf16=False),
+        _card("gtx1060", "GTX 1060 6GB", 0, 4.4, 192, 15.75, 6, _PLAIN, bf16=False),
+        _card("gtx1070", "GTX 1070", 0, 6.5, 256, 15.75, 8, _PLAIN, bf16=False),
+        _card("gtx1080", "GTX 1080", 0, 8.9, 320, 15.75, 8, _PLAIN, bf16=False),
+        _card("gtx1080-ti", "GTX 1080 Ti", 0, 11.3, 484, 15.75, 11, _PLAIN, bf16=False),
+        _card("gtx1650", "GTX 1650", 0, 2.98, 128, 15.75, 4, _PLAIN, bf16=False),
         _card("rtx2060", "RTX 2060", 51.6, 6.5, 336, 15.75, 6, bf16=False),
         _card("rtx2070", "RTX 2070", 59.7, 7.5, 448, 15.75, 8, bf16=False),
+        _card("rtx2080", "RTX 2080", 80.5, 10.1, 448, 15.75, 8, bf16=False),
+        _card("rtx2080-ti", "RTX 2080 Ti", 107.6, 13.4, 616, 15.75, 11, bf16=False),
         _card("rtx3050-laptop", "RTX 3050 laptop", 21.9, 5.5, 192, 15.75, 4),
         _card("rtx3060", "RTX 3060", 51.2, 12.7, 360, 31.5, 12),
+        _card("rtx3060-ti", "RTX 3060 Ti", 64.8, 16.2, 448, 31.5, 8),
+        _card("rtx3070", "RTX 3070", 81.3, 20.3, 448, 31.5, 8),
+        _card("rtx3070-ti", "RTX 3070 Ti", 87.0, 21.7, 608, 31.5, 8),
+        _card("rtx3080", "RTX 3080 10GB", 119.0, 29.8, 760, 31.5, 10),
+        _card("rtx3080-ti", "RTX 3080 Ti", 136.4, 34.1, 912, 31.5, 12),
+        _card("rtx3090", "RTX 3090", 142.0, 35.6, 936, 31.5, 24),
         _card("rtx4060", "RTX 4060", 60.4, 15.1, 272, 15.75, 8),
+        _card("rtx4060-ti", "RTX 4060 Ti", 88.3, 22.1, 288, 15.75, 8),
+        _card("rtx4060-ti-16gb", "RTX 4060 Ti 16GB", 88.3, 22.1, 288, 15.75, 16),
+        _card("rtx4070", "RTX 4070", 116.6, 29.1, 504, 31.5, 12),
+        _card("rtx4070-super", "RTX 4070 Super", 141.9, 35.5, 504, 31.5, 12),
+        _card("rtx4070-ti", "RTX 4070 Ti", 160.4, 40.1, 504, 31.5, 12),
+        _card("rtx4070-ti-super", "RTX 4070 Ti Super", 176.4, 44.1, 672, 31.5, 16),
+        _card("rtx4080", "RTX 4080", 194.9, 48.7, 717, 31.5, 16),
+        _card("rtx4080-super", "RTX 4080 Super", 208.9, 52.2, 736, 31.5, 16),
         _card("rtx4090", "RTX 4090", 330.3, 82.6, 1008, 31.5, 24),
+        _card("rtx5050", "RTX 5050", 52.6, 13.2, 320, 31.5, 8),
+        _card("rtx5060", "RTX 5060", 76.8, 19.2, 448, 31.5, 8),
+        _card("rtx5060-ti", "RTX 5060 Ti", 94.8, 23.7, 448, 31.5, 8),
+        _card("rtx5060-ti-16gb", "RTX 5060 Ti 16GB", 94.8, 23.7, 448, 31.5, 16),
+        _card("rtx5070", "RTX 5070", 123.5, 30.9, 672, 63.0, 12),
+        _card("rtx5070-ti", "RTX 5070 Ti", 175.8, 43.9, 896, 63.0, 16),
+        _card("rtx5080", "RTX 5080", 225.1, 56.3, 960, 63.0, 16),
+        _card("rtx5090", "RTX 5090", 419.0, 104.8, 1792, 63.0, 32),
+        _card("rx6600", "RX 6600", 17.9, 8.9, 224, 15.75, 8, _RDNA2, bf16=False),
+        _card("rx6600-xt", "RX 6600 XT", 21.2, 10.6, 256, 15.75, 8, _RDNA2, bf16=False),
+        _card("rx6700-xt", "RX 6700 XT", 26.4, 13.2, 384, 31.5, 12, _RDNA2, bf16=False),
+        _card("rx6800", "RX 6800", 32.3, 16.2, 512, 31.5, 16, _RDNA2, bf16=False),
+        _card("rx6800-xt", "RX 6800 XT", 41.5, 20.7, 512, 31.5, 16, _RDNA2, bf16=False),
+        _card("rx6900-xt", "RX 6900 XT", 46.1, 23.0, 512, 31.5, 16, _RDNA2, bf16=False),
+        _card("rx7600", "RX 7600", 43.5, 21.8, 288, 15.75, 8, _AMD),
+        _card("rx7600-xt", "RX 7600 XT", 45.1, 22.6, 288, 15.75, 16, _AMD),
+        _card("rx7700-xt", "RX 7700 XT", 70.3, 35.2, 432, 31.5, 12, _AMD),
+        _card("rx7800-xt", "RX 7800 XT", 74.7, 37.3, 624, 31.5, 16, _AMD),
+        _card("rx7900-gre", "RX 7900 GRE", 92.0, 46.0, 576, 31.5, 16, _AMD),
+        _card("rx7900-xt", "RX 7900 XT", 103.2, 51.6, 800, 31.5, 20, _AMD),
+        _card("rx7900-xtx", "RX 7900 XTX", 122.8, 61.4, 960, 31.5, 24, _AMD),
         _card("t4", "Tesla T4", 32.6, 4.1, 320, 15.75, 16, _T4, bf16=False),
         _card("a10g", "A10G", 125.0, 31.5, 600, 31.5, 24, "matrix work as of the A10, the same chip"),
         _card("a6000", "RTX A6000", 154.8, 38.7, 768, 31.5, 48),
@@ -217,13 +263,51 @@ PROFILES = {
 
 
 def profile(name: str) -> Rates:
-    """The named profile, however its name is written ("RTX 2070", "rtx2070").
+    """Return the named profile, however its name is written ("RTX 2070", "rtx2070"), or one from a maker's figures.
 
     Raises:
-        BadInputError: no such profile; names those there are.
+        BadInputError: no such profile, with the names nearest to it; figures that cannot be read.
     """
+    if "," in name:
+        return _stated_card(name)
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
-    for known, rates in PROFILES.items():
-        if plain.removeprefix("nvidia").removeprefix("geforce") == known.replace("-", ""):
-            return rates
-    raise BadInputError(f"no profile for the GPU {name!r}: choose one of {', '.join(PROFILES)}")
+    for maker in ("nvidia", "geforce", "amd", "radeon"):
+        plain = plain.removeprefix(maker)
+    names = {known.replace("-", ""): known for known in PROFILES}
+    if plain in names:
+        return PROFILES[names[plain]]
+    near = [names[one] for one in difflib.get_close_matches(plain, names, n=5)] or PROFILES
+    raise BadInputError(
+        f"--gpu {name[:60]!r} is unknown: give its maker's figures, --gpu {_EXAMPLE}, or choose one of "
+        f"{', '.join(near)}"
+    )
+
+
+_EXAMPLE = "8GB,20TFLOPS,448GB/s"
+_STATED_BUS = 15.75
+_FIGURE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(?:(tflops?|tflop/s)|(gb|tb)/s)\s*", re.IGNORECASE)
+
+
+def _stated_card(text: str) -> Rates:
+    """Return the profile for a maker's figures as they are typed: memory, fp32 arithmetic and bandwidth, in any order.
+
+    A second, larger figure of arithmetic is that of dense fp16 matrix work; without one fp16 computes at fp32's rate.
+    """
+    sizes, rates, memory = [], [], []
+    for part in text.split(","):
+        if match := _FIGURE.fullmatch(part):
+            number, _, per_second = match.groups()
+            scale = 1000 if per_second and per_second.lower() == "tb" else 1
+            (memory if per_second else rates).append(float(number) * scale)
+        else:
+            sizes.append(parse_size(part, "--gpu"))
+    rates.sort()
+    if (len(sizes), len(memory)) != (1, 1) or len(rates) not in (1, 2) or not rates[0] > 0 < memory[0]:
+        raise BadInputError(
+            f"--gpu {text[:60]!r} must state memory, arithmetic and bandwidth of a card, each more than zero: write "
+            f'"{_EXAMPLE}", or "8GB,20TFLOPS,81TFLOPS,448GB/s" with that of fp16 matrix work'
+        )
+    said = f"{format_size(sizes[0])}, {' and '.join(f'{rate:g}' for rate in rates)} TFLOPS, {memory[0]:g} GB/s"
+    more = f"copies over a bus of {_STATED_BUS:g} GB/s" + ("" if rates[1:] else "; fp16 at the rate of fp32")
+    matrix = rates[-1] if rates[1:] else 0
+    return _card(text, f"a card of {said}", matrix, rates[0], memory[0], _STATED_BUS, sizes[0] / GIB, more)

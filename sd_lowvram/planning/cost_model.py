@@ -22,7 +22,7 @@ from ..hooks.half_products import known_to_overflow
 from ..hooks.offload import step_groups
 from ..hooks.precision import Arithmetic, arithmetic
 from ..memory.caching_allocator import SMALL
-from ..memory.pinned import most_pinned_bytes
+from ..memory.pinned import PINNED_SHARE, most_pinned_bytes
 from ..memory.reserved import segment
 from ..memory.threads import at_rest
 from ..models.anatomy import Anatomy
@@ -322,7 +322,8 @@ class Pricing:
         if self._locks_all:
             return dataclasses.replace(found, pinned_bytes=None, cached_bytes=None)
         if found.pinned_bytes is None:
-            self.ram.holds(weights + parked + RING_BYTES)
+            share = PINNED_SHARE if self.on_gpu and self.request.rates.name != THIS else 1
+            self.ram.holds(math.ceil((weights + parked + RING_BYTES) / share))
         for more in (0, 1):  # what is taken hangs on the budget itself, or not
             self.ram.holds((found.host_bytes + parked if found.pinned_bytes is None else self.request.ram) + more)
         return found
@@ -343,10 +344,13 @@ class Pricing:
 
     @functools.cached_property
     def _pinnable(self) -> int | None:
-        """The most that may be page-locked, the same for a whole search; None: all, as of other machines' memory
-        nothing is known. In steps, so that what is remembered of one plan serves the next."""
+        """The most that may be page-locked, the same for a whole search; None: all, where nothing is copied to a GPU.
+
+        Of another machine's memory the budget is all that is known. Here the figure comes in steps, so that a plan in
+        the cache serves the next request.
+        """
         if self.request.rates.name != THIS:
-            return None
+            return int(PINNED_SHARE * self.request.ram) if self.on_gpu else None
         most = most_pinned_bytes()
         return most - most % min(_PINNED_STEP, max(1, most // 8))
 

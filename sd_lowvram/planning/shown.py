@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterator
 from typing import Any
 
-from ..units import LONG, format_least, format_size, format_time
+from ..units import LONG, format_least, format_share, format_size, format_time
 
 HEADS = ("stage", "peak", "weights", "in host memory", "time")
 
@@ -25,7 +25,20 @@ def rows(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """A row for each stage, with the columns of :data:`HEADS`."""
     for stage in plan["stages"]:
         sizes = (stage["peak_bytes"], stage["weights_bytes"], stage["host_bytes"])
-        yield stage["name"], *map(format_size, sizes), format_time(stage["seconds"])
+        yield _label(stage), *map(format_size, sizes), format_time(stage["seconds"])
+
+
+def _label(stage: dict[str, Any]) -> str:
+    """Name of a stage; of the second and third component that runs it with their number ("text 2")."""
+    number = stage["component"].rpartition("_")[2]
+    return f"{stage['name']} {number}" if number.isdecimal() else stage["name"]
+
+
+def headline(plan: dict[str, Any]) -> str:
+    """Line that says how much of the budget the picture needs, and how long it takes."""
+    predicted = plan["predicted"]
+    needed = predicted["reserved_bytes"] + predicted["overhead_bytes"]
+    return f"fits: {format_share(needed, plan['request']['vram'])}, {format_time(predicted['seconds'])}"
 
 
 def peak_of_budget(plan: dict[str, Any]) -> str:
@@ -50,7 +63,7 @@ def choices(plan: dict[str, Any]) -> Iterator[str]:
     for stage in plan["stages"]:
         if stage["choice"] or stage["why"]:
             chosen = [f"{name} {value}" for name, value in stage["choice"].items() if value not in (False, "off")]
-            yield f"{stage['name']}: {', '.join(chosen) or 'plain'}" + (f" ({stage['why']})" if stage["why"] else "")
+            yield f"{_label(stage)}: {', '.join(chosen) or 'plain'}" + (f" ({stage['why']})" if stage["why"] else "")
     settings = plan["settings"].items()
     decided = [f"{name} {_word(value)}" for name, value in settings if value not in (None, False, "off", "none")]
     yield f"settings: {', '.join(decided) or 'nothing changed'}"

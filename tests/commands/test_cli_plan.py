@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_a_table_for_people(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     for word in ("text", "denoise", "decode", "smallest budget", "peak", "RTX 2070"):
         assert word in result.output
+    assert re.match(r"fits: \d+ MiB of 1 GiB, [\d.]+ s\n", result.stdout)
+
+
+def test_stages_that_two_encoders_run_are_told_apart(tmp_path: Path) -> None:
+    write_folder(tiny.config("sdxl"), "StableDiffusionXLPipeline", tmp_path)
+    asked = "--model", str(tmp_path), "--vram", "1GB", "--ram", "2GB", "--gpu", "rtx2070"
+    shown = run(*asked).stdout
+    assert [shown.count(f" {name} \N{BOX DRAWINGS LIGHT VERTICAL}") for name in ("text   ", "text 2 ")] == [1, 1], shown
+    stages = json.loads(run(*asked, "--json").stdout)["stages"]
+    assert [stage["name"] for stage in stages].count("text") == 2
 
 
 def test_json_for_machines(folder: Path) -> None:
@@ -58,7 +69,9 @@ def test_json_for_machines(folder: Path) -> None:
 def test_an_impossible_budget_names_the_smallest_that_works(folder: Path) -> None:
     result = run("--model", str(folder), "--vram", "0.5MB", "--json")
     assert result.exit_code == 3
-    assert "needs at least" in result.output
+    assert "needs at least" in result.output and not result.stdout
+    result = run("--model", str(folder), "--vram", "0.5MB")
+    assert (result.exit_code, result.stdout) == (3, "") and result.stderr.startswith("sd-lowvram: does not fit: ")
 
 
 @pytest.mark.slow(12)
@@ -81,12 +94,24 @@ def test_components_that_wait_in_their_file_need_little_memory() -> None:
         (("--gpu", "voodoo"), "rtx2070"),
         (("--model", "sd15", "--width", "100"), "--width 100 is no multiple of 8: 96 and 104 are nearest"),
         (("--vram", "banana"), "banana"),
+        (("--gpu", "8GB,20TFLOPS"), "8GB,20TFLOPS,448GB/s"),
     ],
 )
 def test_bad_input(words: tuple[str, ...], says: str) -> None:
     result = run(*words)
     assert result.exit_code == 2
     assert says in result.output
+
+
+@pytest.mark.parametrize("words", [("plan",), ("unet", "analyse")])
+def test_an_unknown_card_is_refused_before_torch_is_imported(words: tuple[str, ...]) -> None:
+    if words[0] == "unet" and not Path("sd_lowvram/unets").exists():
+        pytest.skip("smaller UNets are not here")
+    code = "import sys; from sd_lowvram.cli import app\ntry: app(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, *words, "--gpu", "rtx3075"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (2, "False\n")
+    assert "rtx3070" in told.stderr and "8GB,20TFLOPS,448GB/s" in told.stderr
 
 
 def test_built_in_names_need_no_weights() -> None:

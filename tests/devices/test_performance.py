@@ -15,8 +15,9 @@ import torch
 
 from sd_lowvram.devices import calibration, this_machine
 from sd_lowvram.devices.overhead import Overhead
-from sd_lowvram.devices.performance import PROFILES, Rates
+from sd_lowvram.devices.performance import PROFILES, Rates, profile
 from sd_lowvram.devices.this_machine import overhead_of, rates_of
+from sd_lowvram.errors import BadInputError
 from sd_lowvram.tracing import trace
 from sd_lowvram.tracing.tracer import Figures
 
@@ -64,8 +65,9 @@ def test_rates_are_measured_once(cache: Any, monkeypatch: Any) -> None:
     assert rates_of(CPU) == first and len(made) == 1
     assert rates_of(CPU, recalibrate=True).packing == 2 and rates_of(CPU).packing == 2
     (file,) = cache.glob("rates-*.json")
-    file.write_text("no json")
-    assert rates_of(CPU).packing == 3
+    for number, damage in enumerate(("no json", "[" * 100_000, file.read_text().replace("1", "2")), 3):
+        file.write_text(damage)
+        assert rates_of(CPU).packing == number
 
 
 def test_overhead_of_a_gpu_is_the_default_until_it_was_measured(cache: Any, monkeypatch: Any) -> None:
@@ -114,6 +116,48 @@ def test_a_card_that_its_maker_calls_faster_in_everything_is_foretold_faster() -
             assert one.launch_seconds <= other.launch_seconds
             assert one.seconds(FULL, 2) < other.seconds(FULL, 2), (one.name, other.name)
     assert PROFILES["rtx2070"].half_flops > PROFILES["rtx2060"].half_flops
+
+
+@pytest.mark.parametrize("written", ["8GB,20.3TFLOPS,448GB/s", "0.448 TB/s, 8 GiB, 20.3 tflop/s"])
+def test_makers_figures_stand_for_a_card(written: str) -> None:
+    """fp16 computes at the rate of fp32 where no other is stated."""
+    known, stated, both = PROFILES["rtx3070"], profile(written), profile(f"{written},81.3TFLOPS")
+    for one in (stated, both):
+        assert (one.vram_bytes, one.bandwidth, one.float_flops) == pytest.approx(
+            (known.vram_bytes, known.bandwidth, known.float_flops)
+        )
+        assert one.copy_bandwidth == known.copy_bandwidth / 2
+    assert stated.half_flops == stated.float_flops and both.half_flops == known.half_flops
+    assert "8 GiB, 20.3 TFLOPS, 448 GB/s" in stated.title and "fp16 at the rate of fp32" in stated.source
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["8GB,20TFLOPS", "8GB,448GB/s", "20TFLOPS,448GB/s", "8GB,0TFLOPS,448GB/s", "8GB,20TFLOPS,0GB/s", "8GB,8GB,1TFLOPS",
+     "8GB,1TFLOPS,2TFLOPS,3TFLOPS,448GB/s", "8GB,20TFLOPS,448GB/s,", ",,,", "8GB,1e400TFLOPS,448GB/s"],
+)  # fmt: skip
+def test_figures_that_are_no_cards(written: str) -> None:
+    with pytest.raises(BadInputError, match="--gpu"):
+        profile(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "near"),
+    [("rtx3075", "rtx3070"), ("RTX 4070 Tie", "rtx4070-ti"), ("rx7900", "rx7900-xt"), ("GeForce GTX 1090", "gtx1080")],
+)
+def test_a_card_that_is_unknown_is_refused_with_those_nearest_to_it(written: str, near: str) -> None:
+    with pytest.raises(BadInputError) as told:
+        profile(written)
+    named = str(told.value).split("choose one of ")[1].split(", ")
+    assert near in named and len(named) <= 5
+
+
+def test_cards_that_people_have_are_known() -> None:
+    cards = "GTX 1060, GTX 1070, GTX 1080, RTX 3070, RTX 3080, RTX 3090, RTX 4060 Ti, RTX 4070, RTX 4080, RTX 5060"
+    cards += ", RTX 5070, RTX 5080, RTX 5090, RX 6600, RX 6700 XT, RX 6800, RX 6900 XT, RX 7600, RX 7700 XT"
+    cards += ", RX 7800 XT, RX 7900 XTX"
+    for card in cards.split(", "):
+        assert card in profile(card).title
 
 
 @pytest.mark.parametrize("card", PROFILES)

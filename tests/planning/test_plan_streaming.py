@@ -181,7 +181,7 @@ def test_the_less_is_pinned_the_longer_a_step_takes(anatomy: Any) -> None:
     settings = Settings(offload="blocks", weights_mib=total // MIB // 4)
     steps = []
     for share in (2.0, 1.2, 0.9, 0.6, 0.3, 0.0):
-        asked = dataclasses.replace(request(8 * GIB), rates=rates, ram=RING_BYTES + int(share * total))
+        asked = dataclasses.replace(request(8 * GIB), rates=rates, ram=2 * (RING_BYTES + int(share * total)))
         pricing = Pricing(anatomy, asked)
         (stage,) = pricing.costs.stages
         planned = pricing.stage(settings, stage, {}, settings)
@@ -308,6 +308,23 @@ def test_what_is_locked_is_a_share_of_what_is_free_and_told(anatomy: Any, offloa
         assert "are read when they are copied" in told
         assert less.predicted.seconds > plenty.predicted.seconds
         assert "of the run" in told
+
+
+@pytest.mark.parametrize("offload", ["layer", "component"])
+def test_half_of_the_memory_beside_a_named_card_is_locked(anatomy: Any, offload: str) -> None:
+    """As on the machine itself; the plan is the same for every budget that leaves the half large enough."""
+
+    def plan(ram: int) -> Any:
+        return make_plan(anatomy, Request(128, 128, 1, GIB, ram, GPU, RATES), Settings(offload=offload))
+
+    weights = weight_bytes(anatomy.denoiser_module)
+    plenty, half = plan(4 * GIB), plan(2 * (RING_BYTES + 24 * MIB))
+    assert plenty.predicted.locked_bytes >= 0.9 * weights
+    assert 0 < half.predicted.locked_bytes <= RING_BYTES + 24 * MIB < 0.9 * weights
+    assert any("are read when they are copied" in reason for reason in half.reasons)
+    least, _ = plenty.alike["ram"]
+    assert 2 * weights < least < 2 * (weights + 2 * RING_BYTES)
+    assert plan(int(least)).predicted == plenty.predicted
 
 
 def test_other_programs_memory_is_not_locked(monkeypatch: Any) -> None:

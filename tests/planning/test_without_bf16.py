@@ -37,7 +37,8 @@ def denoised(pipe: Any, dtype: torch.dtype, bf16: bool, side: int = 256) -> Stag
 
 def test_which_cards_have_none() -> None:
     assert {name for name, card in PROFILES.items() if not card.bf16} == {
-        "gtx1650", "rtx2060", "rtx2070", "t4", "titan-rtx",
+        "gtx1060", "gtx1070", "gtx1080", "gtx1080-ti", "gtx1650", "rtx2060", "rtx2070", "rtx2080", "rtx2080-ti", "t4",
+        "titan-rtx", "rx6600", "rx6600-xt", "rx6700-xt", "rx6800", "rx6800-xt", "rx6900-xt",
     }  # fmt: skip
 
 

@@ -64,18 +64,19 @@ def analyse(
 ) -> None:
     """Show what each part of a UNet takes in a guided step: weights, operations, time, memory of activations."""
     with exit_on_error(debug):
+        check_given(model=model, gpu=gpu)
+        rates = _rates(gpu)  # before torch is imported
+
         from rich.console import Console
         from torch import nn
 
         from ...commands.show import Bars
         from ..analysis import totals
 
-        check_given(model=model, gpu=gpu)
         _check_sides(width, height)
         _check_plot(plot)
         if dry_run and gpu is None:
             raise BadInputError("--dry-run measures no times: name a card with --gpu, rtx2070 for example")
-        rates = _rates(gpu)
         console = Console(stderr=True)
         loaded = empty_unet(model) if rates else nn.Module.float(_loaded(model, console).unet)  # as a CPU runs it
         with Bars(console, not as_json).running():
@@ -140,7 +141,7 @@ def prune(
         from ..prune import pruned
 
         made = pruned(empty, cut, changes)
-        _check_changeable(empty, changes)
+        _check_changeable(empty, changes, model)
         check_layout(out, model, made)
         before, after = counted(empty), counted(made)
         if not dry_run:
@@ -279,15 +280,17 @@ def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> BlockC
     return BlockChanges(experts, regions, tuple(blocks))
 
 
-def _check_changeable(empty: Any, changes: BlockChanges | None) -> None:
+def _check_changeable(empty: Any, changes: BlockChanges | None, model: str | None) -> None:
     """Refuse experts and regions in a UNet of one layer a block: they stand in for layers that are cut beside them."""
     from ...checkpoints.architectures import layers_per_block
 
     if changes and max(layers_per_block(empty.config)) < 2:
         asked = f"--experts {changes.experts}" if changes.experts > 1 else f"--regions {changes.regions}"
+        whole = "a model with two layers a block" if model is None else "the model that it was cut from"
         raise BadInputError(
-            f"{asked} stands in for layers that are cut, and this UNet has one layer a block, of which none is: cut "
-            f"and change the whole model at once, with --kind base {asked}"
+            f"{asked} stands in for layers that are cut, and {'the demo model' if model is None else 'this UNet'} has "
+            f"one layer a block, of which none can be: cut and change {whole} at once, with --model PATH --kind base "
+            f"{asked}"
         )
 
 
