@@ -47,7 +47,8 @@ HOSTS = {
 
 
 def install(name: str, path: Path) -> tuple[Path, str]:
-    """Link or copy the adapter into the host at ``path``; a copy of ours that is there is renewed.
+    """Link or copy the adapter into the host at ``path``; a copy of ours that is there is renewed, once the new one is
+    whole.
 
     Returns:
         The place, and "linked", "copied" or "there already".
@@ -64,15 +65,22 @@ def install(name: str, path: Path) -> tuple[Path, str]:
     if os.path.lexists(place):
         if place.resolve() == source.resolve():
             return place, "there already"
-        _remove(place)
+        _check_ours(place)
+    new, old = (place.with_name(f".{NAME}{age}.disabled") for age in ("", "-old"))  # names that hosts pass over
     try:
         place.parent.mkdir(exist_ok=True)
-        if source == checkout and _linked(place, source):
-            return place, "linked"
-        _copy(source, host.parts, place)
+        for left in (new, old):  # by an installation that was ended
+            _remove(left)
+        linked = source == checkout and _linked(new, source)
+        try:
+            if not linked:
+                _copy(source, host.parts, new)
+            _put(new, place, old)
+        finally:
+            _remove(new)
     except OSError as error:
         raise OutputError(f"{place} cannot be written: {error.strerror or error}") from None
-    return place, "copied"
+    return place, "linked" if linked else "copied"
 
 
 def uninstall(name: str, path: Path) -> Path:
@@ -84,7 +92,11 @@ def uninstall(name: str, path: Path) -> Path:
     place = path / _checked(name, path).folder / NAME
     if not os.path.lexists(place):
         raise BadInputError(f"sd-lowvram is not installed in {path}: there is no {place}")
-    _remove(place)
+    _check_ours(place)
+    try:
+        _remove(place)
+    except OSError as error:
+        raise OutputError(f"{place} cannot be removed: {error.strerror or error}") from None
     return place
 
 
@@ -109,34 +121,41 @@ def _linked(place: Path, source: Path) -> bool:
     return True
 
 
-def _copy(source: Path, parts: tuple[str, ...], place: Path) -> None:
-    """Copy under a name that hosts pass over, then rename: they never see half of it."""
-    part = place.with_name(f".{NAME}.disabled")
-    shutil.rmtree(part, ignore_errors=True)
+def _copy(source: Path, parts: tuple[str, ...], new: Path) -> None:
     ignore = shutil.ignore_patterns("__pycache__", _DATA)
+    new.mkdir()
+    (new / _MARK).write_text("made by sd-lowvram install, and removed by --uninstall\n", encoding="ascii")
+    shutil.copytree(_PACKAGE, new / _PACKAGE.name, ignore=ignore)
+    for name in parts:
+        one = source / name
+        if one.is_dir():
+            shutil.copytree(one, new / name, ignore=ignore)
+        elif one.exists():
+            shutil.copy2(one, new / name)
+
+
+def _put(new: Path, place: Path, old: Path) -> None:
+    """Rename ``new`` to ``place``, and remove what was there; if that fails, what was there stays."""
+    if not os.path.lexists(place):
+        new.rename(place)
+        return
+    place.rename(old)
     try:
-        part.mkdir()
-        shutil.copytree(_PACKAGE, part / _PACKAGE.name, ignore=ignore)
-        for name in parts:
-            one = source / name
-            if one.is_dir():
-                shutil.copytree(one, part / name, ignore=ignore)
-            elif one.exists():
-                shutil.copy2(one, part / name)
-        (part / _MARK).write_text("made by sd-lowvram install, and removed by --uninstall\n", encoding="ascii")
-        part.rename(place)
+        new.rename(place)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        old.rename(place)
         raise
+    _remove(old)
+
+
+def _check_ours(place: Path) -> None:
+    if not place.is_symlink() and not (place / _MARK).exists():
+        raise BadInputError(f"{place} was not put there by sd-lowvram install: remove or rename it first")
 
 
 def _remove(place: Path) -> None:
-    try:
-        if place.is_symlink():
-            place.unlink()
-        elif (place / _MARK).exists():
-            shutil.rmtree(place)
-        else:
-            raise BadInputError(f"{place} was not put there by sd-lowvram install: remove or rename it first")
-    except OSError as error:
-        raise OutputError(f"{place} cannot be removed: {error.strerror or error}") from None
+    """Remove a link or a folder, if it is there."""
+    if place.is_symlink():
+        place.unlink()
+    elif place.exists():
+        shutil.rmtree(place)

@@ -85,6 +85,37 @@ def test_a_copy_that_fails_leaves_nothing(host, wheel, monkeypatch) -> None:
     assert not list((path / HOSTS[name].folder).iterdir())
 
 
+@pytest.mark.parametrize("fails", ["copytree", "rename"])
+def test_a_renewal_that_fails_leaves_what_was_there(host, wheel, monkeypatch, fails: str) -> None:
+    """The next one, with room, leaves the new copy alone."""
+    name, path = host
+    place, _ = adapters.install(name, path)
+    (place / "old.py").touch()
+    rename = Path.rename
+
+    def full(source: Path, *args: object, **kwargs: object) -> Path:
+        if source == place or "old" in source.name:
+            return rename(source, *args, **kwargs)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*(adapters.shutil, "copytree") if fails == "copytree" else (Path, "rename"), full)
+        with pytest.raises(OutputError, match="No space left"):
+            adapters.install(name, path)
+    assert (place / "old.py").exists() and list(place.parent.iterdir()) == [place]
+    assert adapters.install(name, path) == (place, "copied")
+    assert not (place / "old.py").exists() and list(place.parent.iterdir()) == [place]
+
+
+def test_a_link_gives_way_to_a_copy(host, wheel) -> None:
+    name, path = host
+    place = path / HOSTS[name].folder / "sd-lowvram"
+    place.parent.mkdir()
+    place.symlink_to(path / "moved away", target_is_directory=True)
+    assert adapters.install(name, path) == (place, "copied") and not place.is_symlink()
+    assert list(place.parent.iterdir()) == [place]
+
+
 def test_what_somebody_else_put_there_stays(host) -> None:
     name, path = host
     theirs = path / HOSTS[name].folder / "sd-lowvram"
