@@ -13,6 +13,7 @@ from ..commands.paint import checked_model, note_unknown_words, start_pictures
 from ..commands.pictures import check_writable
 from ..errors import BadInputError, LowVRAMError, OutputError
 from .jobs import Task
+from .journal import asked_names
 
 _FILES = ("model", "init_image", "mask", "prediction", "allow_pickle", "device", "vram", "width", "height", "batch")
 
@@ -45,6 +46,32 @@ def check_files(tasks: Sequence[Task], *, here: bool) -> None:
     prompts = [f"{task.job.prompt} {task.job.negative}" for task in tasks if task.job.model is None]
     if prompts:
         note_unknown_words(Job("\n".join(prompts)))
+
+
+def check_names(folder: Path, tasks: Sequence[Task]) -> None:
+    """Raise BadInputError where a link in ``folder`` would lead the picture of a job out of it."""
+    for task in tasks:
+        for name in asked_names(task) or ():
+            try:
+                inside(folder, name)
+            except BadInputError as error:
+                raise BadInputError(f"line {task.line}: {error}") from None
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the place of the picture ``name`` in ``folder``.
+
+    Raises:
+        BadInputError: a link leads out of the folder.
+    """
+    place = folder / name
+    try:
+        whither = place.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise BadInputError(f"the output {name} cannot be followed in {folder} ({error}): give another name") from error
+    if not whither.is_relative_to(folder.resolve()):
+        raise BadInputError(f"the output {name} leads out of {folder} by a link, to {whither}: give another name")
+    return place
 
 
 def check_place(folder: Path) -> None:

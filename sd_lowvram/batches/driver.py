@@ -12,6 +12,7 @@ from ..commands.interrupts import heed_interrupts
 from ..commands.pictures import save_png
 from ..errors import LowVRAMError
 from ..saved_latents.interval import Interval
+from .checks import inside
 from .crew import Crew, Lost
 from .journal import Journal, JournalEntry
 from .latents import place_in, remove
@@ -105,7 +106,7 @@ def work(
             entry = running.pop(worker)
             if isinstance(outcome, Painted):
                 for name, picture in zip(entry.files, outcome.pictures, strict=True):
-                    save_png(picture.png, folder / name)
+                    save_png(picture.png, inside(folder, name))
                 journal.done(entry, outcome.pictures, outcome.seconds, outcome.notes)
                 remove(place_in(folder, entry.id, interval))
                 tell(JobEvent("done", entry, worker, outcome.seconds, "; ".join(outcome.notes)))

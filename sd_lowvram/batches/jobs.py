@@ -16,6 +16,7 @@ import itertools
 import json
 import stat
 import typing
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -282,9 +283,15 @@ def _check_name(name: str) -> None:
         raise BadInputError(f"output {name[:_SHOWN]!r} is longer than {_LONGEST_NAME} bytes: give a shorter name")
 
 
+def comparable(name: str) -> str:
+    """Return what names of one file have in common: some file systems ignore case, or in which of Unicode's forms
+    (NFC, NFD) an accent is written."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
+
+
 def _check_names(path: Path, tasks: Iterable[Task]) -> None:
-    """Raise BadInputError where two jobs ask for one file; some file systems take A.png and a.png for one."""
-    named = sorted((task.name.casefold(), task.line) for task in tasks if task.name is not None)
+    """Raise BadInputError where two jobs ask for one file, on any file system."""
+    named = sorted((comparable(task.name), task.line) for task in tasks if task.name is not None)
     for (one, line), (other, again) in itertools.pairwise(named):
         if one == other:
             raise BadInputError(

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..commands.inputs import Job
 from ..errors import BadInputError
-from .jobs import Task, stated
+from .jobs import Task, comparable, stated
 from .marks import FinishedPicture, Found
 
 NAME = "journal.sqlite"
@@ -335,7 +335,7 @@ class _Names:
 
     def __init__(self, folder: Path, known: Sequence[str]) -> None:
         self._folder = folder
-        self._taken = {name.casefold() for name in known}
+        self._taken = {comparable(name) for name in known}
         there = [file.name for file in folder.glob("*.png")]
         numbers = [int(match[1]) for name in (*known, *there) if (match := re.match(r"(\d+)-", name))]
         self._next = max(numbers, default=-1) + 1
@@ -343,7 +343,7 @@ class _Names:
 
     def take(self, names: Iterator[str]) -> None:
         """Leave these to the jobs that ask for them."""
-        self._taken |= {name.casefold() for name in names}
+        self._taken |= {comparable(name) for name in names}
 
     def of(self, task: Task) -> list[str]:
         """Names for the pictures of a new job.
@@ -355,7 +355,7 @@ class _Names:
         if names is None:
             return [self._numbered(task.job, number) for number in range(task.job.batch)]
         for name in names:
-            if name.casefold() not in self._known and (self._folder / name).exists():
+            if comparable(name) not in self._known and (self._folder / name).exists():
                 raise BadInputError(
                     f"line {task.line}: the output {name} is in {self._folder} already and not of this batch: give "
                     "another name"

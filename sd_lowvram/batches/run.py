@@ -20,7 +20,7 @@ from ..files.whole import sweep
 from ..saved_latents.interval import Interval
 from ..units import format_time
 from .alike import pictures_by_line
-from .checks import check_files, check_place
+from .checks import check_files, check_names, check_place
 from .crew import Alone, Crew
 from .driver import work
 from .jobs import Task, read_jobs
@@ -60,6 +60,7 @@ def check(wanted: Wanted, base: Job, chosen: dict[str, Any]) -> list[Task]:
     for task in tasks:
         if wanted.on is not None and task.job.device is not None:
             raise BadInputError(f"line {task.line}: device and --on {wanted.on} exclude each other: leave one out")
+    check_names(wanted.out, tasks)
     check_files(tasks, here=wanted.on is None or not wanted.on.startswith("ray://"))
     return tasks
 

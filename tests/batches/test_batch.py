@@ -8,6 +8,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import sqlite3
 from pathlib import Path
 
@@ -168,6 +169,7 @@ BAD = [
     ("a.csv", "prompt,output\na,../b.png\n", "output '../b.png' must be a file's name inside --out that ends in .png"),
     ("a.csv", "prompt,output\na,C:b.png\n", "must be a file's name inside --out"),
     ("a.csv", "prompt,output\na,b.png\nc,B.png\n", "a.csv, lines 2 and 3: both have the output 'b.png'"),
+    ("a.csv", "prompt,output\na,caf\u00e9.png\nc,Cafe\u0301.png\n", "a.csv, lines 2 and 3: both have the output"),
     ("a.csv", "prompt,init_image\na,none.png\n", "line 2: --init-image none.png cannot be opened: No such file"),
     ("a.csv", "prompt,model\na,none\n", "line 2: there is no model at none"),
     ("a.csv", "prompt,vram\na,1KB\n", "line 2: 1 KiB cannot hold 128x128"),
@@ -195,6 +197,31 @@ def test_bad_jobs_are_named_before_any_work(here, quick, name, content, message)
     assert done.exit_code in (2, 3), done.output
     assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
     assert not quick and not Path("out").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links take rights there")
+@pytest.mark.parametrize("name", ["sub/a.png", "a.png", "circle/a.png"])
+def test_links_do_not_lead_out_of_the_folder(here, quick, tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    Path("out").mkdir()
+    Path("out", "sub").symlink_to(outside, target_is_directory=True)
+    Path("out", "a.png").symlink_to(outside / "b.png")
+    Path("out", "circle").symlink_to("circle")
+    Path("jobs.csv").write_text(f"prompt,output\nan apple,{name}\n")
+    for more in ([], ["--dry-run"]):
+        done = here("jobs.csv", "--out", "out", *more)
+        assert done.exit_code == 2 and f"line 2: the output {name}" in done.stderr, done.output
+    assert not quick and not list(outside.iterdir())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links take rights there")
+def test_links_within_the_folder_are_followed(here, quick):
+    Path("out", "real").mkdir(parents=True)
+    Path("out", "sub").symlink_to("real", target_is_directory=True)
+    Path("jobs.csv").write_text("prompt,output\nan apple,sub/a.png\n")
+    assert here("jobs.csv", "--out", "out").exit_code == 0
+    assert Path("out", "real", "a.png").is_file()
 
 
 @pytest.mark.parametrize(
