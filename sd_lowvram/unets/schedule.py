@@ -7,6 +7,7 @@ hooks of its own plan: one of them is on the device, the others are in host memo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from ..planning.plan import Plan
 from ..planning.request import Request, RunOptions, request_for
 from ..planning.search import make_plan
 from ..session import anatomy_of, attachments, restore
-from ..settings import Settings
+from ..settings import Fidelity, Settings
 from ..units import format_size, parse_size
 from ..weights import all_tensors
 from .layers import check_unet
@@ -100,6 +101,8 @@ def scheduled(
             pipe.register_modules(unet=unet)
             turns.append(_Turn(unet, steps, make_plan(anatomy_of(pipe), request, fixed, approximate)))
         plan = in_turn([turn.plan for turn in turns], [_waiting(unet, parts) for unet, _ in parts])
+        if any(unet is not own for unet, _ in parts):
+            plan = dataclasses.replace(plan, fidelity=Fidelity.APPROXIMATE)
         following = _Following(turns, functools.partial(_change, pipe, fixed, approximate))
         following.take(0)
         with contextlib.ExitStack() as stack:
