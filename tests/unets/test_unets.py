@@ -245,8 +245,11 @@ def test_an_analysis_is_drawn_and_told(tmp_path: Path) -> None:
             ],
             "nothing would be cut",
         ),
-        (["prune", "--experts", "2", "--dry-run"], "this UNet has one layer a block"),
-        (["prune", "--drop", "mid", "--regions", "4", "--dry-run"], "at once, with --kind base --regions 4"),
+        (["prune", "--experts", "2", "--dry-run"], "the demo model has one layer a block"),
+        (
+            ["prune", "--drop", "mid", "--regions", "4", "--dry-run"],
+            "at once, with --model PATH --kind base --regions 4",
+        ),
         (["combine", "--compressed", "sd15", "--model", "sd15", "--dry-run"], "are both sd15"),
         (["prune", "--dry-run"], "name one cut"),
         (["prune", "--kind", "tiny", "--drop", "mid", "--dry-run"], "name one cut"),

@@ -261,7 +261,9 @@ def _loaded(model: str | None, console: Any) -> Any:
 
     if model in NAMES:
         raise BadInputError(f"{model} is an architecture without weights: give a model's folder or file, or --dry-run")
-    with console.status("loading"):
+    from ...commands.show import loading
+
+    with loading(console, model):
         return load_as_stored(model)
 
 
