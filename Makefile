@@ -155,15 +155,19 @@ $(VENV)/.python:
 	@command -v "$(PYTHON)" >/dev/null || { echo 'No "$(PYTHON)" here: install Python 3.10 or newer, or name yours: make PYTHON=/path/to/python3' >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit(f"$(PYTHON) is Python {v[0]}.{v[1]}: 3.10 or newer is needed; name it with make PYTHON=/path/to/python3")'
 	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { echo '$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)' >&2; exit 1; }
-	"$(PYTHON)" -m venv "$(VENV)"
+	test -x $(BIN)/python || "$(PYTHON)" -m venv "$(VENV)"
 	@touch $@
 
-# torch comes first and by itself, so that an environment with a build of its own choice keeps it.
+# An environment that has all of it, as README's install makes one, is used as it is. In another one torch comes first
+# and by itself, so that an environment with a build of its own choice keeps it.
+NEEDED = accelerate diffusers matplotlib PIL psutil pynvml rich safetensors torch transformers typer
 $(VENV)/.standalone: $(VENV)/.python pyproject.toml constraints.txt
-	@echo 'first install, 1 of 2: torch, which takes some minutes' >&2
-	@$(PIP) install -c constraints.txt torch
-	@echo 'first install, 2 of 2: what reads models and draws pictures' >&2
-	@$(PIP) install -c constraints.txt -e '.[standalone]'
+	@if ! $(BIN)/python -c 'import importlib as i, importlib.metadata, importlib.util, sys; i.metadata.version("sd-lowvram"); \
+			sys.exit(not all(map(i.util.find_spec, sys.argv[1:])))' $(NEEDED) 2>/dev/null; then \
+		echo 'first install, 1 of 2: torch, which takes some minutes' >&2 && \
+		$(PIP) install -c constraints.txt torch && \
+		echo 'first install, 2 of 2: what reads models and draws pictures' >&2 && \
+		$(PIP) install -c constraints.txt -e '.[standalone]'; fi
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.standalone

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,29 @@ def book() -> Any:
 
 def test_readme_is_read_in_minutes() -> None:
     assert len(README.splitlines()) <= 180
+
+
+@pytest.mark.skipif(shutil.which("make") is None or os.name == "nt", reason="needs make and a shell")
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_environment_that_is_complete_is_not_installed_into(tmp_path: Path, complete: bool) -> None:
+    """README's install, then its first command: torch comes once."""
+    program, log = tmp_path / "bin" / "python", tmp_path / "log"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> "{log}"\ncase "$1" in -c) exit {int(not complete)};; esac\n')
+    program.chmod(0o755)
+    made = ["make", "picture", f"VENV={tmp_path}", f"PYTHON={sys.executable}", "PROMPT=a red apple"]
+    for _ in range(2):
+        subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
+    commands = [line for line in log.read_text().splitlines() if line.startswith("-m")]
+    installed = [line for line in commands if line.startswith("-m pip")]
+    assert commands[-1] == "-m sd_lowvram generate a red apple"
+    assert [line.split()[-1] for line in installed] == ([] if complete else ["torch", ".[standalone]"])
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    """A file that ships with it, as the classifier promises."""
+    assert '"Typing :: Typed"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert (ROOT / "sd_lowvram" / "py.typed").is_file()
 
 
 def test_the_page_of_knobs_is_made_of_their_declarations(book: Any) -> None:
