@@ -31,6 +31,8 @@ def decoded(path: Path, saved: Saved, asked: dict[str, Any], keep: bool, console
     Raises:
         LowVRAMError: it makes no sense, its autoencoder is not known or not there, or the budget cannot hold it.
     """
+    from .show import loading
+
     hosted, model, files = foretold(path, saved, asked)
     height, width = (side * _FACTOR for side in hosted.latents.shape[2:])
     check_writable(files[0], len(files) * (width * height * 4 + (64 << 10)))
@@ -39,7 +41,7 @@ def decoded(path: Path, saved: Saved, asked: dict[str, Any], keep: bool, console
         highlight=False,
     )
     begun = time.perf_counter()
-    with console.status("loading"):
+    with loading(console, model):
         vae = _checked(path, hosted, load_autoencoder(model, _float32()))
     loaded = time.perf_counter()
     with console.status("decoding"):

@@ -93,12 +93,14 @@ def finished(
     preview: int | None = None,
 ) -> dict[str, Any]:
     """The work of :func:`paint` from its pictures to start from on."""
+    from .show import loading
+
     # A first look at the output's place, before the model is loaded; the second knows the size.
     check_writable(files[0], 1)
     check_plot(job.memory_plot)
     path = checked_model(job, images)
     started = time.perf_counter()
-    with console.status("loading"):
+    with loading(console, job.model):
         pipe, device = load(job, path)
         schedule(job, pipe)
     heed_interrupts()

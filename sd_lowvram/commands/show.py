@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -52,6 +53,14 @@ class Bars:
         finally:
             if self._tasks:
                 self._progress.stop()
+
+
+@contextlib.contextmanager
+def loading(console: Console, model: str | Path | None) -> Iterator[None]:
+    """Print which model loads, and show a spinner within the block; that one is seen on terminals alone."""
+    console.print(f"loading {Path(model).name if model else 'the demo model'}", highlight=False, markup=False)
+    with console.status("loading"):
+        yield
 
 
 def show_plan(console: Console, plan: Any) -> None:

@@ -86,6 +86,7 @@ def test_a_batch_with_everything_stated(model, tmp_path, here):
     done = here("generate", "an apple", *options)
     assert done.exit_code == 0, done.stderr
     assert "a-1.png\na-2.png\n" in done.stdout and "seed: 11" in done.stderr and "3/3" in done.stderr
+    assert done.stderr.startswith(f"loading {model.name}\n")
     prompt, negative, values = parameters(tmp_path / "a-2.png")
     assert (prompt, negative) == ("an apple", "blur: yes, more")
     assert values["Sampler"] == "Euler a" and values["Seed"] == "12" and values["CFG scale"] == "5"

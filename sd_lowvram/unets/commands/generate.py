@@ -119,7 +119,7 @@ def paint_scheduled(job: Job, parts: Sequence[ScheduledSteps], console: Console)
     from ...commands.interrupts import heed_interrupts, terminated_as_interrupted
     from ...commands.memory_plot import measured_run
     from ...commands.pictures import check_writable, output_paths, parameters_text, save_picture
-    from ...commands.show import show_plan
+    from ...commands.show import loading, show_plan
     from ..checkpoints.load_unet import load_unet
     from ..schedule import check_settings, scheduled
 
@@ -130,7 +130,7 @@ def paint_scheduled(job: Job, parts: Sequence[ScheduledSteps], console: Console)
     path = paint.checked_model(job, {})
     folders = _checked_folders(job, parts)
     started = time.perf_counter()
-    with console.status("loading"):
+    with loading(console, job.model):
         pipe, device = paint.load(job, path)
         paint.schedule(job, pipe)
         own = {OWN: pipe.unet}
