@@ -1,4 +1,4 @@
-"""Where traces and plans are remembered, and until when: torch is not imported here."""
+"""Files of the cache, which only this user writes, and until when they hold: torch is not imported here."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft")
-"""Whose code a model is made of."""
+"""Packages whose code a model is made of."""
 
 CODE = ("traced", "compiled")
 """Kinds whose files are run."""
 
 MOST_BYTES = 64 << 20
-"""Size of a file at most; larger ones are not ours."""
+"""Most bytes of a file of ours."""
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _READ = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_BINARY", "O_NOFOLLOW", "O_NONBLOCK"))
-"""Opens neither links nor, until somebody writes, pipes."""
+"""Flags with which open refuses links, and does not wait for the writer of a pipe."""
 
 
 def cache_folder() -> Path | None:
@@ -126,10 +126,10 @@ def write_private(data: bytes, path: Path) -> None:
 
 
 def place_of(kind: str, facts: Callable[[], Any]) -> Path | None:
-    """The file for what hangs on some facts and on our code, in the folder of its kind; None: nothing is remembered.
+    """Return the file for a value that depends on some facts and on our code; None: nothing is cached.
 
     Args:
-        facts: tells them, where they are asked for; their representations are the same in every process.
+        facts: returns the facts, whose representations are the same in every process; called only with a cache.
     """
     folder = folder_of(kind)
     if folder is None:
@@ -152,8 +152,7 @@ def remembered(place: Path | None) -> Any:
 
 
 def remember(place: Path | None, value: Any) -> None:
-    """Write ``value`` as JSON, whole or not at all, objects by their attributes; a cache that cannot be written only
-    costs time."""
+    """Write ``value`` as JSON, objects by their attributes; a cache that cannot be written only costs time."""
     if place is None:
         return
     written = json.dumps(value, default=vars).encode()
@@ -162,7 +161,7 @@ def remember(place: Path | None, value: Any) -> None:
 
 
 def _head(place: Path, value: bytes) -> bytes:
-    """Begin of a file at ``place``, which a value that was damaged, or written for another place, does not follow."""
+    """Return the begin of a file: a digest, which other values, or this one at another place, do not have."""
     digest = hashlib.sha256(os.fsencode(place.name) + b"\0" + value).hexdigest()
     return b'{"sha256": "%s", "value": ' % digest.encode()
 
@@ -193,7 +192,7 @@ def _remove_writable(folder: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed of those whose code a model is made of."""
+    """Versions of the installed packages whose code a model is made of."""
     found = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -203,7 +202,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def code_digest() -> str:
-    """Changes when torch, the host's library or our own code does."""
+    """Digest that changes when torch, the host's library or our own code does."""
     digest = hashlib.sha256()
     for version in versions().values():
         digest.update(version.encode())
