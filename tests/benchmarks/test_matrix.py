@@ -49,7 +49,7 @@ def test_a_matrix_goes_on_with_the_sizes_that_it_lacks(tmp_path: Path) -> None:
         (["--model", "sd15"], "no weights to measure with"),
         (["--from", "512", "--to", "256"], "--from 512 is beyond --to 256"),
         (["--from", "100"], "no multiple of 8"),
-        (["--gpu", "voodoo"], "no profile for the GPU"),
+        (["--gpu", "voodoo"], "--gpu 'voodoo' is unknown"),
     ],
 )
 def test_bad_input_is_told(tmp_path: Path, arguments: list[str], why: str) -> None:
