@@ -143,10 +143,10 @@ def remembered(place: Path | None) -> Any:
     if place is None or (data := read_private(place)) is None:
         return None
     head = len(_head(place, b""))
-    if data[:head] != _head(place, value := data[head:-1]):
+    if data[:head] != _head(place, memoryview(data)[head:-1]):
         return None
     try:
-        return json.loads(value)
+        return json.loads(data[head:-1])
     except (ValueError, RecursionError):
         return None
 
@@ -160,10 +160,11 @@ def remember(place: Path | None, value: Any) -> None:
         write_private(_head(place, written) + written + b"}", place)
 
 
-def _head(place: Path, value: bytes) -> bytes:
+def _head(place: Path, value: bytes | memoryview) -> bytes:
     """Return the begin of a file: a digest, which other values, or this one at another place, do not have."""
-    digest = hashlib.sha256(os.fsencode(place.name) + b"\0" + value).hexdigest()
-    return b'{"sha256": "%s", "value": ' % digest.encode()
+    digest = hashlib.sha256(os.fsencode(place.name) + b"\0")
+    digest.update(value)
+    return b'{"sha256": "%s", "value": ' % digest.hexdigest().encode()
 
 
 def _is_own(path: Path, about: os.stat_result) -> bool:
