@@ -225,7 +225,7 @@ def _check_leftovers(path: Path, shapes: Shapes, layout: Layout, prefix: str) ->
         inner = _inner(name, prefix, layout.role)
         if (known := weight_of(inner)) and name.startswith(prefix) and layout.names.fullmatch(known):
             modules.add(known.split(".")[0])
-        elif known and not any(one.fullmatch(name) for role, one in _known().parts.items() if role != layout.role):
+        elif known and not _is_other_part(name, prefix, layout.role):
             left[name] = inner
     for other, marks in _known().others.items():
         if found := next((name for name in left if any(mark in name for mark in marks)), None):
@@ -243,6 +243,12 @@ def _check_leftovers(path: Path, shapes: Shapes, layout: Layout, prefix: str) ->
             f"{path} holds {len(strange)} weights that {title} has no use for, {next(iter(strange))} for one: they "
             "are left out",
         )
+
+
+def _is_other_part(name: str, prefix: str, role: str) -> bool:
+    """True for a weight of another part of an all-in-one file, which may have several text encoders."""
+    several = role == "text encoder" and prefix and not name.startswith(prefix)
+    return any(one.fullmatch(name) for of, one in _known().parts.items() if of != role or several)
 
 
 def _inner(name: str, prefix: str, role: str) -> str:

@@ -107,6 +107,21 @@ def test_a_weight_that_a_model_has_no_place_for_makes_it_another(
     assert name in str(told.value)
 
 
+STORED = {
+    "double_blocks.0.img_attn.qkv.weight.quant_state.bitsandbytes__nf4": "nf4 of bitsandbytes",
+    "double_blocks.0.img_attn.qkv.SCB": "int8 of bitsandbytes",
+    "double_blocks.0.img_attn.qkv.wscales": "nunchaku's 4 bits",
+    "double_blocks.0.img_attn.qkv.weight_scale_2": "nvfp4",
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_format_that_nothing_computes_with_is_named(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    file = write_header(tmp_path / "a.safetensors", {**made("flux1").shapes("transformer"), name: (8,)})
+    with pytest.raises(CheckpointError, match=f"holds weights in {STORED[name]}"):
+        split_file(file, "transformer")
+
+
 UNUSED = {
     "transformer": ["model_ema.decay", "first_stage_model.decoder.conv_in.weight", "__index_timestep_zero__"],
     "text encoder": ["logit_scale", "lm_head.weight", "decoder.block.0.layer.0.SelfAttention.q.weight", "spiece_model"],
@@ -216,7 +231,9 @@ def test_transformers_and_autoencoders_are_loaded_in_diffusers_names(
         assert all(torch.equal(held[key], tensor) for key, tensor in wanted.items())
 
 
-def test_an_all_in_one_file_is_every_part(made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_an_all_in_one_file_is_every_part(
+    made: Callable[[str], Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     one = made("flux1")
     begins = {"transformer": "model.diffusion_model.", "vae": "vae."}
     state = {begins[role] + name: tensor for role in begins for name, tensor in load_file(one.given[role]).items()}
@@ -224,10 +241,11 @@ def test_an_all_in_one_file_is_every_part(made: Callable[[str], Made], tmp_path:
         before = f"text_encoders.{'t5xxl' if '_2' in file.name else 'clip_l'}.transformer."
         state |= {before + name: tensor for name, tensor in load_file(file).items()}
     whole = tmp_path / "whole.safetensors"
-    save_file(state, whole)
+    save_file(state | {"text_encoders.clip_l.logit_scale": torch.ones(())}, whole)
     assert {found.kind for found in split_files_in(whole, "text encoder")} == {"clip", "t5"}
     tokenizer = one.given["tokenizer"]
     folder = split_model(transformer=whole, text_encoders=[whole], vae=whole, tokenizer=tokenizer)
+    assert not [record for record in caplog.records if record.name.startswith("sd_lowvram")]
     found = load_pipeline(folder)
     for name, part in one.pipe.components.items():
         if isinstance(part, nn.Module):
