@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..cache import cache_folder
+from ..cache import folder_of, make_private
 from ..errors import BadInputError, CheckpointError
 from ..files.whole import write_json
 from .architectures import schedulers_of_transformers, write_tokenizer
@@ -215,10 +215,10 @@ def _laid_out(
     files |= {"scheduler/scheduler_config.json": scheduler, _TABLE: table}
     files["model_index.json"] = index  # the last: a folder that has it is whole
     shipped = [name for name, path in tokenizers.items() if path is None]
-    cache = cache_folder()
+    cache = folder_of("models")
     if cache is not None:
         with contextlib.suppress(OSError):  # a cache that cannot be written
-            return _written(cache / "models" / name, files, shipped)
+            return _written(cache / name, files, shipped)
     try:
         return _written(_temporary() / name, files, shipped)
     except OSError as error:
@@ -237,7 +237,7 @@ def _written(folder: Path, files: Mapping[str, Any], tokenizers: Sequence[str]) 
     if all(_holds(folder / name, content) for name, content in files.items()):
         return folder
     for place in (*tokenizers, *(name.rpartition("/")[0] for name in files)):
-        (folder / place).mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder / place)
     for name in tokenizers:
         write_tokenizer(_CLIP_TOKENIZERS[name], folder / name)
     for name, content in files.items():

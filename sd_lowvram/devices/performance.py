@@ -293,7 +293,9 @@ def _stated_card(text: str) -> Rates:
 
     A second, larger figure of arithmetic is that of dense fp16 matrix work; without one fp16 computes at fp32's rate.
     """
-    sizes, rates, memory = [], [], []
+    sizes: list[int] = []
+    rates: list[float] = []
+    memory: list[float] = []
     for part in text.split(","):
         if match := _FIGURE.fullmatch(part):
             number, _, per_second = match.groups()
