@@ -23,7 +23,7 @@ OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(MODEL),$(if $(SIZE),--width "$$SI
 	$(if $(SEED),--seed "$$SEED") $(if $(STEPS),--steps "$$STEPS") \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu fuzz faults lint format docs dist gpu gpu-pack clean
+.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu test-oldest fuzz faults lint format docs dist gpu gpu-pack clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
 	@echo 'make test-others                    diffusers own tests with our hooks attached (DIFFUSERS_DIR=)'
 	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into the cache folder if need be, 5 GB'
+	@echo 'make test-oldest                    a small suite on the oldest versions: into $(OLDEST_VENV) if need be, 5 GB'
 	@echo 'make fuzz                           ten thousand hostile inputs, and as many headers of GGUF; the worst memory'
 	@echo 'make faults                         runs that are disturbed everywhere, in every way: benchmarks/faults.md'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
@@ -92,6 +93,22 @@ test-simulated-gpu:
 simulated-gpu: $(VENV)/.cuda
 	PYTHONPATH="$(CURDIR)" SIMULATED_GPU=$(SIMULATED_GPU) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/simulated_gpu \
 		$(wildcard tests/benchmarks/simulated_gpu tests/unets/simulated_gpu)
+
+# The oldest versions that are served, in an environment of their own. Three '=' pick torch as it is published.
+OLDEST_VENV ?= .venv-oldest
+OLDEST_PYTHON ?= python3.10
+OLDEST = 'torch===2.1.2' 'diffusers==0.31.*' 'transformers==4.46.*' 'numpy<2'
+test-oldest:
+	@$(MAKE) --no-print-directory VENV="$(OLDEST_VENV)" PYTHON="$(OLDEST_PYTHON)" oldest
+
+.PHONY: oldest
+oldest: $(VENV)/.oldest
+	$(BIN)/python -m pytest tests/test_session.py tests/test_settings.py tests/commands/test_demo.py
+
+$(VENV)/.oldest: $(VENV)/.python pyproject.toml
+	@echo 'first install of the oldest versions: 5 GB, which takes some minutes' >&2
+	$(PIP) install --quiet $(OLDEST) -e '.[standalone]' 'pytest>=8' 'hypothesis>=6.100' 'einops>=0.6' 'peft<0.18'
+	@touch $@
 
 # Ten times the hostile inputs of a test run; at the end the most memory that each target took.
 fuzz: $(VENV)/.test
@@ -198,4 +215,4 @@ $(VENV)/.gradio: $(VENV)/.test
 	@touch $@
 
 clean:
-	rm -rf "$(VENV)" "$(GPU_VENV)" "$(GPU_PACK)" "$(GPU_PACK).tar.gz" build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf "$(VENV)" "$(GPU_VENV)" "$(OLDEST_VENV)" "$(GPU_PACK)" "$(GPU_PACK).tar.gz" build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from typing import NoReturn
 
 from ..errors import BadInputError, LowVRAMError, host_ran_out, ran_out
@@ -48,8 +50,31 @@ def code_and_message(error: Exception) -> tuple[int, str]:
         return BadInputError.exit_code, f"{what}: {error.strerror or error}"
     if ran_out(error):
         return BUDGET, "the device ran out of memory: give a smaller --vram, so that the plan leaves more free"
+    if unfit := _unfit(error):
+        return BadInputError.exit_code, unfit
     what = f"{type(error).__name__}: {error}"
     return OURS, f"a fault of sd-lowvram, please report it ({what}); --debug shows where"
+
+
+def _unfit(error: BaseException | None) -> str:
+    """A sentence for a library that misses something in the version of another; empty for any other error."""
+    while error is not None:
+        named = error.name if isinstance(error, ImportError) else getattr(getattr(error, "obj", None), "__name__", "")
+        lacking = "torch" if "requires the PyTorch library" in str(error) else str(named).partition(".")[0]
+        frames = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
+        packages = [name.partition(".")[0] for name in frames]
+        asking = next((name for name in reversed(packages) if name not in (lacking, "importlib")), "")
+        if lacking in ("torch", *_LIBRARIES) and asking in _LIBRARIES:
+            pair = " cannot run with ".join(f"{name} {metadata.version(name)}" for name in (asking, lacking))
+            reason = " ".join(str(error).split())
+            return f"{pair} ({reason:.120}): update both, or {_FITS_ALL}"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+_LIBRARIES = ("diffusers", "transformers", "accelerate", "peft")
+_FITS_ALL = 'pip install "diffusers==0.31.*" "transformers==4.46.*", which run on torch 2.1 and newer'
+"""The pair of ``make test-oldest``."""
 
 
 def as_typed(message: str) -> str:
@@ -60,8 +85,6 @@ def as_typed(message: str) -> str:
 
 def _end(code: int, message: str, debug: bool) -> NoReturn:
     if debug:
-        import traceback
-
         traceback.print_exc()
     if interrupted():  # whatever else went wrong came of it
         code, message = INTERRUPTED, "interrupted"

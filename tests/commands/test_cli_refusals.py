@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 import zlib
+from importlib import metadata
 
 import pytest
 import tiny
+import torch
 from command_line import ENVIRONMENT, LIGHT, LIGHTLY, MAIN
 from forked import forks_of
 
 from sd_lowvram.checkpoints.architectures import write_folder
 from sd_lowvram.checkpoints.schedulers import SCHEDULERS
+from sd_lowvram.commands.exit_codes import code_and_message
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +160,21 @@ def test_pictures_that_would_harm(light, tmp_path):
     ):
         done = light(MAIN, "generate", "an apple", "--init-image", name, folder=tmp_path)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_versions_that_do_not_fit_are_named_with_versions_that_do(tmp_path):
+    """diffusers 0.42 uses ``torch.accelerator``, which came after torch 2.4."""
+    arguments = ["generate", "an apple", "--steps", "1", "--output", str(tmp_path / "a.png")]
+    program = f"import sys, torch; sys.argv[1:] = {arguments!r}; del torch.accelerator; {MAIN}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+    pair = f"diffusers {metadata.version('diffusers')} cannot run with torch {metadata.version('torch')} ("
+    assert done.returncode == 2 and pair in done.stderr, done.stderr
+    assert 'update both, or pip install "diffusers==0.31.*" "transformers==4.46.*"' in done.stderr
+
+
+def test_an_attribute_that_our_code_misses_stays_an_internal_error():
+    with pytest.raises(AttributeError) as error:
+        torch.no_such_module  # noqa: B018
+    assert code_and_message(error.value)[0] == 1
