@@ -334,7 +334,7 @@ def _asked_now(model: Any) -> Generation | None:
 
 def _watch_encodes(anatomy: Anatomy, again: Callable[..., None]) -> Iterator[Patch]:
     """Plan anew where a picture is encoded in a run that was to start from none, by another extension."""
-    autoencoder = anatomy.vae
+    autoencoder: Any = anatomy.vae
 
     def encode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = map_in_call(autoencoder, args, kwargs)

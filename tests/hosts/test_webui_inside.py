@@ -92,8 +92,8 @@ def test_the_line_says_at_once_that_a_picture_is_under_way(server: Server) -> No
     """Of a size that is new to it; the second answer comes when the picture is there."""
     line = Line(server)
     with ThreadPoolExecutor(2) as waiting:
-        made = waiting.submit(server.make, steps=8, **LARGE)
-        while not re.search(r"^\[inside\] 512x512", server.told(), re.MULTILINE):
+        made = waiting.submit(server.make, steps=6, width=256, height=256)
+        while not re.search(r"^\[inside\] 256x256", server.told(), re.MULTILINE):
             assert not made.done()
         new = {**ON, "txt2img_width": 192, "txt2img_height": 320}
         assert "waits for the picture under way" in line.ask(line.first, **new) and not made.done()
