@@ -58,7 +58,7 @@ def family(
         channels: from the transformer's configuration to the channels of the latents.
         alone: the names of models that are served by themselves.
         unplanned: from a pipeline of such parts to the names of those that it runs in a way which is not planned.
-        own: whether a pipeline without its transformer is of this family, where another has the same text encoders.
+        own: true if a pipeline without its transformer is of this family; asked if two have the same text encoders.
         more: fields of the family that are not as most have them.
     """
     fields: dict[str, Any] = {
@@ -106,8 +106,8 @@ def _components_of(
 
 
 def _reads_alike(target: Any, served: support.Served) -> bool:
-    """Whether a pipeline without its transformer has the places of ``served`` for text encoders, and all that are there
-    are of the kinds served: prompts are read by themselves where memory is short."""
+    """True if a pipeline without its transformer has the text encoders of ``served``: the same names, and of each that
+    is loaded the same kind. Scripts read prompts first, by text encoders alone, if memory is short."""
     parts = getattr(target, "components", None)
     named = parts if isinstance(parts, dict) else {}
     places = {name for name in named if name.startswith("text_encoder")}

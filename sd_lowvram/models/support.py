@@ -1,4 +1,4 @@
-"""What is said of a model that cannot be planned: the one place where models are refused."""
+"""Refusals of models that cannot be planned, all in one place."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ExecutionDevice:
         self.execution_device = device
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """As accelerate has it, for ``remove_all_hooks()``."""
+        """Return the module, as accelerate does for ``remove_all_hooks()``."""
         return module
 
 
