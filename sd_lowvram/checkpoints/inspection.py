@@ -365,7 +365,7 @@ def detect(header: Header, path: Path, values: Callable[[str], list[float]]) -> 
     _check_text_length(header, path)
     unet, prediction = _own_unet(name, header, path), _prediction(name, header, values)
     kind = CheckpointKind(name, first[1], prediction, unet, "ztsnr" in header.tensors)
-    return replace(kind, **_continuous(header, values))
+    return replace(kind, **_continuous(header, path, values))
 
 
 def _check_text_length(header: Header, path: Path) -> None:
@@ -379,16 +379,28 @@ def _check_text_length(header: Header, path: Path) -> None:
                 )
 
 
-def _continuous(header: Header, values: Callable[[str], list[float]]) -> dict[str, Any]:
+def _stated(header: Header, path: Path, values: Callable[[str], list[float]], name: str, count: int) -> list[float]:
+    """The numbers of a file's tensor ``name``, which has ``count``."""
+    found = values(name) if math.prod(header.shape(name)) == count else []
+    if not found or not all(map(math.isfinite, found)):
+        raise CheckpointError(f"{path} is damaged: its {name} must be {count} finite numbers; download it again")
+    return found
+
+
+def _continuous(header: Header, path: Path, values: Callable[[str], list[float]]) -> dict[str, Any]:
     """The scheduler of a model that is sampled by noise levels, which SDXL's descendants state by marks."""
     if {"edm_mean", "edm_std"} <= header.tensors.keys():  # Playground 2.5
-        latents = {"latents_mean": values("edm_mean"), "latents_std": values("edm_std"), "scaling_factor": 0.5}
+        mean, deviation = _stated(header, path, values, "edm_mean", 4), _stated(header, path, values, "edm_std", 4)
+        latents = {"latents_mean": mean, "latents_std": deviation, "scaling_factor": 0.5}
         levels = {"sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5}
         scheduler = {"_class_name": "EDMDPMSolverMultistepScheduler", **levels, "prediction_type": "epsilon"}
         return {"continuous": scheduler, "latents": latents}
     if "edm_vpred.sigma_max" in header.tensors:  # CosXL
-        lowest = values("edm_vpred.sigma_min")[0] if "edm_vpred.sigma_min" in header.tensors else 0.002
-        levels = {"sigma_min": lowest, "sigma_max": values("edm_vpred.sigma_max")[0], "sigma_data": 1.0}
+        lowest, highest = (
+            _stated(header, path, values, name, 1)[0] if name in header.tensors else 0.002
+            for name in ("edm_vpred.sigma_min", "edm_vpred.sigma_max")
+        )
+        levels = {"sigma_min": lowest, "sigma_max": highest, "sigma_data": 1.0}
         kind = {"_class_name": "EDMEulerScheduler", "sigma_schedule": "exponential"}
         return {"continuous": {**kind, **levels, "prediction_type": "v_prediction"}, "prediction": "v_prediction"}
     return {}

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import doors
 from ..errors import BadInputError, CheckpointError
 from .architectures import MODELS, class_of, pipeline_class, write_folder
 from .complete import check_complete, check_found
@@ -82,6 +83,8 @@ def _pipeline_class(prefix: str, task: Task) -> Any:
 
 
 def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pickle: bool) -> DiffusionPipeline:
+    from torch import nn
+
     prefix = pipeline_prefix(folder)
     # A safety checker that the index names is skipped; SDXL's pipelines know no such argument.
     extra = {"safety_checker": None, "requires_safety_checker": False} if prefix == "StableDiffusion" else {}
@@ -106,14 +109,17 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
         for name, stated in read_index(folder).items():
             if not isinstance(stated, list) or name in extra or not all(isinstance(one, str) for one in stated):
                 continue
-            part = folder / name
+            library, called, part = stated[0], stated[-1], folder / name
             if name in _OPTIONAL and not part.is_dir():
                 extra[name] = None
-            elif name in MODELS:
-                extra[name] = load_folder_part(part, stated[0], stated[-1], dtype, allow_pickle)
+            elif name in (*MODELS, "image_encoder") and (library in _LIBRARIES or called in doors.CLASSES):
+                extra[name] = load_folder_part(part, library, called, dtype, allow_pickle)
         pipeline: DiffusionPipeline = kind.from_pretrained(folder, local_files_only=True, **extra, **typed(dtype))
     for name, encoder in reads.items():
         check_tokenizer(getattr(pipeline, name, None), encoder, folder / name)
+    for name, model in pipeline.components.items():
+        if isinstance(model, nn.Module):  # of another library, too
+            check_complete(folder / name, model)
     return pipeline
 
 
@@ -121,7 +127,10 @@ _OPTIONAL = ("feature_extractor", "image_encoder")
 """What the index of a folder may name, no text or picture needs, and people delete."""
 
 
-def load_folder_part(part: Path, library: str, name: str, dtype: torch.dtype | None, allow_pickle: bool) -> Any:
+_LIBRARIES = ("diffusers", "transformers")
+
+
+def load_folder_part(part: Path, library: str, name: str, dtype: torch.dtype | None, allow_pickle: bool = False) -> Any:
     """The model in the folder ``part`` of a diffusers folder, of the class ``name`` of ``library``.
 
     Raises:

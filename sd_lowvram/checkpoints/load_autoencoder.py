@@ -31,7 +31,7 @@ def load_autoencoder(path: Path, dtype: torch.dtype) -> nn.Module:
     if path.is_dir():
         part = path / "vae" if (path / "vae").is_dir() else path
         with explained(path):
-            folder: nn.Module = load_folder_part(part, "diffusers", "AutoencoderKL", dtype, allow_pickle=False)
+            folder: nn.Module = load_folder_part(part, "diffusers", "AutoencoderKL", dtype)
         return folder
     if path.suffix.lower() != ".safetensors":
         raise CheckpointError(f"{path} is no .safetensors file: give one, or a diffusers folder, with --model")

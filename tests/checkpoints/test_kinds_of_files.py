@@ -203,6 +203,17 @@ def test_a_folder_that_lacks_weights_is_refused(part: str, count: int, tmp_path:
     assert told.exit_code == 2 and "lacks" in told.output
 
 
+def test_a_unet_by_itself_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    from sd_lowvram.unets.checkpoints.load_unet import load_unet
+
+    load_pipeline(None).unet.save_pretrained(tmp_path, variant="bf16")
+    file = next(tmp_path.glob("*.safetensors"))
+    load_unet(tmp_path, None)
+    save_file({name: one for name, one in load_file(file).items() if name != "conv_out.bias"}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks 1 weight of its UNet2DConditionModel: conv_out\.bias"):
+        load_unet(tmp_path, None)
+
+
 def renamed(old: str, new: str) -> Callable[[Weights], Weights]:
     return lambda state: {
         (new + name.removeprefix(old) if name.startswith(old) else name): one for name, one in state.items()
@@ -406,6 +417,13 @@ def test_models_of_noise_levels_have_their_own_scheduler(marks: Weights, kind: s
     plain = pipe(**call, generator=torch.Generator().manual_seed(0)).images
     optimize(pipe, vram="2GB", width=64, height=64, device="cpu")
     assert torch.allclose(pipe(**call, generator=torch.Generator().manual_seed(0)).images, plain, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2,)])
+def test_a_noise_level_that_is_no_number_is_refused(shape: tuple[int, ...], made: Any, tmp_path: Path) -> None:
+    path = saved(made("sdxl")[1] | {"edm_vpred.sigma_max": torch.ones(shape)}, tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match="sigma_max must be 1 finite"):
+        configuration(str(path))
 
 
 @pytest.mark.parametrize("scheduler", ["plms", "heun", "euler"])

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.architectures import class_of
-from ...checkpoints.load import explained, typed
+from ...checkpoints.load import explained, load_folder_part
 from ...checkpoints.safetensors_header import read_header
 from ...errors import CheckpointError
 
@@ -65,13 +64,8 @@ def load_unet(folder: Path, dtype: torch.dtype | None) -> Any:
     """The UNet in ``folder``, as :func:`unet_folder` finds it, on the CPU.
 
     Raises:
-        CheckpointError: its files do not make a UNet.
+        CheckpointError: its files do not make a UNet, or weights are missing.
     """
-    config = _table(folder / "config.json")
-    names = [file.name for file in folder.glob("*.safetensors")]
-    variant = "fp16" if all(".fp16." in name for name in names) else None
+    name = str(_table(folder / "config.json").get("_class_name"))
     with explained(folder):
-        unet: Any = class_of(config).from_pretrained(
-            str(folder), variant=variant, local_files_only=True, use_safetensors=True, **typed(dtype)
-        )
-        return unet.eval().requires_grad_(False)
+        return load_folder_part(folder, "diffusers", name, dtype).eval().requires_grad_(False)
