@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,9 +46,52 @@ def _peak_on_cpu(function: Callable[[], Any]) -> int:
     return peak
 
 
+class _AllocatorProfile(torch.profiler.profile):
+    """A profiler of the CPU allocator that writes nothing to the console."""
+
+    def __init__(self) -> None:
+        super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+    def start(self) -> None:
+        with _without_lines_of_the_profiler():
+            super().start()
+
+    def stop(self) -> None:
+        with _without_lines_of_the_profiler():
+            super().stop()
+
+
 def allocator_profile() -> torch.profiler.profile:
     """A profiler of the CPU allocator, to be entered."""
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    return _AllocatorProfile()
+
+
+_LINES = (b"USDT:", b"STAGE:", b"ERROR: External init callback")
+"""What Kineto writes to the console by itself, and how its lines begin; no error is among them."""
+_console = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_lines_of_the_profiler() -> Iterator[None]:
+    """Hold back what is written to the process's standard error inside the block, then write all but Kineto's lines."""
+    with _console, tempfile.TemporaryFile() as held:
+        try:
+            console = os.dup(2)
+        except OSError:  # there is none
+            yield
+            return
+        try:
+            os.dup2(held.fileno(), 2)
+            try:
+                yield
+            finally:
+                os.dup2(console, 2)
+                held.seek(0)
+                for line in held:
+                    if not line.startswith(_LINES):
+                        os.write(console, line)
+        finally:
+            os.close(console)
 
 
 def allocator_events(profile: torch.profiler.profile) -> list[tuple[int, int]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -105,3 +108,22 @@ def test_the_host_waits_for_copies_under_way():
     fetch(parked, slice(0, 2), device="cpu")
     parked.store(slice(0, 2), torch.ones(1, 2, 2, 4))
     assert len(waited) == 3
+
+
+def test_the_recorder_of_the_allocator_writes_nothing_to_the_console() -> None:
+    """In a thread that did not import torch it wrote an error and two lines a recording; what others write stays."""
+    code = """
+import os, threading, torch
+from sd_lowvram.memory import measured, measured_peak
+def record():
+    found.append(measured_peak(lambda: torch.ones(1 << 20)))
+found = []
+thread = threading.Thread(target=record)
+thread.start()
+thread.join()
+with measured._without_lines_of_the_profiler():
+    os.write(2, b"USDT:a\\nof another\\n")
+assert found == [4 << 20], found
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "of another\n")
