@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from . import host
 from .autoencoder import optimized_again
 from .inputs import BUDGET_OF_VAE, SETTINGS, VAE, checked_budget
 from .interfaces import HostVAE
@@ -50,10 +51,11 @@ class LowVRAMVAEDecode:
         extra_pnginfo: dict[str, Any] | None = None,
         unique_id: str | None = None,
     ) -> dict[str, Any]:
-        made, record = optimized_again(vae, budget, settings)
-        save_latents = chosen(settings).save_latents
-        with saved_first(samples["samples"], save_latents, Workflow(prompt or {}, extra_pnginfo or {}, unique_id)):
-            pixels = made.decode(samples["samples"])
+        workflow = Workflow(prompt or {}, extra_pnginfo or {}, unique_id)
+        with host.refusals_in(unique_id):
+            made, record = optimized_again(vae, budget, settings)
+            with saved_first(samples["samples"], chosen(settings).save_latents, workflow):
+                pixels = made.decode(samples["samples"])
         return {"ui": {"text": [verdict(record, "decode")]}, "result": (pixels, record)}
 
 
@@ -72,6 +74,7 @@ class LowVRAMVAEEncode:
         return {
             "required": {"pixels": _PIXELS, "vae": VAE, "budget": BUDGET_OF_VAE},
             "optional": {"settings": SETTINGS},
+            "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
     @classmethod
@@ -79,8 +82,14 @@ class LowVRAMVAEEncode:
         return checked_budget(budget)
 
     def encode(
-        self, pixels: Tensor, vae: HostVAE, budget: str, settings: ChosenSettings | None = None
+        self,
+        pixels: Tensor,
+        vae: HostVAE,
+        budget: str,
+        settings: ChosenSettings | None = None,
+        unique_id: str | None = None,
     ) -> dict[str, Any]:
-        made, record = optimized_again(vae, budget, settings)
-        latents = made.encode(pixels[..., :3])
+        with host.refusals_in(unique_id):
+            made, record = optimized_again(vae, budget, settings)
+            latents = made.encode(pixels[..., :3])
         return {"ui": {"text": [verdict(record, "encode")]}, "result": ({"samples": latents}, record)}

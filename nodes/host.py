@@ -11,7 +11,8 @@ import math
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from ..sd_lowvram.devices.info import free_vram
 from ..sd_lowvram.devices.this_machine import budget_of
+from ..sd_lowvram.errors import LowVRAMError
 from ..sd_lowvram.progress import listen
 from ..sd_lowvram.units import parse_size
 from ..sd_lowvram.weights import weight_bytes
@@ -109,6 +111,16 @@ def tell(node: str | None, text: str) -> None:
         page.send_sync("executed", output, page.client_id)
 
 
+@contextlib.contextmanager
+def refusals_in(node: str | None) -> Iterator[None]:
+    """Have the page show what is refused within the block in ``node`` too, in place of what it showed before."""
+    try:
+        yield
+    except LowVRAMError as error:
+        tell(node, str(error))
+        raise
+
+
 def is_watched(device: torch.device) -> bool:
     """Whether the memory of the run on ``device`` is to be recorded: on a processor that takes time, and is done where
     a Report asks for it."""
@@ -166,11 +178,87 @@ def computes(model: ModelPatcher) -> torch.dtype | None:
     return getattr(model.model, "manual_cast_dtype", None)
 
 
-def passes(guider: Any, model_options: Mapping[str, Any]) -> int:
-    """Rows of the UNet's batch for each picture: at a scale of 1 the host leaves the negative prompt out."""
-    scale = getattr(guider, "cfg", None)
-    left_out = not model_options.get("disable_cfg1_optimization", False)
-    return 1 if scale is not None and math.isclose(scale, 1.0) and left_out else 2
+def prompts(guider: Any, model_options: Mapping[str, Any]) -> int:
+    """The most prompts for the whole picture that the host may put into one call of the model.
+
+    At a scale of 1 the host leaves the negative ones out, unless the guider guides in a way of its own.
+    """
+    conds: Mapping[str, Any] = getattr(guider, "conds", None) or {}
+    scale, predicts = getattr(guider, "cfg", None), getattr(type(guider), "predict_noise", None)
+    own_way = predicts is not None and not _is_the_hosts(predicts)
+    left_out = not own_way and not model_options.get("disable_cfg1_optimization", False)
+    unguided = scale is not None and math.isclose(scale, 1.0) and left_out
+    if not conds:
+        return 1 if unguided else GUIDED
+    asked = [cond for name, some in conds.items() for cond in some or () if not (unguided and name == "negative")]
+    alike = Counter(_beside_text(cond) for cond in asked if isinstance(cond, Mapping) and cond.get("area") is None)
+    return max(alike.values(), default=1)
+
+
+GUIDED = 2
+"""Prompts for the whole picture, as long as nobody has said otherwise."""
+
+
+def _is_the_hosts(predicts: Any) -> bool:
+    from comfy import samplers
+
+    return bool(predicts is samplers.CFGGuider.predict_noise)
+
+
+def _beside_text(cond: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """What two conds must have in common so that the host runs them together, besides sizes."""
+    return tuple(None if cond.get(name) is None else id(cond[name]) for name in ("control", "gligen", "hooks"))
+
+
+def calls(prompts: int, most: int) -> list[int]:
+    """How many of ``prompts`` the host puts into each call where it may put ``most`` into one: all of them, a half, a
+    third and so on, of those that are left."""
+    sizes = []
+    while prompts > 0:
+        sizes.append(next((prompts // part for part in range(1, prompts) if prompts // part <= most), 1))
+        prompts -= sizes[-1]
+    return sizes
+
+
+_EVALUATIONS = {
+    "dpm_2": (2, 1),
+    "dpm_2_ancestral": (2, 1),
+    "dpm_fast_function": (1, 0),
+    "dpmpp_2s_ancestral": (2, 1),
+    "dpmpp_2s_ancestral_cfg_pp": (2, 1),
+    "dpmpp_sde": (2, 1),
+    "dpmpp_sde_gpu": (2, 1),
+    "exp_heun_2_x0": (2, 1),
+    "exp_heun_2_x0_sde": (2, 1),
+    "heun": (2, 1),
+    "heunpp2": (3, 3),
+    "sa_solver_pece": (2, 1),
+    "seeds_2": (2, 1),
+    "seeds_3": (3, 2),
+}
+"""How often samplers ask the model in a step, and how much less often in the last ones, to a sigma of 0, by the names
+of the host's functions. Of those that are not here the first steps tell."""
+
+
+def evaluations(sampler: Any, sigmas: Any) -> float | None:
+    """How often the host's ``sampler`` asks the model in each step, on an average; None: not known beforehand."""
+    name = getattr(getattr(sampler, "sampler_function", None), "__name__", "").removeprefix("sample_")
+    if name not in _EVALUATIONS:
+        return None
+    in_a_step, less = _EVALUATIONS[name]
+    if sigmas is None or len(sigmas) < 2 or float(sigmas[-1]) != 0:
+        return in_a_step
+    return max(1.0, in_a_step - less / (len(sigmas) - 1))
+
+
+def windowed(shape: Sequence[int], model_options: Mapping[str, Any]) -> Sequence[int]:
+    """The ``shape`` of latents, or that of a window of them where a node has set context windows."""
+    windows = model_options.get("context_handler")
+    place, length = getattr(windows, "dim", None), getattr(windows, "context_length", None)
+    if not isinstance(place, int) or not isinstance(length, int) or place >= len(shape):
+        return shape
+    length = max(1, length + bool(getattr(windows, "causal_window_fix", False)))  # a frame before all but the first
+    return [min(side, length) if number == place else side for number, side in enumerate(shape)]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..sd_lowvram.errors import BudgetError
+from . import host
 from .autoencoder import optimized_vae
 from .inputs import BUDGET, MODEL, SAVE_LATENTS, SETTINGS, VAE, checked_budget, knob_inputs, settings_of
 from .interfaces import HostVAE, ModelPatcher
@@ -56,16 +57,17 @@ class LowVRAM:
         node_request = NodeRequest(budget, chosen(settings).settings)
         record = PlanRecord(node=unique_id)
         made_vae = vae
-        try:
-            made_vae = optimized_vae(vae, node_request, record)
-        except UnservedVAEError as error:
-            record.say(f"the VAE passes through as it is, and is not counted: {error}")
-        made = optimized_model(model, node_request, record, made_vae)
-        try:
-            foresee_sampling(made)
-            told = verdict(record)
-        except BudgetError as error:  # the sampler may come with a smaller size
-            told = f"does not fit at the model's own size: {error}"
+        with host.refusals_in(unique_id):
+            try:
+                made_vae = optimized_vae(vae, node_request, record)
+            except UnservedVAEError as error:
+                record.say(f"the VAE passes through as it is, and is not counted: {error}")
+            made = optimized_model(model, node_request, record, made_vae)
+            try:
+                foresee_sampling(made)
+                told = verdict(record)
+            except BudgetError as error:  # the sampler may come with a smaller size
+                told = f"does not fit at the model's own size: {error}"
         return {"ui": {"text": [told]}, "result": (made, made_vae, record)}
 
 

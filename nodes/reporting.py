@@ -13,6 +13,7 @@ from torch import Tensor
 from ..sd_lowvram.errors import BadInputError
 from ..sd_lowvram.planning.memory_profile import MeasuredRun
 from ..sd_lowvram.planning.plan import Plan
+from . import host
 from .autoencoder import plan_autoencoder
 from .bars import memory_bars
 from .inputs import BATCH, BUDGET, MODEL, SETTINGS, STEPS, VAE, checked_budget, side
@@ -23,6 +24,10 @@ from .refusals import UnservedVAEError
 from .report_text import measured_peaks, report_text, stage_of
 from .sampling import foresee_sampling, optimized_model
 
+_NO_PLAN = (
+    "nothing to report: no plan came. Where Low VRAM is bypassed the run was ComfyUI's own; else connect the plan of "
+    "Low VRAM to this node"
+)
 _TOOLTIPS = ("what the node shows, as text", "the memory of every stage as a picture, the budget a line across it")
 
 
@@ -50,6 +55,7 @@ class LowVRAMPlan:
                 "steps": STEPS,
             },
             "optional": {"settings": SETTINGS},
+            "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
     @classmethod
@@ -66,16 +72,18 @@ class LowVRAMPlan:
         batch: int,
         steps: int,
         settings: ChosenSettings | None = None,
+        unique_id: str | None = None,
     ) -> dict[str, Any]:
         node_request = NodeRequest(budget, chosen(settings).settings, steps)
         record = PlanRecord(steps=steps)
-        foresee_sampling(optimized_model(model, node_request, record), width, height, batch)
-        if record.untold:
-            raise BadInputError(record.untold)
-        try:
-            plan_autoencoder(vae, node_request, record, record.plans["denoise"].request)
-        except UnservedVAEError as error:
-            record.say(f"the decode is not foretold: {error}")
+        with host.refusals_in(unique_id):
+            foresee_sampling(optimized_model(model, node_request, record), width, height, batch)
+            if record.untold:
+                raise BadInputError(record.untold)
+            try:
+                plan_autoencoder(vae, node_request, record, record.plans["denoise"].request)
+            except UnservedVAEError as error:
+                record.say(f"the decode is not foretold: {error}")
         return _shown(record)
 
 
@@ -96,10 +104,11 @@ class LowVRAMReport:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         plan = "LOWVRAM_PLAN", {"tooltip": "of the Low VRAM that the sampler's model went through"}
         after = "IMAGE", {"tooltip": "the pictures of the run, so that the report comes after it"}
-        return {"required": {"plan": plan, "images": after}}
+        return {"required": {"images": after}, "optional": {"plan": plan}}
 
-    def report(self, plan: PlanRecord, images: Tensor) -> dict[str, Any]:
-        return _shown(plan)
+    def report(self, images: Tensor, plan: PlanRecord | None = None) -> dict[str, Any]:
+        """Show ``plan``; the page sends none where Low VRAM is bypassed."""
+        return _shown(PlanRecord(untold=_NO_PLAN) if plan is None else plan)
 
 
 def _shown(record: PlanRecord) -> dict[str, Any]:

@@ -66,8 +66,38 @@ function show(node, name, text) {
   requestAnimationFrame(fit);
 }
 
+// A node by the id under which the server knows it, which names the subgraphs that it is in.
+function nodeOf(id) {
+  let graph = app.graph;
+  let node;
+  for (const part of String(id).split(":")) {
+    node = graph?.getNodeById?.(part) ?? graph?.getNodeById?.(Number(part));
+    graph = node?.subgraph;
+  }
+  return node;
+}
+
+// What was refused when the workflow was queued takes the place of what our nodes told of the run before.
+function showRefusals() {
+  for (const [id, { errors }] of Object.entries(app.lastNodeErrors ?? {})) {
+    const node = nodeOf(id);
+    const name = TELLING[node?.comfyClass];
+    if (!name || !errors?.length) continue;
+    // the server puts the name of the field before a sentence of ours
+    show(node, name, errors.map((error) => (error.details || error.message).replace(/^\w+ - /, "")).join("\n"));
+  }
+}
+
 app.registerExtension({
   name: "sd-lowvram",
+  setup() {
+    const { queuePrompt } = app;
+    app.queuePrompt = async function () {
+      const queued = await queuePrompt.apply(this, arguments);
+      showRefusals();
+      return queued;
+    };
+  },
   nodeCreated(node) {
     if (node.comfyClass === "LowVRAMSettings") node.setSize([Math.max(node.size[0], OF_SETTINGS), node.size[1]]);
   },

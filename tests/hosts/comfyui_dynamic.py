@@ -213,7 +213,7 @@ def _runs(library: Library, nodes: dict[str, Any], models: list[Any], vae: Any) 
     run(clip)
     told("sampling", lambda: Guider(made).sample(run))
     found["kept"] = record.kept["denoise"], record.paged["denoise"], record.bounds["denoise"]
-    found["report"] = nodes["LowVRAMReport"]().report(record, torch.zeros(1, 8, 8, 3))["result"][0]
+    found["report"] = nodes["LowVRAMReport"]().report(torch.zeros(1, 8, 8, 3), record)["result"][0]
     told("decode", lambda: _decode(made_vae, run))
     found["decode kept"] = decoding.paged["decode"], decoding.bounds["decode"]
     told("sampling again", lambda: Guider(made).sample(run))

@@ -54,7 +54,7 @@ def _run(nodes: dict[str, Any], bound: Any, patcher: Any, vae: Any, budget: str,
         "needed": stage.reserved_bytes + plan.predicted.overhead_bytes,
         "measured": max(one.reserved_bytes for one in record.measured["denoise"]) + record.paged["denoise"],
         "open": weights.get_watermark() == weights.get_nr_pages(),
-        "report": nodes["LowVRAMReport"]().report(record, torch.zeros(1, 8, 8, 3))["result"][0],
+        "report": nodes["LowVRAMReport"]().report(torch.zeros(1, 8, 8, 3), record)["result"][0],
     }
 
 

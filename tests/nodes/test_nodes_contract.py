@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,51 @@ def test_the_page_shows_what_nodes_tell(pack) -> None:
     assert {name for name in IDS if f"{name}:" in script} == telling
     imported = re.findall(r'from "(.*)"', script)
     assert imported == ["../../scripts/app.js"]  # the others are internal to the page
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js, which runs the page's script")
+def test_a_refusal_takes_the_place_of_the_verdict_on_the_page(pack, tmp_path) -> None:
+    """What the server answers when a workflow is queued, as the page keeps it, by the ids of nodes and of subgraphs."""
+    script = (ROOT / pack.WEB_DIRECTORY / "lowvram.js").read_text(encoding="utf-8")
+    (line,) = (line for line in script.splitlines() if line.startswith("import "))
+    page = tmp_path / "page.mjs"
+    page.write_text(script.replace(line, "const { app } = globalThis;"), encoding="utf-8")
+    (tmp_path / "run.mjs").write_text(_PAGE, encoding="utf-8")
+    done = subprocess.run(["node", "run.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "verdict": "budget '4' means MiB: write \"4GB\"",
+        "inside": "budget 'banana' is not a size",
+        "other": "fits",
+        "queued": True,
+    }
+
+
+_PAGE = """
+const made = (kind) => ({ comfyClass: kind, size: [1, 1], computeSize: () => [1, 1], setSize() {}, setDirtyCanvas() {},
+  widgets: [{ name: "verdict", value: "fits" }] });
+const [one, inside, other] = [made("LowVRAM"), made("LowVRAM"), made("KSampler")];
+const graph = (nodes) => ({ getNodeById: (id) => nodes[id] });
+globalThis.requestAnimationFrame = () => {};
+globalThis.app = {
+  graph: graph({ 3: one, 4: { subgraph: graph({ 7: inside }) }, 5: other }),
+  registerExtension(made) { this.extension = made; },
+  async queuePrompt(number) {
+    const error = (details) => ({ errors: [{ message: "Custom validation failed for node", details }] });
+    this.lastNodeErrors = {
+      3: error(`budget - budget '4' means MiB: write "4GB"`),
+      "4:7": error("budget - budget 'banana' is not a size"),
+      5: error("steps"),
+    };
+    return number === 1;
+  },
+};
+await import("./page.mjs");
+app.extension.setup();
+const queued = await app.queuePrompt(1);
+const [verdict, within, kept] = [one, inside, other].map((node) => node.widgets[0].value);
+console.log(JSON.stringify({ verdict, inside: within, other: kept, queued }));
+"""
 
 
 def test_inputs_become_settings(pack) -> None:
