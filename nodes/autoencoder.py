@@ -151,7 +151,7 @@ class _Autoencoder:
             size = self._device(settings), width, height, batch
             encodes = stage == "encode"
             self._plans[key] = request.plan(self._anatomy, *size, passes=1, encodes=encodes, frames=frames)
-        self.record.add(stage, self._plans[key], self._vae.first_stage_model)
+        self.record.add(stage, self._plans[key], self._vae.first_stage_model, self.node_request.budget)
         return self._plans[key]
 
     def _pictures(self, stage: str, shape: Sequence[int]) -> tuple[int, int]:

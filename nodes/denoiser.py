@@ -1,8 +1,8 @@
 """Hooks on a MODEL, through the wrappers of its ModelPatcher: on before each call of the UNet, off after it.
 
-Clones of a model share one UNet, so nothing may stay on it between calls. Around a whole sampling the host's estimate
-of activations is lowered to the plan's, so that it keeps more of the model on the device; while it loads the weights
-it is told besides of the memory that lies outside the budget.
+Clones of a model share one UNet, so nothing may stay on it between calls. Around a whole sampling the plan takes the
+place of the host's estimate of activations: the host keeps more of the model on the device, and puts no more prompts
+into a call than fit. While it loads the weights it is told besides of the memory that lies outside the budget.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..sd_lowvram.errors import BudgetError
+from ..sd_lowvram.errors import BadInputError, BudgetError, PlanningError
 from ..sd_lowvram.memory.pinned_buffers import PINNED_BUFFERS
 from ..sd_lowvram.models.anatomy import Anatomy
 from ..sd_lowvram.models.compvis import TOKEN_PATCHES
@@ -36,8 +37,8 @@ from .node_request import NodeRequest, PlanRecord, attachable, plan_for_host
 from .report_text import fits, needed_bytes, room_for_weights, run_line, verdict, warn_above
 from .step_clock import StepClock
 
-_GUIDED = 2
-"""Rows of the UNet's batch for each picture, as long as nobody has said otherwise."""
+MORE_THAN_IS_FREE = float(1 << 62)
+"""Bytes that no device has: of calls for which they are needed the host makes smaller ones."""
 _ATTENTION = ("attention", "attention_mib", "deterministic")
 
 
@@ -56,8 +57,10 @@ class Denoiser:
         self._ready: dict[Settings, tuple[Any, Attachment]] = {}
         self._attended: set[Hashable] = set()
         self._calls = 0
+        self._largest = 0
         self._batch = 1
-        self._clock = StepClock(device)
+        self._evaluations: float | None = None
+        self._clock = StepClock(device, self._step_ended)
         self.record = record
         self.settings = node_request.settings
 
@@ -65,19 +68,36 @@ class Denoiser:
         """Plan a size, and the decode of it where the VAE is known; 0 is the model's own."""
         native = native_size(self._anatomy)
         width, height = width or native, height or native
-        self.show(self.foresee(width, height, batch, _GUIDED))
+        plan = self.foresee_together(width, height, batch, host.GUIDED)
+        self.show(plan)
+        self.record.calls = host.GUIDED / plan.request.passes
         foresee_decode(self._vae, (batch, 4, height // self._scale, width // self._scale))
 
-    def foresee(self, width: int, height: int, batch: int, passes: int) -> Plan:
+    def foresee(self, width: int, height: int, batch: int, passes: int, frames: int = 1) -> Plan:
         """The plan for a size in pixels and the UNet's rows, made once."""
-        key = width, height, batch, passes
+        key = width, height, batch, passes, frames
         if key not in self._plans:
-            self._plans[key] = self._node_request.plan(self._anatomy, self._device, width, height, batch, passes=passes)
+            size = self._device, width, height, batch
+            self._plans[key] = self._node_request.plan(self._anatomy, *size, passes=passes, frames=frames)
         return self._plans[key]
+
+    def foresee_together(self, width: int, height: int, batch: int, prompts: int, frames: int = 1) -> Plan:
+        """The plan for a call with the most of ``prompts`` that fit, for the host makes smaller ones where it is told
+        that there is no room (:meth:`led`); where none fits, for one.
+
+        Raises:
+            BudgetError: not even one fits.
+        """
+        for together in dict.fromkeys(max(host.calls(prompts, most)) for most in range(prompts, 1, -1)):
+            with contextlib.suppress(BudgetError):
+                plan = self.foresee(width, height, batch, together, frames)
+                if fits(plan, "denoise"):
+                    return plan
+        return self.foresee(width, height, batch, 1, frames)
 
     def show(self, plan: Plan) -> None:
         """Put ``plan`` into the record."""
-        self.record.add("denoise", plan, self._anatomy.denoiser_module)
+        self.record.add("denoise", plan, self._anatomy.denoiser_module, self._node_request.budget)
 
     def outer_sample(
         self,
@@ -93,25 +113,24 @@ class Denoiser:
     ) -> Any:
         guider = executor.class_obj
         base = guider.model_patcher.model
-        self._batch = len(noise)
-        rows = self._batch * host.passes(guider, guider.model_options)
-        plan = self._fitting_or_told(noise, rows)
+        shape, prompts = self._sampled(guider, noise)
+        plan = self._forecast = self._fitting_or_told(shape, prompts)
         self.show(plan)
-        stock = base.memory_required([rows, *noise.shape[1:]])
-        factor = base.memory_usage_factor * _activation_bytes(plan) / max(stock, 1)
-        self._calls, self._attended, self._clock = 0, set(), StepClock(self._device)
-        self.record.begin(0 if sigmas is None else len(sigmas) - 1)
+        self._calls, self._largest, self._attended, self._clock = 0, 0, set(), StepClock(self._device, self._step_ended)
+        steps = 0 if sigmas is None else len(sigmas) - 1
+        self._evaluations = host.evaluations(sampler, sigmas)
+        self.record.begin(steps, self._pixels(noise.shape), (self._evaluations or 1) * prompts / plan.request.passes)
         self._foresee_decode(noise)
         host.tell(self.record.node, verdict(self.record))
         warn_above(self.record, "denoise")
         with (
             self._recording(),
-            host.replaced(base, "memory_usage_factor", factor),
+            host.replaced(base, "memory_required", self._estimate_of_a_call(plan)),
             PINNED_BUFFERS.kept(),  # hooks come and go in every step
             self.record.weights_of("denoise", guider.model_patcher, room_for_weights(plan, "denoise")),
         ):
             out = executor(noise, latents, sampler, sigmas, mask, self._clock.around(callback), *args, **kwargs)
-        self.record.step_seconds = self._clock.seconds
+        self.record.ran(self._clock.seconds, [size / _size(self._planned) for size in self._clock.sizes])
         self._tell()
         return out
 
@@ -119,17 +138,72 @@ class Denoiser:
         """The block of a sampling whose hooks act in layers: nothing may record a call of the model."""
         return host.uncompiled()
 
-    def _fitting_or_told(self, latents: Tensor, rows: int) -> Plan:
+    def _sampled(self, guider: Any, noise: Tensor) -> tuple[Sequence[int], int]:
+        """The shape of the latents that a call of the model gets, and the most prompts that the host puts into one."""
+        shape = host.windowed(noise.shape, guider.model_options)
+        self._batch = shape[0]
+        return shape, host.prompts(guider, guider.model_options)
+
+    @property
+    def _planned(self) -> Plan:
+        return self.record.plans["denoise"]
+
+    def _pixels(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Width and height of the picture of latents, and their frames."""
+        return shape[-1] * self._scale, shape[-2] * self._scale, shape[2] if len(shape) == 5 else 1
+
+    def _estimate_of_a_call(self, forecast: Plan) -> Callable[..., float]:
+        """What takes the place of the host's estimate while it samples: what ``forecast`` says of a call of its size,
+        less of a smaller one, and more than there is of calls that would need more: the host makes smaller ones."""
+        most = _activation_bytes(forecast)
+
+        def needed(input_shape: Sequence[int], cond_shapes: Any = None) -> float:
+            if not self._is_within(input_shape, forecast):
+                return MORE_THAN_IS_FREE
+            return most * min(1.0, self._size_of(input_shape) / _size(forecast))
+
+        return needed
+
+    def _is_within(self, shape: Sequence[int], forecast: Plan) -> bool:
+        """Whether a call with latents of ``shape`` needs no more than ``forecast`` says."""
+        came, planned = (shape[0], *self._pixels(shape)), _sides(forecast)
+        if all(one <= other for one, other in zip(came, planned, strict=True)):
+            return True
+        if math.prod(came) > math.prod(planned):
+            return False
+        try:  # several areas of a picture
+            return needed_bytes(self._foresee_latents(shape), "denoise") <= needed_bytes(forecast, "denoise")
+        except (BadInputError, BudgetError, PlanningError):
+            return False
+
+    def _size_of(self, shape: Sequence[int]) -> int:
+        """Pixels of all rows of latents of ``shape``."""
+        return math.prod((shape[0], *self._pixels(shape)))
+
+    def _step_ended(self) -> None:
+        """Tell the time of the sampling anew where its steps take more or fewer calls than was known beforehand."""
+        sizes = self._clock.sizes
+        if len(sizes) == 1:
+            calls = sizes[0] / _size(self._planned) * (self._evaluations or 1)
+        elif self._evaluations is None:
+            calls = sum(sizes[1:]) / len(sizes[1:]) / _size(self._planned)
+        else:
+            return
+        if not math.isclose(calls, self.record.calls, rel_tol=0.02):
+            self.record.calls = calls
+            host.tell(self.record.node, verdict(self.record))
+
+    def _fitting_or_told(self, latents: Sequence[int], prompts: int) -> Plan:
         """The plan for ``latents``; a refusal is shown in our node too: on the sampler, which fails, the page says only
         that it did."""
         try:
-            return self._fitting(latents, rows)
+            return self._fitting(latents, prompts)
         except BudgetError as error:
             host.tell(self.record.node, str(error))
             raise
 
-    def _fitting(self, latents: Tensor, rows: int) -> Plan:
-        """The plan for ``latents``.
+    def _fitting(self, latents: Sequence[int], prompts: int) -> Plan:
+        """The plan for latents of a shape, with the most of ``prompts`` in a call that fit.
 
         Raises:
             BudgetError: they do not fit and smaller ones would; it names a size. On a device where the host keeps all
@@ -137,15 +211,15 @@ class Denoiser:
         """
         written = bool(self._node_request.budget.strip())
         try:
-            plan = self._foresee_latents(latents, rows)
+            plan = self._foresee_together(latents, prompts)
         except BudgetError as error:
-            size = self._largest_fitting(latents, rows)
+            size = self._largest_fitting(latents)
             raise BudgetError(
                 f"{error}{_that_fits(size)}", needed_bytes=error.needed_bytes, stage=error.stage
             ) from None
         if not written or fits(plan, "denoise"):
             return plan
-        size = self._largest_fitting(latents, rows)
+        size = self._largest_fitting(latents)
         if size is None:
             return plan
         needed = format_size(needed_bytes(plan, "denoise"))
@@ -156,16 +230,20 @@ class Denoiser:
             stage="denoise",
         )
 
-    def _largest_fitting(self, latents: Tensor, rows: int) -> tuple[int, int] | None:
+    def _foresee_together(self, latents: Sequence[int], prompts: int) -> Plan:
+        width, height, frames = self._pixels(latents)
+        return self.foresee_together(width, height, self._batch, prompts, frames)
+
+    def _largest_fitting(self, latents: Sequence[int]) -> tuple[int, int] | None:
         """About the largest size in pixels, of the shape of ``latents``, that fits; None: not even the smallest."""
-        height, width = latents.shape[-2] * self._scale, latents.shape[-1] * self._scale
+        width, height, frames = self._pixels(latents)
         eighths = range(7, 0, -1)
         sizes = [(_part_of(width, part / 8), _part_of(height, part / 8)) for part in eighths]
         sizes = [size for size in dict.fromkeys(sizes) if size[0] * size[1] < width * height]
 
         def has_room(size: tuple[int, int]) -> bool:
             with contextlib.suppress(BudgetError):
-                return fits(self.foresee(*size, self._batch, max(1, rows // self._batch)), "denoise")
+                return fits(self.foresee(*size, self._batch, 1, frames), "denoise")
             return False
 
         if not sizes or not has_room(sizes[-1]):
@@ -209,7 +287,7 @@ class Denoiser:
         transformer_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        plan = self._foresee_latents(x, len(x))
+        plan = self._foresee_latents(x.shape)
         try:
             return self._apply(plan, executor, x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
         except (RuntimeError, MemoryError) as error:
@@ -231,7 +309,7 @@ class Denoiser:
     ) -> Any:
         unet = executor.class_obj.diffusion_model
         unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper has it
-        if not self._calls or _pixels(plan) > _pixels(self.record.plans["denoise"]):
+        if not self._calls or _size(plan) > _size(self._planned):
             self.show(plan)
         settings = plan.settings
         options = dict(transformer_options or {})
@@ -241,8 +319,8 @@ class Denoiser:
                 options[DOOR] = override(settings, x.device, self._attended.add, options.get(DOOR))
             settings = dataclasses.replace(settings, **dict.fromkeys(_ATTENTION))
         attachment = self._prepared(unet, attachable(settings).of_stage("denoise"))
-        self._clock.called()
-        with self._measured(unet), entered(unet, attachment):
+        self._clock.called(self._size_of(x.shape))
+        with self._measured(unet, x), entered(unet, attachment):
             self.record.sites = dict(attachment.sites)
             out = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         if attachment.runs_uncompiled is not None:
@@ -259,12 +337,13 @@ class Denoiser:
         self.show(found)
         self.record.warn(found.fallback_steps[-1].told)
 
-    def _foresee_latents(self, latents: Tensor, rows: int) -> Plan:
-        """The plan for so many ``rows`` of the size of ``latents``: the host alone knows whether it runs both halves of
-        guidance together, one after the other or only one, and what nodes add to them."""
-        height, width = latents.shape[-2] * self._scale, latents.shape[-1] * self._scale
+    def _foresee_latents(self, latents: Sequence[int]) -> Plan:
+        """The plan for a call with latents of this shape: the host alone knows whether it runs both halves of guidance
+        together, one after the other or only one, and what nodes add to them."""
+        width, height, frames = self._pixels(latents)
+        rows = latents[0]
         batch, passes = (self._batch, rows // self._batch) if rows % self._batch == 0 else (rows, 1)
-        return self.foresee(width, height, batch, passes)
+        return self.foresee(width, height, batch, passes, frames)
 
     def _note(self, settings: Settings, options: dict[str, Any]) -> None:
         """Say once a sampling where somebody's node takes from us what was planned."""
@@ -282,13 +361,15 @@ class Denoiser:
         return ready[1]
 
     @contextlib.contextmanager
-    def _measured(self, unet: Any) -> Iterator[None]:
-        """Record the first call of a sampling; the others are its like."""
-        if self._calls or not host.is_watched(self._device):
+    def _measured(self, unet: Any, x: Tensor, anatomy: Anatomy | None = None) -> Iterator[None]:
+        """Record the first of the largest calls of a sampling; the others are its like."""
+        size = self._size_of(x.shape)
+        if size <= self._largest or not host.is_watched(self._device):
             yield
             return
-        with measured(unet) as run:
+        with measured(unet, anatomy, self._device) as run:
             yield
+        self._largest = size
         self.record.measured["denoise"] = run.stages
 
     def _tell(self) -> None:
@@ -308,12 +389,19 @@ def _that_fits(size: tuple[int, int] | None) -> str:
     return "" if size is None else f" {size[0]}x{size[1]} fits in it"
 
 
-def _key(plan: Plan) -> tuple[int, int, int, int]:
-    return plan.request.width, plan.request.height, plan.request.batch, plan.request.passes
+def _key(plan: Plan) -> tuple[int, int, int, int, int]:
+    asked = plan.request
+    return asked.width, asked.height, asked.batch, asked.passes, asked.frames
 
 
-def _pixels(plan: Plan) -> int:
-    return plan.request.width * plan.request.height * plan.request.shape.rows
+def _sides(plan: Plan) -> tuple[int, int, int, int]:
+    """Rows of a call, width and height in pixels, and frames."""
+    return plan.request.shape.rows, plan.request.width, plan.request.height, plan.request.frames
+
+
+def _size(plan: Plan) -> int:
+    """Pixels of all rows of a call."""
+    return math.prod(_sides(plan))
 
 
 def _activation_bytes(plan: Plan) -> int:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..sd_lowvram.errors import BudgetError, PlanningError
+from ..sd_lowvram.errors import BadInputError, BudgetError, PlanningError
 from ..sd_lowvram.models import anatomy_of_components
-from ..sd_lowvram.planning.memory_profile import measured
 from ..sd_lowvram.planning.plan import Plan
 from ..sd_lowvram.settings import Settings
 from . import host
-from .denoiser import Denoiser
+from .denoiser import MORE_THAN_IS_FREE, Denoiser
 from .hosted import COMPONENT, Traced, given_by
 from .interfaces import HostVAE
 from .node_request import NodeRequest, PlanRecord
@@ -42,7 +41,6 @@ class HostedDenoiser(Denoiser):
         plain = dataclasses.replace(node_request, settings=Settings())
         super().__init__(traced.anatomy, plain, device, record, vae)
         self._traced = traced
-        self._frames = 1
         record.say(f"{traced.name} runs as ComfyUI runs it; the budget bounds its weights beside what a step takes")
         asked = [knob.label for _, knob, _ in node_request.settings.of_stage("denoise").decided() if _acts(knob)]
         if asked:
@@ -54,29 +52,25 @@ class HostedDenoiser(Denoiser):
         except PlanningError as error:
             self._untold(error)
 
-    def foresee(self, width: int, height: int, batch: int, passes: int) -> Plan:
-        asked = self._traced.given, self._frames, width, height, batch, passes
+    def foresee(self, width: int, height: int, batch: int, passes: int, frames: int = 1) -> Plan:
+        asked = self._traced.given, width, height, batch, passes, frames
         if asked not in self._plans:
             make = self._node_request.plan
             size = self._device, width, height, batch
-            self._plans[asked] = self._traced.plan(
-                lambda anatomy: make(anatomy, *size, passes=passes, frames=self._frames)
-            )
+            self._plans[asked] = self._traced.plan(lambda anatomy: make(anatomy, *size, passes=passes, frames=frames))
         return self._plans[asked]
 
     def show(self, plan: Plan) -> None:
         self.record.untold = ""
-        self.record.add("denoise", plan, self._traced.unet)
+        self.record.add("denoise", plan, self._traced.unet, self._node_request.budget)
 
     def outer_sample(self, executor: Any, noise: Tensor, *args: Any, **kwargs: Any) -> Any:
         guider = executor.class_obj
         self._traced.given = given_by(getattr(guider, "conds", {}))
-        self._frames = noise.shape[2] if noise.dim() == 5 else 1
-        self._batch = len(noise)
         try:
             if noise.dim() not in (4, 5):
                 raise PlanningError(f"latents of {tuple(noise.shape)} are no pictures")
-            self._foresee_latents(noise, self._batch * host.passes(guider, guider.model_options))
+            self._foresee_together(*self._sampled(guider, noise))
         except BudgetError:
             pass  # said with the sizes that fit
         except PlanningError as error:
@@ -94,8 +88,17 @@ class HostedDenoiser(Denoiser):
         self.record.begin(0)
         host.tell(self.record.node, self.record.untold)
         patcher = executor.class_obj.model_patcher
-        room = self.vram() - int(patcher.model.memory_required([2 * len(noise), *noise.shape[1:]]))
-        with self.record.weights_of("denoise", patcher, room):
+        stock = patcher.model.memory_required
+        most = stock([host.GUIDED * len(noise), *noise.shape[1:]])
+
+        def needed(input_shape: Sequence[int], cond_shapes: Any = None) -> float:
+            estimate: float = stock(input_shape)
+            return estimate if estimate <= most else MORE_THAN_IS_FREE
+
+        with (
+            host.replaced(patcher.model, "memory_required", needed),
+            self.record.weights_of("denoise", patcher, self.vram() - int(most)),
+        ):
             return executor(noise, *args, **kwargs)
 
     def _untold(self, error: PlanningError) -> None:
@@ -117,23 +120,38 @@ class HostedDenoiser(Denoiser):
     def vram(self) -> int:
         return host.budget(self._node_request.budget, self._device)
 
-    def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        self._clock.called()
+    def apply_model(self, executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         call = _Called(self._traced.unet, executor)
-        with self._measured(call):
-            out = call(*args, **kwargs)
+        if "denoise" in self.record.plans:
+            self._look_at(x.shape)
+            self._clock.called(self._size_of(x.shape))
+            anatomy = anatomy_of_components(self._traced.anatomy.family, {COMPONENT: call})
+            with self._measured(call, x, anatomy):
+                out = call(x, *args, **kwargs)
+        else:
+            out = call(x, *args, **kwargs)
         self._calls += 1
         return out
 
-    @contextlib.contextmanager
-    def _measured(self, unet: Any) -> Iterator[None]:
-        if self._calls or "denoise" not in self.record.plans or not host.is_watched(self._device):
-            yield
-            return
-        anatomy = anatomy_of_components(self._traced.anatomy.family, {COMPONENT: unet})
-        with measured(unet, anatomy, self._device) as run:
-            yield
-        self.record.measured["denoise"] = run.stages
+    def _look_at(self, shape: Sequence[int]) -> None:
+        """Show the plan for the pieces of a picture with which the model is called; say so where a call is larger than
+        was planned."""
+        if not self._is_within(shape, self._forecast):
+            width, height, _ = self._pixels(shape)
+            self.record.warn(
+                f"another node calls the model with {shape[0]} x {width}x{height} at a time, more than was planned: "
+                f"that may take more memory than was foretold, and {self._traced.name} cannot be divided"
+            )
+        elif self._pixels(shape) == _piece(self._forecast):
+            if _piece(self._planned) != _piece(self._forecast):
+                self.show(self._forecast)
+        elif not self._calls:
+            with contextlib.suppress(BadInputError, BudgetError, PlanningError):
+                self.show(self._foresee_latents(shape))
+
+
+def _piece(plan: Plan) -> tuple[int, int, int]:
+    return plan.request.width, plan.request.height, plan.request.frames
 
 
 def _acts(knob: Any) -> bool:

@@ -113,47 +113,63 @@ class PlanRecord:
         node: the id of the node that shows the verdict; None: none does while the workflow runs.
         plans: the latest for each stage, by its name, in the order of a run.
         steps: of the latest sampling, as the sampler has told them; 0 before there was one.
+        size: width and height in pixels, and frames, of what was sampled latest; None before that.
+        calls: of the model as the plan has them, in each step of the sampler; a smaller one counts as its part.
         measured: the latest run of each stage, as the allocator saw it.
         seconds: that each stage took, from its first step to its last.
         step_seconds: that each step took in which the model ran.
+        step_calls: of the model as the plan has them, in each of these steps.
         kept: bytes of a stage's weights that the host kept on the device in its latest run.
         paged: those of them that torch's allocator does not see, under dynamic VRAM.
         bounds: bytes that these were bounded to.
         sites: on how many sites each hook acted in the latest call of the model.
         notes: sentences on the latest sampling.
         standing: sentences on the models, whatever is sampled.
+        budgets: as they were written, for each stage; empty: what was free.
         untold: why the sampling cannot be foretold; empty where it can.
     """
 
     node: str | None = None
     plans: dict[str, Plan] = field(default_factory=dict)
     steps: int = 0
+    size: tuple[int, int, int] | None = None
+    calls: float = 1.0
     measured: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     step_seconds: list[float] = field(default_factory=list)
+    step_calls: list[float] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
     paged: dict[str, int] = field(default_factory=dict)
     bounds: dict[str, int] = field(default_factory=dict)
     sites: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     standing: list[str] = field(default_factory=list)
+    budgets: dict[str, str] = field(default_factory=dict)
     untold: str = ""
     _models: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, stage: str, plan: Plan, model: Any) -> None:
-        """Put in the ``plan`` of a stage of ``model``."""
+    def add(self, stage: str, plan: Plan, model: Any, budget: str) -> None:
+        """Put in the ``plan`` of a stage of ``model`` for a budget as it was written."""
         plans = {**self.plans, stage: plan}
         self.plans = {name: plans[name] for name in _ORDER if name in plans}
         self._models[stage] = weakref.ref(model)
+        self.budgets[stage] = budget.strip()
 
-    def begin(self, steps: int) -> None:
+    def begin(self, steps: int, size: tuple[int, int, int] | None = None, calls: float = 1.0) -> None:
         """Forget the sampling before, as one of ``steps`` begins."""
-        self.steps = steps
-        self.step_seconds = []
+        self.steps, self.size, self.calls = steps, size, calls
+        self.step_seconds, self.step_calls = [], []
         self.notes.clear()
         for figures in (self.measured, self.seconds, self.kept, self.paged, self.bounds):
             for stage in ("denoise", "decode"):
                 figures.pop(stage, None)
+
+    def ran(self, seconds: list[float], calls: list[float]) -> None:
+        """Put in what each step of a sampling took; the first, in which a model warms up, tells least."""
+        self.step_seconds, self.step_calls = seconds, calls
+        like = calls[1:] or calls
+        if like:
+            self.calls = sum(like) / len(like)
 
     @contextlib.contextmanager
     def weights_of(self, stage: str, patcher: Any, room: int) -> Iterator[None]:

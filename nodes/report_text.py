@@ -26,9 +26,13 @@ def verdict(record: PlanRecord, *stages: str) -> str:
         return "\n".join([record.untold, *standing])
     name = max(plans, key=lambda name: needed_bytes(plans[name], name))
     plan, whole = plans[name], host.loading(plans[name].request.device).whole
-    first = f"{_of(needed_bytes(plan, name), plan.request.vram)}, {_duration(plans, record.steps)}"
+    duration = _duration(plans, record.steps, seconds_a_step(record))
+    needed, free = needed_bytes(plan, name), host.budget("", plan.request.device)
+    first = f"{_of(needed, plan.request.vram)}, {duration}"
     if fits(plan, name):
-        first = f"fits: {first}"
+        stated = bool(record.budgets.get(name)) and free < plan.request.vram
+        first = f"{'more than is free' if stated and free < needed else 'fits'}: {first}"
+        first += f". Only {format_size(free)} are free" if stated else ""
     else:
         first = f"above the budget: {first}, with the settings that take least"
         first += ". ComfyUI keeps all weights loaded on this device" if whole else ""
@@ -84,11 +88,10 @@ def _number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0") if value < 100 else f"{value:.0f}"
 
 
-def _duration(plans: Mapping[str, Plan], steps: int) -> str:
+def _duration(plans: Mapping[str, Plan], steps: int, a_step: float) -> str:
     """Of one step until a sampler has told how many there are, then of all of them and of what comes after."""
     if "denoise" not in plans:
         return f"about {format_time(sum(stage_of(plan, name).seconds for name, plan in plans.items()))}"
-    a_step = seconds_a_step(plans["denoise"])
     if not steps:
         return f"about {format_time(a_step)} a step"
     decode = stage_of(plans["decode"], "decode").seconds if "decode" in plans else 0.0
@@ -96,9 +99,14 @@ def _duration(plans: Mapping[str, Plan], steps: int) -> str:
     return f"about {format_time(steps * a_step + decode)} ({parts})"
 
 
-def seconds_a_step(plan: Plan) -> float:
-    """What ``plan`` foretells for each step of the sampler."""
-    return stage_of(plan, "denoise").seconds / plan.request.steps
+def seconds_a_step(record: PlanRecord) -> float:
+    """What is foretold for each step of the sampler; 0 where nothing is."""
+    return record.calls * _seconds_a_call(record)
+
+
+def _seconds_a_call(record: PlanRecord) -> float:
+    plan = record.plans.get("denoise")
+    return 0.0 if plan is None else stage_of(plan, "denoise").seconds / plan.request.steps
 
 
 def measured_step(record: PlanRecord) -> float | None:
@@ -111,11 +119,23 @@ def run_line(record: PlanRecord, calls: int) -> str:
     """A sampling in one line."""
     plan = record.plans["denoise"]
     took = measured_step(record)
-    seconds = "" if took is None else f" of {format_time(took)} ({format_time(seconds_a_step(plan))} foretold)"
+    seconds = "" if took is None else f" of {format_time(took)} ({format_time(seconds_a_step(record))} foretold)"
     return (
-        f"{plan.request.width}x{plan.request.height}, {calls} calls of the model, {len(record.step_seconds)} steps"
+        f"{_sampled(record)}, {calls} calls of the model, {len(record.step_seconds)} steps"
         f"{seconds}, planned {_of(needed_bytes(plan, 'denoise'), plan.request.vram)}"
     )
+
+
+def _sampled(record: PlanRecord) -> str:
+    """The size of the picture, and of the pieces of it with which the model is called, where it is called so."""
+    plans = record.plans
+    planned = (plans["denoise"] if "denoise" in plans else next(iter(plans.values()))).request
+    piece = planned.width, planned.height, planned.frames
+    width, height, frames = record.size or piece
+    whole = f"{width}x{height}"
+    if piece[:2] != (width, height):
+        whole += f" in pieces of {piece[0]}x{piece[1]}"
+    return whole if piece[2] == frames else f"{whole}, {frames} frames in windows of {piece[2]}"
 
 
 def report_text(record: PlanRecord) -> str:
@@ -126,21 +146,21 @@ def report_text(record: PlanRecord) -> str:
     peaks = measured_peaks(record)
     lines = [
         verdict(record),
-        f"{request.width}x{request.height}, batch {request.batch}, budget {format_size(request.vram)}",
+        f"{_sampled(record)}, batch {request.batch}, budget {format_size(request.vram)}",
         f"{'':<9}{'peak':>10}{'measured':>10}{'weights':>10}{'kept':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
     ]
     for name, plan in record.plans.items():
         stage = stage_of(plan, name)
         sizes = (stage.peak_bytes, peaks.get(name), stage.weights_bytes, record.kept.get(name), stage.host_bytes)
         figures = "".join(f"{'-' if size is None else format_size(size):>10}" for size in sizes)
-        foretold = seconds_a_step(plan) if name == "denoise" else stage.seconds
+        foretold = seconds_a_step(record) if name == "denoise" else stage.seconds
         took = measured_step(record) if name == "denoise" else record.seconds.get(name)
         row = "a step" if name == "denoise" else name
         lines.append(f"{row:<9}{figures}{_seconds(foretold):>9}{_seconds(took):>10}")
     if record.step_seconds:
-        ran, a_step = len(record.step_seconds), seconds_a_step(record.plans["denoise"])
-        whole = f"{format_time(sum(record.step_seconds))} measured, {format_time(ran * a_step)} foretold"
-        lines.append(f"{ran} steps ran: {whole}")
+        foretold = sum(record.step_calls) * _seconds_a_call(record)
+        whole = f"{format_time(sum(record.step_seconds))} measured, {format_time(foretold)} foretold"
+        lines.append(f"{len(record.step_seconds)} steps ran: {whole}")
     if peaks and request.device.type == "cpu":
         both = (f"{name} {format_size(stage_of(plan, name).held_bytes)}" for name, plan in record.plans.items())
         lines.append(f"on a CPU device and host are measured together: planned {', '.join(both)}")

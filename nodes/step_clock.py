@@ -14,28 +14,36 @@ class StepClock:
 
     The first of them waits for the first call of the model: weights are loaded before it. What others do at the end of
     a step (previews) is in none.
+
+    Attributes:
+        sizes: of the calls of the model in each step, added up.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, step_ended: Callable[[], None]) -> None:
         self._device = device
+        self._step_ended = step_ended
         self._begun = 0.0
-        self._ran = False
+        self._size = 0
         self.seconds: list[float] = []
+        self.sizes: list[int] = []
 
-    def called(self) -> None:
-        """The model is about to run."""
-        if not self._ran and not self.seconds:
+    def called(self, size: int) -> None:
+        """The model is about to run on so much."""
+        if not self._size and not self.seconds:
             self._begun = self._now()
-        self._ran = True
+        self._size += size
 
     def around(self, callback: Callable[..., Any] | None) -> Callable[..., Any]:
         """What the sampler calls at the end of a step: the clock, then ``callback``."""
 
         def end_of_step(*args: Any, **kwargs: Any) -> Any:
-            if self._ran:
+            if self._size:
                 self.seconds.append(self._now() - self._begun)
+                self.sizes.append(self._size)
+                self._size = 0
+                self._step_ended()
             given = None if callback is None else callback(*args, **kwargs)
-            self._begun, self._ran = self._now(), False
+            self._begun = self._now()
             return given
 
         return end_of_step

@@ -372,16 +372,24 @@ def sample(
     denoise: float = 1.0,
     start: dict[str, torch.Tensor] | None = None,
     control: Any = None,
+    several: str | None = None,
 ) -> torch.Tensor:
     """Latents as the stock KSampler makes them; the process's random numbers start anew, as ToMe draws from them.
 
     Args:
         start: LATENT to begin from; None: zeros of ``batch`` and ``side``.
         control: of :func:`control_net`.
+        several: one of ``SEVERAL``.
     """
     import nodes
 
     given = conditions(model)
+    CALLS.clear()
+    watched = model.clone()
+    watched.set_model_unet_function_wrapper(_call)
+    model = watched
+    if several == "masks":
+        given = (_masked(nodes, model, side), given[1])
     if control is not None:
         hint = torch.rand(1, 8 * side, 8 * side, 3, generator=torch.Generator().manual_seed(5))
         given = nodes.ControlNetApplyAdvanced().apply_controlnet(*given, control, hint, 1.0, 0.0, 1.0)
@@ -391,9 +399,53 @@ def sample(
     zeros = torch.zeros(batch, form.latent_channels, *frames, side, side)
     latents = {"samples": zeros} if start is None else start
     torch.manual_seed(0)
+    if several in ("Perp-Neg", "DualCFG"):
+        return _guided(several, model, given, latents, steps)
     with torch.inference_mode():
         (made,) = nodes.KSampler().sample(model, 7, steps, cfg, sampler, scheduler, *given, latents, denoise)
     return made["samples"]
+
+
+SEVERAL = ("masks", "Perp-Neg", "DualCFG")
+"""Ways to sample with more prompts than two."""
+CALLS: list[int] = []
+"""Rows of the model's calls in the latest sampling."""
+
+
+def _call(apply: Any, told: dict[str, Any]) -> Any:
+    CALLS.append(len(told["input"]))
+    return apply(told["input"], told["timestep"], **told["c"])
+
+
+def _masked(nodes: Any, model: Any, side: int) -> Any:
+    """Four prompts, each for a quarter of the picture."""
+    found = []
+    for number in range(4):
+        mask = torch.zeros(1, 8 * side, 8 * side)
+        mask[:, (number // 2) * 4 * side :][:, : 4 * side, (number % 2) * 4 * side :][:, :, : 4 * side] = 1.0
+        prompt = conditions(model, seed=number + 2)[0]
+        found += nodes.ConditioningSetMask().append(prompt, mask, "default", 1.0)[0]
+    return found
+
+
+def _guided(way: str, model: Any, given: tuple[Any, Any], latents: Any, steps: int) -> torch.Tensor:
+    from comfy_extras import nodes_custom_sampler as custom
+    from comfy_extras.nodes_perpneg import PerpNegGuider
+
+    third = conditions(model, seed=2)[0]
+    if way == "Perp-Neg":
+        guider = _first(PerpNegGuider.execute(model, *given, third, 5.0, 1.0))
+    else:
+        guider = _first(custom.DualCFGGuider.execute(model, given[0], third, given[1], 5.0, 3.0, "regular"))
+    noise, sampler = _first(custom.RandomNoise.execute(7)), _first(custom.KSamplerSelect.execute("euler"))
+    sigmas = _first(custom.BasicScheduler.execute(model, "normal", steps, 1.0))
+    with torch.inference_mode():
+        made = custom.SamplerCustomAdvanced.execute(noise, guider, sampler, sigmas, latents)
+    return _first(made)["samples"]
+
+
+def _first(made: Any) -> Any:
+    return made.result[0]
 
 
 def control_net() -> Any:

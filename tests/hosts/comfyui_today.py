@@ -5,10 +5,12 @@ COMFYUI_PYTHON tests/hosts/comfyui_today.py COMFYUI_DIR
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,14 @@ def main(host: str) -> None:
     inside.enter(Path(host))
     nodes = inside.our_nodes()
     found = {kind: _facts(nodes, kind) for kind in inside.TODAY if inside.is_known(kind)}
-    print(json.dumps({"models": found, "refusals": refusals(nodes), "layers": layers()}))
+    told = {
+        "models": found,
+        "prompts": prompts(nodes),
+        "times": times(nodes),
+        "refusals": refusals(nodes),
+        "layers": layers(),
+    }
+    print(json.dumps(told))
 
 
 def _facts(nodes: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -30,7 +39,7 @@ def _facts(nodes: dict[str, Any], kind: str) -> dict[str, Any]:
     stock = inside.sample(model, steps=2)
     made, _, record = nodes["LowVRAM"]().optimize(model, vae, "1024GB")["result"]
     far = inside.far(stock, inside.sample(made, steps=2))
-    report = nodes["LowVRAMReport"]().report(record, torch.zeros(1, 8, 8, 3))["result"][0]
+    report = nodes["LowVRAMReport"]().report(torch.zeros(1, 8, 8, 3), record)["result"][0]
     stage = next(one for one in record.plans["denoise"].stages if one.name == "denoise")
     measured = max(one.peak_bytes for one in record.measured["denoise"])
     compiled = inside.sample(inside.compiled(made), steps=2)
@@ -45,6 +54,68 @@ def _facts(nodes: dict[str, Any], kind: str) -> dict[str, Any]:
         "saved": _saved(made),
         "clean": sorted(vars(model.model).keys() ^ vars(inside.model(kind).model).keys()),
     }
+
+
+def prompts(nodes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What samplings with several prompts were planned to hold and held, in a budget for all of them in a call and in
+    one for fewer, by the way in which there are several."""
+    found = {}
+    for way in inside.SEVERAL:
+        model, vae = inside.model("flux"), inside.autoencoder("flux")
+        stock, calls = inside.sample(model, several=way), inside.CALLS[:]
+        for room in ("all", "fewer"):
+            budget = "1024GB" if room == "all" else f"{found[f'{way}, all']['needed'] - 1}B"
+            made, _, record = nodes["LowVRAM"]().optimize(model, vae, budget)["result"]
+            far = inside.far(stock, inside.sample(made, several=way))
+            plan = record.plans["denoise"]
+            stage = next(one for one in plan.stages if one.name == "denoise")
+            found[f"{way}, {room}"] = {
+                "stock": calls,
+                "calls": inside.CALLS[:],
+                "far": far,
+                "planned": stage.held_bytes,
+                "held": max(one.peak_bytes for one in record.measured["denoise"]),
+                "needed": stage.reserved_bytes + plan.predicted.overhead_bytes,
+                "rows": plan.request.shape.rows,
+                "fits": plan.fits,
+                "notes": record.notes,
+            }
+    return found
+
+
+def times(nodes: dict[str, Any]) -> dict[str, Any]:
+    """Calls of the model that were foretold each time that a verdict was shown, and those that there were, by what
+    sampled: the host's samplers, without guidance, and windows of frames."""
+    from comfy.samplers import SAMPLER_NAMES
+    from comfy_extras.nodes_context_windows import WanContextWindowsManualNode as Windows
+
+    model, vae = inside.model("flux"), inside.autoencoder("flux")
+    made, _, record = nodes["LowVRAM"]().optimize(model, vae, "1024GB")["result"]
+    found = {}
+    for name in SAMPLER_NAMES:
+        with _foretold(record) as told:
+            inside.sample(made, sampler=name, steps=6, cfg=1.0, side=8)
+        found[name] = {"told": told, "calls": len(inside.CALLS)}
+    film = inside.model("wan")
+    windows = Windows.execute(film, 17, 4, "standard_static", 1, False, "pyramid", False).result[0]
+    made, _, record = nodes["LowVRAM"]().optimize(windows, vae, "1024GB")["result"]
+    frames = {"samples": torch.zeros(1, 16, 13, inside.SIDE, inside.SIDE)}
+    with _foretold(record) as told:
+        inside.sample(made, steps=3, start=frames)
+    report = nodes["LowVRAMReport"]().report(torch.zeros(1, 8, 8, 3), record)["result"][0]
+    stage = next(one for one in record.plans["denoise"].stages if one.name == "denoise")
+    held = max(one.peak_bytes for one in record.measured["denoise"])
+    found["windows"] = {"told": told, "calls": len(inside.CALLS), "report": report, "notes": record.notes}
+    return found | {"held": [held, stage.held_bytes]}
+
+
+@contextlib.contextmanager
+def _foretold(record: Any) -> Iterator[list[float]]:
+    """Within the block, what a step's calls are foretold to be whenever a verdict is shown."""
+    host = importlib.import_module(".nodes.host", inside.pack_name())
+    told: list[float] = []
+    with host.replaced(host, "tell", lambda node, text: told.append(record.calls)):
+        yield told
 
 
 def _merged(nodes: dict[str, Any], kind: str, model: Any, vae: Any) -> float:
@@ -81,7 +152,7 @@ def refusals(nodes: dict[str, Any]) -> dict[str, str]:
     told = {"Low VRAM": low["ui"]["text"][0]}
     told["Plan"] = inside.error_of(lambda: nodes["LowVRAMPlan"]().plan(model, vae, "", 128, 128, 1, 20))
     far = inside.far(stock, inside.sample(low["result"][0]))
-    told["Report"] = nodes["LowVRAMReport"]().report(low["result"][2], torch.zeros(1, 8, 8, 3))["result"][0]
+    told["Report"] = nodes["LowVRAMReport"]().report(torch.zeros(1, 8, 8, 3), low["result"][2])["result"][0]
     unet.__class__ = kind
     told["far"] = str(far)
     other = inside.autoencoder("taesd")

@@ -121,6 +121,34 @@ def test_a_vae_of_another_kind_passes_through_where_the_model_is_served(today, c
         print(f" {refused}")
 
 
+@pytest.mark.parametrize("room", ["all", "fewer"])
+@pytest.mark.parametrize("way", ["masks", "Perp-Neg", "DualCFG"])
+def test_several_prompts_hold_what_was_foretold(today, way, room) -> None:
+    """All in one call where they fit, else in as many as the budget needs."""
+    found = today["prompts"][f"{way}, {room}"]
+    most, prompts = max(found["calls"]), sum(found["stock"])
+    assert found["stock"] == [5 if way == "masks" else 3] and sum(found["calls"]) == prompts
+    assert most == found["rows"] and (most == prompts) == (room == "all")
+    assert found["held"] <= found["planned"] <= 1.2 * found["held"] and found["fits"]
+    assert found["far"] < 1e-5 and found["notes"] == []
+
+
+def test_the_time_is_that_of_all_calls_of_a_step(today) -> None:
+    """Known samplers beforehand, all others from the first steps on."""
+    found = {name: one for name, one in today["times"].items() if name not in ("windows", "held", "dpm_adaptive")}
+    unequal = {name: one for name, one in found.items() if round(6 * one["told"][-1]) != one["calls"]}
+    assert unequal == {} and len(found) > 30
+    known = {"heun", "dpm_2", "dpm_2_ancestral", "dpmpp_sde", "dpmpp_2s_ancestral", "seeds_3"}
+    assert all(len(found[name]["told"]) == 1 and found[name]["calls"] > 6 for name in known)
+
+
+def test_windows_of_frames_are_planned_and_logged_as_they_are(today) -> None:
+    windows, (held, planned) = today["times"]["windows"], today["times"]["held"]
+    assert "128x128, 13 frames in windows of 6" in windows["report"] and windows["notes"] == []
+    assert 0.7 * planned <= held <= planned * 1.02 + (2 << 20)
+    assert windows["calls"] > 3 and 3 * windows["told"][-1] == pytest.approx(windows["calls"], rel=0.2)
+
+
 def test_weights_in_8_bits_are_widened_as_by_comfyui() -> None:
     found = inside("comfyui_scaled.py")
     if not found:

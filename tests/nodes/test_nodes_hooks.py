@@ -192,6 +192,107 @@ def test_a_card_that_is_full_after_all_gets_a_leaner_plan(pack, model, vae) -> N
     assert not traces_of_us(_unet(model))
 
 
+@pytest.mark.slow(8)
+def test_prompts_that_do_not_fit_together_come_one_after_the_other(pack, model, vae) -> None:
+    """Five rows where masks ask for them were planned as two, and all of them came."""
+    plain = Guider(model, TEXT, positive=4).sample(NOISE)
+    knobs = {**CHUNKED, "guidance_in_turn": "off"}
+    record = shown_and_given(pack, model, vae, "1B", **knobs)[1][2]
+    for budget in ("1024GB", f"{needed(pack, record) + (64 << 10)}B"):
+        mine, _, record = shown_and_given(pack, model, vae, budget, **knobs)[1]
+        guider = Guider(mine, TEXT, positive=4)
+        assert tiny.relative_error(guider.sample(NOISE), plain) < 1e-5
+        assert record.plans["denoise"].request.shape.rows == max(guider.rows) and record.plans["denoise"].fits
+        assert guider.rows == ([5] * 2 if budget == "1024GB" else [1] * 10)
+        assert record.calls == sum(guider.rows) / 2 / max(guider.rows)
+
+
+def needed(pack: Any, record: Any) -> int:
+    return int(sys.modules[pack.__name__ + ".nodes.report_text"].needed_bytes(record.plans["denoise"], "denoise"))
+
+
+def test_a_step_of_several_calls_takes_as_many_times_as_long(pack, model, vae, sent) -> None:
+    """The time was that of one call, half of a step's of heun; of samplers that are not known the steps tell."""
+
+    def sample_heun() -> None: ...
+    def sample_of_somebody() -> None: ...
+
+    for function, expected in ((sample_heun, [1.5]), (sample_of_somebody, [1, 2])):
+        mine, _, record = shown_and_given(pack, model, vae, "4GB", **CHUNKED)[1]
+        record.node = "12"
+        sent.clear()
+        Guider(mine, TEXT).sample(NOISE, types.SimpleNamespace(sampler_function=function))
+        seconds = record.plans["denoise"].stages[0].seconds / record.plans["denoise"].request.steps
+        told = [one["output"]["text"][0].splitlines()[0] for _, one, _ in sent]
+        steps = [sys.modules[pack.__name__ + ".sd_lowvram.units"].format_time(seconds * calls) for calls in expected]
+        assert [one.split("(2 steps of ")[1].split(",")[0].split(")")[0] for one in told] == steps
+        assert record.step_calls == [1, 2] and record.calls == 2
+
+
+def test_pieces_of_a_picture_are_logged_with_its_size(pack, model, vae, caplog) -> None:
+    """They were under the piece's alone; another node tiles the latents, or takes windows of them."""
+    mine, _, record = shown_and_given(pack, model, vae, "4GB", **CHUNKED)[1]
+
+    def in_quarters(executor: Any, x: Any, *args: Any) -> Any:
+        rows = [torch.cat([executor(part, *args) for part in half.chunk(2, 3)], 3) for half in x.chunk(2, 2)]
+        return torch.cat(rows, 2)
+
+    before = mine.wrappers["apply_model"]
+    mine.wrappers["apply_model"] = {"somebody": [in_quarters], **before}
+    larger = torch.cat([torch.cat([NOISE, NOISE], 2)] * 2, 3)
+    with caplog.at_level("INFO"):
+        Guider(mine, TEXT).sample(larger)
+    (line,) = [one.message for one in caplog.records if "sd-lowvram" in one.message]
+    assert line.startswith("sd-lowvram: 128x128 in pieces of 64x64, 8 calls of the model, 2 steps of ")
+    assert record.plans["denoise"].request.width == 64 and record.step_calls == [4, 4] and record.calls == 4
+    assert "128x128 in pieces of 64x64, batch 1" in report(pack, record)
+
+
+def report(pack: Any, record: Any) -> str:
+    return str(pack.NODE_CLASS_MAPPINGS["LowVRAMReport"]().report(torch.zeros(1, 8, 8, 3), record)["result"][0])
+
+
+def test_a_budget_above_what_is_free_is_said(pack, model, vae, monkeypatch) -> None:
+    """It read "fits: 1.2 of 99999 GiB"."""
+    host = sys.modules[pack.__name__ + ".nodes.host"]
+    plan = shown_and_given(pack, model, vae, "99999GB", **CHUNKED)[1][2].plans["denoise"]
+    size = needed(pack, types.SimpleNamespace(plans={"denoise": plan}))
+    for free, budget, begins, ends in (
+        (7 << 30, "99999GB", "fits: ", ". Only 7 GiB are free"),
+        (size // 2, "99999GB", "more than is free: ", " are free"),
+        (7 << 30, "6GB", "fits: ", " a step"),
+        (7 << 30, "", "fits: ", " a step"),
+    ):
+        monkeypatch.setattr(host, "room", lambda device, free=free: free)
+        first = shown_and_given(pack, model, vae, budget, **CHUNKED)[0].splitlines()[0]
+        assert first.startswith(begins) and first.endswith(ends)
+
+
+def test_a_report_without_a_plan_says_why(pack) -> None:
+    """The page sends none where Low VRAM is bypassed, and the host refused the node: "plan missing"."""
+    node = pack.NODE_CLASS_MAPPINGS["LowVRAMReport"]
+    assert [*node.INPUT_TYPES()["required"]] == ["images"]
+    shown = node().report(torch.zeros(1, 8, 8, 3))
+    text, plot = shown["result"]
+    assert "Low VRAM is bypassed" in text and shown["ui"]["text"] == [text] and plot.shape[-1] == 3
+
+
+@pytest.mark.parametrize("name", ["LowVRAM", "LowVRAMPlan", "LowVRAMVAEDecode", "LowVRAMVAEEncode"])
+def test_what_a_node_refuses_takes_the_place_of_its_verdict(pack, model, vae, sent, name) -> None:
+    given = {"vae": vae, "budget": "banana", "unique_id": "12"}
+    others = {
+        "LowVRAM": {"model": model},
+        "LowVRAMPlan": {"model": model, "width": 64, "height": 64, "batch": 1, "steps": 2},
+        "LowVRAMVAEDecode": {"samples": {"samples": LATENTS}},
+        "LowVRAMVAEEncode": {"pixels": torch.zeros(1, 64, 64, 3)},
+    }
+    node = pack.NODE_CLASS_MAPPINGS[name]
+    with pytest.raises(Exception, match="banana") as raised:
+        getattr(node(), node.FUNCTION)(**given, **others[name])
+    assert [(told["node"], told["output"]["text"]) for _, told, _ in sent] == [("12", [str(raised.value)])]
+    assert node.INPUT_TYPES()["hidden"]["unique_id"] == "UNIQUE_ID"
+
+
 def test_a_second_node_replaces_the_first(pack, model) -> None:
     mine, _ = optimize(pack, model)
     again, _ = optimize(pack, mine)
@@ -688,7 +789,7 @@ def test_plan_and_report(pack, model, vae) -> None:
     assert plot.dim() == 4 and plot.shape[-1] == 3 and 0 <= plot.min() < plot.max() <= 1
     mine, made, record = shown_and_given(pack, model, vae, **CHUNKED)[1]
     pixels = made.decode(Guider(mine, TEXT).sample(NOISE))
-    text, _ = nodes["LowVRAMReport"]().report(record, pixels)["result"]
+    text, _ = nodes["LowVRAMReport"]().report(pixels, record)["result"]
     for stage in ("denoise", "decode"):
         planned = next(one.peak_bytes for one in record.plans[stage].stages if one.name == stage)
         seen = max(one.peak_bytes for one in record.measured[stage])
@@ -699,8 +800,8 @@ def test_plan_and_report(pack, model, vae) -> None:
 def test_the_report_tells_the_run_that_was(pack, model, vae) -> None:
     """It told a whole time for 30 steps after a run of 2, and no second that was measured."""
     mine, made, record = shown_and_given(pack, model, vae, **CHUNKED)[1]
-    pixels = made.decode(Guider(mine, TEXT).sample(NOISE))
-    text, _ = pack.NODE_CLASS_MAPPINGS["LowVRAMReport"]().report(record, pixels)["result"]
+    made.decode(Guider(mine, TEXT).sample(NOISE))
+    text = report(pack, record)
     assert "(2 steps of " in text.splitlines()[0] and "30 steps" not in text
     assert any(line.startswith("2 steps ran: ") and "measured, " in line for line in text.splitlines())
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("a step", "decode "))}
@@ -733,7 +834,7 @@ def test_a_run_is_one_line_in_the_log(pack, model, vae, caplog) -> None:
     with caplog.at_level("INFO"):
         mine, made, record = shown_and_given(pack, model, vae, **CHUNKED)[1]
         pixels = made.decode(Guider(mine, TEXT).sample(NOISE))
-        pack.NODE_CLASS_MAPPINGS["LowVRAMReport"]().report(record, pixels)
+        pack.NODE_CLASS_MAPPINGS["LowVRAMReport"]().report(pixels, record)
     (line,) = [one.message for one in caplog.records if "sd-lowvram" in one.message]
     assert line.startswith("sd-lowvram: 64x64, 2 calls of the model, 2 steps of ") and " foretold), planned " in line
 

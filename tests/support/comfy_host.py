@@ -217,18 +217,30 @@ class DynamicPatcher(Patcher):
 
 
 class Guider:
-    """Samples with a MODEL as the host does: load within the sampling, two halves in one call or, at a scale of 1, only
-    one, two steps."""
+    """Samples with a MODEL as the host does: load within the sampling, all prompts in one call where the model's
+    estimate has room for them, at a scale of 1 only the positive ones, two steps.
+
+    Attributes:
+        rows: of the calls of the latest sampling.
+    """
 
     def __init__(
-        self, patcher: Patcher, text: Tensor, seen: Callable[[Patcher], None] = lambda patcher: None, cfg: float = 7.0
+        self,
+        patcher: Patcher,
+        text: Tensor,
+        seen: Callable[[Patcher], None] = lambda patcher: None,
+        cfg: float = 7.0,
+        positive: int = 1,
     ) -> None:
         self.model_patcher, self.text, self.seen, self.cfg = patcher, text, seen, cfg
         self.model_options = patcher.model_options
+        self.conds: dict[str, list[dict[str, Any]]] = {"positive": [{}] * positive, "negative": [{}]}
+        self.rows: list[int] = []
 
-    def sample(self, noise: Tensor) -> Tensor:
+    def sample(self, noise: Tensor, sampler: Any = None) -> Tensor:
         sigmas = torch.tensor([9.0, 3.0, 0.0])
-        return self.model_patcher.through("outer_sample", self._sample, self)(noise, None, None, sigmas)
+        self.rows.clear()
+        return self.model_patcher.through("outer_sample", self._sample, self)(noise, None, sampler, sigmas)
 
     def _sample(
         self, noise: Tensor, latents: Any, sampler: Any, sigmas: Tensor, mask: Any = None, callback: Any = None
@@ -238,15 +250,36 @@ class Guider:
         patcher.through("prepare_sampling", load, None)(patcher, noise.shape, {}, model_options={})
         x = noise
         for step in (9, 3):
+            predicted = self._predict(x, step)
+            if sampler is not None and step == 9:  # as heun does, behind the callback
+                x = x - 0.01 * self._predict_after(callback, x, predicted, step)
+            elif callback is not None:
+                callback(step, x, x, 2)
+            x = x - 0.1 * predicted
+        return x
+
+    def _predict_after(self, callback: Any, x: Tensor, predicted: Tensor, step: int) -> Tensor:
+        if callback is not None:
+            callback(step, x, x, 2)
+        return self._predict(x - 0.1 * predicted, step)
+
+    def _predict(self, x: Tensor, step: int) -> Tensor:
+        patcher, found = self.model_patcher, x
+        left = len(self.conds["positive"]) + (0 if self.cfg == 1.0 else len(self.conds["negative"]))
+        while left:
             options = dict(patcher.model_options["transformer_options"])
             call = patcher.through("apply_model", patcher.model.apply, patcher.model)
             self.seen(patcher)
-            halves = 1 if self.cfg == 1.0 else 2
-            both = call(torch.cat([x] * halves), torch.tensor(step), None, self.text, None, options)
-            x = x - 0.1 * both.chunk(halves)[0]
-            if callback is not None:
-                callback(step, x, x, 2)
-        return x
+            together = next((n for n in (left // part for part in range(1, left)) if self._has_room(x, n)), 1)
+            rows = torch.cat([x] * together)
+            self.rows.append(len(rows))
+            found = call(rows, torch.tensor(step), None, self.text, None, options).chunk(together)[0]
+            left -= together
+        return found
+
+    def _has_room(self, x: Tensor, together: int) -> bool:
+        shape = [together * len(x), *x.shape[1:]]
+        return self.model_patcher.model.memory_required(shape, cond_shapes={}) * 1.5 < 8 << 30
 
     def load(self, patcher: Patcher, shape: Any, conds: Any, model_options: Any, noise: Tensor) -> None:
         if isinstance(patcher, DynamicPatcher):
