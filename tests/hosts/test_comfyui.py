@@ -349,6 +349,18 @@ def test_the_report_compares(server, decoded) -> None:
     assert len(rows) == 2 and all("-" not in row for row in rows) and "residual_strips 22" in report
 
 
+def test_the_recorder_writes_nothing_to_the_console(server, decoded) -> None:
+    """A Report has the allocator recorded, in the thread that runs workflows."""
+    assert not server.lines("USDT:|External init callback")
+
+
+def test_a_report_runs_where_low_vram_is_bypassed(server) -> None:
+    """The page sends it no plan then: the host refused the workflow."""
+    made = {"1": node("EmptyImage", width=64, height=64, batch_size=1, color=0)}
+    made["2"] = node("LowVRAMReport", images=["1", 0])
+    assert "Low VRAM is bypassed" in server.run(made)["outputs"]["2"]["text"][0]
+
+
 @pytest.mark.serves("LoRA")
 def test_loras_have_their_full_effect(server) -> None:
     small = 128
