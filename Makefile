@@ -35,7 +35,7 @@ help:
 	@echo 'make test-others                    diffusers own tests with our hooks attached (DIFFUSERS_DIR=)'
 	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into the cache folder if need be, 5 GB'
 	@echo 'make test-oldest                    a small suite on the oldest versions: into $(OLDEST_VENV) if need be, 5 GB'
-	@echo 'make fuzz                           ten thousand hostile inputs, and as many headers of GGUF; the worst memory'
+	@echo 'make fuzz                           ten thousand hostile inputs, as many GGUF headers and caches; the worst memory'
 	@echo 'make faults                         runs that are disturbed everywhere, in every way: benchmarks/faults.md'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
 	@echo 'make docs                           the book of docs/, into build/book; no broken link'
