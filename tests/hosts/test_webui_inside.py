@@ -84,7 +84,7 @@ ON = {"sd_lowvram_enabled": True, "sd_lowvram_vram": "16GB"}
 def test_the_line_before_a_model_is_loaded_is_of_the_chosen_checkpoint_or_none(server: Server) -> None:
     line = Line(server)
     told = line.ask(line.first, **ON)
-    assert ("512x512 fits" in told or "load a checkpoint" in told) and "#c00" not in told
+    assert re.search(r"\d+x\d+ fits|load a checkpoint", told) and "#c00" not in told
     assert not re.search(r"Fake|Model\b|Settings|=\w|\(\)", re.sub(r"<[^>]*>", "", told)), told
 
 
@@ -112,11 +112,11 @@ def test_a_run_that_raises_leaves_nothing_on_the_model(server: Server) -> None:
 def test_what_another_extension_draws_is_within_the_budget(server: Server, where: str) -> None:
     """A picture in a picture, both larger and with hooks, is as it is without ours."""
     plain = make(server, **{where: 192})
-    begun, lines = len(drawn(server)), len(server.plans())
+    begun, before = len(drawn(server)), len(server.told())
     ours = make(server, ours={"preset": "smallest"}, **{where: 192})
     assert_same(ours, plain)
     assert set(drawn(server)[begun:]) == {(128, True), (192, True)}
-    assert any(" 192x192, batch 1" in line for line in server.plans()[lines:])
+    assert "[sd-lowvram] 192x192, batch 1" in server.told()[before:]  # after the host's bar, perhaps in its line
     assert server.ask("/tests/hooks") == NOTHING
     if where == "detailer":
         assert difference(plain, server.make())[1] > 0.5
@@ -139,11 +139,11 @@ def test_what_does_not_fit_is_left_out_and_the_picture_comes(server: Server, dat
     assert within + 4 < alone
     with pytest.raises(RefusedError, match="cannot hold"):
         make(server, "img2img", ours={"vram": budget}, **LARGE, **start)
-    begun = len(drawn(server))
+    begun, before = len(drawn(server)), len(server.told())
     made = make(server, ours={"vram": budget, "save_latents": "keep"}, detailer=512)
     assert_same(made, plain)
     assert set(drawn(server)[begun:]) == {(128, True)}
-    assert "512x512 in this generation was refused: " in server.plans()[-1] and "cannot hold" in server.plans()[-1]
+    assert re.search(r"512x512 in this generation was refused: .* cannot hold", server.told()[before:])
     assert "Low VRAM refused: 512x512" in made.infotext
     assert len([*data.rglob("*.latents.safetensors")]) == 1 and server.ask("/tests/hooks") == NOTHING
 
@@ -153,6 +153,7 @@ def test_another_tiled_vae_has_nothing_to_do_and_the_line_says_so(server: Server
     plain, line = server.make(), Line(server)
     assert told in line.ask(line.first, **ON, **{"t2i-tiles": True}) and told not in line.ask(line.first, **ON)
     assert not numpy.array_equal(make(server, tiled=True).picture, plain.picture)
-    before = server.told().count("[inside] tiles decode")
+    before = len(server.told())
+    assert "[inside] tiles decode" in server.told()
     assert_same(make(server, tiled=True, ours={}), plain)
-    assert told in server.plans()[-1] and server.told().count("[inside] tiles decode") == before == 1
+    assert told in server.told()[before:] and "[inside] tiles decode" not in server.told()[before:]
