@@ -46,7 +46,8 @@ def room(device: torch.device) -> int:
     """Bytes for tensors on ``device``: free, or held by the host's own models, which it would give up."""
     from comfy import model_management as host
 
-    held = sum(loaded.model_loaded_memory() for loaded in host.current_loaded_models if loaded.device == device)
+    loaded = [one for one in host.current_loaded_models if one.device == device and one.model is not None]
+    held = sum(one.model_loaded_memory() for one in loaded)
     return int(free_vram(device) if device.type == "cpu" else host.get_free_memory(device)) + int(held)
 
 

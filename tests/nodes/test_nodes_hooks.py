@@ -147,6 +147,15 @@ def test_memory_outside_the_budget_is_not_for_weights(pack, model) -> None:
     assert guider.asked_to_load == pytest.approx(planned + free - (1 << 30), rel=0.2)
 
 
+def test_a_model_that_is_gone_from_the_hosts_list_holds_nothing(pack, monkeypatch) -> None:
+    """The host keeps its entry until it cleans up."""
+    management, device = sys.modules["comfy.model_management"], torch.device("cuda", 0)
+    gone = types.SimpleNamespace(device=device, model=None)
+    here = types.SimpleNamespace(device=device, model=object(), model_loaded_memory=lambda: 5)
+    monkeypatch.setattr(management, "current_loaded_models", [gone, here])
+    assert sys.modules[pack.__name__ + ".nodes.host"].room(device) == (8 << 30) + 5
+
+
 def test_below_what_fits_a_plan_does_less_not_more(pack, model, vae) -> None:
     """The host keeps the weights whatever is asked: what is left of a smaller budget is never more."""
     found = {}
