@@ -1,18 +1,23 @@
 """What our nodes ask of ComfyUI's dynamic VRAM, in a ComfyUI process without a card, as one JSON object.
 
 Its own ModelPatcherDynamic and model management run for "cuda:0"; a stand-in for the library below them keeps account
-of pages, and what would be put on the card stays where it is.
+of pages and host buffers, and what would be put on the card stays where it is.
 
-COMFYUI_PYTHON tests/hosts/comfyui_dynamic.py COMFYUI_DIR
+COMFYUI_PYTHON tests/hosts/comfyui_dynamic.py COMFYUI_DIR [the folder of another comfy_aimdo]
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import gc
 import importlib
 import json
+import os
 import sys
+import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +57,9 @@ class Library:
     def __init__(self) -> None:
         self.ranges: list[Range] = []
         self.calls: list[list[Any]] = []
+        self.refuses = ""
+        self.buffers: dict[int, Any] = {}
+        self.freed = 0
 
     def __getattr__(self, name: str) -> Entry:
         call = getattr(type(self), f"on_{name}", None)
@@ -62,7 +70,22 @@ class Library:
     def of(self, pointer: int) -> Range:
         return self.ranges[pointer - 1]
 
-    def on_vbar_allocate(self, context: Any, size: int, device: int) -> int:
+    def on_hostbuf_allocate(self, *given: Any) -> int:
+        number = len(self.buffers) + 1
+        self.buffers[number] = (ctypes.c_uint8 * (1 << 20))()
+        return number
+
+    def on_hostbuf_free(self, number: int) -> None:
+        self.freed += 1
+
+    def on_hostbuf_get_raw_address(self, number: int) -> int:
+        return ctypes.addressof(self.buffers[number])
+
+    def on_hostbuf_extend(self, number: int, size: int, reallocate: bool, register: bool, grown: Any) -> int:
+        grown._obj.value = size
+        return self.on_hostbuf_get_raw_address(number)
+
+    def on_vbar_allocate(self, context: Any, size: int, device: int, *others: Any) -> int:
         self.ranges.append(Range(len(self.ranges), size))
         return len(self.ranges)
 
@@ -74,11 +97,14 @@ class Library:
         one.watermark = one.pages
         self.calls.append(["load", one.number])
 
-    def on_vbar_set_watermark(self, context: Any, pointer: int, size: int) -> None:
+    def on_vbar_set_watermark(self, context: Any, pointer: int, size: int) -> bool:
         one = self.of(pointer)
+        if self.refuses == ("bound" if size < one.pages * PAGE else "opening"):
+            return False
         one.watermark = min(one.pages, -(-size // PAGE))
         one.resident &= set(range(one.watermark))
         self.calls.append(["all" if one.watermark == one.pages else one.watermark, one.number])
+        return True
 
     def on_vbar_free_memory(self, context: Any, pointer: int, size: int) -> int:
         one, freed = self.of(pointer), 0
@@ -112,8 +138,10 @@ class StaysHere(TorchFunctionMode):
         return func(*args, **named)
 
 
-def main(host: str) -> None:
+def main(host: str, *aimdo: str) -> None:
+    os.environ["SD_LOWVRAM_CACHE"] = tempfile.mkdtemp()  # a plan that is cached copies no model
     inside.enter(Path(host))
+    sys.path[:0] = aimdo
     try:
         from comfy_aimdo import control
     except ImportError:  # a ComfyUI without dynamic VRAM
@@ -124,7 +152,10 @@ def main(host: str) -> None:
     import comfy.memory_management
     import comfy.model_management as management
 
+    options = sys.modules["comfy.cli_args"].args
+    options.disable_comfy_compiler = options.disable_cuda_graphs = options.disable_pinned_memory = False
     models = [inside.model("sd15", seed=seed).model for seed in range(3)]
+    with_loras = {kind: inside.model(kind).model for kind in ("sd15", "flux")}
     vae = inside.autoencoder("sd15")
     comfy.memory_management.aimdo_enabled = True  # from here on layers are made without weights, which files assign
     management.vram_state = management.VRAMState.NORMAL_VRAM
@@ -135,7 +166,9 @@ def main(host: str) -> None:
     nodes = inside.our_nodes()
     _on_a_named_card()
     with StaysHere(), torch.inference_mode():
-        print(json.dumps(_runs(library, nodes, models, vae)))
+        found = _runs(library, nodes, models, vae)
+        found["buffers"] = {kind: _buffers(library, nodes, base, vae) for kind, base in with_loras.items()}
+        print(json.dumps(found))
 
 
 def _on_a_named_card() -> None:
@@ -175,7 +208,7 @@ class Guider:
         self.cfg = 5.0
         self.conds: dict[str, Any] = {}
 
-    def sample(self, run: Any, side: int = 16) -> None:
+    def sample(self, run: Any, side: int = 16, channels: int = 4) -> None:
         from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
         def sampling(noise: Any, *args: Any, **kwargs: Any) -> None:
@@ -187,7 +220,7 @@ class Guider:
 
         wrappers = self.model_patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).values()
         executor = WrapperExecutor.new_class_executor(sampling, self, [one for all_ in wrappers for one in all_])
-        executor.execute(torch.zeros(1, 4, side, side), None, None, torch.tensor([9.0, 3.0, 0.0]))
+        executor.execute(torch.zeros(1, channels, side, side), None, None, torch.tensor([9.0, 3.0, 0.0]))
 
 
 def _runs(library: Library, nodes: dict[str, Any], models: list[Any], vae: Any) -> dict[str, Any]:
@@ -222,6 +255,11 @@ def _runs(library: Library, nodes: dict[str, Any], models: list[Any], vae: Any) 
     def cancelled(patcher: Any) -> None:
         raise management.InterruptProcessingException
 
+    for refused in ("bound", "opening"):
+        library.refuses = refused
+        told(f"{refused} refused", lambda: Guider(made).sample(run))
+        found[f"{refused} refused"] = list(record.notes)
+    library.refuses = ""
     told("interrupt", lambda: Guider(made).sample(cancelled))
     told("without our node", lambda: Guider(model).sample(run))
     found["left"] = [one.pages - one.watermark for one in library.ranges]
@@ -232,6 +270,50 @@ def _runs(library: Library, nodes: dict[str, Any], models: list[Any], vae: Any) 
         for one in (clip, model, other, vae.patcher)
     }
     return found
+
+
+def _buffers(library: Library, nodes: dict[str, Any], base: Any, vae: Any) -> dict[str, Any]:
+    """Host buffers that two plans free of a loaded model with LoRAs and pinned weights, bytes that they clone, and
+    ComfyUI's options for its compiler in a sampling and behind it."""
+    import comfy.model_management as management
+    import comfy.pinned_memory as pinned
+    from comfy.cli_args import args
+    from comfy.weight_adapter.lora import LoRAAdapter
+
+    patcher = dynamic(base)
+    for name, weight in base.diffusion_model.named_parameters():
+        if weight.dim() == 2:
+            parts = torch.ones(len(weight), 2), torch.ones(2, weight.shape[1]), 1.0, None, None, None
+            patcher.add_patches({f"diffusion_model.{name}": LoRAAdapter(set(), parts)}, 0.5)
+    made = nodes["LowVRAM"]().optimize(patcher, vae, "8GB")["result"][0]
+    management.load_models_gpu([patcher])
+    management.ensure_pin_budget = management.ensure_pin_registerable = lambda *given, **named: True
+    torch.cuda.cudart = lambda: types.SimpleNamespace(cudaHostRegister=lambda *given: 0)
+    layers = [one for one in base.diffusion_model.modules() if hasattr(one, "_v")]
+    for layer in layers[:8]:
+        pinned.pin_memory(layer, size=1 << 10)
+    found: dict[str, Any] = {
+        "layers": len(layers),
+        "pinned": sum("pin" in one._pins["weights"] for one in layers if hasattr(one, "_pins")),
+        "loras": sum(getattr(one, "weight_lowvram_function", None) is not None for one in layers),
+    }
+    cloned: list[int] = []
+    clone, freed = torch.UntypedStorage.clone, library.freed
+    torch.UntypedStorage.clone = lambda one: cloned.append(one.nbytes()) or clone(one)
+    sampling = importlib.import_module(".nodes.sampling", inside.pack_name())
+    try:
+        for side in (128, 192):
+            sampling.foresee_sampling(made, side, side)
+            gc.collect()
+    finally:
+        torch.UntypedStorage.clone = clone
+    found |= {"freed": library.freed - freed, "cloned": sum(cloned), "during": []}
+
+    def during(patcher: Any) -> None:
+        found["during"] += [args.disable_comfy_compiler, args.disable_cuda_graphs]
+
+    Guider(made).sample(during, channels=base.latent_format.latent_channels)
+    return {**found, "after": [args.disable_comfy_compiler, args.disable_cuda_graphs]}
 
 
 def _decode(vae: Any, run: Any) -> None:

@@ -157,9 +157,13 @@ def test_weights_in_8_bits_are_widened_as_by_comfyui() -> None:
     assert len(found) == 15 and all(one["kept"] and one["same"] for one in found), found
 
 
+AIMDO = os.environ.get("COMFYUI_AIMDO", "")
+"""The folder of another comfy_aimdo than ComfyUI's own: from 0.6.0 on a refusal of its library is an error."""
+
+
 @pytest.fixture(scope="module")
 def dynamic() -> dict[str, Any]:
-    (found,) = inside("comfyui_dynamic.py")
+    (found,) = inside("comfyui_dynamic.py", *filter(None, [AIMDO]))
     if "absent" in found:
         pytest.skip("this ComfyUI has no dynamic VRAM")
     return dict(found)
@@ -193,6 +197,27 @@ def test_dynamic_vram_is_bounded_behind_each_load_and_open_again_afterwards(dyna
 def test_nothing_of_the_bound_is_left(dynamic) -> None:
     assert dynamic["calls"]["without our node"] == [["load", int(MODEL)]]
     assert set(dynamic["left"]) == {0} and dynamic["callbacks"] == []
+
+
+@pytest.mark.parametrize("kind", ["sd15", "flux"])
+def test_new_sizes_free_no_host_buffer_and_clone_no_tensor(dynamic, kind) -> None:
+    """Hooked and traced plain, with LoRAs and pinned weights on the layers."""
+    found = dynamic["buffers"][kind]
+    assert found["layers"] >= found["loras"] > 0 and found["pinned"] == 8
+    assert (found["freed"], found["cloned"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("kind", "hooked"), [("sd15", True), ("flux", False)])
+def test_the_compiler_is_off_where_hooks_act_in_layers(dynamic, kind, hooked) -> None:
+    found = dynamic["buffers"][kind]
+    assert found["during"] == [hooked, hooked] and found["after"] == [False, False]
+
+
+@pytest.mark.skipif(not AIMDO, reason="set COMFYUI_AIMDO to the folder of comfy_aimdo 0.6.0 or later")
+@pytest.mark.parametrize(("refused", "said"), [("bound", "to bound the weights"), ("opening", "to take back the")])
+def test_a_refused_bound_is_told(dynamic, refused, said) -> None:
+    """Its pages stay or become open: ``test_nothing_of_the_bound_is_left``."""
+    assert [said in note for note in dynamic[f"{refused} refused"]] == [True]
 
 
 def test_what_dynamic_vram_kept_is_told(dynamic) -> None:
