@@ -59,7 +59,7 @@ class Library:
         self.calls: list[list[Any]] = []
         self.refuses = ""
         self.buffers: dict[int, Any] = {}
-        self.freed = 0
+        self.freed: list[int] = []
 
     def __getattr__(self, name: str) -> Entry:
         call = getattr(type(self), f"on_{name}", None)
@@ -76,7 +76,7 @@ class Library:
         return number
 
     def on_hostbuf_free(self, number: int) -> None:
-        self.freed += 1
+        self.freed.append(number)
 
     def on_hostbuf_get_raw_address(self, number: int) -> int:
         return ctypes.addressof(self.buffers[number])
@@ -99,7 +99,7 @@ class Library:
 
     def on_vbar_set_watermark(self, context: Any, pointer: int, size: int) -> bool:
         one = self.of(pointer)
-        if self.refuses == ("bound" if size < one.pages * PAGE else "opening"):
+        if self.refuses == ("bound" if -(-size // PAGE) < one.pages else "opening"):
             return False
         one.watermark = min(one.pages, -(-size // PAGE))
         one.resident &= set(range(one.watermark))
@@ -298,7 +298,8 @@ def _buffers(library: Library, nodes: dict[str, Any], base: Any, vae: Any) -> di
         "loras": sum(getattr(one, "weight_lowvram_function", None) is not None for one in layers),
     }
     cloned: list[int] = []
-    clone, freed = torch.UntypedStorage.clone, library.freed
+    clone, own = torch.UntypedStorage.clone, {one[0]._ptr for one in _subsets(base)}
+    library.freed.clear()
     torch.UntypedStorage.clone = lambda one: cloned.append(one.nbytes()) or clone(one)
     sampling = importlib.import_module(".nodes.sampling", inside.pack_name())
     try:
@@ -307,13 +308,18 @@ def _buffers(library: Library, nodes: dict[str, Any], base: Any, vae: Any) -> di
             gc.collect()
     finally:
         torch.UntypedStorage.clone = clone
-    found |= {"freed": library.freed - freed, "cloned": sum(cloned), "during": []}
+    found |= {"freed": len([one for one in library.freed if one in own]), "cloned": sum(cloned), "during": []}
 
     def during(patcher: Any) -> None:
         found["during"] += [args.disable_comfy_compiler, args.disable_cuda_graphs]
 
     Guider(made).sample(during, channels=base.latent_format.latent_channels)
     return {**found, "after": [args.disable_comfy_compiler, args.disable_cuda_graphs]}
+
+
+def _subsets(base: Any) -> list[Any]:
+    """A model's host buffers, each with what is pinned in it."""
+    return [one for one in base.dynamic_pins[CARD].values() if isinstance(one, tuple)]
 
 
 def _decode(vae: Any, run: Any) -> None:
