@@ -32,6 +32,21 @@ def weight_bytes(*modules: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in all_tensors(*modules))
 
 
+def draw_weights(model: nn.Module, device: torch.device, seed: int = 0) -> nn.Module:
+    """Move ``model`` from the meta device to ``device``, with matrices drawn by a generator of its own, biases of zero
+    and all other vectors of one. Buffers are left unfilled."""
+    model = model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                bound = (3 / weight[0].numel()) ** 0.5
+                weight.uniform_(-bound, bound, generator=generator)
+            else:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model
+
+
 def set_data(tensor: Tensor, data: Tensor) -> None:
     """Give ``tensor`` other contents and keep the object itself, so that whoever holds it sees them too.
 

@@ -108,3 +108,30 @@ def test_every_public_name_is_there_and_no_other() -> None:
         "errors", "max_size", "measured", "optimize", "plan", "register", "restore", "resumable", "trace",
     ]  # fmt: skip
     assert all(hasattr(sd_lowvram, name) for name in sd_lowvram.__all__)
+
+
+_DRAWING = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"),
+    *("multinomial", "normal_", "uniform_", "random_", "exponential_", "bernoulli_", "trunc_normal_"),
+}
+_OF_THE_PROCESS = {"fork_rng", "set_rng_state", "get_rng_state", "seed_all", "manual_seed_all", "default_generator"}
+
+
+def test_nothing_draws_from_a_generator_of_the_process() -> None:
+    """A seed that a user has set gives the same picture whatever was planned and measured before."""
+    found = []
+    for file in sorted(
+        file for folder in ("sd_lowvram", "nodes", "webui_ext") for file in (ROOT / folder).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in _OF_THE_PROCESS:
+                found.append((file.name, node.lineno))
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            bare = isinstance(node.func.value, ast.Name)
+            own = {one.arg for one in node.keywords} & {"generator", None}  # None: with `**`, which may name it
+            if node.func.attr in _DRAWING and not own and not (bare and node.func.value.id == "tl"):
+                found.append((file.name, node.lineno))
+            if node.func.attr == "manual_seed" and bare and node.func.value.id == "torch":
+                found.append((file.name, node.lineno))
+    assert not found

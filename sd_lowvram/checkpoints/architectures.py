@@ -183,14 +183,9 @@ def class_of(config: Mapping[str, Any]) -> Any:
 def _filled(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
     import torch
 
-    model = model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if weight.ndim > 1:
-            bound = (3 / weight[0].numel()) ** 0.5
-            weight.uniform_(-bound, bound, generator=generator)
-        else:
-            weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    from ..weights import draw_weights
+
+    model = draw_weights(model, device, seed)
     for name, buffer in model.named_buffers():
         if name.endswith("position_ids"):
             buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))

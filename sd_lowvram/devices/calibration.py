@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from ..compat import only_kernel
 from ..compat.private import TorchDispatchMode, free_matrix_workspaces, take_matrix_workspaces
+from ..weights import draw_weights
 from .info import context_memory
 from .overhead import Overhead
 from .performance import AMPERE, THIS, Rates
@@ -197,7 +198,9 @@ def _attention(tokens: int, device: torch.device, dtype: torch.dtype, width: int
 def _filled(*shape: int, device: torch.device) -> Tensor:
     """Numbers to compute with. A CPU takes as long for any, and longer to draw them than to use them; a GPU's clock
     follows the power that they take, and ones take little."""
-    return torch.ones(shape, device=device) if device.type == "cpu" else torch.randn(shape, device=device)
+    if device.type == "cpu":
+        return torch.ones(shape)
+    return torch.randn(shape, device=device, generator=torch.Generator(device))
 
 
 def _packing_rate(device: torch.device, flops_a_second: float) -> float:
@@ -274,18 +277,20 @@ def _narrow_unet(device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
     from diffusers import UNet2DConditionModel
 
     with torch.inference_mode(False):
-        unet = UNet2DConditionModel(
-            block_out_channels=(32, 64, 64, 64), attention_head_dim=4, cross_attention_dim=32, norm_num_groups=8
-        )
-        unet = unet.to(device).requires_grad_(False)
+        with torch.device("meta"):
+            empty = UNet2DConditionModel(
+                block_out_channels=(32, 64, 64, 64), attention_head_dim=4, cross_attention_dim=32, norm_num_groups=8
+            )
+        unet = draw_weights(empty, device).requires_grad_(False)
     inputs = torch.zeros(_DOUBLED, 4, 8, 8), torch.zeros(1, dtype=torch.long), torch.zeros(_DOUBLED, 77, 32)
     return unet, tuple(tensor.to(device) for tensor in inputs)
 
 
 def _plain_layers(device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
     with torch.inference_mode(False):
-        block = (nn.GroupNorm(8, 32), nn.SiLU(), nn.Conv2d(32, 32, 3, padding=1), nn.LayerNorm(8), nn.Linear(8, 8))
-        layers = nn.Sequential(*block * 8).to(device).requires_grad_(False)
+        with torch.device("meta"):
+            block = nn.GroupNorm(8, 32), nn.SiLU(), nn.Conv2d(32, 32, 3, padding=1), nn.LayerNorm(8), nn.Linear(8, 8)
+        layers = draw_weights(nn.Sequential(*block * 8), device).requires_grad_(False)
     return layers, (torch.zeros(_DOUBLED, 32, 8, 8, device=device),)
 
 

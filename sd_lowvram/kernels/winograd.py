@@ -158,11 +158,12 @@ def gains(device: torch.device) -> dict[str, float]:
     """How many times as fast F(4, 3) is on ``device`` as torch's own convolution in float32, kernels transformed
     at each call: ratios of medians of runs in turn."""
     found = {}
+    randn = functools.partial(torch.randn, device=device, generator=torch.Generator(device))
     with torch.inference_mode():
         for channels, side in _MAPS:
-            x, weight = torch.randn(1, channels, side, side), torch.randn(channels, channels, 3, 3)
-            plain = functools.partial(functional.conv2d, x.to(device), weight.to(device), padding=1)
-            ours = functools.partial(_at_once, x.to(device), weight.to(device))
+            x, weight = randn(1, channels, side, side), randn(channels, channels, 3, 3)
+            plain = functools.partial(functional.conv2d, x, weight, padding=1)
+            ours = functools.partial(_at_once, x, weight)
             found[f"winograd, {channels} channels, {side}x{side}"] = ratio(plain, ours, device, _PAIRS)
     return found
 

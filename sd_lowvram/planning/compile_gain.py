@@ -21,6 +21,7 @@ from ..kernels import compiler
 from ..progress import heard
 from ..session import anatomy_of, attached
 from ..settings import Settings
+from ..weights import draw_weights
 
 _PAIRS = 3
 _RECORDED = Settings(cuda_graphs=True)
@@ -67,9 +68,8 @@ def _part_of_unet(device: torch.device) -> tuple[Any, _Given]:
     """A UNet, and latents, step and texts for two rows of a batch."""
     from diffusers import UNet2DConditionModel
 
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        unet: Any = UNet2DConditionModel(
+    with torch.device("meta"):
+        empty = UNet2DConditionModel(
             sample_size=32,
             block_out_channels=(320, 640),
             layers_per_block=1,
@@ -78,8 +78,9 @@ def _part_of_unet(device: torch.device) -> tuple[Any, _Given]:
             cross_attention_dim=768,
             attention_head_dim=8,
         )
-        unet = unet.to(device, dtype_on(device)).requires_grad_(False).eval()
-        drawn = torch.randn(2, 4, 32, 32), torch.randn(2, 77, 768)
+    unet = draw_weights(empty, device).to(dtype_on(device)).requires_grad_(False).eval()
+    noise = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(shape, generator=noise) for shape in ((2, 4, 32, 32), (2, 77, 768)))
     latents, text = (one.to(device, dtype_on(device)) for one in drawn)
     return unet, (latents, torch.tensor(500, device=device), text)
 

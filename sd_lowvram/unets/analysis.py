@@ -124,7 +124,10 @@ def _on_device_of(unet: nn.Module) -> Iterator[None]:
 
 def _drawn(empty: Tensor) -> Tensor:
     """Values for what a step starts from: noise, and a timestep in the middle."""
-    return torch.randn_like(empty) if empty.is_floating_point() else torch.full_like(empty, 500)
+    if not empty.is_floating_point():
+        return torch.full_like(empty, 500)
+    how: dict[str, Any] = {"dtype": empty.dtype, "device": empty.device}
+    return torch.randn(empty.shape, generator=torch.Generator(empty.device), **how)
 
 
 def _owner(units: list[UNetLayer], path: str) -> str:

@@ -19,7 +19,7 @@ def rate(step: int, steps: int, peak: float, warmup: int = 200) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / (steps - warmup)))))
 
 
-def noise_levels(count: int, generator: torch.Generator | None = None) -> Tensor:
+def noise_levels(count: int, generator: torch.Generator) -> Tensor:
     """Timesteps spread evenly over a batch, the least noisy first."""
     spread = (torch.arange(count) + torch.rand(count, generator=generator)) * (LEVELS / count)
     return spread.long().clamp(max=LEVELS - 1)

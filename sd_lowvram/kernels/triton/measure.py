@@ -25,25 +25,30 @@ Pair = tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]
 """A kernel, torch's own operators, and the tensors that both are given."""
 
 
+def _drawn(*shape: int, device: torch.device) -> Tensor:
+    """Noise from a generator of its own: a measurement shifts no user's seed."""
+    return torch.randn(shape, device=device, generator=torch.Generator(device))
+
+
 def _normalised(shape: tuple[int, ...], layout: torch.memory_format, device: torch.device, dtype: torch.dtype) -> Pair:
     how: dict[str, Any] = {"groups": 32, "weight": None, "bias": None, "eps": 1e-5, "silu": True}
-    x = torch.randn(shape, device=device).to(dtype, memory_format=layout)
+    x = _drawn(*shape, device=device).to(dtype, memory_format=layout)
     return functools.partial(group_norm.group_norm, **how), functools.partial(group_norm.reference, **how), (x,)
 
 
 def _gated(device: torch.device, dtype: torch.dtype) -> Pair:
-    return geglu.geglu, geglu.reference, (torch.randn(_TOKENS, device=device).to(dtype),)
+    return geglu.geglu, geglu.reference, (_drawn(*_TOKENS, device=device).to(dtype),)
 
 
 def _strip(layout: torch.memory_format, device: torch.device, dtype: torch.dtype) -> Pair:
-    x = torch.randn(_STRIP, device=device).to(dtype, memory_format=layout)
-    scale, shift = (torch.randn(1, _STRIP[1], 1, 1, device=device) for _ in range(2))
+    x = _drawn(*_STRIP, device=device).to(dtype, memory_format=layout)
+    scale, shift = (_drawn(1, _STRIP[1], 1, 1, device=device) for _ in range(2))
     ours, plain = (functools.partial(one, border=_BORDER) for one in (strip.activated_strip, strip.reference))
     return ours, plain, (x, scale, shift)
 
 
 def _attending(width: int, device: torch.device, dtype: torch.dtype) -> Pair:
-    q, k, v = (torch.randn(*_HEADS[width], width, device=device).to(dtype) for _ in range(3))
+    q, k, v = (_drawn(*_HEADS[width], width, device=device).to(dtype) for _ in range(3))
     return triton, functools.partial(fused, None), (q, k, v)
 
 
