@@ -51,7 +51,7 @@ def architecture(name: str) -> dict[str, Any]:
 
 
 def _transformer(name: str) -> dict[str, Any]:
-    """One of today's models, which have parts in common."""
+    """Parts of one of today's models, some of which are common to several."""
     told = _told_of_transformers()
     parts = told["parts"]
     return {key: parts[value] if key in MODELS else value for key, value in told["models"][name].items()}
@@ -75,7 +75,7 @@ def schedulers_of_transformers() -> dict[str, dict[str, Any]]:
 
 
 def layers_per_block(config: Mapping[str, Any]) -> list[int]:
-    """Of each down block, from the outside in; its up block across has one more."""
+    """Layers of each down block, from the outside in; the opposite up block has one more."""
     given, blocks = config["layers_per_block"], len(config["down_block_types"])
     return [given] * blocks if isinstance(given, int) else [*given]
 

@@ -38,7 +38,7 @@ _VALUES = {0: 1, 1: 1, 2: 2, 3: 2, _UINT32: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 1
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor: its kind of blocks ("Q4_K"), the shape of the widened weight, that of the stored bytes, its place."""
+    """A tensor: its kind of blocks ("Q4_K"), the shape of the widened weight, that of the stored bytes, its place."""
 
     name: str
     kind: Any
@@ -49,7 +49,7 @@ class _Tensor:
 
 
 def is_gguf_file(path: Path) -> bool:
-    """Whether the file at ``path``, or what it is a link to, begins as a GGUF file does."""
+    """True if the file at ``path``, or its link target, begins like a GGUF file."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == b"GGUF"
@@ -214,7 +214,7 @@ class _Reader:
         return number
 
     def _count(self, least: int, what: str) -> int:
-        """How many of something follow, each of at least so many bytes."""
+        """Read the number of items that follow, each of at least ``least`` bytes."""
         count = self._number("<Q")
         if count * least > len(self._data) - self._at:
             raise ValueError(f"at byte {self._at} it announces {count} {what}, and is too short for them")

@@ -1,6 +1,6 @@
-"""What a model on disk is, told from names and headers: nothing heavy is imported, and no weight is loaded.
+"""Recognition of models on disk, from names and headers: nothing heavy is imported, and no weight is loaded.
 
-Files come from strangers: a name that is no regular file, which might never end, is refused unread.
+Files come from strangers: anything but a regular file, which might never end, is refused unread.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _PREFIXES = (
     *("ZImage", "Chroma", "QwenImage", "Krea2"),
 )
 _LARGEST_NUMBER, _MOST_LEVELS, _MOST_LAYERS = 1 << 16, 16, 256
-"""Of a configuration: more than any model has."""
+"""Limits of a configuration, above those of any model."""
 
 _BLOCK = re.compile(rf"{re.escape(UNET)}((?:input|output)_blocks\.\d{{1,4}}|middle_block)\.")
 _PARTS = "give it with --transformer, and again with --text-encoder and --vae where it holds these, and a --tokenizer"
 _OF_PARTS = ("FLUX", "SD3", "Z-Image", "Qwen-Image")
-"""Of what :func:`describe` says, what is given as files of its parts."""
+"""Results of :func:`describe` for models that are given as files of their parts."""
 
 _STORED = "in fp16, or in fp8 or int8 with scales"
-"""How the weights of whole checkpoints are read besides."""
+"""Words for the further types in which the weights of whole checkpoints are read."""
 
 _WEIGHTS = re.compile(
     r"(?:model|pytorch_model|diffusion_pytorch_model)(?:-\d{5}-of-\d{5})?(?:\.(?P<variant>[A-Za-z]\w*?))?"
@@ -70,14 +70,14 @@ class OwnUNet:
 
 @dataclass(frozen=True)
 class CheckpointKind:
-    """What a single file holds.
+    """Contents of a single file.
 
     Attributes:
         name: the built-in architecture.
-        in_channels: of its UNet.
-        prediction: what its UNet predicts.
-        unet: its UNet where that is not the architecture's.
-        zero_snr: its noise schedule ends at pure noise (zero terminal SNR).
+        in_channels: input channels of its UNet.
+        prediction: prediction type of its UNet.
+        unet: its UNet, if it is not the architecture's.
+        zero_snr: True if its noise schedule ends at pure noise (zero terminal SNR).
         continuous: the scheduler of a model that is sampled by noise levels (EDM), None for all others.
         latents: mean and deviation of its latents, where the file states them.
     """
@@ -124,10 +124,10 @@ def configuration(model: str | None) -> dict[str, Any]:
 
 
 def model_path(model: str | Path | None) -> Path:
-    """Where ``model`` lies on disk; None is the demo model.
+    """Path of ``model`` on disk; None is the demo model.
 
     Raises:
-        CheckpointError: nothing is there.
+        CheckpointError: the path does not exist.
     """
     path = DEMO if model is None else Path(model).expanduser()
     if not path.exists():
@@ -173,7 +173,7 @@ def _checked_shapes(file: Path, table: dict[str, Any]) -> dict[str, Any]:
 
 
 def pipeline_prefix(folder: Path) -> str:
-    """What the class of a diffusers folder's pipeline begins with: "StableDiffusionXL", "Flux"."""
+    """Beginning of the class name of a diffusers folder's pipeline: "StableDiffusionXL", "Flux"."""
     name = str(read_index(folder).get("_class_name", ""))
     doors.find()
     theirs = (name.removesuffix("Pipeline"),) if doors.FAMILIES else ()  # which of them serves it is seen later
@@ -259,10 +259,10 @@ def weight_files(part: Path, allow_pickle: bool = False) -> tuple[str | None, li
 
 
 def is_pickle(path: Path, allowed: bool) -> bool:
-    """Whether the file at ``path`` is a pickle, to which it must be ``allowed``.
+    """Return True if the file at ``path`` is a pickle, and ``allowed``.
 
     Raises:
-        CheckpointError: it is one and is not allowed, or no regular file.
+        CheckpointError: it is a pickle and not allowed, or not a regular file.
     """
     if path.suffix.lower() not in PICKLES:
         return False
@@ -440,7 +440,7 @@ def _prediction(name: str, header: Header, values: Callable[[str], list[float]])
 
 
 def describe(header: Header) -> str:
-    """In a few words, what else a file might be; for messages."""
+    """Words for the kind of an unsupported file, for messages."""
     signs = {
         "a LoRA (load it onto a model)": ("lora_unet_", "lora_te", ".lora_A.", ".lora_down."),
         "FLUX": ("double_blocks.", "single_transformer_blocks."),

@@ -124,7 +124,7 @@ def _load_folder(folder: Path, task: Task, dtype: torch.dtype | None, allow_pick
 
 
 _OPTIONAL = ("feature_extractor", "image_encoder")
-"""What the index of a folder may name, no text or picture needs, and people delete."""
+"""Parts in the index of a folder that no run needs, and that people delete."""
 
 
 _LIBRARIES = ("diffusers", "transformers")
@@ -185,7 +185,7 @@ _TEXT_PLACES = (
     {"text_encoder": "cond_stage_model."},
     {"text_encoder": "conditioner.embedders.0.", "text_encoder_2": "conditioner.embedders.1."},
 )
-"""What the names of text encoders begin with in a single file: of SD1.x and SD2.x, of SDXL."""
+"""Prefixes of text encoders in a single file: of SD1.x and SD2.x, of SDXL."""
 
 
 def _of_transformers(name: str) -> Any:
@@ -217,7 +217,7 @@ def typed(dtype: torch.dtype | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Inside, the libraries show no bars and notes of their own; what they raise becomes a CheckpointError."""
+    """Silence the libraries' bars and notes, and turn their errors into CheckpointError, within the block."""
     try:
         with silent("diffusers.utils.logging"), silent("transformers.utils.logging"):
             yield
@@ -241,7 +241,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def silent(module: str) -> Iterator[None]:
-    """Inside, a library of Hugging Face, by its logging module, shows no bars and notes of its own."""
+    """Silence a Hugging Face library, given by its logging module, within the block."""
     logging: Any = importlib.import_module(module)
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

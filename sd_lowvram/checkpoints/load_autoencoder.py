@@ -60,5 +60,5 @@ def _configuration(path: Path, tensors: dict[str, TensorEntry]) -> dict[str, Any
 
 
 def _is_a_level(shape: Sequence[int]) -> bool:
-    """Whether a level's first convolution has it: a few numbers in a file would else stand for a model of any width."""
+    """True if ``shape`` fits a level's first convolution; otherwise a tiny file could describe a model of any width."""
     return len(shape) == 4 and shape[1] >= shape[0] and tuple(shape[2:]) == (3, 3)

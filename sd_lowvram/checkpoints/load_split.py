@@ -202,7 +202,7 @@ def _converter(kind: str) -> Callable[..., Mapping[str, Any]]:
 
 
 def _autoencoder_of_flux2(held: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """That of FLUX.1 with 1x1 convolutions that stand inside the halves, and the statistics of its latents."""
+    """The autoencoder of FLUX.2: FLUX.1's with 1x1 convolutions inside the halves, and statistics of its latents."""
     plain = {
         name.replace("encoder.quant_conv.", "quant_conv.").replace("decoder.post_quant_conv.", "post_quant_conv."): one
         for name, one in held.items()

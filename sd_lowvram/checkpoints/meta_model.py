@@ -1,4 +1,4 @@
-"""What a model is made of, without its weights: built-in architectures, and checkpoints read by their header alone."""
+"""Models without weights: built-in architectures, and checkpoints of which only the header is read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a .safetensors file holds, from its header alone, and whether the file is whole.
+"""Contents of a .safetensors file, from its header alone, and a check that the file is complete.
 
 The layout, as the safetensors project states it: eight bytes with the length of a JSON header, the header, the data.
-Headers come from strangers: nothing in them is believed before it was checked against the file.
+Headers come from strangers: every number in them is checked against the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BITS |= {"F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of the file: its type as safetensors writes it ("F16"), its shape, and its place after the header."""
+    """A tensor of the file: its type as in safetensors ("F16"), its shape, and its place after the header."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype, nn
 
 SERVED = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
-"""What ComfyUI calls the formats that are read."""
+"""ComfyUI's names of the formats that are read."""
 
 _SCALES = (".scale_weight", ".weight_scale")
 _LEFT_OUT = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
-"""What is of no use to a layer that computes in the model's own type."""
+"""Suffixes of tensors that a layer does not need if it computes in the model's own type."""
 
 _REFUSED = {
     ".wscales": "nunchaku's 4 bits",
@@ -38,7 +38,7 @@ _REFUSED = {
     ".qzeros": "the 4 bits of GPTQ or AWQ",
     ".weight._data": "the bits of optimum-quanto",
 }
-"""By a mark in a weight's name, what nothing here computes with."""
+"""Names of unsupported formats, by a mark in a weight's name."""
 
 
 def check_formats(path: Path, header: Header, instead: str = "in fp8 or int8 with scales, or in GGUF") -> None:
@@ -78,7 +78,7 @@ def _format_of(told: Mapping[str, Any]) -> str:
 
 
 def _told(path: Path, header: Header) -> Iterator[dict[str, Any]]:
-    """What ComfyUI wrote of each layer that is stored in a way of its own."""
+    """ComfyUI's record of each layer with a format of its own."""
     try:
         layers = json.loads(header.metadata.get("_quantization_metadata", "{}")).get("layers", {})
         yield from (dict(one) for one in layers.values())
@@ -101,10 +101,10 @@ def weight_of(name: str) -> str:
 
 
 Scales = dict[str, "Tensor"]
-"""By the name of a weight."""
+"""Scales by the name of their weight."""
 
 Convert = Callable[[dict[str, Any]], Mapping[str, Any]]
-"""From the weights of a file to those of a model, by name; the dictionary may be emptied on the way."""
+"""Function from the weights of a file to those of a model, by name; it may empty the dictionary on the way."""
 
 
 def apart(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Scales]:

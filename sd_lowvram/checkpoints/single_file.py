@@ -131,7 +131,7 @@ def _fill(
 
 
 def _piece(ours: str, theirs: str, weight: Tensor) -> Tensor:
-    """What of a weight in a file is the model's: a third of OpenCLIP's q, k and v; its projection is transposed."""
+    """The model's part of a weight in a file: a third of OpenCLIP's joint q, k, v; or its transposed projection."""
     part = _QKV.search(ours)
     if part is not None and ".attn.in_proj_" in theirs and len(weight) % 3 == 0:
         return weight.chunk(3)["qkv".index(part[1])].clone()

@@ -18,7 +18,7 @@ UNET = "model.diffusion_model."
 VAE = "first_stage_model."
 _FIRST = "input_blocks.0.0.weight"
 _WRAPPERS = ("", "model.", "module.", "state_dict.")
-"""What some programs write before every name."""
+"""Prefixes that some programs write before every name."""
 
 _UNETS = (UNET, "diffusion_model.", "model.", "")
 _OLD_CLIP = re.compile(

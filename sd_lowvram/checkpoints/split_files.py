@@ -44,15 +44,15 @@ _TITLES = {"t5": "T5", "qwen3": "Qwen3", "qwen2.5-vl": "Qwen2.5-VL"}
 
 @dataclass(frozen=True)
 class _Family:
-    """What belongs to a transformer.
+    """The parts that belong to a transformer.
 
     Attributes:
-        prefix: of its pipeline.
-        texts: of its text encoders, the kind and the class that the pipeline takes (empty: as the kind has it).
-        widths: of the text that the transformer takes, by their names in its configuration; from the configurations of
-            the text encoders.
+        prefix: beginning of the class name of its pipeline.
+        texts: kind of each text encoder, and the class that the pipeline requires (empty: the kind's own).
+        widths: functions from the text encoders' configurations to the widths of the text, by the names of these
+            widths in the transformer's configuration.
         vae: the kind of its autoencoder.
-        scale: what is said of the latents besides.
+        scale: further facts on the latents.
     """
 
     prefix: str
@@ -171,11 +171,11 @@ def _texts(model: SplitFile, family: _Family, found: list[SplitFile]) -> dict[st
 
 
 def _tokenizers(family: _Family, folder: Path | None, texts: Mapping[str, SplitFile]) -> dict[str, Path | None]:
-    """By name the folder of each tokenizer, None for CLIP's, which is shipped.
+    """Folder of each tokenizer by name; None for CLIP's, which is shipped.
 
     Raises:
-        BadInputError: it is needed and was not given, or is none.
-        CheckpointError: its vocabulary is missing, or of another model.
+        BadInputError: a required tokenizer was not given, or the folder is not a tokenizer.
+        CheckpointError: its vocabulary is missing, or belongs to another model.
     """
     names = _names(len(family.texts), "tokenizer")
     foreign = [kind for kind, _ in family.texts if kind != "clip"]
@@ -271,7 +271,7 @@ def _row(part: SplitFile) -> dict[str, Any]:
 
 
 def _options(model: SplitFile) -> dict[str, bool]:
-    """What the pipeline is made with; a header does not tell a distilled model from its base, its name does."""
+    """Options of the pipeline. A distilled model and its base have equal headers, so the file's name decides."""
     return {"is_distilled": "base" not in model.path.stem.lower()} if model.kind == "flux2" else {}
 
 
@@ -281,12 +281,12 @@ def _scheduler(model: SplitFile) -> dict[str, Any]:
 
 
 def is_split(folder: Path) -> bool:
-    """Whether a folder is one that :func:`split_model` has laid out."""
+    """True if :func:`split_model` has laid out the folder."""
     return (folder / _TABLE).is_file()
 
 
 class Weights(NamedTuple):
-    """Where the weights of a part are: the file, how they are called in it, and what stands before these names."""
+    """Place of a part's weights: the file, the layout of its names, and their prefix."""
 
     path: Path
     layout: Layout
@@ -294,10 +294,10 @@ class Weights(NamedTuple):
 
 
 def weights_of(part: Path) -> Weights:
-    """Where the weights of the part are whose folder this is.
+    """Place of the weights of the part with this folder.
 
     Raises:
-        CheckpointError: the file was moved or replaced, or what was laid out cannot be read.
+        CheckpointError: the file was moved or replaced, or the folder cannot be read.
     """
     table = _table(part.parent)
     try:

@@ -1,9 +1,9 @@
-"""What one of ComfyUI's split files is, and the configuration of what is in it, from its header.
+"""Kinds of ComfyUI's split files, and the configuration of their models, from the header.
 
-Names and widths of the layers tell both: heads from the norms of queries, which are as wide as a head, depths from the
-numbers of blocks. What no header tells is as the published models have it (``data/architectures/transformers.json``).
-The names that a file of each kind may have are data too (``data/architectures/split_files.json``): a weight that has no
-place in a module of the model makes the file one of another model, which is refused.
+Both follow from names and widths of the layers: heads from the norms of queries, which are as wide as a head, depths
+from the numbers of blocks. Facts that no header has are those of the published models
+(``data/architectures/transformers.json``). The names in a file of each kind are data too
+(``data/architectures/split_files.json``): a file with a weight that the model lacks is of another model, and refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PACKED = 4
 _CLIP_TOKENS = 77
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of the weights in a file, by name."""
+"""Shapes of the weights in a file, by name."""
 
 
 class Layout(NamedTuple):
@@ -55,14 +55,14 @@ class Layout(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is known of files.
+    """Known files.
 
     Attributes:
-        layouts: in the order in which they are tried.
-        prefixes: by role, what may stand before the names of a layout.
-        parts: by role, the names that its parts of an all-in-one file have.
-        unused: names of weights that no model here has a use for.
-        others: by the title of a model that is not served, marks in the names of its weights.
+        layouts: layouts in the order in which they are tried.
+        prefixes: for each role, the prefixes that may precede the names of a layout.
+        parts: for each role, the names of its parts in an all-in-one file.
+        unused: names of weights that no model here needs.
+        others: for each unsupported model, marks in the names of its weights.
     """
 
     layouts: tuple[Layout, ...]
@@ -107,14 +107,14 @@ def _pattern(names: Iterable[str]) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class SplitFile:
-    """One model in a file.
+    """A model in a file.
 
     Attributes:
-        config: of the model, as diffusers or transformers write it.
-        layout: of the names of its weights.
-        prefix: what stands before these names.
-        latents: channels that a transformer makes or an autoencoder decodes; 0 of a text encoder.
-        is_gguf: a GGUF file, else .safetensors.
+        config: configuration of the model, as diffusers or transformers write it.
+        layout: layout of its weights' names.
+        prefix: prefix of these names.
+        latents: channels that a transformer makes or an autoencoder decodes; 0 for a text encoder.
+        is_gguf: True for a GGUF file, False for .safetensors.
     """
 
     path: Path
@@ -126,7 +126,7 @@ class SplitFile:
 
     @property
     def kind(self) -> str:
-        """What it is: "flux1", "t5", "kl"."""
+        """Kind of the model: "flux1", "t5", "kl"."""
         return self.layout.kind
 
 
@@ -260,7 +260,7 @@ def _inner(name: str, prefix: str, role: str) -> str:
 
 
 def described(header: Header) -> str:
-    """In a few words, what else a file might be."""
+    """Words for the kind of an unsupported file."""
     if any(name.startswith("first_stage_model.") for name in header.tensors):
         return "a whole checkpoint (give it with --model)"
     others = _known().others.items()
@@ -269,7 +269,7 @@ def described(header: Header) -> str:
 
 
 def _count(shapes: Shapes, before: str) -> int:
-    """How many blocks there are whose names begin so."""
+    """Number of blocks whose names begin with ``before``."""
     number = re.compile(rf"{re.escape(before)}\.(\d{{1,4}})\.")
     found = {int(match[1]) for name in shapes if (match := number.match(name))}
     if found != set(range(len(found))):
@@ -278,7 +278,7 @@ def _count(shapes: Shapes, before: str) -> int:
 
 
 def _axes(head: int, parts: tuple[int, ...]) -> list[int]:
-    """How many of a head's channels turn with each axis: of published heads, 128 wide, ``parts``."""
+    """Channels of a head that rotate with each axis; for published heads, 128 wide, ``parts``."""
     return [head * part // 128 for part in parts]
 
 
@@ -287,7 +287,7 @@ def _heads(width: int, head: int) -> dict[str, int]:
 
 
 def _double_stream(shapes: Shapes) -> dict[str, Any]:
-    """What the transformers of Black Forest Labs and their descendants have in common."""
+    """Common configuration of the transformers of Black Forest Labs and their descendants."""
     norm = "double_blocks.0.img_attn.norm.query_norm"
     head = shapes[f"{norm}.scale" if f"{norm}.scale" in shapes else f"{norm}.weight"][0]
     width, channels = shapes["img_in.weight"]
@@ -424,7 +424,7 @@ def _decoder_only(shapes: Shapes, head: int) -> dict[str, Any]:
 
 
 def _qwen3(shapes: Shapes) -> dict[str, Any]:
-    """Its second table is never looked at by a pipeline, and stands for the first where a file has none."""
+    """Configuration of Qwen3. Pipelines never use its second table, which replaces the first in files without one."""
     head = shapes["model.layers.0.self_attn.q_norm.weight"][0]
     tied = not {"lm_head.weight", "model.lm_head.weight"} & shapes.keys()
     own = {"head_dim": head, "tie_word_embeddings": tied}
@@ -475,10 +475,10 @@ def _kl_qwen(shapes: Shapes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a kind of file is called, and what reads the configuration of its model.
+    """Name of a kind of file, and the function that reads the configuration of its model.
 
     Attributes:
-        by_pixel: its configuration counts the channels of one latent pixel, not of 2x2.
+        by_pixel: True if its configuration counts the channels of one latent pixel, not of 2x2.
     """
 
     title: str
@@ -487,7 +487,7 @@ class _Kind:
 
 
 _LAST = ("final_layer.linear.weight", "proj_out.weight")
-"""What a transformer ends with."""
+"""Names of a transformer's last layer."""
 
 _KINDS = {
     "flux2": _Kind("FLUX.2 Klein", _flux2),

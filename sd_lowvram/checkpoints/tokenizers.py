@@ -20,7 +20,7 @@ _CLIP_TOKENS = 77
 
 _BYTE_PAIRS = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 _VOCABULARIES = {"clip": _BYTE_PAIRS, "qwen": _BYTE_PAIRS, "t5": (("tokenizer.json",), ("spiece.model",))}
-"""By what the name of an encoder's class begins with, files that together are a vocabulary: each row by itself."""
+"""Sets of files that form a vocabulary, one set a row, by the beginning of an encoder's class name."""
 
 
 def check_tokenizer_files(folder: Path, encoder: Mapping[str, Any]) -> None:
@@ -100,10 +100,10 @@ def _check_words(count: int, encoder: Mapping[str, Any], folder: Path) -> None:
 
 
 def _words_in(file: Path) -> int:
-    """How many words a vocabulary has.
+    """Number of words in a vocabulary.
 
     Raises:
-        CheckpointError: it cannot be read, or is without the pairs that words are made of.
+        CheckpointError: the file cannot be read, or lacks the pairs of which words consist.
     """
     try:
         table = json.loads(file.read_text(encoding="utf-8"))

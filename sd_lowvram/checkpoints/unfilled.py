@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Unfilled(TorchFunctionMode):
-    """Inside, what ``torch.nn.init`` offers to modules leaves their weights as they are."""
+    """Disables the functions of ``torch.nn.init`` while entered, so that modules leave their weights as they are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == nn.init.__name__:

@@ -62,8 +62,9 @@ def decoded(path: Path, saved: Saved, asked: dict[str, Any], keep: bool, console
 
 
 def foretold(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Hosted, Path, list[Path]]:
-    """What ``path`` holds, where its autoencoder is, and the files for its pictures. Arguments and errors as for
-    :func:`decoded`."""
+    """Contents of ``path``, the path of its autoencoder, and the files for its pictures.
+
+    Arguments and errors as for :func:`decoded`."""
     hosted = hosted_of(path, saved)
     model = _model_of(path, hosted, asked)
     height, width = (side * _FACTOR for side in hosted.latents.shape[2:])
@@ -73,7 +74,7 @@ def foretold(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Hosted, P
 
 
 def _model_of(path: Path, hosted: Hosted, asked: dict[str, Any]) -> Path:
-    """Where the autoencoder is."""
+    """Path of the autoencoder."""
     given = asked.get("model") or hosted.autoencoder
     if given is None:
         raise BadInputError(

@@ -10,19 +10,19 @@ from ..errors import BudgetError
 from ..units import format_size, parse_size
 
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri")
-"""What a Linux machine has where it has a GPU; another one later means another plan."""
+"""Files of a Linux machine with a GPU; a change of them means another plan."""
 
 _NARROWEST = 2
 """Bytes of an element of a map, at the least."""
 
 
 def gpu_files() -> list[str]:
-    """Those of the files of a GPU's driver that are there."""
+    """Existing files of a GPU's driver."""
     return [path for path in _GPUS if os.path.exists(path)]
 
 
 def has_no_gpu() -> bool:
-    """Whether that is certain without torch."""
+    """True if the machine certainly has no GPU, as far as that is known without torch."""
     return sys.platform == "linux" and not gpu_files()
 
 

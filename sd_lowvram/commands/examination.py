@@ -31,7 +31,8 @@ _SPILLS = (
 
 
 def examine(probe: bool = True) -> dict[str, Any]:
-    """What was found, as plain values: "support", "gpus", "ram", "torch", "python", "attention", "warnings", "missing".
+    """Examine the machine; return plain values: "support", "gpus", "ram", "torch", "python", "attention", "warnings",
+    "missing".
 
     Sizes are bytes. ``probe`` runs every attention backend 20 times and compares the bits (some seconds).
     """
@@ -90,7 +91,7 @@ def _overhead(device: Any) -> dict[str, Any] | None:
 
 
 def _compiling(device: Any) -> dict[str, float] | None:
-    """What torch.compile gains, measured and remembered; None where it cannot run."""
+    """Gain of torch.compile, measured and cached; None if it cannot run."""
     from ..devices.compiling import remember_compiling
     from ..kernels.compiler import why_not
 
@@ -132,7 +133,7 @@ MEASURED: dict[str, Callable[[Any], dict[str, Any] | None]] = {
     "kernels": _kernel_gains,
     "compile": _compiling,
 }
-"""What is measured of a device and remembered, by the names under which it is; None: it says nothing of this one."""
+"""Functions that measure and cache facts on a device, by name; a result of None means that it does not apply."""
 
 
 def _warnings(found: list[Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What ``--help`` shows as examples."""
+"""Examples that ``--help`` shows."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ INTERRUPTED, BUDGET, OURS = 130, 3, 1
 
 @contextlib.contextmanager
 def exit_on_error(debug: bool = False) -> Iterator[None]:
-    """Within the block errors end the program with their exit code; with ``debug`` the traceback is shown before."""
+    """Exit with the code of an error that the block raises; with ``debug`` show the traceback before."""
     _quiet_libraries(debug)
     try:
         with contextlib.nullcontext() if debug else heard(note):

@@ -1,4 +1,4 @@
-"""What ``--guidance``, ``--negative`` and ``--scheduler`` mean to the pipeline of a model: told by what it takes."""
+"""Meaning of ``--guidance``, ``--negative`` and ``--scheduler`` for a pipeline, from the arguments that it takes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def guided_by(job: Job, pipe: Any) -> dict[str, Any]:
 
 
 def is_guided(job: Job, pipe: Any) -> bool:
-    """Whether ``pipe`` guides by the scale of ``job``: most pipelines above 1, Z-Image's and Krea 2's above 0."""
+    """True if ``pipe`` guides at the scale of ``job``: most pipelines above 1, Z-Image's and Krea 2's above 0."""
     from ..session import anatomy_of
 
     return job.guidance is None or job.guidance > anatomy_of(pipe).family.guides_above
@@ -64,7 +64,7 @@ def check_scheduler(name: str, pipe: Any) -> None:
 
 
 def takes_size(pipe: Any) -> bool:
-    """Whether a pipeline that starts from a picture is told the size besides."""
+    """True if a pipeline that starts from a picture takes the size as well."""
     return "width" in _takes(pipe)
 
 
@@ -82,6 +82,6 @@ def _scale_of(pipe: Any) -> str:
 
 
 def _is_embedded(pipe: Any) -> bool:
-    """Whether the guidance scale is one that the model was made with, and a negative prompt takes another."""
+    """True if the guidance scale is an input of the model, and a negative prompt needs another scale."""
     made = "guidance_embeds" in getattr(getattr(pipe, "transformer", None), "config", {})
     return made and _scale_of(pipe) != _TRUE and _TRUE in _takes(pipe)

@@ -31,7 +31,7 @@ def option(*names: str, text: str, panel: str, metavar: str | None = None, rare:
 
 @dataclass(frozen=True)
 class Job:
-    """What was asked for on the command line; None where the model, the plan or chance decides. Sides in pixels."""
+    """Request of the command line; None if the model, the plan or chance decides. Sides are in pixels."""
 
     # fmt: off
     prompt: Annotated[str, typer.Argument(help="What the picture shows.", metavar="PROMPT", show_default=False)] = ""

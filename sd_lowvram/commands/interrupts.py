@@ -24,7 +24,7 @@ def _interrupt(number: int, _: Any) -> NoReturn:
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Inside, a request to end (SIGTERM) is an interrupt too, so that what is done can be saved first."""
+    """Treat SIGTERM as an interrupt within the block, so that finished work can be saved first."""
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -38,8 +38,9 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_between_steps() -> Iterator[Callable[[], bool]]:
-    """Inside, the first interrupt or request to end (SIGTERM) waits: the yielded function tells whether one came, so
-    that a long loop can save after the step at hand. The second one acts at once."""
+    """Delay the first interrupt or SIGTERM within the block; a second one acts immediately.
+
+    The yielded function returns True once one came, so that a long loop can save after the current step."""
     came: list[int] = []
     before: dict[int, Any] = {}
 
@@ -61,7 +62,7 @@ def stop_between_steps() -> Iterator[Callable[[], bool]]:
 
 
 def interrupted() -> bool:
-    """Whether one came, be it that nobody has seen it."""
+    """True if an interrupt came, even if no code has noticed it."""
     return bool(_came)
 
 

@@ -99,7 +99,7 @@ def _annotation(name: str, knob: Knob) -> Any:
 
 
 def fidelity_words(knob: Knob) -> str:
-    """How near the knob stays to the model, for people."""
+    """Words for the fidelity of the knob."""
     if not isinstance(knob.fidelity, Mapping):
         return str(knob.fidelity)
     lossless = [choice for choice in knob.choices if knob.fidelity[choice].lossless]

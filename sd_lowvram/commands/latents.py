@@ -33,10 +33,10 @@ def place_of(picture: Path) -> Path:
 
 
 def about_run(job: Job, plan: Any, files: list[Path], model: str) -> dict[str, Any]:
-    """What ``resume`` needs of a sized ``job`` and the plan that it runs by, as JSON knows it.
+    """Facts on a sized ``job`` and its plan that ``resume`` needs, of JSON types.
 
     Args:
-        model: the fingerprint of its files.
+        model: the fingerprint of the model's files.
     """
     values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
     plain = {name: value for name, value in values.items() if name not in _OF_ONE_MACHINE}
@@ -73,10 +73,10 @@ def pictures_as_tensors(images: dict[str, Any], size: tuple[int, int]) -> dict[s
 
 
 def pictures_from(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What :func:`pictures_as_tensors` was given.
+    """Inverse of :func:`pictures_as_tensors`.
 
     Raises:
-        BadInputError: they are no pictures.
+        BadInputError: the tensors are not pictures.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""What ``generate`` does to hold a run against its plan: record it, warn where it went beyond, draw both."""
+"""Comparison of a run with its plan by ``generate``: record it, warn if it exceeded the plan, draw both."""
 
 from __future__ import annotations
 

@@ -11,10 +11,11 @@ _NARROW = ("torch.float16", "torch.bfloat16")
 
 @contextlib.contextmanager
 def drawn_in_float32() -> Iterator[None]:
-    """Within the block torch.randn draws 16-bit noise in float32 and rounds it.
+    """Make torch.randn draw 16-bit noise in float32 and round it, within the block.
 
-    torch draws other numbers for a 16-bit tensor whose count of elements is no multiple of 16 (a picture of 520x520,
-    for one), so the same seed would mean another picture in fp16. For programs of our own only: it is global.
+    torch draws other numbers for a 16-bit tensor whose number of elements is not a multiple of 16 (a picture of
+    520x520, for example), so the same seed would give another picture in fp16. The change is process-wide: for our
+    programs only.
     """
     import torch
 

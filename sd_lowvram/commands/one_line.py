@@ -1,4 +1,4 @@
-"""What is wrong with the words of a command line, in one line like every other error."""
+"""Errors in the words of a command line, in one line like every other error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .streams import tell
 _ORDER = ("generate", "plan", "batch", "resume", "doctor", "install")
 
 _KINDS = {"integer": "a whole number", "number": "a number", "float": "a number"}
-"""What is wanted, by the word that the library's own message has for it."""
+"""Our words for a type, by the word in the library's own message."""
 
 
 class OneLine(TyperGroup):
@@ -56,7 +56,7 @@ class OneLine(TyperGroup):
 
 
 def sentence(error: Any, typed: list[str]) -> str:
-    """What ``error`` says of the words ``typed``, and where help is."""
+    """Sentence on ``error`` in the words ``typed``, with the command for help."""
     command = getattr(getattr(error, "ctx", None), "command_path", "sd-lowvram")
     message = _of_value(error, typed) or " ".join(error.format_message().split()).rstrip(".")
     return f"{message[:1].lower()}{message[1:]}; {command} --help tells more"

@@ -51,14 +51,14 @@ _WIDE = ("fp32", "tf32", "autocast-fp16", "autocast-bf16")
 
 @dataclass(frozen=True)
 class Precaution:
-    """What is done so that a run that is ended can go on.
+    """Options for resuming a run.
 
     Attributes:
-        interval: how often its latents are written.
-        keep: whether they stay when the pictures are there.
-        place: the file for them; None: one beside the picture.
-        start: what that file holds, from which it goes on.
-        retyped: it goes on in another number type than the file's.
+        interval: interval at which its latents are written.
+        keep: True if the latents stay after the pictures are done.
+        place: the file of the latents; None: next to the picture.
+        start: contents of that file, from which the run resumes.
+        retyped: True if the run resumes in another number type than the file's.
     """
 
     interval: Interval = dataclasses.field(default_factory=Interval)
@@ -139,7 +139,7 @@ def finished(
 
 
 def safety_of(job: Job, pipe: Any, images: dict[str, Any], files: list[Path], precaution: Precaution) -> Safety:
-    """Where the latents of this run are kept, and what is kept with them."""
+    """The file of this run's latents, and what is stored with them."""
     from ..saved_latents.keeping import Safety
 
     model = functools.cache(lambda: fingerprint(model_path(job.model)))
@@ -160,7 +160,7 @@ def kernels_before(start: Saved | None) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _latents_told(path: Path) -> Iterator[None]:
-    """Whoever leaves the block early is told of the file from which the run goes on, if there is one."""
+    """Add to an error in the block the name of the file from which the run resumes, if there is one."""
     try:
         with terminated_as_interrupted():
             yield
@@ -209,7 +209,7 @@ def note_unknown_words(job: Job) -> None:
 
 
 def checked_model(job: Job, images: dict[str, Any]) -> Path:
-    """Where the model is; its files are whole, of a kind that is served, and the budget can hold a part of it."""
+    """Path of the model, after checks: complete files of a supported kind, and a budget that can hold a part of it."""
     path = model_path(job.model)
     check_model(path, job.task, job.allow_pickle)
     budget = known_budget(job.vram, job.device)
@@ -359,7 +359,7 @@ def _after_step(
 
 
 def kernels_so_far(pipe: Any, before: dict[str, int]) -> dict[str, int]:
-    """How often each attention kernel ran, by what the hook saw; ``before``: in an earlier part of the run."""
+    """Number of runs of each attention kernel, counted by the hook; ``before``: of an earlier part of the run."""
     from ..hooks.attention import kernels_that_ran
     from ..session import attachments
 
@@ -368,7 +368,7 @@ def kernels_so_far(pipe: Any, before: dict[str, int]) -> dict[str, int]:
 
 
 def parameters(job: Job, pipe: Any, plan: Any, kernels: dict[str, int] | None = None) -> dict[str, Any]:
-    """What goes into the picture beside the prompts, in the order and by the names of the WebUI.
+    """Parameters in the picture in addition to the prompts, in the order and with the names of the WebUI.
 
     Args:
         kernels: the attention kernels of an earlier part of the run, with counts.

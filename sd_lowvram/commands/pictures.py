@@ -47,10 +47,10 @@ def _quoted(value: Any) -> str:
 
 
 def output_paths(written: str | None, count: int, seed: int, folder: Path = FOLDER) -> list[Path]:
-    """Where ``count`` pictures go.
+    """Paths of ``count`` pictures.
 
-    A file name is taken as ``written`` (and overwritten; several pictures get "-1", "-2", ... before the ending). A
-    folder, or none (then ``outputs/``), gets numbered names that are free: "00012-SEED.png".
+    A file name is used as ``written`` (and overwritten; several pictures get "-1", "-2", ... before the ending). A
+    folder, or None (``outputs/``), gets unused numbered names: "00012-SEED.png".
 
     Raises:
         OutputError: a file name that does not end in .png, or has a line break in it.
@@ -103,7 +103,7 @@ def _folder_for_now(folder: Path) -> Iterator[None]:
 
 
 def _reserve(file: Any, size: int) -> None:
-    """Let the file system set ``size`` bytes aside: quotas and limits answer now, not after the last step."""
+    """Reserve ``size`` bytes in the file system, so that quotas and limits fail now, not after the last step."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
     else:

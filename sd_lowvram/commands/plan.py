@@ -197,7 +197,7 @@ def _rates(request: Any) -> dict[str, str]:
 
 
 def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
-    """What is planned, and the request. What has to be measured of the machine is measured here."""
+    """The target and the request; facts on the machine are measured here."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 

@@ -18,16 +18,16 @@ _KEPT = 8
 """Plans of one request that are remembered, each for a range of free memory."""
 
 _VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Of the process, on which a plan hangs."""
+"""Environment variables that a plan depends on."""
 
 Answer = tuple[dict[str, Any], dict[str, tuple[float, float]]]
-"""What was asked for, and by the name of a budget the least and the most bytes for which it would be the same."""
+"""The answer, and for each budget the smallest and the largest bytes that give the same answer."""
 
 
 def remembered(asked: dict[str, Any], make: Callable[[dict[str, int]], Answer]) -> dict[str, Any]:
-    """What ``make`` gives for budgets "vram" and "ram", or gave when the same was asked for on the same machine.
+    """Result of ``make`` for budgets "vram" and "ram", or the cached result of an equal request on this machine.
 
-    A budget that is what is free may be another one now, as long as the same plan would be made for it.
+    Free memory as a budget may differ, as long as it gives the same plan.
     """
     budgets = _budgets(asked)
     known = cache.remembered(_place(asked)) or []
@@ -62,7 +62,7 @@ def _free_vram() -> int:
 
 
 def _free_ram() -> int:
-    """In whole steps, so that a plan that hangs on all of it is the same for a while."""
+    """Free RAM in whole steps, so that a plan that depends on all of it stays valid for a while."""
     from ..devices.info import available_ram
 
     return available_ram() // _STEP * _STEP
@@ -82,7 +82,7 @@ def _place(asked: dict[str, Any]) -> Path | None:
 
 
 def _model(model: str | None) -> list[Any]:
-    """What changes when the files of a model do."""
+    """Key that changes with the files of a model."""
     path = Path(model) if model is not None else None
     if path is None or not path.exists():
         return []
@@ -91,7 +91,7 @@ def _model(model: str | None) -> list[Any]:
 
 
 def _machine() -> list[Any]:
-    """What changes when the machine does, what was measured on it, or what others add to the package."""
+    """Key that changes with the machine, its measurements, or registered extensions."""
     set_ = [os.environ.get(name) for name in _VARIABLES]
     folder = cache_folder()
     found = [file for kind in ("*-*.json", "overflows/*.json") for file in sorted(folder.glob(kind))] if folder else []

@@ -30,10 +30,10 @@ def check_preview(every: int | None) -> None:
 def previews(
     pipe: Any, job: Job, every: int | None, files: list[Path], console: Console
 ) -> contextlib.AbstractContextManager[None]:
-    """Inside, a run of ``pipe`` writes a preview of each of ``files`` after every so many steps; at the end they go.
+    """Write previews of ``files`` during a run of ``pipe`` within the block, and delete them at its end.
 
     Args:
-        every: None: there are none.
+        every: steps between two previews; None: no previews.
     """
     if every is None:
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""What people see while a picture is made: bars over steps and decode strips, and a table of the plan."""
+"""Output while a picture is made: bars for steps and decode strips, and a table of the plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Done(ProgressColumn):
 
 
 class Bars:
-    """One bar a stage, made when its first part is done."""
+    """Bars, one for each stage, made when its first part is done."""
 
     def __init__(self, console: Console, shown: bool) -> None:
         columns = (TextColumn("{task.description:>8}"), BarColumn(), _Done(), TimeRemainingColumn())
@@ -46,7 +46,7 @@ class Bars:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Bars]:
-        """Inside, bars are shown from the first part on that is done."""
+        """Show bars within the block, from the first finished part on."""
         try:
             with listen(self.update):
                 yield self
@@ -64,7 +64,7 @@ def loading(console: Console, model: str | Path | None) -> Iterator[None]:
 
 
 def show_plan(console: Console, plan: Any) -> None:
-    """One line on what was chosen and its time, and the reasons; the peak is told when the picture is there."""
+    """Print a line with the choices and the time, and the reasons; the peak is printed with the picture."""
     chosen = ", ".join(f"{name} {'on' if value is True else value}" for name, value in decided(plan))
     about = f"about {format_time(plan.predicted.seconds)}"
     console.print(f"plan: {chosen or 'nothing changed'} ({plan.fidelity}), {about}", highlight=False)

@@ -24,13 +24,13 @@ def open_all() -> None:
 
 
 def give_up_stdout() -> None:
-    """Let what is still to be written to standard output go nowhere: Python would try once more on its way out."""
+    """Discard what is still to be written to standard output; Python would try again at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tell(message: str) -> None:
-    """One line on standard error, if it takes one."""
+    """Print a line to standard error, if it is open."""
     with contextlib.suppress(OSError, ValueError):
         print(f"sd-lowvram: {message}", file=sys.stderr, flush=True)
 

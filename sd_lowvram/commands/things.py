@@ -7,7 +7,7 @@ import shutil
 import textwrap
 
 _TIE = "\0"
-"""In place of a space at which no line may end."""
+"""Placeholder for a space at which no line may end."""
 
 
 def show_things(as_json: bool) -> None:
