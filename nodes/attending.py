@@ -18,15 +18,15 @@ from ..sd_lowvram.settings import Settings
 DOOR = "optimized_attention_override"
 _KNOWN = {"transformer_options", "_inside_attn_wrapper"}
 _OF_THE_HOST = ("sdpa",)
-"""What a plan may leave to a host whose own kernel holds no score matrix either."""
+"""Backends that a plan may leave to a host whose own kernel holds no score matrix either."""
 
 
 def is_needed(settings: Settings, asked: Settings, fused: bool) -> bool:
-    """Whether a plan's attention is another than the host's own.
+    """Return True if a plan's attention differs from the host's own.
 
     Args:
-        asked: what the node's knobs fix: that is always done.
-        fused: whether the host's kernel holds no score matrix.
+        asked: value that the node's knobs fix, which is always used.
+        fused: True if the host's kernel holds no score matrix.
     """
     if asked.attention is not None or settings.deterministic:
         return True
@@ -98,7 +98,7 @@ def _mask(mask: Tensor | None) -> Tensor | None:
 
 
 def _is_known(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether heads and widths are equal and the mask goes with the scores."""
+    """True if heads and widths are equal and the mask fits the scores."""
     alike = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[-1] == k.shape[-1] and k.shape[2] == v.shape[2]
     if mask is None or not alike:
         return alike

@@ -71,7 +71,7 @@ def optimized_again(vae: HostVAE, budget: str, settings: ChosenSettings | None) 
 
 
 def hooks_of(vae: HostVAE) -> _Autoencoder | None:
-    """What :func:`optimized_vae` has put on ``vae``."""
+    """Hooks that :func:`optimized_vae` has put on ``vae``."""
     hooks = getattr(vars(vae).get("decode"), "__self__", None)
     return hooks if isinstance(hooks, _Autoencoder) else None
 
@@ -121,18 +121,19 @@ class _Autoencoder:
         return self._run("encode", False, pixels.movedim(-1, 1).shape, pixels, *args, **kwargs)
 
     def decode_tiled(self, samples: Tensor, *tiles: Any, **named_tiles: Any) -> Tensor:
-        """What the stock VAE Decode (Tiled) calls: its tiles give way to exact strips."""
+        """Decode for the stock VAE Decode (Tiled), by exact strips in place of its tiles."""
         return self._run("decode", True, samples.shape, samples)
 
     def encode_tiled(self, pixels: Tensor, *tiles: Any, **named_tiles: Any) -> Tensor:
-        """What the stock VAE Encode (Tiled) calls: its tiles give way to exact strips."""
+        """Encode for the stock VAE Encode (Tiled), by exact strips in place of its tiles."""
         return self._run("encode", True, pixels.movedim(-1, 1).shape, pixels)
 
     def memory_used(
         self, stage: str, tiled: bool, stock: Callable[..., int], shape: Sequence[int], dtype: torch.dtype
     ) -> int:
-        """What the host is asked for: bytes of activations by the plan, for (N, C, [frames,] h, w) latents or
-        pixels."""
+        """Bytes of activations that are requested from the host, by the plan, for (N, C, [frames,] h, w) latents or
+        pixels.
+        """
         if len(shape) not in (4, 5):
             return stock(shape, dtype)
         return next(one.activation_bytes for one in self.foresee(stage, shape, tiled).stages if one.name == stage)
@@ -155,8 +156,9 @@ class _Autoencoder:
         return self._plans[key]
 
     def _pictures(self, stage: str, shape: Sequence[int]) -> tuple[int, int]:
-        """How many there are in ``shape``, and of how many frames of latents. Where the autoencoder sees frames the
-        host takes several pictures that are to be encoded for those of one video."""
+        """Number of pictures in ``shape``, and of their frames of latents.
+
+        For an autoencoder of frames the host encodes several pictures as the frames of one video."""
         if not has_frames(self._anatomy):
             return shape[0], 1
         batch, frames = (shape[0], shape[2]) if len(shape) == 5 else (1, shape[0])
@@ -247,7 +249,7 @@ class _Autoencoder:
 
 
 _TILED = ("decode_tiled_", "encode_tiled_", "decode_tiled_3d", "encode_tiled_3d")
-"""What the host turns to when memory runs out."""
+"""The host's methods for the case that memory runs out."""
 
 
 def _key(stage: str, tiled: bool, plan: Plan) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What a call of one MODEL's UNet tells, passed on to the UNet of another."""
+"""Options of a call of one MODEL's UNet, passed on to the UNet of another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _AS_CALLED = ("cond_or_uncond", "uuids", "sigmas", "sample_sigmas")
-"""What the sampler tells a call of the UNet, whichever model it goes to."""
+"""Options that the sampler passes to a call of any model's UNet."""
 
 Options = Mapping[str, Any]
 

@@ -153,8 +153,11 @@ class Denoiser:
         return shape[-1] * self._scale, shape[-2] * self._scale, shape[2] if len(shape) == 5 else 1
 
     def _estimate_of_a_call(self, forecast: Plan) -> Callable[..., float]:
-        """What takes the place of the host's estimate while it samples: what ``forecast`` says of a call of its size,
-        less of a smaller one, and more than there is of calls that would need more: the host makes smaller ones."""
+        """Return a replacement for the host's estimate while it samples.
+
+        It is the forecast's bytes for a call of its size, fewer for a smaller one, and more than is free for a call
+        that
+        would need more: the host then makes smaller calls."""
         most = _activation_bytes(forecast)
 
         def needed(input_shape: Sequence[int], cond_shapes: Any = None) -> float:
@@ -165,7 +168,7 @@ class Denoiser:
         return needed
 
     def _is_within(self, shape: Sequence[int], forecast: Plan) -> bool:
-        """Whether a call with latents of ``shape`` needs no more than ``forecast`` says."""
+        """True if a call with latents of ``shape`` needs no more than ``forecast``."""
         came, planned = (shape[0], *self._pixels(shape)), _sides(forecast)
         if all(one <= other for one, other in zip(came, planned, strict=True)):
             return True

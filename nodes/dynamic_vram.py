@@ -18,7 +18,7 @@ _KEY = "sd-lowvram"
 
 
 def is_dynamic(patcher: Any) -> bool:
-    """Whether the host keeps the weights of a ModelPatcher in a range of addresses."""
+    """True if the host holds the weights of a ModelPatcher in a range of addresses."""
     return bool(patcher.is_dynamic()) if hasattr(patcher, "is_dynamic") else False
 
 
@@ -35,12 +35,13 @@ def paged(patcher: Any) -> int:
 
 @contextlib.contextmanager
 def bounded(patcher: Any, room: int, told: Callable[[int], None], warn: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, from each load on, the weights of a dynamic ``patcher`` stay within ``room`` bytes with what
-    the host keeps of other models; those that wait give up what there is no room for.
+    """Limit the weights of a dynamic ``patcher`` to ``room`` bytes, within the block, from each load on.
+
+    Weights of other models count too; idle models are evicted as far as needed.
 
     Args:
-        told: is given the bytes that the weights' range was bounded to.
-        warn: is given a sentence where the host's library refuses a bound, or to take it back.
+        told: called with the bytes to which the weights' range was limited.
+        warn: called with a sentence if the host's library refuses a limit, or to take it back.
     """
     if not is_dynamic(patcher):
         yield

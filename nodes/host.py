@@ -1,4 +1,4 @@
-"""What we ask of ComfyUI: where it computes, how much memory it can have there, its bar and its cancel button.
+"""Our calls of ComfyUI: its device, the memory that it can have there, its bar and its cancel button.
 
 ComfyUI's modules are imported where they are used, so that the node contract can be read without them.
 """
@@ -52,7 +52,7 @@ def room(device: torch.device) -> int:
 
 
 def loading(device: torch.device) -> Loading:
-    """How much of a model's weights the host keeps on ``device``: its own rules, by how it was started."""
+    """Share of a model's weights that the host keeps on ``device``, by its own rules and command line."""
     from comfy import model_management as host
 
     state = host.VRAMState
@@ -71,7 +71,7 @@ _LEAST_KEPT = 128 << 20
 
 
 def loads_freely() -> bool:
-    """Whether the host keeps weights on a card wherever there is room, whatever it is asked for: its dynamic VRAM."""
+    """True if the host keeps weights on a GPU wherever they fit, whatever is requested: its dynamic VRAM."""
     return bool(getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", False))
 
 
@@ -105,7 +105,7 @@ def _page() -> Any:
 
 
 def tell(node: str | None, text: str) -> None:
-    """Have the page show ``text`` in a node that has run already, as it shows what a node gives when it runs."""
+    """Show ``text`` in a node of the page that has run already, like the output of a running node."""
     page = _page()
     if node is not None and hasattr(page, "send_sync"):
         output = {"node": node, "display_node": node, "output": {"text": [text]}, "prompt_id": page.last_prompt_id}
@@ -114,7 +114,7 @@ def tell(node: str | None, text: str) -> None:
 
 @contextlib.contextmanager
 def refusals_in(node: str | None) -> Iterator[None]:
-    """Have the page show what is refused within the block in ``node`` too, in place of what it showed before."""
+    """Show a refusal that the block raises in ``node`` of the page too, in place of its earlier text."""
     try:
         yield
     except LowVRAMError as error:
@@ -123,8 +123,7 @@ def refusals_in(node: str | None) -> Iterator[None]:
 
 
 def is_watched(device: torch.device) -> bool:
-    """Whether the memory of the run on ``device`` is to be recorded: on a processor that takes time, and is done where
-    a Report asks for it."""
+    """True if the memory of the run on ``device`` is recorded. On a CPU that takes time, so a Report must request it."""
     queue = getattr(_page(), "prompt_queue", None)
     if device.type != "cpu" or queue is None:
         return True
@@ -138,7 +137,7 @@ def kept(patcher: Any) -> int:
 
 
 def show(text: str) -> None:
-    """Have the page show ``text`` on the node that runs, where there is a page."""
+    """Show ``text`` on the running node, if there is a page."""
     page = _page()
     with contextlib.suppress(ImportError):  # an older ComfyUI
         from comfy_execution.utils import get_executing_context
@@ -149,7 +148,7 @@ def show(text: str) -> None:
 
 
 def has_override() -> bool:
-    """Whether this ComfyUI lets a model's options override its attention; older ones do not."""
+    """True if a model's options can override attention in this ComfyUI; older ones lack that."""
     from comfy.ldm.modules import attention
 
     return hasattr(attention, "wrap_attn")
@@ -159,14 +158,14 @@ _FUSED = {"attention_pytorch", "attention_xformers", "attention_sage", "attentio
 
 
 def attends_fused() -> bool:
-    """Whether the kernel that the host has chosen for this machine holds no score matrix."""
+    """True if the kernel that the host has chosen for this machine holds no score matrix."""
     from comfy.ldm.modules import attention
 
     return getattr(attention.optimized_attention, "__name__", "") in _FUSED
 
 
 def facts() -> dict[str, str]:
-    """What the host's own models hang on besides their weights."""
+    """Facts that the host's own models depend on in addition to their weights."""
     import comfyui_version
     from comfy.ldm.modules import attention
 
@@ -207,13 +206,14 @@ def _is_the_hosts(predicts: Any) -> bool:
 
 
 def _beside_text(cond: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """What two conds must have in common so that the host runs them together, besides sizes."""
+    """Key that must be equal, in addition to sizes, for two conds that the host runs together."""
     return tuple(None if cond.get(name) is None else id(cond[name]) for name in ("control", "gligen", "hooks"))
 
 
 def calls(prompts: int, most: int) -> list[int]:
-    """How many of ``prompts`` the host puts into each call where it may put ``most`` into one: all of them, a half, a
-    third and so on, of those that are left."""
+    """Numbers of ``prompts`` in the host's calls, if at most ``most`` fit in one.
+
+    The host tries all remaining prompts, then a half, a third and so on."""
     sizes = []
     while prompts > 0:
         sizes.append(next((prompts // part for part in range(1, prompts) if prompts // part <= most), 1))
@@ -237,12 +237,12 @@ _EVALUATIONS = {
     "seeds_2": (2, 1),
     "seeds_3": (3, 2),
 }
-"""How often samplers ask the model in a step, and how much less often in the last ones, to a sigma of 0, by the names
-of the host's functions. Of those that are not here the first steps tell."""
+"""Calls of the model in a step, and how many fewer in the last steps (to a sigma of 0), by the names of the host's
+sampler functions. For other samplers the first steps show it."""
 
 
 def evaluations(sampler: Any, sigmas: Any) -> float | None:
-    """How often the host's ``sampler`` asks the model in each step, on an average; None: not known beforehand."""
+    """Average calls of the model in each step of the host's ``sampler``; None if unknown beforehand."""
     name = getattr(getattr(sampler, "sampler_function", None), "__name__", "").removeprefix("sample_")
     if name not in _EVALUATIONS:
         return None
@@ -264,7 +264,7 @@ def windowed(shape: Sequence[int], model_options: Mapping[str, Any]) -> Sequence
 
 @contextlib.contextmanager
 def bar() -> Iterator[None]:
-    """Within the block long loops of the core move the running node's bar, and stop when the user cancels."""
+    """Connect long loops of the core, within the block, to the running node's bar and to the cancel button."""
     from comfy.model_management import throw_exception_if_processing_interrupted
     from comfy.utils import ProgressBar
 
@@ -288,8 +288,9 @@ _uncompiled: list[dict[str, Any]] = []
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within the block ComfyUI's compiler records no forward: hooks in layers allocate otherwise from call to call. Its
-    options are the process's, so the first of several blocks sets them and the last puts the user's values back."""
+    """Turn ComfyUI's compiler off within the block, because hooks in layers allocate differently from call to call.
+
+    Its options are process-wide, so the first of several blocks sets them and the last restores the user's values."""
     options = vars(getattr(sys.modules.get("comfy.cli_args"), "args", types.SimpleNamespace()))
     with _lock:
         before = _uncompiled[0] if _uncompiled else {name: options[name] for name in _COMPILER if name in options}
@@ -306,7 +307,7 @@ def uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, attribute: str, value: Any) -> Iterator[None]:
-    """Within the block ``owner`` has ``value`` as its own attribute; afterwards what it had, or had not, before."""
+    """Set ``value`` as an attribute of ``owner`` within the block, and restore the earlier state afterwards."""
     here = vars(owner)
     before = here.get(attribute, here)
     here[attribute] = value

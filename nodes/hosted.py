@@ -48,7 +48,7 @@ _NAMES = {
 
 
 def name_of(model: Any) -> str:
-    """What people call the host's BaseModel ``model``."""
+    """Common name of the host's BaseModel ``model``."""
     kinds = (type(getattr(model, "model_config", None)).__name__, type(model).__name__)
     starts = sorted(_NAMES, key=len, reverse=True)
     found = (_NAMES[start] for kind in kinds for start in starts if kind.startswith(start))
@@ -65,11 +65,11 @@ class Like:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a prompt gives a model, without its values.
+    """Conditions of a prompt, without their values.
 
     Attributes:
         text: tokens and width of the text.
-        others: by the host's names: tensors, several of them, and plain values as they are.
+        others: by the host's names: shapes of tensors, of several tensors, and plain values.
     """
 
     text: tuple[int, int]
@@ -77,7 +77,7 @@ class Conditions:
 
 
 _TOKENS = 512
-"""Of the prompts that are foreseen: what most of these models pad theirs to, or cut them off at."""
+"""Tokens of an assumed prompt: the length to which most of these models pad or cut."""
 
 _TEXT = re.compile("t5|txt|text|context|cap|cond|cross|y_embed|attn2.to_k")
 _POOLED = re.compile("vector|vec|pooled|clip|y_embed|label|adm")
@@ -95,7 +95,7 @@ def foreseen(unet: nn.Module) -> Iterator[Conditions]:
 _MOST = 4
 """Widths of texts that are tried."""
 _POOLED_WIDTH = 768
-"""Of what most models have no use for."""
+"""Width of the pooled text, which most models do not use."""
 
 
 def _widths(unet: nn.Module, names: re.Pattern[str]) -> list[int]:
@@ -105,10 +105,10 @@ def _widths(unet: nn.Module, names: re.Pattern[str]) -> list[int]:
 
 
 def given_by(conditionings: Mapping[str, Any]) -> Conditions | None:
-    """Those of the longest text that a sampling is given; None: there is none.
+    """Conditions with the longest text of a sampling; None if there are none.
 
     Args:
-        conditionings: of a guider, each a list of what the host calls a cond.
+        conditionings: a guider's conditionings, each a list of the host's conds.
     """
     conds = [cond for some in conditionings.values() for cond in some or () if isinstance(cond, Mapping)]
     texts = [cond for cond in conds if isinstance(cond.get("cross_attn"), Tensor) and cond["cross_attn"].dim() == 3]
@@ -121,7 +121,7 @@ def given_by(conditionings: Mapping[str, Any]) -> Conditions | None:
 
 
 _NOT_ASKED = {"cross_attn", "model_conds", "uuid", "control", "hooks", "area", "mask"}
-"""What is no matter of the model's."""
+"""Keys of a cond that do not concern the model."""
 
 
 def _without_values(value: Any) -> Any:
@@ -163,7 +163,7 @@ def anatomy_of_hosted(model: ModelPatcher, conditions: Conditions) -> Anatomy:
 
 
 def _dimensions(base: Any) -> int:
-    """Of latents: rows and columns, and frames; 1 of sounds."""
+    """Number of dimensions of latents: rows and columns, and frames; 1 for sound."""
     return int(getattr(base.latent_format, "latent_dimensions", 2))
 
 
@@ -202,7 +202,7 @@ def _emptied(value: Any) -> Any:
 
 
 def _predict(base: Any, unet: nn.Module, x: Tensor, inputs: StepInputs) -> Tensor:
-    """What the host's model ``base`` predicts of ``x`` (rows, C, [frames,] h, w) with ``unet`` in its place."""
+    """Prediction of the host's model ``base`` for ``x`` (rows, C, [frames,] h, w), with ``unet`` as its UNet."""
     model = _with(base, unet)
     told = {"cross_attn": inputs.text[:1], "noise": inputs.latents, "latent_image": inputs.latents, **inputs.added}
     try:
@@ -220,7 +220,7 @@ def _predict(base: Any, unet: nn.Module, x: Tensor, inputs: StepInputs) -> Tenso
 
 
 def _asked(model: Any, told: dict[str, Any]) -> dict[str, Any]:
-    """What the model makes of conditions, as the host's sampler asks it."""
+    """Inputs that the model makes of conditions, called like the host's sampler."""
     latents, scale = told["noise"], _scale(model.latent_format)
     found: dict[str, Any] = model.extra_conds(
         device=latents.device,
@@ -264,11 +264,11 @@ class Traced:
         return self._anatomies[conditions]
 
     def plan(self, make: Callable[[Anatomy], Any]) -> Any:
-        """What ``make`` gives for an anatomy under whose conditions it raises no PlanningError; what went through is
-        tried first from then on.
+        """Result of ``make`` for the first anatomy whose conditions raise no PlanningError; it is tried first from then
+        on.
 
         Raises:
-            PlanningError: under none.
+            PlanningError: all conditions failed.
         """
         if _dimensions(self._model.model) not in (2, 3):
             raise PlanningError("it makes no pictures")

@@ -1,4 +1,4 @@
-"""A MODEL that our hooks do not know, within a budget: foretold and bounded, and run as the host runs it."""
+"""A MODEL without sites for our hooks, within a budget: predicted and limited, and run as the host runs it."""
 
 from __future__ import annotations
 
@@ -155,5 +155,5 @@ def _piece(plan: Plan) -> tuple[int, int, int]:
 
 
 def _acts(knob: Any) -> bool:
-    """Whether a knob is about the layers of the model alone."""
+    """True if a knob acts on the layers of the model alone."""
     return bool(knob.hook) and knob.stages == ("denoise",)

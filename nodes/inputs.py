@@ -62,10 +62,10 @@ def side(what: str) -> tuple[str, dict[str, Any]]:
 
 
 def checked_budget(budget: str | None) -> bool | str:
-    """What a node answers when a prompt is queued: True, or what is wrong with its budget.
+    """Answer of a node when a prompt is queued: True, or the error in its budget.
 
-    None stands for what another node will give. The host puts the answer on every input that it has asked for, so a
-    node asks for the budget alone.
+    None means a value from another node. The host shows the answer at every input of this check, so the check takes the
+    budget alone.
     """
     try:
         if budget is not None and budget.strip():
@@ -82,7 +82,7 @@ def _checked_budget(written: str) -> None:
 
 
 _GROUPS = ("Memory", "Step", "Other picture", "Picture")
-"""Of the whole run; of each step of the sampler; what is faster and draws another one; of decoding and encoding."""
+"""Groups of settings: whole run; sampler steps; faster with another picture; decoding and encoding."""
 
 
 def knob_inputs() -> dict[str, tuple[Any, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""What is asked of ComfyUI's MODEL and VAE objects."""
+"""Protocols of ComfyUI's MODEL and VAE objects."""
 
 from __future__ import annotations
 

@@ -19,17 +19,17 @@ from ..sd_lowvram.settings import Settings
 from ..sd_lowvram.weights import all_tensors, weight_bytes
 
 _SHARES = (1.0, 0.5, 0.0)
-"""How much of the weights beyond the least a plan leaves room for: fewer weights make room for faster activations."""
+"""Shares of the weights beyond the least that plans try; fewer weights leave memory for faster activations."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How much of a model's weights the host keeps on a device.
+    """The host's rule for keeping a model's weights on a device.
 
     Attributes:
-        whole: all of them, whatever else is needed: on a CPU, and with --highvram.
-        least, most: bytes that it keeps at least and at most.
-        reserve: bytes that it leaves free besides what it is asked for.
+        whole: True if it always keeps all of them: on a CPU, and with --highvram.
+        least, most: smallest and largest number of bytes that it keeps.
+        reserve: bytes that it leaves free in addition to a request.
     """
 
     whole: bool = True
@@ -59,8 +59,9 @@ _CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class InRange(Loading):
-    """Of dynamic VRAM, whose watermark we set: whole pages up to what is left of the budget beside activations, the
-    libraries' workspaces and the buffers through which the others pass in each step."""
+    """The rule of dynamic VRAM, whose watermark we set: whole pages up to the rest of the budget.
+
+    The rest is the budget less activations, the libraries' workspaces and the buffers for streamed weights."""
 
     whole: bool = False
 

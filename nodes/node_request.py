@@ -1,4 +1,4 @@
-"""What a node was asked for, and the plans made from it; the host moves weights, so the plan's placement is advice."""
+"""A node's request and its plans. The host moves the weights, so the plan's placement is advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .loading import plan_beside
 
 @dataclass(frozen=True)
 class ChosenSettings:
-    """What Low VRAM Settings gives, as LOWVRAM_SETTINGS.
+    """Output of Low VRAM Settings, LOWVRAM_SETTINGS.
 
     Attributes:
         save_latents: one of ``CHOICES``, for VAE Decode (low VRAM).
@@ -102,31 +102,31 @@ def attachable(settings: Settings) -> Settings:
 
 
 _ORDER = ("encode", "denoise", "decode")
-"""Of the stages in a run, and in what is told of it."""
+"""Order of the stages in a run and in reports."""
 
 
 @dataclass(eq=False)
 class PlanRecord:
-    """What plans foretold and what their runs took; travels from Low VRAM to Report as LOWVRAM_PLAN.
+    """Predictions of plans and measurements of their runs; passed from Low VRAM to Report as LOWVRAM_PLAN.
 
     Attributes:
-        node: the id of the node that shows the verdict; None: none does while the workflow runs.
-        plans: the latest for each stage, by its name, in the order of a run.
-        steps: of the latest sampling, as the sampler has told them; 0 before there was one.
-        size: width and height in pixels, and frames, of what was sampled latest; None before that.
-        calls: of the model as the plan has them, in each step of the sampler; a smaller one counts as its part.
-        measured: the latest run of each stage, as the allocator saw it.
-        seconds: that each stage took, from its first step to its last.
-        step_seconds: that each step took in which the model ran.
-        step_calls: of the model as the plan has them, in each of these steps.
+        node: id of the node that shows the verdict; None if none does while the workflow runs.
+        plans: the latest plan of each stage, by name, in the order of a run.
+        steps: steps of the latest sampling, from the sampler; 0 before the first.
+        size: width and height in pixels, and frames, of the latest sampling; None before the first.
+        calls: planned calls of the model in each step of the sampler; a smaller call counts as its part.
+        measured: the latest run of each stage, measured by the allocator.
+        seconds: seconds of each stage, from its first step to its last.
+        step_seconds: seconds of each step in which the model ran.
+        step_calls: planned calls of the model in each of these steps.
         kept: bytes of a stage's weights that the host kept on the device in its latest run.
-        paged: those of them that torch's allocator does not see, under dynamic VRAM.
-        bounds: bytes that these were bounded to.
-        sites: on how many sites each hook acted in the latest call of the model.
+        paged: the part of ``kept`` that torch's allocator does not see, under dynamic VRAM.
+        bounds: bytes to which ``paged`` was limited.
+        sites: number of sites of each hook in the latest call of the model.
         notes: sentences on the latest sampling.
-        standing: sentences on the models, whatever is sampled.
-        budgets: as they were written, for each stage; empty: what was free.
-        untold: why the sampling cannot be foretold; empty where it can.
+        standing: sentences on the models, for every sampling.
+        budgets: budgets as written, for each stage; empty: free memory.
+        untold: the reason why the sampling cannot be predicted; empty if it can.
     """
 
     node: str | None = None
@@ -173,8 +173,9 @@ class PlanRecord:
 
     @contextlib.contextmanager
     def weights_of(self, stage: str, patcher: Any, room: int) -> Iterator[None]:
-        """Within the block ``stage`` runs with the weights of ``patcher``, of which dynamic VRAM keeps no more than
-        ``room`` bytes; what the host kept of them is put in."""
+        """Run ``stage`` with the weights of ``patcher`` within the block, limited by dynamic VRAM to ``room`` bytes.
+
+        The bytes that the host kept are recorded."""
         with bounded(patcher, room, lambda size: self.bounds.update({stage: size}), self.warn):
             yield
             self.kept[stage], self.paged[stage] = host.kept(patcher), paged(patcher)

@@ -72,7 +72,7 @@ class LowVRAM:
 
 
 class LowVRAMSettings:
-    """What the plan else chooses, for Low VRAM, Plan and the nodes of the VAE."""
+    """Settings that the plan would choose, for Low VRAM, Plan and the nodes of the VAE."""
 
     DESCRIPTION = (
         "For what you want to decide yourself; all else is left to the plan. Of the picture as a whole, of each step "

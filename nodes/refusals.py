@@ -1,4 +1,4 @@
-"""Which of ComfyUI's models our nodes serve, and a sentence in its words about any other."""
+"""Check that our nodes support a ComfyUI model, and sentences about any other, in ComfyUI's words."""
 
 from __future__ import annotations
 

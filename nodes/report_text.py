@@ -14,11 +14,10 @@ _PARTS = {"denoise": ("model", "a step"), "decode": ("VAE", "the decode"), "enco
 
 
 def verdict(record: PlanRecord, *stages: str) -> str:
-    """What a person wants to know first: whether it fits, and how long it takes; then what the budget counts, and what
-    there is beside it.
+    """The verdict: fits or not, and the time; then the bytes that the budget counts, and the ones that it does not.
 
     Args:
-        stages: those that are told of; none: all of the record.
+        stages: names of the stages in the verdict; empty: all of the record.
     """
     plans = {name: plan for name, plan in record.plans.items() if not stages or name in stages}
     standing = [] if stages else record.standing
@@ -61,7 +60,7 @@ def fits(plan: Plan, name: str) -> bool:
 
 
 def _accounts(record: PlanRecord, stage: StagePlan, on_cpu: bool, whole: bool) -> Iterator[str]:
-    """What the budget counts of ``stage``, and what else there is."""
+    """Lines on the bytes of ``stage`` that the budget counts, and on others."""
     part, work = _PARTS[stage.name]
     yield f"counted: {part} {format_size(stage.weights_bytes)}, {work} {format_size(stage.activation_bytes)}"
     passing = stage.host_bytes - stage.parked_bytes
@@ -89,7 +88,7 @@ def _number(value: float) -> str:
 
 
 def _duration(plans: Mapping[str, Plan], steps: int, a_step: float) -> str:
-    """Of one step until a sampler has told how many there are, then of all of them and of what comes after."""
+    """Time of one step until the step count is known, then of the whole run."""
     if "denoise" not in plans:
         return f"about {format_time(sum(stage_of(plan, name).seconds for name, plan in plans.items()))}"
     if not steps:
@@ -100,7 +99,7 @@ def _duration(plans: Mapping[str, Plan], steps: int, a_step: float) -> str:
 
 
 def seconds_a_step(record: PlanRecord) -> float:
-    """What is foretold for each step of the sampler; 0 where nothing is."""
+    """Predicted seconds of a sampler step; 0 without a prediction."""
     return record.calls * _seconds_a_call(record)
 
 
@@ -139,7 +138,7 @@ def _sampled(record: PlanRecord) -> str:
 
 
 def report_text(record: PlanRecord) -> str:
-    """The record as lines: the verdict, then for each stage what was foretold, what was measured, and its choices."""
+    """The record as lines: the verdict, then for each stage the prediction, the measurement, and the choices."""
     if not record.plans:
         return "\n".join([verdict(record), *record.notes])
     request = next(iter(record.plans.values())).request

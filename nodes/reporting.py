@@ -1,4 +1,4 @@
-"""What is foretold before a run, and how it compares with what the run took."""
+"""The prediction before a run, and its comparison with the run."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _plot(record: PlanRecord) -> Tensor:
 
     from ..sd_lowvram.plots.memory import memory_png
 
-    if not record.plans:  # nothing could be foretold
+    if not record.plans:  # nothing could be predicted
         return torch.ones(1, 1, 1, 3)
     run = (
         MeasuredRun(tuple(stage for stages in record.measured.values() for stage in stages))

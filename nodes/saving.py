@@ -21,7 +21,7 @@ _FILES = {"ckpt_name": "checkpoints", "vae_name": "vae"}
 
 @dataclass(frozen=True)
 class Workflow:
-    """What the host tells of the workflow that runs: the prompt, what its pictures carry, and the node in it."""
+    """The running workflow: the prompt, the metadata of its pictures, and the node in it."""
 
     prompt: dict[str, Any]
     extra: dict[str, Any]
@@ -30,7 +30,7 @@ class Workflow:
 
 @contextlib.contextmanager
 def saved_first(latents: Tensor, choice: str, workflow: Workflow) -> Iterator[None]:
-    """Within the block ``latents`` are in a file, if ``choice`` says so; it stays where the block fails."""
+    """Save ``latents`` to a file within the block, if ``choice`` says so; the file stays if the block fails."""
     path = None if choice == CHOICES[0] else _saved(latents, workflow)
     try:
         yield

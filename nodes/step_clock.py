@@ -1,4 +1,4 @@
-"""How long the steps of a sampling take, by the calls that the sampler makes at the end of each."""
+"""Times of the steps of a sampling, from the sampler's callback at the end of each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepClock:
         self._size += size
 
     def around(self, callback: Callable[..., Any] | None) -> Callable[..., Any]:
-        """What the sampler calls at the end of a step: the clock, then ``callback``."""
+        """Callback for the end of a step: the clock, then ``callback``."""
 
         def end_of_step(*args: Any, **kwargs: Any) -> Any:
             if self._size:

@@ -1,4 +1,4 @@
-"""What goes wrong in a callback of ours ends the generation.
+"""Errors in our callbacks end the generation.
 
 The host itself only logs it, and makes the picture without us.
 """
@@ -16,7 +16,7 @@ from .refusal import Refused
 
 
 def fail(owner: Any, error: BaseException, *ways: str) -> None:
-    """Let the generation end with ``error`` where the host calls one of the ``ways`` of ``owner`` next."""
+    """End the generation with ``error`` when the host next calls one of the ``ways`` of ``owner``."""
 
     def raising(*args: Any, **kwargs: Any) -> None:
         raise error
@@ -27,7 +27,7 @@ def fail(owner: Any, error: BaseException, *ways: str) -> None:
 
 @contextlib.contextmanager
 def aloud(owner: Any, *ways: str) -> Iterator[None]:
-    """Within the block of a callback an exception ends the run that it is called for, see :mod:`.run`."""
+    """Let an exception in the block, a callback, end the run that it belongs to, see :mod:`.run`."""
     try:
         yield
     except Exception as error:

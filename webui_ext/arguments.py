@@ -27,11 +27,11 @@ _WORDS: dict[Any, str] = {True: "on", False: "off"}
 
 @dataclass(frozen=True)
 class Argument:
-    """One control.
+    """A control.
 
     Attributes:
         kind: "switch" (a checkbox), "size" (a text such as 4GB), "choice" (a list) or "number" (whole, 0 for none).
-        knob: whether it is one of the Settings; then "auto" and 0 leave it to the plan.
+        knob: True if it is one of the Settings; then "auto" and 0 leave it to the plan.
     """
 
     name: str

@@ -103,7 +103,7 @@ def _drawn(file: str, changed: float) -> PreviewedModel:
 
 
 def _empty(parts: Any) -> Any:
-    """What the host would make of its own configuration, without weights and text encoders."""
+    """The model that the host would make of its own configuration, without weights and text encoders."""
     from ldm.util import instantiate_from_config
 
     with torch.device("meta"):

@@ -38,7 +38,7 @@ DECODE_ONLY = "the decode is exact and within the budget, the steps run as the W
 """A plan's reason where the denoiser is of a kind that is not planned here."""
 
 DECIDES = "the WebUI itself decides what stays on the card"
-"""How a plan's reason begins where the host keeps what it has room for, whatever the budget."""
+"""Beginning of a plan's reason if the host keeps as many weights as fit, whatever the budget."""
 
 BESIDE = "Tiled VAE, which is on too, has nothing to do: the decode is exact and within the budget as it is"
 """A plan's reason where another extension would decode in tiles of its own."""
@@ -47,20 +47,20 @@ DECODES_BESIDE = "Tiled VAE, which is on too, decodes in its own tiles, which ch
 """The same where the user has turned our exact tiles off."""
 
 BREAKS = "more than this budget"
-"""How such a reason ends where what is kept breaks the budget."""
+"""End of such a reason if the kept weights exceed the budget."""
 
 _VERDICTS = ("unknown", "fits", "not kept", "does not fit", "unusable")
-"""From the best to the worst."""
+"""Verdicts from the best to the worst."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the panel says of a picture.
+    """Texts of the panel on a picture.
 
     Attributes:
         verdict: one of ``_VERDICTS``.
-        head: HTML of a few words, for the panel's head, which is in sight while the panel is folded.
-        line: HTML of all that there is to say.
+        head: HTML of a few words, for the panel's head, which is visible while the panel is folded.
+        line: HTML of the whole text.
     """
 
     verdict: str = "unknown"
@@ -74,12 +74,12 @@ _lock = threading.Lock()
 
 
 def answer(tab: str, key: Hashable, turn: Any, compute: Callable[[], Told], patient: bool = False) -> Told | None:
-    """What is told for ``key``; None when the tab asked for something else meanwhile.
+    """The texts for ``key``; None if the tab requested something else meanwhile.
 
     Args:
         turn: the host's queue, a lock whose ``acquire(False)`` does not wait.
-        compute: called once for a new key, in turn.
-        patient: whether to wait for the turn, rather than to tell that it is somebody else's.
+        compute: called once for a new key, with the lock held.
+        patient: True to wait for the lock; False to say that a picture is in progress.
     """
     with _lock:
         number = _asked[tab] = _asked.get(tab, 0) + 1
@@ -106,7 +106,7 @@ def answer(tab: str, key: Hashable, turn: Any, compute: Callable[[], Told], pati
 
 
 def sentence(make: Callable[[], Plan], size: str) -> Told:
-    """What ``make`` plans, or why it refuses, for people."""
+    """Sentence on the plan that ``make`` returns, or on its refusal."""
     try:
         plan = make()
     except BudgetError as error:
@@ -130,8 +130,9 @@ def sentence(make: Callable[[], Plan], size: str) -> Told:
 
 
 def together(tolds: Sequence[Told]) -> Told:
-    """What is told of a generation's passes: all lines, under the head of the worst, the last of equals, which is the
-    larger picture."""
+    """Texts of a generation's passes: all lines, under the head of the worst.
+
+    Among equals it is the head of the last pass, which is the larger picture."""
     worst = max(reversed(tolds), key=lambda one: _VERDICTS.index(one.verdict))
     return Told(worst.verdict, worst.head, "".join(one.line for one in tolds))
 
@@ -148,7 +149,7 @@ def decision_in(plan: Plan) -> str:
 
 
 def _chosen(plan: Plan) -> list[str]:
-    """What is out of the ordinary in a plan. Its own reasons name budgets without the text encoders' share."""
+    """Sentences on the unusual choices of a plan. Its own reasons name budgets without the text encoders' share."""
     settings = plan.settings
     told = [] if settings.offload in (None, "none") else [_WEIGHTS.get(settings.offload, settings.offload)]
     told = [decides] if (decides := decision_in(plan)) else [FETCHED] if FETCHED in plan.reasons else told
@@ -162,17 +163,17 @@ def _chosen(plan: Plan) -> list[str]:
 
 
 def beside(plan: Plan) -> list[str]:
-    """What is told of another extension's Tiled VAE; empty where none is on."""
+    """Sentence on another extension's Tiled VAE; empty if none is on."""
     return [reason for reason in (BESIDE, DECODES_BESIDE) if reason in plan.reasons]
 
 
 def complaint(text: str) -> Told:
-    """What is told of values that cannot be used."""
+    """Texts for unusable values."""
     return _told("unusable", "cannot be planned", text)
 
 
 def note(text: str) -> Told:
-    """What is told when there is nothing to foretell yet."""
+    """Texts if nothing can be predicted yet."""
     return _told("unknown", "", text)
 
 
@@ -183,7 +184,7 @@ def _told(verdict: str, head: str, text: str) -> Told:
 
 
 WAITS = _told("unknown", "waits for the picture under way", f"{TITLE}: waits for the picture under way")
-"""What is told while a generation has the host's queue."""
+"""Texts while a generation has the host's queue."""
 
 
 def _time(seconds: float) -> str:

@@ -64,7 +64,7 @@ def _confirm(argument: Argument) -> Callable[[Any, Any], None]:
 
 
 def _or_the_reason(make: Callable[[Any], Any], processed: Callable[..., Any], p: Any) -> Any:
-    """What the host makes of ``p``, or why we refuse it."""
+    """Result of the host for ``p``, or our reason for refusing it."""
     try:
         return make(p)
     except Refused as refused:

@@ -1,6 +1,6 @@
-"""What the WebUI has: which of the three it is, its model, and who moves the weights. Everything by duck typing.
+"""Facts on the WebUI: which of the three it is, its model, and who moves the weights. Everything by duck typing.
 
-AUTOMATIC1111 holds an ldm or sgm shell; reForge the same shell beside ``forge_objects``; Forge only ``forge_objects``.
+AUTOMATIC1111 holds an ldm or sgm shell; reForge the same shell and ``forge_objects``; Forge only ``forge_objects``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ WEIGHTS = frozenset({"offload", "weights_mib", "split_layers", "weight_storage"}
 """Knobs of where weights live and in which form: only for a host that leaves them alone."""
 
 _AND = re.compile(r"\bAND\b")
-"""What the WebUIs split prompts at."""
+"""Separator of prompts in the WebUIs."""
 
 
 def kind(model: Any) -> str:
-    """Which host it is, told from the loaded model or a blueprint: "a1111", "reforge" or "forge"."""
+    """Kind of the host, from the loaded model or a blueprint: "a1111", "reforge" or "forge"."""
     if is_blueprint(model):
         return str(model.kind)
     if not hasattr(model, "forge_objects"):
@@ -44,37 +44,38 @@ def kind(model: Any) -> str:
 
 
 def is_blueprint(model: Any) -> bool:
-    """Whether it is a checkpoint that is not loaded."""
+    """True for a checkpoint that is not loaded."""
     return hasattr(model, "other_bytes")
 
 
 def is_loaded(model: Any) -> bool:
-    """Whether ``model`` is one, rather than the stand-in of before the first load, whose autoencoder is None."""
+    """True for a loaded model, False for the placeholder before the first load, whose autoencoder is None."""
     return getattr(model, "first_stage_model", None) is not None or hasattr(model, "forge_objects")
 
 
 def encodes_always(model: Any) -> bool:
-    """Whether the host encodes a picture for this model in txt2img too: one that inpaints or edits."""
+    """True if the host encodes a picture for this model in txt2img too, as for inpainting and editing models."""
     by_flag = getattr(model, "is_inpaint", False) or getattr(model, "is_sdxl_inpaint", False)
     return bool(by_flag) or getattr(getattr(model, "model", None), "conditioning_key", None) in ("hybrid", "concat")
 
 
 def moves_weights(model: Any) -> bool:
-    """Whether the host moves weights itself: Forge and reForge always, AUTOMATIC1111 with --medvram and --lowvram."""
+    """True if the host moves weights itself: Forge and reForge always, AUTOMATIC1111 with --medvram and --lowvram."""
     return kind(model) != "a1111" or bool(getattr(model, "lowvram", False))
 
 
 def swaps_layers(model: Any) -> bool:
-    """Whether the host keeps of a model what the device has room for, and fetches its other layers for their call."""
+    """True if the host keeps as many layers of a model as fit on the device, and fetches the others for their call."""
     return kind(model) != "a1111"
 
 
 def planned(model: Any) -> Any:
-    """What of the host's model our hooks act on: all of it, or its autoencoder alone where its denoiser is of a kind
-    that runs plain here (Flux, Chroma, SD3).
+    """Anatomy of the host's model: all of it, or its autoencoder alone if its denoiser runs plain here.
+
+    The denoisers of Flux, Chroma and SD3 run plain.
 
     Raises:
-        UnsupportedModelError: neither is planned.
+        UnsupportedModelError: neither can be planned.
     """
     try:
         anatomy_of(model)
@@ -119,7 +120,7 @@ def _computes(model: Any, found: Anatomy) -> dict[str, torch.dtype]:
 
 
 def tiled_by_others(model: Any) -> bool:
-    """Whether another extension has put a decode or encode of its own on the autoencoder, as Tiled VAE does."""
+    """True if another extension has replaced the autoencoder's decode or encode, like Tiled VAE."""
     vae = None if is_blueprint(model) else anatomy_of(planned(model)).vae
     parts = (getattr(vae, name, None) for name in ("decoder", "encoder"))
     return any(part is not None and is_foreign(part, "forward") for part in parts)
@@ -165,7 +166,7 @@ def autoencoder_file(model: Any) -> str | None:
 
 
 def device() -> torch.device:
-    """Where the host computes."""
+    """The host's compute device."""
     return torch.device(devices.device)
 
 
@@ -188,7 +189,7 @@ def _bytes_on(where: torch.device, tensors: list[Tensor]) -> int:
 
 
 def free_in_steps(text: str) -> int:
-    """What is free now in steps of 256 MiB, where no budget is stated: for telling one answer from the next."""
+    """Free memory in steps of 256 MiB if no budget is stated, as a part of an answer's key."""
     return 0 if text else free_vram(device()) >> 28
 
 
@@ -206,7 +207,7 @@ def host_budget(text: str) -> int:
 
 @contextlib.contextmanager
 def precision_of_attention() -> Iterator[None]:
-    """Within the block ldm's and sgm's attentions ask for float32 only where the host's own setting does."""
+    """Make ldm's and sgm's attentions request float32 within the block only if the host's own setting does."""
     wanted = "fp32" if getattr(shared.opts, "upcast_attn", False) else "fp16"
     names = ("ldm.modules.attention", "sgm.modules.attention")
     modules: list[Any] = [sys.modules[name] for name in names if name in sys.modules]
@@ -223,8 +224,9 @@ def precision_of_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_the_type_it_computes_in(found: Anatomy) -> Iterator[None]:
-    """Within the block, which traces, ldm's UNet starts in the type in which it computes, where the host leaves that to
-    autocast: what that holds in float32 for the moment of a norm is not foretold."""
+    """Start ldm's UNet in its compute type within the block, a trace, if the host leaves that to autocast.
+
+    Bytes that autocast holds in float32 during a norm are not predicted."""
     unet: Any = found.denoiser_module
     before = vars(unet).get("dtype") if unet is not None else None
     if not isinstance(before, torch.dtype):

@@ -19,7 +19,7 @@ from .picture import Generation, side, steps_run
 _SIZES = ("width", "height", "batch_size", "steps", "cfg_scale", "denoising_strength")
 _HIRES = ("hr", "hr_scale", "hr_resize_x", "hr_resize_y", "hires_steps")
 _RESIZE_BY = ("by_scale", "scale", "scale_resolution_preview")
-"""Whether "Resize by" is the open one of img2img's tabs for sizes, its factor, and what the page says it makes."""
+"""Controls of img2img's "Resize by": the open tab, the factor, and the resulting size on the page."""
 
 
 class Line:
@@ -100,17 +100,17 @@ class Line:
 
 
 def _while_on(switch: int, count: int) -> str:
-    """What the page runs before it asks us: while the panel is off it waits for ever, and asks nothing.
+    """JavaScript that the page runs before it calls us: while the panel is off it waits and calls nothing.
 
     Args:
-        switch: the place of "enabled" among the values.
-        count: of our inputs, behind which gradio puts the outputs.
+        switch: position of "enabled" among the values.
+        count: number of our inputs, after which gradio puts the outputs.
     """
     return f"(...values) => values[{switch}] ? values.slice(0, {count}) : new Promise(() => {{}})"
 
 
 def _turns_tiles_on(component: Any) -> bool:
-    """Whether it is the switch of another extension's Tiled VAE."""
+    """True for the switch of another extension's Tiled VAE."""
     is_switch = type(component).__name__ in ("Checkbox", "InputAccordion")
     return is_switch and bool(_TILED.search(str(getattr(component, "label", ""))))
 

@@ -1,4 +1,4 @@
-"""What a host that moves weights itself leaves of them on the device while a component runs.
+"""Weights that a host which moves them itself leaves on the device while a component runs.
 
 AUTOMATIC1111 has one component there with --medvram, and of the UNet one block with --lowvram; Forge and reForge fill
 what is free and fetch the other layers for their call.
@@ -46,10 +46,10 @@ _MANAGEMENT = ("backend.memory_management", "ldm_patched.modules.model_managemen
 
 
 def decision(model: Any, found: Anatomy, plan: Plan) -> str:
-    """What Forge and reForge will keep of the model on the device, and what a run by ``plan`` takes there with it.
+    """Bytes of the model that Forge and reForge will keep on the device, and of a run by ``plan`` with them.
 
-    They decide by what is free, not by a budget: on a CPU they keep everything, on a card as many of the model's parts
-    as there is room for, the text encoders among them, down to one, and of that at last only some layers.
+    They decide by free memory, not by a budget: on a CPU they keep everything. On a GPU they keep as many parts of the
+    model as fit, text encoders too, down to one part, and finally only some layers of that part.
     """
     where = host.device()
     texts = getattr(getattr(getattr(model, "forge_objects", None), "clip", None), "cond_stage_model", None)
@@ -78,7 +78,7 @@ def _for_inference() -> int:
 
 
 def _largest_block(unet: Any) -> int:
-    """What is in none of the blocks, such as the last convolution, and the largest block beside it."""
+    """Bytes outside of all blocks, such as the last convolution, plus the largest block."""
     groups = [getattr(unet, name) for name in _BLOCKS if getattr(unet, name, None) is not None]
     blocks = [one for group in groups for one in (group if isinstance(group, nn.ModuleList) else [group])]
     sizes = [weight_bytes(block) for block in blocks]

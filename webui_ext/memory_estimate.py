@@ -1,5 +1,5 @@
-"""What Forge and reForge clear the device for before a stage: the plan's activations, where that is less than their own
-estimate, so that more of the model stays on the device."""
+"""The estimate for which Forge and reForge free the device before a stage: the plan's activations, if that is less than
+their own estimate, so that more of the model stays on the device."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _PREFIX = "sd_lowvram_"
 
 
 def add_options() -> None:
-    """One setting for each argument."""
+    """Add a setting for each argument."""
     section = ("sd_lowvram", TITLE)
     for one in arguments():
         component: Any = gr.Textbox

@@ -1,4 +1,4 @@
-"""What a generation makes, as the host will make it of what is asked."""
+"""Sizes and counts of a generation, as the host derives them from the request."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FACTOR = 8
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What a generation makes: pixels, pictures at a time, steps, rows of the denoiser's batch for each picture, and
-    whether pictures are encoded.
+    """A generation: pixels, pictures at a time, steps, rows of the denoiser's batch for each picture, and encoding.
+
 
     Sides are multiples of 8, see :func:`side`.
     """

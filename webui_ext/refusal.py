@@ -22,7 +22,7 @@ class Refused(HTTPException):
 
 @contextlib.contextmanager
 def as_answer() -> Iterator[None]:
-    """Within the block, which the host calls itself, our reasons reach it as its own kind of answer."""
+    """Turn our errors in the block, which the host calls itself, into the host's kind of answer."""
     try:
         yield
     except LowVRAMError as error:

@@ -1,8 +1,8 @@
-"""One generation: plan, attach, and take everything off again when the host's run of it ends, however it ends.
+"""A generation: plan, attach, and take everything off when the host's run ends, for whatever reason.
 
-The host queues its generations, so at most one is under way, which is its owner's. Other extensions draw within it (a
-face anew, for example): they call the host's callbacks for a copy of the owner's ``p``, and make pictures of their own.
-These run with the owner's hooks and budget.
+The host queues its generations, so at most one is in progress; its ``p`` is the owner. Other extensions draw within it
+(a face again, for example): they call the host's callbacks for a copy of the owner's ``p``, and make pictures of their
+own. Those run with the owner's hooks and budget.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _planned(model: Any, settings: Settings) -> Settings:
 
 
 def own(p: Any, chosen: Mapping[str, Any]) -> None:
-    """Let the generation ``p``, whose panel has ``chosen``, be the one that is served, until the host's run ends."""
+    """Make the generation ``p``, whose panel has ``chosen``, the owner until the host's run ends."""
     end()
     watched = hasattr(processing, "process_images_inner")
     watch = wrap(processing, "process_images_inner", _run, "owner")
@@ -198,13 +198,14 @@ def _follow_model(owner: _Owner, p: Any) -> None:
 
 
 def within(p: Any) -> bool:
-    """Whether ``p`` belongs to the owner's run, which is under way and has hooks: a copy of the owner's, or a picture
-    that another extension makes in it."""
+    """Return True if ``p`` belongs to the owner's run, which is in progress and has hooks.
+
+    Such a ``p`` is a copy of the owner's, or a picture that another extension makes in the run."""
     return any(owner.under_way and (owner.p is not p or _running) for owner in _owners)
 
 
 def serves(p: Any) -> bool:
-    """Whether ``p`` is the owner."""
+    """True if ``p`` is the owner."""
     return any(owner.p is p for owner in _owners)
 
 
@@ -234,8 +235,9 @@ def _now() -> Any:
 
 @contextlib.contextmanager
 def _answers(what: Generation | str) -> Iterator[None]:
-    """Within the block, which the host calls, a refusal of ``what`` is the host's kind of answer; as another extension
-    may catch that, the owner's pictures tell it too."""
+    """Turn a refusal of ``what`` in the block, which the host calls, into the host's kind of answer.
+
+    Another extension may catch that answer, so the owner's pictures report the refusal too."""
     try:
         with as_answer():
             yield
@@ -328,7 +330,7 @@ def _again(
 
 
 def _asked_now(model: Any) -> Generation | None:
-    """What the host's run that is innermost now makes; None where that is not known."""
+    """The innermost generation of the host that is in progress; None if unknown."""
     return None if (p := _now()) is None else asked_of(p, model)
 
 
@@ -439,11 +441,11 @@ def stop() -> None:
 
 
 def fallback_steps() -> tuple[FallbackStep, ...]:
-    """What the generation under way has given up since memory ran out."""
+    """Fallback steps of the generation in progress."""
     plan = _running[-1].attachment.plan if _running else None
     return plan.fallback_steps if plan is not None else ()
 
 
 def current() -> Attachment | None:
-    """What is attached now."""
+    """The current attachment."""
     return _running[-1].attachment if _running else None

@@ -20,13 +20,13 @@ from . import host
 from .arguments import NAME
 
 _FILES = "sd_lowvram_latents"
-"""On a generation: its files by the number of the batch."""
+"""Attribute of a generation: its files by the number of the batch."""
 
 _CHOICE = "sd_lowvram_save_latents"
 
 
 def begin(p: Any, choice: str) -> None:
-    """Let the latents of the generation ``p`` be saved as ``choice`` says."""
+    """Save the latents of the generation ``p`` as ``choice`` says."""
     setattr(p, _CHOICE, choice)
     setattr(p, _FILES, {})
 

@@ -36,7 +36,7 @@ def _loading(model: Any, switch: Switch, original: Callable[..., Any], *args: An
 
 
 def _stays(model: Any, sd_model: Any = None, info: Any = None, forced_reload: bool = False) -> bool:
-    """Whether what the host is asked to load is ``model``."""
+    """True if the host is asked to load ``model``."""
     if host.kind(model) == "forge":
         data = sd_models.model_data
         return bool(data.forge_hash == str(data.forge_loading_parameters))
