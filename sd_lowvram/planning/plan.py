@@ -48,10 +48,10 @@ class StagePlan:
     Attributes:
         reserved_bytes: bytes that torch's allocator reserves, in segments, for ``peak_bytes`` of tensors and for the
             libraries' workspaces.
-        held_bytes: bytes of device and host at one moment, which is what the allocator of a CPU counts. why: the reason
-        why the stage is not faster. parked_bytes: the part of ``host_bytes`` that is maps. The rest is weights, which
-        use as much of the budget as is
-            useful; ``least_host_bytes`` would be enough.
+        held_bytes: bytes of device and host at one moment, which is what the allocator of a CPU counts.
+        why: the reason why the stage is not faster.
+        parked_bytes: the part of ``host_bytes`` that is maps. The rest is weights, which use as much of the budget as
+            is useful; ``least_host_bytes`` would be enough.
         locked_bytes: the page-locked part of ``host_bytes``.
         unlocked_bytes: weights that are not page-locked, in memory or in the file, and are read when they are copied.
         slowdown: time of a step with its weights streamed, relative to all weights on the device.

@@ -58,13 +58,14 @@ class Figures:
         allocated_peak_bytes: most bytes of what was made during the run, in all accounts together: what
             ``measured_peak`` reports, and the allocator sees where the device is the CPU.
         flops: floating-point operations of matrix products, convolutions and attention; a multiply-add counts two.
-        wide_flops: the part of ``flops`` in products and attention as wide as in today's transformers. moved_bytes:
-        bytes that the operators read and write, each operator by itself. product_bytes: the part of ``moved_bytes`` of
-        the operators that are counted in ``flops``. copied_bytes: bytes copied between device and host. operators:
-        number of operators, without views: on a GPU, about the number of kernel launches. packed_bytes: weights of
-        convolutions and products, which a CPU reorders at every call. reserved_bytes: bytes that torch's caching
-        allocator reserves on a GPU, in segments, for ``activation_bytes`` and
-            the libraries' workspaces (on a CPU the former). With more free memory torch reserves more, and frees it
+        wide_flops: the part of ``flops`` in products and attention as wide as in today's transformers.
+        moved_bytes: bytes that the operators read and write, each operator by itself.
+        product_bytes: the part of ``moved_bytes`` of the operators that are counted in ``flops``.
+        copied_bytes: bytes copied between device and host.
+        operators: number of operators, without views: on a GPU, about the number of kernel launches.
+        packed_bytes: weights of convolutions and products, which a CPU reorders at every call.
+        reserved_bytes: bytes that torch's caching allocator reserves on a GPU, in segments, for ``activation_bytes``
+            and the libraries' workspaces (on a CPU the former). With more free memory torch reserves more, and frees it
             before it fails.
         repeated_bytes: the same for a step that finds the outputs of the previous step between freed tensors; for other
             calls ``reserved_bytes``.
