@@ -123,7 +123,7 @@ def refusals_in(node: str | None) -> Iterator[None]:
 
 
 def is_watched(device: torch.device) -> bool:
-    """True if the memory of the run on ``device`` is recorded; on a CPU only if a Report requests it, as it takes time."""
+    """True if the memory of the run on ``device`` is recorded; on a CPU only for a Report, because it takes time."""
     queue = getattr(_page(), "prompt_queue", None)
     if device.type != "cpu" or queue is None:
         return True

@@ -55,7 +55,7 @@ def plan(
         target: as for :func:`optimize`, and so are all others.
 
     Returns:
-        Settings, and what they are foretold to take: bytes by stage, seconds, what more memory would buy, and reasons.
+        Settings and their predicted bytes by stage, seconds, the gain of more memory, and reasons.
 
     Raises:
         BudgetError, BadInputError: as :func:`optimize`.
@@ -176,7 +176,7 @@ def attach_plan(target: Any, chosen: Plan, settings: Settings, approximate: bool
         return put_on(found)
 
     def watches(anatomy: Anatomy, request: Request) -> Iterator[Patch]:
-        """What looks at every call, innermost first."""
+        """Guards of every call, innermost first."""
         yield from fallback(anatomy, go_leaner)
         yield from watch_sizes(anatomy, request, larger)
         yield from exchanges(target, anatomy, exchanged)
@@ -208,13 +208,13 @@ def _put_on(target: Any, chosen: Plan, watches: Callable[[Anatomy, Request], Ite
 
 
 def _plan_of(target: Any) -> Plan:
-    """What ``target`` runs by now."""
+    """The current plan of ``target``."""
     plan: Plan = attachments(target)[-1].plan
     return plan
 
 
 def _leaner(anatomy: Anatomy, plan: Plan, short: Shortage, settings: Settings) -> Plan:
-    """As :func:`leaner`, told in the log."""
+    """Return the next plan like :func:`leaner`, and log it."""
     found = leaner(plan, short, settings, functools.partial(make_plan, anatomy))
     happened(__name__, found.fallback_steps[-1].told)
     return found

@@ -109,7 +109,7 @@ def read_private(path: Path) -> bytes | None:
 
 
 def write_private(data: bytes, path: Path) -> None:
-    """Let ``path`` hold ``data``, readable by the user alone, or what it held before.
+    """Write ``data`` to ``path`` atomically, readable by the user alone.
 
     Raises:
         OSError: the system does not allow it.

@@ -1,6 +1,6 @@
-"""What can go wrong, each with the exit code that the command line gives it.
+"""Errors, each with its exit code on the command line.
 
-Every message says what was wrong, with the value that was given, and what would work.
+Every message names the error, the value that was given, and what would work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CODE = (
     (re.compile(r"\bTrue\b"), "on"),
     (re.compile(r"\bFalse\b"), "off"),
 )
-"""What a setting looks like in Python, and as a control shows it."""
+"""Patterns of settings in Python, and their form in a control."""
 
 
 def _without_code(text: str) -> str:
@@ -125,7 +125,7 @@ class BudgetError(LowVRAMError):
 
 
 class PlanningError(LowVRAMError):
-    """What a model raises while it is planned: the message names the part and the picture, the cause is that error."""
+    """An error of a model while it is planned: the message names the part and the picture, the cause is that error."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
@@ -151,17 +151,17 @@ class ConflictError(LowVRAMError):
 
 _OF_A_DEVICE = ("out of memory", "ALLOC_FAILED")
 _OF_THE_HOST = ("DefaultCPUAllocator", "bad_alloc", "Cannot allocate memory")
-"""What torch and the libraries below it say where memory cannot be had; they have no exception in common."""
+"""Messages of torch and its libraries for a failed allocation, for which they have no common exception."""
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether ``error`` tells of memory that is full, the device's or the host's."""
+    """True if ``error`` reports that the device or the host is out of memory."""
     of_torch = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
     return of_torch or host_ran_out(error) or (isinstance(error, RuntimeError) and _says(error, _OF_A_DEVICE))
 
 
 def host_ran_out(error: BaseException) -> bool:
-    """Whether ``error`` tells of the host's memory, which is full; on a CPU that is the device's, too."""
+    """True if ``error`` reports that the host is out of memory; on a CPU that is the device too."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _says(error, _OF_THE_HOST))
 
 

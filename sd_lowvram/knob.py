@@ -80,7 +80,7 @@ ANY = ("*",)
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting: its texts for the surfaces, its facts for planning, and its hook.
+    """A setting: its texts for the surfaces, its facts for planning, and its hook.
 
     Attributes:
         fidelity: one for all values, or one for each choice.

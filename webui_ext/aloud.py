@@ -27,7 +27,7 @@ def fail(owner: Any, error: BaseException, *ways: str) -> None:
 
 @contextlib.contextmanager
 def aloud(owner: Any, *ways: str) -> Iterator[None]:
-    """Let an exception in the block, a callback, end the run that it belongs to, see :mod:`.run`."""
+    """End the run of a callback, the block, if it raises; see :mod:`.run`."""
     try:
         yield
     except Exception as error:

@@ -188,7 +188,7 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def more_versions(least: int) -> contextlib.AbstractContextManager[Any]:
-    """Let the compiler store at least ``least`` versions of a piece of code within the block."""
+    """Raise the compiler's limit of versions of a piece of code to ``least`` within the block."""
     from torch._dynamo import config
 
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"

@@ -1,4 +1,4 @@
-"""How fast the machine at hand runs what Stable Diffusion runs, and what its GPU holds besides tensors."""
+"""Measured speed of this machine for the work of Stable Diffusion, and overhead of its GPU."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def calibrate(device: torch.device) -> Rates:
 
 
 def _share_of_others() -> Callable[[], float]:
-    """How much of all processors other programs have taken from this call to that of what it returns, from 0 to 1."""
+    """Return a function for the share of all processors (0 to 1) that other programs have used since this call."""
     try:
         import psutil
     except ImportError:
@@ -99,7 +99,7 @@ def _share_of_others() -> Callable[[], float]:
 
 
 def _source(others: float) -> str:
-    """Where rates come from, that were measured while other programs took this share of the processors."""
+    """Source of rates that were measured while other programs used this share of the processors."""
     if others < _DISTURBED:
         return "measured here"
     return (
@@ -176,7 +176,7 @@ def _convolution(
     layout: torch.memory_format = torch.contiguous_format,
     width: int = 0,
 ) -> _Layer:
-    """Of a square map, or one that is ``side`` high and ``width`` wide."""
+    """A convolution of a square map, or of one that is ``side`` high and ``width`` wide."""
     image = _filled(pictures, channels, side, width or side, device=device).to(dtype, memory_format=layout)
     kernel = _filled(channels, channels, 3, 3, device=device).to(dtype, memory_format=layout)
     flops = 2 * image.numel() * channels * 9
@@ -248,7 +248,7 @@ def _copied(kernels: Tensor, device: torch.device) -> float:
 
 
 def _operator_seconds(device: torch.device, flops_a_second: float) -> float:
-    """What an operator costs besides its work, in the program at hand."""
+    """Seconds that an operator costs in addition to its work, in this program."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports triton, where that is installed
 
     model, inputs = _narrow_unet(device) if "diffusers" in sys.modules else _plain_layers(device)
@@ -295,13 +295,13 @@ def _plain_layers(device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def measured_overhead(device: torch.device) -> Overhead:
-    """What this GPU holds besides tensors, after layers of SD1.5 have run in fp16 at 512x512.
+    """Overhead of this GPU after layers of SD1.5 have run in fp16 at 512x512.
 
-    torch takes the libraries' workspaces from its own allocator, so they are what its peak has beyond the tensors: of
-    convolutions at the levels of SD1.5's denoiser and, as a share, of its decoder, with the widest map of a picture of
-    2048x2048 where the card has room for it; maps channels last as plans have them; and of cuDNN's attention, where it
-    runs. The context is what the driver counts for this process beyond that allocator; where it does not tell processes
-    apart, what is taken on the device in all, up to the default.
+    torch allocates the libraries' workspaces itself, so they are its peak less the tensors. Probes are convolutions at
+    the levels of SD1.5's denoiser and, as a share, of its decoder, with the widest map of a picture of 2048x2048 if it
+    fits, channels last as in plans; and cuDNN's attention, if it runs. The context is the memory that the driver counts
+    for this process outside of torch's allocator. If the driver does not separate processes, all memory in use counts,
+    up to the default.
     """
     matrix = _matrix_workspace(device)
     sides = ((512, 256), (256, 512), (128, 512), (512, 1024))
@@ -327,7 +327,7 @@ def _matrix_workspace(device: torch.device) -> int:
 
 
 def _has_room(channels: int, side: int, device: torch.device) -> bool:
-    """Whether the card has what the probe of such a map takes: while it is drawn, and with its output."""
+    """True if the GPU can hold the probe of such a map: while it is drawn, and with its output."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0] >= 4 * 2 * channels * side * side
 
@@ -340,7 +340,7 @@ def _workspace(channels: int, height: int, width: int, pictures: int, device: to
 
 
 def _attention_share(device: torch.device) -> float | None:
-    """What cuDNN's attention asks torch for at most, over the bytes of its own tensors; None where it does not run."""
+    """Peak allocation of cuDNN's attention, relative to the bytes of its own tensors; None if it does not run."""
     shares = []
     for batch, heads, queries, keys, width in _ATTENTIONS:
         with contextlib.suppress(RuntimeError):

@@ -1,16 +1,15 @@
-"""How fast devices are: named profiles for machines that one does not have.
+"""Speeds of devices: named profiles for machines that one does not have.
 
-A GPU works off what the program has launched. Small pictures take the time of the launches, large ones that of the
-work, and between the two each waits for the other at times: the cube root of the sum of both cubes is what the
-published times of an RTX 2070 follow (169 sizes of picture by each of three programs). A matrix product takes the time
-of its operations or of its bytes, whichever is longer; all else takes that of its bytes.
+A GPU executes a queue of launches. The time of small pictures is that of the launches, the time of large ones that of
+the work. In between each waits for the other at times: the cube root of the sum of both cubes fits the published times
+of an RTX 2070 (169 sizes of picture by each of three programs). A matrix product takes the time of its operations or of
+its bytes, whichever is longer; every other operator takes the time of its bytes.
 
-Cards are told by their makers' figures: dense fp16 matrix work, fp32 arithmetic, memory, bus. What share of them a
-denoiser reaches, and how long a launch takes, is fitted to the 14 speeds of diffusers' page on memory and speed,
-seven cards with and without memory-efficient attention; each card's two are within 25 % by what the other six say
-(`python -m benchmarks published`, from a clone). The processor beside a card is fitted to the published times of
-pictures that were made on an RTX 2070. All that is fitted and nothing measured: calibration tells the time of the
-machine at hand better.
+Profiles hold the makers' figures: dense fp16 matrix work, fp32 arithmetic, memory, bus. The share of them that a
+denoiser reaches, and the time of a launch, are fitted to the 14 speeds of diffusers' page on memory and speed (seven
+GPUs with and without memory-efficient attention). A fit to six of the GPUs predicts the seventh within 25 %
+(`python -m benchmarks published`, from a clone). The CPU next to a GPU is fitted to published times of pictures made on
+an RTX 2070. All of this is fitted, not measured: calibration predicts the times of this machine better.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ THIS = "this"
 
 
 class Work(Protocol):
-    """What a part of a stage does, as a trace counts it."""
+    """Work of a part of a stage, as counted by a trace."""
 
     @property
     def flops(self) -> int: ...
@@ -51,7 +50,7 @@ class Work(Protocol):
 
 
 class Run(Work, Protocol):
-    """What a stage does, and its parts where they are known."""
+    """Work of a stage, and of its parts if they are known."""
 
     @property
     def spans(self) -> Sequence[Work]: ...
@@ -146,14 +145,14 @@ class Rates:
 
 
 MATRIX_SHARE, MEMORY_SHARE, LAUNCH_SECONDS = 0.376, 0.485, 44e-6
-"""Of makers' figures what a denoiser reaches, and seconds of a launch: fitted to the page of diffusers."""
+"""Shares of makers' figures that a denoiser reaches, and seconds of a launch: fitted to diffusers' page."""
 
 _FLOAT_SHARE, _BUS_SHARE = 0.6, 0.75
 PROCESSOR_FLOPS = 4.06e11
-"""Of an i7-9700K that decodes in fp32: fitted to the published times of pictures."""
+"""Operations a second of an i7-9700K that decodes in fp32: fitted to the published times of pictures."""
 
 _H100_LAUNCH = 24e-6
-"""By stable-fast's table: 54.5 steps a second of SD1.5 launched one by one, 104.6 replayed from a graph."""
+"""Seconds of a launch from stable-fast's table: 54.5 steps a second of SD1.5 launched singly, 104.6 from a graph."""
 
 
 def _card(

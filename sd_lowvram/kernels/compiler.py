@@ -25,13 +25,13 @@ from ..units import GIB
 from .triton import support as triton
 
 _OLDEST_TORCH = (2, 5)
-"""From which on modules are inputs of the compiled code, so that equal ones share it."""
+"""Oldest torch in which modules are inputs of compiled code, so that equal modules share it."""
 
 _MOST_CODES = 64
 """Shapes and layers for which the same function may be compiled."""
 
 BACKEND = "inductor"
-"""What makes code of what dynamo has traced."""
+"""The compiler backend for traces of Dynamo."""
 
 _CACHE_BYTES = 2 * GIB
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -79,8 +79,9 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, as many shapes as a model has may be compiled, into a folder of our cache; where none was, of this
-    process alone. A TORCHINDUCTOR_CACHE_DIR of the user's own stays."""
+    """Allow compiling for all shapes of a model within the block, into a folder of our cache.
+
+    Without a cache the folder belongs to this process alone. The user's own TORCHINDUCTOR_CACHE_DIR is respected."""
     named = os.environ.get(_CACHE_VARIABLE)  # torch itself sets it to its default where it looks for it
     ours = _folder() if named in (None, default_compiler_folder()) else None
     before = compiled_graphs()

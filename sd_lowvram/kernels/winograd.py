@@ -68,7 +68,7 @@ def _product(factors: list[Fraction]) -> Fraction:
 
 
 def _coefficients(roots: list[Fraction]) -> list[Fraction]:
-    """Of the polynomial with these roots and a leading 1, the constant first."""
+    """Coefficients of the polynomial with these roots and a leading 1, the constant first."""
     found = [Fraction(1)]
     for root in roots:
         found = [
@@ -79,8 +79,8 @@ def _coefficients(roots: list[Fraction]) -> list[Fraction]:
 
 @dataclass(frozen=True)
 class Gain:
-    """What tiles of one side change, each as a ratio: multiplications saved, room of the transformed data over that of
-    the outputs, and of the transformed kernels over that of the kernels."""
+    """Ratios for tiles of one side: saved multiplications, bytes of the transformed data over those of the outputs, and
+    bytes of the transformed kernels over those of the kernels."""
 
     operations: Fraction
     intermediates: Fraction
@@ -88,7 +88,7 @@ class Gain:
 
 
 def gain(side: int) -> Gain:
-    """What F(``side``, 3) changes, counted from its transforms."""
+    """Ratios of F(``side``, 3), counted from its transforms."""
     each = transforms(side)
     products = len(each.data) ** 2
     taps, outputs = len(each.kernel[0]) ** 2, len(each.output) ** 2
@@ -132,7 +132,7 @@ def convolve(x: Tensor, kernels: Tensor, bias: Tensor | None, side: int) -> Tens
 
 
 def _tiles(padded: Tensor, side: int) -> Tensor:
-    """Of a padded map (N, C, H, W) the tiles, (m + 2, m + 2, C, N, down, across)."""
+    """Tiles (m + 2, m + 2, C, N, down, across) of a padded map (N, C, H, W)."""
     return padded.unfold(2, side + 2, side).unfold(3, side + 2, side).permute(4, 5, 1, 0, 2, 3)
 
 
@@ -155,8 +155,9 @@ _MAPS = ((512, 64), (512, 128), (256, 128), (128, 256))
 
 
 def gains(device: torch.device) -> dict[str, float]:
-    """How many times as fast F(4, 3) is on ``device`` as torch's own convolution in float32, kernels transformed
-    at each call: ratios of medians of runs in turn."""
+    """Speed-up of F(4, 3) over torch's own convolution on ``device`` in float32, with kernels transformed at each call.
+
+    The values are ratios of medians of alternating runs."""
     found = {}
     randn = functools.partial(torch.randn, device=device, generator=torch.Generator(device))
     with torch.inference_mode():

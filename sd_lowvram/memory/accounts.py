@@ -82,7 +82,7 @@ def is_host(tensor: torch.Tensor) -> bool:
 
 
 def traced_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """While a trace runs, its fake tensors all live on ``device``, whatever device a hook asks for."""
+    """The device of a trace's fake tensors, whatever device a hook requests; ``device`` itself outside of traces."""
     return _having(traced_device=device)
 
 

@@ -67,7 +67,7 @@ def allocator_profile() -> torch.profiler.profile:
 
 
 _LINES = (b"USDT:", b"STAGE:", b"ERROR: External init callback")
-"""What Kineto writes to the console by itself, and how its lines begin; no error is among them."""
+"""Beginnings of the lines that Kineto writes to the console by itself; none of them is an error."""
 _console = threading.Lock()
 
 

@@ -1,4 +1,4 @@
-"""What the stages of a run call a target's models with, in words that every family fills in from its own state."""
+"""Inputs of the stages of a run, which every family fills in from its target's state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT_STAGE = "text"
 
 @dataclass(frozen=True)
 class Shape:
-    """What is asked for: the picture in pixels, pictures at a time, and the denoiser's rows for each of them.
+    """The requested picture in pixels, pictures at a time, and the denoiser's rows for each of them.
 
     Attributes:
         frames: of latents that the autoencoder sees together; a picture is one.
@@ -43,14 +43,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of a run.
+    """A part of a run.
 
     Attributes:
-        name: for people: "text", "adapter", "control", "denoise", "decode" or "encode".
-        component: whose weights it needs.
-        run: the call, on modules and inputs of the fake model.
-        inputs: empty tensors for it, made when they are needed.
-        repeats: whether it runs once a step rather than once a picture.
+        name: name for people: "text", "adapter", "control", "denoise", "decode" or "encode".
+        component: the component whose weights it needs.
+        run: the call, with modules and inputs of the fake model.
+        inputs: function that makes empty tensors for it.
+        repeats: True if it runs once a step, False for once a picture.
     """
 
     name: str
@@ -61,8 +61,9 @@ class Stage:
 
 
 class StepInputs(NamedTuple):
-    """What a denoising step starts from. Its rows are those of the denoiser's batch: every picture's first pass, every
-    picture's second, and so on.
+    """Inputs of a denoising step.
+
+    Rows are those of the denoiser's batch: every picture's first pass, every picture's second, and so on.
 
     Attributes:
         latents: (pictures, C, h, w), what the autoencoder decodes in the end, or as the denoiser packs them.
@@ -112,7 +113,7 @@ class LatentsInCall:
 
 
 _MAPS = ("sample", "x", "z", "hidden_states")
-"""What denoisers and autoencoders call their first argument, where a caller names it and in whatever order."""
+"""Names of the first argument of denoisers and autoencoders, for calls by keyword in any order."""
 
 
 def map_in_call(component: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentsInCall | None:
@@ -134,7 +135,7 @@ Predict = Callable[[Any, Tensor, StepInputs], Tensor]
 
 
 def denoise_step(denoiser: nn.Module, inputs: StepInputs, predict: Predict) -> Tensor:
-    """One step as pipelines make it: repeat the latents, predict, guide, and move on; holds what they hold."""
+    """Run a step like pipelines do: repeat the latents, predict, guide, and update; hold the same tensors."""
     latents = inputs.latents
     passes = len(inputs.text) // len(latents)
     x = torch.cat([latents] * passes) if passes > 1 else latents

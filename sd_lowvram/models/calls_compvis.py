@@ -1,4 +1,4 @@
-"""What CompVis' UNets and their descendants are called with in a step, told by their own layers."""
+"""Inputs of CompVis' UNets and their descendants in a step, derived from their layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEXT_WIDTH = 768
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """What a sampler's step starts from. Hosts put what is beside the latents (``c_concat``) behind their channels."""
+    """Inputs of a sampler's step. Hosts append further channels (``c_concat``) to those of the latents."""
     unet: Any = anatomy.denoiser_module
     size, channels = latent_size(anatomy, shape), latent_channels(anatomy)
     empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
@@ -55,7 +55,7 @@ def _text_width(unet: nn.Module) -> int:
 
 
 def _labels(unet: Any, rows: int, empty: Any) -> Tensor | None:
-    """What the UNet adds to the time: a vector (SDXL, unCLIP), or the number of a noise level (the x4 upscaler)."""
+    """Labels that the UNet adds to the time: a vector (SDXL, unCLIP), or a noise level's number (the x4 upscaler)."""
     embedding = getattr(unet, "label_emb", None)
     if isinstance(embedding, nn.Embedding):
         return torch.zeros(rows, dtype=torch.long)

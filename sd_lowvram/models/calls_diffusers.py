@@ -1,4 +1,4 @@
-"""What diffusers' pipelines call their models with, told by the models' own layers and configurations."""
+"""Inputs of the models in diffusers' pipelines, derived from the models' layers and configurations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .latents import dtype_of, latent_channels, latent_size
 
 ADAPTER = "adapter"
 _TOKENS, _PATCHES = 77, 257
-"""Of a prompt, and of a picture, as CLIP has them."""
+"""CLIP's numbers of tokens of a prompt, and of patches of a picture."""
 
 _Empty = Callable[..., Tensor]
 
@@ -35,11 +35,12 @@ def passes(target: Any, unet: Any) -> int:
 
 
 def encodes(target: Any, unet: Any, channels: int) -> bool:
-    """Whether a pipeline's autoencoder encodes a picture before it denoises: img2img, inpainting, and models that are
-    given the latents of a picture besides.
+    """Return True if a pipeline encodes a picture before it denoises.
+
+    That holds for img2img, inpainting, and models that take the latents of a picture in addition.
 
     Args:
-        channels: of the latents.
+        channels: channels of the latents.
     """
     arguments = _arguments(target)
     beside = layer(unet.conv_in).in_channels - channels
@@ -62,7 +63,7 @@ def run_processors(target: Any, unet: nn.Module) -> dict[str, Any]:
 
 
 def _names(pattern: str, path: str) -> bool:
-    """Whether a pattern of the pipeline's names a module, as the pipeline itself looks."""
+    """True if a pipeline's pattern matches a module, by the pipeline's own rule."""
     last, own = (name.rpartition(".")[2] for name in (pattern, path))
     return re.search(pattern, path) is not None and not (last.isnumeric() and last == own)
 
@@ -72,7 +73,7 @@ def _arguments(target: Any) -> Mapping[str, Any]:
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """What a pipeline's denoising step starts from."""
+    """Inputs of a pipeline's denoising step."""
     unet: Any = anatomy.denoiser_module
     config, rows, size = anatomy.config(anatomy.denoiser), shape.rows, latent_size(anatomy, shape)
     empty = functools.partial(torch.empty, dtype=dtype_of(anatomy, anatomy.denoiser or ""))
@@ -158,7 +159,7 @@ _SEEING: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 
 
 _UNREAD = {Tensor.item: lambda _: 0.0, Tensor.numpy: lambda tensor: [[0.0] * tensor.shape[1]] * tensor.shape[0]}
-"""What Python reads from tensors is zero: in a trace there are no values."""
+"""Replacements that return zero for values that Python reads from tensors; a trace has no values."""
 
 
 def text_length(anatomy: Anatomy, name: str | None = None) -> int:
@@ -189,7 +190,7 @@ def _config(anatomy: Anatomy) -> Mapping[str, Any]:
 
 
 def _text_width(anatomy: Anatomy) -> int:
-    """Of the text that the UNet is given: what its attentions see, unless it projects the text itself."""
+    """Width of the UNet's text: that of its attentions, unless it projects the text itself."""
     config, own = _config(anatomy), getattr(anatomy.denoiser_module, "text_encoder_hid_proj", None)
     projects = config.get("encoder_hid_dim_type") == "text_proj" or own
     width = config["encoder_hid_dim"] if projects else config.get("cross_attention_dim") or 768
@@ -197,7 +198,7 @@ def _text_width(anatomy: Anatomy) -> int:
 
 
 def _labels(unet: Any, config: Mapping[str, Any], rows: int, empty: _Empty) -> Tensor | None:
-    """What the UNet's class embedding takes: numbers of kinds or noise levels, or what is embedded elsewhere."""
+    """Inputs of the UNet's class embedding: numbers of kinds or noise levels, or an embedding made elsewhere."""
     if getattr(unet, "class_embedding", None) is None:
         return None
     kind = config.get("class_embed_type")
@@ -232,8 +233,8 @@ def _patches(anatomy: Anatomy) -> int:
 
 
 def _image_embeds(projection: Any, patches: int, rows: int, empty: _Empty) -> Tensor:
-    """One picture as an IP-Adapter's projection takes it: (rows, 1, width), or with its patches (rows, 1, patches,
-    width) where that is more than one linear layer (Plus, Full)."""
+    """A picture for an IP-Adapter's projection: (rows, 1, width), or with its patches (rows, 1, patches, width) if the
+    projection is more than one linear layer (Plus, Full)."""
     if hasattr(projection, "image_embeds"):
         return empty(rows, 1, layer(projection.image_embeds).in_features)
     if hasattr(projection, "clip_embeds"):  # FaceID Plus keeps the picture's patches itself
@@ -271,7 +272,7 @@ def _control_inputs(anatomy: Anatomy, shape: Shape) -> tuple[Any, ...]:
 
 
 def _several(component: Any, name: str) -> list[Any]:
-    """What is in a component that holds several of its kind under ``name``; else the component itself."""
+    """The parts under ``name`` of a component that holds several of its kind; else the component itself."""
     return list(getattr(component, name, [component]))
 
 

@@ -41,7 +41,7 @@ def components_of(target: Any) -> dict[str, nn.Module]:
 
 
 def unchecked_components_of(target: Any) -> dict[str, nn.Module]:
-    """As :func:`components_of`, of whatever kind they are."""
+    """Components like :func:`components_of`, of any kind."""
     if is_unet(target):
         return {"unet": target}
     if is_autoencoder(target):
@@ -82,7 +82,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def attend_kind(module: Any) -> str | None:
-    """Whether an attention is of "tokens" (N, tokens, C) or of a "map" (N, C, H, W); None: of neither that we know."""
+    """Return "tokens" for an attention of (N, tokens, C), "map" for one of (N, C, H, W), None for an unknown one."""
     if has(module, "to_q", "to_k", "to_v", "to_out", "heads"):
         return "tokens"
     return "map" if has(module, "norm", "q", "k", "v", "proj_out") else None
@@ -132,7 +132,7 @@ def _shift(block: Any, time: Tensor | None) -> Tensor | None:
 
 
 TOKEN_PATCHES = ("attn1_patch", "attn1_output_patch", "attn2_patch", "attn2_output_patch", "middle_patch")
-"""Where ComfyUI and Forge let others see the tokens of a transformer block, or its queries, keys and values."""
+"""Hooks of ComfyUI and Forge that pass the tokens of a transformer block, or its queries, keys and values."""
 
 
 def transformer(
@@ -163,21 +163,21 @@ def _token_attention(
 
 
 def _is_row_by_row(attention: Any) -> bool:
-    """Whether the host's forward treats every query's row alone; one that somebody set on the instance may not."""
+    """True if the host's forward treats every query's row separately; a forward set on the instance may not."""
     return type(attention).__name__ in _ATTENTIONS and not is_foreign(attention, "forward")
 
 
 def _is_unpatched(options: Mapping[str, Any] | None) -> bool:
-    """Whether nobody's function gets a transformer block's tokens or queries to see."""
+    """True if no foreign function sees a transformer block's tokens or queries."""
     options = options or {}
     patches, replaced = (options.get(name) or {} for name in ("patches", "patches_replace"))
     return not any(patches.get(name) for name in TOKEN_PATCHES) and not any(map(replaced.get, ("attn1", "attn2")))
 
 
 def attend(attention: Any, original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What the attention's forward does, by torch's own scaled_dot_product_attention.
+    """Result of the attention's forward, computed with torch's own scaled_dot_product_attention.
 
-    Calls with arguments that only one host has, and others than its own layers, go to ``original``.
+    Calls with arguments of one host only, and foreign layers, go to ``original``.
     """
     if attend_kind(attention) == "map":
         return _attend_map(attention, x) if not args else original(x, *args, **kwargs)
@@ -242,7 +242,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _upcasts(attention: Any) -> bool:
-    """Whether ComfyUI or ldm, which does so unless an environment variable says otherwise, asks for float32."""
+    """True if ComfyUI or ldm requests float32; ldm does so unless an environment variable forbids it."""
     if getattr(attention, "attn_precision", None) is torch.float32:
         return True
     ours = attend_kind(attention) == "tokens" and not hasattr(attention, "attn_precision")

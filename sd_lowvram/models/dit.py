@@ -1,6 +1,6 @@
-"""What diffusers' pipelines of diffusion transformers share: their parts, text encoders, packed latents and guidance.
+"""Common parts of diffusers' pipelines of diffusion transformers: parts, text encoders, packed latents, guidance.
 
-A family adds what its transformer is told by, and what a step of it is called with.
+A family adds the marks of its transformer, and the inputs of its steps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _NATIVE = 128
 
 
 class Reading(NamedTuple):
-    """How a pipeline calls a text encoder.
+    """A pipeline's call of a text encoder.
 
     Attributes:
-        tokens: of a prompt, to which it is padded, or the most that it may have.
-        hidden: whether what each of its layers makes is kept.
-        masked: whether it is told which tokens are padding.
-        options: that it is called with besides.
+        tokens: length to which a prompt is padded, or its largest length.
+        hidden: True if the outputs of all layers are stored.
+        masked: True if it gets a mask of the padding.
+        options: further arguments of the call.
     """
 
     tokens: int
@@ -130,7 +130,7 @@ def _text_stage(name: str, encoder: nn.Module, how: Reading) -> Stage:
 
 
 def _configs(channels: Callable[[Mapping[str, Any]], int], components: Any) -> dict[str, dict[str, Any]]:
-    """That of a transformer, with the channels and the size of its latents."""
+    """Configuration of a transformer, with the channels and the size of its latents."""
     if "transformer" not in components:
         return {}
     config = components["transformer"].config
@@ -148,21 +148,21 @@ def packed_channels(config: Mapping[str, Any]) -> int:
 
 
 def arguments(target: Any) -> Mapping[str, inspect.Parameter]:
-    """What a pipeline can be called with; nothing is known of the runs of a model by itself."""
+    """Arguments of a pipeline's call; empty for a model by itself."""
     return {} if isinstance(target, nn.Module) else inspect.signature(type(target).__call__).parameters
 
 
 def guides(target: Any, scale: str = "guidance_scale", above: float = 1) -> bool:
-    """Whether a pipeline guides unless it is told otherwise: its scale is larger than ``above`` by itself.
+    """True if a pipeline guides by default, because its default scale is larger than ``above``.
 
-    A transformer by itself is taken for one that is guided.
+    A transformer by itself counts as guided.
     """
     takes = arguments(target)
     return not takes or (scale in takes and (takes[scale].default or 0) > above)
 
 
 def starts_from_picture(target: Any) -> bool:
-    """Whether the runs of a pipeline start from a picture, which its autoencoder encodes: img2img and inpainting."""
+    """True if the runs of a pipeline start from a picture, which its autoencoder encodes: img2img and inpainting."""
     return {"image", "strength"} <= arguments(target).keys()
 
 
@@ -178,11 +178,11 @@ def picture_tokens(anatomy: Anatomy, shape: Shape) -> tuple[int, int]:
 
 
 def packed_inputs(anatomy: Anatomy, shape: Shape, words: int, added: dict[str, Any]) -> StepInputs:
-    """What a step of packed latents starts from: (pictures, tokens, 4 C), and behind them what the pipeline adds.
+    """Inputs of a step with packed latents: (pictures, tokens, 4 C), followed by what the pipeline adds.
 
     Args:
         words: tokens of the prompt.
-        added: what the transformer is called with besides.
+        added: further arguments of the transformer.
     """
     config, empty = anatomy.config(anatomy.denoiser), empty_of(anatomy)
     rows, columns = picture_tokens(anatomy, shape)
@@ -210,7 +210,7 @@ def predict(transformer: Any, x: Tensor, inputs: StepInputs) -> Tensor:
 
 
 def given_by_name(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a transformer is called with, by the names of its forward."""
+    """Arguments of a transformer's call, by the names of its forward."""
     return dict(zip(_names(type(transformer).forward), args, strict=False)) | kwargs
 
 

@@ -32,7 +32,7 @@ SERVED: support.Served = {
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """What a denoising step starts from."""
+    """Inputs of a denoising step."""
     tokens = math.prod(dit.picture_tokens(anatomy, shape))
     added = {
         "img_ids": torch.empty(shape.rows, tokens * (1 + anatomy.joined), 4, dtype=torch.long),
@@ -51,7 +51,7 @@ def _anatomy_fields(target: Any, anatomy: Anatomy) -> dict[str, Any]:
 
 
 def _joint_block(block: Any) -> JointBlock | None:
-    """Its single blocks are given text and picture as one, and one layer of theirs makes queries, keys and values."""
+    """Joint block; single blocks get text and picture as one sequence, with one layer for queries, keys and values."""
     single = has(block, "norm", "attn") and hasattr(block.attn, "to_qkv_mlp_proj")
     if not single and not flux.is_double(block):
         return None

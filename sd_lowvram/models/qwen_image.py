@@ -37,7 +37,7 @@ SERVED: support.Served = {
 
 
 def step_inputs(anatomy: Anatomy, shape: Shape) -> StepInputs:
-    """What a denoising step starts from; prompts that are not alike long make it mask the attention."""
+    """Inputs of a denoising step; prompts of unequal length need an attention mask."""
     rows, empty = shape.rows, dit.empty_of(anatomy)
     added: dict[str, Any] = {"img_shapes": [[(1, *dit.picture_tokens(anatomy, shape))]] * rows}
     if shape.batch > 1:

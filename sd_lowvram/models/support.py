@@ -12,7 +12,7 @@ from ..errors import ConflictError, UnsupportedModelError
 from .anatomy import has
 
 Served = Mapping[str, Callable[[Any], bool]]
-"""By the name that a part has in its target: whether a module there is of the kind that is planned."""
+"""Functions that return True for a supported module, by the name of the part in its target."""
 
 WHOLE = "SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2 Klein, Z-Image, Chroma, Qwen-Image and Krea 2"
 """The models that are served from the prompt to the picture."""
@@ -102,7 +102,7 @@ _HERE = ExecutionDevice(torch.device("cpu"))
 
 
 def run_pipeline_on(pipeline: Any, device: torch.device) -> Callable[[], None]:
-    """Have a pipeline of diffusers make its tensors on ``device``, if it would not by itself; returns the undoing."""
+    """Make a diffusers pipeline create its tensors on ``device``, if needed; return the function that undoes this."""
     own = getattr(pipeline, "_execution_device", device)
     parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)] if own != device else []
     told = [part for part in parts if not hasattr(part, "_hf_hook")]
@@ -123,11 +123,11 @@ def diffusers_hooks(part: nn.Module) -> set[str]:
 
 
 def unsupported(owner: Any, part: str = "", module: Any = None, works: tuple[str, ...] = ()) -> UnsupportedModelError:
-    """That ``owner`` cannot be planned because of ``module``, which it holds under the name ``part``, and what can be.
+    """The error that ``owner`` cannot be planned because of ``module``, its ``part``, with the parts that can be.
 
     Args:
-        part: empty where ``owner`` itself is what cannot be planned.
-        works: names of parts that can be given by themselves.
+        part: name of the part; empty if ``owner`` itself cannot be planned.
+        works: names of parts that can be planned by themselves.
     """
     module = owner if module is None else module
     parts = getattr(owner, "components", None)
@@ -169,10 +169,10 @@ def _why(part: str, module: Any, alone: bool) -> str:
 
 
 _UNETS = (("down_blocks", "up_blocks", "conv_in"), ("input_blocks", "output_blocks"))
-"""What the UNets of diffusers and of CompVis' descendants call their rows of blocks."""
+"""Names of the block lists in the UNets of diffusers and of CompVis' descendants."""
 
 _BLOCKS = ("transformer_blocks", "double_blocks", "joint_blocks", "blocks", "layers")
-"""What the transformers of diffusers and of ComfyUI call their rows of blocks."""
+"""Names of the block lists in the transformers of diffusers and of ComfyUI."""
 
 
 def packed_side(autoencoder: nn.Module) -> int:
@@ -182,5 +182,5 @@ def packed_side(autoencoder: nn.Module) -> int:
 
 
 def is_of_video(module: nn.Module) -> bool:
-    """Whether an autoencoder or a denoiser works on frames together."""
+    """True for an autoencoder or a denoiser of frames."""
     return any(isinstance(one, nn.Conv3d) or hasattr(one, "time_stack") for one in module.modules())

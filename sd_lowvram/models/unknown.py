@@ -15,7 +15,7 @@ from . import diffusers, support
 from .anatomy import Family
 
 _DENOISERS = ("transformer", "unet", "prior", "decoder")
-"""What pipelines call the model that runs once a step."""
+"""Names of the model that runs once a step, in pipelines."""
 
 _ALONE = "model"
 

@@ -52,7 +52,7 @@ def shortage(error: RuntimeError | MemoryError, where: str) -> Shortage:
 
 
 def fallback(anatomy: Anatomy, go_leaner: Callable[[Shortage], object]) -> Iterator[Patch]:
-    """If a component runs out of memory, let ``go_leaner`` attach settings that need less, and call it once more.
+    """Yield patches: a component that runs out of memory is called again after ``go_leaner`` attached smaller settings.
 
     An exception of ``go_leaner`` is raised to the caller.
     """

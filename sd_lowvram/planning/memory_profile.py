@@ -271,6 +271,6 @@ class _OnCpu:
 
 
 def _thinned(samples: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """As many samples as a plot needs, each the highest of a group."""
+    """Samples for a plot, each the highest of a group."""
     size = -(-len(samples) // _POINTS)
     return tuple(max(samples[at : at + size], key=lambda point: point[1]) for at in range(0, len(samples), size))

@@ -103,7 +103,7 @@ def _group(stages: tuple[Stage, ...], fixed: Settings, offers: list[Offer]) -> G
 
 
 def ladder(offers: Iterable[Offer]) -> dict[int, Choice]:
-    """For each level of the combined offers, all offers up to that level; the last one of a knob wins."""
+    """All offers up to each level of the combined offers; the last one of a knob wins."""
     climbing = sorted(of_kind(offers, OfferKind.LADDER), key=lambda offer: offer.level)
     found: dict[int, Choice] = {}
     choice: Choice = {}

@@ -43,7 +43,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a plan: what it needs and how long it takes (a denoising step: all steps together).
+    """A stage of a plan: its bytes and its time (all denoising steps together).
 
     Attributes:
         reserved_bytes: bytes that torch's allocator reserves, in segments, for ``peak_bytes`` of tensors and for the

@@ -1,1 +1,1 @@
-"""What other programs do with a model's memory, by name, so that it can be measured beside what we do."""
+"""Policies: the memory management of other programs, by name, for comparison with ours."""

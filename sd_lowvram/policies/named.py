@@ -52,11 +52,11 @@ _LAYER = _DIFFUSERS | {"offload": "layer"}
 
 @dataclass(frozen=True)
 class Pace:
-    """How many times as long as today's programs one takes, for times on named cards.
+    """Slowdown of a program compared with today's programs, for times on named GPUs.
 
     Attributes:
-        launches: over the launch of an operator.
-        arithmetic: over operations in 16 bits.
+        launches: factor for the launch of an operator.
+        arithmetic: factor for operations in 16 bits.
     """
 
     launches: float = 1.0
@@ -65,15 +65,15 @@ class Pace:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a program does, in our knobs.
+    """A program's memory management in our knobs.
 
     Attributes:
-        stands_for: what the program does.
-        deviates: where the knobs are not that.
-        knobs: decided ones by name; the others are for the plan.
-        own: whether it runs by diffusers' own calls (:mod:`.offloading`) and the knobs serve plans alone.
-        needs_plan: whether a run needs a plan for its size and budget.
-        pace: of the program on named cards.
+        stands_for: description of the program.
+        deviates: differences between the knobs and the program.
+        knobs: decided knobs by name; the plan chooses the others.
+        own: True if it runs by diffusers' own calls (:mod:`.offloading`) and the knobs serve plans alone.
+        needs_plan: True if a run needs a plan for its size and budget.
+        pace: slowdown of the program on named GPUs.
     """
 
     stands_for: str
@@ -85,10 +85,10 @@ class Policy:
 
 
 FORKS = Pace(launches=3.4, arithmetic=1.4965)
-"""Of CompVis' program and its forks: fitted, with the processor that decodes, to the published times of 39 square
-pictures on an RTX 2070. They run under autocast, whose casts are operators that a trace of ours has not, by the torch
-and under the Windows of 2022, whose convolutions reached less of a card than today's, by which the shares of other
-cards are told. A fixed part of a picture besides is none: fitted too, it comes out as nothing."""
+"""Slowdown of CompVis' program and its forks, fitted, with the CPU that decodes, to the published times of 39 square
+pictures on an RTX 2070. They run under autocast, whose casts are not in our traces, with torch and Windows of 2022,
+whose
+convolutions used a smaller share of a GPU. A constant time per picture was fitted too and is zero."""
 
 POLICIES: dict[str, Policy] = {
     "compvis": Policy(
@@ -153,7 +153,7 @@ POLICIES: dict[str, Policy] = {
 
 
 HELP = "Do as another program does, to compare; plan --list-policies names them."
-"""What ``--help`` says of the option."""
+"""Help text of the option."""
 
 
 def policy(name: str) -> Policy:

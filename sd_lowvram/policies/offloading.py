@@ -19,4 +19,4 @@ CALLS: dict[str, Callable[[Any, torch.device], None]] = {
     "diffusers-sequential": lambda pipe, device: pipe.enable_sequential_cpu_offload(device=device),
     "diffusers-group": _in_groups,
 }
-"""By the policy's name: a function of a pipeline and the GPU. What it does to the pipeline stays."""
+"""Functions of a pipeline and the GPU, by the policy's name. Their changes to the pipeline are permanent."""

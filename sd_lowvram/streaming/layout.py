@@ -60,7 +60,7 @@ class ResidencyPolicy:
 
 @dataclass(frozen=True, eq=False)
 class WeightSlot:
-    """One weight of a block on the device.
+    """A weight of a block on the device.
 
     Attributes:
         tensor: the parameter or buffer.

@@ -44,11 +44,11 @@ class WeightGroup:
 
 @dataclass(frozen=True)
 class Fetch:
-    """One copy from host memory into the ring.
+    """A copy from host memory into the ring.
 
     Attributes:
         unit: number of the unit.
-        offset: of its first byte in the ring.
+        offset: offset of its first byte in the ring.
         after: number of the unit whose end frees the last of these bytes. It computes before ``unit``: in the same
             step where ``after < unit``, else in the step before; in a first step there is nothing to wait for.
     """

@@ -30,7 +30,7 @@ _PLAIN = frozenset({OrderedDict, dict, list, set})
 _CACHED = type(functools.lru_cache(lambda: None))
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 _IMMUTABLE = (tuple, frozenset, functools.partial, types.FunctionType, types.MethodType, *_BOUND, _CACHED)
-"""What is copied only where something in it is."""
+"""Immutable types, which are copied only if their contents are."""
 
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type, types.ModuleType})
@@ -127,7 +127,7 @@ class _Copies:
         return bool(own) or issubclass(kind, _LAYOUTS[:-1])
 
     def _leads(self, original: Any) -> bool:
-        """Whether ``original`` holds a module that is copied, at any depth."""
+        """True if ``original`` holds a copied module, at any depth."""
         seen: dict[int, Any] = {}
         waiting = [(original, 0)]
         while waiting:
@@ -203,8 +203,9 @@ class _Copies:
         return original
 
     def _is_changed(self, original: Any) -> bool:
-        """Whether a copy of something immutable would be another. A function's would only where it leads to a module:
-        what else it holds it may share with whoever made it."""
+        """Return True if a copy of an immutable object would differ.
+
+        A function is copied only if it leads to a module; its other contents may be shared with its maker."""
         if isinstance(original, (types.FunctionType, _CACHED)):
             return self._leads(original)
         return any(self._of(part) is not part for part in _parts(original))
@@ -258,7 +259,7 @@ class _Copies:
 
 
 def _parts(immutable: Any) -> Iterator[Any]:
-    """What something immutable is made of or leads to."""
+    """Contents of an immutable object, and objects that it leads to."""
     if isinstance(immutable, (tuple, frozenset)):
         builtin: Any = tuple if isinstance(immutable, tuple) else frozenset
         yield from builtin.__iter__(immutable)
@@ -281,7 +282,7 @@ def _content(cell: types.CellType) -> Iterator[Any]:
 
 
 def _is_global(function: Any) -> bool:
-    """Whether a function is the program's and not a model's: its module has it under its name."""
+    """True for a function of the program, not of a model: its module has it under its name."""
     found: Any = sys.modules.get(function.__module__)
     for name in getattr(function, "__qualname__", "").split("."):
         found = getattr(found, name, None)
@@ -289,7 +290,7 @@ def _is_global(function: Any) -> bool:
 
 
 def _contents(mutable: Any) -> Iterator[Any]:
-    """What a container or an object holds."""
+    """Contents of a container or an object."""
     if isinstance(mutable, dict):
         yield from (*dict.keys(mutable), *dict.values(mutable))
     elif isinstance(mutable, weakref.ref):
@@ -326,7 +327,7 @@ def _slots_of(kind: Any) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _copies_itself(kind: Any) -> bool:
-    """Whether a class frees something when an instance goes, or says in code of its own how one is copied."""
+    """True for a class that frees something with its instances, or defines how an instance is copied."""
     own = ("__del__", "__deepcopy__", "__reduce__", "__reduce_ex__")
     return any(name in vars(one) for one in kind.__mro__ if one.__flags__ & _IN_PYTHON for name in own)
 

@@ -43,10 +43,10 @@ def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
 
 
 def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> str:
-    """What a component's fake copy hangs on: classes, shapes and types, not the weights' values.
+    """Key of a component's fake copy: classes, shapes and types, not the weights' values.
 
     Args:
-        host: what is told of a host whose code it is.
+        host: facts on the host whose code it is.
     """
     parts: list[Any] = [type(module).__qualname__ for module in component.modules()]
     parts += [
@@ -98,7 +98,7 @@ class FakeModel:
         return self._copy
 
     def fingerprint(self, name: str) -> str:
-        """What a component's copy hangs on; nothing is copied for it."""
+        """Key of a component's copy, without copying."""
         if name not in self._fingerprints:
             with at_rest([self._model.components[name]]):
                 self._fingerprints[name] = fingerprint(self._model.components[name], self._model.configs.get(HOST))
@@ -106,9 +106,9 @@ class FakeModel:
 
     @contextlib.contextmanager
     def running(self, name: str, settings: Settings, timing: StepTiming | None = None) -> Iterator[None]:
-        """Within the block, which is in the fake mode, the component ``name`` runs with ``settings``.
+        """Attach ``settings`` to the component ``name`` within the block, which is in the fake mode.
 
-        It may be one that is no target by itself (a ControlNet, a safety checker).
+        The component need not be a target by itself (a ControlNet, a safety checker).
         """
         part = self._part(name)
         beside = () if part.attentions else _OF_ATTENTIONS  # which another part of the target has

@@ -21,7 +21,7 @@ from .whole_loops import whole_loop
 
 
 class Allocation(NamedTuple):
-    """One allocation. Bytes are those alive right after it."""
+    """An allocation. Bytes are those alive right after it."""
 
     device_bytes: int
     host_bytes: int

@@ -23,7 +23,7 @@ WIDEST = 256
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """What `fused_softmax` does, in plain PyTorch."""
+    """`fused_softmax` in plain PyTorch."""
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 

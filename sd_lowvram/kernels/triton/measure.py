@@ -66,7 +66,7 @@ PAIRS: dict[str, Callable[[torch.device, torch.dtype], Pair]] = {
     **{f"strip, {_named(layout)}": functools.partial(_strip, layout) for layout in _LAYOUTS},
     **{f"{support.ATTENTION}, {width}": functools.partial(_attending, width) for width in _HEADS},
 }
-"""What is compared, drawn on a device in a type, by the names under which :func:`gains` are remembered."""
+"""Functions that draw the compared pairs on a device in a type, by the names of :func:`gains`."""
 
 
 def gains(device: torch.device) -> dict[str, float]:

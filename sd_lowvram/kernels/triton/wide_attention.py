@@ -17,7 +17,7 @@ WIDEST = 512
 
 
 def wide_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """As `fused_softmax`, for values up to `WIDEST` channels and queries of any number of them."""
+    """`fused_softmax` for values up to `WIDEST` channels, and queries with any number of channels."""
     values = max(16, triton.next_power_of_2(v.shape[-1]))
     wide = q.dtype == torch.float32
     return launched(_wide_kernel, q, k, v, mask, scale, 16 if wide else 32, 16 if wide else 32, (64, values))

@@ -174,7 +174,7 @@ def schedule_text(parts: Sequence[ScheduledSteps]) -> str:
 
 
 def _checked_folders(job: Job, parts: Sequence[ScheduledSteps]) -> dict[str, Path]:
-    """Where the UNets beside the model's own are; they match it, which is known before anything is loaded."""
+    """Paths of the UNets in addition to the model's own, checked against it before anything is loaded."""
     from ...checkpoints.inspection import PICKLES, configuration
     from ..checkpoints.load_unet import configuration_of_unet, unet_folder
     from ..schedule import check_match

@@ -109,7 +109,7 @@ class _ModelSwitch:
         return model.model, conds, others
 
     def _load_small(self, shape: Any, conds: Any) -> Any:
-        """Let the host load the small model, with its own wrappers; return the host's result."""
+        """Load the small model by the host, with its own wrappers; return the host's result."""
         from comfy import sampler_helpers
         from comfy.model_patcher import create_model_options_clone
 
