@@ -125,7 +125,7 @@ def merged_by_likeness(tokens: Tensor, size: tuple[int, int], share: float) -> M
 
 
 def _nearest(directions: Tensor, staying: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of ``others``, the similarity to the most similar of ``staying``, and the index of that token."""
+    """Similarity of each of ``others`` to the most similar of ``staying``, and the index of that token."""
     targets = directions[:, staying].transpose(1, 2)
     rows = max(1, _SCORES // (len(directions) * len(staying)))
     found = [(directions[:, part] @ targets).max(dim=2) for part in others.split(rows)]

@@ -35,7 +35,7 @@ _SMALL = 1 << 16
 
 @dataclass(frozen=True)
 class ResidencyPolicy:
-    """How much of a model's weights is on the device, and which.
+    """Amount and choice of a model's weights on the device.
 
     Attributes:
         kind: "whole": all weights. "halves": one half of the bytes at a time. "blocks": as many as fit stay, the rest

@@ -99,7 +99,7 @@ def _left(allocations: Sequence[Allocation], small: int) -> dict[int, int]:
 
 
 def _alike(before: _Pass, made: dict[int, int]) -> list[int | None]:
-    """For each allocation that the pass ``before`` left, one of ``made`` of equal size."""
+    """Pair each allocation that the pass ``before`` left with one of ``made`` of equal size."""
     sizes = _left(before.allocations, -1)
     found: list[int | None] = []
     for size in (None if number is None else sizes[number] for number in before.handed):

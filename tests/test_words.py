@@ -1,0 +1,36 @@
+"""Docstrings begin with a verb or a noun, and words that readers stumbled over do not come back."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WORDS = json.loads((ROOT / "tests" / "data" / "words.json").read_text(encoding="utf-8"))
+PACKAGES = ("sd_lowvram", "nodes", "webui_ext", "scripts", "benchmarks")
+CODE = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def texts(files: list[Path]) -> dict[str, str]:
+    named = {file.relative_to(ROOT).as_posix(): file for file in files}
+    return {name: file.read_text(encoding="utf-8") for name, file in named.items() if name not in WORDS["not yet"]}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    wrong = []
+    for name, code in texts(CODE).items():
+        for node in ast.walk(ast.parse(code)):
+            text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+            first = (text or "").partition(" ")[0].strip("`*,.:\n")
+            if first in WORDS["first words that are no subject"]:
+                wrong.append(f"{name}: {getattr(node, 'name', 'the module')}: {first}")
+    assert not wrong
+
+
+def test_pages_have_none_of_the_words_that_no_longer_occur() -> None:
+    pattern = re.compile(rf"\b({'|'.join(WORDS['words that no longer occur'])})\b", re.IGNORECASE)
+    assert not {name: found for name, text in texts(PAGES).items() if (found := pattern.findall(text))}
