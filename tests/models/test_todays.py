@@ -195,11 +195,14 @@ def test_a_lora_acts_whether_it_is_loaded_before_or_after_the_plan(case: Case) -
     assert todays.agrees(plan, todays.picture(pipe), expected)
     sd_lowvram.restore(pipe)
     pipe.transformer.delete_adapters("default")
+    plain = todays.picture(pipe)  # peft's layers stay, and some processors round otherwise in them
     plan = sd_lowvram.optimize(pipe, vram=f"{least} B", **ASKED)
     assert todays.agrees(plan, todays.picture(pipe), plain)
     torch.manual_seed(9)
     pipe.transformer.add_adapter(lora)
-    assert todays.agrees(plan, todays.picture(pipe), expected)
+    picture = todays.picture(pipe)
+    sd_lowvram.restore(pipe)
+    assert todays.agrees(plan, picture, todays.picture(pipe))
 
 
 def test_sd3s_table_of_positions_stays_in_host_memory() -> None:
