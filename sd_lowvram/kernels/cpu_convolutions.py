@@ -30,22 +30,22 @@ _LEAST = 20480
 
 
 def is_on_cpu(x: Tensor) -> bool:
-    """Whether a CPU computes what is made of ``x``; in a trace, in the run that it is of."""
+    """True if a CPU computes with ``x``; in a trace, in the traced run."""
     return on_cpu() if isinstance(x, FakeTensor) else x.device.type == "cpu"
 
 
 def is_float32_on_cpu(x: Tensor) -> bool:
-    """Whether the kernel that convolves ``x`` hangs on its size; in a trace, as in the run that it is of."""
+    """True if the kernel that convolves ``x`` depends on its size; in a trace, in the traced run."""
     if x.dtype != torch.float32 or autocast_dtype("cpu") is not None or not torch.backends.mkldnn.is_available():
         return False
     return is_on_cpu(x)
 
 
 def unfolds(shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int] = (1,), groups: int = 1) -> bool:
-    """Whether torch unfolds a map of float32 to convolve it.
+    """Return True if torch unfolds a map of float32 to convolve it.
 
     Args:
-        shape: of the map, with what it is padded by outside the kernel's own call.
+        shape: shape of the map, with padding that is added outside of the kernel's own call.
     """
     if max(kernel[-2:]) == 1 and max(stride) == 1 and shape[0] < 16 and torch.get_num_threads() == 1:
         return True
@@ -53,14 +53,14 @@ def unfolds(shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int] =
 
 
 def is_unfolded(image: Tensor, kernel: Sequence[int], stride: Sequence[int], groups: int) -> bool:
-    """True where torch's own kernel convolves ``image``, not oneDNN's."""
+    """True if torch's own kernel convolves ``image``, not oneDNN's."""
     if image.dtype in _HALF:
         return not by_onednn(image.dtype)
     return not is_float32_on_cpu(image) or unfolds(image.shape, kernel, stride, groups)
 
 
 def unfolded_bytes(image: Tensor, kernel: Sequence[int], stride: Sequence[int], result: Tensor, groups: int = 1) -> int:
-    """Bytes that unfolding holds beside map and result; nothing for single pixels, which lie as they are needed.
+    """Bytes that unfolding holds in addition to map and result; none for single pixels, which need no unfolding.
 
     Groups are convolved one after the other; a group's part of the map is copied where there are several pictures.
     """
@@ -78,7 +78,7 @@ _CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 
 @functools.cache
 def by_onednn(dtype: torch.dtype) -> bool:
-    """True where torch gives convolutions of this 16-bit type to oneDNN."""
+    """True if torch passes convolutions of this 16-bit type to oneDNN."""
     known = getattr(torch.ops.mkldnn, _CHECKS[dtype], None)
     return known is not None and torch.backends.mkldnn.is_available() and bool(known())
 
@@ -101,12 +101,12 @@ def has_tiles() -> bool:
 
 
 def facts() -> tuple[Any, ...]:
-    """All that the bytes of convolutions on this processor depend on, besides the convolutions themselves."""
+    """Facts on this processor that the bytes of convolutions depend on."""
     return torch.get_num_threads(), *map(by_onednn, _HALF), beyond_sse(), has_tiles()
 
 
 def onednn_bytes(image: Tensor, weight: Tensor, result: Tensor, groups: int, last: bool) -> int:
-    """Bytes that oneDNN holds at once of what it brings into its own order, and of its scratch.
+    """Bytes of oneDNN's reordered copies and of its scratch memory at one moment.
 
     Args:
         last: the channels come last, and only weights are brought into another order.

@@ -1,4 +1,4 @@
-"""What a trace knows of an operator: does it allocate, is it made of others, what does its kernel hold unseen."""
+"""Facts on operators for a trace: views, composite operators, and memory that kernels hold unseen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator overload.
+    """An operator overload.
 
     Attributes:
         name: such as ``aten.addmm``.
@@ -77,12 +77,12 @@ def _copied(wanted: torch.memory_format, *tensors: Tensor) -> int:
 
 
 def _packed_copy(args: tuple[Any, ...], result: Any) -> int:
-    """Of the input, unless it is contiguous; on the CPU channels last will do too."""
+    """Bytes of a copy of the input, unless it is contiguous; on the CPU channels last needs no copy either."""
     return _copied(wanted_format(args[0]) if on_cpu() else torch.contiguous_format, args[0])
 
 
 def _copy_for_upsampling(args: tuple[Any, ...], result: Any) -> int:
-    """Of an input that is laid out in neither way."""
+    """Bytes of a copy of an input that has neither memory format."""
     return _copied(wanted_format(args[0]), args[0])
 
 
