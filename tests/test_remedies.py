@@ -377,7 +377,6 @@ def test_a_card_without_a_profile() -> None:
 ELSEWHERE = {
     "needs at least": "test_remedies.py",
     "host memory cannot hold": "test_remedies.py",
-    "makes a single allocation": "test_remedies.py",
     "are no Settings": "test_bad_input.py",
     "is no device": "test_bad_input.py",
     "is unknown: choose one of {}, or cuda:1": "test_bad_input.py",
@@ -394,6 +393,7 @@ ELSEWHERE = {
     "cannot go on from saved latents": "saved_latents/test_resumable.py",
     "Load the model in a wider type": "commands/test_resume.py",
     "weights are not streamed to": "devices/test_device_support.py",
+    "holds no model": "models/test_support.py",
 }
 """What other files' tests carry out, or other words here."""
 

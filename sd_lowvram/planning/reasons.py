@@ -62,7 +62,7 @@ def remedy(by_size: bool) -> str:
 
 
 def too_large(limit: int, stage: StagePlan) -> BudgetError:
-    """Why nothing keeps every single allocation within ``limit``, with the smallest limit that would work."""
+    """The error that no settings keep every allocation within ``limit``, with the smallest limit that works."""
     mebibytes, by_size = -(-stage.largest_bytes // (1 << 20)), stage.name != TEXT_STAGE
     return BudgetError(
         f"largest_mib {limit >> 20}: {stage.name} makes a single allocation of at least {mebibytes} MiB. "

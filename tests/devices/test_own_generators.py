@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,6 @@ from sd_lowvram.devices.info import default_device
 from sd_lowvram.kernels import winograd
 from sd_lowvram.planning import compile_gain
 from sd_lowvram.settings import Settings
-from sd_lowvram.unets.analysis import analysed
 
 
 def _states() -> list[Any]:
@@ -42,8 +43,11 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "doctor --calibrate": lambda _: examination.calibrated(),
     "what compiling gains": lambda _: compile_gain._part_of_unet(default_device()),
     "rates without diffusers": lambda _: calibration._plain_layers(default_device()),
-    "analysis of a UNet": lambda pipe: analysed(pipe.unet, 64, 64),
 }
+if importlib.util.find_spec("sd_lowvram.unets") is not None:
+    ACTIONS["analysis of a UNet"] = lambda pipe: importlib.import_module("sd_lowvram.unets.analysis").analysed(
+        pipe.unet, 64, 64
+    )
 
 
 @pytest.mark.slow(20)

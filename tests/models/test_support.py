@@ -282,6 +282,8 @@ def test_what_edits_a_picture_is_refused_by_the_part_that_is_there() -> None:
 def test_a_pipeline_of_no_models_is_told() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^FluxPipeline holds no model: all of its parts are None"):
         sd_lowvram.plan(_pipe("FluxPipeline"), vram="4GB")
+    loaded = _pipe("FluxPipeline", text_encoder_2=todays.t5)
+    assert [stage.component for stage in sd_lowvram.plan(loaded, vram="4GB", device="cpu").stages] == ["text_encoder_2"]
 
 
 def test_a_picture_in_place_of_a_prompt_is_planned() -> None:
