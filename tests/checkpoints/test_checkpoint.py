@@ -24,7 +24,7 @@ from sd_lowvram.errors import BadInputError, CheckpointError
 @pytest.fixture
 def small_world(monkeypatch):
     """Single files are read with narrow architectures of a small vocabulary."""
-    monkeypatch.setattr(inspection, "architecture", lambda name: narrow(name, vocabulary=600))
+    monkeypatch.setattr(inspection, "architecture", lambda name: narrow(name, vocabulary=49408))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def made(tmp_path_factory):
 
     def make(name: str):
         if name not in made:
-            models = build_components(narrow(name, vocabulary=600), torch.float16)
+            models = build_components(narrow(name, vocabulary=49408), torch.float16)
             made[name] = models, save_single_file(models, folder / f"{name}.safetensors")
         return made[name]
 
@@ -259,7 +259,7 @@ def test_a_part_is_missing(prefix, message):
 
 
 def test_inpainting_file(small_world, tmp_path):
-    config = narrow("sd15", vocabulary=600)
+    config = narrow("sd15", vocabulary=49408)
     config["unet"]["in_channels"] = 9
     path = save_single_file(build_components(config, torch.float16), tmp_path / "inpaint.safetensors")
     assert load_pipeline(path, "inpaint").unet.config.in_channels == 9
