@@ -49,8 +49,10 @@ class _Tensor:
 
 
 def is_gguf_file(path: Path) -> bool:
-    """True if the file at ``path``, or its link target, begins like a GGUF file."""
+    """True if the regular file at ``path``, or its link target, begins like a GGUF file."""
     try:
+        if not path.is_file():  # a pipe might never answer
+            return False
         with open(path, "rb") as file:
             return file.read(4) == b"GGUF"
     except OSError:
