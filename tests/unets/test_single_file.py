@@ -29,7 +29,7 @@ LAYERS = {"base": [1, 1, 1, 1], "small": [1, 1, 1, 1], "tiny": [1, 1, 1], "M2": 
 
 @pytest.fixture(autouse=True)
 def small_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "architecture", lambda name: narrow(name, vocabulary=600))
+    monkeypatch.setattr(inspection, "architecture", lambda name: narrow(name, vocabulary=49408))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def make(name: str) -> str:
         if name not in made:
             file = tmp_path_factory.mktemp("whole") / f"{name}.safetensors"
-            made[name] = str(save_single_file(build_components(narrow(name, 600), torch.float16), file))
+            made[name] = str(save_single_file(build_components(narrow(name, 49408), torch.float16), file))
         return made[name]
 
     return make
@@ -71,7 +71,7 @@ def cut_to(kind: str, model: str, out: Path) -> Path:
 
 def drawn(pipe: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
-    text = pipe.text_encoder(torch.arange(154).reshape(2, 77))[0]  # the tokenizer knows more words than 600
+    text = pipe.text_encoder(torch.arange(154).reshape(2, 77))[0]
     options = {"num_inference_steps": 2, "output_type": "np", "width": 64, "height": 64}
     given = {"prompt_embeds": text[:1], "negative_prompt_embeds": text[1:]}
     return pipe(**given, generator=torch.Generator().manual_seed(1), **options).images
@@ -202,7 +202,7 @@ def test_a_cut_model_loads_from_a_pickle(whole: Any, tmp_path: Path) -> None:
 
 
 def test_sdxl_with_layers_cut_is_refused_by_name(whole: Any, tmp_path: Path) -> None:
-    config = narrow("sdxl", 600)
+    config = narrow("sdxl", 49408)
     config["unet"]["layers_per_block"] = 1
     file = save_single_file(build_components(config, torch.float16), tmp_path / "xl.safetensors")
     with pytest.raises(CheckpointError, match="SDXL with layers cut out"):
