@@ -107,7 +107,7 @@ def test_a_tokenizer_of_split_files_without_its_words_is_refused(
 
 
 def options(files: Path) -> dict[str, Any]:
-    """What :func:`split_model` takes, of a folder of split files."""
+    """Arguments of :func:`split_model` for a folder of split files."""
     texts = sorted(files.glob("text_encoder*"))
     parts = {name: files / f"{name}.safetensors" for name in ("transformer", "vae")}
     return {**parts, "text_encoders": texts, "tokenizer": files / "tokenizer"}

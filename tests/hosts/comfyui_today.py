@@ -57,7 +57,7 @@ def _facts(nodes: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def prompts(nodes: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What samplings with several prompts were planned to hold and held, in a budget for all of them in a call and in
+    """Planned and held bytes of samplings with several prompts, in a budget for all of them in a call and in
     one for fewer, by the way in which there are several."""
     found = {}
     for way in inside.SEVERAL:

@@ -67,7 +67,7 @@ class Line:
         self.inputs = [known[one] for one in asks[0][1]["inputs"]]
 
     def ask(self, place: int, **values: Any) -> str:
-        """What ``place`` answers; controls are named by the end of their ids."""
+        """Answer of ``place``; controls are named by the end of their ids."""
         sent = [self._value(props, values) for props in self.inputs]
         answer = self.server.ask("/run/predict", {"fn_index": place, "data": sent, "session_hash": "tests"})
         return str(answer["data"][0])
@@ -89,7 +89,7 @@ def test_the_line_before_a_model_is_loaded_is_of_the_chosen_checkpoint_or_none(s
 
 
 def test_the_line_says_at_once_that_a_picture_is_under_way(server: Server) -> None:
-    """Of a size that is new to it; the second answer comes when the picture is there."""
+    """Answer for a new size; the second answer comes when the picture is there."""
     line = Line(server)
     with ThreadPoolExecutor(2) as waiting:
         made = waiting.submit(server.make, steps=6, width=256, height=256)

@@ -25,7 +25,7 @@ def _modules() -> list[Any]:
 
 
 def _hooks() -> dict[str, Any]:
-    """How many modules carry patches of ours, and whether the host's own run is the host's."""
+    """Number of patched modules, and True if the host runs its own function."""
     patched = sum("_sd_lowvram_slots" in vars(module) for module in _modules())
     return {"patched": patched, "watched": "_sd_lowvram_slots" in vars(processing)}
 
