@@ -95,7 +95,7 @@ def batch(names: list[list[str]], size: int) -> tuple[torch.Tensor, list[str]]:
 def velocity_loss(model: Model, clean: torch.Tensor, tokens: torch.Tensor, scheduler: DDPMScheduler) -> torch.Tensor:
     clean = clean.contiguous(memory_format=torch.channels_last)
     noise = torch.randn_like(clean)
-    levels = noise_levels(len(clean))
+    levels = noise_levels(len(clean), torch.default_generator)  # which seed() seeds
     noisy = scheduler.add_noise(clean, noise, levels)
     target = scheduler.get_velocity(clean, noise, levels)
     with autocast():
