@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,107 +11,61 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sd_lowvram.memory.caching_allocator import CachingAllocator, CardFullError
-from sd_lowvram.memory.expandable_segments import ExpandableAllocator
+from sd_lowvram.memory.expandable_segments import PAGE, ExpandableAllocator
 from sd_lowvram.memory.reserved import reserved, segment
 from sd_lowvram.units import MIB
 
-
-@pytest.mark.parametrize(
-    ("size", "given"),
-    [(0, 0), (1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB - 1, 12), (33 * MIB, 34)],
-)
-def test_a_buffer_takes_a_segment(size: int, given: int) -> None:
-    assert segment(size) == given * MIB
+CASES = json.loads(Path(__file__).with_name("allocations.json").read_text(encoding="utf-8"))
+"""Segments by size; and what is reserved after steps, in MiB: ``a=5`` allocates, ``-a`` frees, ``!5`` is refused.
+``:20`` is what an allocator has reserved by then."""
 
 
-def test_free_neighbours_become_one_and_serve_again() -> None:
-    allocator = CachingAllocator()
-    parts = [allocator.allocate(5 * MIB) for _ in range(4)]
-    assert allocator.reserved_bytes == 20 * MIB
-    for part in parts[1], parts[3], parts[2]:
-        allocator.free(part)
-    allocator.allocate(15 * MIB)
-    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (20 * MIB, 20 * MIB)
+def cases(kind: str) -> Any:
+    return pytest.mark.parametrize("case", CASES[kind], ids=lambda case: case["what"])
 
 
-def test_the_smallest_free_place_that_does_is_taken() -> None:
-    allocator = CachingAllocator()
-    large, small = allocator.allocate(40 * MIB), allocator.allocate(14 * MIB)
-    allocator.free(large)
-    allocator.free(small)
-    allocator.allocate(12 * MIB)
-    allocator.allocate(40 * MIB)
-    assert allocator.reserved_bytes == 54 * MIB
+@pytest.mark.parametrize(("size", "mib"), CASES["segments"])
+def test_a_buffer_takes_a_segment(size: int, mib: int) -> None:
+    assert segment(size) == mib * MIB
 
 
-def test_unused_segments_are_given_back_before_a_card_is_full() -> None:
-    allocator = CachingAllocator(card_bytes=20 * MIB)
-    allocator.free(allocator.allocate(12 * MIB))
-    held = allocator.allocate(14 * MIB)
-    assert allocator.reserved_bytes == 14 * MIB
-    with pytest.raises(CardFullError):
-        allocator.allocate(8 * MIB)
-    allocator.free(held)
-    allocator.allocate(8 * MIB)
+@cases("allocators")
+def test_an_allocator_reserves(case: dict[str, Any]) -> None:
+    card = case.get("card", float("inf")) * MIB
+    plain = CachingAllocator(card, case.get("max_split", float("inf")) * MIB)
+    allocator = ExpandableAllocator(card) if case.get("grows") else plain
+    blocks: dict[str, Any] = {}
+    for step in case["steps"].split():
+        if step == "release":
+            allocator.release()
+        elif step[0] == ":":
+            assert allocator.reserved_bytes == int(step[1:]) * MIB
+        elif step[0] == "!":
+            with pytest.raises(CardFullError):
+                allocator.allocate(int(step[1:]) * MIB)
+        elif step[0] == "-":
+            allocator.free(blocks.pop(step[1:]))
+        else:
+            name, size = step.split("=")
+            blocks[name] = allocator.allocate(int(float(size) * MIB))
 
 
-def test_large_segments_stay_whole_where_torch_is_told_so() -> None:
-    allocator = CachingAllocator(max_split_bytes=32 * MIB)
-    allocator.free(allocator.allocate(64 * MIB))
-    allocator.allocate(12 * MIB)
-    assert allocator.reserved_bytes == 76 * MIB
+@cases("reserved")
+def test_torch_reserves(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", case.get("platform", "linux"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", case.get("conf", ""))
+    steps = [(ord(step.lstrip("-")[0]), int(step[2:]) * MIB if "=" in step else -1) for step in case["steps"].split()]
+    found = reserved(steps, case.get("held", 0) * MIB, case.get("again", False))
+    for figure in case.keys() & {"least", "kept"}:
+        assert getattr(found, figure) == case[figure] * MIB
 
 
-def test_what_torch_is_told_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocations = [(0, 64 * MIB), (0, -1), (1, 12 * MIB), (2, 60 * MIB)]
-    assert reserved(allocations).least == 124 * MIB
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.9, max_split_size_mb:32")
-    assert reserved(allocations).least == 76 * MIB
-
-
-@pytest.mark.parametrize(
-    ("sizes", "taken", "left"),
-    [([MIB], 2, 0), ([3 * MIB], 20, 0), ([12 * MIB], 20, 0), ([12 * MIB, 12 * MIB], 40, 40), ([30 * MIB, 5], 42, 2)],
-)
-def test_segments_that_grow_take_pages_and_keep_those_in_use(sizes: list[int], taken: int, left: int) -> None:
-    allocator = ExpandableAllocator()
-    first, *_ = [allocator.allocate(size) for size in sizes]
-    assert allocator.reserved_bytes == taken * MIB
-    allocator.free(first)
-    allocator.release()
-    assert allocator.reserved_bytes == left * MIB
-
-
-def test_segments_that_grow_do_not_break_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocations = [(0, 40 * MIB), (0, -1), (1, 12 * MIB), (2, 30 * MIB), (1, -1), (2, -1)]
-    plain = reserved(allocations).least
+def test_segments_that_grow_serve_one_buffer_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert reserved(allocations).least == 80 * MIB  # and a page for where the weights end
-    assert segment(33 * MIB) == 40 * MIB
-    monkeypatch.setattr("sys.platform", "win32")  # where torch has none
-    assert reserved(allocations).least == plain
-
-
-def test_a_tensor_in_a_large_segment_keeps_all_of_it() -> None:
-    """Of 40 MiB that are free, a tensor of 12 leaves too little for the next 30."""
-    assert reserved([(0, 40 * MIB), (0, -1), (1, 12 * MIB), (2, 30 * MIB), (1, -1), (2, -1)]).least == 70 * MIB
-
-
-def test_what_is_not_in_use_is_kept_where_nothing_can_be_given_back() -> None:
-    assert reserved([(0, 40 * MIB), (0, -1), (1, 60 * MIB), (1, -1)]) == (60 * MIB, 100 * MIB)
-
-
-def test_what_a_library_keeps_takes_a_segment_of_which_the_rest_is_used() -> None:
-    assert reserved([(0, 40 * MIB), (0, -1)], held=8 * MIB).least == 60 * MIB
-    assert reserved([(0, 9 * MIB), (0, -1)], held=8 * MIB).least == 20 * MIB
-
-
-def test_what_a_step_leaves_for_the_next_lies_in_the_way_of_it() -> None:
-    """Weights of 12 MiB, fetched ahead while the first ones are still there, lie where 40 MiB were."""
-    step = [(0, 12 * MIB), (1, 40 * MIB), (1, -1), (2, 12 * MIB), (0, -1)]
-    assert reserved(step).least == 52 * MIB
-    assert reserved(step, again=True).least == 80 * MIB
+    for size, _ in CASES["segments"]:
+        page = PAGE if size > MIB else 2 * MIB
+        assert segment(size) == -(-size // page) * page
 
 
 _OPERATIONS = st.lists(
