@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +65,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print each reason for which tests were skipped, how many were, and in which folders."""
+    folders: dict[str, Counter[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        file = Path(report.nodeid.partition("::")[0])
+        folders.setdefault(reason, Counter())[(file.parent if len(file.parts) > 2 else file).as_posix()] += 1
+    if folders:
+        terminalreporter.section("skipped")
+    for reason, counts in sorted(folders.items(), key=lambda one: -sum(one[1].values())):
+        terminalreporter.write_line(f"{sum(counts.values()):5}  {reason} ({', '.join(sorted(counts))})")
