@@ -31,7 +31,7 @@ from sd_lowvram.streaming.layers import layers_of
 from sd_lowvram.streaming.policies import POLICIES
 from sd_lowvram.streaming.search import best_schedule, bound
 from sd_lowvram.streaming.simulator import CopyQueue, simulate
-from sd_lowvram.streaming.timing import StepTiming, in_run_order, timed, timing_of
+from sd_lowvram.streaming.timing import StepTiming, schedule_units, sort_by_timing, timing_of
 from sd_lowvram.tracing.fake_model import fake_copy
 from sd_lowvram.units import MIB
 
@@ -93,13 +93,13 @@ def table(model: str, width: int, height: int, cards: Sequence[Rates]) -> list[R
     for rates in cards:
         denoiser, copies = unet.components[stage.component], CopyQueue(rates.copy_bandwidth)
         timing = timing_of(stage.component, denoiser, spans, rates, 2, copies)
-        parts = blocks_of(in_run_order(layers, timing))
+        parts = blocks_of(sort_by_timing(layers, timing))
         rows += [_row(parts, timing, share, model, f"{width}x{height}", rates) for share in SHARES]
     return rows
 
 
 def _row(parts: Blocks, timing: StepTiming, share: int, model: str, size: str, rates: Rates) -> Row:
-    units, copies = timed(parts.streamed, timing), timing.copies
+    units, copies = schedule_units(parts.streamed, timing), timing.copies
     resident = sum(unit.seconds for unit in units)
     device_bytes = parts.bytes * share // 100
     room = device_bytes - parts.staying_bytes

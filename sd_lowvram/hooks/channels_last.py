@@ -20,7 +20,7 @@ from ..memory.fake_mode import active_fake_mode
 from ..models.anatomy import Anatomy
 from ..patches import Change
 from ..settings import Settings
-from ..streaming.host_weights import in_files
+from ..streaming.host_weights import tensors_in_files
 from ..weights import all_tensors, lay_last, same_bits, set_data
 from .offers import Offer, OfferKind, Target
 
@@ -66,7 +66,7 @@ def _reorder(components: list[nn.Module], waiting: list[nn.Module]) -> Callable[
     waits = {id(kernel) for kernel in _kernels(*waiting)}
     real = active_fake_mode(*kernels.values()) is None
     with contextlib.ExitStack() as undoing:
-        for kernel, mapped in zip(kernels.values(), in_files(kernels.values()), strict=True):
+        for kernel, mapped in zip(kernels.values(), tensors_in_files(kernels.values()), strict=True):
             in_file = mapped and real and not kernel.is_meta
             if in_file and id(kernel) in waits:
                 undoing.callback(_as_before, kernel, None)

@@ -20,7 +20,7 @@ from ..models.dit import given_by_name
 from ..models.joint import JointBlock
 from ..patches import Patch, wrap
 from ..settings import Settings
-from ..streaming.weight_scopes import together
+from ..streaming.weight_scopes import repeated_calls
 from ..weights import needs_graph, placed
 from .arguments import are_watched, batch_of, last_are_there, part_of, shares
 from .offers import Offer, OfferKind, Target
@@ -92,7 +92,7 @@ def _in_turn(rows: Rows, module: nn.Module, original: Callable[..., Any], *args:
         return original(*args, **kwargs)
     parts = shares(args, kwargs, batch)
     joined = _JoinedOutput(batch, parts)
-    with together():
+    with repeated_calls():
         # Parking is asynchronous: the half of the skips that was parked last may still be on the device. Run first,
         # its pictures find them there without a copy.
         for number in range(parts)[:: -1 if last_are_there(args, kwargs) else 1]:

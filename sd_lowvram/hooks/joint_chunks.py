@@ -23,7 +23,7 @@ from ..models.anatomy import layer
 from ..models.dit import given_by_name
 from ..models.joint import JointBlock, Rows
 from ..patches import set_patch, wrap
-from ..streaming.weight_scopes import kept
+from ..streaming.weight_scopes import hold_weights
 from ..weights import needs_graph, placed
 from .feed_forward import FEWEST_TOKENS
 from .strips import spans
@@ -47,7 +47,7 @@ def in_chunks(
         return original(*args, **kwargs)
     texts = parts.texts(given)
     rows = [Rows(start, stop, min(texts, 1) if start else texts, texts) for start, stop in pieces]
-    with kept():
+    with hold_weights():
         keys = _keys_of(parts, original, given, rows)
         if keys is None:  # by a function that is not torch's: its scores may be of any kind
             return original(*args, **kwargs)

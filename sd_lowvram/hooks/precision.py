@@ -25,9 +25,9 @@ from ..models.anatomy import Anatomy
 from ..models.latents import dtype_of
 from ..patches import Change, Patch, replace, wrap
 from ..settings import Fidelity, Settings
-from ..streaming.followed import exchanged
+from ..streaming.followed import exchange_weights
 from ..streaming.layers import lookup
-from ..streaming.weight_scopes import lent_to_call
+from ..streaming.weight_scopes import lend_to_call
 from ..weights import (
     all_tensors,
     cast_activations,
@@ -301,5 +301,5 @@ def _run_widened(module: nn.Module, original: Callable[..., Any], *args: Any, **
     args, kwargs = cast_activations((args, kwargs), torch.float32)
     floating = [tensor for tensor in own_tensors(module) if tensor.is_floating_point()]
     follows = needs_graph(module, args, kwargs)
-    with exchanged(module, floating, Tensor.float) if follows else lent_to_call(floating, Tensor.float):
+    with exchange_weights(module, floating, Tensor.float) if follows else lend_to_call(floating, Tensor.float):
         return original(*args, **kwargs)

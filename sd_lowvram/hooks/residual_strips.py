@@ -24,7 +24,7 @@ from ..models.anatomy import Anatomy, Residual, layer
 from ..models.interfaces import MapConvolution
 from ..patches import Patch, wrap
 from ..settings import Settings
-from ..streaming.weight_scopes import kept
+from ..streaming.weight_scopes import hold_weights
 from ..weights import needs_graph
 from .offers import Offer, OfferKind, Target
 from .strips import Span, Statistics, assembled, spans
@@ -114,7 +114,7 @@ def _of_the_map(
     inner = layer(conv)
     if not isinstance(inner, MapConvolution):
         return ()
-    with kept():
+    with hold_weights():
         cut = (image.narrow(2, start, stop - start) for start, stop in each(pieces, image))
         return (inner.over_map(block.act(statistics.normalised(strip)) for strip in cut),)
 

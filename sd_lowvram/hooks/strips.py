@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..kernels.triton.support import takes
 from ..memory.repeats import each
 from ..patches import Answered
-from ..streaming.weight_scopes import kept
+from ..streaming.weight_scopes import hold_weights
 from ..weights import placed
 
 Span = tuple[int, int]
@@ -37,7 +37,7 @@ def assembled(
         like: a tensor that is fake if the parts will be.
         out: is overwritten if it has the type and the width of the parts; otherwise a new tensor is made.
     """
-    with kept():
+    with hold_weights():
         for start, stop in each(pieces, like):
             out = placed(out, make(start, stop), dim, start, pieces[-1][1])
     assert out is not None

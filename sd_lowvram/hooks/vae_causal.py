@@ -39,7 +39,7 @@ from ..models.causal_autoencoder import (
 )
 from ..patches import Patch
 from ..settings import Settings
-from ..streaming.weight_scopes import kept
+from ..streaming.weight_scopes import hold_weights
 from ..units import MIB
 from ..weights import needs_graph, placed
 from .causal_rows import Turn, called_as_the_whole, layers_of
@@ -177,7 +177,7 @@ class _StripPass:
             frames = _frames_of(steps, frames)
         return x
 
-    @kept()
+    @hold_weights()
     def _sweep(self, x: Tensor, steps: Sequence[CausalStep], frames: Sequence[int], part: int) -> Tensor:
         """``steps`` over all strips of ``x``, of each strip all chunks of ``frames`` one after the other."""
         lag, row_bytes, least = _costs_of(steps, x, frames)
@@ -218,7 +218,7 @@ class _StripPass:
         run, order = representatives([min(number, filling) for number in range(count)])
         yield from standing_for(run, order)
 
-    @kept()
+    @hold_weights()
     def _attend(self, x: Tensor, step: FrameAttention) -> None:
         """Write the map (N, C, frames, H, W) after its attention over ``x``."""
         count, channels, frames, height, width = x.shape

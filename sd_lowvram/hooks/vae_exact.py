@@ -35,7 +35,7 @@ from ..models.causal_autoencoder import is_causal
 from ..models.interfaces import KLAutoencoder
 from ..patches import Patch, replace
 from ..settings import Settings
-from ..streaming.weight_scopes import kept
+from ..streaming.weight_scopes import hold_weights
 from ..units import MIB
 from ..weights import needs_graph, placed, room
 from .maps import AnyMap, Given, Map, Strip, load, spans
@@ -255,7 +255,7 @@ class _StripPass:
         sink = self._sweep(x, hidden, [second], [inner], "new" if self.wraps else hidden, gathered)
         return gathered, sink
 
-    @kept()
+    @hold_weights()
     def _sweep(
         self,
         x: AnyMap,
@@ -322,7 +322,7 @@ class _StripPass:
         made = strip.hidden if of_hidden and strip.hidden is not None else strip.x
         return made[:, :, start - strip.start : stop - strip.start]
 
-    @kept()
+    @hold_weights()
     def _attention(
         self, x: AnyMap, known: Statistics | None, step: Attention, after: nn.GroupNorm | None
     ) -> tuple[Statistics | None, AnyMap]:

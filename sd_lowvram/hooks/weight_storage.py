@@ -27,8 +27,8 @@ from ..memory.threads import at_rest
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, roles_of, wrap
 from ..settings import Settings
-from ..streaming.followed import exchanged
-from ..streaming.weight_scopes import lent_to_call, present_rows
+from ..streaming.followed import exchange_weights
+from ..streaming.weight_scopes import lend_to_call, present_rows
 from ..weights import loaded_dtype, needs_graph, remember_loaded, set_data
 from .offers import Offer, OfferKind, Target
 
@@ -154,9 +154,9 @@ class _Stored:
         # Where autograd follows the whole call, the engine puts copies in place of weights.
         copied = layer.weight is not self._weight
         if copied or needs_graph(layer, args, kwargs) or (self._trained and torch.is_grad_enabled()):
-            with exchanged(layer, [layer.weight], functools.partial(self._followed, self._scale)):
+            with exchange_weights(layer, [layer.weight], functools.partial(self._followed, self._scale)):
                 return original(*args, **kwargs)
-        with lent_to_call([self._weight], self._widen):
+        with lend_to_call([self._weight], self._widen):
             return original(*args, **kwargs)
 
     def _followed(self, scale: Tensor, weight: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ..models.anatomy import Anatomy
 from ..settings import Settings
 from ..streaming.layout import ResidencyPolicy, lay_down, most_bytes
 from ..streaming.simulator import simulate
-from ..streaming.timing import ModuleSpan, StepTiming, timed
+from ..streaming.timing import ModuleSpan, StepTiming, schedule_units
 from ..tracing import MemoryTrace
 from ..tracing.fake_model import FakeModel
 from ..tracing.flop_counter import TooManyCopiesError
@@ -249,7 +249,7 @@ class StageCosts:
                 layers, policy = self._fake.layers(group, resident), policy_of(chosen, True, timing)
                 layout = lay_down(layers, policy, {}, near=True)
             streamed = sum(layout.blocks[number].bytes for number in layout.streamed)
-            units, schedule = timed(layout.blocks, timing), layout.schedule
+            units, schedule = schedule_units(layout.blocks, timing), layout.schedule
             staying = layout.bytes - schedule.ring_bytes
             together = (unit.maps + room for unit, room in zip(units, schedule.rooms, strict=bool(schedule.rooms)))
             largest = max(staying, *(unit.bytes for unit in units)) if schedule.rooms else layout.bytes
@@ -262,7 +262,7 @@ class StageCosts:
                 streamed_bytes=streamed,
                 largest_bytes=largest,
                 peak_bytes=staying + max(together) if schedule.rooms else 0,
-                disk_bytes=timing.copies.on_disk(streamed),
+                disk_bytes=timing.copies.disk_bytes(streamed),
                 disk_wait=max(0.0, seconds - simulate(units, schedule, all_held)),
             )
 

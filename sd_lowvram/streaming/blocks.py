@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from .layers import Layer, inner_layers, place_bytes
-from .schedule import WeightGroup, aligned
+from .schedule import WeightGroup, align
 
 Granularity = Literal["layer", "blocks", "halves"]
 
@@ -111,7 +111,7 @@ def blocks_of(
     if part_bytes is not None:
         layers = [each for layer in layers for each in _cut_open(layer, part_bytes)]
     largest = max((layer.bytes for layer in layers), default=0)
-    tied = _tied(layers)
+    tied = _tied_ids(layers)
     staying: list[Layer] = []
     moving: list[Layer] = []
     for layer in layers:
@@ -121,12 +121,12 @@ def blocks_of(
     if granularity == "halves":
         streamed = _halves(moving)
     else:
-        groups = _joined(moving, largest // _JOINED, _modules(moving, together_bytes, whole_bytes))
-        streamed = [block for group in groups for block in _in_parts(group, part_bytes)]
+        groups = _join_small(moving, largest // _JOINED, _modules(moving, together_bytes, whole_bytes))
+        streamed = [block for group in groups for block in _split_group(group, part_bytes)]
     return Blocks(tuple(staying), tuple(streamed), lookups)
 
 
-def _tied(layers: Iterable[Layer]) -> set[int]:
+def _tied_ids(layers: Iterable[Layer]) -> set[int]:
     """Tensors that several layers hold: they come once and stay."""
     held = Counter(id(tensor) for layer in layers for tensor in layer.tensors)
     return {tensor for tensor, count in held.items() if count > 1}
@@ -141,37 +141,37 @@ def _modules(layers: Sequence[Layer], most: int, most_whole: int) -> dict[str, s
     if most == 0:
         return {}
     sizes: dict[str, int] = {}
-    rows, alike = set(), _alike(layers)
+    rows, alike = set(), _repeated_modules(layers)
     for layer in layers:
-        for path in _around(layer.name):
+        for path in _enclosing_paths(layer.name):
             sizes[path] = sizes.get(path, 0) + layer.bytes
-        rows |= {path.rpartition(".resnets")[0] for path in _around(layer.name) if path.endswith(".resnets")}
+        rows |= {path.rpartition(".resnets")[0] for path in _enclosing_paths(layer.name) if path.endswith(".resnets")}
     allowed = {path for path, size in sizes.items() if size <= (max(most, most_whole) if path in alike else most)}
-    inside = {layer.name: [path for path in _around(layer.name) if path in allowed] for layer in layers}
+    inside = {layer.name: [path for path in _enclosing_paths(layer.name) if path in allowed] for layer in layers}
     whole = {name: [path for path in paths if path not in rows and path.count(".")] for name, paths in inside.items()}
     return {name: paths[0] for name, paths in whole.items() if paths}
 
 
-def _alike(layers: Iterable[Layer]) -> set[str]:
+def _repeated_modules(layers: Iterable[Layer]) -> set[str]:
     """Modules that are numbered in a list (``layers.3``), have several layers, and contain no other such module."""
-    counts = Counter(path for layer in layers for path in _around(layer.name))
-    found = {path for path, count in counts.items() if count > 1 and path.rpartition(".")[2].isdigit()}
-    return found - {outer for path in found for outer in _around(path)}
+    counts = Counter(path for layer in layers for path in _enclosing_paths(layer.name))
+    repeated = {path for path, count in counts.items() if count > 1 and path.rpartition(".")[2].isdigit()}
+    return repeated - {outer for path in repeated for outer in _enclosing_paths(path)}
 
 
-def _around(name: str) -> list[str]:
+def _enclosing_paths(name: str) -> list[str]:
     """The paths above a layer, the component's first."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def _joined(layers: Iterable[Layer], most: int, modules: dict[str, str]) -> Iterator[tuple[Layer, ...]]:
+def _join_small(layers: Iterable[Layer], most: int, modules: dict[str, str]) -> Iterator[tuple[Layer, ...]]:
     """Neighbours within one of ``modules``, and other small ones up to ``most`` bytes."""
     group: list[Layer] = []
     for layer in layers:
         first = group[0] if group else layer
         together = modules.get(layer.name) == modules.get(first.name)
-        full = layer.name not in modules and sum(one.bytes for one in group) + layer.bytes > most
+        full = layer.name not in modules and sum(member.bytes for member in group) + layer.bytes > most
         if group and (full or not together or first.component != layer.component):
             yield tuple(group)
             group = []
@@ -188,7 +188,7 @@ def _halves(layers: Sequence[Layer]) -> list[Block]:
     return [Block(name, tuple(half)) for name, half in halves if half]
 
 
-def _in_parts(group: tuple[Layer, ...], part_bytes: int | None) -> Iterator[Block]:
+def _split_group(group: tuple[Layer, ...], part_bytes: int | None) -> Iterator[Block]:
     first = group[0]
     if part_bytes is None or len(group) > 1 or first.bytes <= part_bytes or not can_be_cut(first.module):
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
@@ -213,7 +213,7 @@ def _rows_within(layer: Layer, part_bytes: int) -> int:
 
 
 def _row_bytes(tensor: Tensor, rows: int) -> int:
-    return aligned(tensor.numel() // len(tensor) * rows * tensor.element_size())
+    return align(tensor.numel() // len(tensor) * rows * tensor.element_size())
 
 
 def _cut_open(layer: Layer, part_bytes: int) -> list[Layer]:

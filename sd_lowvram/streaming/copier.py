@@ -73,11 +73,11 @@ class Copier:
             torch.cuda.current_stream(self._device).wait_event(copied.result())
 
     @property
-    def at_home(self) -> bool:
+    def is_home_stream(self) -> bool:
         """True if the current compute stream is the one that owns the memory."""
         return self._home is None or torch.cuda.current_stream(self._device) == self._home
 
-    def rest(self) -> None:
+    def drain(self) -> None:
         """Cancel queued reads, and make the compute stream, which owns the memory, wait for all copies in flight."""
         if self._stream is None or self._home is None:
             return

@@ -32,10 +32,10 @@ def run_at(device: torch.device, original: Callable[..., Any], *args: Any, **kwa
     first = first_tensor((args, kwargs))
     home = first.device if first is not None else device
     args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(actual_device(device)))
-    return sent(original(*args, **kwargs), home)
+    return send_tensors(original(*args, **kwargs), home)
 
 
-def sent(result: Any, home: torch.device) -> Any:
+def send_tensors(result: Any, home: torch.device) -> Any:
     """``result`` with its tensors on ``home``."""
     distribution = getattr(result, "latent_dist", None)
     if distribution is not None:  # an encoder returns a plain object, which is not a pytree
@@ -46,9 +46,9 @@ def sent(result: Any, home: torch.device) -> Any:
     return map_tensors(result, lambda tensor: tensor.to(home))
 
 
-def looked_up(device: torch.device, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def look_up(device: torch.device, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Rows of a table in host memory; only these travel to ``device``, and gradients back to them."""
     with host_account():
         args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to("cpu"))
-        found = original(*args, **kwargs)
-    return found.to(actual_device(device)) if found.requires_grad else to_device(found, device)
+        rows = original(*args, **kwargs)
+    return rows.to(actual_device(device)) if rows.requires_grad else to_device(rows, device)

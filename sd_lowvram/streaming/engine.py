@@ -40,12 +40,12 @@ from ..patches import Patch, set_patch, take_off, wrap
 from ..weights import needs_graph
 from . import weight_scopes as lending
 from .copier import Copied, Copier
-from .device_io import looked_up, refuse_unseen, run_at
-from .followed import exchanged
+from .device_io import look_up, refuse_unseen, run_at
+from .followed import exchange_weights
 from .host_weights import HostWeights
 from .layers import Layer, contents, layers_of, signature, version
 from .layout import STAYING, ResidencyPolicy, lay_down
-from .split_rows import in_parts
+from .split_rows import run_in_parts
 
 
 class ActiveStreams:
@@ -88,26 +88,29 @@ class Stream:
         self._turns = turns
         self._repeats = repeats
         self._host_weights = HostWeights(device)
+        # (id(module), entry) -> patch of a layer that was there when the hooks were attached
         self._patches = {(id(layer.module), layer.entry): self._patch(layer) for layer in layers_of(self._components)}
-        self._later: dict[tuple[int, str], Patch] = {}
-        self._orders: dict[str, list[str]] = {}
-        self._known: list[Any] | None = None
-        self._tensors: list[Tensor] = []
-        self._contents: list[Any] = []
+        self._later: dict[tuple[int, str], Patch] = {}  # the same for layers that a host has added since
+        self._orders: dict[str, list[str]] = {}  # model -> names of its layers in the order in which a run called them
+        self._known: list[Any] | None = None  # signature of the models at the last survey; None: survey again
+        self._tensors: list[Tensor] = []  # weights of all layers, each once, streamed ones first
+        self._contents: list[
+            Any
+        ] = []  # storage and version of each of them at the last survey; empty: written to since
         self._roles: dict[int, tuple[int, ...] | None] = {}  # id(module) -> its blocks; None: a table in host memory
-        self._layout = lay_down((), policy, {})
+        self._layout = lay_down((), policy, {})  # the blocks, their schedule and the buffer on the device
         self._copier = Copier(self._host_weights, torch.device("cpu"))
-        self._thread: int | None = None
-        self._followed = False
+        self._thread: int | None = None  # the thread that runs the models now
+        self._followed = False  # autograd follows the run: layers get copies, and the ring is not used
         self._layers: dict[int, Layer] = {}  # id(module) -> layer
         self._called: dict[str, None] = {}  # names of the layers called in this run, in order
         self._last: int | None = None  # the block entered last
         self._room_taken: torch.cuda.Event | None = None  # recorded when the buffer was allocated
         self._there: set[int] = set()  # blocks whose copy to the device was issued
-        self._lent: dict[int, list[int]] = {}  # blocks whose tensors show the device, with each tensor's version
+        self._lent: dict[int, list[int]] = {}  # block -> versions of its tensors, which show the device now
         self._passing: set[int] = set()  # lent blocks that share bytes of the ring with others
         self._busy: defaultdict[int, int] = defaultdict(int)  # block -> layers of it that are running
-        self._held: defaultdict[int, int] = defaultdict(int)  # block -> enclosing `together` scopes that need it
+        self._held: defaultdict[int, int] = defaultdict(int)  # block -> enclosing `repeated_calls` that need it
         self._barred: tuple[int, int] | None = None  # the next block to fetch, and the block that is in its way
         self._copied: dict[int, Copied | None] = {}  # block -> event after its copy
         self._used: dict[int, torch.cuda.Event | None] = {}  # block -> event after its last use
@@ -183,7 +186,7 @@ class Stream:
             return original(*args, **kwargs)
         numbers = self._roles[id(module)]
         if numbers is None:
-            return looked_up(self._device, original, *args, **kwargs)
+            return look_up(self._device, original, *args, **kwargs)
         if self._followed:
             return self._run_followed(module, original, *args, **kwargs)
         self._called.setdefault(self._layers[id(module)].name)
@@ -202,13 +205,13 @@ class Stream:
         away = [tensor for tensor in self._layers[id(module)].tensors if tensor.device != device]
         if not away:
             return original(*args, **kwargs)
-        with exchanged(module, away, functools.partial(_brought, device=device)):
+        with exchange_weights(module, away, functools.partial(_copy_with_grad, device=device)):
             return original(*args, **kwargs)
 
     def _run_in_parts(self, module: nn.Module, numbers: tuple[int, ...], original: Any, *inputs: Any) -> Tensor:
         rows = [(number, self._layout.blocks[number].rows or (0, 0)) for number in numbers]
         parts = [(span, self._part(number, span)) for number, span in rows]
-        return in_parts(module, parts, original, *inputs)
+        return run_in_parts(module, parts, original, *inputs)
 
     @contextlib.contextmanager
     def _part(self, number: int, rows: tuple[int, int]) -> Iterator[None]:
@@ -216,7 +219,7 @@ class Stream:
         self._enter(number)
         self._lend(number)
         try:
-            with lending.apart(rows):
+            with lending.lend_per_call(rows):
                 yield
         finally:
             self._busy[number] -= 1
@@ -228,7 +231,7 @@ class Stream:
         if self._followed:
             self.evict()
             return
-        if self._layout.open and not self._copier.at_home:
+        if self._layout.open and not self._copier.is_home_stream:
             self.evict()  # the allocator ties a block to the compute stream on which it was allocated
         if not self._layout.open:
             self._layout.take_room(self._device)
@@ -261,10 +264,10 @@ class Stream:
         """Free all device memory of the stream as soon as its copies are done."""
         for number in list(self._lent):
             self._take_back(number)
-        self._copier.rest()
+        self._copier.drain()
         self._layout.give_room_back()
-        for known in (self._there, self._lent, self._passing, self._busy, self._held, self._copied, self._used):
-            known.clear()
+        for table in (self._there, self._lent, self._passing, self._busy, self._held, self._copied, self._used):
+            table.clear()
         self._last = self._room_taken = self._barred = None
 
     # Fetching and evicting blocks
@@ -272,12 +275,12 @@ class Stream:
     def _enter(self, number: int) -> None:
         """Bring a block to the device, lend it, and fetch ahead."""
         self._busy[number] += 1
-        if lending.until_together_ends(self, number, self._release):
+        if lending.release_after_repeats(self, number, self._release):
             self._held[number] += 1
         if self._last == number and number in self._lent:
             return
         self._last = number
-        for other in [one for one in self._passing if one != number and not self._is_needed(one)]:
+        for other in [block for block in self._passing if block != number and not self._is_needed(block)]:
             self._leave(other)
         if number not in self._there:
             self._make_room(number)
@@ -297,7 +300,7 @@ class Stream:
         """Drop streamed blocks that a run in an unexpected order has left, if the ring follows the activations."""
         if not self._layout.rooms or number == STAYING:
             return
-        for other in [one for one in self._layout.streamed if one in self._there and self._busy[one] == 0]:
+        for other in [block for block in self._layout.streamed if block in self._there and self._busy[block] == 0]:
             if self._layout.ring_bytes + self._layout.blocks[number].bytes > self._layout.rooms[number]:
                 self._leave(other)
 
@@ -389,8 +392,8 @@ class Stream:
 
     def _survey(self) -> None:
         """Look at the models again: hosts add layers, merge LoRAs, move and convert weights between runs."""
-        known = [fact for component in self._components.values() for fact in signature(component)]
-        if known == self._known and (not self._contents or contents(self._tensors) == self._contents):
+        facts = [fact for component in self._components.values() for fact in signature(component)]
+        if facts == self._known and (not self._contents or contents(self._tensors) == self._contents):
             if not self._contents:  # the weights were written to on the device, and have been copied back since
                 self._contents = contents(self._tensors)
             return
@@ -404,7 +407,7 @@ class Stream:
         self._roles = self._layout.roles()
         self._layers = {id(layer.module): layer for layer in self._layout.layers()}
         self._follow(layers)
-        self._known, self._contents = known, contents(self._tensors)
+        self._known, self._contents = facts, contents(self._tensors)
 
     def _follow(self, layers: list[Layer]) -> None:
         """Patch layers that are new, and free those that are not called by themselves any more."""
@@ -441,7 +444,7 @@ class Stream:
         return active_fake_mode(*self._tensors[:1]) is not None
 
 
-def _brought(tensor: Tensor, device: torch.device) -> Tensor:
+def _copy_with_grad(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on ``device`` that autograd follows. The host does not wait for it if ``tensor`` is pinned."""
     with weights_account():
         return tensor.to(device, non_blocking=True)

@@ -26,19 +26,19 @@ _MADE_BY = "_sd_lowvram_made_by"
 
 
 @contextlib.contextmanager
-def exchanged(module: nn.Module, tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
+def exchange_weights(module: nn.Module, tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
     """Replace ``tensors`` of ``module`` and its submodules by ``convert`` of them within the block, for one call.
 
     Args:
         convert: returns new memory, by differentiable operations if the tensor requires gradients.
     """
-    copies = {id(tensor): _copied(tensor, convert) for tensor in tensors}
-    kept = {storage_key(copy): copy for copy in copies.values()}
+    copies = {id(tensor): _converted_copy(tensor, convert) for tensor in tensors}
+    by_storage = {storage_key(copy): copy for copy in copies.values()}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def pack(saved: Tensor) -> Make:
-        copy = kept.get(storage_key(saved))
-        return _made_anew(copy, saved) if copy is not None and copy.dtype == saved.dtype else _unchanged(saved)
+        copy = by_storage.get(storage_key(saved))
+        return _view_maker(copy, saved) if copy is not None and copy.dtype == saved.dtype else _checked_getter(saved)
 
     try:
         for inner in module.modules():
@@ -55,26 +55,26 @@ def exchanged(module: nn.Module, tensors: Iterable[Tensor], convert: Convert) ->
             held[name] = tensor
 
 
-def _copied(tensor: Tensor, convert: Convert) -> Tensor:
-    source: Make = vars(tensor).get(_MADE_BY) or _unchanged(tensor)
+def _converted_copy(tensor: Tensor, convert: Convert) -> Tensor:
+    source: Make = vars(tensor).get(_MADE_BY) or _checked_getter(tensor)
     copy = convert(tensor)
     vars(copy)[_MADE_BY] = lambda: convert(source())
     return copy
 
 
-def _made_anew(copy: Tensor, saved: Tensor) -> Make:
+def _view_maker(copy: Tensor, saved: Tensor) -> Make:
     """Return a function that makes ``saved``, a view of ``copy``, again; neither of them is stored."""
     make, view = vars(copy)[_MADE_BY], (saved.shape, saved.stride(), saved.storage_offset())
 
     def unpack() -> Tensor:
         with torch.no_grad():
-            made: Tensor = make()
-        return made.as_strided(*view)
+            base: Tensor = make()
+        return base.as_strided(*view)
 
     return unpack
 
 
-def _unchanged(tensor: Tensor) -> Make:
+def _checked_getter(tensor: Tensor) -> Make:
     """Return a function that returns ``tensor``, after checking that nothing was written to it since."""
     same, before = tensor.detach(), version(tensor)
 

@@ -39,7 +39,7 @@ from ..memory.threads import at_rest
 from ..units import MIB
 from ..weights import all_tensors, as_copied, same_bits, set_data
 from .mapped_files import MappedFiles, PastCache, can_read_past_cache
-from .schedule import aligned
+from .schedule import align
 
 CHUNK_BYTES, CHUNKS = 8 * MIB, 4
 """The ring. A copy of 8 MiB takes the bus at its full rate; while one chunk is on its way the next ones are filled."""
@@ -90,16 +90,16 @@ class HostWeights:
             tensors: parameters and buffers, which stay the same objects, in the order in which they should be pinned.
         """
         present = {id(tensor): tensor for tensor in tensors}
-        known = {key: self._known[key] for key in present if key in self._known}
-        news = [t for key, t in present.items() if key not in known or known[key][1] != _place(t)]
-        moved = {str(t.device) for t in news if id(t) in known and t.device.type != "cpu"}
+        retained = {key: self._known[key] for key in present if key in self._known}
+        news = [t for key, t in present.items() if key not in retained or retained[key][1] != _place(t)]
+        moved = {str(t.device) for t in news if id(t) in retained and t.device.type != "cpu"}
         if moved:
             warnings.warn(
                 f"weights that sd-lowvram streams were moved to {', '.join(sorted(moved))}: they go back to host "
                 "memory; call restore() first to have them elsewhere",
                 stacklevel=2,
             )
-        self._known = known
+        self._known = retained
         if active_fake_mode(*news) is not None:
             for tensor in news:
                 mark_host(tensor)
@@ -130,10 +130,10 @@ class HostWeights:
             target: of the same shape and type.
         """
         with torch.no_grad(), torch.inference_mode(False):
-            if self._ring is not None and self._is_slow(source) and (pair := _in_order(source, target)):
+            if self._ring is not None and self._is_slow(source) and (pair := _sort_dims(source, target)):
                 self._ring.copy(*pair, stream, self._past if self._is_on_disk(source) else None)
                 return
-            with _on(stream):
+            with _stream_context(stream):
                 target.copy_(source, non_blocking=self.device.type == "cuda")
 
     def pass_ring(self, sources: Iterable[Tensor]) -> bool:
@@ -171,8 +171,8 @@ class HostWeights:
 
     def _is_on_disk(self, source: Tensor) -> bool:
         """True if the source exceeds the RAM budget and is read from disk in each step."""
-        found = bisect.bisect_right(self._on_disk, (source.data_ptr(), math.inf)) - 1
-        return found >= 0 and source.data_ptr() < self._on_disk[found][1]
+        at = bisect.bisect_right(self._on_disk, (source.data_ptr(), math.inf)) - 1
+        return at >= 0 and source.data_ptr() < self._on_disk[at][1]
 
     def _leave_on_disk(self, waiting: Iterable[Tensor], budget: _Budget, mapping: MappedFiles) -> None:
         """Choose which mapped weights stay in the system's cache: the first ones within ``budget``, in order.
@@ -273,7 +273,7 @@ class _Slabs:
 
     def __init__(self, sizes: Iterable[int], most: int, pinned: bool) -> None:
         self.total = 0
-        self._coming = deque(map(aligned, sizes))
+        self._coming = deque(map(align, sizes))
         self._most = most
         self._pinned = pinned
         self._left: Tensor | None = None
@@ -286,17 +286,17 @@ class _Slabs:
             past: reads ``data`` from its file without filling the system's cache.
         """
         if self._left is None or not len(self._left):
-            self._left = self._opened(min(growth, self._most - self.total))
+            self._left = self._open_piece(min(growth, self._most - self.total))
         size = self._coming.popleft()
         if self._left is None:
             return None
         room, self._left = self._left[: data.nbytes], self._left[size:]
         order = dense_order(like)
         copy = room.view(data.dtype).view([data.shape[dim] for dim in order]).permute(inverse(order))
-        pair = _in_order(data, copy) if past is not None else None
+        pair = _sort_dims(data, copy) if past is not None else None
         return copy if past is not None and pair and past.read(*pair) else copy.copy_(data)
 
-    def _opened(self, growth: int) -> Tensor | None:
+    def _open_piece(self, growth: int) -> Tensor | None:
         """A piece that the next contents fill."""
         size = 0
         for coming in self._coming:
@@ -333,12 +333,12 @@ class _Ring:
     def copy(
         self, source: Tensor, target: Tensor, stream: torch.cuda.Stream | None, past: PastCache | None = None
     ) -> None:
-        """Copy what :func:`_in_order` gives.
+        """Copy what :func:`_sort_dims` gives.
 
         Args:
             past: reads ``source`` from its file.
         """
-        with self._lock, _on(stream):
+        with self._lock, _stream_context(stream):
             for piece, place in _pieces(source, target):
                 turn = self._turn
                 self._turn = (turn + 1) % CHUNKS
@@ -363,7 +363,7 @@ def _ring_of(device: torch.device) -> _Ring:
     return ring
 
 
-def in_files(tensors: Iterable[Tensor]) -> list[bool]:
+def tensors_in_files(tensors: Iterable[Tensor]) -> list[bool]:
     """Return the tensors that are parts of mapped files and need no memory of their own while they wait.
 
     Weights without contents (meta or fake) count as mapped, because loading a checkpoint maps it.
@@ -376,9 +376,9 @@ def in_files(tensors: Iterable[Tensor]) -> list[bool]:
 
 
 def bytes_in_files(tensors: Iterable[Tensor]) -> int:
-    """Bytes of those of ``tensors`` for which :func:`in_files` holds."""
+    """Bytes of those of ``tensors`` for which :func:`tensors_in_files` holds."""
     tensors = list(tensors)
-    return sum(tensor.nbytes for tensor, mapped in zip(tensors, in_files(tensors), strict=True) if mapped)
+    return sum(tensor.nbytes for tensor, mapped in zip(tensors, tensors_in_files(tensors), strict=True) if mapped)
 
 
 def bytes_also_in_files(tensors: Iterable[Tensor]) -> int:
@@ -429,7 +429,7 @@ def _place(tensor: Tensor) -> _Place:
     return storage_key(data), data.storage_offset(), data.shape, data.stride(), data.dtype
 
 
-def _in_order(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
+def _sort_dims(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
     """Both tensors with dimensions sorted by the strides of ``target``, as flat bytes if ``source`` has the same order.
 
     None if ``target`` has gaps, or another type."""
@@ -454,5 +454,5 @@ def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             yield from _pieces(*parts)
 
 
-def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+def _stream_context(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..compat.private import FakeTensor, storage_key, writes
 from ..errors import ConflictError
 from ..weights import all_tensors, is_gguf, own_tensors
-from .schedule import aligned
+from .schedule import align
 
 _HOLDERS = (nn.ParameterList, nn.ParameterDict)
 """Never called: what they hold is used by the module above."""
@@ -70,11 +70,11 @@ def layers_of(components: Mapping[str, nn.Module]) -> list[Layer]:
         ConflictError: weights that cannot be copied byte by byte (tensor subclasses of quantisers, the meta device).
     """
     seen: set[int] = set()
-    found = [layer for name, root in components.items() for layer in _below(name, root, seen)]
-    for layer in found:
+    layers = [layer for name, root in components.items() for layer in _below(name, root, seen)]
+    for layer in layers:
         for tensor in layer.tensors:
             _refuse_foreign(layer, tensor)
-    return found
+    return layers
 
 
 def inner_layers(layer: Layer) -> list[Layer]:
@@ -122,7 +122,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def place_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor on the device, rounded up to its alignment."""
-    return aligned(tensor.nbytes)
+    return align(tensor.nbytes)
 
 
 def _refuse_foreign(layer: Layer, tensor: Tensor) -> None:
@@ -141,24 +141,24 @@ def _refuse_foreign(layer: Layer, tensor: Tensor) -> None:
 
 def signature(component: nn.Module) -> list[Any]:
     """Modules, tensors, and adapters merged into them: a cheap key for "nothing changed since the last run"."""
-    found: list[Any] = []
+    facts: list[Any] = []
     waiting = [component]
     while waiting:
         module = waiting.pop()
-        found.append(id(module))
+        facts.append(id(module))
         held = module.__dict__
         for tensors in (held["_parameters"], held["_buffers"]):
             for tensor in tensors.values():
                 if tensor is not None:
-                    found.append(id(tensor))
+                    facts.append(id(tensor))
         if "merged_adapters" in held:
-            found.append(tuple(held["merged_adapters"]))
+            facts.append(tuple(held["merged_adapters"]))
         if held.get("_compiled_call_impl") is not None:
-            found.append("compiled")
+            facts.append("compiled")
         for child in held["_modules"].values():
             if child is not None:
                 waiting.append(child)
-    return found
+    return facts
 
 
 def contents(tensors: list[Tensor]) -> list[Any]:

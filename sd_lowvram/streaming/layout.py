@@ -19,10 +19,10 @@ from .blocks import Block, Blocks, Granularity, blocks_of
 from .copier import Copy
 from .layers import Layer, place_bytes
 from .pool import Pool
-from .schedule import Schedule, aligned, lay_out, spread
+from .schedule import Schedule, align, lay_out, spread
 from .search import best_schedule, no_slower
 from .simulator import CopyQueue
-from .timing import StepTiming, as_called, in_run_order, timed
+from .timing import StepTiming, schedule_units, sort_as_called, sort_by_timing
 
 STAYING = -1
 """The number of what stays whatever the schedule says."""
@@ -142,12 +142,12 @@ class DeviceLayout:
 
     def roles(self) -> dict[int, tuple[int, ...] | None]:
         """Map the id of a layer's module to the numbers of its blocks: () if it stays, None if it is a table."""
-        found: dict[int, tuple[int, ...] | None] = {id(layer.module): () for layer in self._parts.staying}
-        found |= {id(layer.module): None for layer in self._parts.lookups}
+        roles: dict[int, tuple[int, ...] | None] = {id(layer.module): () for layer in self._parts.staying}
+        roles |= {id(layer.module): None for layer in self._parts.lookups}
         for number, block in enumerate(self.blocks):
             for layer in block.layers:
-                found[id(layer.module)] = (*(found.get(id(layer.module)) or ()), number)
-        return found
+                roles[id(layer.module)] = (*(roles.get(id(layer.module)) or ()), number)
+        return roles
 
     @property
     def open(self) -> bool:
@@ -167,7 +167,7 @@ class DeviceLayout:
                 self._waiting[number] = waiting
 
     def _lay(self, number: int, pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> None:
-        self.places[number], self._copies[number] = _laid_in(pool, waiting, offset)
+        self.places[number], self._copies[number] = _place_block(pool, waiting, offset)
 
     def take(self, number: int, device: torch.device) -> None:
         """Allocate memory for a streamed block, where the ring follows the activations."""
@@ -220,23 +220,25 @@ def _waiting(tensors: Sequence[Tensor], block: Block | None) -> list[_HostWeight
             tensors = sorted(tensors, key=lambda tensor: (storage_key(tensor), _start(tensor)))
         held = [tensor.data for tensor in tensors]
         sources = [data if block is None else block.part(data) for data in held]
-        found = list(map(_HostWeight, tensors, held, sources, map(as_copied, tensors, sources)))
-        first = len(found)
-        for number in reversed(range(len(found))):
-            if not number or not _adjoin(*found[number - 1 : number + 1]):
-                run, first = found[number:first], number
+        weights = list(map(_HostWeight, tensors, held, sources, map(as_copied, tensors, sources)))
+        first = len(weights)
+        for number in reversed(range(len(weights))):
+            if not number or not _adjoin(*weights[number - 1 : number + 1]):
+                run, first = weights[number:first], number
                 if len(run) > 1:
-                    found[number] = replace(run[0], more=len(run) - 1, bytes=_from_to(run[0].source, run[-1].source))
-    return found
+                    weights[number] = replace(
+                        run[0], more=len(run) - 1, bytes=_byte_span(run[0].source, run[-1].source)
+                    )
+    return weights
 
 
 def _adjoin(first: _HostWeight, second: _HostWeight) -> bool:
     """True if two sources are as far apart in host memory as their slots on the device, so that one copy moves both."""
     if active_fake_mode(first.source) is not None or any(
-        one.source.stride() != one.like.stride() for one in (first, second)
+        weight.source.stride() != weight.like.stride() for weight in (first, second)
     ):
         return False
-    storages = [storage_key(one.source) for one in (first, second)]
+    storages = [storage_key(weight.source) for weight in (first, second)]
     return storages[0] == storages[1] and _start(second.source) - _start(first.source) == place_bytes(first.like)
 
 
@@ -245,26 +247,28 @@ def _start(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _from_to(first: Tensor, last: Tensor) -> Tensor:
+def _byte_span(first: Tensor, last: Tensor) -> Tensor:
     """The bytes from the beginning of one tensor to the end of another in the same storage."""
     start, stop = _start(first), _start(last) + last.nbytes
     return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (stop - start,), (1,))
 
 
-def _laid_in(pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> tuple[list[WeightSlot], list[Copy]]:
+def _place_block(pool: Pool, waiting: Sequence[_HostWeight], offset: int) -> tuple[list[WeightSlot], list[Copy]]:
     """The places of a block from ``offset`` on, and the copies that bring it there."""
-    views = pool.views((one.like for one in waiting), offset)
+    views = pool.views((weight.like for weight in waiting), offset)
     places = [
-        WeightSlot(one.tensor, one.host, one.source, ordinary_as(one.tensor, view))
-        for one, view in zip(waiting, views, strict=True)
+        WeightSlot(weight.tensor, weight.host, weight.source, ordinary_as(weight.tensor, view))
+        for weight, view in zip(waiting, views, strict=True)
     ]
     copies, number = [], 0
     while number < len(waiting):
-        one, view = waiting[number], views[number]
+        weight, view = waiting[number], views[number]
         copies.append(
-            (one.source, view) if one.bytes is None else (one.bytes, pool.span(_start(view), one.bytes.nbytes))
+            (weight.source, view)
+            if weight.bytes is None
+            else (weight.bytes, pool.span(_start(view), weight.bytes.nbytes))
         )
-        number += 1 + one.more
+        number += 1 + weight.more
     return places, copies
 
 
@@ -281,17 +285,17 @@ def lay_down(
         BudgetError: a block is larger than the buffer may be.
     """
     if policy.timing is not None:
-        layers = in_run_order(layers, policy.timing)
-    parts, room = _parted(_as_learned(layers, orders), policy)
+        layers = sort_by_timing(layers, policy.timing)
+    parts, room = _split_blocks(_sort_as_learned(layers, orders), policy)
     if room is not None and room < _least(parts):
         helps = not policy.split and _least(blocks_of(layers, _granularity(policy), _part(room, parts))) <= room
-        raise _too_little(room, parts, ", or let layers be split (split_layers)" if helps else "")
+        raise _buffer_error(room, parts, ", or let layers be split (split_layers)" if helps else "")
     return DeviceLayout(parts, _schedule(parts, policy, room, near))
 
 
 def most_bytes(layers: Sequence[Layer], policy: ResidencyPolicy) -> int:
     """Bytes of weights on the device at most, without the schedule of :func:`lay_down`."""
-    parts, room = _parted(layers, policy)
+    parts, room = _split_blocks(layers, policy)
     return parts.bytes if room is None else min(room, parts.bytes)
 
 
@@ -299,7 +303,7 @@ def _granularity(policy: ResidencyPolicy) -> Granularity:
     return "halves" if policy.kind == "halves" else "blocks"
 
 
-def _parted(layers: Sequence[Layer], policy: ResidencyPolicy) -> tuple[Blocks, int | None]:
+def _split_blocks(layers: Sequence[Layer], policy: ResidencyPolicy) -> tuple[Blocks, int | None]:
     """The blocks of ``layers``, and the bytes for them on the device."""
     granularity = _granularity(policy)
     parts = blocks_of(layers, granularity)
@@ -335,7 +339,7 @@ def _part(room: int, parts: Blocks) -> int:
     return max(1, room - parts.staying_bytes) // _SPLIT
 
 
-def _too_little(room: int, parts: Blocks, otherwise: str) -> BudgetError:
+def _buffer_error(room: int, parts: Blocks, otherwise: str) -> BudgetError:
     """The error for a buffer that does not hold what stays plus the largest block."""
     least, largest = _least(parts), max(parts.streamed, key=lambda block: block.bytes)
     return BudgetError(
@@ -353,22 +357,22 @@ def _schedule(parts: Blocks, policy: ResidencyPolicy, room: int | None, near: bo
         return lay_out(units, range(len(units)), 0)
     room = max(0, room - parts.staying_bytes)
     if policy.kind == "blocks" and policy.timing is not None:
-        return best_schedule(timed(parts.streamed, policy.timing), room, policy.timing.copies, near)
+        return best_schedule(schedule_units(parts.streamed, policy.timing), room, policy.timing.copies, near)
     if policy.kind == "blocks":
         return best_schedule(units, room, CopyQueue(1.0, overlap=False), near)
-    room = min(room, sum(aligned(unit.bytes) for unit in units))
+    room = min(room, sum(align(unit.bytes) for unit in units))
     ring = lay_out(units, (), room)
     plain = policy.device_bytes is None and not policy.split and not policy.together
     if policy.kind == "layer" and plain and policy.timing is not None:
-        return no_slower(timed(parts.streamed, policy.timing), ring, policy.timing.copies)
+        return no_slower(schedule_units(parts.streamed, policy.timing), ring, policy.timing.copies)
     return ring
 
 
-def _as_learned(layers: Sequence[Layer], orders: dict[str, list[str]]) -> Sequence[Layer]:
+def _sort_as_learned(layers: Sequence[Layer], orders: dict[str, list[str]]) -> Sequence[Layer]:
     """The layers of each model that has run in the order in which it called them, in the places of its layers."""
     result = list(layers)
     for component, order in orders.items():
         seats = [number for number, layer in enumerate(layers) if layer.component == component]
-        for seat, layer in zip(seats, as_called([layers[number] for number in seats], order), strict=True):
+        for seat, layer in zip(seats, sort_as_called([layers[number] for number in seats], order), strict=True):
             result[seat] = layer
     return result

@@ -46,14 +46,14 @@ class MappedFiles:
             for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
                 span, _, offset, _, node, *file = line.split(maxsplit=5)
                 if node != "0" and file and not file[0].startswith(("/dev/", "/memfd:", "/SYSV")):
-                    start, end = (int(one, 16) for one in span.split("-"))
+                    start, end = (int(bound, 16) for bound in span.split("-"))
                     self._spans.append(_Span(start, end, int(offset, 16), int(node), file[0]))
         self._starts = [span.start for span in self._spans]
 
     def span(self, address: int) -> _Span | None:
         """The part of a file that is mapped at ``address``."""
-        found = bisect.bisect_right(self._starts, address) - 1
-        return self._spans[found] if found >= 0 and address < self._spans[found].end else None
+        index = bisect.bisect_right(self._starts, address) - 1
+        return self._spans[index] if index >= 0 and address < self._spans[index].end else None
 
     def file(self, tensor: Tensor) -> str | None:
         """The file that ``tensor`` is a part of."""
@@ -136,8 +136,8 @@ class PastCache:
 
     def _is_written(self, start: int, size: int) -> bool:
         first, last = start // mmap.PAGESIZE, (start + size - 1) // mmap.PAGESIZE
-        told = os.pread(self._pages, (last - first + 1) * _ENTRY, first * _ENTRY)
-        if len(told) != (last - first + 1) * _ENTRY:
+        entries = os.pread(self._pages, (last - first + 1) * _ENTRY, first * _ENTRY)
+        if len(entries) != (last - first + 1) * _ENTRY:
             return True
-        here = torch.frombuffer(bytearray(told), dtype=torch.int64) >> 61 & 0b111
+        here = torch.frombuffer(bytearray(entries), dtype=torch.int64) >> 61 & 0b111
         return bool(((here & 0b110 != 0) & (here & 0b001 == 0)).any())

@@ -9,28 +9,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from .schedule import Schedule, WeightGroup, aligned, lay_out
+from .schedule import Schedule, WeightGroup, align, lay_out
 
 Policy = Callable[[Sequence[WeightGroup], int], Schedule]
 
 
 POLICIES: dict[str, Policy] = {
     # what ComfyUI does
-    "largest first": lambda units, room: _filled(units, room, sorted(range(len(units)), key=lambda n: -units[n].bytes)),
-    "first resident": lambda units, room: _filled(units, room, range(len(units))),
+    "largest first": lambda units, room: _fill(units, room, sorted(range(len(units)), key=lambda n: -units[n].bytes)),
+    "first resident": lambda units, room: _fill(units, room, range(len(units))),
     "all streamed": lambda units, room: lay_out(units, (), room),
 }
 """Functions from the units of a step and the bytes on the device to a schedule; residents are as many as fit."""
 
 
-def _filled(units: Sequence[WeightGroup], device_bytes: int, order: Iterable[int]) -> Schedule:
+def _fill(units: Sequence[WeightGroup], device_bytes: int, order: Iterable[int]) -> Schedule:
     """Take residents in ``order`` while a ring for the other units remains."""
     order = list(order)
-    sizes = [aligned(units[number].bytes) for number in order]
+    sizes = [align(units[number].bytes) for number in order]
     largest_left = [*reversed([*itertools.accumulate(reversed(sizes), max)]), 0]
-    kept = [0, *itertools.accumulate(sizes)]
+    cumulative = [0, *itertools.accumulate(sizes)]
     for rooms in (2, 1):
         for count in range(len(order), -1, -1):
-            if kept[count] + rooms * largest_left[count] <= device_bytes:
-                return lay_out(units, order[:count], device_bytes - kept[count])
+            if cumulative[count] + rooms * largest_left[count] <= device_bytes:
+                return lay_out(units, order[:count], device_bytes - cumulative[count])
     return lay_out(units, (), device_bytes)

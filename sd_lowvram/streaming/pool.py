@@ -28,13 +28,13 @@ class Pool:
 
     def views(self, contents: Iterable[Tensor], offset: int) -> list[Tensor]:
         """Views of the buffer for tensors like ``contents``, in order from ``offset``, with their strides if dense."""
-        made = []
+        views = []
         with torch.inference_mode(False), torch.no_grad():
             for like in contents:
                 elements = self._elements(like.dtype)
-                made.append(elements.as_strided(like.shape, dense_strides(like), offset // like.element_size()))
+                views.append(elements.as_strided(like.shape, dense_strides(like), offset // like.element_size()))
                 offset += place_bytes(like)
-        return made
+        return views
 
     def span(self, start: int, size: int) -> Tensor:
         """Bytes of it."""

@@ -84,7 +84,7 @@ class Schedule:
         return self.resident_bytes + self.ring_bytes
 
 
-def aligned(size: int) -> int:
+def align(size: int) -> int:
     """``size`` rounded up to a place in the ring."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -106,11 +106,11 @@ def lay_out(units: Sequence[WeightGroup], resident: Collection[int], ring_bytes:
         BudgetError: a streamed unit is larger than the ring.
     """
     places: list[tuple[int, int, int]] = []
-    kept, kept_bytes, head = [], 0, 0
+    residents, kept_bytes, head = [], 0, 0
     for number, unit in enumerate(units):
-        size = aligned(unit.bytes)
+        size = align(unit.bytes)
         if size and number in resident:
-            kept.append(number)
+            residents.append(number)
             kept_bytes += size
         elif size:
             if size > ring_bytes:
@@ -123,7 +123,7 @@ def lay_out(units: Sequence[WeightGroup], resident: Collection[int], ring_bytes:
             start = 0 if head + size > ring_bytes else head
             head = start + size
             places.append((number, start, head))
-    return Schedule(frozenset(kept), kept_bytes, ring_bytes if places else 0, tuple(_fetches(places)))
+    return Schedule(frozenset(residents), kept_bytes, ring_bytes if places else 0, tuple(_fetches(places)))
 
 
 def follow_maps(units: Sequence[WeightGroup], most: int, ring_bytes: int) -> Schedule:
@@ -133,7 +133,7 @@ def follow_maps(units: Sequence[WeightGroup], most: int, ring_bytes: int) -> Sch
     together stay within ``most`` bytes, and the ring within ``ring_bytes``. A unit that exceeds them is there alone.
     """
     count = len(units)
-    sizes = [aligned(unit.bytes) for unit in units]
+    sizes = [align(unit.bytes) for unit in units]
     before = [0, *itertools.accumulate(sizes * 3)]
     reach: list[int] = []  # for each unit of two steps, from the last back: the last unit that fits in addition
     for at in reversed(range(2 * count)):

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from ..errors import BudgetError
 from ..units import MIB
 from .policies import POLICIES
-from .schedule import Schedule, WeightGroup, aligned, follow_maps, lay_out
+from .schedule import Schedule, WeightGroup, align, follow_maps, lay_out
 from .simulator import CopyQueue, simulate
 
 _FINE = MIB // 4
@@ -59,7 +59,7 @@ def no_slower(units: Sequence[WeightGroup], ring: Schedule, copies: CopyQueue) -
         return ring
     allowed = simulate(units, ring, copies) * (1 + 1e-9)
     most = max(unit.maps for unit in units) + ring.ring_bytes
-    least = max(unit.maps + aligned(unit.bytes) for unit in units)
+    least = max(unit.maps + align(unit.bytes) for unit in units)
     best = follow_maps(units, most, ring.ring_bytes)
     while most - least >= _FINE:
         middle = (least + most) // 2
@@ -81,7 +81,7 @@ def bound(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue) ->
     compute = sum(unit.seconds for unit in units)
     total = sum(unit.bytes for unit in units)
     rate = copies.fastest
-    from_disk = copies.on_disk(total - device_bytes) / copies.disk
+    from_disk = copies.disk_bytes(total - device_bytes) / copies.disk
     if not copies.overlap:
         return compute + max(max(0, total - device_bytes) / rate, from_disk)
     before = [0, *itertools.accumulate(unit.bytes for unit in units)]
@@ -102,7 +102,7 @@ class _ScheduleSearch:
 
     def __init__(self, units: Sequence[WeightGroup], device_bytes: int, copies: CopyQueue) -> None:
         self.units, self.device_bytes, self.copies = units, device_bytes, copies
-        self.sizes = [aligned(unit.bytes) for unit in units]
+        self.sizes = [align(unit.bytes) for unit in units]
         self.streamable = [number for number, size in enumerate(self.sizes) if size]
         simple = [policy(units, device_bytes) for policy in POLICIES.values()]
         self.best = min(simple, key=lambda schedule: simulate(units, schedule, copies))

@@ -50,11 +50,11 @@ class CopyQueue:
         )
         return (max(copying, reading) if self.overlap else copying + reading) + self.latency
 
-    def on_disk(self, size: int) -> int:
+    def disk_bytes(self, size: int) -> int:
         """Bytes read from disk, of ``size`` bytes that are streamed in a step."""
         return 0 if self.pinned is None or self.cached is None else max(0, size - self.pinned - self.cached)
 
-    def of_fetches(self, sizes: Sequence[int]) -> list[float]:
+    def fetch_seconds(self, sizes: Sequence[int]) -> list[float]:
         """Seconds of each fetch of a step, in order; fetches that are read are spread evenly."""
         taken = [0.0] * len(sizes)
         pinned = math.inf if self.pinned is None else self.pinned
@@ -79,7 +79,7 @@ class CopyQueue:
 def simulate(units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> float:
     """Seconds of one step among many: fetches run ahead into the next step."""
     if not copies.overlap:
-        fetched = sum(copies.of_fetches([units[fetch.unit].bytes for fetch in schedule.fetches]))
+        fetched = sum(copies.fetch_seconds([units[fetch.unit].bytes for fetch in schedule.fetches]))
         return sum(unit.seconds for unit in units) + fetched
     return _Engines(units, schedule, copies).step_seconds()
 
@@ -89,7 +89,7 @@ class _Engines:
 
     def __init__(self, units: Sequence[WeightGroup], schedule: Schedule, copies: CopyQueue) -> None:
         place = {fetch.unit: index for index, fetch in enumerate(schedule.fetches)}
-        taken = copies.of_fetches([units[fetch.unit].bytes for fetch in schedule.fetches])
+        taken = copies.fetch_seconds([units[fetch.unit].bytes for fetch in schedule.fetches])
         self.rows = []
         between = 0.0
         for number, unit in enumerate(units):

@@ -18,7 +18,7 @@ Part = tuple[tuple[int, int], contextlib.AbstractContextManager[Any]]
 """First and last output, and a context in which the layer holds the rows that make them."""
 
 
-def in_parts(module: nn.Module, parts: Iterable[Part], original: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def run_in_parts(module: nn.Module, parts: Iterable[Part], original: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """``original(*inputs)`` of a Linear (..., outputs), a Conv2d (N, outputs, H, W) or a Conv3d (N, outputs, frames, H,
     W), a part of the outputs at a time."""
     dims = 3 if isinstance(module, nn.Conv3d) else 2 if isinstance(module, nn.Conv2d) else 0

@@ -82,16 +82,16 @@ def timing_of(
     )
 
 
-def in_run_order(layers: Sequence[Layer], timing: StepTiming) -> list[Layer]:
+def sort_by_timing(layers: Sequence[Layer], timing: StepTiming) -> list[Layer]:
     """``layers`` as a step uses them; one that is not seen to be used stays behind the one before it."""
     owners = {layer.name: [number] for number, layer in enumerate(layers)}
     first: dict[str, None] = {}
     for path, _ in timing.spans:
         first.update((layers[number].name, None) for number in _owner(path, owners))
-    return as_called(layers, list(first))
+    return sort_as_called(layers, list(first))
 
 
-def as_called(layers: Sequence[Layer], called: Sequence[str]) -> list[Layer]:
+def sort_as_called(layers: Sequence[Layer], called: Sequence[str]) -> list[Layer]:
     """``layers`` in the order of ``called``, by name; a layer that was not called follows its predecessor."""
     moments = {name: moment for moment, name in enumerate(called)}
     rank, ranks = -1, []
@@ -101,7 +101,7 @@ def as_called(layers: Sequence[Layer], called: Sequence[str]) -> list[Layer]:
     return [layers[number] for number in sorted(range(len(layers)), key=ranks.__getitem__)]
 
 
-def timed(blocks: Sequence[Block], timing: StepTiming) -> list[WeightGroup]:
+def schedule_units(blocks: Sequence[Block], timing: StepTiming) -> list[WeightGroup]:
     """The units of a schedule for ``blocks``, which are in the order of the run.
 
     What needs no streamed weights counts for the block that was used last.
@@ -133,7 +133,7 @@ def timed(blocks: Sequence[Block], timing: StepTiming) -> list[WeightGroup]:
 
 def _owner(path: str, owners: dict[str, list[int]]) -> list[int]:
     """Whom the module ``path`` belongs to: itself, or what it is a part of; noted in ``owners``."""
-    found = owners.get(path)
-    if found is None:
-        found = owners[path] = _owner(path.rpartition(".")[0], owners) if path else []
-    return found
+    numbers = owners.get(path)
+    if numbers is None:
+        numbers = owners[path] = _owner(path.rpartition(".")[0], owners) if path else []
+    return numbers

@@ -1,8 +1,9 @@
 """Scopes for lent weights: one call of a layer, or many calls in a row.
 
-A hook that widens weights lends them with :func:`lent_to_call`. A hook that calls a layer many times in a row does so
-within :func:`kept`, and the weights are fetched and widened once. A hook that calls whole modules many times does so
-within :func:`together`: no weight is lent for longer, but the streaming engine knows that they will be needed again.
+A hook that widens weights lends them with :func:`lend_to_call`. A hook that calls a layer many times in a row does so
+within :func:`hold_weights`, and the weights are fetched and widened once. A hook that calls whole modules many times
+does so within :func:`repeated_calls`: no weight is lent for longer, but the streaming engine keeps the weights on the
+device while they fit, because they will be needed again.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ _state = _ThreadScopes()
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def hold_weights() -> Iterator[None]:
     """Keep weights lent across calls until the outermost of these blocks exits."""
     if _state.kept is not None:
         yield
         return
-    with together(), contextlib.ExitStack() as ending:
-        known: _Kept = {}
-        _state.kept = known
+    with repeated_calls(), contextlib.ExitStack() as ending:
+        lent_weights: _Kept = {}
+        _state.kept = lent_weights
         try:
             yield
         finally:
             _state.kept = None
-            for _, _, lending in known.values():
+            for _, _, lending in lent_weights.values():
                 ending.enter_context(lending)
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def repeated_calls() -> Iterator[None]:
     """Announce that modules are called repeatedly within the block: streamed weights stay while they fit."""
     block = _state.together = _state.together or _ExitCallbacks()
     block.depth += 1
@@ -68,8 +69,8 @@ def together() -> Iterator[None]:
             block.close()
 
 
-def until_together_ends(owner: object, number: int, release: Callable[[int], None]) -> bool:
-    """Call ``release(number)`` once when the current :func:`together` ends.
+def release_after_repeats(owner: object, number: int, release: Callable[[int], None]) -> bool:
+    """Call ``release(number)`` once when the current :func:`repeated_calls` ends.
 
     Return False if there is none, or if this was requested before. ``owner`` is identified by its id and must outlive
     the block.
@@ -83,8 +84,8 @@ def until_together_ends(owner: object, number: int, release: Callable[[int], Non
 
 
 @contextlib.contextmanager
-def apart(rows: tuple[int, int] | None = None) -> Iterator[None]:
-    """Lend weights for each call alone within the block, even inside :func:`kept`.
+def lend_per_call(rows: tuple[int, int] | None = None) -> Iterator[None]:
+    """Lend weights for each call alone within the block, even inside :func:`hold_weights`.
 
     Args:
         rows: the first and last output row of the layer, if its weight holds only these rows.
@@ -102,15 +103,15 @@ def present_rows() -> slice:
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
-    """End the lending of these tensors by :func:`kept`, because they are evicted."""
-    known, wanted = _state.kept or {}, set(map(id, tensors))
-    for key in [key for key in reversed(known) if key[0] in wanted]:
-        known.pop(key)[2].close()
+    """End the lending of these tensors by :func:`hold_weights`, because they are evicted."""
+    lent_weights, wanted = _state.kept or {}, set(map(id, tensors))
+    for key in [key for key in reversed(lent_weights) if key[0] in wanted]:
+        lent_weights.pop(key)[2].close()
 
 
 @contextlib.contextmanager
-def lent_to_call(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
-    """Replace each tensor's contents by ``convert`` of them within the block, for longer inside :func:`kept`.
+def lend_to_call(tensors: Iterable[Tensor], convert: Convert) -> Iterator[None]:
+    """Replace each tensor's contents by ``convert`` of them within the block, for longer inside :func:`hold_weights`.
 
     ``convert`` is identified by its id: pass the same function for every call of a layer.
     """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ConflictError
 from ..hooks.strips import Span, assembled, spans
-from ..streaming.weight_scopes import kept
+from ..streaming.weight_scopes import hold_weights
 
 POOLED = 8
 """The pooled map has so many tokens on a side, whatever the size of the map."""
@@ -86,7 +86,7 @@ class RegionalAttention(nn.Module):
         sizes = region_sizes(height, self.side)
         edges = [width * row for row in (0, *itertools.accumulate(sizes))]
         bands = {(edges[first], edges[last]): sizes[first:last] for first, last in spans(len(sizes), chunks, 1)}
-        with kept():
+        with hold_weights():
             pooled = _pooled(norm, tokens, height, width)
             keys, values = self.to_k(pooled), self.to_v(pooled)
 

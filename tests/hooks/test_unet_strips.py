@@ -19,7 +19,7 @@ from sd_lowvram.hooks.strips import Statistics, assembled, spans
 from sd_lowvram.memory import current_account
 from sd_lowvram.memory.repeats import each, standing_for, times
 from sd_lowvram.models.diffusers import residual
-from sd_lowvram.streaming.weight_scopes import kept, lent_to_call
+from sd_lowvram.streaming.weight_scopes import hold_weights, lend_to_call
 
 
 @given(total=st.integers(1, 300), pieces=st.integers(1, 40), least=st.integers(1, 50))
@@ -161,16 +161,16 @@ def test_kept_weights_come_once() -> None:
         return data * 2
 
     def call() -> Tensor:
-        with lent_to_call([layer.weight], fetch), lent_to_call([layer.weight], Tensor.double):
+        with lend_to_call([layer.weight], fetch), lend_to_call([layer.weight], Tensor.double):
             return layer(torch.eye(2, dtype=torch.double))
 
     expected = (2 * before.double()).T
     for _ in range(2):
         assert torch.equal(call(), expected)
     assert len(calls) == 2
-    with pytest.raises(ZeroDivisionError), kept():
+    with pytest.raises(ZeroDivisionError), hold_weights():
         for _ in range(3):
-            with kept():
+            with hold_weights():
                 assert torch.equal(call(), expected)
         assert len(calls) == 3
         assert layer.weight.dtype == torch.double

@@ -73,7 +73,7 @@ def test_what_is_not_read_yet_is_given_up(gpu: Any, sources: list[Tensor], gate:
         while not ends[0].running():
             pass
         ends[2].add_done_callback(lambda _: gate.set())
-        copier.rest()
+        copier.drain()
         assert [end.cancelled() for end in ends] == [False, True, True]
         assert torch.equal((targets[0] * 1).cpu(), sources[0])
         assert not targets[1].any() and not targets[2].any()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sd_lowvram.errors import BudgetError
 from sd_lowvram.streaming.policies import POLICIES
-from sd_lowvram.streaming.schedule import ALIGNMENT, WeightGroup, aligned, follow_maps, lay_out
+from sd_lowvram.streaming.schedule import ALIGNMENT, WeightGroup, align, follow_maps, lay_out
 from sd_lowvram.streaming.search import best_schedule, bound, no_slower
 from sd_lowvram.streaming.simulator import CopyQueue, simulate
 
@@ -43,14 +43,14 @@ def unit(size, seconds=1.0):
 
 def budget(units, share):
     """Between the largest unit and all of them."""
-    sizes = [aligned(one.bytes) for one in units]
+    sizes = [align(one.bytes) for one in units]
     return max(sizes) + int(share * (sum(sizes) - max(sizes)))
 
 
 def assert_nobody_is_overwritten(units, schedule):
     """A fetch may run as soon as it and those issued before it need not wait: nothing it covers is still needed then,
     and it does not wait for what comes later itself."""
-    places = {fetch.unit: (fetch.offset, fetch.offset + aligned(units[fetch.unit].bytes)) for fetch in schedule.fetches}
+    places = {fetch.unit: (fetch.offset, fetch.offset + align(units[fetch.unit].bytes)) for fetch in schedule.fetches}
     assert not places.keys() & schedule.resident
     assert places.keys() | schedule.resident == {number for number, one in enumerate(units) if one.bytes}
     passed = -1
@@ -74,14 +74,14 @@ def test_a_place_in_the_ring_is_free_when_it_is_filled(units, data, share):
     streamed = [one for number, one in enumerate(units) if number not in resident]
     schedule = lay_out(units, resident, budget(streamed, share) if streamed else 0)
     assert_nobody_is_overwritten(units, schedule)
-    kept = sum(aligned(units[number].bytes) for number in resident)
+    kept = sum(align(units[number].bytes) for number in resident)
     assert schedule.resident_bytes == kept and schedule.device_bytes == kept + schedule.ring_bytes
 
 
 @given(BESIDE_MAPS, st.floats(0, 1), st.floats(0, 1))
 def test_a_ring_that_follows_leaves_the_activations_their_bytes(units, share, other):
     """As the engine goes: at each unit the one before is dropped, and others are fetched as long as there is room."""
-    count, sizes = len(units), [aligned(one.bytes) for one in units]
+    count, sizes = len(units), [align(one.bytes) for one in units]
     least = max(one.maps + size for one, size in zip(units, sizes, strict=True))
     most, ring = least + int(share * sum(sizes)), max(sizes) + int(other * sum(sizes))
     schedule = follow_maps(units, most, ring)
@@ -158,10 +158,10 @@ def test_what_has_to_be_read_takes_as_long_as_reading_it():
     """The reader fills the ring while its chunks are copied; a CPU does one after the other."""
     units = [unit(2), unit(4)]
     mapped = CopyQueue(4 * K, reading=K, pinned=2 * K)
-    assert list(mapped.of_fetches([one.bytes for one in units])) == pytest.approx([0.5, 4.0])
-    assert list(CopyQueue(K, reading=4 * K, pinned=3 * K).of_fetches([2 * K, 4 * K])) == pytest.approx([2.0, 4.0])
+    assert list(mapped.fetch_seconds([one.bytes for one in units])) == pytest.approx([0.5, 4.0])
+    assert list(CopyQueue(K, reading=4 * K, pinned=3 * K).fetch_seconds([2 * K, 4 * K])) == pytest.approx([2.0, 4.0])
     one_by_one = dataclasses.replace(mapped, overlap=False)
-    assert list(one_by_one.of_fetches([one.bytes for one in units])) == pytest.approx([0.5, 5.0])
+    assert list(one_by_one.fetch_seconds([one.bytes for one in units])) == pytest.approx([0.5, 5.0])
     assert simulate(units, lay_out(units, (), 6 * K), one_by_one) == pytest.approx(7.5)
     assert simulate(units, lay_out(units, (), 6 * K), mapped) == pytest.approx(5.0)
 
@@ -201,7 +201,7 @@ def best_of_all_residents(units, room, copies):
     """Seconds of a step with the best set of residents."""
 
     def seconds(resident):
-        ring = room - sum(aligned(units[number].bytes) for number in resident)
+        ring = room - sum(align(units[number].bytes) for number in resident)
         try:
             return simulate(units, lay_out(units, resident, ring), copies) if ring >= 0 else float("inf")
         except BudgetError:
@@ -234,7 +234,7 @@ def test_of_more_units_the_search_comes_near_the_best_residents():
 @given(UNITS, st.floats(0, 1), COPIES)
 def test_a_step_is_as_long_as_its_compute_or_its_copies_at_least(units, share, copies):
     compute = sum(one.seconds for one in units)
-    copied = sum(copies.of_fetches([one.bytes for one in units if one.bytes]))
+    copied = sum(copies.fetch_seconds([one.bytes for one in units if one.bytes]))
     seconds = simulate(units, lay_out(units, (), budget(units, share)), copies)
     assert max(compute, copied) - 1e-6 <= seconds <= compute + copied + 1e-6
 

@@ -25,7 +25,7 @@ from sd_lowvram.streaming.engine import ActiveStreams, Stream
 from sd_lowvram.streaming.host_weights import host_budget, mapped_bytes
 from sd_lowvram.streaming.layout import ResidencyPolicy
 from sd_lowvram.streaming.pool import Pool
-from sd_lowvram.streaming.weight_scopes import together
+from sd_lowvram.streaming.weight_scopes import repeated_calls
 from sd_lowvram.tracing import trace
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import all_tensors, weight_bytes
@@ -246,7 +246,7 @@ class _Row(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.layers:
-            with together():
+            with repeated_calls():
                 x = torch.cat([functools.reduce(lambda some, layer: layer(some), block, some) for some in x.chunk(4)])
         return x
 
