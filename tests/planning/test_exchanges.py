@@ -10,12 +10,11 @@ import compvis
 import pytest
 import tiny
 import torch
-from families import KINDS, picture
+from families import KINDS, parts, picture, plain
 from torch import nn
 
 import sd_lowvram
 from sd_lowvram import Settings
-from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.errors import BudgetError, ConflictError, UnsupportedModelError
 from sd_lowvram.memory import measured_peak
 from sd_lowvram.session import attachments
@@ -32,11 +31,11 @@ ENTRIES = {"forward", "decode", "encode"}
 
 @pytest.fixture
 def pipe() -> Any:
-    return tiny.pipeline("sd15")
+    return plain("sd15")
 
 
 def other(name: str) -> Any:
-    return tiny.components("sd15", seed=1)[name]
+    return parts("sd15", seed=1)[name]
 
 
 def carries_hooks(part: nn.Module) -> bool:
@@ -101,9 +100,7 @@ def test_what_does_not_fit_is_refused_before_its_first_step(pipe: Any) -> None:
     plan = sd_lowvram.plan(pipe, **PLENTY)
     sd_lowvram.optimize(pipe, **{**PLENTY, "vram": f"{plan.minimum_vram_bytes} B"})
     before, steps = pipe.unet, []
-    wide = tiny.config("sd15")
-    wide["unet"] |= {"block_out_channels": [64, 256, 256, 256]}
-    pipe.unet = build_components(wide, only=("unet",))["unet"]
+    pipe.unet = parts("sd15", block_out_channels=[64, 512])["unet"]
     pipe.unet.register_forward_pre_hook(lambda _, given: steps.append(type(given[0])))
     with pytest.raises(BudgetError, match="cannot hold"):
         tiny.run(pipe, steps=1)
@@ -122,7 +119,7 @@ def test_what_cannot_be_planned_is_refused_by_name(pipe: Any) -> None:
 
 
 def test_a_part_with_a_plan_of_its_own_is_refused_until_that_is_restored(pipe: Any) -> None:
-    lender = tiny.pipeline("sd15", seed=1)
+    lender = plain("sd15", seed=1)
     sd_lowvram.optimize(pipe, settings=Settings(weight_storage="int8"), **PLENTY)
     sd_lowvram.optimize(lender, settings=Settings(offload="layer"), **PLENTY)
     pipe.unet = lender.unet
@@ -152,7 +149,7 @@ def test_a_controlnet_in_place_of_another_is_planned() -> None:
 def test_a_scheduler_in_place_of_another_and_a_part_less_keep_the_plan() -> None:
     from diffusers import EulerDiscreteScheduler
 
-    pipe = tiny.pipeline("sd15")
+    pipe = plain("sd15")
     plan = sd_lowvram.optimize(pipe, **PLENTY)
     pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
     pipe.text_encoder = None

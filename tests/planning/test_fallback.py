@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -39,7 +40,7 @@ class Frame:
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    return tiny.pipeline("sd15")
+    return families.plain("sd15")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -16,7 +17,7 @@ from sd_lowvram.session import attachments
 
 @pytest.fixture
 def pipe() -> Any:
-    return tiny.pipeline("sd15")
+    return families.plain("sd15")
 
 
 def test_a_hires_fix_is_planned_anew(pipe: Any) -> None:

@@ -72,14 +72,9 @@ SHALLOW = {
 """Of the UNets, two levels with one block each: a run has many calls, and they are the same with more."""
 
 
-def parts(name: str, **unet: Any) -> dict[str, Any]:
+def parts(name: str, seed: int = 0, **unet: Any) -> dict[str, Any]:
     """What a pipeline of family ``name`` is made of, its UNet changed."""
-    made = tiny.components(name)
-    unet = {**SHALLOW[name], **unet}
-    config = tiny.config(name)
-    shallow = {"unet": {**config["unet"], **unet}, "vae": {**config["vae"], "layers_per_block": 1}}
-    made |= build_components(shallow, only=("unet", "vae"))
-    return made
+    return tiny.components(name, seed, unet={**SHALLOW[name], **unet}, vae={"layers_per_block": 1})
 
 
 def made(kind: str, components: dict[str, Any], **more: Any) -> Any:

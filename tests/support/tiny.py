@@ -62,11 +62,14 @@ def _tokenizers(name: str) -> dict[str, Any]:
     return {part: CLIPTokenizer.from_pretrained(_folder(name) / part) for part in parts}
 
 
-def components(name: str, seed: int = 0) -> dict[str, Any]:
-    """Everything that a pipeline of family ``name`` is made of, with new random weights in float32."""
+def components(name: str, seed: int = 0, **changed: dict[str, Any]) -> dict[str, Any]:
+    """Everything that a pipeline of family ``name`` is made of, with new random weights in float32; ``changed`` are
+    values of the configurations of its parts."""
     from diffusers import DDIMScheduler
 
-    parts = {**build_components(config(name), seed=seed), **_tokenizers(name)}
+    configs = config(name)
+    configs |= {part: {**configs[part], **values} for part, values in changed.items()}
+    parts = {**build_components(configs, seed=seed), **_tokenizers(name)}
     parts["scheduler"] = DDIMScheduler(**_schedule(name))
     if name != "sdxl":
         parts |= {"safety_checker": None, "feature_extractor": None}
