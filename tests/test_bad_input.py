@@ -89,7 +89,7 @@ def test_numbers_and_switches(pipe: Any, name: str, value: Any, told: str) -> No
 
 @pytest.mark.parametrize("target", ["x", None, 3, {}, [], Settings])
 def test_restore_of_what_carries_nothing(target: Any) -> None:
-    with pytest.raises(BadInputError, match=r"restore\(\) takes what was given to optimize\(\), not"):
+    with pytest.raises(BadInputError, match=r"restore\(\).*optimize\(\)"):
         sd_lowvram.restore(target)
 
 

@@ -196,7 +196,7 @@ def test_code_of_another_user_in_the_users_own_folder_is_not_run(folder: Path, m
     cache._warn_of_owner.cache_clear()
     with pytest.warns(UserWarning, match=f"{file.name}: it belongs to another user"):
         traced(tiny.tiniest().unet)
-    with pytest.warns(UserWarning, match="code.py: it belongs to another user"), compiler.compiling():
+    with pytest.warns(UserWarning, match="code.py"), compiler.compiling():
         used = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert folder not in used.parents and stat.S_IMODE(used.stat().st_mode) == 0o700
     compiler._of_the_cache.cache_clear()

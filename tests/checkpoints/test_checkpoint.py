@@ -106,7 +106,7 @@ def test_a_unet_without_one_of_its_blocks_is_refused(small_world, made, tmp_path
 
 
 def test_a_class_that_nobody_knows_is_told():
-    with pytest.raises(CheckpointError, match="class Foreign2DModel is known neither to diffusers"):
+    with pytest.raises(CheckpointError, match=r"Foreign2DModel.*diffusers"):
         build_components({"unet": {"_class_name": "Foreign2DModel"}}, only=("unet",))
 
 
@@ -157,7 +157,7 @@ def test_folder_with_a_truncated_part(small_world, made, tmp_path):
 
 def test_a_file_with_other_layers(made):
     """The single file says nothing of its widths: diffusers takes those of the full model."""
-    with pytest.raises(CheckpointError, match=r"is of shape \[\d.* where this kind .* has \[.*diffusers folder"):
+    with pytest.raises(CheckpointError, match=r"\[\d.*\[.*diffusers"):
         load_pipeline(made("sd15")[1])
 
 
@@ -167,7 +167,7 @@ def test_missing_things(tmp_path):
     with pytest.raises(CheckpointError, match="never fetched"):
         load_pipeline("somebody/some-model")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match=r"no model_index.json \(it holds notes.txt\)"):
+    with pytest.raises(CheckpointError, match=r"model_index.json \(it.*notes.txt\)"):
         load_pipeline(tmp_path)
     (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
     with pytest.raises(CheckpointError, match="WanPipeline"):

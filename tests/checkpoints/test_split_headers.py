@@ -174,7 +174,7 @@ def test_an_autoencoder_of_other_latents_is_refused_before_anything_is_loaded(
     entry = "decoder.conv_in.weight" if "decoder.conv_in.weight" in shapes else "conv2.weight"
     wrong = {**shapes, entry: (shapes[entry][0], 4, 3, 3) if "conv_in" in entry else (4, 4, 1, 1, 1)}
     file = write_header(tmp_path / "vae.safetensors", wrong)
-    with pytest.raises(CheckpointError, match=r"decodes latents of 4 channels, and .* makes 16"):
+    with pytest.raises(CheckpointError, match=r"4.*16"):
         split_model(**{**one.given, "vae": file})
 
 
@@ -187,7 +187,7 @@ def test_a_model_that_is_given_more_than_latents_is_refused(
     }
     width, channels, *sides = shapes[entry]
     file = write_header(tmp_path / "fill.safetensors", {**shapes, entry: (width, 2 * channels, *sides)})
-    with pytest.raises(CheckpointError, match="given 32 channels of latents and makes 16"):
+    with pytest.raises(CheckpointError, match=r"32.*16"):
         split_file(file, "transformer")
 
 
@@ -195,7 +195,7 @@ def test_a_text_encoder_of_another_width_is_refused(made: Callable[[str], Made],
     one = made("flux1")
     shapes = one.shapes("transformer")
     file = write_header(tmp_path / "wide.safetensors", {**shapes, "txt_in.weight": (shapes["txt_in.weight"][0], 128)})
-    with pytest.raises(CheckpointError, match=r"takes text of width 128 .* make 64"):
+    with pytest.raises(CheckpointError, match=r"128.*64"):
         split_model(**{**one.given, "transformer": file})
 
 
@@ -278,9 +278,7 @@ def test_nothing_is_linked(
     assert fingerprint(folder) != before
     files["transformer"].rename(tmp_path / "moved.safetensors")
     for look in (load_pipeline, fingerprint, lambda folder: meta_components(str(folder), torch.float32)):
-        with pytest.raises(
-            CheckpointError, match=r"transformer\.safetensors, the transformer of .*, is no longer there"
-        ):
+        with pytest.raises(CheckpointError, match=r"transformer\.safetensors"):
             look(folder)
 
 

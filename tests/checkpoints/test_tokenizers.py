@@ -142,7 +142,7 @@ QWEN = {"architectures": ["Qwen3Model"], "vocab_size": 151936}
 
 def test_merges_belong_to_a_vocabulary_of_pairs(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps({str(number): number for number in range(151643)}))
-    with pytest.raises(CheckpointError, match=r"lacks its vocabulary: tokenizer\.json, or merges\.txt is missing"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json.*merges\.txt"):
         check_tokenizer_files(tmp_path, QWEN)
     (tmp_path / "merges.txt").touch()
     with pytest.raises(CheckpointError, match="has too few merges"):

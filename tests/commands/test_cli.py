@@ -156,7 +156,7 @@ def test_an_inpainting_checkpoint_of_nine_channels(tmp_path, here):
             assert image.size == (72, 88)
         (tmp_path / "out.png").unlink()
     done = here("generate", "an apple", *options)
-    assert done.exit_code == 2 and "give it a picture and a mask (--init-image and --mask)" in done.stderr
+    assert done.exit_code == 2 and re.search(r"--init-image.*--mask\)", done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -197,12 +197,12 @@ def test_a_name_of_any_bytes_as_long_as_the_file_system_takes(heavy, model, tmp_
 
 def test_schedulers_refuse_steps_that_they_cannot_make(model, here):
     done = here("generate", "apple", "--model", model, "--scheduler", "lcm", "--steps", 60)
-    assert done.exit_code == 2 and "--steps 60 is not for the scheduler LCM" in done.stderr
+    assert done.exit_code == 2 and re.search("--steps 60.*LCM", done.stderr)
 
 
 def test_what_the_demo_model_does_not_know_is_named(here, tmp_path):
     done = here("generate", "A photo of a LIGHTHOUSE, t-shirt; red", "--vram", "1KB")
-    assert 'does not know "lighthouse": sd-lowvram generate --list-things' in done.stderr
+    assert re.search(r'"lighthouse".*--list-things', done.stderr)
     found = json.loads(here("generate", "--list-things", "--json").stdout)
     assert sum(map(len, found.values())) == 241 and ["red apple", "apple"] in found["food"]
     listed = here("generate", "--list-things").stdout
@@ -217,7 +217,7 @@ def test_generate_ends_with_file_peak_and_time_and_the_demo_model_says_its_size(
     assert file == "a.png" and re.fullmatch(r"peak [\d.]+ MiB of 1 GiB, as planned", peak)
     assert re.fullmatch(r"time .* s, and .* s to load the model", seconds)
     assert (done.stdout + done.stderr).count("peak") == 1
-    assert "the demo model knows 128x128 alone, and draws poorly at 64x64" in done.stderr
+    assert re.search("128x128.*64x64", done.stderr)
 
 
 def test_make_asks_the_demo_model_for_the_size_it_knows():
@@ -226,7 +226,7 @@ def test_make_asks_the_demo_model_for_the_size_it_knows():
         line = ["make", "--dry-run", "--old-file=.venv/.standalone", "picture", *given]
         told = subprocess.run(line, cwd=root, capture_output=True, text=True, check=True).stdout
         assert ('--width "$SIZE" --height "$SIZE"' in told) == sized
-        assert ("SIZE counts with MODEL" in told) != sized and "sd-lowvram generate --help" in told
+        assert ("SIZE counts with MODEL" in told) != sized and "--help" in told
 
 
 def test_bad_models(tmp_path, here):

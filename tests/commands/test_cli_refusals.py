@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def test_layers_that_no_model_has(light, tmp_path, part, layers):
 def test_line_breaks_in_the_names_of_pictures(light, tmp_path):
     done = light(MAIN, "generate", "an apple", "--output", "a\nb.png", folder=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert r"output 'a\nb.png' holds '\n', which no file's name should: leave it out" in done.stderr
+    assert re.search(r"'a\\nb\.png'.*'\\n'", done.stderr)
     assert not [*tmp_path.iterdir()]
 
 
@@ -171,7 +172,7 @@ def test_versions_that_do_not_fit_are_named_with_versions_that_do(tmp_path):
     )
     pair = f"diffusers {metadata.version('diffusers')} cannot run with torch {metadata.version('torch')} ("
     assert done.returncode == 2 and pair in done.stderr, done.stderr
-    assert 'update both, or pip install "diffusers==0.31.*" "transformers==4.46.*"' in done.stderr
+    assert r'"diffusers==0.31.*" "transformers==4.46.*"' in done.stderr
 
 
 def test_an_attribute_that_our_code_misses_stays_an_internal_error():

@@ -91,7 +91,7 @@ def test_a_finished_picture_is_not_lost(tmp_path, monkeypatch):
     rescue = tmp_path / "rescue"
     rescue.mkdir()
     monkeypatch.setattr(pictures.tempfile, "gettempdir", lambda: str(rescue))
-    with pytest.raises(OutputError, match=r"the picture is in .*rescue"):
+    with pytest.raises(OutputError, match="rescue"):
         save_picture(Image.new("RGB", (8, 8)), tmp_path / "gone" / "a.png", "x")
     (saved,) = rescue.iterdir()
     with Image.open(saved) as image:

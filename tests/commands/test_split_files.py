@@ -199,7 +199,7 @@ def test_a_gguf_file_that_is_no_use_is_told(
     with pytest.raises(CheckpointError, match="these are read of transformers"):
         split_model(**{**told, "vae": tmp_path / "whole.gguf"})
     monkeypatch.delitem(utils.dequantize_functions, gguf.GGMLQuantizationType.Q4_0)
-    with pytest.raises(CheckpointError, match=r"in Q4_0, which diffusers cannot widen: get the file in one of .*Q8_0"):
+    with pytest.raises(CheckpointError, match=r"Q4_0.*diffusers.*Q8_0"):
         split_model(**{**told, "transformer": tmp_path / "whole.gguf"})
 
 
@@ -256,7 +256,7 @@ def test_a_file_that_lacks_weights_is_told(made: Callable[..., Any], tmp_path: P
     save_file(state, tmp_path / "t5.safetensors")
     others = [path for path in told["text_encoders"] if path != text]
     folder = split_model(**{**told, "text_encoders": [*others, tmp_path / "t5.safetensors"]})
-    with pytest.raises(CheckpointError, match=r"lacks 1 weight of its T5EncoderModel: .*SelfAttention\.q\.weight"):
+    with pytest.raises(CheckpointError, match=r"1.*T5EncoderModel: .*SelfAttention\.q\.weight"):
         load_pipeline(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -50,7 +51,7 @@ def test_rates_tell_what_other_programs_took_meanwhile() -> None:
         other.kill()
         other.wait()
     assert 0.3 / (os.cpu_count() or 1) < taken <= 1
-    assert "took 40% of the processors" in calibration._source(0.4) and calibration._source(0.05) == "measured here"
+    assert "40%" in calibration._source(0.4) and calibration._source(0.05) == "measured here"
 
 
 def test_rates_are_measured_once(cache: Any, monkeypatch: Any) -> None:
@@ -128,7 +129,7 @@ def test_makers_figures_stand_for_a_card(written: str) -> None:
         )
         assert one.copy_bandwidth == known.copy_bandwidth / 2
     assert stated.half_flops == stated.float_flops and both.half_flops == known.half_flops
-    assert "8 GiB, 20.3 TFLOPS, 448 GB/s" in stated.title and "fp16 at the rate of fp32" in stated.source
+    assert "8 GiB, 20.3 TFLOPS, 448 GB/s" in stated.title and re.search("fp16.*fp32", stated.source)
 
 
 @pytest.mark.parametrize(

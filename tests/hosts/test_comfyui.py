@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -200,7 +201,7 @@ def test_one_mistake_is_one_error_before_anything_is_loaded(server, budget, told
 def test_an_error_in_a_run_names_no_path(server) -> None:
     made = prompt()
     made["12"] = node("LowVRAMPlan", model=["1", 0], vae=["1", 2], budget="", width=1001, height=512, batch=1, steps=2)
-    with pytest.raises(RunError, match="the nearest is 1000") as raised:
+    with pytest.raises(RunError, match="1000") as raised:
         server.run(made)
     ((_, told),) = [one for one in json.loads(str(raised.value)) if one[0] == "execution_error"]
     assert told["exception_type"] == "sd_lowvram.errors.BadInputError" and "/" not in told["exception_message"]
@@ -221,11 +222,11 @@ def test_the_plan_node_shows_what_low_vram_runs(server, stock) -> None:
     made["13"] = node("LowVRAMReport", plan=["10", 2], images=["6", 0])
     entry = server.run(made)
     shown, report = (entry["outputs"][number]["text"][0] for number in ("12", "13"))
-    assert shown.startswith("fits: ") and " of 8 GiB, about " in shown and "(2 steps of " in shown
+    assert shown.startswith("fits: ") and "8 GiB" in shown and "2 steps" in shown
     rows = [[line[:19].split() for line in text.splitlines() if line.startswith(("a step ", "decode "))]
             for text in (shown, report)]  # fmt: skip
     assert rows[0] == rows[1] and len(rows[0]) == 2  # stage and planned bytes
-    assert "2 steps ran: " in report and " measured, " in report
+    assert "2 steps" in report and " measured, " in report
     assert "residual_strips 22" in report and entry["outputs"]["10"]["text"][0].startswith("fits: ")
     assert far(stock, server.pictures(entry)["7"]).max() <= 1
 
@@ -333,10 +334,8 @@ def test_below_what_fits_a_plan_does_less_and_says_so(server) -> None:
     planned = [float(size) if unit == "MiB" else 1024 * float(size) for size, unit in rows]
     assert planned == sorted(planned, reverse=True), planned
     for line in told["12"], told["20"]:
-        assert line[1].startswith("counted: ") and "not counted: CLIP " in line[2]
-    assert (
-        told["12"][1].startswith("counted: model 3.2") and ", VAE 319 MiB, which ComfyUI keeps loaded" in told["12"][2]
-    )
+        assert line[1].startswith("counted: ") and "CLIP" in line[2]
+    assert told["12"][1].startswith("counted: model 3.2") and re.search("VAE 319 MiB.*ComfyUI", told["12"][2])
     assert told["20"][0].startswith("above the budget: ") and "counted: VAE 319 MiB" in told["20"][1]
     assert server.lines("sd-lowvram: decode .* is above the budget: .* of 290 MiB")
     pictures = server.pictures(entry)

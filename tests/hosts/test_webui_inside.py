@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_left_out_and_the_picture_comes(server: Server, dat
     assert_same(made, plain)
     assert set(drawn(server)[begun:]) == {(128, True)}
     assert re.search(r"512x512 in this generation was refused: .* cannot hold", server.told()[before:])
-    assert "Low VRAM refused: 512x512" in made.infotext
+    assert re.search("Low VRAM.*512x512", made.infotext)
     assert len([*data.rglob("*.latents.safetensors")]) == 1 and server.ask("/tests/hooks") == NOTHING
 
 

@@ -133,9 +133,9 @@ def test_taesd_is_planned_plain() -> None:
 
 def test_exact_tiles_of_taesd_are_refused_by_name() -> None:
     chosen = Settings(vae_tiles="exact")
-    with pytest.raises(NoSiteError, match=r"exact tiles: AutoencoderTiny .* leave vae_tiles to the plan"):
+    with pytest.raises(NoSiteError, match=r"AutoencoderTiny.*vae_tiles"):
         sd_lowvram.plan(taesd(), vram="1GB", width=64, height=64, settings=chosen)
-    with pytest.raises(NoSiteError, match="exact tiles: AutoencoderTiny"), attached(taesd(), chosen):
+    with pytest.raises(NoSiteError, match="AutoencoderTiny"), attached(taesd(), chosen):
         pass
 
 

@@ -184,16 +184,16 @@ def test_what_is_no_numbers_is_refused() -> None:
         decode(vae, latents * torch.inf, settings=chosen)
     vae.decoder.conv_out.bias.fill_(torch.nan)
     for tiles in ("exact", "off"):
-        with pytest.raises(NotFiniteError, match="load it in float32"):
+        with pytest.raises(NotFiniteError, match="float32"):
             decode(vae, latents, settings=Settings(vae_tiles=tiles))
 
 
 def test_what_does_not_suit_is_refused_by_name() -> None:
     vae = small("qwen")
-    with pytest.raises(NoSiteError, match="fast tiles: AutoencoderKLQwenImage sees frames"):
+    with pytest.raises(NoSiteError, match="AutoencoderKLQwenImage"):
         sd_lowvram.plan(vae, vram="1GB", width=64, height=64, settings=Settings(vae_tiles="fast"))
     for latents in (torch.zeros(1, 16, 8, 8), torch.zeros(1, 4, 1, 8, 8), torch.zeros(1, 16, 0, 8, 8)):
-        with pytest.raises(BadInputError, match=r"\(N, 16, frames, height, width\)"):
+        with pytest.raises(BadInputError, match=r"\(N, 16.*width\)"):
             decode(vae, latents)
     torch.manual_seed(0)
     other: Any = diffusers.AutoencoderKLWan(**_SMALL, **KINDS["wan"][1]).eval()

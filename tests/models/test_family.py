@@ -59,7 +59,7 @@ def test_a_strangers_transformer_is_planned_run_and_restored() -> None:
             plan = optimize(pipe, vram=budget, **asked)
             assert [stage.component for stage in plan.stages] == ["transformer", "vae"]
             assert torch.equal(todays.picture(pipe), expected)
-        with pytest.MonkeyPatch.context() as patched, pytest.raises(BudgetError, match="cannot hold 512x512"):
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(BudgetError, match="512x512"):
             patched.setattr(pipe.scheduler, "step", None)  # which comes after the first call
             todays.picture(pipe, 512, 512)
         optimize(pipe, vram="1GB", **asked)

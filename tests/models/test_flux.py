@@ -37,7 +37,7 @@ def prompts(pipe: Any) -> list[Tensor]:
 
 
 def test_sides_are_multiples_of_what_a_token_stands_for(pipe: Any) -> None:
-    with pytest.raises(BadInputError, match="width 72 must be a positive multiple of 16"):
+    with pytest.raises(BadInputError, match=r"72.*16"):
         sd_lowvram.plan(pipe, vram="1GB", width=72, height=64)
     assert sd_lowvram.plan(pipe, vram="1GB", device="cpu").request.width == 1024
 
@@ -96,7 +96,7 @@ def test_a_transformer_or_a_t5_by_itself(pipe: Any) -> None:
 
 def test_a_part_that_is_not_served_is_named(pipe: Any) -> None:
     pipe.register_modules(image_encoder=nn.Linear(2, 2))
-    with pytest.raises(UnsupportedModelError, match=r"FluxPipeline has a part \(image_encoder: Linear\)"):
+    with pytest.raises(UnsupportedModelError, match=r"FluxPipeline.*\(image_encoder: Linear\)"):
         sd_lowvram.plan(pipe, vram="1GB")
 
 

@@ -157,7 +157,7 @@ def test_the_stages_of_a_script_run_each_within_its_plan(case: Case) -> None:
         assert all(torch.equal(look(models[name]), read[name]) for name, look in case.reads.items())
     for plan in within("transformer", *(["vae"] if hasattr(models["vae"], "bn") else [])):
         assert todays.agrees(plan, todays.picture(pipe, output_type="latent"), latents)
-    with pytest.raises(BudgetError, match=r"^64 KiB cannot hold text_encoder\w*: text needs .*Give that much$"):
+    with pytest.raises(BudgetError, match=r"^64 KiB.*text_encoder\w*.*Give"):
         sd_lowvram.plan(share(pipe, models, tuple(case.reads)), vram="64KiB", device="cpu")
 
 
@@ -175,7 +175,7 @@ def test_a_larger_picture_is_planned_anew_before_its_first_step_or_refused_there
     sd_lowvram.restore(pipe)
     least = least_of(pipe)
     sd_lowvram.optimize(pipe, vram=f"{least} B", **ASKED)
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(BudgetError, match="cannot hold 1024x1024"):
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(BudgetError, match="1024x1024"):
         patched.setattr(pipe.scheduler, "step", None)
         todays.picture(pipe, 1024, 1024)
     assert todays.picture(pipe).shape == (1, 3, todays.SIZE, todays.SIZE)

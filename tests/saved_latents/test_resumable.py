@@ -133,7 +133,7 @@ def test_what_cannot_be_used_is_refused_before_a_step(pipe, tmp_path):
     with pytest.raises(BadInputError, match="holds no latents"):
         sd_lowvram.resumable(pipe, path)(**CALL, generator=seeded())
     assert path.read_bytes() == b"something of somebody's"
-    with pytest.raises(BadInputError, match="UNet2DConditionModel cannot go on from saved latents"):
+    with pytest.raises(BadInputError, match="UNet2DConditionModel"):
         sd_lowvram.resumable(pipe.unet, path)
     with pytest.raises(BadInputError, match="is no interval"):
         sd_lowvram.resumable(pipe, path, every="5 h")

@@ -171,13 +171,13 @@ def test_other_runs_are_refused(pipes, tmp_path):
     run(pipe, tmp_path / "x")
     saved = read_saved(tmp_path / "x")
     set_scheduler(pipe, "euler-a")
-    with pytest.raises(BadInputError, match="by EulerDiscreteScheduler, and the model's scheduler is another"):
+    with pytest.raises(BadInputError, match="EulerDiscreteScheduler"):
         run(pipe, tmp_path / "x", start=saved)
     set_scheduler(pipe, "euler")
     short = Saved(saved.about, {**saved.tensors, "latents": saved.tensors["latents"][:1]})
     with pytest.raises(BadInputError, match="latents of another size"):
         run(pipe, tmp_path / "x", start=short)
-    with pytest.raises(BadInputError, match="tells of 9 of 9 steps"):
+    with pytest.raises(BadInputError, match=r"9.*9 steps"):
         run(pipe, tmp_path / "x", start=Saved({**saved.about, "step": 9, "steps": 9}, saved.tensors))
     evil = {**saved.about["scheduler"], "state": {"step": 1}}
     with pytest.raises(BadInputError, match="a name of the scheduler's own"):

@@ -241,7 +241,7 @@ def test_a_step_is_as_long_as_its_compute_or_its_copies_at_least(units, share, c
 
 def test_a_unit_that_does_not_fit_is_refused():
     units = [unit(1), WeightGroup("mid_block.conv", 5 * K, 1.0)]
-    with pytest.raises(BudgetError, match=r"mid_block\.conv has 2\.5 KiB") as refusal:
+    with pytest.raises(BudgetError, match=r"mid_block\.conv.*2\.5 KiB") as refusal:
         best_schedule(units, 4 * K, CopyQueue(K))
     assert refusal.value.needed_bytes == 5 * K
 

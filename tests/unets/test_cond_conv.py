@@ -241,7 +241,7 @@ def test_experts_are_stored_in_8_bits(kind: str) -> None:
 
 
 def test_layers_that_cannot_be_divided_are_refused_by_name() -> None:
-    with pytest.raises(BudgetError, match=r"leave no room for unet\..*conv1, which has .* MiB: give .* or more"):
+    with pytest.raises(BudgetError, match=r"unet\..*conv1.*MiB"):
         sd_lowvram.optimize(pipeline(), settings=Settings(offload="layer", split_layers=True, weights_mib=1))
     sd_lowvram.restore(pipeline())
 
@@ -324,7 +324,7 @@ def test_changed_models_are_not_cut_again(ground: Path) -> None:
     result = CliRunner().invoke(app, ["unet", "prune", "--model", model, "--experts", "2", "--dry-run"])
     why = "has experts=2 and regions=None in dn0, up3 already"
     assert result.exit_code == 2 and why in " ".join(result.output.split())
-    with pytest.raises(BadInputError, match="Linear is no UNet"):
+    with pytest.raises(BadInputError, match=r"Linear.*UNet"):
         pruned(torch.nn.Linear(2, 2), base(), BlockChanges(experts=2))
 
 

@@ -143,7 +143,7 @@ def test_what_is_no_lora_or_of_another_model_is_told(tmp_path: Path) -> None:
     base = of_kind("base")(tiny())
     with pytest.raises(BadInputError, match="the LoRA is no LoRA: none of its 1 tensors"):
         lora_for(base, {"conv_in.weight": torch.zeros(1)})
-    with pytest.raises(BadInputError, match=r"nothing of the LoRA is left .* dn0\.1$"):
+    with pytest.raises(BadInputError, match=r"LoRA.*dn0\.1$"):
         lora_for(base, {"unet.down_blocks.0.resnets.1.conv1.lora_A.weight": torch.zeros(2, 2)})
     for number, called in (("4_resnets_0", "dn4.0"), ("0_resnets_5", "dn0.5")):
         with pytest.raises(BadInputError, match=f"the LoRA changes {called}, which this UNet does not have"):
@@ -155,7 +155,7 @@ def test_what_is_no_lora_or_of_another_model_is_told(tmp_path: Path) -> None:
     damaged = of_kind("base")(tiny())
     for note in ("text", {"layers": [2] * 4, "down": [[0]] * 3, "up": [[0, 2]] * 3, "mid": True}):
         damaged.register_to_config(_kept_layers=note)
-        with pytest.raises(CheckpointError, match="configuration is damaged: _kept_layers"):
+        with pytest.raises(CheckpointError, match="_kept_layers"):
             lora_for(damaged, random_lora(tiny()))
 
 

@@ -271,11 +271,11 @@ def test_attention_in_8_bits_and_by_a_backend_is_the_layers_own() -> None:
 
 
 def test_merged_tokens_and_masks_are_refused() -> None:
-    with pytest.raises(ConflictError, match="merge_tokens cannot go with the RegionalAttention"):
+    with pytest.raises(ConflictError, match=r"merge_tokens.*RegionalAttention"):
         sd_lowvram.optimize(pipeline(), settings=Settings(merge_tokens=50))
     attention = next(iter(attentions_of(regional()).values()))
     attention.latents = 8, 8
-    with pytest.raises(ConflictError, match="was given 60 tokens where the map has 8 x 8"):
+    with pytest.raises(ConflictError, match=r"60.*8.*8"):
         attention(torch.zeros(1, 60, 32))
     with pytest.raises(ConflictError, match="takes no attention mask"):
         attention(torch.zeros(1, 64, 32), attention_mask=torch.zeros(1, 1, 64))

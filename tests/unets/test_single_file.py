@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,11 @@ def with_changed_unet(whole: str, folder: Path, **values: Any) -> str:
 def test_what_a_file_cannot_hold_is_refused_before_anything_is_loaded(whole: Any, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "new.safetensors")]
     base = ["prune", "--model", whole("sd15"), "--kind", "base", *out]
-    assert "no place for experts of convolutions (CondConv): name a folder" in refused(*base, "--experts", "2")
-    assert "no place for regions of self-attention (GRI): name a folder" in refused(*base, "--regions", "16")
-    assert "width of their text, 768 for SD1.x" in refused("prune", "--drop", "mid", *out)
+    assert "(CondConv)" in refused(*base, "--experts", "2")
+    assert "(GRI)" in refused(*base, "--regions", "16")
+    assert re.search(r"768.*SD1\.x", refused("prune", "--drop", "mid", *out))
     heads = with_changed_unet(whole("sd15"), tmp_path / "heads", attention_head_dim=4)
-    assert "attention_head_dim of this model's unet is 4" in refused("prune", "--model", heads, "--drop", "mid", *out)
+    assert re.search("attention_head_dim.*unet.*4", refused("prune", "--model", heads, "--drop", "mid", *out))
     xl = whole("sdxl")
     assert "this model is SDXL" in refused("prune", "--model", xl, "--kind", "base", *out)
     taken = [*base[:-1], whole("sd15")]
@@ -190,7 +191,7 @@ def test_a_damaged_file_is_refused_by_name(whole: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lacks 1 weight .*out_layers\.3\.bias"):
         load_pipeline(damaged(file, lambda key: key == "input_blocks.3.0.out_layers.3.bias"))
     save_file(load_file(file), tmp_path / "note.safetensors", {"sd_lowvram.kept_layers": "{"})
-    with pytest.raises(CheckpointError, match="kept_layers cannot be understood"):
+    with pytest.raises(CheckpointError, match="kept_layers"):
         load_pipeline(tmp_path / "note.safetensors")
 
 

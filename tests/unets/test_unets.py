@@ -147,7 +147,7 @@ def test_a_cut_block_that_was_wider_leaves_the_skip_connections_weights() -> Non
     old = whole.up_blocks[1].resnets[0].conv1.weight  # of 96 channels from below and 64 across
     assert torch.equal(made, torch.cat([old[:, :64], old[:, 96:]], dim=1))
     narrow = build_components({"unet": {**config, "block_out_channels": [32, 64, 64, 32]}}, device="meta")["unet"]
-    with pytest.raises(BadInputError, match="has 64 channels and the one that is cut 32"):
+    with pytest.raises(BadInputError, match=r"64.*32"):
         pruned(narrow, cut_of_kind(narrow.config, "tiny"))
 
 
@@ -303,7 +303,7 @@ def test_a_model_for_inpainting_is_cut(tmp_path: Path) -> None:
 
 
 def test_only_unets_that_are_known_are_taken() -> None:
-    with pytest.raises(BadInputError, match="Linear is no UNet"):
+    with pytest.raises(BadInputError, match=r"Linear.*UNet"):
         analysed(torch.nn.Linear(2, 2), 64, 64)
     config = full_size().config
     with pytest.raises(BadInputError, match="either"):

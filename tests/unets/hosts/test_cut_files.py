@@ -108,7 +108,7 @@ def test_forge_loads_what_has_a_middle_block(webui: Server, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["small", "tiny"])
 def test_forge_fails_aloud_without_a_middle_block(webui: Server, kind: str) -> None:
     """It builds a residual block there all the same, for which the file has no weights."""
-    with pytest.raises(RefusedError, match="must be Tensor, not NoneType"):
+    with pytest.raises(RefusedError, match=r"Tensor.*NoneType"):
         webui.make(**chosen(kind))
     assert "IntegratedUNet2DConditionModel Missing: ['middle_block.0." in webui.told()
 

@@ -116,11 +116,11 @@ def test_two_models_take_turns_in_one_sampling(server) -> None:
 
 
 def test_a_schedule_that_cannot_be_is_told(server) -> None:
-    with pytest.raises(RunError, match="schedule has 'small' where NAME:STEPS is needed"):
+    with pytest.raises(RunError, match=r"'small'.*NAME:STEPS"):
         server.start(in_turns(prompt(128), "small"))
     with pytest.raises(RunError, match="add up to 5 and the sampler runs 2: write as many"):
         server.run(in_turns(prompt(128), "small:2,full:3"))
-    with pytest.raises(RunError, match="put the low VRAM nodes before UNet Schedule"):
+    with pytest.raises(RunError, match=r"VRAM.*UNet Schedule"):
         server.run(optimized(in_turns(prompt(128), "small:1,full:1"), "16", 128))
 
 
