@@ -101,7 +101,7 @@ def test_restore_where_nothing_is_attached(pipe: Any) -> None:
 @pytest.mark.parametrize("given", [None, "latents.pt", [[0.0]]])
 def test_maps_that_are_no_tensors(pipe: Any, given: Any) -> None:
     for ask, what in ((sd_lowvram.decode, "latents"), (sd_lowvram.encode, "pixels")):
-        with pytest.raises(BadInputError, match=f"{what} must be a tensor .* not a {type(given).__name__}"):
+        with pytest.raises(BadInputError, match=f"{what} .*{type(given).__name__}"):
             ask(pipe.vae, given, vram="1GB")
 
 

@@ -228,20 +228,20 @@ def test_links_within_the_folder_are_followed(here, quick):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--workers", 2], "--workers 2 needs --on"),
-        (["--on", "mars"], "--on 'mars' is unknown: choose local, ray or ray://HOST"),
-        (["--on", "local", "--device", "cpu"], "--device cpu and --on local exclude each other"),
-        (["--on", "local", "--workers", 0], "--workers 0 must be at least 1"),
-        (["--retry", -1], "--retry -1 must be at least 0"),
-        (["--steps", 0], "line 1: --steps 0 must be at least 1"),
-        (["--out", "jobs.txt"], "--out jobs.txt is no folder"),
+        (["--workers", 2], "--workers 2 .*--on"),
+        (["--on", "mars"], "--on 'mars' .*local, ray or ray://HOST"),
+        (["--on", "local", "--device", "cpu"], "--device cpu .*--on local"),
+        (["--on", "local", "--workers", 0], "--workers 0 .*1"),
+        (["--retry", -1], "--retry -1 .*0"),
+        (["--steps", 0], "line 1: --steps 0 .*1"),
+        (["--out", "jobs.txt"], "--out jobs.txt"),
     ],
     ids=str,
 )
 def test_bad_options(here, quick, options, message):
     Path("jobs.txt").write_text("an apple\n")
     done = here("jobs.txt", "--out", "out", *options)
-    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert done.exit_code == 2 and re.search(message, done.stderr) and done.stderr.count("\n") == 1
 
 
 def test_a_second_run_makes_what_is_new_and_tells_what_is_gone(here, quick):

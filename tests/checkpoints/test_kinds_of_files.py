@@ -329,7 +329,7 @@ def test_todays_models_in_one_file_are_pointed_to_their_option(name: str, looks:
         "text_encoders.t5xxl.transformer.shared.weight": torch.zeros(1),
     }
     path = saved({name: torch.zeros(1), **more}, tmp_path / "m.safetensors")
-    with pytest.raises(CheckpointError, match=f"looks like {looks}: give it with --transformer"):
+    with pytest.raises(CheckpointError, match=f"{looks}: .*--transformer"):
         configuration(str(path))
 
 

@@ -123,9 +123,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without(*VOCABULARY), "tokenizer.json, or vocab.json and merges.txt is missing"),
-        (without("tokenizer_config.json"), "lacks tokenizer_config.json"),
-        (emptied, r"knows \d words"),
+        (without(*VOCABULARY), r"tokenizer\.json, .*vocab\.json and merges\.txt"),
+        (without("tokenizer_config.json"), "tokenizer_config.json"),
+        (emptied, r"\d words"),
     ],
 )
 def test_clips_tokenizer_without_a_file_is_refused(damage: Change, message: str, demo: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_vocabulary_of_another_model_is_refused(words: int, encoder: dict[str,
 
     (tmp_path / "tokenizer_config.json").write_text("{}")
     write(words)
-    with pytest.raises(CheckpointError, match=rf"knows {words} words, and its encoder reads {encoder['vocab_size']}"):
+    with pytest.raises(CheckpointError, match=rf"{words} words, .*{encoder['vocab_size']}"):
         check_tokenizer_files(tmp_path, encoder)
     write({32128: 32100, 49408: 49408, 151936: 151669}[encoder["vocab_size"]])
     check_tokenizer_files(tmp_path, encoder)

@@ -92,7 +92,7 @@ def test_components_that_wait_in_their_file_need_little_memory() -> None:
     [
         (("--model", "sd99"), "sd99"),
         (("--gpu", "voodoo"), "rtx2070"),
-        (("--model", "sd15", "--width", "100"), "--width 100 is no multiple of 8: 96 and 104 are nearest"),
+        (("--model", "sd15", "--width", "100"), "--width 100 .*8: 96 and 104"),
         (("--vram", "banana"), "banana"),
         (("--gpu", "8GB,20TFLOPS"), "8GB,20TFLOPS,448GB/s"),
     ],
@@ -100,7 +100,7 @@ def test_components_that_wait_in_their_file_need_little_memory() -> None:
 def test_bad_input(words: tuple[str, ...], says: str) -> None:
     result = run(*words)
     assert result.exit_code == 2
-    assert says in result.output
+    assert re.search(says, result.output)
 
 
 @pytest.mark.parametrize("words", [("plan",), ("unet", "analyse")])

@@ -179,7 +179,7 @@ def test_without_a_compiler_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_acts_inside_the_blocks_is_refused(other: dict[str, Any]) -> None:
     name = next(iter(other))
     with (
-        pytest.raises(SettingsError, match=f"compile='regional' cannot go with {name}=.*leave one of them off"),
+        pytest.raises(SettingsError, match=f"compile='regional' .*{name}="),
         attached(tiny.tiniest(), Settings(compile="regional", **other), device="cpu"),
     ):
         pass

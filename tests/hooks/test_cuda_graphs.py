@@ -46,7 +46,7 @@ def test_a_plan_knows_what_recording_gains_and_takes() -> None:
 )
 def test_what_does_not_go_with_it_is_named_before_any_work(knobs: dict[str, Any]) -> None:
     name, value = next(iter(knobs.items()))
-    with pytest.raises(SettingsError, match=f"cuda_graphs=True cannot go with {name}={value!r}"):
+    with pytest.raises(SettingsError, match=f"cuda_graphs=True .*{name}={value!r}"):
         planned(cuda_graphs=True, **knobs)
 
 

@@ -372,9 +372,9 @@ def test_what_a_broken_model_raises_is_all_that_is_told() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"width": 101}, "nearest is 104"),
-        ({"width": 0}, "positive multiple of 8"),
-        ({"height": -64}, "positive multiple of 8"),
+        ({"width": 101}, "104"),
+        ({"width": 0}, "multiple of 8"),
+        ({"height": -64}, "multiple of 8"),
         ({"height": 64.5}, "64.5"),
         ({"batch": 0}, "batch 0"),
         ({"vram": "banana"}, "banana"),

@@ -124,7 +124,7 @@ def test_a_step_of_no_numbers_ends_the_run_and_leaves_the_latents_before_it(pipe
 
     handle = pipe.unet.register_forward_hook(infinite)
     set_scheduler(pipe, "euler-a")
-    with pytest.raises(NotFiniteError, match=f"step {first} of {STEPS} computed values beyond") as told:
+    with pytest.raises(NotFiniteError, match=f"step {first} of {STEPS}") as told:
         run(pipe, path)
     handle.remove()
     assert path.exists() == (f"step {first - 1} are in {path}: sd-lowvram resume '{path}'" in str(told.value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,17 +307,17 @@ def test_routers_and_experts_are_trained_and_evaluated(ground: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--drop", "mid", "--experts", "0"], "--experts 0 leaves no convolution"),
-        (["--drop", "mid", "--changed", "dn0"], "--changed names blocks, and nothing is to change there"),
-        (["--experts", "2", "--changed", "dn9"], "has no block 'dn9': it has dn0 to dn3, mid, and up0 to up3"),
-        (["--drop", "mid", "--experts", "2", "--changed", "mid"], "no block 'mid': it has dn0 to dn3, and up0 to up3"),
-        (["--experts", "65"], "experts 65 is no number of experts: 1 is the plain convolution, 2 to 64 are mixed"),
+        (["--drop", "mid", "--experts", "0"], "--experts 0"),
+        (["--drop", "mid", "--changed", "dn0"], "--changed"),
+        (["--experts", "2", "--changed", "dn9"], "'dn9'.*dn0 to dn3, mid, .*up0 to up3"),
+        (["--drop", "mid", "--experts", "2", "--changed", "mid"], "'mid'.*dn0 to dn3, .*up0 to up3"),
+        (["--experts", "65"], "experts 65 .*2 to 64"),
         (["--experts", "1"], "name one cut"),
     ],
 )
 def test_bad_input_is_told(arguments: list[str], why: str) -> None:
     result = CliRunner().invoke(app, ["unet", "prune", *arguments, "--dry-run"])
-    assert result.exit_code == 2 and why in " ".join(result.output.split()), result.output
+    assert result.exit_code == 2 and re.search(why, " ".join(result.output.split())), result.output
 
 
 def test_changed_models_are_not_cut_again(ground: Path) -> None:

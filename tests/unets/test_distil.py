@@ -147,16 +147,16 @@ def test_clean_latents_come_back_from_the_true_output(prediction: str) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["--semantic", "huge"], "'huge' is unknown: choose one of efficientnet, vgg16"),
-        (["--blocks", "9"], "this UNet has 4 on each side"),
-        (["--rate", "0"], "must lie between 0 and 1"),
+        (["--semantic", "huge"], "'huge' .*efficientnet, vgg16"),
+        (["--blocks", "9"], "UNet has 4"),
+        (["--rate", "0"], "0 and 1"),
         (["--data", "/dev/null"], "is no folder of pictures"),
         (["--out", "/"], "is there already"),
     ],
 )
 def test_bad_input_is_told(ground: Path, more: list[str], why: str) -> None:
     run = CliRunner().invoke(app, asked(ground, "refused", *more))
-    assert run.exit_code == 2 and why in " ".join(run.output.split()), run.output
+    assert run.exit_code == 2 and re.search(why, " ".join(run.output.split())), run.output
     assert not (ground / "refused").exists()
 
 

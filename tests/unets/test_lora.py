@@ -146,7 +146,7 @@ def test_what_is_no_lora_or_of_another_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"LoRA.*dn0\.1$"):
         lora_for(base, {"unet.down_blocks.0.resnets.1.conv1.lora_A.weight": torch.zeros(2, 2)})
     for number, called in (("4_resnets_0", "dn4.0"), ("0_resnets_5", "dn0.5")):
-        with pytest.raises(BadInputError, match=f"the LoRA changes {called}, which this UNet does not have"):
+        with pytest.raises(BadInputError, match=f"LoRA .*{called}"):
             lora_for(tiny(), {f"lora_unet_down_blocks_{number}_conv1.lora_down.weight": torch.zeros(2, 2)})
     with pytest.raises(BadInputError, match="output block number 12 of a checkpoint"):
         lora_for(tiny(), {"lora_unet_output_blocks_12_0_in_layers_2.lora_down.weight": torch.zeros(2, 2)})

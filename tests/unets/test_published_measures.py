@@ -61,7 +61,7 @@ def test_weights_that_are_missing_are_named(caches: Path, monkeypatch: pytest.Mo
     small_clip(caches / "hf")
     folder = at_hand().clip
     (folder / "model.safetensors").unlink()
-    with pytest.raises(BadInputError, match=f"not at hand: those of {CLIP} are looked for in Hugging Face's cache"):
+    with pytest.raises(BadInputError, match=f"{CLIP} .*Hugging Face"):
         at_hand()
     (folder / "model.safetensors").touch()
     file.unlink()
@@ -85,7 +85,7 @@ def test_the_clip_score_is_that_of_the_model_itself(caches: Path) -> None:
         torch.testing.assert_close(torch.nn.functional.normalize(found), embeds)
     for name in ("config.json", "model.safetensors"):
         (snapshot / name).write_text("{", encoding="utf-8")
-    with pytest.raises(BadInputError, match=f"the model {CLIP} in .* cannot be read"):
+    with pytest.raises(BadInputError, match=f"{CLIP} in "):
         clip_of(snapshot)
 
 

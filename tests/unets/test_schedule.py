@@ -171,8 +171,8 @@ def test_each_unet_keeps_its_plan_also_a_leaner_one(pipe: Any, monkeypatch: pyte
         ([], 1, "at least one"),
         ([("own", 0)], 1, "at least 1"),
         ([("own", True)], 1, "at least 1"),
-        ([("other", 1)], 1, "do not match: cross_attention_dim is 192"),
-        ([("own", 2), ("small", 2)], 5, "add up to 4 and the run has 5"),
+        ([("other", 1)], 1, "cross_attention_dim.*192"),
+        ([("own", 2), ("small", 2)], 5, "4 .*5"),
         ([("text", 1)], 1, "is no UNet"),
     ],
 )

