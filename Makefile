@@ -31,6 +31,7 @@ help:
 	@echo '             [VRAM=4GB] [SEED=1] [STEPS=30] [OUT=file.png] [MODEL=path [SIZE=512]]'
 	@echo 'make test                           lint, types and tests of the core'
 	@echo 'make test-all                       those of measurements, smaller UNets and batches too'
+	@echo 'make test-instruction-sets          what depends on kernels of processors, with those of other ones'
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
 	@echo 'make test-others                    diffusers own tests with our hooks attached (DIFFUSERS_DIR=)'
 	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into the cache folder if need be, 5 GB'
@@ -68,6 +69,17 @@ test-rooms: $(VENV)/.gradio
 	$(PYTEST) $(ROOMS)
 
 test-all: test test-rooms
+
+# What depends on the kernel that oneDNN or torch picks, with those of other processors: of each instruction set that this one has.
+BY_KERNEL = tests/tracing/test_convolutions.py \
+	tests/models/test_causal_autoencoders.py::test_in_bfloat16_the_bits_are_the_plain_ones \
+	tests/models/test_causal_autoencoders.py::test_maps_that_onednn_takes_whole_have_the_plain_bits_by_strips \
+	tests/models/test_todays.py::test_a_lora_acts_whether_it_is_loaded_before_or_after_the_plan
+.PHONY: test-instruction-sets
+test-instruction-sets: $(VENV)/.test
+	worst=0; for least in "ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default" "ONEDNN_MAX_CPU_ISA=AVX2" \
+		"ATEN_CPU_CAPABILITY=avx2" "ONEDNN_MAX_CPU_ISA=AVX512_CORE"; do \
+		echo "$$least"; env $$least $(PYTEST) $(BY_KERNEL) || worst=1; done; exit $$worst
 
 # In real hosts: COMFYUI_DIR=... and WEBUI_DIR=..., with COMFYUI_PYTHON=... and WEBUI_PYTHON=... for theirs.
 test-hosts: $(VENV)/.test

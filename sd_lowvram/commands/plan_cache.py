@@ -17,7 +17,10 @@ _STEP = GIB // 2
 _KEPT = 8
 """Plans of one request that are remembered, each for a range of free memory."""
 
-_VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_VARIABLES = (
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+)
 """Environment variables that a plan depends on."""
 
 Answer = tuple[dict[str, Any], dict[str, tuple[float, float]]]

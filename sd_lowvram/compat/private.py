@@ -44,6 +44,7 @@ __all__ = [
     "is_loaded",
     "loaded_spec",
     "made_fake",
+    "may_use",
     "more_versions",
     "not_compiled",
     "reset_compiler",
@@ -71,6 +72,15 @@ def made_fake(meta: Tensor, device: torch.device) -> Any:
     return Tensor._make_subclass(
         FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
     )
+
+
+def may_use(instructions: str) -> bool:
+    """False where the processor is known to lack "avx2" or "amx_tile", whatever kernels torch was told to use."""
+    known = getattr(torch.cpu, f"_is_{instructions}_supported", None)  # torch 2.6
+    if known is not None:
+        return bool(known())
+    capability = torch.backends.cpu.get_cpu_capability()
+    return capability == "AVX512" if instructions == "amx_tile" else capability != "DEFAULT"
 
 
 def without_fakes() -> contextlib.AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from ..errors import LowVRAMError, PlanningError, ran_out
 from ..hooks.offload import policy_of, step_groups
 from ..hooks.weight_storage import quantised_layers
 from ..kernels.attention.problem import planned_for
+from ..kernels.cpu_convolutions import facts as cpu_facts
 from ..memory import kernels_of
 from ..memory.reserved import allocator_settings
 from ..memory.threads import at_rest
@@ -337,7 +338,8 @@ class StageCosts:
             kind: class of the result, made from its attributes.
             facts: everything that the result depends on, except component and device.
         """
-        key: tuple[Any, ...] = kind.__name__, component, facts
+        processor = cpu_facts() if self._device.type == "cpu" else ()
+        key: tuple[Any, ...] = kind.__name__, component, facts, *processor
         if key not in self._known:
             place = place_of("traces", lambda: (*key, self._fake.fingerprint(component), self._device.type))
             found: _Kind | None = None

@@ -12,8 +12,11 @@ def wanted_format(*tensors: Tensor) -> torch.memory_format:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """True if torch treats the tensor as channels last: strides of size-1 dimensions count, doubtful cases do not."""
-    if tensor.dim() != 4 or tensor.is_contiguous():
+    """Return True if torch treats the tensor as channels last.
+
+    Strides of size-1 dimensions count: of 1x1 weights, which are contiguous in both orders, they are what decides.
+    """
+    if tensor.dim() != 4:
         return False
     least = 0
     for dim in (1, 3, 2, 0):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compat.private import is_composite
-from ..kernels.cpu_convolutions import is_float32_on_cpu, unfolded_bytes, unfolds
+from ..kernels.cpu_convolutions import is_unfolded, onednn_bytes, unfolded_bytes
 from ..memory.accounts import on_cpu
 from .flop_counter import COPIES, FLOPS, IDLE, nbytes
 from .memory_formats import wanted_format
@@ -98,25 +98,15 @@ def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
     if not on_cpu():
         plain = wanted is torch.contiguous_format and image.element_size() <= 2
         return copies + (nbytes(image) + nbytes(weight) + nbytes(result) if plain else 0)
-    if wanted is torch.channels_last:
-        return copies + nbytes(weight)
-    stride, groups = args[3], args[8]
-    if image.dim() == 5 and is_float32_on_cpu(image) and unfolds(image.shape, weight.shape[2:], stride, groups):
-        return copies + unfolded_bytes(image, weight.shape[2:], stride, result)
-    return copies + _reordered(image, weight, result)
+    stride, transposed, groups = args[3], args[6], args[8]
+    if not transposed and is_unfolded(image, weight.shape[2:], stride, groups):
+        return copies + unfolded_bytes(image, weight.shape[2:], stride, result, groups)
+    return copies + onednn_bytes(image, weight, result, groups, wanted is torch.channels_last)
 
 
 def _by_onednn_copies(args: tuple[Any, ...], result: Any) -> int:
-    image, weight = args[0], args[1]
-    return _copied(torch.contiguous_format, image, weight) + _reordered(image, weight, result)
-
-
-def _reordered(image: Tensor, weight: Tensor, result: Tensor) -> int:
-    """Bytes of oneDNN's reordered copies at one moment."""
-    half = image.dtype in (torch.float16, torch.bfloat16)
-    if half and weight[0, 0].numel() == 1:
-        return nbytes(image) + nbytes(weight) + 2 * nbytes(result)
-    return max(nbytes(image) + nbytes(weight), nbytes(result) * (2 if half else 1))
+    image, weight, groups = args[0], args[1], args[6]
+    return _copied(torch.contiguous_format, image, weight) + onednn_bytes(image, weight, result, groups, last=False)
 
 
 _HIDDEN: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {

