@@ -30,7 +30,7 @@ help:
 	@echo 'make picture PROMPT="a red apple"   install into $(VENV) if need be, and make a picture'
 	@echo '             [VRAM=4GB] [SEED=1] [STEPS=30] [OUT=file.png] [MODEL=path [SIZE=512]]'
 	@echo 'make test                           lint, types and tests of the core'
-	@echo 'make test-all                       those of measurements, smaller UNets and batches too'
+	@echo 'make test-all                       those of measurements, smaller UNets and batches too, and rare ones that take long'
 	@echo 'make test-instruction-sets          what depends on kernels of processors, with those of other ones'
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
 	@echo 'make test-others                    diffusers own tests with our hooks attached (DIFFUSERS_DIR=)'
@@ -55,8 +55,9 @@ picture: $(VENV)/.standalone
 
 install: $(VENV)/.standalone
 
-# In two processes, which is what most of the tests, Python's own work, can use.
-PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# In two processes, which is what most of the tests, Python's own work, can use. Rare and slow ones are left to test-all.
+WHICH = -m "not rare"
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(WHICH)
 ROOMS := $(wildcard tests/benchmarks tests/unets tests/batches)
 test: lint test-core
 
@@ -68,7 +69,8 @@ test-core: $(VENV)/.gradio
 test-rooms: $(VENV)/.gradio
 	$(PYTEST) $(ROOMS)
 
-test-all: test test-rooms
+test-all: WHICH =
+test-all: lint test-core test-rooms
 
 # What depends on the kernel that oneDNN or torch picks, with those of other processors: of each instruction set that this one has.
 BY_KERNEL = tests/tracing/test_convolutions.py \
