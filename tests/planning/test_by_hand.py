@@ -1,6 +1,7 @@
 """No lossless knob that is fixed by hand beats the plan of a full-size model, in time or in the least memory.
 
-``SD_LOWVRAM_BY_HAND=1`` asks for all models, budgets and cards (some 20 minutes on one core), and prints each find.
+Most tests here are ``rare``. ``SD_LOWVRAM_BY_HAND=1`` requests all models, budgets and cards (some 20 minutes on one
+core), and prints each find.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def finds(model: str, side: int, card: str, shares: tuple[float, ...]) -> Iterat
                 yield f"{where} from {other.minimum_vram_bytes // MIB} MiB on instead of {least // MIB}"
 
 
+@pytest.mark.rare
 @pytest.mark.slow(90)
 def test_no_knob_by_hand_beats_the_plan() -> None:
     assert not list(finds("sd15", 512, "rtx3060", (0.1, 0.4)))
@@ -106,6 +108,7 @@ def test_no_knob_by_hand_beats_the_plan_anywhere(model: str, side: int, card: st
     assert not found
 
 
+@pytest.mark.rare
 @pytest.mark.slow(30)
 @pytest.mark.parametrize(("model", "side", "budget_mib"), [("sd15", 512, 656), ("sdxl", 1024, 710)])
 def test_layers_are_split_where_that_is_faster(model: str, side: int, budget_mib: int) -> None:
@@ -116,6 +119,7 @@ def test_layers_are_split_where_that_is_faster(model: str, side: int, budget_mib
     assert plan.minimum_vram_bytes <= split.minimum_vram_bytes
 
 
+@pytest.mark.rare
 @pytest.mark.slow(15)
 def test_maps_are_parked_and_guidance_goes_in_turn_before_strips_are_at_their_smallest() -> None:
     """Sixteen strips of each map cost more launches than both of these together."""
@@ -129,6 +133,7 @@ ORDERS: tuple[dict[str, Any], ...] = ({"channels_last": True}, {"channels_last":
 IN_TURN: dict[str, Any] = {"offload": "layer", "park_skips": True, "guidance_in_turn": True}
 
 
+@pytest.mark.rare
 @pytest.mark.slow(30)
 def test_what_is_offered_late_is_planned() -> None:
     """Each chunk copies the layers again, so that two are faster than more."""
