@@ -78,7 +78,7 @@ def test_its_hook_acts_in_a_plan_and_comes_off() -> None:
     assert torch.equal(pipe.unet(*given, return_dict=False)[0], before.round(decimals=1))
     restore(pipe)
     assert torch.equal(pipe.unet(*given, return_dict=False)[0], before)
-    with pytest.raises(NoSiteError, match="no denoiser"), attached(pipe.vae, Settings(round_digits=1), device="cpu"):
+    with pytest.raises(NoSiteError), attached(pipe.vae, Settings(round_digits=1), device="cpu"):
         pass
 
 

@@ -110,7 +110,7 @@ def test_one_file_is_carried(
     assert packed() == own | {"gpu-pack/numpy-1-py3-none-any.whl", "gpu-pack/painter-1-py3-none-any.whl"}
     asked = ["painter"]
     assert packed("--there", "numpy") == own | {"gpu-pack/painter-1-py3-none-any.whl"}
-    with pytest.raises(SystemExit, match=r"more than 0: its largest wheels are painter .* GPU_HAS="):
+    with pytest.raises(SystemExit, match=r"painter .*GPU_HAS="):
         packed("--there", "numpy", "--most", "0")
     assert not file.exists()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -118,7 +119,7 @@ STORED = {
 @pytest.mark.parametrize("name", STORED)
 def test_a_format_that_nothing_computes_with_is_named(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     file = write_header(tmp_path / "a.safetensors", {**made("flux1").shapes("transformer"), name: (8,)})
-    with pytest.raises(CheckpointError, match=f"holds weights in {STORED[name]}"):
+    with pytest.raises(CheckpointError, match=f"in {STORED[name]}"):
         split_file(file, "transformer")
 
 
@@ -160,9 +161,8 @@ def test_weights_that_nobody_knows_are_told_in_one_line(
     file = write_header(tmp_path / "a.safetensors", made("flux1").shapes("transformer") | strange)
     with caplog.at_level(logging.WARNING):
         split_file(file, "transformer")
-    assert [record.getMessage() for record in caplog.records] == [
-        f"sd-lowvram: {file} holds 2 weights that FLUX.1 has no use for, distiller.a.weight for one: they are left out"
-    ]
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert re.match(rf"sd-lowvram: {re.escape(str(file))} .*2 weights .*FLUX\.1 .*distiller\.a\.weight", told)
 
 
 @pytest.mark.parametrize("family", ["flux1", "sd3", "z_image", "chroma", "flux2", "qwen_image"])

@@ -112,7 +112,7 @@ def test_what_is_no_number_in_float32_either_is_told() -> None:
         pipe.transformer.layers[0].feed_forward.w1.weight[0, 0] = torch.nan
     with (
         attached(pipe, HALF, device="cpu"),
-        pytest.raises(NotFiniteError, match="transformer: what it makes is no numbers"),
+        pytest.raises(NotFiniteError, match="transformer: "),
     ):
         latents(pipe)
 

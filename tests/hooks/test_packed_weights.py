@@ -89,7 +89,7 @@ def test_a_plan_takes_them_where_there_is_room(unet: Any) -> None:
 
 def test_a_plan_that_must_take_them_stores_nothing_in_bytes(unet: Any) -> None:
     asked: dict[str, Any] = {"width": 128, "height": 128, "device": "cpu", "settings": PACKED, "approximate": True}
-    with pytest.raises(BudgetError, match="at least") as told:
+    with pytest.raises(BudgetError) as told:
         plan(unet, vram="20MB", **asked)
     chosen = optimize(unet, vram=f"{told.value.needed_bytes} B", **asked)
     try:
@@ -114,7 +114,7 @@ def test_refusals(unet: Any) -> None:
         attached(unet, Settings(packed_weights=True, offload="layer"), device="cpu"),
     ):
         pass
-    with pytest.raises(SettingsError, match="the device is cuda"):
+    with pytest.raises(SettingsError, match="cuda"):
         attach(unet, PACKED, torch.device("cuda"))
 
 

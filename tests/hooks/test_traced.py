@@ -121,5 +121,5 @@ def test_what_does_not_go_with_it_is_named(knobs: dict[str, Any]) -> None:
 
 
 def test_an_autoencoder_alone_has_none() -> None:
-    with pytest.raises(NoSiteError, match="no denoiser to trace"), attached(tiny.tiniest().vae, TRACED, device="cpu"):
+    with pytest.raises(NoSiteError), attached(tiny.tiniest().vae, TRACED, device="cpu"):
         pass

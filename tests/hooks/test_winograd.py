@@ -121,7 +121,7 @@ def test_gradients_are_kept(convolved: list[Any]) -> None:
 def test_no_site() -> None:
     with pytest.raises(NoSiteError, match="64 channels"), attached(autoencoder(32), WINOGRAD, device="cpu"):
         pass
-    with pytest.raises(NoSiteError, match="no autoencoder"), attached(tiny.components("sd15")["unet"], WINOGRAD):
+    with pytest.raises(NoSiteError), attached(tiny.components("sd15")["unet"], WINOGRAD):
         pass
 
 

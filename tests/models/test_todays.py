@@ -318,7 +318,7 @@ def test_pictures_that_klein_looks_at_are_planned_before_its_first_step() -> Non
     least = least_of(pipe)
     sd_lowvram.optimize(pipe, vram=f"{least} B", **ASKED)
     seen = seen.resize((512, 512))  # the text encoder has the peak of less
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(BudgetError, match="cannot hold"):
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(BudgetError):
         patched.setattr(pipe.scheduler, "step", None)
         todays.picture(pipe, image=seen)
 

@@ -67,7 +67,7 @@ def test_any_module_streams() -> None:
     plan = sd_lowvram.optimize(model, vram="1MiB", device="cpu", settings=Settings(offload="layer"))
     assert plan.predicted.peak_bytes < weight_bytes(model) // 3
     assert torch.equal(model(given), expected)
-    with pytest.raises(BudgetError, match="cannot hold"):
+    with pytest.raises(BudgetError):
         sd_lowvram.plan(model, vram="1MiB", device="cpu", settings=Settings(offload="none"))
     sd_lowvram.restore(model)
     assert torch.equal(model(given), expected) and all(tensor.grad_fn is None for tensor in model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def test_one_picture_is_not_compiled_for_and_forty_are(pipe: Any, costing: Calla
     assert forty.settings.compile == "regional" and forty.settings.channels_last is True
     assert str(forty.fidelity) == "rounding"
     assert forty.predicted.seconds < plain.predicted.seconds
-    assert any("left: compiled, expected to be 1.5 times as fast" in reason for reason in forty.reasons)
+    assert any(re.search("compiled, .*1.5 times", reason) for reason in forty.reasons)
     assert plan(pipe, **SIZE | {"steps": 1000}).settings.compile == "regional", "steps make it pay as well"
 
 

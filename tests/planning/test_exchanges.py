@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused_before_its_first_step(pipe: Any) -> None:
     before, steps = pipe.unet, []
     pipe.unet = parts("sd15", block_out_channels=[64, 512])["unet"]
     pipe.unet.register_forward_pre_hook(lambda _, given: steps.append(type(given[0])))
-    with pytest.raises(BudgetError, match="cannot hold"):
+    with pytest.raises(BudgetError):
         tiny.run(pipe, steps=1)
     assert torch.Tensor not in steps  # a plan's trace calls it, too
     pipe.unet = before

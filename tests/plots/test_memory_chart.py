@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_a_run_that_passed_its_plan_is_told_with_its_stage() -> None:
     assert overrun(plan("cpu"), run(denoise=357)) is None, "8 MiB are allowed"
     message = overrun(plan("cpu"), run(denoise=370))
     assert message is not None
-    assert message.startswith("denoise took 370 MiB, 20 MiB more than the 350 MiB")
+    assert re.match("denoise .*370 MiB, 20 MiB .*350 MiB", message)
     on_gpu = overrun(plan("cuda"), run(denoise=370))
     assert on_gpu is not None
-    assert on_gpu.startswith("text took 160 MiB, 100 MiB more than the 60 MiB"), "host memory is not the device's"
+    assert re.match("text .*160 MiB, 100 MiB .*60 MiB", on_gpu), "host memory is not the device's"

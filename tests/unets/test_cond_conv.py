@@ -183,7 +183,7 @@ def test_experts_are_combined_with_the_original() -> None:
     assert tiniest.config["changed_blocks"] == ["dn0", "up2"]
     assert combined(tiniest, original(), 2).config["changed_blocks"] == ["dn0", "up3"]
     deep = pruned(original(), base(), BlockChanges(experts=2, blocks=("dn1",)))
-    with pytest.raises(BadInputError, match="has experts or regions in dn1, which would come from the original"):
+    with pytest.raises(BadInputError, match="dn1, "):
         combined(deep, original(), 1)
 
 

@@ -141,14 +141,14 @@ def test_a_whole_model_takes_a_lora_as_it_is() -> None:
 
 def test_what_is_no_lora_or_of_another_model_is_told(tmp_path: Path) -> None:
     base = of_kind("base")(tiny())
-    with pytest.raises(BadInputError, match="the LoRA is no LoRA: none of its 1 tensors"):
+    with pytest.raises(BadInputError, match=r"LoRA.* 1 tensors"):
         lora_for(base, {"conv_in.weight": torch.zeros(1)})
     with pytest.raises(BadInputError, match=r"LoRA.*dn0\.1$"):
         lora_for(base, {"unet.down_blocks.0.resnets.1.conv1.lora_A.weight": torch.zeros(2, 2)})
     for number, called in (("4_resnets_0", "dn4.0"), ("0_resnets_5", "dn0.5")):
         with pytest.raises(BadInputError, match=f"LoRA .*{called}"):
             lora_for(tiny(), {f"lora_unet_down_blocks_{number}_conv1.lora_down.weight": torch.zeros(2, 2)})
-    with pytest.raises(BadInputError, match="output block number 12 of a checkpoint"):
+    with pytest.raises(BadInputError, match="number 12 "):
         lora_for(tiny(), {"lora_unet_output_blocks_12_0_in_layers_2.lora_down.weight": torch.zeros(2, 2)})
     with pytest.raises(CheckpointError, match="cannot be read"):
         lora_for(base, tmp_path / "none.safetensors")
@@ -170,7 +170,8 @@ def test_the_command_writes_what_diffusers_loads_beside_a_plan(tmp_path: Path) -
     run = runner.invoke(app, [*asked, "--out", str(tmp_path / "fitted.safetensors"), "--json"], catch_exceptions=False)
     assert run.exit_code == 0, run.output
     told = json.loads(run.stdout)
-    assert told["left_out"] == ["layers that were cut are left out of style.safetensors: mid"]
+    (left_out,) = told["left_out"]
+    assert left_out.endswith(" style.safetensors: mid")
     assert told["tensors"] == len(load_file(tmp_path / "fitted.safetensors")) < len(attention)
     with safe_open(tmp_path / "fitted.safetensors", "pt") as file:
         assert file.metadata() == {"ss_tag": "style"}

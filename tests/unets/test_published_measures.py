@@ -123,7 +123,7 @@ def test_the_values_are_torchmetrics_own(caches: Path, monkeypatch: pytest.Monke
         assert found["fid"] > 1 and found["inception_score"] > 1.01 and found["clip_score"] > 0
     for content in (b"", b"no weights", file.read_bytes()[:1000]):
         file.write_bytes(content)
-        with pytest.raises(BadInputError, match=f"the Inception network's weights {re.escape(str(file))} cannot be"):
+        with pytest.raises(BadInputError, match=re.escape(str(file))):
             published_measures(pictures(0).split(5), at_hand())
 
 

@@ -229,7 +229,7 @@ def test_each_model_is_optimized_for_the_sampling(pack: Any, models: Any, caplog
 
 def test_the_steps_are_those_of_the_sampler(pack: Any, models: Any, log: list[str]) -> None:
     made = schedule(pack, *models, "small:2,full:3")
-    with pytest.raises(ValueError, match="of the schedule add up to 5 and the sampler runs 3: write as many"):
+    with pytest.raises(ValueError, match=r"5 .*3: "):
         sample(made, SIGMAS[:4])
     assert log == []
     node = pack.NODE_CLASS_MAPPINGS["LowVRAMUNetSchedule"]

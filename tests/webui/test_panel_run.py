@@ -626,7 +626,7 @@ def test_no_model_is_taken_for_one_that_is_gone(host: Any) -> None:
     [
         ({"largest_mib": 1}, "largest_mib 1: "),
         ({"weights_mib": 1}, "weights_mib 1: "),
-        ({"vram": "1MB"}, "1 MiB cannot hold it: decode needs at least .* for the text encoders. Give that much$"),
+        ({"vram": "1MB"}, "1 MiB .*decode .* text encoders"),
     ],
 )
 def test_a_refusal_names_the_limit_in_question(host: Any, knobs: dict[str, Any], says: str) -> None:

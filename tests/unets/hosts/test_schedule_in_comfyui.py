@@ -119,7 +119,7 @@ def test_two_models_take_turns_in_one_sampling(server) -> None:
 def test_a_schedule_that_cannot_be_is_told(server) -> None:
     with pytest.raises(RunError, match=r"'small'.*NAME:STEPS"):
         server.start(in_turns(prompt(128), "small"))
-    with pytest.raises(RunError, match="add up to 5 and the sampler runs 2: write as many"):
+    with pytest.raises(RunError, match=r"5 .*2: "):
         server.run(in_turns(prompt(128), "small:2,full:3"))
     with pytest.raises(RunError, match=r"VRAM.*UNet Schedule"):
         server.run(optimized(in_turns(prompt(128), "small:1,full:1"), "16", 128))
