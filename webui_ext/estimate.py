@@ -18,36 +18,19 @@ from typing import Any
 
 from sd_lowvram.errors import BudgetError, LowVRAMError
 from sd_lowvram.planning.search import Plan
+from sd_lowvram.planning.wording import BRIEFLY, Kind, Reason, of_kind
 from sd_lowvram.units import format_size
 
 from .arguments import NAME, TITLE
 
 _SETTLE_SECONDS = 0.3
 _KEPT = 256
-_WEIGHTS = {
-    "component": "one part of the model on the card at a time",
-    "halves": "half of the model on the card at a time",
-    "blocks": "part of the model stays on the card, the rest comes when needed",
-    "layer": "one layer of the model on the card at a time, the slowest way",
-}
 
-FETCHED = "the WebUI fetches layers of the model as it needs them"
-"""A plan's reason where a host that moves weights itself does not keep them whole."""
-
-DECODE_ONLY = "the decode is exact and within the budget, the steps run as the WebUI has them"
-"""A plan's reason where the denoiser is of a kind that is not planned here."""
-
-DECIDES = "the WebUI itself decides what stays on the card"
-"""Beginning of a plan's reason if the host keeps as many weights as fit, whatever the budget."""
-
-BESIDE = "Tiled VAE, which is on too, has nothing to do: the decode is exact and within the budget as it is"
-"""A plan's reason where another extension would decode in tiles of its own."""
-
-DECODES_BESIDE = "Tiled VAE, which is on too, decodes in its own tiles, which changes the picture: turn it off"
-"""The same where the user has turned our exact tiles off."""
-
-BREAKS = "more than this budget"
-"""End of such a reason if the kept weights exceed the budget."""
+HOST = "the WebUI"
+FETCHED = Reason(Kind.HOST_FETCHES, host=HOST)
+DECODE_ONLY = Reason(Kind.DECODE_ONLY, host=HOST)
+BESIDE = Reason(Kind.TILES_UNUSED, other="Tiled VAE")
+DECODES_BESIDE = Reason(Kind.TILES_DECODE, other="Tiled VAE")
 
 _VERDICTS = ("unknown", "fits", "not kept", "does not fit", "unusable")
 """Verdicts from the best to the worst."""
@@ -117,10 +100,10 @@ def sentence(make: Callable[[], Plan], size: str) -> Told:
         return complaint(f"{size}: {error}")
     predicted, steps, decides = plan.predicted, plan.request.steps, decision_in(plan)
     budget = format_size(plan.request.vram)
-    whole = DECODE_ONLY not in plan.reasons
+    whole = not of_kind(plan.reasons, Kind.DECODE_ONLY)
     about = f"about {_time(predicted.seconds)} for "
     about += f"{steps} step{'s' if steps != 1 else ''}" if whole else "the decode"
-    if decides.endswith(BREAKS):
+    if decides and decides.values["over_budget"]:
         more = f"takes more than {budget}"
         return _told("not kept", more, "; ".join([f"{size} {more}, {about}", *_chosen(plan)]))
     total = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
@@ -143,28 +126,22 @@ def _of(part: str, whole: str) -> str:
     return f"{number if whole.endswith(unit) else part} of {whole}"
 
 
-def decision_in(plan: Plan) -> str:
-    """The reason of a plan for a host that decides itself what stays on the card; "" for another."""
-    return next((reason for reason in plan.reasons if reason.startswith(DECIDES)), "")
+def decision_in(plan: Plan) -> Reason | None:
+    """The reason of a plan for a host that decides itself what stays on the card; None for another."""
+    return next(iter(of_kind(plan.reasons, Kind.HOST_DECIDES)), None)
 
 
 def _chosen(plan: Plan) -> list[str]:
     """Sentences on the unusual choices of a plan. Its own reasons name budgets without the text encoders' share."""
-    settings = plan.settings
-    told = [] if settings.offload in (None, "none") else [_WEIGHTS.get(settings.offload, settings.offload)]
-    told = [decides] if (decides := decision_in(plan)) else [FETCHED] if FETCHED in plan.reasons else told
-    if DECODE_ONLY in plan.reasons:
-        told.append(DECODE_ONLY)
-    if settings.vae_tiles == "exact":
-        told.append("decoded in exact strips")
-    if settings.decoder_device == "cpu":
-        told.append("decoded on the processor")
-    return [*told, *beside(plan)]
+    settings, decided = plan.settings, of_kind(plan.reasons, Kind.HOST_DECIDES, Kind.HOST_FETCHES)[:1]
+    briefly = {name: words.get(getattr(settings, name)) for name, words in BRIEFLY.items()}
+    weights = decided or filter(None, [briefly.pop("offload")])
+    return [*weights, *of_kind(plan.reasons, Kind.DECODE_ONLY), *filter(None, briefly.values()), *beside(plan)]
 
 
-def beside(plan: Plan) -> list[str]:
-    """Sentence on another extension's Tiled VAE; empty if none is on."""
-    return [reason for reason in (BESIDE, DECODES_BESIDE) if reason in plan.reasons]
+def beside(plan: Plan) -> list[Reason]:
+    """Reason on another extension's Tiled VAE; empty if none is on."""
+    return of_kind(plan.reasons, Kind.TILES_UNUSED, Kind.TILES_DECODE)
 
 
 def complaint(text: str) -> Told:

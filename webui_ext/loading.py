@@ -16,11 +16,11 @@ from torch import nn
 from sd_lowvram.devices.info import free_vram
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.planning.plan import Plan
-from sd_lowvram.units import format_size
+from sd_lowvram.planning.wording import Kind, Reason
 from sd_lowvram.weights import all_tensors, weight_bytes
 
 from . import host
-from .estimate import BREAKS, DECIDES
+from .estimate import HOST
 
 _BLOCKS = ("time_embed", "input_blocks", "middle_block", "output_blocks")
 
@@ -45,7 +45,7 @@ _MANAGEMENT = ("backend.memory_management", "ldm_patched.modules.model_managemen
 """Forge's and reForge's own."""
 
 
-def decision(model: Any, found: Anatomy, plan: Plan) -> str:
+def decision(model: Any, found: Anatomy, plan: Plan) -> Reason:
     """Bytes of the model that Forge and reForge will keep on the device, and of a run by ``plan`` with them.
 
     They decide by free memory, not by a budget: on a CPU they keep everything. On a GPU they keep as many parts of the
@@ -60,16 +60,15 @@ def decision(model: Any, found: Anatomy, plan: Plan) -> str:
     sizes = {name: weight_bytes(part) for name, part in components.items()}
     room = max(0, free + here - _for_inference())
     if where.type == "cpu" or whole <= room:
-        told, kept = f"keeps all {format_size(whole)} of the model", dict.fromkeys(sizes, whole)
+        keeps, kept = "all", dict.fromkeys(sizes, whole)
     elif max(sizes.values()) <= room:
-        told, kept = "keeps one part of the model at a time", sizes
+        keeps, kept = "one part", sizes
     else:
-        told = "keeps some layers, and the others come for their call"
-        kept = {name: min(size, room) for name, size in sizes.items()}
+        keeps, kept = "some layers", {name: min(size, room) for name, size in sizes.items()}
     stages = (one.reserved_bytes - one.weights_bytes + kept.get(one.component, 0) for one in plan.stages)
     takes = max(stages) + plan.predicted.overhead_bytes
-    text = f"{DECIDES}: with {format_size(free)} free it {told}, and this takes {format_size(takes)}"
-    return f"{text}, {BREAKS}" if takes > plan.request.vram else text
+    decided = {"host": HOST, "free_bytes": free, "model_bytes": whole, "keeps": keeps, "needed_bytes": takes}
+    return Reason(Kind.HOST_DECIDES, **decided, over_budget=takes > plan.request.vram)
 
 
 def _for_inference() -> int:

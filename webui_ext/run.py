@@ -27,6 +27,7 @@ from sd_lowvram.planning.reasons import remedy
 from sd_lowvram.planning.replan import watch_sizes
 from sd_lowvram.planning.request import Request, request_for
 from sd_lowvram.planning.search import make_plan
+from sd_lowvram.planning.wording import Kind, of_kind
 from sd_lowvram.session import Attachment, anatomy_of, attach, detach
 from sd_lowvram.settings import Settings, knobs
 from sd_lowvram.units import format_least, format_size
@@ -132,7 +133,7 @@ def _plan(kept: Mapping[str, int], anatomy: Anatomy, request: Request, settings:
 
 def _told_who_decides(model: Any, plan: Plan, anatomy: Anatomy) -> Plan:
     """``plan`` with the reason that the host keeps what it has room for, whatever the budget."""
-    reasons = tuple(reason for reason in plan.reasons if reason != FETCHED)
+    reasons = (reason for reason in plan.reasons if reason.kind is not Kind.HOST_FETCHES)
     return dataclasses.replace(plan, reasons=(*reasons, loading.decision(model, anatomy, plan)))
 
 
@@ -302,8 +303,8 @@ def _told(plan: Plan, attachment: Attachment) -> str:
     peak = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     size = f"{request.width}x{request.height}, batch {request.batch}"
     memory = f"budget {budget}" if decides else f"peak {peak} of {budget}"
-    moved = [decides] if decides else [FETCHED]
-    told = [one for one in (*moved, DECODE_ONLY) if one in plan.reasons] + beside(plan)
+    moved = [decides] if decides else of_kind(plan.reasons, Kind.HOST_FETCHES)
+    told = [*moved, *of_kind(plan.reasons, Kind.DECODE_ONLY), *beside(plan)]
     sites = ", ".join(f"{hook} {count}" for hook, count in attachment.sites.items())
     about = f"about {predicted.seconds:.0f} s"
     return "; ".join(filter(None, (f"{size}: {memory}, {about}", *told, f"sites: {sites or 'none'}")))

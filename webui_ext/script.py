@@ -13,7 +13,7 @@ from sd_lowvram.errors import BudgetError
 from . import checkpoint_preview, controls, host, infotext, run, saving
 from .aloud import aloud
 from .arguments import NAME, read
-from .estimate import BREAKS, decision_in
+from .estimate import decision_in
 from .grid import OVERRIDES
 from .line import Line
 from .options import defaults
@@ -106,7 +106,7 @@ def _begin(p: Any, chosen: Mapping[str, Any]) -> None:
     plan, _ = run.start(model, {**chosen, "tiled": True} if tiled else chosen, picture)
     saving.begin(p, chosen["save_latents"])
     p.extra_generation_params[infotext.KEY] = infotext.write(chosen)
-    if (decides := decision_in(plan)).endswith(BREAKS):
+    if (decides := decision_in(plan)) and decides.values["over_budget"]:
         p.comment(f"{NAME}: {decides}")
         p.extra_generation_params.update(infotext.NOT_KEPT)
     if host.moves_weights(model) and any(chosen[name] not in ("auto", 0) for name in host.WEIGHTS):

@@ -10,7 +10,8 @@ from typing import Any
 
 from .. import cache, doors
 from ..cache import cache_folder, place_of
-from ..units import GIB, format_size, parse_size
+from ..planning.wording import Reason
+from ..units import GIB, parse_size
 from .early import gpu_files, has_no_gpu
 
 _STEP = GIB // 2
@@ -72,11 +73,12 @@ def _free_ram() -> int:
 
 
 def _with_budgets(answer: dict[str, Any], budgets: dict[str, int]) -> dict[str, Any]:
-    """``answer`` with the budgets of today where it says them."""
+    """``answer`` with the current budgets, also in its reasons."""
     if "request" in answer and "vram" in budgets:
-        then, now = (format_size(size) for size in (answer["request"]["vram"], budgets["vram"]))
         answer["request"] |= budgets
-        answer["reasons"][0] = answer["reasons"][0].replace(f" of {then},", f" of {now},")
+        for one in answer["reason_values"]:
+            one["values"] |= {name: budgets[name] for name in budgets if name in one["values"]}
+        answer["reasons"] = [str(Reason(one["kind"], **one["values"])) for one in answer["reason_values"]]
     return answer
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..planning import shown
+from ..planning.wording import Kind
 from ..units import format_size, format_time
 
 
@@ -23,7 +24,7 @@ def show(console: Console, plan: dict[str, Any]) -> None:
         console.print(line, highlight=False)
     console.print(shown.verdict(plan), highlight=False, style="bold yellow" if shown.is_slow(plan) else None)
     for reason in shown.reasons(plan):
-        console.print(reason, highlight=False, style="bold yellow" if reason.startswith("slow") else None)
+        console.print(reason, highlight=False, style="bold yellow" if reason.kind is Kind.SLOW else None)
     console.print(f"rates: {plan['rates']}", style="dim", highlight=False)
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ..planning.wording import beside_peak
 from ..progress import listen
 from ..units import format_time
 
@@ -68,7 +69,7 @@ def show_plan(console: Console, plan: Any) -> None:
     chosen = ", ".join(f"{name} {'on' if value is True else value}" for name, value in decided(plan))
     about = f"about {format_time(plan.predicted.seconds)}"
     console.print(f"plan: {chosen or 'nothing changed'} ({plan.fidelity}), {about}", highlight=False)
-    for reason in plan.reasons[1:]:
+    for reason in beside_peak(plan.reasons):
         console.print(f"  {reason}", style="dim", highlight=False)
 
 

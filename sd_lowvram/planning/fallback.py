@@ -25,10 +25,10 @@ from ..memory.pinned_buffers import PINNED_BUFFERS
 from ..models.anatomy import Anatomy
 from ..patches import Patch, wrap
 from ..settings import Settings
-from ..units import format_size
 from .fallback_steps import AS_BEFORE, ladder, without_closed
 from .plan import FallbackStep, Plan
 from .request import Request
+from .wording import Kind, Reason, shortage_text
 
 Make = Callable[[Request, Settings], Plan]
 """Plans a request with some knobs fixed, as :func:`make_plan` does; approximate settings are not chosen."""
@@ -96,12 +96,10 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
     """
     device, needed = plan.request.device, _needed(plan, short)
     _give_up_cached(device)
-    kind = "host memory" if _of_host(plan, short) else "memory"
-    told = f"{short.where} ran out of {kind} on {device} with a plan of {format_size(needed)}"
+    case: dict[str, Any] = {"where": short.where, "of_host": _of_host(plan, short)}
+    case |= {"device": str(device), "needed_bytes": needed}
     if not plan.fallback_steps and _has_room(plan, short):
-        return plan.after(
-            (FallbackStep(AS_BEFORE, f"{told}: what was cached is given up, and it runs again as before"),)
-        )
+        return plan.after((FallbackStep(AS_BEFORE, Reason(Kind.RAN_AGAIN, **case)),))
     request = _less(plan, short)
     refused = BudgetError("the ways that are left take no less", needed_bytes=needed, stage=short.where)
     first: tuple[str, Plan] | None = None
@@ -114,12 +112,12 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
         if _needed(found, short) >= needed:  # a host that moves weights counts them in its own way
             continue
         if _holds_less(found, plan, short):
-            return _below(plan, name, found, told, short)
+            return _below(plan, name, found, case, short)
         first = first or (name, found)
     if first is not None:
-        return _below(plan, *first, told, short)
+        return _below(plan, *first, case, short)
     raise BudgetError(
-        f"{told}, and nothing leaner fits: {refused}",
+        f"{shortage_text(**case)}, and nothing leaner fits: {refused}",
         needed_bytes=refused.needed_bytes,
         stage=refused.stage,
         limit=refused.limit,
@@ -127,11 +125,11 @@ def leaner(plan: Plan, short: Shortage, fixed: Settings, make: Make) -> Plan:
     ) from None
 
 
-def _below(plan: Plan, name: str, found: Plan, told: str, short: Shortage) -> Plan:
-    """``found`` on the step ``name`` below ``plan``."""
-    sentence = f"{told}: it goes on with one of {format_size(_needed(found, short))} ({name})"
+def _below(plan: Plan, name: str, found: Plan, case: dict[str, Any], short: Shortage) -> Plan:
+    """``found`` on the step ``name`` below ``plan``; ``case``: where memory ran out."""
+    reason = Reason(Kind.RAN_LEANER, **case, leaner_bytes=_needed(found, short), step=name)
     found = dataclasses.replace(found, settings=without_closed(found.settings, plan.settings))
-    return found.after((*plan.fallback_steps, FallbackStep(name, sentence)))
+    return found.after((*plan.fallback_steps, FallbackStep(name, reason)))
 
 
 def _of_host(plan: Plan, short: Shortage) -> bool:

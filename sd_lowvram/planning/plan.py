@@ -10,6 +10,7 @@ from ..settings import Fidelity, Settings
 from ..streaming.timing import StepTiming
 from . import shown
 from .request import Request
+from .wording import Reason
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class FallbackStep:
     """A step taken after memory ran out although the plan fitted: in few words, and as a sentence."""
 
     name: str
-    told: str
+    told: Reason
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,7 +174,7 @@ class Plan:
             (SDXL at 1024x1024: 656 MiB for 624). BudgetError's ``needed_bytes`` are traced whole.
         minimum_ram_bytes: host memory that those smallest settings need.
         fidelity: the lowest fidelity of all chosen settings.
-        reasons: sentences for people.
+        reasons: sentences for people, each with its kind and values.
         next_faster: the faster candidate that exceeds the budget by the least; None: no candidate is faster.
         timing: times of a step's modules, if weights are streamed; an argument of ``attach``.
         alike: for "vram" and "ram" the smallest and the largest budget in bytes that give the same plan.
@@ -189,7 +190,7 @@ class Plan:
     minimum_vram_bytes: int
     minimum_ram_bytes: int
     fidelity: Fidelity
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     next_faster: Candidate | None = None
     timing: StepTiming | None = field(default=None, repr=False)
     alike: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
@@ -225,8 +226,9 @@ class Plan:
             "predicted": dataclasses.asdict(self.predicted),
             "stages": [dataclasses.asdict(stage) for stage in self.stages],
             "fidelity": str(self.fidelity),
-            "reasons": list(self.reasons),
-            "fallback_steps": [dataclasses.asdict(step) for step in self.fallback_steps],
+            "reasons": [str(reason) for reason in self.reasons],
+            "reason_values": [reason.as_dict() for reason in self.reasons],
+            "fallback_steps": [{"name": step.name, "told": str(step.told)} for step in self.fallback_steps],
             "next_faster": self._next_faster(),
         }
 

@@ -1,23 +1,22 @@
-"""Sentences of plans: the reasons for their choices, and for refusals."""
+"""Reasons for the choices of plans, and refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..devices.compiling import Compiling
 from ..devices.disk import ASSUMED
-from ..devices.disk import described as described_disk
 from ..devices.performance import THIS
 from ..errors import BudgetError
 from ..hooks.compiled import is_compiled
 from ..models.calls import TEXT_STAGE
-from ..settings import Settings
-from ..units import GIB, LONG, format_least, format_size, format_time
+from ..units import LONG, format_least, format_size
 from .plan import Candidate, StagePlan
 from .request import Request
+from .wording import Kind, Reason, described
 
 _WORTH_TELLING = 0.95
 """Part of the time from which on down it is worth telling what more memory would buy."""
-_TOLD_WAIT = 0.02
-"""Part of a step from which on up it is said to wait for the disk."""
 
 
 def budget_error(request: Request, smallest: Candidate, leanest: Candidate | None) -> BudgetError:
@@ -84,7 +83,7 @@ def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest
     if not faster:
         return ""
     nearest = min(faster, key=lambda one: one.reserved_bytes)
-    name, needed = described(nearest), nearest.reserved_bytes + request.overhead_bytes
+    name, needed = described(nearest.choice), nearest.reserved_bytes + request.overhead_bytes
     if nearest.largest_bytes > largest:
         return f"{name} makes a single allocation of {format_size(nearest.largest_bytes)}"
     if needed > request.vram:
@@ -94,12 +93,6 @@ def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest
     return f"{name} is faster here and slower in the stages that share its settings"
 
 
-def described(stage: StagePlan) -> str:
-    """Words for the way in which a stage runs."""
-    chosen = (f"{name} {value}" for name, value in stage.choice.items() if value not in (False, "off"))
-    return ", ".join(chosen) or "plain"
-
-
 def reasons(
     request: Request,
     best: Candidate,
@@ -107,113 +100,69 @@ def reasons(
     compiling: Compiling | None = None,
     unlocked_seconds: float = 0.0,
     disk: float = ASSUMED,
-) -> tuple[str, ...]:
-    """Sentences on what was chosen, what it costs, and what the next larger budget would buy.
+) -> list[Reason]:
+    """Reasons for what was chosen, what it costs, and what the next larger budget would buy.
 
     Args:
         unlocked_seconds: what it takes longer as not all weights that wait are page-locked.
         disk: bytes a second of the disk under the weights.
     """
-    worst, chosen = best.worst, best.settings
-    budget = format_size(request.vram)
-    sentences = [f"peak {format_size(best.needed_bytes)} of {budget}, reached in {worst.name}"]
-    if chosen.offload == "component":
-        sentences.append("one component's weights on the device at a time")
-    streamed = next((stage for stage in best.stages if stage.slowdown != 1.0), None)
-    if chosen.offload in ("blocks", "halves") and streamed is not None:
-        sentences.append(
-            f"{format_size(streamed.weights_bytes)} of weights on the device at a time, the rest streamed under the "
-            f"compute: a step takes {streamed.slowdown:.2f} times as long"
-        )
-    if chosen.offload == "layer":
-        slower = f": a step takes {streamed.slowdown:.2f} times as long" if streamed is not None else ""
-        sentences.append(f"the weights of one layer and the next on the device at a time, the least memory{slower}")
-    if best.locked_bytes:
-        sentences.append(_locked(best, unlocked_seconds))
-    sentences += [_from_disk(request, stage, disk) for stage in best.stages if stage.disk_bytes]
-    if chosen.vae_tiles == "exact":
-        kept = f", the feature map {chosen.vae_map}" if chosen.vae_map else ""  # a causal autoencoder has no such map
-        sentences.append(f"decoding by exact strips{kept}")
-    if any(stage.choice.get("decoder_device") == "cpu" for stage in best.stages):
-        sentences.append("decoding on the CPU: the device cannot hold the decoder")
-    left = format_size(request.vram - best.needed_bytes)
-    if is_compiled(chosen) and compiling is not None:
-        sentences.append(
-            f"{left} left: compiled, expected to be {compiling.gain:.1f} times as fast from the second run on"
-        )
-    if chosen.cuda_graphs:
-        sentences.append(f"{left} left: the denoiser's passes are recorded once and replayed")
-    sentences += [*_by_the_model(request, chosen), *_half_products(chosen)]
-    if chosen.packed_weights:
-        sentences.append(f"{left} left beside large weights that are kept in the order of the CPU's kernels, too")
-    sentences += _unknown(request, chosen)
+    found = [Reason(Kind.PEAK, **_budget(request, best), stage=best.worst.name)]
+    found += _on_weights(request, best, unlocked_seconds, disk)
+    found += _on_speed(request, best, compiling)
     if best.seconds >= LONG:
         longest = max(best.stages, key=lambda stage: stage.seconds)
         share = round(100 * longest.seconds / best.seconds)
-        sentences.append(
-            f"slow: {format_time(best.seconds)} on {request.rates.title}, {share} % of it in {longest.name}"
-        )
+        slow = {"seconds": best.seconds, "card": request.rates.title}
+        found.append(Reason(Kind.SLOW, **slow, percent=share, stage=longest.name))
     if following is not None and following.seconds <= _WORTH_TELLING * best.seconds:
-        sentences.append(
-            f"with {format_least(following.needed_bytes)} it would take {format_time(following.seconds)} "
-            f"instead of {format_time(best.seconds)}"
-        )
-    return tuple(sentences)
+        faster = {"needed_bytes": following.needed_bytes, "faster_seconds": following.seconds}
+        found.append(Reason(Kind.MORE_MEMORY, **faster, seconds=best.seconds))
+    return found
 
 
-def not_planned(weights_bytes: int, chosen: Settings) -> str:
-    """Reason for models whose call signature is unknown: only weights are counted."""
-    places = {"none": "on the device", "component": "one model's at a time on the device"}
-    where = places.get(chosen.offload or "", "streamed")
-    return (
-        f"weights {format_size(weights_bytes)}, {where}; activations of this model are traced when a call is given "
-        "(sd_lowvram.trace): they are not in the peak, nor its compute in the time"
-    )
+def _budget(request: Request, best: Candidate) -> dict[str, int]:
+    return {"needed_bytes": best.needed_bytes, "vram": request.vram}
 
 
-def _unknown(request: Request, chosen: Settings) -> list[str]:
-    """The sentence on bytes that the plan does not know."""
-    if chosen.attention != "cudnn" or request.overhead.attention_share is not None:
-        return []
-    return ["what cuDNN's attention holds beside tensors is not in the peak: `doctor --calibrate` on the card tells"]
+def _on_weights(request: Request, best: Candidate, unlocked_seconds: float, disk: float) -> Iterator[Reason]:
+    """Reasons on the places of the weights, and of the maps of a decode."""
+    chosen = best.settings
+    streamed = next((stage for stage in best.stages if stage.slowdown != 1.0), None)
+    if chosen.offload == "component":
+        yield Reason(Kind.ONE_COMPONENT)
+    elif chosen.offload in ("blocks", "halves") and streamed is not None:
+        yield Reason(Kind.STREAMED, weights_bytes=streamed.weights_bytes, slowdown=streamed.slowdown)
+    elif chosen.offload == "layer":
+        yield Reason(Kind.ONE_LAYER, slowdown=None if streamed is None else streamed.slowdown)
+    if best.locked_bytes:
+        waiting = {"locked_bytes": best.locked_bytes, "unlocked_bytes": best.unlocked_bytes}
+        yield Reason(Kind.PAGE_LOCKED, **waiting, seconds=unlocked_seconds)
+    yield from (_from_disk(request, stage, disk) for stage in best.stages if stage.disk_bytes)
+    if chosen.vae_tiles == "exact":
+        yield Reason(Kind.EXACT_STRIPS, vae_map=chosen.vae_map)  # a causal autoencoder has no such map
+    if any(stage.choice.get("decoder_device") == "cpu" for stage in best.stages):
+        yield Reason(Kind.DECODER_ON_CPU)
 
 
-def _by_the_model(request: Request, chosen: Settings) -> list[str]:
-    if request.rates.name == THIS or not (chosen.cuda_graphs or chosen.fused_kernels):
-        return []
-    return [
-        "by the time model: on the card itself fused kernels and recorded passes are taken once `sd-lowvram doctor "
-        "--calibrate` has measured them to be faster there"
-    ]
+def _on_speed(request: Request, best: Candidate, compiling: Compiling | None) -> Iterator[Reason]:
+    """Reasons on settings that are taken because they are faster, and on figures that are unknown."""
+    chosen, budget = best.settings, _budget(request, best)
+    if is_compiled(chosen) and compiling is not None:
+        yield Reason(Kind.COMPILED, **budget, gain=compiling.gain)
+    if chosen.cuda_graphs:
+        yield Reason(Kind.RECORDED, **budget)
+    if request.rates.name != THIS and (chosen.cuda_graphs or chosen.fused_kernels):
+        yield Reason(Kind.BY_TIME_MODEL)
+    if chosen.precision == "fp16-products":
+        yield Reason(Kind.HALF_PRODUCTS)
+    if chosen.packed_weights:
+        yield Reason(Kind.PACKED, **budget)
+    if chosen.attention == "cudnn" and request.overhead.attention_share is None:
+        yield Reason(Kind.ATTENTION_UNKNOWN)
 
 
-def _half_products(chosen: Settings) -> list[str]:
-    if chosen.precision != "fp16-products":
-        return []
-    return [
-        "products in fp16, all else in float32: another picture; what overflows is found in the first step and made in "
-        "float32, and in the time is what earlier runs have found"
-    ]
-
-
-def _locked(best: Candidate, seconds: float) -> str:
-    """The sentence on page-locked host memory, and the cost of the rest."""
-    told = f"{format_size(best.locked_bytes)} of host memory page-locked for copies"
-    if not best.unlocked_bytes:
-        return told
-    rest = f"{format_size(best.unlocked_bytes)} of weights are not and are read when they are copied"
-    return f"{told}; {rest}" + (f", {format_time(seconds)} of the run" if seconds > 0 else ", at no cost in time")
-
-
-def _from_disk(request: Request, stage: StagePlan, disk: float) -> str:
-    """The sentence on the wait for the disk in a step, and the memory that would avoid it."""
-    step, calls = stage.seconds / request.steps, request.calls
-    waits = f", {format_time(stage.disk_wait)} of it waiting for" if stage.disk_wait > _TOLD_WAIT * step else " under"
-    told = (
-        f"{format_size(request.ram)} of host memory and {described_disk(disk)}: {format_time(step)} a step{waits} the "
-        f"{format_size(stage.disk_bytes)} that it reads from the disk"
-    )
-    if stage.disk_wait <= _TOLD_WAIT * step:
-        return told
-    enough = format_least(-(-(request.ram + stage.disk_bytes // calls) // GIB) * GIB)
-    return f"{told}; {enough} would make it {format_time(step - stage.disk_wait)}"
+def _from_disk(request: Request, stage: StagePlan, disk: float) -> Reason:
+    """The reason on the wait for the disk in a step, and the memory that would avoid it."""
+    read = {"ram": request.ram, "disk": disk, "disk_bytes": stage.disk_bytes, "calls": request.calls}
+    return Reason(Kind.FROM_DISK, **read, step_seconds=stage.seconds / request.steps, wait_seconds=stage.disk_wait)

@@ -6,7 +6,8 @@ import html
 from collections.abc import Iterator
 from typing import Any
 
-from ..units import LONG, format_least, format_share, format_size, format_time
+from ..units import LONG, format_share, format_size, format_time
+from .wording import Kind, Reason, beside_peak, described
 
 HEADS = ("stage", "peak", "weights", "in host memory", "time")
 
@@ -62,8 +63,7 @@ def choices(plan: dict[str, Any]) -> Iterator[str]:
     """Sentences on how each stage runs and why it is not faster; then on the whole run."""
     for stage in plan["stages"]:
         if stage["choice"] or stage["why"]:
-            chosen = [f"{name} {value}" for name, value in stage["choice"].items() if value not in (False, "off")]
-            yield f"{_label(stage)}: {', '.join(chosen) or 'plain'}" + (f" ({stage['why']})" if stage["why"] else "")
+            yield f"{_label(stage)}: {described(stage['choice'])}" + (f" ({stage['why']})" if stage["why"] else "")
     settings = plan["settings"].items()
     decided = [f"{name} {_word(value)}" for name, value in settings if value not in (None, False, "off", "none")]
     yield f"settings: {', '.join(decided) or 'nothing changed'}"
@@ -73,11 +73,11 @@ def _word(value: Any) -> Any:
     return "on" if value is True else value
 
 
-def reasons(plan: dict[str, Any]) -> list[str]:
-    """Sentences of the plan in addition to its verdict."""
-    least = (format_least(plan["minimum_vram_bytes"]), format_least(plan["minimum_ram_bytes"]))
-    smallest = f"the smallest budget that works is about {least[0]}, with {least[1]} in host memory"
-    return [*plan["reasons"][1:], smallest]
+def reasons(plan: dict[str, Any]) -> list[Reason]:
+    """Reasons of the plan in addition to its verdict, which has the peak, and the smallest budget."""
+    found = [Reason(one["kind"], **one["values"]) for one in plan["reason_values"]]
+    least = {"least_vram": plan["minimum_vram_bytes"], "least_ram": plan["minimum_ram_bytes"]}
+    return [*beside_peak(found), Reason(Kind.SMALLEST, **least)]
 
 
 def text(plan: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from sd_lowvram.commands import early, plan_cache
 from sd_lowvram.errors import CheckpointError
 from sd_lowvram.planning import search
 from sd_lowvram.planning.request import Budget
+from sd_lowvram.planning.wording import Kind, Reason
 from sd_lowvram.tracing.fake_model import fingerprint
 from sd_lowvram.units import GIB, MIB
 
@@ -157,9 +158,23 @@ def test_a_plan_is_told_again_while_as_much_is_free_as_it_needs(folder: Path, fr
         told = size // (GIB // 2) * (GIB // 2)
         assert again["request"]["vram"] == again["request"]["ram"] == told
         assert again["reasons"][0].endswith(f"of {told / GIB:g} GiB, reached in {first['predicted']['stage']}")
-        assert {**again, "request": 0, "reasons": 0} == {**first, "request": 0, "reasons": 0}
+        assert again["reason_values"][0]["values"]["vram"] == told
+        but = {"request": 0, "reasons": 0, "reason_values": 0}
+        assert again | but == first | but
     with pytest.raises(pytest.fail.Exception):
         planned(folder, "--width", "128")
+
+
+def test_every_reason_of_a_cached_plan_has_the_budget_of_now(free: Any) -> None:
+    asked = {"model": None, "vram": None, "ram": "8GB", "gpu": None}
+    budgets = {"vram": 4 * GIB, "ram": 8 * GIB}
+    reason = Reason(Kind.RECORDED, needed_bytes=GIB, vram=4 * GIB)
+    answer = {"request": budgets, "reasons": [str(reason)], "reason_values": [reason.as_dict()]}
+    alike = {"vram": (GIB, 99 * GIB), "ram": (GIB, 99 * GIB)}
+    for size, left in ((4, "3 GiB left"), (6, "5 GiB left")):
+        free(size * GIB)
+        (told,) = plan_cache.remembered(asked, lambda _: (answer, alike))["reasons"]
+        assert told.startswith(left)
 
 
 @pytest.mark.slow(10)

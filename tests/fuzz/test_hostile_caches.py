@@ -31,6 +31,7 @@ ANSWER = {
     "fits": True,
     "request": {"vram": 1 << 30, "ram": 4 << 30},
     "reasons": ["peak 5 MiB of 1 GiB, reached in decode"],
+    "reason_values": [{"kind": "peak", "values": {"needed_bytes": 5 << 20, "vram": 1 << 30, "stage": "decode"}}],
 }
 ASKED = {"model": None, "vram": "1GB", "ram": "4GB", "gpu": "rtx2070"}
 COLOURS = {"rows": [[0.1, 0.2, 0.3]] * 5, "explained": 0.9}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import json
+import pickle
 import re
 
 import pytest
@@ -11,6 +14,7 @@ from rich.console import Console
 
 import sd_lowvram
 from sd_lowvram.commands.plan_table import show
+from sd_lowvram.planning.wording import Kind, Reason
 from sd_lowvram.units import format_size
 
 
@@ -42,3 +46,16 @@ def test_a_notebook_shows_a_bar_for_each_stage(plan: sd_lowvram.Plan) -> None:
     widths = [float(width) for width in re.findall(r"width:([\d.]+)%", page)]
     assert len(widths) == 2 * len(plan.stages) and max(widths) <= 100 and sum(widths) > 10
     assert page.count("<div") == page.count("</div>") and format_size(plan.predicted.peak_bytes) in page
+
+
+def test_reasons_are_sentences_that_json_gives_with_their_values(plan: sd_lowvram.Plan) -> None:
+    """Users print them; programs read kinds and values, from which the same sentences come again."""
+    settings = sd_lowvram.Settings(offload="layer", vae_tiles="exact")
+    slow = sd_lowvram.plan(tiny.pipeline("sd15"), vram="64MB", width=64, height=64, device="cpu", settings=settings)
+    for one in (plan, slow):
+        told = json.loads(json.dumps(one.as_dict()))
+        assert "\n".join(one.reasons).splitlines() == told["reasons"] == list(one.reasons)
+        again = [Reason(value["kind"], **value["values"]) for value in told["reason_values"]]
+        for copied in (again, copy.deepcopy(one.reasons), pickle.loads(pickle.dumps(one.reasons))):
+            assert [(reason, reason.kind) for reason in copied] == [(reason, reason.kind) for reason in one.reasons]
+    assert [reason.kind for reason in slow.reasons][:3] == [Kind.PEAK, Kind.ONE_LAYER, Kind.EXACT_STRIPS]

@@ -17,6 +17,7 @@ import pytest
 
 from sd_lowvram import Settings
 from sd_lowvram.errors import BadInputError, BudgetError
+from sd_lowvram.planning.wording import Kind, Reason
 from sd_lowvram.settings import SURFACES, knobs
 from webui_ext import estimate, infotext
 from webui_ext.arguments import IN_SIGHT, PRESETS, arguments, read, settings_of
@@ -213,7 +214,12 @@ def test_the_hosts_own_scripts_and_utils_are_found(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=tmp_path)
 
 
-def planned(peak: int, vram: int, *reasons: str) -> Any:
+def decided(over: bool) -> Reason:
+    held = {"free_bytes": 8 << 30, "model_bytes": 2 << 30, "keeps": "all", "needed_bytes": 5 << 30}
+    return Reason(Kind.HOST_DECIDES, host="the WebUI", **held, over_budget=over)
+
+
+def planned(peak: int, vram: int, *reasons: Reason) -> Any:
     return SimpleNamespace(
         predicted=SimpleNamespace(reserved_bytes=peak, overhead_bytes=0, stage="decode", seconds=125.0),
         request=SimpleNamespace(vram=vram, steps=20),
@@ -233,11 +239,11 @@ def test_the_line_names_what_was_chosen() -> None:
     [
         (33 << 27, 9 << 29, (), ">fits, 4.1 of 4.5 GiB<"),
         (300 << 20, 4 << 30, (), ">fits, 300 MiB of 4 GiB<"),
-        (1 << 30, 4 << 30, (estimate.DECIDES,), ">fits into 4 GiB<"),
-        (1 << 30, 4 << 30, (f"{estimate.DECIDES}, {estimate.BREAKS}",), ">takes more than 4 GiB<"),
+        (1 << 30, 4 << 30, (decided(False),), ">fits into 4 GiB<"),
+        (1 << 30, 4 << 30, (decided(True),), ">takes more than 4 GiB<"),
     ],
 )
-def test_the_panels_head_has_the_verdict(peak: int, vram: int, reasons: tuple[str, ...], head: str) -> None:
+def test_the_panels_head_has_the_verdict(peak: int, vram: int, reasons: tuple[Reason, ...], head: str) -> None:
     told = estimate.sentence(lambda: planned(peak, vram, *reasons), "512x512")
     assert head in told.head and ("#c00" in told.head) == ("more" in head)
 

@@ -1,0 +1,248 @@
+"""The wording of plans' reasons, for command line, panel, nodes and notebooks; torch is not imported here.
+
+Code that asks for a reason compares its kind and reads its values; a sentence can be reworded without any other change.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..devices.disk import described as described_disk
+from ..units import GIB, format_least, format_size, format_time
+
+_SHOWN_WAIT = 0.02
+"""Least part of a step that waits for the disk and is shown."""
+
+BRIEFLY: dict[str, dict[Any, str]] = {
+    "offload": {
+        "component": "one part of the model on the card at a time",
+        "halves": "half of the model on the card at a time",
+        "blocks": "part of the model stays on the card, the rest comes when needed",
+        "layer": "one layer of the model on the card at a time, the slowest way",
+    },
+    "vae_tiles": {"exact": "decoded in exact strips"},
+    "decoder_device": {"cpu": "decoded on the processor"},
+}
+"""Words for unusual values of settings, where there is one line for all of a plan."""
+
+
+class Kind(str, enum.Enum):
+    """Kind of a reason; the values are those of ``plan --json``."""
+
+    PEAK = "peak"
+    ONE_COMPONENT = "one component"
+    STREAMED = "streamed"
+    ONE_LAYER = "one layer"
+    PAGE_LOCKED = "page-locked"
+    FROM_DISK = "from disk"
+    EXACT_STRIPS = "exact strips"
+    DECODER_ON_CPU = "decoder on the CPU"
+    COMPILED = "compiled"
+    RECORDED = "recorded passes"
+    BY_TIME_MODEL = "by the time model"
+    HALF_PRODUCTS = "products in fp16"
+    PACKED = "packed weights"
+    ATTENTION_UNKNOWN = "attention's workspace unknown"
+    SLOW = "slow"
+    MORE_MEMORY = "more memory"
+    NOT_PLANNED = "not planned"
+    SMALLEST = "smallest budget"
+    RAN_AGAIN = "ran out, runs again"
+    RAN_LEANER = "ran out, needs less"
+    HOST_FETCHES = "host fetches layers"
+    HOST_DECIDES = "host decides on weights"
+    DECODE_ONLY = "decode only"
+    TILES_UNUSED = "other tiles unused"
+    TILES_DECODE = "other tiles decode"
+
+
+class Reason(str):
+    """A sentence of a plan, with what it says as values.
+
+    Attributes:
+        kind: the kind of the reason.
+        values: plain values in the sentence, by name. Sizes are in bytes; ``vram`` and ``ram`` are the budgets.
+    """
+
+    kind: Kind
+    values: dict[str, Any]
+
+    def __new__(cls, kind: Kind | str, **values: Any) -> Reason:
+        kind = Kind(kind)
+        reason = super().__new__(cls, _SENTENCES[kind](**values))
+        reason.kind, reason.values = kind, values
+        return reason
+
+    def __getnewargs_ex__(self) -> tuple[tuple[Kind], dict[str, Any]]:
+        return (self.kind,), self.values
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, from which ``Reason(kind, **values)`` makes the sentence again."""
+        return {"kind": self.kind.value, "values": dict(self.values)}
+
+
+def of_kind(reasons: Iterable[Reason], *kinds: Kind) -> list[Reason]:
+    """The ``reasons`` of some ``kinds``, in the order in which the kinds are given."""
+    return [reason for kind in kinds for reason in reasons if reason.kind is kind]
+
+
+def beside_peak(reasons: Iterable[Reason]) -> list[Reason]:
+    """The ``reasons`` without the peak, which is printed elsewhere."""
+    return [reason for reason in reasons if reason.kind is not Kind.PEAK]
+
+
+def described(choice: dict[str, Any]) -> str:
+    """Words for the way in which a stage runs."""
+    return ", ".join(f"{name} {value}" for name, value in choice.items() if value not in (False, "off")) or "plain"
+
+
+def shortage_text(where: str, of_host: bool, device: str, needed_bytes: int) -> str:
+    """The beginning of a sentence on a call that ran out of memory."""
+    kind = "host memory" if of_host else "memory"
+    return f"{where} ran out of {kind} on {device} with a plan of {format_size(needed_bytes)}"
+
+
+def _peak(needed_bytes: int, vram: int, stage: str) -> str:
+    return f"peak {format_size(needed_bytes)} of {format_size(vram)}, reached in {stage}"
+
+
+def _streamed(weights_bytes: int, slowdown: float) -> str:
+    return (
+        f"{format_size(weights_bytes)} of weights on the device at a time, the rest streamed under the "
+        f"compute: a step takes {slowdown:.2f} times as long"
+    )
+
+
+def _one_layer(slowdown: float | None) -> str:
+    slower = "" if slowdown is None else f": a step takes {slowdown:.2f} times as long"
+    return f"the weights of one layer and the next on the device at a time, the least memory{slower}"
+
+
+def _page_locked(locked_bytes: int, unlocked_bytes: int, seconds: float) -> str:
+    locked = f"{format_size(locked_bytes)} of host memory page-locked for copies"
+    if not unlocked_bytes:
+        return locked
+    rest = f"{format_size(unlocked_bytes)} of weights are not and are read when they are copied"
+    return f"{locked}; {rest}" + (f", {format_time(seconds)} of the run" if seconds > 0 else ", at no cost in time")
+
+
+def _from_disk(ram: int, disk: float, disk_bytes: int, calls: int, step_seconds: float, wait_seconds: float) -> str:
+    waits = wait_seconds > _SHOWN_WAIT * step_seconds
+    read = (
+        f"{format_size(ram)} of host memory and {described_disk(disk)}: {format_time(step_seconds)} a step"
+        f"{f', {format_time(wait_seconds)} of it waiting for' if waits else ' under'} the "
+        f"{format_size(disk_bytes)} that it reads from the disk"
+    )
+    enough = format_least(-(-(ram + disk_bytes // calls) // GIB) * GIB)
+    return f"{read}; {enough} would make it {format_time(step_seconds - wait_seconds)}" if waits else read
+
+
+def _exact_strips(vae_map: str | None) -> str:
+    return "decoding by exact strips" + (f", the feature map {vae_map}" if vae_map else "")
+
+
+def _compiled(needed_bytes: int, vram: int, gain: float) -> str:
+    left = format_size(vram - needed_bytes)
+    return f"{left} left: compiled, expected to be {gain:.1f} times as fast from the second run on"
+
+
+def _recorded(needed_bytes: int, vram: int) -> str:
+    return f"{format_size(vram - needed_bytes)} left: the denoiser's passes are recorded once and replayed"
+
+
+def _packed(needed_bytes: int, vram: int) -> str:
+    left = format_size(vram - needed_bytes)
+    return f"{left} left beside large weights that are kept in the order of the CPU's kernels, too"
+
+
+def _slow(seconds: float, card: str, percent: int, stage: str) -> str:
+    return f"slow: {format_time(seconds)} on {card}, {percent} % of it in {stage}"
+
+
+def _more_memory(needed_bytes: int, faster_seconds: float, seconds: float) -> str:
+    return (
+        f"with {format_least(needed_bytes)} it would take {format_time(faster_seconds)} "
+        f"instead of {format_time(seconds)}"
+    )
+
+
+def _not_planned(weights_bytes: int, offload: str) -> str:
+    places = {"none": "on the device", "component": "one model's at a time on the device"}
+    return (
+        f"weights {format_size(weights_bytes)}, {places.get(offload, 'streamed')}; activations of this model are "
+        "traced when a call is given (sd_lowvram.trace): they are not in the peak, nor its compute in the time"
+    )
+
+
+def _smallest(least_vram: int, least_ram: int) -> str:
+    least = (format_least(least_vram), format_least(least_ram))
+    return f"the smallest budget that works is about {least[0]}, with {least[1]} in host memory"
+
+
+def _ran_again(where: str, of_host: bool, device: str, needed_bytes: int) -> str:
+    begin = shortage_text(where, of_host, device, needed_bytes)
+    return f"{begin}: what was cached is given up, and it runs again as before"
+
+
+def _ran_leaner(where: str, of_host: bool, device: str, needed_bytes: int, leaner_bytes: int, step: str) -> str:
+    begin = shortage_text(where, of_host, device, needed_bytes)
+    return f"{begin}: it goes on with one of {format_size(leaner_bytes)} ({step})"
+
+
+def _host_decides(
+    host: str, free_bytes: int, model_bytes: int, keeps: str, needed_bytes: int, over_budget: bool
+) -> str:
+    kept = {
+        "all": f"keeps all {format_size(model_bytes)} of the model",
+        "one part": "keeps one part of the model at a time",
+        "some layers": "keeps some layers, and the others come for their call",
+    }
+    over = ", more than this budget" if over_budget else ""
+    return (
+        f"{host} itself decides what stays on the card: with {format_size(free_bytes)} free it {kept[keeps]}, and this "
+        f"takes {format_size(needed_bytes)}{over}"
+    )
+
+
+_SENTENCES: dict[Kind, Callable[..., str]] = {
+    Kind.PEAK: _peak,
+    Kind.ONE_COMPONENT: lambda: "one component's weights on the device at a time",
+    Kind.STREAMED: _streamed,
+    Kind.ONE_LAYER: _one_layer,
+    Kind.PAGE_LOCKED: _page_locked,
+    Kind.FROM_DISK: _from_disk,
+    Kind.EXACT_STRIPS: _exact_strips,
+    Kind.DECODER_ON_CPU: lambda: "decoding on the CPU: the device cannot hold the decoder",
+    Kind.COMPILED: _compiled,
+    Kind.RECORDED: _recorded,
+    Kind.BY_TIME_MODEL: lambda: (
+        "by the time model: on the card itself fused kernels and recorded passes are taken once `sd-lowvram doctor "
+        "--calibrate` has measured them to be faster there"
+    ),
+    Kind.HALF_PRODUCTS: lambda: (
+        "products in fp16, all else in float32: another picture; what overflows is found in the first step and made "
+        "in float32, and in the time is what earlier runs have found"
+    ),
+    Kind.PACKED: _packed,
+    Kind.ATTENTION_UNKNOWN: lambda: (
+        "what cuDNN's attention holds beside tensors is not in the peak: `doctor --calibrate` on the card tells"
+    ),
+    Kind.SLOW: _slow,
+    Kind.MORE_MEMORY: _more_memory,
+    Kind.NOT_PLANNED: _not_planned,
+    Kind.SMALLEST: _smallest,
+    Kind.RAN_AGAIN: _ran_again,
+    Kind.RAN_LEANER: _ran_leaner,
+    Kind.HOST_FETCHES: lambda host: f"{host} fetches layers of the model as it needs them",
+    Kind.HOST_DECIDES: _host_decides,
+    Kind.DECODE_ONLY: lambda host: f"the decode is exact and within the budget, the steps run as {host} has them",
+    Kind.TILES_UNUSED: lambda other: (
+        f"{other}, which is on too, has nothing to do: the decode is exact and within the budget as it is"
+    ),
+    Kind.TILES_DECODE: lambda other: (
+        f"{other}, which is on too, decodes in its own tiles, which changes the picture: turn it off"
+    ),
+}
+"""The sentence of each kind, from its values."""
