@@ -126,7 +126,7 @@ class Denoiser:
         with (
             self._recording(),
             host.replaced(base, "memory_required", self._estimate_of_a_call(plan)),
-            PINNED_BUFFERS.kept(),  # hooks come and go in every step
+            PINNED_BUFFERS.keep(),  # hooks come and go in every step
             self.record.weights_of("denoise", guider.model_patcher, room_for_weights(plan, "denoise")),
         ):
             out = executor(noise, latents, sampler, sigmas, mask, self._clock.around(callback), *args, **kwargs)

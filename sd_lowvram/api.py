@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .devices.support import device_of
 from .errors import BadInputError, ConflictError
 from .hooks.precision import force_upcast
-from .memory.threads import at_rest
+from .memory.threads import pause_models
 from .models.anatomy import Anatomy
 from .models.causal_autoencoder import FRAMES
 from .models.latents import has_frames, latent_channels, pixel_channels, scale_factor, unpacked
@@ -200,7 +200,7 @@ def _put_on(target: Any, chosen: Plan, watches: Callable[[Anatomy, Request], Ite
     parked = max(stage.parked_bytes for stage in chosen.stages)
     device = chosen.request.device
     coming = Attachment(anatomy_of(target, chosen.settings), chosen.settings, device)
-    with at_rest(coming.modules(), coming.places), host_budget(chosen.request.ram, parked):
+    with pause_models(coming.modules(), coming.places), host_budget(chosen.request.ram, parked):
         restore(target)
         attachment = attach(target, chosen.settings, device, chosen.timing)
         attachment.plan = chosen

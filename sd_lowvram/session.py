@@ -24,7 +24,7 @@ from .hooks.offload import step_groups
 from .hooks.registry import active_hooks, applicable
 from .memory.pinned_buffers import PINNED_BUFFERS
 from .memory.segments import begin_stage
-from .memory.threads import Place, at_rest, carries, every_place, place_of, turn
+from .memory.threads import Place, all_places, carries, pause_models, place_of, turn
 from .models import dissect, dissect_any
 from .models.anatomy import Anatomy
 from .models.support import run_pipeline_on, unsupported
@@ -79,7 +79,7 @@ class Attachment:
                 self.sites[step.hook] = self.sites.get(step.hook, 0) + 1
             self.add(self._in_turn())
             buffers = contextlib.ExitStack()
-            buffers.enter_context(PINNED_BUFFERS.kept())
+            buffers.enter_context(PINNED_BUFFERS.keep())
             self._undo.append(buffers.close)
         except BaseException:
             self.undo()
@@ -114,7 +114,7 @@ class Attachment:
         on the
         CPU. TF32 is process-wide, so take every device's lock."""
         if self.settings.precision == "tf32":
-            return {*every_place(), place_of(self.device)}
+            return {*all_places(), place_of(self.device)}
         on_cpu = self.settings.decoder_device == "cpu" and name == self.anatomy.autoencoder
         return {place_of(device) for device in (self.device, *([torch.device("cpu")] if on_cpu else []))}
 
@@ -199,7 +199,7 @@ def attach(target: Any, settings: Settings, device: torch.device, timing: StepTi
         UnsupportedModelError, NoSiteError, ConflictError: as :func:`attached`; nothing is attached then.
     """
     attachment = Attachment(anatomy_of(target, settings), settings, device, timing)
-    with at_rest(attachment.modules(), attachment.places):
+    with pause_models(attachment.modules(), attachment.places):
         _put_on(target, attachment)
     return attachment
 
@@ -234,7 +234,7 @@ def entered(target: Any, attachment: Attachment) -> Iterator[None]:
     Other threads that call a hooked model on the same device wait until the block ends.
     """
     with turn(attachment.places):
-        with at_rest(attachment.modules()):
+        with pause_models(attachment.modules()):
             _put_on(target, attachment)
         try:
             yield
@@ -244,7 +244,7 @@ def entered(target: Any, attachment: Attachment) -> Iterator[None]:
 
 def detach(target: Any, attachment: Attachment) -> None:
     """Take one attachment off, in whatever order they came."""
-    with at_rest(attachment.modules(), attachment.places):
+    with pause_models(attachment.modules(), attachment.places):
         records = vars(target).get(RECORD, [])
         if attachment in records:
             records.remove(attachment)
@@ -272,7 +272,7 @@ def restore(target: Any) -> None:
         raise BadInputError(f"restore() takes what was given to optimize(), not {target!r:.100}")
     present = attachments(target)
     models = [model for attachment in present for model in attachment.modules()]
-    with at_rest(models), contextlib.ExitStack() as stack:
+    with pause_models(models), contextlib.ExitStack() as stack:
         for attachment in attachments(target):
             stack.callback(detach, target, attachment)
 

@@ -17,7 +17,7 @@ from modules import processing, shared
 
 from sd_lowvram.compat.private import FakeTensor
 from sd_lowvram.errors import BadInputError, BudgetError
-from sd_lowvram.memory.threads import at_rest
+from sd_lowvram.memory.threads import pause_models
 from sd_lowvram.models.anatomy import Anatomy
 from sd_lowvram.models.calls import map_in_call
 from sd_lowvram.patches import Patch, set_patch, wrap
@@ -273,7 +273,7 @@ def _put_on(model: Any, chosen: Mapping[str, Any], picture: Generation, plan: Pl
     coming = Attachment(anatomy_of(target), settings, plan.request.device)
     models = [*coming.modules(), *(one for running in _running for one in running.attachment.modules())]
     with (
-        at_rest(models, coming.places),
+        pause_models(models, coming.places),
         contextlib.ExitStack() as stack,
     ):  # a live preview decodes in a thread of its own
         stop()

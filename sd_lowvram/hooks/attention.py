@@ -217,7 +217,7 @@ class Redirect(TorchFunctionMode):
     def __enter__(self) -> Redirect:
         # A TorchFunctionMode does not see calls of a function that replaces torch's own, be it a trace's or another
         # program's. Then the attention is replaced too, as a mode would slow down each access to a shape in a trace.
-        if TORCHS_ATTENTION.answered() or TORCHS_ATTENTION.function() is not BUILTIN_ATTENTION:
+        if TORCHS_ATTENTION.is_redirected() or TORCHS_ATTENTION.function() is not BUILTIN_ATTENTION:
             self._answering.enter_context(TORCHS_ATTENTION.to(self.attend))
         else:
             self._answering.push(super().__exit__)

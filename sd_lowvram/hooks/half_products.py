@@ -25,7 +25,7 @@ from ..cache import place_of, remember, remembered
 from ..compat.private import FakeTensor, tree_flatten
 from ..errors import NotFiniteError
 from ..kernels.attention.torch_kernels import TORCHS_ATTENTION
-from ..memory.repeats import uncounted
+from ..memory.repeats import exclude_from_counts
 from ..patches import Answered, Patch, wrap
 from ..progress import happened
 from ..weights import cast_activations
@@ -132,7 +132,7 @@ class HalfProducts:
         """``run`` in fp16, or in float32 where that overflows. A plan has the memory of both and the time of fp16."""
         fake = isinstance(x, FakeTensor)
         if fake:
-            with uncounted():
+            with exclude_from_counts():
                 run(torch.float32)
         elif name in self.wide:
             return run(torch.float32)

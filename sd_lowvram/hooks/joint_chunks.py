@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention.torch_kernels import TORCHS_ATTENTION
-from ..memory.repeats import each
+from ..memory.repeats import representative_pieces
 from ..models.anatomy import layer
 from ..models.dit import given_by_name
 from ..models.joint import JointBlock, Rows
@@ -60,7 +60,7 @@ def _keys_of(
     """Keys and values of all tokens for each attention; None if one of them was not called."""
     whole = [_Joined(rows[-1].stop, rows[0].texts if number == 0 else 0, parts.text_last) for number in _each(parts)]
     with _answering((*parts.queries(), *parts.besides)):
-        for some in each(rows, given[parts.picture]):
+        for some in representative_pieces(rows, given[parts.picture]):
             calls = _Calls(len(whole))
             with contextlib.suppress(_Collected), TORCHS_ATTENTION.to(calls.collect):
                 original(**parts.part(given, some))
@@ -82,7 +82,7 @@ def _attended(
     total, text, picture = rows[-1].stop, None, None
     both = False
     with _answering(parts.keys()):
-        for some in each(rows, given[parts.picture]):
+        for some in representative_pieces(rows, given[parts.picture]):
             mask = parts.mask(given, some) if parts.masked_by else None
             with TORCHS_ATTENTION.to(_Given(keys, mask, bool(parts.masked_by)).attend):
                 made = original(**parts.part(given, some))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import Parked
-from ..memory.host_offload import reinterpreted
+from ..memory.host_offload import reinterpret
 
 
 class Map:
@@ -29,7 +29,7 @@ class Map:
 
     def convert(self, dtype: torch.dtype) -> None:
         """Keep the same values in another type of as many bytes, where they are."""
-        self.data = reinterpreted(self.data, dtype, 2)
+        self.data = reinterpret(self.data, dtype, 2)
 
     def load(self, rows: slice) -> Tensor:
         return self.data[:, :, rows]

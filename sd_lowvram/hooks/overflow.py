@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compat.private import FakeTensor
 from ..errors import NotFiniteError
-from ..memory.repeats import uncounted
+from ..memory.repeats import exclude_from_counts
 from ..patches import Answered
 from ..progress import happened
 from ..weights import placed
@@ -67,7 +67,7 @@ class OverflowCheck:
             NotFiniteError: the rows are not finite in float32 either.
         """
         if self._plans:
-            with uncounted():
+            with exclude_from_counts():
                 self._in_float32(compute, start, min(stop, start + piece(start, stop)), final)
         if self._kept_in != self._dtype:
             self._widened += 1
@@ -92,7 +92,7 @@ class OverflowCheck:
     def whole(self, compute: Callable[[bool], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Like :meth:`rows`, for a whole map; ``compute`` gets True for float32."""
         if self._plans:
-            with uncounted(), in_float32(self._device):
+            with exclude_from_counts(), in_float32(self._device):
                 compute(True)
         if self._kept_in == self._dtype:
             for _ in range(2 if self.looks else 1):

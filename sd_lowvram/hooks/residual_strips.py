@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NoSiteError
-from ..memory.repeats import each
+from ..memory.repeats import representative_pieces
 from ..models.anatomy import Anatomy, Residual, layer
 from ..models.interfaces import MapConvolution
 from ..patches import Patch, wrap
@@ -71,7 +71,7 @@ def _in_strips(
     if parts is None:
         return original(x, time, *args, **kw)
     before = Statistics(parts.norm1)
-    for start, stop in each(pieces, x):
+    for start, stop in representative_pieces(pieces, x):
         before.add(x.narrow(2, start, stop - start))
     shift = parts.shift(time)
     hidden, after = _first_half(parts, x, shift, pieces, before)
@@ -115,7 +115,7 @@ def _of_the_map(
     if not isinstance(inner, MapConvolution):
         return ()
     with hold_weights():
-        cut = (image.narrow(2, start, stop - start) for start, stop in each(pieces, image))
+        cut = (image.narrow(2, start, stop - start) for start, stop in representative_pieces(pieces, image))
         return (inner.over_map(block.act(statistics.normalised(strip)) for strip in cut),)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.triton.support import takes
-from ..memory.repeats import each
+from ..memory.repeats import representative_pieces
 from ..patches import Answered
 from ..streaming.weight_scopes import hold_weights
 from ..weights import placed
@@ -38,7 +38,7 @@ def assembled(
         out: is overwritten if it has the type and the width of the parts; otherwise a new tensor is made.
     """
     with hold_weights():
-        for start, stop in each(pieces, like):
+        for start, stop in representative_pieces(pieces, like):
             out = placed(out, make(start, stop), dim, start, pieces[-1][1])
     assert out is not None
     return out

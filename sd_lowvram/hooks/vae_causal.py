@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .. import progress
 from ..compat.private import FakeTensor
 from ..errors import NotFiniteError
-from ..memory.repeats import each, representatives, standing_for
+from ..memory.repeats import representative_pieces, representatives, standing_for
 from ..models.anatomy import layer
 from ..models.causal_autoencoder import (
     FRAMES,
@@ -231,13 +231,13 @@ class _StripPass:
             image = x[:, :, frame]
             keys: Tensor | None = None
             values: Tensor | None = None
-            for cut in each(cuts, x):
+            for cut in representative_pieces(cuts, x):
                 _, key, value = _queries_keys_values(step, image[:, :, cut], whole)
                 keys = placed(keys, key, 1, cut.start * width, height * width)
                 values = placed(values, value, 1, cut.start * width, height * width)
                 del key, value
             assert keys is not None and values is not None
-            for cut in each(cuts, x):
+            for cut in representative_pieces(cuts, x):
                 strip = image[:, :, cut]
                 query = _queries_keys_values(step, strip, whole)[0].contiguous()
                 mixed = F.scaled_dot_product_attention(query[:, None], keys[:, None], values[:, None])[:, 0]

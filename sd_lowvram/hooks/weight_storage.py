@@ -23,7 +23,7 @@ from ..errors import ConflictError, NoSiteError
 from ..kernels.quantised import quantise, widen
 from ..memory import to_host
 from ..memory.fake_mode import active_fake_mode
-from ..memory.threads import at_rest
+from ..memory.threads import pause_models
 from ..models.anatomy import Anatomy
 from ..patches import Change, Patch, roles_of, wrap
 from ..settings import Settings
@@ -96,7 +96,7 @@ def offers(target: Target) -> Iterator[Offer]:
     """int8, which is nearer to full weights than fp8 and of the same size, where another picture is allowed."""
     parts = target.anatomy.components
     if target.approximate and target.fixed.weight_storage is None:
-        with at_rest(parts.values()):
+        with pause_models(parts.values()):
             stored = any(quantised_layers(target.anatomy, name, as_loaded=True) for name in parts)
         if stored:
             yield Offer(OfferKind.WEIGHTS, {"weight_storage": None})

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..compat import autocast_dtype
 from ..compat.private import FakeTensor, may_use
-from ..memory.accounts import on_cpu
+from ..memory.accounts import traces_cpu
 
 _LEAST = 20480
 """Elements of a map's first four dimensions, up to which torch unfolds one picture of float32."""
@@ -31,7 +31,7 @@ _LEAST = 20480
 
 def is_on_cpu(x: Tensor) -> bool:
     """True if a CPU computes with ``x``; in a trace, in the traced run."""
-    return on_cpu() if isinstance(x, FakeTensor) else x.device.type == "cpu"
+    return traces_cpu() if isinstance(x, FakeTensor) else x.device.type == "cpu"
 
 
 def is_float32_on_cpu(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..devices.pairs import ratio
-from ..memory.repeats import each
+from ..memory.repeats import representative_pieces
 from ..weights import placed
 
 SIDES = (2, 4, 6, 8)
@@ -116,7 +116,9 @@ def convolve(x: Tensor, kernels: Tensor, bias: Tensor | None, side: int) -> Tens
     right = across * side - width + 1
     out: Tensor | None = None
     rows = max(1, _TILES // (across * count)) * side
-    for start, stop in each([(first, min(first + rows, height)) for first in range(0, down * side, rows)], x):
+    for start, stop in representative_pieces(
+        [(first, min(first + rows, height)) for first in range(0, down * side, rows)], x
+    ):
         strip = x[:, :, max(0, start - 1) : stop + 1]
         below = -(-(stop - start) // side) * side + 2 - strip.shape[2] - (start == 0)
         tiles = _tiles(functional.pad(strip, (1, right, int(start == 0), below)), side)

@@ -101,6 +101,6 @@ def kernels_of(device_type: Kernels) -> contextlib.AbstractContextManager[None]:
     return _having(kernels=device_type)
 
 
-def on_cpu() -> bool:
+def traces_cpu() -> bool:
     """True if traces are of a run on the CPU."""
     return _state.kernels == "cpu"

@@ -110,8 +110,8 @@ class CachingAllocator:
         place = bisect.bisect_left(pool, (size, -1))
         if place == len(pool):
             return None
-        found = pool[place][0]
-        if size < self._max_split <= found or (size >= self._max_split and found >= size + _LARGE_SEGMENT):
+        fitting = pool[place][0]
+        if size < self._max_split <= fitting or (size >= self._max_split and fitting >= size + _LARGE_SEGMENT):
             return None
         return pool.pop(place)[2]
 

@@ -58,10 +58,10 @@ class ExpandableAllocator:
         """
         size = max(LEAST, -(-size // LEAST) * LEAST)
         small = size <= SMALL
-        span = self._best_fit(size, small) or self._expanded(size, small)
+        span = self._best_fit(size, small) or self._expand(size, small)
         if span is None:
             self.release()
-            span = self._expanded(size, small)
+            span = self._expand(size, small)
         if span is None:
             raise CardFullError
         self._drop(span)
@@ -76,7 +76,7 @@ class ExpandableAllocator:
         """Free a span and merge it with its free neighbours."""
         self.allocated_bytes -= span.size
         span.used = False
-        self._keep(self._merged(span))
+        self._keep(self._merge(span))
 
     def release(self) -> None:
         """Give the pages back in which nothing is in use, as ``torch.cuda.empty_cache`` does."""
@@ -97,27 +97,29 @@ class ExpandableAllocator:
             self._keep(self._cut(span, end - span.address))
         self.reserved_bytes -= span.size
         span.mapped = False
-        self._merged(span)
+        self._merge(span)
 
     def _best_fit(self, size: int, small: bool) -> _AddressRange | None:
         """Best fit; spans at which the pool can grow count with the size that they would have."""
         pool = self._free[small]
         place = bisect.bisect_left(pool, (size, -1))
-        while place + 1 < len(pool) and _grown(pool[place + 1][2]) < _grown(pool[place][2]):
+        while place + 1 < len(pool) and _grown_size(pool[place + 1][2]) < _grown_size(pool[place][2]):
             place += 1
         return pool[place][2] if place < len(pool) else None
 
-    def _expanded(self, size: int, small: bool) -> _AddressRange | None:
+    def _expand(self, size: int, small: bool) -> _AddressRange | None:
         """Map pages for a free span of ``size`` bytes; return None if the GPU has no memory left for them."""
-        span: _AddressRange | None = next(one for one in self._unmapped(small) if _room_from(one) >= size)
+        span: _AddressRange | None = next(
+            candidate for candidate in self._unmapped_spans(small) if _room_from(candidate) >= size
+        )
         assert span is not None
         if not span.mapped:
-            span = self._mapped(span, size)
+            span = self._map(span, size)
         while span is not None and span.size < size and span.after is not None:
-            span = self._mapped(span.after, size - span.size)
+            span = self._map(span.after, size - span.size)
         return span
 
-    def _unmapped(self, small: bool) -> Iterator[_AddressRange]:
+    def _unmapped_spans(self, small: bool) -> Iterator[_AddressRange]:
         """Unmapped spans by address, each with the free bytes before it."""
         span: _AddressRange | None = self._first[small]
         while span is not None:
@@ -125,7 +127,7 @@ class ExpandableAllocator:
                 yield span.before if span.before is not None and not span.before.used else span
             span = span.after
 
-    def _mapped(self, span: _AddressRange, size: int) -> _AddressRange | None:
+    def _map(self, span: _AddressRange, size: int) -> _AddressRange | None:
         """Map pages to as much of ``span`` as ``size`` takes; returns all that is free there."""
         page = _PAGES[span.small]
         wanted = -(-min(size, span.size) // page) * page
@@ -136,7 +138,7 @@ class ExpandableAllocator:
         if span.size > wanted:
             self._cut(span, wanted)
         span.mapped = True
-        span = self._merged(span)
+        span = self._merge(span)
         self._keep(span)
         return span
 
@@ -148,7 +150,7 @@ class ExpandableAllocator:
         span.size, span.after = size, rest
         return rest
 
-    def _merged(self, span: _AddressRange) -> _AddressRange:
+    def _merge(self, span: _AddressRange) -> _AddressRange:
         """``span`` with those of its neighbours that are like it, which are free spans no more."""
         for other in (span.before, span.after):
             if other is None or other.used or other.mapped != span.mapped:
@@ -171,7 +173,7 @@ class ExpandableAllocator:
         del pool[bisect.bisect_left(pool, (span.size, span.address))]
 
 
-def _grown(span: _AddressRange) -> int:
+def _grown_size(span: _AddressRange) -> int:
     return span.size + (span.after.size if span.after is not None and not span.after.mapped else 0)
 
 

@@ -37,7 +37,7 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, pin: bool | None = None
     if active_fake_mode() is None and (can_pin() if pin is None else pin):
         pinned = pinned_empty(_nbytes(shape, dtype))
     if pinned is not None:
-        empty = _shaped(pinned, shape, dtype)
+        empty = _view_as(pinned, shape, dtype)
     else:
         with host_account():
             empty = torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -49,7 +49,7 @@ def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _shaped(bytes: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _view_as(bytes: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Bytes as a tensor of a type."""
     return bytes.view(dtype).view(tuple(shape))
 
@@ -65,7 +65,7 @@ def to_device(tensor: Tensor, device: torch.device | str, *, weight: bool = Fals
     """
     with weights_account() if weight else device_account():
         copy = torch.empty_like(tensor, device=actual_device(device), requires_grad=False)
-        return copy.copy_(tensor.detach(), non_blocking=_unblocked(tensor, copy))
+        return copy.copy_(tensor.detach(), non_blocking=_is_unblocked(tensor, copy))
 
 
 def to_host(tensor: Tensor, pin: bool | None = None) -> Tensor:
@@ -80,12 +80,12 @@ def is_pinned(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and torch.cuda.is_available() and tensor.is_pinned()
 
 
-def unpinned(data: Tensor) -> Tensor:
+def unpin(data: Tensor) -> Tensor:
     """``data`` itself, or a copy in ordinary memory if ``data`` is page-locked; strides are preserved if dense."""
     return torch.empty_like(data, pin_memory=False).copy_(data) if is_pinned(data) else data
 
 
-def _unblocked(host: Tensor, device: Tensor) -> bool:
+def _is_unblocked(host: Tensor, device: Tensor) -> bool:
     return device.device.type == "cuda" and host.device.type == "cpu" and host.is_pinned()
 
 
@@ -113,7 +113,7 @@ class Parked:
         if device.type == "cuda" and can_pin() and active_fake_mode() is None:
             self._buffer = PINNED_BUFFERS.take(_nbytes(on_host, dtype))
         buffer = self._buffer
-        self._host = host_empty(on_host, dtype, False) if buffer is None else _shaped(buffer.bytes, on_host, dtype)
+        self._host = host_empty(on_host, dtype, False) if buffer is None else _view_as(buffer.bytes, on_host, dtype)
         mark_host(self._host)
         self._event: torch.cuda.Event | None = None if buffer is None else buffer.copied
         self._order = tuple(order)
@@ -168,13 +168,13 @@ class Parked:
                 f"a strip of {tuple(strip.shape)} {strip.dtype} does not fill rows {rows.start}:{rows.stop} "
                 f"of {tuple(self.shape)} {self.dtype}"
             )
-        with self._in_order(strip.device), device_account():
-            where.copy_(staged.contiguous(), non_blocking=_unblocked(self._host, strip))
+        with self._order_copies(strip.device), device_account():
+            where.copy_(staged.contiguous(), non_blocking=_is_unblocked(self._host, strip))
 
     def convert(self, dtype: torch.dtype) -> None:
         """Keep the same values in another type of as many bytes, where they are."""
         self._wait()
-        self._host = reinterpreted(self._host, dtype, self._order.index(2))
+        self._host = reinterpret(self._host, dtype, self._order.index(2))
         self.dtype = dtype
 
     def load(self, rows: slice | None = None, device: torch.device | str | None = None) -> Tensor:
@@ -184,9 +184,9 @@ class Parked:
         place = self.device if device is None else actual_device(device)
         if place.type == "cuda" and not source.is_contiguous():  # the host puts its pieces together
             self._wait()
-        with self._in_order(place), device_account():
+        with self._order_copies(place), device_account():
             staged = torch.empty(source.shape, dtype=self.dtype, device=place)
-            staged.copy_(source, non_blocking=_unblocked(self._host, staged))
+            staged.copy_(source, non_blocking=_is_unblocked(self._host, staged))
             loaded = staged.permute(inverse(self._order))
             return loaded if self._format is torch.preserve_format else loaded.contiguous(memory_format=self._format)
 
@@ -212,7 +212,7 @@ class Parked:
             self._event.synchronize()
 
     @contextlib.contextmanager
-    def _in_order(self, device: torch.device) -> Iterator[None]:
+    def _order_copies(self, device: torch.device) -> Iterator[None]:
         """Copies inside wait for the last one of this map, on whichever stream it ran."""
         if device.type != "cuda":  # the host reads and writes at once
             self._wait()
@@ -227,7 +227,7 @@ class Parked:
             self._event.record(stream)
 
 
-def reinterpreted(data: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+def reinterpret(data: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
     """``data`` in another type of as many bytes and in the same memory, converted row by row of dimension ``dim``."""
     converted = data.view(dtype)
     for row in range(data.shape[dim]):
@@ -268,9 +268,9 @@ def park(tensor: Tensor) -> Parked:
     """
     order = dense_order(tensor)
     parked = Parked(tensor.shape, tensor.dtype, order, tensor.device)
-    with parked._in_order(tensor.device), device_account():
+    with parked._order_copies(tensor.device), device_account():
         source = tensor.detach().permute(order).contiguous()
-        parked._host.copy_(source, non_blocking=_unblocked(parked._host, tensor))
+        parked._host.copy_(source, non_blocking=_is_unblocked(parked._host, tensor))
     return parked
 
 
@@ -284,7 +284,7 @@ def send(tensor: Tensor) -> Parked:
     _let_go()
     if tensor.nbytes < tensor.untyped_storage().nbytes():  # keeping a view would keep the whole storage
         return park(tensor)
-    with _beside_compute(tensor):
+    with _use_parking_stream(tensor):
         parked = park(tensor)
     if parked._event is not None:
         _wait_when_dropped(tensor, torch.cuda.current_stream(tensor.device), parked._event)
@@ -294,7 +294,7 @@ def send(tensor: Tensor) -> Parked:
 
 
 @contextlib.contextmanager
-def _beside_compute(tensor: Tensor) -> Iterator[None]:
+def _use_parking_stream(tensor: Tensor) -> Iterator[None]:
     """Copies of ``tensor`` inside run as soon as it has been computed, and nothing waits for them."""
     if not tensor.is_cuda:
         yield

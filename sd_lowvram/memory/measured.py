@@ -53,11 +53,11 @@ class _AllocatorProfile(torch.profiler.profile):
         super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
     def start(self) -> None:
-        with _without_lines_of_the_profiler():
+        with _silence_profiler():
             super().start()
 
     def stop(self) -> None:
-        with _without_lines_of_the_profiler():
+        with _silence_profiler():
             super().stop()
 
 
@@ -72,7 +72,7 @@ _console = threading.Lock()
 
 
 @contextlib.contextmanager
-def _without_lines_of_the_profiler() -> Iterator[None]:
+def _silence_profiler() -> Iterator[None]:
     """Hold back what is written to the process's standard error inside the block, then write all but Kineto's lines."""
     with _console, tempfile.TemporaryFile() as held:
         try:
@@ -101,16 +101,16 @@ def allocator_events(profile: torch.profiler.profile) -> list[tuple[int, int]]:
     address.
     """
     waiting: list[Any] = list(profile.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-    told = []
+    events = []
     while waiting:
         event = waiting.pop()
         waiting += event.children
         fields = event.extra_fields
         if isinstance(fields, AllocationFields) and fields.device.type == "cpu":
-            told.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
     live: set[int] = set()
     changes = []
-    for moment, address, change in sorted(told, key=lambda one: (one[0], -one[2])):
+    for moment, address, change in sorted(events, key=lambda change: (change[0], -change[2])):
         if change > 0:
             live.add(address)
         elif address not in live:

@@ -45,7 +45,7 @@ class PinnedBuffers:
         self._most = 0
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def keep(self) -> Iterator[None]:
         """Keep buffers for the next map within the block; they are freed when the last block exits."""
         inside = object()
         self._parking.add(inside)
@@ -62,7 +62,14 @@ class PinnedBuffers:
         with self._taking:  # models on several devices share what may be locked
             in_use = sum([*self._used.values()]) + nbytes
             self._most = max(self._most, in_use)
-            buffer = next((one for one in [*self._idle] if len(one.bytes) == nbytes and self._is_taken(one)), None)
+            buffer = next(
+                (
+                    candidate
+                    for candidate in [*self._idle]
+                    if len(candidate.bytes) == nbytes and self._is_taken(candidate)
+                ),
+                None,
+            )
             buffer = self._fresh(nbytes, self._most - in_use) if buffer is None else buffer
             if buffer is not None:
                 self._used[id(buffer)] = nbytes

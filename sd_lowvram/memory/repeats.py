@@ -45,7 +45,7 @@ def times() -> int:
 
 
 @contextlib.contextmanager
-def followed(follower: Follower) -> Iterator[None]:
+def notify_follower(follower: Follower) -> Iterator[None]:
     """Notify ``follower`` of loops within the block, which represents one pass, even after a loop that ended in an
     error.
     """
@@ -58,7 +58,7 @@ def followed(follower: Follower) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncounted() -> Iterator[None]:
+def exclude_from_counts() -> Iterator[None]:
     """Exclude the block from counts of work, because it rarely runs; its memory still counts."""
     before, _state.times = _state.times, 0
     try:
@@ -85,7 +85,7 @@ def standing_for(pieces: Sequence[Piece], order: Sequence[int]) -> Iterator[Piec
         follower.fill_in(places, order)
 
 
-def each(pieces: Sequence[Piece], like: Tensor) -> Iterator[Piece]:
+def representative_pieces(pieces: Sequence[Piece], like: Tensor) -> Iterator[Piece]:
     """Yield the pieces of a loop to run: while tracing the first (allocates), the second (stands for the middle) and
     the
     last, unless ``like`` numbers them."""
@@ -102,7 +102,7 @@ def representatives(kinds: Sequence[Hashable]) -> tuple[list[int], list[int]]:
             first allocates, and the last may be smaller.
     """
     ends = {0, len(kinds) - 1}
-    known = [(number,) if number in ends else ("inner", kind) for number, kind in enumerate(kinds)]
-    first = {one: number for number, one in reversed([*enumerate(known)])}
+    keys = [(number,) if number in ends else ("inner", kind) for number, kind in enumerate(kinds)]
+    first = {key: number for number, key in reversed([*enumerate(keys)])}
     run = sorted(first.values())
-    return run, [run.index(first[one]) for one in known]
+    return run, [run.index(first[key]) for key in keys]

@@ -61,7 +61,7 @@ class Reserved(NamedTuple):
     kept: int
 
 
-def reserved(allocations: Allocations, held: int = 0, again: bool = False) -> Reserved:
+def count_reserved(allocations: Allocations, held: int = 0, again: bool = False) -> Reserved:
     """Bytes that torch reserves for ``allocations`` on one stream, starting without unused segments.
 
     The small pool is filled well, so its bytes are summed; allocations of the large pool are placed one by one. An
@@ -74,18 +74,18 @@ def reserved(allocations: Allocations, held: int = 0, again: bool = False) -> Re
             (weights that are fetched ahead), and the second time finds smaller gaps.
     """
     times = [*allocations, *_next_time(allocations)] if again else allocations
-    large, small_bytes = _by_pool([(-1, held), *times])
+    large, small_bytes = _split_pools([(-1, held), *times])
     settings = allocator_settings()
     unit = PAGE if settings.expandable else ROUND
-    least = kept = 0
+    least = most_units = 0
     for order in _orders(large):
         most = settings.allocator()
         _play(order, most)
-        kept = max(kept, most.peak_bytes // unit)
+        most_units = max(most_units, most.peak_bytes // unit)
         least = _least(order, max(least, -(-most.allocated_peak // unit)), most.peak_bytes // unit, unit)
     # Growing segments begin where the weights end, anywhere in a page.
     others = settings.expandable * unit + -(-small_bytes // SMALL_SEGMENT) * SMALL_SEGMENT
-    return Reserved(least * unit + others, kept * unit + others)
+    return Reserved(least * unit + others, most_units * unit + others)
 
 
 def _next_time(allocations: Allocations) -> Iterator[tuple[int, int]]:
@@ -131,12 +131,12 @@ def _orders(allocations: Allocations) -> Iterator[Allocations]:
     """``allocations`` as they are; and what ends before anything else is made after all that is made with it, before
     it, and the one and the other in turn."""
     yield allocations
-    runs = [list(run) for _, run in itertools.groupby(allocations, key=lambda one: one[1] < 0)]
+    runs = [list(run) for _, run in itertools.groupby(allocations, key=lambda allocation: allocation[1] < 0)]
     for behind in (itertools.repeat(True), itertools.repeat(False), itertools.cycle((True, False))):
         order: list[tuple[int, int]] = []
-        for made, ended, last in zip(runs[::2], runs[1::2], behind, strict=False):
+        for starts, ended, last in zip(runs[::2], runs[1::2], behind, strict=False):
             ends = {number for number, _ in ended}
-            order += sorted(made, key=lambda one: (one[0] in ends) == last)
+            order += sorted(starts, key=lambda allocation: (allocation[0] in ends) == last)
             order += ended
         yield order
 
@@ -149,7 +149,7 @@ def segment(size: int) -> int:
     return allocator.peak_bytes
 
 
-def _by_pool(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:
+def _split_pools(allocations: Allocations) -> tuple[list[tuple[int, int]], int]:
     """Allocations of the large pool, each with its end, and the peak bytes of the small pool."""
     sizes: dict[int, int] = {}
     large, small, most = [], 0, 0

@@ -25,7 +25,7 @@ class Deaths:
         """Watch ``storage``; returns its key."""
         key: int = storage_key(storage)
         if STORAGES_ARE_OBJECTS:
-            self._references[key] = weakref.ref(storage, functools.partial(self._died, key))
+            self._references[key] = weakref.ref(storage, functools.partial(self._note_death, key))
         else:
             self._references[key] = StorageWeakRef(storage)
         return key
@@ -35,16 +35,16 @@ class Deaths:
         if not STORAGES_ARE_OBJECTS:  # a trace asks at each operator, of every weight
             references = self._references.copy()  # a copy, because other threads remove entries meanwhile
             for key in [*filter(storage_expired, references)]:
-                self._gone(key)
+                self._remove(key)
 
     def forget(self) -> None:
         """Watch none any longer."""
         self._references.clear()
 
-    def _died(self, key: int, reference: Any) -> None:
+    def _note_death(self, key: int, reference: Any) -> None:
         if self._references.get(key) is reference:
-            self._gone(key)
+            self._remove(key)
 
-    def _gone(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         if self._references.pop(key, None) is not None:  # another thread may have found it too
             self._report(key)

@@ -31,7 +31,7 @@ def place_of(device: torch.device) -> Place:
     return 0, f"{device.type}:{index}"
 
 
-def every_place() -> set[Place]:
+def all_places() -> set[Place]:
     """All devices: for what sets a switch of the whole process while it runs."""
     cards = {place_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())}
     return {place_of(torch.device("cpu")), *cards}
@@ -98,7 +98,7 @@ def turn(places: Iterable[Place]) -> contextlib.AbstractContextManager[Any]:
 
     Device buffers, lent weights and what a hook sets during a call belong to the model, not to a thread: a preview that
     decodes while the UNet samples waits until the step is done. Models on other devices run meanwhile. A trace never
-    waits: it runs a copy, or holds its model by :func:`at_rest`.
+    waits: it runs a copy, or holds its model by :func:`pause_models`.
     """
     return contextlib.nullcontext() if tracing() else _turns.having(places)
 
@@ -124,7 +124,7 @@ def carries(carrier: Carrier, places: Iterable[Place]) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def at_rest(models: Iterable[nn.Module], places: Iterable[Place] = ()) -> Iterator[None]:
+def pause_models(models: Iterable[nn.Module], places: Iterable[Place] = ()) -> Iterator[None]:
     """Keep other threads from running ``models`` with hooks, and from attaching or detaching, within the block.
 
     Models that share no module with them run meanwhile.
@@ -146,13 +146,15 @@ def at_rest(models: Iterable[nn.Module], places: Iterable[Place] = ()) -> Iterat
 
 def _places_of(models: Iterable[nn.Module]) -> set[Place]:
     """Places of the modules of ``models``, and of modules that contain them."""
-    known = {id(module) for model in models for module in model.modules()}
-    found = set[Place]()
+    modules = {id(module) for model in models for module in model.modules()}
+    places = set[Place]()
     for reference in _carriers.keyrefs():
         carrier = reference()
-        if carrier is not None and any(id(one) in known for whole in carrier.modules() for one in whole.modules()):
-            found |= _carriers.get(carrier, frozenset())
-    return found
+        if carrier is not None and any(
+            id(module) in modules for whole in carrier.modules() for module in whole.modules()
+        ):
+            places |= _carriers.get(carrier, frozenset())
+    return places
 
 
 class Switch:
@@ -240,7 +242,7 @@ class Redirected:
             finally:
                 answers.remove(answer)
 
-    def answered(self) -> bool:
+    def is_redirected(self) -> bool:
         """True if the function is replaced in this thread."""
         return bool(self._answers())
 
@@ -257,7 +259,7 @@ class Redirected:
     def _exchange(self) -> Iterator[None]:
         before, behind = vars(self._owner).get(self._name, _ABSENT), getattr(self._owner, self._name)
 
-        def routed(*args: Any, **kwargs: Any) -> Any:
+        def route(*args: Any, **kwargs: Any) -> Any:
             answers = self._answers()
             if not answers:
                 return behind(*args, **kwargs)
@@ -267,10 +269,10 @@ class Redirected:
             finally:
                 answers.append(answer)
 
-        vars(routed)["behind"] = behind
-        setattr(self._owner, self._name, routed)
+        vars(route)["behind"] = behind
+        setattr(self._owner, self._name, route)
         yield
-        if vars(self._owner).get(self._name) is not routed:
+        if vars(self._owner).get(self._name) is not route:
             return  # theirs stays on top, and calls through
         if before is _ABSENT:
             delattr(self._owner, self._name)

@@ -24,7 +24,7 @@ from ..hooks.precision import Arithmetic, arithmetic
 from ..memory.caching_allocator import SMALL
 from ..memory.pinned import PINNED_SHARE, most_pinned_bytes
 from ..memory.reserved import segment
-from ..memory.threads import at_rest
+from ..memory.threads import pause_models
 from ..models.anatomy import Anatomy
 from ..models.latents import latent_channels, latent_size
 from ..settings import STREAMED, Fidelity, Settings
@@ -376,7 +376,7 @@ class Pricing:
         these, those of convolutions' kernels, which channels last brings in another order."""
         if self._bytes_in_files is None:
             parts = self.anatomy.components
-            with at_rest(parts.values()):  # lent weights lie elsewhere
+            with pause_models(parts.values()):  # lent weights lie elsewhere
                 self._bytes_in_files = {
                     name: (bytes_also_in_files(all_tensors(part)), bytes_also_in_files(reordered(part)))
                     for name, part in parts.items()

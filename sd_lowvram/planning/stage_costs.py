@@ -22,7 +22,7 @@ from ..kernels.attention.problem import planned_for
 from ..kernels.cpu_convolutions import facts as cpu_facts
 from ..memory import kernels_of
 from ..memory.reserved import allocator_settings
-from ..memory.threads import at_rest
+from ..memory.threads import pause_models
 from ..models.anatomy import Anatomy
 from ..settings import Settings
 from ..streaming.layout import ResidencyPolicy, lay_down, most_bytes
@@ -176,7 +176,7 @@ class StageCosts:
         """Components of which weights can be stored in 8 bits."""
         if self._quantised is None:
             parts = self._anatomy.components
-            with at_rest(parts.values()):
+            with pause_models(parts.values()):
                 found = (name for name in parts if quantised_layers(self._anatomy, name, as_loaded=True))
                 self._quantised = frozenset(found)
         return self._quantised

@@ -94,9 +94,7 @@ class Stream:
         self._orders: dict[str, list[str]] = {}  # model -> names of its layers in the order in which a run called them
         self._known: list[Any] | None = None  # signature of the models at the last survey; None: survey again
         self._tensors: list[Tensor] = []  # weights of all layers, each once, streamed ones first
-        self._contents: list[
-            Any
-        ] = []  # storage and version of each of them at the last survey; empty: written to since
+        self._contents: list[Any] = []  # their storages and versions at that survey; empty: written to since
         self._roles: dict[int, tuple[int, ...] | None] = {}  # id(module) -> its blocks; None: a table in host memory
         self._layout = lay_down((), policy, {})  # the blocks, their schedule and the buffer on the device
         self._copier = Copier(self._host_weights, torch.device("cpu"))

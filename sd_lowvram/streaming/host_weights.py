@@ -33,9 +33,9 @@ from ..compat.private import storage_key
 from ..memory import host_empty, mark_host
 from ..memory.accounts import unmark_host
 from ..memory.fake_mode import active_fake_mode
-from ..memory.host_offload import dense_order, inverse, is_pinned, unpinned
+from ..memory.host_offload import dense_order, inverse, is_pinned, unpin
 from ..memory.pinned import pinnable_bytes, pinned_empty, unlock_ended, whole_pages
-from ..memory.threads import at_rest
+from ..memory.threads import pause_models
 from ..units import MIB
 from ..weights import all_tensors, as_copied, same_bits, set_data
 from .mapped_files import MappedFiles, PastCache, can_read_past_cache
@@ -264,7 +264,7 @@ class _HostTensor:
             set_data(self.tensor, data.to(self.device))
         elif not self.pinned and is_pinned(data):
             place = _place(self.tensor)
-            moved[place] = moved[place] if place in moved else unpinned(data)
+            moved[place] = moved[place] if place in moved else unpin(data)
             set_data(self.tensor, moved[place])
 
 
@@ -389,7 +389,7 @@ def bytes_also_in_files(tensors: Iterable[Tensor]) -> int:
 
 def mapped_bytes(*modules: nn.Module) -> int:
     """Bytes of the weights of ``modules`` that lie in mapped files."""
-    with at_rest(modules):
+    with pause_models(modules):
         return bytes_in_files(all_tensors(*modules))
 
 

@@ -10,7 +10,7 @@ from ..memory.threads import Shared
 
 
 @contextlib.contextmanager
-def _at_rest() -> Iterator[None]:
+def _pause_collector() -> Iterator[None]:
     active = gc.isenabled()
     gc.disable()
     yield
@@ -18,6 +18,6 @@ def _at_rest() -> Iterator[None]:
         gc.enable()
 
 
-no_collection = Shared(_at_rest)
+no_collection = Shared(_pause_collector)
 """Disables Python's cycle collector within the block, in any thread: objects in cycles would be freed at arbitrary
 moments, and the collector is slow among many small objects."""

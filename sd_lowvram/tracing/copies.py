@@ -66,52 +66,52 @@ class _Copies:
 
     def copy(self, original: Any) -> Any:
         """The copy of ``original`` with all that belongs to it."""
-        made = self._of(original)
+        copy = self._copy_of(original)
         while self._unfilled:
             self._unfilled.popleft()()
-        return made
+        return copy
 
-    def _of(self, original: Any) -> Any:
+    def _copy_of(self, original: Any) -> Any:
         """The copy of ``original``, perhaps still empty, or ``original`` itself where it is shared."""
         if type(original) in _ATOMS:
             return original
-        found = self._made.get(id(original), self)
-        if found is self:
+        cached = self._made.get(id(original), self)
+        if cached is self:
             if type(original) in _PROXIES or isinstance(original, weakref.ref):
-                made = self._reference(original)
+                copy = self._reference(original)
             elif isinstance(original, _IMMUTABLE):
-                made = self._immutable(original) if self._is_changed(original) else original
+                copy = self._immutable(original) if self._is_changed(original) else original
             elif isinstance(original, Trampoline):
-                made = self._of(original.original)
+                copy = self._copy_of(original.original)
             else:
-                made = self._mutable(original)
-            self._keep(original, made)
-            return made
-        return found
+                copy = self._mutable(original)
+            self._keep(original, copy)
+            return copy
+        return cached
 
-    def _keep(self, original: Any, made: Any) -> None:
-        self._made[id(original)] = made
+    def _keep(self, original: Any, copy: Any) -> None:
+        self._made[id(original)] = copy
         self._originals.append(original)
 
     def _mutable(self, original: Any) -> Any:
         kind = type(original)
         if kind in _PLAIN:  # most of what hangs on modules, and most of it empty
-            made = kind()
+            copy = kind()
             if original:
-                self._unfilled.append(functools.partial(self._fill_container, made, original, kind))
-            return made
+                self._unfilled.append(functools.partial(self._fill_container, copy, original, kind))
+            return copy
         if isinstance(original, (Tensor, type, *_NATIVE)) or not self._is_copied(original):
             return original
-        layout = next(one for one in _LAYOUTS if issubclass(kind, one))
+        layout = next(base for base in _LAYOUTS if issubclass(kind, base))
         try:
-            made = layout.__new__(self._unfinalized(kind))
+            copy = layout.__new__(self._unfinalized(kind))
         except TypeError:  # native code lays out its instances
             return original
         if layout is not object and layout is not types.SimpleNamespace:
-            self._unfilled.append(functools.partial(self._fill_container, made, original, layout))
+            self._unfilled.append(functools.partial(self._fill_container, copy, original, layout))
         if kind is not layout or layout is types.SimpleNamespace:
-            self._unfilled.append(functools.partial(self._fill_attributes, made, original))
-        return made
+            self._unfilled.append(functools.partial(self._fill_attributes, copy, original))
+        return copy
 
     def _is_copied(self, original: Any) -> bool:
         """False for what is shared: an object without state, and one that owns a native handle or whose class copies it
@@ -131,23 +131,28 @@ class _Copies:
         seen: dict[int, Any] = {}
         waiting = [(original, 0)]
         while waiting:
-            one, holder = waiting.pop()
-            if id(one) in self._leading:
+            value, holder = waiting.pop()
+            if id(value) in self._leading:
                 while holder:
                     self._leading.add(holder)
                     holder = seen[holder][1]
-                self._originals += (found for found, _ in seen.values())
+                self._originals += (value for value, _ in seen.values())
                 return True
-            if id(one) in seen or id(one) in self._apart or type(one) in _ATOMS or isinstance(one, (Tensor, type)):
+            if (
+                id(value) in seen
+                or id(value) in self._apart
+                or type(value) in _ATOMS
+                or isinstance(value, (Tensor, type))
+            ):
                 continue
-            seen[id(one)] = one, holder
-            waiting += ((part, id(one)) for part in (_parts if isinstance(one, _IMMUTABLE) else _contents)(one))
+            seen[id(value)] = value, holder
+            waiting += ((part, id(value)) for part in (_parts if isinstance(value, _IMMUTABLE) else _contents)(value))
         self._apart |= seen.keys()
-        self._originals += (one for one, _ in seen.values())
+        self._originals += (value for value, _ in seen.values())
         return False
 
-    def _led(self, original: Any) -> Any:
-        return self._of(original) if self._leads(original) else original
+    def _copy_if_leading(self, original: Any) -> Any:
+        return self._copy_of(original) if self._leads(original) else original
 
     def _unfinalized(self, kind: type) -> type:
         """``kind``, or a class like it whose instances free nothing when they go."""
@@ -158,27 +163,27 @@ class _Copies:
             self._kinds[kind] = type(kind)(kind.__name__, (kind,), own)
         return self._kinds[kind]
 
-    def _fill_container(self, made: Any, original: Any, layout: Any) -> None:
+    def _fill_container(self, copy: Any, original: Any, layout: Any) -> None:
         if issubclass(layout, dict):
             items = OrderedDict.items if layout is OrderedDict else dict.items
             for key, value in [*items(original)]:
-                layout.__setitem__(made, key if type(key) in _ATOMS else self._key(key), self._of(value))
+                layout.__setitem__(copy, key if type(key) in _ATOMS else self._key(key), self._copy_of(value))
             if layout is defaultdict:
-                made.default_factory = self._of(original.default_factory)
+                copy.default_factory = self._copy_of(original.default_factory)
         elif layout is set:
-            set.update(made, map(self._key, [*set.__iter__(original)]))
+            set.update(copy, map(self._key, [*set.__iter__(original)]))
         else:
             if layout is deque:
-                deque.__init__(made, maxlen=original.maxlen)
-            layout.extend(made, map(self._of, [*layout.__iter__(original)]))
+                deque.__init__(copy, maxlen=original.maxlen)
+            layout.extend(copy, map(self._copy_of, [*layout.__iter__(original)]))
 
-    def _fill_attributes(self, made: Any, original: Any) -> None:
+    def _fill_attributes(self, copy: Any, original: Any) -> None:
         left_out = self._left_out if isinstance(original, nn.Module) else ()
         for name, value in _state(original).items():
             if name not in left_out:
-                vars(made)[name] = value if type(value) in _ATOMS else self._of(value)
+                vars(copy)[name] = value if type(value) in _ATOMS else self._copy_of(value)
         for slot, value in _slots(original):
-            slot.__set__(made, self._of(value))
+            slot.__set__(copy, self._copy_of(value))
 
     def _key(self, key: Any) -> Any:
         """The copy of a dictionary's key or a set's member. One that is hashed by its attributes, which are not there
@@ -186,7 +191,7 @@ class _Copies:
         if type(key) is tuple:
             return tuple(map(self._key, key))
         by_identity = vars(object)["__hash__"] is type(key).__hash__ or isinstance(key, (types.MethodType, weakref.ref))
-        return self._of(key) if by_identity else self._made.get(id(key), key)
+        return self._copy_of(key) if by_identity else self._made.get(id(key), key)
 
     def _reference(self, original: Any) -> Any:
         """A weak reference to the copy of a module, or of something that is copied already."""
@@ -194,12 +199,14 @@ class _Copies:
         with contextlib.suppress(ReferenceError):
             referent = original.__repr__.__self__ if is_proxy else original()
             if isinstance(original, weakref.WeakMethod):
-                return weakref.WeakMethod(self._of(referent)) if self._is_changed(referent) else original
-            copied = self._of(referent) if id(referent) in self._modules else self._made.get(id(referent), referent)
+                return weakref.WeakMethod(self._copy_of(referent)) if self._is_changed(referent) else original
+            copied = (
+                self._copy_of(referent) if id(referent) in self._modules else self._made.get(id(referent), referent)
+            )
             if copied is not referent and is_proxy:
                 return weakref.proxy(copied)
             if copied is not referent and type(original) is weakref.ref:
-                return weakref.ref(copied, *filter(None, [self._of(original.__callback__)]))
+                return weakref.ref(copied, *filter(None, [self._copy_of(original.__callback__)]))
         return original
 
     def _is_changed(self, original: Any) -> bool:
@@ -208,50 +215,50 @@ class _Copies:
         A function is copied only if it leads to a module; its other contents may be shared with its maker."""
         if isinstance(original, (types.FunctionType, _CACHED)):
             return self._leads(original)
-        return any(self._of(part) is not part for part in _parts(original))
+        return any(self._copy_of(part) is not part for part in _parts(original))
 
     def _immutable(self, original: Any) -> Any:
         if isinstance(original, types.FunctionType):
             return self._function(original)
         if isinstance(original, types.MethodType):
-            return types.MethodType(self._of(original.__func__), self._of(original.__self__))
+            return types.MethodType(self._copy_of(original.__func__), self._copy_of(original.__self__))
         if isinstance(original, _BOUND):
-            return getattr(self._of(original.__self__), original.__name__)
+            return getattr(self._copy_of(original.__self__), original.__name__)
         if isinstance(original, _CACHED):
-            return functools.lru_cache(**original.cache_parameters())(self._of(original.__wrapped__))
+            return functools.lru_cache(**original.cache_parameters())(self._copy_of(original.__wrapped__))
         if isinstance(original, functools.partial):
-            given = {name: self._of(value) for name, value in original.keywords.items()}
-            made: Any = type(original)(self._of(original.func), *map(self._of, original.args), **given)
+            keywords = {name: self._copy_of(value) for name, value in original.keywords.items()}
+            copy: Any = type(original)(self._copy_of(original.func), *map(self._copy_of, original.args), **keywords)
         elif isinstance(original, frozenset):
-            made = frozenset.__new__(type(original), map(self._key, frozenset.__iter__(original)))
+            copy = frozenset.__new__(type(original), map(self._key, frozenset.__iter__(original)))
         else:
-            made = tuple.__new__(type(original), map(self._of, tuple.__iter__(original)))
-        self._unfilled.append(functools.partial(self._fill_attributes, made, original))
-        return made
+            copy = tuple.__new__(type(original), map(self._copy_of, tuple.__iter__(original)))
+        self._unfilled.append(functools.partial(self._fill_attributes, copy, original))
+        return copy
 
     def _function(self, original: types.FunctionType) -> types.FunctionType:
         """A function of the same code whose closure leads to copies."""
         cells = tuple(map(self._cell, original.__closure__ or ()))
-        made = types.FunctionType(original.__code__, original.__globals__, original.__name__, closure=cells)
-        made.__module__, made.__qualname__, made.__doc__ = original.__module__, original.__qualname__, original.__doc__
+        copy = types.FunctionType(original.__code__, original.__globals__, original.__name__, closure=cells)
+        copy.__module__, copy.__qualname__, copy.__doc__ = original.__module__, original.__qualname__, original.__doc__
 
         def fill() -> None:
-            made.__defaults__ = original.__defaults__ and tuple(map(self._led, original.__defaults__))
+            copy.__defaults__ = original.__defaults__ and tuple(map(self._copy_if_leading, original.__defaults__))
             named = original.__kwdefaults__
-            made.__kwdefaults__ = named and {name: self._led(value) for name, value in named.items()}
-            vars(made).update((name, self._led(value)) for name, value in vars(original).items())
+            copy.__kwdefaults__ = named and {name: self._copy_if_leading(value) for name, value in named.items()}
+            vars(copy).update((name, self._copy_if_leading(value)) for name, value in vars(original).items())
 
         self._unfilled.append(fill)
-        return made
+        return copy
 
     def _cell(self, original: types.CellType) -> types.CellType:
         """A cell for the same variable, where it leads to a module; functions that share one share its copy."""
         if id(original) not in self._made:
             content = [*_content(original)]
             if any(map(self._leads, content)):
-                made = types.CellType()
-                self._unfilled.append(lambda: setattr(made, "cell_contents", self._of(*content)))
-                self._keep(original, made)
+                copy = types.CellType()
+                self._unfilled.append(lambda: setattr(copy, "cell_contents", self._copy_of(*content)))
+                self._keep(original, copy)
             else:
                 self._keep(original, original)
         copied: types.CellType = self._made[id(original)]
@@ -283,10 +290,10 @@ def _content(cell: types.CellType) -> Iterator[Any]:
 
 def _is_global(function: Any) -> bool:
     """True for a function of the program, not of a model: its module has it under its name."""
-    found: Any = sys.modules.get(function.__module__)
+    attribute: Any = sys.modules.get(function.__module__)
     for name in getattr(function, "__qualname__", "").split("."):
-        found = getattr(found, name, None)
-    return found is function
+        attribute = getattr(attribute, name, None)
+    return attribute is function
 
 
 def _contents(mutable: Any) -> Iterator[Any]:
@@ -296,7 +303,7 @@ def _contents(mutable: Any) -> Iterator[Any]:
     elif isinstance(mutable, weakref.ref):
         yield mutable()
     elif isinstance(mutable, (list, set, deque)):
-        builtin: Any = next(one for one in (list, set, deque) if isinstance(mutable, one))
+        builtin: Any = next(base for base in (list, set, deque) if isinstance(mutable, base))
         yield from builtin.__iter__(mutable)
     yield from _attributes(mutable)
 
@@ -321,7 +328,7 @@ def _slots(owner: Any) -> Iterator[tuple[Any, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _slots_of(kind: Any) -> tuple[Any, ...]:
-    own = (vars(one) for one in kind.__mro__ if "__slots__" in vars(one))
+    own = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
     return tuple(slot for names in own for slot in names.values() if isinstance(slot, types.MemberDescriptorType))
 
 
@@ -329,7 +336,7 @@ def _slots_of(kind: Any) -> tuple[Any, ...]:
 def _copies_itself(kind: Any) -> bool:
     """True for a class that frees something with its instances, or defines how an instance is copied."""
     own = ("__del__", "__deepcopy__", "__reduce__", "__reduce_ex__")
-    return any(name in vars(one) for one in kind.__mro__ if one.__flags__ & _IN_PYTHON for name in own)
+    return any(name in vars(base) for base in kind.__mro__ if base.__flags__ & _IN_PYTHON for name in own)
 
 
 _IN_PYTHON = 1 << 9

@@ -26,13 +26,13 @@ from ..streaming.timing import ModuleSpan
 from ..weights import own_tensors
 from .flop_counter import ModuleWork
 from .ledger import Ledger
-from .op_cache import Recipe, made_of, make
+from .op_cache import Recipe, make, recipe_for
 
 
 def equal_modules(component: nn.Module) -> dict[nn.Module, int]:
     """Modules in lists and sequences of which ``component`` has several equal ones, each with a number for its kind."""
     lists = (module for module in component.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)))
-    members = {member for one in lists for member in one if any(True for _ in member.children())}
+    members = {member for module in lists for member in module if any(True for _ in member.children())}
     kinds = {member: _kind(member) for member in members}
     seen = Counter(kinds.values())
     numbers = {kind: number for number, kind in enumerate(seen)}
@@ -68,7 +68,7 @@ def _read(module: nn.Module) -> Iterator[dict[str, Any]]:
     Readers may be its own methods, those of its parents, hooks or functions. A temporary subclass intercepts the
     reads."""
     kind, read = type(module), dict[str, Any]()
-    made: Any = type(kind)
+    metatype: Any = type(kind)
     numbers = dict(_numbers(module))
 
     def noting(self: nn.Module, name: str) -> Any:
@@ -81,7 +81,7 @@ def _read(module: nn.Module) -> Iterator[dict[str, Any]]:
         return kind.__getattribute__(self, name)
 
     names = {"__getattribute__": noting, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    object.__setattr__(module, "__class__", made(kind.__name__, (kind,), names))
+    object.__setattr__(module, "__class__", metatype(kind.__name__, (kind,), names))
     try:
         yield read
     finally:
@@ -118,21 +118,21 @@ class EqualCalls:
         with contextlib.ExitStack() as stack:
             for module, number in modules.items():
                 kind = number, *map(roles_of, module.modules())
-                called = functools.partial(self._called, module, kind)
+                called = functools.partial(self._call, module, kind)
                 stack.callback(set_patch(wrap(module, "forward", called, "equal calls")))
             yield
 
-    def _called(self, module: nn.Module, kind: Hashable, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, module: nn.Module, kind: Hashable, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = self._facts((args, kwargs))
         if arguments is None:
             return forward(*args, **kwargs)
-        known, own = self._known.setdefault((kind, arguments), []), vars(module)
-        for read, call in known:
+        calls, own = self._known.setdefault((kind, arguments), []), vars(module)
+        for read, call in calls:
             if all(own.get(name) == value for name, value in read.items()):
-                return forward(*args, **kwargs) if call is None else self._again(call)
+                return forward(*args, **kwargs) if call is None else self._repeat_call(call)
         with _read(module) as read:
             result, call = self._first(forward, args, kwargs)
-        known.append((read, call))
+        calls.append((read, call))
         return result
 
     def _facts(self, arguments: Any) -> Hashable | None:
@@ -154,10 +154,11 @@ class EqualCalls:
         live, met, first = ledger.live_now(), ledger.met, len(self._work.spans)
         place = len(ledger.allocations)
         self._work.spans.append(ModuleSpan(path))  # what comes is not added to the span before
-        given = tree_flatten((args, kwargs))[0]
-        with ledger.apart() as above:
+        leaves = tree_flatten((args, kwargs))[0]
+        with ledger.separate_peaks() as above:
             result = forward(*args, **kwargs)
-        wrote = list(map(id, given)) != list(map(id, tree_flatten((args, kwargs))[0]))  # frames, kept for the next call
+        # Autoencoders of frames write what the next call needs into their arguments.
+        wrote = list(map(id, leaves)) != list(map(id, tree_flatten((args, kwargs))[0]))
         spans = tuple(ModuleSpan(**vars(span)) for span in self._work.spans[first:])
         self._work.spans.append(ModuleSpan(path))
         results = self._new_tensors(result)
@@ -167,21 +168,21 @@ class EqualCalls:
         live["device"] += results.moved
         if ledger.live_now() != live:
             return result, None
-        kept = tuple(ledger.number_of(tensor) for tensor in _tensors(result))
-        return result, _Call(above, ledger.allocations[place:], kept, spans, path, results, before)
+        numbers = tuple(ledger.number_of(tensor) for tensor in _tensors(result))
+        return result, _Call(above, ledger.allocations[place:], numbers, spans, path, results, before)
 
     def _new_tensors(self, result: Any) -> Recipe | None:
         """Functions that make the results again, if they are tensors on the device that own and fill their memory."""
-        made = made_of(result, None, view=False)
-        if made is None:
+        recipe = recipe_for(result, None, view=False)
+        if recipe is None:
             return None
         container, tensors = (None, (result,)) if isinstance(result, Tensor) else (type(result), result)
         storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         own = [tensor.numel() * tensor.element_size() for tensor in tensors] == [*storages.values()]
         own = own and all(self._ledger.account_of(tensor) == "device" for tensor in tensors)
-        return Recipe(made, container, moved=sum(storages.values())) if own else None
+        return Recipe(recipe, container, moved=sum(storages.values())) if own else None
 
-    def _again(self, call: _Call) -> Any:
+    def _repeat_call(self, call: _Call) -> Any:
         self._ledger.again(call.above)
         here, there = self._ledger.path, call.path
         more = self._ledger.live_now()["device"] - call.before

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..compat.private import FakeTensorMode
 from ..hooks.channels_last import has_sites
 from ..memory.accounts import unmark_host
-from ..memory.threads import at_rest
+from ..memory.threads import pause_models
 from ..models import anatomy_of_components
 from ..models.anatomy import HOST, Anatomy
 from ..session import Attachment
@@ -33,13 +33,13 @@ from .fake_tensors import fake_of
 def fake_copy(anatomy: Anatomy, mode: FakeTensorMode) -> Anatomy:
     """Copies of the components in which every weight is a fake tensor of ``mode``; shared ones stay shared."""
     tensors = all_tensors(*anatomy.components.values())
-    fakes = {id(tensor): fake_of(_as_loaded(tensor), mode) for tensor in tensors}
+    fakes = {id(tensor): fake_of(_undo_cast(tensor), mode) for tensor in tensors}
     copies = copies_of(anatomy.components, fakes, anatomy.family.left_out)
-    made = anatomy_of_components(anatomy.family, copies)
+    copied = anatomy_of_components(anatomy.family, copies)
     for path, processor in anatomy.processors.items():
-        made.components[made.denoiser or ""].get_submodule(path).processor = processor
+        copied.components[copied.denoiser or ""].get_submodule(path).processor = processor
     called = {name: getattr(anatomy, name) for name in ("computes", "passes", "calls", "joined", "encodes")}
-    return dataclasses.replace(made, **called)
+    return dataclasses.replace(copied, **called)
 
 
 def fingerprint(component: nn.Module, host: Mapping[str, Any] | None = None) -> str:
@@ -93,14 +93,14 @@ class FakeModel:
     def anatomy(self) -> Anatomy:
         """The copy. Python 3.11's ``cached_property`` would keep other threads' copies waiting for this one."""
         if self._copy is None:
-            with at_rest(self._model.components.values()):
+            with pause_models(self._model.components.values()):
                 self._copy = fake_copy(self._model, self._mode)
         return self._copy
 
     def fingerprint(self, name: str) -> str:
         """Key of a component's copy, without copying."""
         if name not in self._fingerprints:
-            with at_rest([self._model.components[name]]):
+            with pause_models([self._model.components[name]]):
                 self._fingerprints[name] = fingerprint(self._model.components[name], self._model.configs.get(HOST))
         return self._fingerprints[name]
 
@@ -157,7 +157,7 @@ class FakeModel:
         return self._equals[name]
 
 
-def _as_loaded(tensor: Tensor) -> Tensor:
+def _undo_cast(tensor: Tensor) -> Tensor:
     """``tensor``, or where a hook has changed its type, one without contents of the type that it had."""
     dtype = loaded_dtype(tensor)
     if dtype == tensor.dtype:

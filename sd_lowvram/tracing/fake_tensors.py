@@ -30,7 +30,7 @@ def fake_of(real: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def modules_of(*values: Any) -> list[nn.Module]:
     """The modules that these values are, are methods of, or close over."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     waiting, seen = list(values), set()
     while waiting:
         value = waiting.pop()
@@ -38,7 +38,7 @@ def modules_of(*values: Any) -> list[nn.Module]:
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            found[id(value)] = value
+            modules[id(value)] = value
         elif isinstance(value, functools.partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, (list, tuple)):
@@ -48,7 +48,7 @@ def modules_of(*values: Any) -> list[nn.Module]:
         elif callable(value):
             waiting += [getattr(value, "__self__", None), getattr(value, "__wrapped__", None)]
             waiting += [cell.cell_contents for cell in _cells(value)]
-    return list(found.values())
+    return list(modules.values())
 
 
 def _cells(function: Any) -> Iterator[Any]:
@@ -59,7 +59,7 @@ def _cells(function: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def faked(modules: list[nn.Module], fake: Callable[[Tensor, Registry, str], Tensor]) -> Iterator[None]:
+def replace_by_fakes(modules: list[nn.Module], fake: Callable[[Tensor, Registry, str], Tensor]) -> Iterator[None]:
     """Replace every parameter and buffer of ``modules`` by ``fake`` of it within the block, and restore them in any
     case.
 

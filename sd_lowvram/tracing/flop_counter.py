@@ -81,19 +81,19 @@ class ModuleWork:
 
     def totals(self) -> dict[str, int]:
         """The sums over all spans, by the names of their attributes."""
-        _, *names, _ = (one.name for one in dataclasses.fields(ModuleSpan))
+        _, *names, _ = (field.name for field in dataclasses.fields(ModuleSpan))
         columns = zip(*map(operator.attrgetter(*names), self.spans), strict=True)
         return dict.fromkeys(names, 0) | dict(zip(names, map(sum, columns), strict=False))
 
 
-def moved(args: Any, result: Any) -> int:
+def argument_bytes(args: Any, result: Any) -> int:
     """Bytes of all tensors among arguments and results."""
     total = 0
     for value in (*args, result):
         if isinstance(value, Tensor):
             total += nbytes(value)
         elif isinstance(value, (list, tuple)):
-            total += moved(value, None)
+            total += argument_bytes(value, None)
     return total
 
 
@@ -162,13 +162,13 @@ if _packet is not None:
 _WEIGHT = {aten.convolution.default: 1, aten.mkldnn_convolution.default: 1, aten.addmm.default: 2, aten.mm.default: 1}
 
 
-def packed(func: Any, args: Any) -> int:
+def packed_weight_bytes(func: Any, args: Any) -> int:
     """Bytes of the weight among the arguments of ``func``, if it is an operator that has one."""
     place = _WEIGHT.get(func)
     return 0 if place is None else nbytes(args[place])
 
 
-def passed_besides(func: Any, args: Any, result: Any, hidden: int) -> int:
+def library_bytes(func: Any, args: Any, result: Any, hidden: int) -> int:
     """Bytes that a GPU's library reads and writes for an operator besides its arguments and its result.
 
     A copy in another order is written and read. torch adds a convolution's bias by a kernel of its own, and reads a map

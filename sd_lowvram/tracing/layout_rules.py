@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..compat.private import FakeTensor, elementwise_strides, without_fakes
-from ..memory.accounts import on_cpu
+from ..memory.accounts import traces_cpu
 from ..memory.fake_mode import CPU
 from .memory_formats import wanted_format
 from .op_cache import Made, Recipe
@@ -32,9 +32,9 @@ def recipe_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: bo
         return None
     rule = _RULES.get(func)
     if rule is None:
-        return _by_meta(func, args, kwargs, view) if view or func in _BY_META else None
-    made = rule(*args, **kwargs)
-    return None if made is None else Recipe(made or None, tuple if len(made) > 1 else None)
+        return _run_on_meta(func, args, kwargs, view) if view or func in _BY_META else None
+    results = rule(*args, **kwargs)
+    return None if results is None else Recipe(results or None, tuple if len(results) > 1 else None)
 
 
 def _is_on_cpu(args: Sequence[Any]) -> bool:
@@ -47,7 +47,7 @@ def _is_on_cpu(args: Sequence[Any]) -> bool:
     return True
 
 
-def _by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: bool) -> Recipe | None:
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: bool) -> Recipe | None:
     if not isinstance(args[0], (Tensor, list, tuple)):
         return None
     if kwargs.get("device") is not None:
@@ -63,11 +63,13 @@ def _by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], view: boo
     if result is metas[0]:
         return Recipe(None, None)
     results = (result,) if isinstance(result, Tensor) else result
-    if view and any(one.element_size() != metas[0].element_size() for one in results):
+    if view and any(output.element_size() != metas[0].element_size() for output in results):
         return None  # offsets are counted in other elements
-    offsets = [int(one.storage_offset()) if view else None for one in results]
-    made = (Made(one.shape, one.stride(), one.dtype, CPU, at) for one, at in zip(results, offsets, strict=True))
-    return Recipe(tuple(made), None if isinstance(result, Tensor) else type(result))
+    offsets = [int(output.storage_offset()) if view else None for output in results]
+    layouts = (
+        Made(output.shape, output.stride(), output.dtype, CPU, at) for output, at in zip(results, offsets, strict=True)
+    )
+    return Recipe(tuple(layouts), None if isinstance(result, Tensor) else type(result))
 
 
 def _meta_of(value: Any) -> Any:
@@ -82,7 +84,7 @@ def _new(shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_f
     return Made(meta.shape, meta.stride(), dtype, CPU, None)
 
 
-def _convolved(
+def _convolution_result(
     image: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -107,7 +109,7 @@ def _convolved(
     return (_new((image.shape[0], channels, *sides), image.dtype, wanted_format(image, weight)),)
 
 
-def _by_onednn(
+def _onednn_result(
     image: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -116,56 +118,58 @@ def _by_onednn(
     dilation: Sequence[int],
     groups: int,
 ) -> _Results:
-    return _convolved(image, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
+    return _convolution_result(image, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
 
 
-def _group_normed(
+def _group_norm_result(
     image: Tensor, weight: Any, bias: Any, batch: int, _c: int, _p: int, groups: int, _e: float
 ) -> _Results:
-    wanted = wanted_format(image) if on_cpu() else None
+    wanted = wanted_format(image) if traces_cpu() else None
     return (_new(image.shape, image.dtype, wanted), *(_new((batch, groups), image.dtype),) * 2)
 
 
-def _layer_normed(rows: Tensor, shape: Sequence[int], weight: Tensor | None, *_: Any) -> _Results:
+def _layer_norm_result(rows: Tensor, shape: Sequence[int], weight: Tensor | None, *_: Any) -> _Results:
     if list(rows.shape[-len(shape) :]) != list(shape) or (weight is not None and list(weight.shape) != list(shape)):
         return None
     outer = rows.shape[: rows.dim() - len(shape)]
     return (_new(rows.shape, rows.dtype), *(_new((*outer, *[1] * len(shape)), rows.dtype),) * 2)
 
 
-def _elementwise(one: Any, other: Any, **_: Any) -> _Results:
+def _elementwise(first: Any, other: Any, **_: Any) -> _Results:
     with without_fakes():
-        one, other = _meta_of(one), _meta_of(other)
-        dtype = torch.result_type(one, other)
+        first, other = _meta_of(first), _meta_of(other)
+        dtype = torch.result_type(first, other)
         if not dtype.is_floating_point:
             return None
         number = torch.empty((), device="meta")  # the kernels take a Python number as a tensor without dimensions
-        alike = torch.broadcast_tensors(*(each if isinstance(each, Tensor) else number for each in (one, other)))
+        alike = torch.broadcast_tensors(*(each if isinstance(each, Tensor) else number for each in (first, other)))
         return (Made(alike[0].shape, elementwise_strides(*alike), dtype, CPU, None),)
 
 
-def _of_one(first: Tensor, *_: Any, **__: Any) -> _Results:
+def _like_first(first: Tensor, *_: Any, **__: Any) -> _Results:
     # Given one tensor alone, elementwise_strides would keep its strides where the kernels do not.
     return _elementwise(first, first)
 
 
-def _in_place(one: Tensor, other: Any = None, **_: Any) -> _Results:
+def _first_argument(first: Tensor, other: Any = None, **_: Any) -> _Results:
     """No new result: the first argument itself."""
     if not isinstance(other, Tensor):
         return ()
-    return () if other.dtype == one.dtype and torch.broadcast_shapes(one.shape, other.shape) == one.shape else None
+    return (
+        () if other.dtype == first.dtype and torch.broadcast_shapes(first.shape, other.shape) == first.shape else None
+    )
 
 
 _RULES: dict[Any, Callable[..., _Results]] = {
-    aten.convolution.default: _convolved,
-    aten.mkldnn_convolution.default: _by_onednn,
-    aten.native_group_norm.default: _group_normed,
-    aten.native_layer_norm.default: _layer_normed,
+    aten.convolution.default: _convolution_result,
+    aten.mkldnn_convolution.default: _onednn_result,
+    aten.native_group_norm.default: _group_norm_result,
+    aten.native_layer_norm.default: _layer_norm_result,
     **{getattr(aten, name).Tensor: _elementwise for name in ("add", "sub", "mul", "div")},
-    **{getattr(aten, name).Tensor: _in_place for name in ("add_", "sub_")},
-    aten.pow_.Scalar: _in_place,
-    aten.silu_.default: _in_place,
-    **{getattr(aten, name).default: _of_one for name in ("silu", "gelu", "sigmoid", "exp", "sin", "cos", "rsqrt")},
+    **{getattr(aten, name).Tensor: _first_argument for name in ("add_", "sub_")},
+    aten.pow_.Scalar: _first_argument,
+    aten.silu_.default: _first_argument,
+    **{getattr(aten, name).default: _like_first for name in ("silu", "gelu", "sigmoid", "exp", "sin", "cos", "rsqrt")},
 }
 
 _BY_META = frozenset(

@@ -55,7 +55,7 @@ _UNTIL_SETTLED = 3
 """Passes of one kind, after which tensors of another have come to lie as before."""
 
 
-def _settled(order: Sequence[int]) -> list[int]:
+def _shorten(order: Sequence[int]) -> list[int]:
     """``order`` with no more passes of each kind than change where tensors lie."""
     passes: Counter[int] = Counter()
     return [number for number in order if passes.update((number,)) or passes[number] <= _UNTIL_SETTLED]
@@ -136,7 +136,7 @@ class Ledger:
         Of each kind there are some: once what one pass leaves is where the one before left it, all lie as that one did.
         """
         traced = [self.allocations[start:stop] for start, stop in itertools.pairwise(places)]
-        self.allocations[places[0] :], equals = whole_loop(traced, _settled(order), self._new_number, SMALL)
+        self.allocations[places[0] :], equals = whole_loop(traced, _shorten(order), self._new_number, SMALL)
         for number, others in equals.items():
             self._equals.setdefault(number, []).extend(others)
 
@@ -174,7 +174,7 @@ class Ledger:
         self.timeline.append(Allocation(device + weights + hidden - self.met, host, self.path, self.operator))
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[list[int]]:
+    def separate_peaks(self) -> Iterator[list[int]]:
         """Record peaks separately within the block; the yielded list then has them, less the bytes at its start."""
         before, start = self._peaks(), self._now()
         self.peak, self.host_peak, self.activation_peak, self.born_peak = start
@@ -187,7 +187,7 @@ class Ledger:
             self._raise(before)
 
     def again(self, above: Sequence[int]) -> None:
-        """Note the peaks of something that goes as :meth:`apart` noted."""
+        """Note the peaks of something that goes as :meth:`separate_peaks` noted."""
         self._raise([at + more for at, more in zip((*self._now(), 0), above, strict=True)])
 
     def _now(self) -> tuple[int, int, int, int]:
@@ -202,7 +202,7 @@ class Ledger:
         highest = [max(pair) for pair in zip(self._peaks(), peaks, strict=True)]
         self.peak, self.host_peak, self.activation_peak, self.born_peak, self.largest = highest
 
-    def existed(self, tensor: Tensor, account: Account) -> None:
+    def book_existing(self, tensor: Tensor, account: Account) -> None:
         """Book a tensor that was there from the start and is met only now."""
         nbytes = tensor.untyped_storage().nbytes()
         if account == "host":

@@ -85,13 +85,13 @@ def signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return tuple(parts)
 
 
-def made_of(result: Any, first: Any, *, view: bool) -> tuple[Made, ...] | None:
+def recipe_for(result: Any, first: Any, *, view: bool) -> tuple[Made, ...] | None:
     """A recipe that makes ``result`` again; None if it does not consist of fake tensors alone."""
     tensors = (result,) if isinstance(result, Tensor) else result
     if not isinstance(tensors, (list, tuple)):
         return None
     start = first.storage_offset() if view else 0
-    made = []
+    layouts = []
     for tensor in tensors:
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return None
@@ -101,29 +101,29 @@ def made_of(result: Any, first: Any, *, view: bool) -> tuple[Made, ...] | None:
         if offset and not view:
             return None
         place = offset if view else None
-        made.append(Made(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device, place))
-    return tuple(made)
+        layouts.append(Made(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device, place))
+    return tuple(layouts)
 
 
 def make(recipe: Recipe, mode: FakeTensorMode, args: tuple[Any, ...]) -> Any:
     """The results that ``recipe`` describes."""
     if recipe.made is None:
         return args[0]
-    results = [_fake(made, mode, args[0]) for made in recipe.made]
+    results = [_fake(layout, mode, args[0]) for layout in recipe.made]
     return results[0] if recipe.container is None else recipe.container(results)
 
 
-def _fake(made: Made, mode: FakeTensorMode, first: Any) -> Tensor:
-    if made.offset is None:
-        return fake_empty(mode, made.shape, made.stride, made.dtype, made.device)
+def _fake(layout: Made, mode: FakeTensorMode, first: Any) -> Tensor:
+    if layout.offset is None:
+        return fake_empty(mode, layout.shape, layout.stride, layout.dtype, layout.device)
     if first.is_inference() == torch.is_inference_mode_enabled():
-        return _view(made, made.offset, mode, first)
+        return _view(layout, layout.offset, mode, first)
     with torch.inference_mode(first.is_inference()):  # a view is an inference tensor if its base is
-        return _view(made, made.offset, mode, first)
+        return _view(layout, layout.offset, mode, first)
 
 
-def _view(made: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
+def _view(layout: Made, offset: int, mode: FakeTensorMode, first: Any) -> Tensor:
     with without_fakes():
-        meta = torch.empty(0, dtype=made.dtype, device="meta")
-        meta.set_(first.untyped_storage(), first.storage_offset() + offset, made.shape, made.stride)
-    return fake_around(meta, mode, made.device)
+        meta = torch.empty(0, dtype=layout.dtype, device="meta")
+        meta.set_(first.untyped_storage(), first.storage_offset() + offset, layout.shape, layout.stride)
+    return fake_around(meta, mode, layout.device)

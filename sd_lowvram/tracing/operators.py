@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compat.private import is_composite
 from ..kernels.cpu_convolutions import is_unfolded, onednn_bytes, unfolded_bytes
-from ..memory.accounts import on_cpu
+from ..memory.accounts import traces_cpu
 from .flop_counter import COPIES, FLOPS, IDLE, nbytes
 from .memory_formats import wanted_format
 from .op_cache import is_repeatable
@@ -72,18 +72,18 @@ def describe(func: Any) -> Operator:
 _UNDECLARED_VIEWS = frozenset(f"aten::{name}" for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
 
 
-def _copied(wanted: torch.memory_format, *tensors: Tensor) -> int:
+def _copied_bytes(wanted: torch.memory_format, *tensors: Tensor) -> int:
     return sum(nbytes(tensor) for tensor in tensors if not tensor.is_contiguous(memory_format=wanted))
 
 
 def _packed_copy(args: tuple[Any, ...], result: Any) -> int:
     """Bytes of a copy of the input, unless it is contiguous; on the CPU channels last needs no copy either."""
-    return _copied(wanted_format(args[0]) if on_cpu() else torch.contiguous_format, args[0])
+    return _copied_bytes(wanted_format(args[0]) if traces_cpu() else torch.contiguous_format, args[0])
 
 
 def _copy_for_upsampling(args: tuple[Any, ...], result: Any) -> int:
     """Bytes of a copy of an input that has neither memory format."""
-    return _copied(wanted_format(args[0]), args[0])
+    return _copied_bytes(wanted_format(args[0]), args[0])
 
 
 def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
@@ -94,8 +94,8 @@ def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
     """
     image, weight = args[0], args[1]
     wanted = wanted_format(image, weight)
-    copies = _copied(wanted, image, weight)
-    if not on_cpu():
+    copies = _copied_bytes(wanted, image, weight)
+    if not traces_cpu():
         plain = wanted is torch.contiguous_format and image.element_size() <= 2
         return copies + (nbytes(image) + nbytes(weight) + nbytes(result) if plain else 0)
     stride, transposed, groups = args[3], args[6], args[8]
@@ -104,14 +104,16 @@ def _convolution_copies(args: tuple[Any, ...], result: Any) -> int:
     return copies + onednn_bytes(image, weight, result, groups, wanted is torch.channels_last)
 
 
-def _by_onednn_copies(args: tuple[Any, ...], result: Any) -> int:
+def _onednn_copies(args: tuple[Any, ...], result: Any) -> int:
     image, weight, groups = args[0], args[1], args[6]
-    return _copied(torch.contiguous_format, image, weight) + onednn_bytes(image, weight, result, groups, last=False)
+    return _copied_bytes(torch.contiguous_format, image, weight) + onednn_bytes(
+        image, weight, result, groups, last=False
+    )
 
 
 _HIDDEN: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten.convolution.default: _convolution_copies,
-    aten.mkldnn_convolution.default: _by_onednn_copies,
+    aten.mkldnn_convolution.default: _onednn_copies,
     aten.native_group_norm.default: _packed_copy,
     aten.native_layer_norm.default: _packed_copy,
     aten._softmax.default: _packed_copy,

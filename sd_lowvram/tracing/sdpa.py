@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..compat.private import FakeTensor
-from ..memory.accounts import on_cpu
+from ..memory.accounts import traces_cpu
 
 Booking = Callable[[str, int, tuple[Tensor, Tensor, Tensor], Tensor], None]
 
@@ -63,7 +63,7 @@ def chosen_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:
     if query.dim() != 4:
         return "math"
     flash = torch.backends.cuda.flash_sdp_enabled() and query.shape[-1] == value.shape[-1]
-    if on_cpu():
+    if traces_cpu():
         return "flash" if flash else "math"
     from ..kernels.attention.problem import has_bf16, problem_of
     from ..kernels.attention.torch_kernels import own_kernel

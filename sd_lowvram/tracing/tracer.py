@@ -16,22 +16,31 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ..compat.private import FakeTensor, FakeTensorMode, TorchDispatchMode, decomposed, tree_flatten, tree_map
 from ..devices.overhead import NONE, Overhead
-from ..memory.accounts import current_account, is_host, on_cpu, traced_device
+from ..memory.accounts import current_account, is_host, traced_device, traces_cpu
 from ..memory.fake_mode import CPU, active_fake_mode
-from ..memory.repeats import followed
-from ..memory.reserved import Reserved, reserved
-from ..memory.threads import Redirected, at_rest
+from ..memory.repeats import notify_follower
+from ..memory.reserved import Reserved, count_reserved
+from ..memory.threads import Redirected, pause_models
 from ..streaming.timing import ModuleSpan
 from .collector import no_collection
 from .equal_calls import EqualCalls
-from .fake_tensors import Registry, fake_of, faked, modules_of
-from .flop_counter import ModuleWork, attention_flops, is_wide, is_wide_attention, moved, nbytes, packed, passed_besides
+from .fake_tensors import Registry, fake_of, modules_of, replace_by_fakes
+from .flop_counter import (
+    ModuleWork,
+    argument_bytes,
+    attention_flops,
+    is_wide,
+    is_wide_attention,
+    library_bytes,
+    nbytes,
+    packed_weight_bytes,
+)
 from .layout_rules import recipe_of
 from .ledger import Ledger, Timeline
-from .op_cache import Recipe, made_of, make, signature
+from .op_cache import Recipe, make, recipe_for, signature
 from .operators import Operator, describe
 from .sdpa import traced_attention
-from .uncompiled import CAN_REST, uncompiled
+from .uncompiled import CAN_REST, prevent_compiling
 
 aten = torch.ops.aten
 _LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
@@ -173,23 +182,30 @@ def trace_equals_once(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     parameters = (parameter for module in modules for parameter in module.parameters())
     fakes = (parameter for parameter in parameters if isinstance(parameter, FakeTensor))
-    made = active_fake_mode(*tensors, *itertools.islice(fakes, 1))
-    mode = made or FakeTensorMode(allow_non_fake_inputs=True)
+    active = active_fake_mode(*tensors, *itertools.islice(fakes, 1))
+    mode = active or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = _Tracer(mode, overhead, most_copied)
-    alone = contextlib.nullcontext() if made else at_rest(modules)  # a model of fakes is nobody else's
-    with alone, torch.no_grad(), mode, traced_device(CPU), no_collection(), faked(modules, tracer.fake_weight):
+    alone = contextlib.nullcontext() if active else pause_models(modules)  # a model of fakes is nobody else's
+    with (
+        alone,
+        torch.no_grad(),
+        mode,
+        traced_device(CPU),
+        no_collection(),
+        replace_by_fakes(modules, tracer.fake_weight),
+    ):
         ledger = tracer.ledger
         inputs, kwargs = tree_map(tracer.fake_input, (inputs, kwargs))
         weights_bytes, input_bytes = ledger.live["weights"], ledger.live["device"]
-        with tracer.following(modules, equals), uncompiled(), followed(ledger):
+        with tracer.following(modules, equals), prevent_compiling(), notify_follower(ledger):
             output = module_or_callable(*inputs, **kwargs)
     ledger.close()
     activations = ledger.activation_peak + input_bytes
-    given, repeated = Reserved(activations, activations), 0
-    if not on_cpu():
-        given = reserved(ledger.allocations, overhead.matrix_bytes, again)
+    estimate, repeated = Reserved(activations, activations), 0
+    if not traces_cpu():
+        estimate = count_reserved(ledger.allocations, overhead.matrix_bytes, again)
         if repeats and not again:
-            repeated = reserved(ledger.allocations, overhead.matrix_bytes, again=True).least
+            repeated = count_reserved(ledger.allocations, overhead.matrix_bytes, again=True).least
     return MemoryTrace(
         peak_bytes=ledger.peak,
         host_peak_bytes=ledger.host_peak,
@@ -199,9 +215,9 @@ def trace_equals_once(
         largest_bytes=ledger.largest,
         allocated_peak_bytes=ledger.born_peak,
         **tracer.work.totals(),
-        reserved_bytes=given.least,
-        repeated_bytes=max(repeated, given.least),
-        recorded_bytes=given.kept,
+        reserved_bytes=estimate.least,
+        repeated_bytes=max(repeated, estimate.least),
+        recorded_bytes=estimate.kept,
         timeline=ledger.timeline,
         spans=tuple(span for span in tracer.work.spans if span.operators),
         output=output,
@@ -217,7 +233,7 @@ class _Tracer(TorchDispatchMode):
         self.work = ModuleWork(most_copied)
         self._mode = mode
         self._overhead = overhead
-        self._recipes = _recipes[on_cpu()]
+        self._recipes = _recipes[traces_cpu()]
         self._places: dict[int, tuple[Registry, str]] = {}
         self._met: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -256,19 +272,21 @@ class _Tracer(TorchDispatchMode):
     def following(self, modules: list[nn.Module], equals: Mapping[nn.Module, int]) -> Iterator[None]:
         """Follow operators within the block, and tell the ledger which module runs."""
         once = EqualCalls(self.ledger, self.work, self._mode).run_once(equals)
-        paths, attention = _module_paths(self.ledger, modules), traced_attention(self._attended)
+        paths, attention = _module_paths(self.ledger, modules), traced_attention(self._count_attention)
         with paths, _resizes(self.ledger), attention, once, self:
             yield
 
-    def _attended(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+    def _count_attention(self, kernel: str, hidden: int, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         self.ledger.operator = f"attention.{kernel}"
         with self.ledger.holding(hidden):
             pass
         if kernel == "cudnn":
-            self.ledger.passing(self._overhead.attention_workspace(moved(args, out)))
+            self.ledger.passing(self._overhead.attention_workspace(argument_bytes(args, out)))
         held = self.ledger.live["device"] + hidden
         flops = attention_flops(args, out)
-        self.work.count(self.ledger.path, flops, moved(args, out), held_bytes=held, wide=is_wide_attention(args))
+        self.work.count(
+            self.ledger.path, flops, argument_bytes(args, out), held_bytes=held, wide=is_wide_attention(args)
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -282,7 +300,7 @@ class _Tracer(TorchDispatchMode):
                 return decomposed(func, *args, **kwargs)
         key = self._signature(func, operator, args, kwargs)
         if key is None and func not in _LIFTS:
-            args = self._without_reals(args)
+            args = self._fake_arguments(args)
             key = self._signature(func, operator, args, kwargs)
         result, recipe = self._run(func, operator, key, args, kwargs)
         if not operator.view:
@@ -314,8 +332,8 @@ class _Tracer(TorchDispatchMode):
         recipe = self._recipes.get(key)
         if recipe is not None:
             return make(recipe, self._mode, args), recipe
-        known = None if key is None else recipe_of(func, args, kwargs, operator.view)
-        result = func(*args, **kwargs) if known is None else make(known, self._mode, args)
+        known_recipe = None if key is None else recipe_of(func, args, kwargs, operator.view)
+        result = func(*args, **kwargs) if known_recipe is None else make(known_recipe, self._mode, args)
         recipe = _recipe(func, operator, args, result)
         if key is not None and (recipe.made is not None or result is args[0]):
             if len(self._recipes) >= _MOST_RECIPES:  # hosts run for days
@@ -335,7 +353,7 @@ class _Tracer(TorchDispatchMode):
             for part in result:
                 self._book(part)
 
-    def _without_reals(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _fake_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments in which tensors that the callable brought along are fake too."""
         for arg in args:
             if isinstance(arg, Tensor):
@@ -352,24 +370,26 @@ class _Tracer(TorchDispatchMode):
     def _brought_along(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
-        known = id(leaf) in self._met or id(leaf) in self._places
+        is_known = id(leaf) in self._met or id(leaf) in self._places
         fake = self._fake_of(leaf)
-        if not known:
-            self.ledger.existed(fake, "host" if is_host(leaf) else "weights")
+        if not is_known:
+            self.ledger.book_existing(fake, "host" if is_host(leaf) else "weights")
         return fake
 
 
 def _recipe(func: Any, operator: Operator, args: tuple[Any, ...], result: Any) -> Recipe:
     itself = bool(args) and result is args[0]
-    made = None if itself or not args else made_of(result, args[0], view=operator.view)
+    recipe = None if itself or not args else recipe_for(result, args[0], view=operator.view)
     container = type(result) if isinstance(result, (list, tuple)) else None
     if operator.view or not operator.moves:
-        return Recipe(made, container)
+        return Recipe(recipe, container)
     hidden = 0 if operator.hidden is None else operator.hidden(args, result)
     flops = 0 if operator.flops is None else operator.flops(args, result)
-    besides = 0 if on_cpu() else passed_besides(func, args, result, hidden)
+    besides = 0 if traces_cpu() else library_bytes(func, args, result, hidden)
     wide = is_wide(func, args)
-    return Recipe(made, container, hidden, flops, moved(args, result), packed(func, args), besides, wide)
+    return Recipe(
+        recipe, container, hidden, flops, argument_bytes(args, result), packed_weight_bytes(func, args), besides, wide
+    )
 
 
 @contextlib.contextmanager
@@ -381,18 +401,18 @@ def _module_paths(ledger: Ledger, modules: list[nn.Module]) -> Iterator[None]:
             names.setdefault(module, name)
     here, running = threading.get_ident(), list[tuple[nn.Module, str]]()
 
-    def entered(module: nn.Module, _args: Any) -> None:
+    def enter_module(module: nn.Module, _args: Any) -> None:
         if threading.get_ident() == here:  # torch calls global hooks for the modules of all threads
             running.append((module, ledger.path))
             ledger.path = names.get(module, type(module).__name__)
 
-    def left(module: nn.Module, _args: Any, _output: Any) -> None:
+    def leave_module(module: nn.Module, _args: Any, _output: Any) -> None:
         while running and threading.get_ident() == here:  # modules that an exception left are still on top
             top, ledger.path = running.pop()
             if top is module:
                 break
 
-    handles = [register_module_forward_pre_hook(entered), register_module_forward_hook(left)]
+    handles = [register_module_forward_pre_hook(enter_module), register_module_forward_hook(leave_module)]
     try:
         yield
     finally:
@@ -407,10 +427,10 @@ _resize = Redirected(torch.UntypedStorage, "resize_")
 def _resizes(ledger: Ledger) -> Iterator[None]:
     """Report storages that are resized without an operator to ``ledger``, within the block."""
 
-    def heard(storage: torch.UntypedStorage, size: int) -> Any:
+    def report_resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = storage.resize_(size)
         ledger.resized(storage)
         return result
 
-    with _resize.to(heard):
+    with _resize.to(report_resize):
         yield

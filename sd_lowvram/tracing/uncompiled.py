@@ -15,7 +15,7 @@ CAN_REST = hasattr(torch.compiler, "set_stance")
 _at_rest = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
-def uncompiled() -> contextlib.AbstractContextManager[None]:
+def prevent_compiling() -> contextlib.AbstractContextManager[None]:
     """Prevent compiling, and running compiled code, within the block, in any thread."""
     compiles = CAN_REST and is_loaded()  # without it nothing can have been compiled
     return _at_rest() if compiles else contextlib.nullcontext()

@@ -42,17 +42,17 @@ def whole_loop(
         new_number: function that returns a new number.
         small: allocations up to this size are recorded as traced, because their place depends on no order.
     """
-    passes = _understood(traced, small)
+    passes = _describe_passes(traced, small)
     last = {number: place for place, number in enumerate(order)}
     result: list[Allocation] = []
     equals: dict[int, list[int]] = {}
     left: list[int | None] = []
     for place, number in enumerate(order):
-        one, first = passes[number], place == order.index(number)
+        current, first = passes[number], place == order.index(number)
         before = passes[number - 1].handed if number else []
         ended = {old: now for old, now in zip(before, left, strict=False) if old is not None}
         own: dict[int, int] = {}
-        for old, nbytes in one.allocations if first else one.again:
+        for old, nbytes in current.allocations if first else current.again:
             if nbytes >= 0:
                 own[old] = old if place == last[number] or nbytes <= small else new_number()
                 result.append((own[old], nbytes))
@@ -65,29 +65,29 @@ def whole_loop(
         # A pass that was traced after another one does not know what that one left.
         lost = [*ended.values(), *left[len(before) :]]
         result += [(each, -1) for each in lost if each is not None]
-        left = [None if old is None else own[old] for old in one.handed]
-        for old in one.stays if place != last[number] else ():
+        left = [None if old is None else own[old] for old in current.handed]
+        for old in current.stays if place != last[number] else ():
             equals.setdefault(old, []).append(own[old])
     return result, equals
 
 
-def _understood(traced: Sequence[Sequence[Allocation]], small: int) -> list[_Pass]:
+def _describe_passes(traced: Sequence[Sequence[Allocation]], small: int) -> list[_Pass]:
     passes: list[_Pass] = []
     for number, allocations in enumerate(traced):
-        made = _left(allocations, small)
+        lasting = _lasting_bytes(allocations, small)
         if number + 1 < len(traced):
             ended = {other for other, nbytes in traced[number + 1] if nbytes < 0}
-            handed: list[int | None] = [other for other in made if other in ended]
+            handed: list[int | None] = [other for other in lasting if other in ended]
         else:  # the last pass hands on what resembles what it was handed
-            handed = _alike(passes[-1], made) if passes else []
-        stays = [other for other in made if other not in handed]
+            handed = _pair_equal(passes[-1], lasting) if passes else []
+        stays = [other for other in lasting if other not in handed]
         minor = {other for other, nbytes in allocations if 0 <= nbytes <= small}
-        again = [one for one in allocations if one[0] not in minor]
+        again = [allocation for allocation in allocations if allocation[0] not in minor]
         passes.append(_Pass(allocations, again, handed, stays))
     return passes
 
 
-def _left(allocations: Sequence[Allocation], small: int) -> dict[int, int]:
+def _lasting_bytes(allocations: Sequence[Allocation], small: int) -> dict[int, int]:
     """Bytes by number of allocations without an end, in order, without small ones."""
     left: dict[int, int] = {}
     for number, nbytes in allocations:
@@ -98,11 +98,11 @@ def _left(allocations: Sequence[Allocation], small: int) -> dict[int, int]:
     return left
 
 
-def _alike(before: _Pass, made: dict[int, int]) -> list[int | None]:
+def _pair_equal(before: _Pass, lasting: dict[int, int]) -> list[int | None]:
     """Pair each allocation that the pass ``before`` left with one of ``made`` of equal size."""
-    sizes = _left(before.allocations, -1)
-    found: list[int | None] = []
+    sizes = _lasting_bytes(before.allocations, -1)
+    pairs: list[int | None] = []
     for size in (None if number is None else sizes[number] for number in before.handed):
-        alike = (other for other, nbytes in made.items() if nbytes == size and other not in found)
-        found.append(next(alike, None))
-    return found
+        alike = (other for other, nbytes in lasting.items() if nbytes == size and other not in pairs)
+        pairs.append(next(alike, None))
+    return pairs

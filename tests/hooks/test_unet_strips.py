@@ -17,7 +17,7 @@ from sd_lowvram.hooks import residual_strips as hook
 from sd_lowvram.hooks.offloaded_tensor import OffloadedMap
 from sd_lowvram.hooks.strips import Statistics, assembled, spans
 from sd_lowvram.memory import current_account
-from sd_lowvram.memory.repeats import each, standing_for, times
+from sd_lowvram.memory.repeats import representative_pieces, standing_for, times
 from sd_lowvram.models.diffusers import residual
 from sd_lowvram.streaming.weight_scopes import hold_weights, lend_to_call
 
@@ -105,13 +105,13 @@ def test_pieces_of_fakes_stand_for_each_other() -> None:
     pieces = spans(100, 7, 1)
     seen = 0
 
-    for _ in each(pieces, torch.empty(1)):
+    for _ in representative_pieces(pieces, torch.empty(1)):
         seen += times()
     assert seen == 7
     with FakeTensorMode():
         fake = torch.empty(2, 100, 4)
         for _ in standing_for([()], [0, 0, 0]):
-            for _ in each(pieces, fake):
+            for _ in representative_pieces(pieces, fake):
                 seen += times()
         assert seen == 7 + 3 * 7
         assert assembled(lambda start, stop: fake[:, start:stop], pieces, 1, fake).shape == fake.shape

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sd_lowvram.memory.caching_allocator import CachingAllocator, CardFullError
 from sd_lowvram.memory.expandable_segments import PAGE, ExpandableAllocator
-from sd_lowvram.memory.reserved import reserved, segment
+from sd_lowvram.memory.reserved import count_reserved, segment
 from sd_lowvram.units import MIB
 
 CASES = json.loads(Path(__file__).with_name("allocations.json").read_text(encoding="utf-8"))
@@ -55,7 +55,7 @@ def test_torch_reserves(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sys.platform", case.get("platform", "linux"))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", case.get("conf", ""))
     steps = [(ord(step.lstrip("-")[0]), int(step[2:]) * MIB if "=" in step else -1) for step in case["steps"].split()]
-    found = reserved(steps, case.get("held", 0) * MIB, case.get("again", False))
+    found = count_reserved(steps, case.get("held", 0) * MIB, case.get("again", False))
     for figure in case.keys() & {"least", "kept"}:
         assert getattr(found, figure) == case[figure] * MIB
 
@@ -96,7 +96,7 @@ def test_never_less_than_what_is_held_nor_more_than_what_is_taken_where_there_is
             else:
                 blocks[number] = allocator.allocate(size)
         if isinstance(allocator, CachingAllocator):
-            least, kept = reserved(allocations)
+            least, kept = count_reserved(allocations)
             assert most <= least <= kept
             assert allocator.peak_bytes <= kept + 2 * MIB
         assert allocator.reserved_bytes >= allocator.allocated_bytes >= sum(live.values())

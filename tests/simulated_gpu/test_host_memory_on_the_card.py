@@ -47,7 +47,7 @@ def test_nothing_is_rounded_up(gpu: Any, before: int, size: int) -> None:
 
 def test_rooms_of_maps_are_used_again_and_are_never_more_than_maps_were(gpu: Any, before: int) -> None:
     small, large = (torch.rand(1, 4, side, side, device=GPU) for side in (64, 128))
-    with gpu.watched("lazy") as seen, PINNED_BUFFERS.kept():
+    with gpu.watched("lazy") as seen, PINNED_BUFFERS.keep():
         for _ in range(3):
             maps = [park(small), park(small), park(large)]
             there = gpu.card.pinned
@@ -223,7 +223,7 @@ def test_no_more_than_a_share_of_the_host_is_locked(gpu: Any, before: int, monke
     monkeypatch.setattr(pinned, "_told", set())
     monkeypatch.setattr(pinned, "host_memory", lambda: Memory(64 * MIB, 64 * MIB))
     tensor = torch.rand(5 * MIB, device=GPU)
-    with PINNED_BUFFERS.kept(), logged("more than 50% of the host's memory"):
+    with PINNED_BUFFERS.keep(), logged("more than 50% of the host's memory"):
         maps = [park(tensor) for _ in range(3)]
         assert gpu.card.pinned - before == tensor.nbytes
         assert all(torch.equal(fetch(one), tensor) for one in maps)

@@ -90,7 +90,7 @@ def test_the_compute_goes_on_while_a_map_leaves(gpu: Any) -> None:
         torch.cuda.current_stream().synchronize()
         return parked._event is not None and parked._event.query()
 
-    with gpu.watched("lazy") as seen, PINNED_BUFFERS.kept():
+    with gpu.watched("lazy") as seen, PINNED_BUFFERS.keep():
         tensor = torch.full((1, 8, 32, 32), 1.0, device=GPU)
         parked, place = send(tensor), tensor.data_ptr()
         del tensor

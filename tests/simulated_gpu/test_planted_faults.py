@@ -119,7 +119,7 @@ def cut_on_the_host(pipe: Any, folder: Path) -> bool:
 def sent(pipe: Any, folder: Path) -> bool:
     """A map leaves while others take its memory."""
     noise = torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0))
-    with PINNED_BUFFERS.kept():
+    with PINNED_BUFFERS.keep():
         parked = send(noise.to(GPU) * 1)
         send(torch.zeros(1, 8, 32, 32, device=GPU))
         torch.zeros(1, 8, 32, 32, device=GPU)
@@ -139,7 +139,7 @@ def handed_on(pipe: Any, folder: Path) -> bool:
     first, second = noise.to(GPU)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with PINNED_BUFFERS.kept():
+    with PINNED_BUFFERS.keep():
         back = fetch(park(first))
         with torch.cuda.stream(stream):
             again = fetch(park(second))
@@ -232,7 +232,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], Work, str]] = {
     "the memory of a map is given away while it leaves": (host_offload, "_wait_when_dropped", _removed, sent, "races"),
     "a map leaves before it is computed": (torch.cuda.Stream, "wait_stream", _removed, sent, "races"),
     "a component is not taken back": (ActiveStreams, "take", _removed, IN_TURNS, "wrong"),
-    "parking sets no events": (Parked, "_in_order", _in_no_order, parked_elsewhere, "races"),
+    "parking sets no events": (Parked, "_order_copies", _in_no_order, parked_elsewhere, "races"),
     "pages are unlocked during copies": (pinned, "_wait", _removed, dropped, "races"),
     "rooms are handed on during copies": (PinnedBuffers, "leave", _without_its_event, handed_on, "races"),
     "the host cuts a map that is on its way": (Parked, "_wait", _removed, cut_on_the_host, "races"),

@@ -18,7 +18,7 @@ from sd_lowvram.devices.performance import profile
 from sd_lowvram.hooks import vae_exact
 from sd_lowvram.hooks.offers import Target
 from sd_lowvram.hooks.registry import offered
-from sd_lowvram.memory.repeats import each, representatives
+from sd_lowvram.memory.repeats import representative_pieces, representatives
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning.options import ladder
 from sd_lowvram.planning.stage_costs import StageCosts
@@ -251,7 +251,7 @@ def test_a_loop_that_fails_leaves_the_next_trace_alone() -> None:
     x = torch.zeros(4)
 
     def failing(x: torch.Tensor) -> None:
-        for piece in each(range(4), x):
+        for piece in representative_pieces(range(4), x):
             if piece:
                 raise ValueError
 

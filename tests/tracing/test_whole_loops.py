@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sd_lowvram.memory import repeats
-from sd_lowvram.memory.repeats import each, representatives, standing_for
+from sd_lowvram.memory.repeats import representative_pieces, representatives, standing_for
 from sd_lowvram.memory.reserved import Reserved
 from sd_lowvram.tracing import ledger, tracer
 from sd_lowvram.tracing.whole_loops import whole_loop
@@ -34,7 +34,7 @@ def noted(run: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch, whole: 
     """What was allocated in a trace of ``run``, with all passes of its loops or one of each kind."""
     found: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(tracer, "reserved", lambda made, *_: found.append(sizes(made)) or Reserved(0, 0))
+        patch.setattr(tracer, "count_reserved", lambda made, *_: found.append(sizes(made)) or Reserved(0, 0))
         patch.setattr(ledger, "_UNTIL_SETTLED", PIECES)  # none is left out
         if whole:
             patch.setattr(repeats, "FakeTensor", type(None))
@@ -48,20 +48,20 @@ def rows(x: Tensor, count: int) -> list[Tensor]:
 
 
 def ends_at_once(x: Tensor) -> Tensor:
-    for piece in each(rows(x, PIECES), x):
+    for piece in representative_pieces(rows(x, PIECES), x):
         (piece + 1) * 2
     return x + 1
 
 
 def handed_on(x: Tensor) -> Tensor:
     before = None
-    for piece in each(rows(x, PIECES), x):
+    for piece in representative_pieces(rows(x, PIECES), x):
         before = piece + 1 if before is None else before[:1] + piece
     return x + 1
 
 
 def gathered(x: Tensor) -> Tensor:
-    found = [piece + 1 for piece in each(rows(x, PIECES), x)]
+    found = [piece + 1 for piece in representative_pieces(rows(x, PIECES), x)]
     x = x + 1
     found.clear()
     return x * 2
@@ -69,8 +69,8 @@ def gathered(x: Tensor) -> Tensor:
 
 def within_another(x: Tensor) -> Tensor:
     room = None
-    for piece in each(rows(x, PIECES), x):
-        for part in each(rows(piece, PIECES), x):
+    for piece in representative_pieces(rows(x, PIECES), x):
+        for part in representative_pieces(rows(piece, PIECES), x):
             halo = part.clone()
         room = torch.empty_like(x) if room is None else room
         kept = halo
@@ -114,7 +114,7 @@ def test_who_follows_hears_of_the_order() -> None:
             heard.append((list(places), list(order)))
 
     run, order = representatives("abbaba")
-    with repeats.followed(Listening()):
+    with repeats.notify_follower(Listening()):
         for _ in standing_for(run, order):
             heard.append("pass")
     assert heard[-1] == ([0, 1, 2, 3, 4], [0, 1, 1, 2, 1, 3])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...memory.repeats import each
+from ...memory.repeats import representative_pieces
 from .backend import SCORE_BYTES
 from .problem import Problem, empty_output, problem_of
 
@@ -249,7 +249,7 @@ def _even(total: int, most: int) -> int:
 
 def _spans(total: int, step: int, like: Tensor) -> Iterator[slice]:
     """Slices of ``step`` over ``total``."""
-    return each([slice(start, min(start + step, total)) for start in range(0, total, step)], like)
+    return representative_pieces([slice(start, min(start + step, total)) for start in range(0, total, step)], like)
 
 
 def mask_4d(mask: Tensor) -> Tensor:

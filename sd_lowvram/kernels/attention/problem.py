@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...compat.private import FakeTensor
 from ...devices.performance import AMPERE
-from ...memory.accounts import on_cpu
+from ...memory.accounts import traces_cpu
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, upca
 
 def device_of_run(device: torch.device) -> torch.device:
     """The device of the run that shapes stand for: traces keep fake tensors on the CPU also when they mean a GPU."""
-    return torch.device("cuda") if device.type in ("cpu", "meta") and not on_cpu() else device
+    return torch.device("cuda") if device.type in ("cpu", "meta") and not traces_cpu() else device
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -257,7 +257,7 @@ _KERNELS = {1: "flash", 2: "efficient", 3: "cudnn"}
 
 def emulated(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Fake tensors have no fused kernels: a trace that answers for torch's function books them, else nothing is."""
-    if not TORCHS_ATTENTION.answered():
+    if not TORCHS_ATTENTION.is_redirected():
         return empty_output(q, v)
     token = _to_book.set("" if kernel == "torch" else kernel)
     try:
