@@ -160,19 +160,15 @@ def test_what_the_next_larger_budget_buys(anatomy: Any, least: int) -> None:
     assert plenty.next_faster is None and not any(stage.why for stage in plenty.stages)
 
 
-@pytest.mark.slow(21)
+@pytest.mark.slow(15)
 def test_the_largest_allocation_is_bounded(anatomy: Any) -> None:
+    """That the limit of a refusal is then enough: test_remedies.py."""
     free = make_plan(anatomy, request(GIB, 256), Settings())
     limit = free.predicted.largest_bytes // MIB - 1
     bound = make_plan(anatomy, request(GIB, 256), Settings(largest_mib=limit))
     assert bound.predicted.largest_bytes <= limit * MIB < free.predicted.largest_bytes
     assert bound.predicted.seconds > free.predicted.seconds
     assert any("single allocation" in stage.why for stage in bound.stages)
-    with pytest.raises(BudgetError, match="single allocation of at least") as refusal:
-        make_plan(anatomy, request(GIB, 768), Settings(largest_mib=1))
-    enough = -(-refusal.value.needed_bytes // MIB)
-    assert refusal.value.stage in ("denoise", "decode") and enough > 1
-    assert make_plan(anatomy, request(GIB, 768), Settings(largest_mib=enough)).fits
 
 
 def test_composed_figures_are_those_of_whole_traces(anatomy: Any) -> None:
@@ -258,11 +254,12 @@ def test_weights_that_a_host_moves_in_parts_are_counted_as_it_keeps_them(anatomy
         make_plan(anatomy, between, moved)
 
 
-@pytest.mark.slow(13)
+@pytest.mark.slow(6)
 def test_guidance_and_batch_count(anatomy: Any) -> None:
-    without = make_plan(anatomy, request(GIB, passes=1), Settings())
-    three = make_plan(anatomy, request(GIB, batch=3), Settings())
-    one = make_plan(anatomy, request(GIB), Settings())
+    resident = Settings(offload="none", attention="sdpa")
+    without = make_plan(anatomy, request(GIB, passes=1), resident)
+    three = make_plan(anatomy, request(GIB, batch=3), resident)
+    one = make_plan(anatomy, request(GIB), resident)
     peaks = [next(s for s in plan.stages if s.name == "denoise").activation_bytes for plan in (without, one, three)]
     assert peaks[0] < peaks[1] < peaks[2]
     assert three.settings.vae_slices and not one.settings.vae_slices
@@ -395,17 +392,6 @@ def test_profiles() -> None:
     assert all(rates.source and rates.vram_bytes >= 4 * GIB for rates in PROFILES.values())
     with pytest.raises(BadInputError, match="rtx3060"):
         profile("banana")
-
-
-def test_the_bounds_of_full_size_models() -> None:
-    unet = build_components("sd15", dtype=torch.float16, device="meta")
-    anatomy = anatomy_of_components("diffusers", unet)
-    ask = dataclasses.replace(request(8 * GIB, 512, ram=32 * GIB), device=torch.device("cuda"))
-    plan = make_plan(anatomy, ask, Settings())
-    assert plan.minimum_peak_bytes <= 320 * MIB
-    assert plan.minimum_vram_bytes > plan.minimum_peak_bytes
-    guided_step = next(stage for stage in plan.stages if stage.name == "denoise").seconds / ask.steps
-    assert 1.607e12 / ask.rates.half_flops < guided_step < 0.171  # operations alone; published with slower launches
 
 
 def test_what_is_remembered_of_a_unet_hangs_on_the_latents_of_its_vae() -> None:
