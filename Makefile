@@ -32,6 +32,7 @@ help:
 	@echo 'make test                           lint, types and tests of the core'
 	@echo 'make test-all                       those of measurements, smaller UNets and batches too, and rare ones that take long'
 	@echo 'make test-instruction-sets          what depends on kernels of processors, with those of other ones'
+	@echo 'make plans [PLANS=write]            compare the plans of full-size models with those of before, or store them'
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
 	@echo 'make test-others                    diffusers own tests with our hooks attached (DIFFUSERS_DIR=)'
 	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into the cache folder if need be, 5 GB'
@@ -82,6 +83,11 @@ test-instruction-sets: $(VENV)/.test
 	worst=0; for least in "ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default" "ONEDNN_MAX_CPU_ISA=AVX2" \
 		"ATEN_CPU_CAPABILITY=avx2" "ONEDNN_MAX_CPU_ISA=AVX512_CORE"; do \
 		echo "$$least"; env $$least $(PYTEST) $(BY_KERNEL) || worst=1; done; exit $$worst
+
+# Full-size plans against tests/planning/baseline.json, some minutes on one core; PLANS=write stores those of now.
+.PHONY: plans
+plans: $(VENV)/.test
+	$(BIN)/python tests/support/plan_baseline.py $(PLANS)
 
 # In real hosts: COMFYUI_DIR=... and WEBUI_DIR=..., with COMFYUI_PYTHON=... and WEBUI_PYTHON=... for theirs.
 test-hosts: $(VENV)/.test

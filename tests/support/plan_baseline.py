@@ -1,13 +1,14 @@
-"""Plans as they once were, and whether they are still as good: ``python tests/support/plan_baseline.py`` compares all.
+"""Plans of full-size models on named cards: ``make plans`` compares all with ``tests/planning/baseline.json``.
 
-``tests/planning/baseline.json`` holds, for full-size models on named cards, what was asked and what was planned or
-refused. A plan may get better; one that is worse by more than 1 % takes a reason beside its figures.
+Each row holds a request with its plan, or with its refusal and the budget that would be enough. ``make plans
+PLANS=write`` stores the plans of now (some minutes on one core) and prints what moved; the commit gives the reason.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,20 @@ from sd_lowvram.planning.search import PlanSearch, make_plan
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, MIB
 
-ROWS: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "planning" / "baseline.json").read_text(encoding="utf-8")
-)
+FILE = Path(__file__).parents[1] / "planning" / "baseline.json"
+ROWS: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
 
 anatomy = functools.cache(functools.partial(meta_anatomy, dtype=torch.float16))
 
 
-def planned(asked: dict[str, Any]) -> dict[str, Any]:
-    """What is planned for a row's request now, or how it is refused."""
+def plan_of(asked: dict[str, Any]) -> dict[str, Any]:
+    """The plan or the refusal of a row's request."""
     model = anatomy(asked["model"])
     settings = Settings(precision="fp16", **asked.get("knobs", {}))
     request = request_for(
         model,
         vram=asked.get("vram_mib", 4096) * MIB,
-        ram=asked.get("ram_gib", 64) * GIB,
+        ram=int(asked.get("ram_gib", 64) * GIB),
         width=asked["size"],
         height=asked["size"],
         batch=asked.get("batch", 1),
@@ -47,32 +47,53 @@ def planned(asked: dict[str, Any]) -> dict[str, Any]:
         run = PlanSearch(model, request, settings, approximate=False).smallest()
         assert run is not None
         least = {"least_peak": run.peak_bytes, "least_host": run.least_host_bytes}
-        return least | {"host": run.host_bytes, "seconds": run.seconds}
+        return least | {"host": run.host_bytes, "seconds": run.seconds, "settings": _knobs(run.settings)}
     try:
         plan = make_plan(model, request, settings, asked.get("approximate", False))
     except BudgetError as error:
-        return {"needed": error.needed_bytes, "stage": error.stage}
+        return {"needed": error.needed_bytes, "stage": error.stage, "limit": error.limit}
     found = {"peak": plan.predicted.peak_bytes, "seconds": plan.predicted.seconds, "host": plan.predicted.host_bytes}
-    return found | {"least_peak": plan.minimum_peak_bytes, "least_host": plan.minimum_ram_bytes}
+    least = {"least_peak": plan.minimum_peak_bytes, "least_host": plan.minimum_ram_bytes}
+    return found | least | {"settings": _knobs(plan.settings)}
 
 
-def worse(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The figures that are more than 1 % above what they were, and what is refused that was not."""
-    if "needed" in now and "needed" not in before:
-        return {"refused": (None, now["needed"])}
-    figures = {name: value for name, value in before.items() if name in now and not isinstance(value, str)}
-    return {name: (value, now[name]) for name, value in figures.items() if now[name] > 1.01 * value}
+def with_remedy(asked: dict[str, Any], refusal: dict[str, Any]) -> dict[str, Any]:
+    """The request with as much of what was short as the refusal says."""
+    mib = -(-refusal["needed"] // MIB)
+    if refusal["limit"] == "largest_mib":
+        return asked | {"knobs": asked["knobs"] | {"largest_mib": mib}}
+    return asked | ({"vram_mib": mib} if refusal["limit"] == "vram" else {"ram_gib": mib * MIB / GIB})
 
 
-def main() -> int:
-    bad = 0
+def _knobs(settings: Settings) -> dict[str, Any]:
+    return {name: value for name, _, value in settings.decided()}
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Figures and settings that differ, before and now: seconds by more than a millionth, all others at all."""
+    before, now = (one | {"settings": None} | one.get("settings", {}) for one in (before, now))
+    if math.isclose(before.get("seconds", 0), now.get("seconds", -1), rel_tol=1e-6):
+        now = now | {"seconds": before["seconds"]}
+    names = [*before, *(name for name in now if name not in before)]
+    return {name: (before.get(name), now.get(name)) for name in names if before.get(name) != now.get(name)}
+
+
+def main(write: bool) -> int:
+    changed = 0
     for row in ROWS:
-        found = worse(row["planned"], planned(row["asked"]))
-        bad += bool(found)
-        print(row["asked"], found or "as good", flush=True)
-    print(f"{bad} of {len(ROWS)} are worse")
-    return 1 if bad else 0
+        now = plan_of(row["asked"])
+        found = differences(row["planned"], now)
+        if "needed" in now and "needed" in plan_of(with_remedy(row["asked"], now)):
+            found["remedy"] = ("fits", "is refused")
+        changed += bool(found)
+        print(row["asked"], *(f"\n    {name}: {was} -> {new}" for name, (was, new) in found.items()), flush=True)
+        row["planned"] = now
+    print(f"{changed} of {len(ROWS)} plans moved")
+    if write:
+        FILE.write_text("[\n" + ",\n".join(map(json.dumps, ROWS)) + "\n]\n", encoding="utf-8")
+        print(f"{FILE.name} is written: give the reason for what moved in the body of the commit")
+    return 1 if changed and not write else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("write" in sys.argv[1:]))
