@@ -23,7 +23,7 @@ OPTIONS = $(if $(VRAM),--vram "$$VRAM") $(if $(MODEL),$(if $(SIZE),--width "$$SI
 	$(if $(SEED),--seed "$$SEED") $(if $(STEPS),--steps "$$STEPS") \
 	$(if $(MODEL),--model "$$MODEL") $(if $(OUT),--output "$$OUT")
 
-.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu test-oldest fuzz faults lint format docs dist gpu gpu-pack clean
+.PHONY: help picture install test test-rooms test-all test-hosts test-others test-simulated-gpu test-oldest fuzz faults tables lint format docs dist gpu gpu-pack clean
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo 'make test-oldest                    a small suite on the oldest versions: into $(OLDEST_VENV) if need be, 5 GB'
 	@echo 'make fuzz                           ten thousand hostile inputs, as many GGUF headers and caches; the worst memory'
 	@echo 'make faults                         runs that are disturbed everywhere, in every way: benchmarks/faults.md'
+	@echo 'make tables [TABLE="cards plans"]   make the computed tables of benchmarks/ anew, within an hour; resumes'
 	@echo 'make lint | make format             ruff, mypy and import-linter | let ruff rewrite the files'
 	@echo 'make docs                           the book of docs/, into build/book; no broken link'
 	@echo 'make dist                           wheel and sdist, into dist/'
@@ -137,6 +138,10 @@ fuzz: $(VENV)/.test
 # What becomes of a run that is disturbed, everywhere and in every way; a short form of it is among the tests.
 faults: $(VENV)/.test
 	$(BIN)/python tests/faults/fault_table.py
+
+# Once, at the end of a piece of work, on what is committed: each table names the commit that it was computed by.
+tables: $(VENV)/.test
+	$(BIN)/python -m benchmarks tables $(TABLE)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

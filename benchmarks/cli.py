@@ -12,18 +12,14 @@ from sd_lowvram import doors
 from sd_lowvram.checkpoints.architectures import NAMES
 from sd_lowvram.commands.one_line import OneLine
 from sd_lowvram.commands.streams import tell
-from sd_lowvram.commands.values import check_count, check_given, check_names, check_run, check_side
-from sd_lowvram.errors import BadInputError
-from sd_lowvram.plots.style import check_plots
-from sd_lowvram.policies.named import HELP
+from sd_lowvram.commands.values import check_count, check_names, check_run, check_side
+from sd_lowvram.policies.named import POLICIES
 from sd_lowvram.units import parse_size
 
 from .commands.options import Debug, Json, measurement, measuring
-from .commands.report import report
 
 _MOST_BUDGETS = 100
 _MOST_PAIRS = 1000
-_MOST_RUNS = 10_000
 _TIMED = ("demo", "sd15")
 _ON_CARDS = ("sd15", "sdxl")
 
@@ -36,24 +32,11 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Model = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="Folder or .safetensors file; left out: the demo model.", metavar="PATH"),
-]
 Timed = Annotated[str, typer.Option("--model", "-m", help="sd15 or demo.", metavar="NAME")]
 Architectures = Annotated[
     list[str] | None, typer.Option("--model", "-m", help="sd15, sd21 or sdxl; may be repeated.", metavar="NAME")
 ]
-Policies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--policy",
-        help="May be repeated; left out: all that run here. sd-lowvram plan --list-policies tells them.",
-        metavar="NAME",
-    ),
-]
 Size = Annotated[int, typer.Option(help="Side of the square picture in pixels.")]
-Steps = Annotated[int, typer.Option(help="Denoising steps of a picture.")]
 Side = Annotated[int | None, typer.Option(help="Left out: sizes that are usual for the model.")]
 Cards = Annotated[
     list[str] | None, typer.Option("--gpu", help="A card, such as rtx2070; may be repeated.", metavar="NAME")
@@ -61,63 +44,9 @@ Cards = Annotated[
 Pairs = Annotated[int, typer.Option(help="Calls of each side.")]
 
 
-def _pictures(model: str | None, policy: list[str] | None, size: int, most: int, **more: Any) -> dict[str, Any]:
-    """Arguments for pictures by policies, of at ``most`` so many steps."""
-    check_given(model=model)
-    check_run(size, size, most, 1, None, None)
-    return {"model": model, "names": policy or (), "size": size, **more}
-
-
-def warmup(
-    model: Model = None,
-    policy: Policies = None,
-    size: Size = 128,
-    steps: Steps = 8,
-    runs: Annotated[int, typer.Option(help="Pictures after the first.")] = 5,
+def peers(
+    size: Size = 256, steps: Annotated[int, typer.Option(help="Denoising steps of a picture.")] = 8
 ) -> dict[str, Any]:
-    """Extra time of the first picture after loading, by part; each policy in its own process."""
-    check_count("--runs", runs, _MOST_RUNS)
-    return _pictures(model, policy, size, steps, steps=steps, runs=runs)
-
-
-def variance(
-    model: Model = None,
-    policy: Policies = None,
-    size: Size = 128,
-    steps: Steps = 8,
-    runs: Annotated[int, typer.Option(help="Pictures in a row after the first.")] = 30,
-) -> dict[str, Any]:
-    """Many equal pictures in a row: standard deviation and coefficient of variation of their times."""
-    check_count("--runs", runs, _MOST_RUNS, 2)
-    return _pictures(model, policy, size, steps, steps=steps, runs=runs)
-
-
-def steps(
-    model: Model = None,
-    policy: Policies = None,
-    size: Size = 128,
-    last: Annotated[int, typer.Option("--to", help="The most steps; they begin with 10, by tens.")] = 100,
-) -> dict[str, Any]:
-    """Seconds by the number of steps: the line through them, and how well it fits."""
-    check_count("--to", last, 1000, 20)
-    return _pictures(model, policy, size, last, counts=range(10, last + 1, 10))
-
-
-def fit(
-    matrix: Annotated[
-        list[Path] | None, typer.Argument(help="JSON files of matrix, beside the published ones.", metavar="FILE")
-    ] = None,
-) -> dict[str, Any]:
-    """Second-order polynomials of the pixels against the seconds of matrices, small pictures apart."""
-    return {"files": matrix or ()}
-
-
-def same(model: Model = None, policy: Policies = None, size: Size = 128, steps: Steps = 8) -> dict[str, Any]:
-    """Compare the pictures of all policies, each made twice: bits, and differences of 8-bit values."""
-    return _pictures(model, policy, size, steps, steps=steps)
-
-
-def peers(size: Size = 256, steps: Steps = 8) -> dict[str, Any]:
     """diffusers' own ways to save memory beside ours: seconds, peaks by the same counters, and the picture."""
     check_run(size, size, steps, 1, None, None)
     return {"size": size, "steps": steps}
@@ -145,37 +74,14 @@ def todays_memory() -> dict[str, Any]:
     return {}
 
 
-def rereading() -> dict[str, Any]:
-    """Bytes a step reads of a model's file that host memory does not hold, beside a loop that reads all of it anew."""
-    return {}
-
-
-def todays_blocks() -> dict[str, Any]:
-    """Peaks of full-size blocks of today's transformers and of an autoencoder, run on the CPU, beside planned ones."""
-    return {}
-
-
-def half_products() -> dict[str, Any]:
-    """Predict seconds a step of today's transformers with fp16 products, for GPUs without bf16; measure errors."""
-    return {}
-
-
 def max_size(
-    model: Model = None,
-    policy: Policies = None,
-    card: Annotated[
-        str | None, typer.Option("--gpu", help="Foretell SD1.5's for this card; left out: runs here.", metavar="NAME")
+    policy: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; left out: all of them.", metavar="NAME")
     ] = None,
-    cap: Annotated[str, typer.Option("--vram", help="The cap of the runs here.", metavar="SIZE")] = "96MB",
-    steps: Steps = 1,
+    card: Annotated[str, typer.Option("--gpu", help="The card.", metavar="NAME")] = "rtx2070",
 ) -> dict[str, Any]:
-    """Find the largest square picture by each policy: run here under a cap, or predicted for a GPU."""
-    check_given(model=model, gpu=card)
-    check_run(64, 64, steps, 1, None, None)
-    if card is not None and model is not None:
-        raise BadInputError(f"--gpu {card} foretells SD1.5: leave out --model {model}, or --gpu")
-    cap_bytes = parse_size(cap, "--vram")
-    return {"model": model, "names": policy or (), "card": card, "cap": cap_bytes, "steps": steps}
+    """Predict the largest square picture of SD1.5 by each policy for a GPU, next to published ones."""
+    return {"card": card, "names": tuple(policy or POLICIES)}
 
 
 def ladder(
@@ -249,42 +155,6 @@ def schedule(
     return {**chosen, "width": width, "height": height}
 
 
-def matrix(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="Folder or file, with --gpu also sd15, sd21 or sdxl; left out: the demo model.",
-            metavar="NAME|PATH",
-        ),
-    ] = None,
-    card: Annotated[
-        str | None, typer.Option("--gpu", help="Foretell for this card; left out: measured here.", metavar="NAME")
-    ] = None,
-    vram: Annotated[
-        str | None, typer.Option("--vram", help="Budget; left out: the card's, or what is free.", metavar="SIZE")
-    ] = None,
-    steps: Steps = 20,
-    policy: Annotated[str, typer.Option(help=HELP, metavar="NAME")] = "ours",
-    first: Annotated[int, typer.Option("--from", help="The shortest side, in pixels.")] = 256,
-    last: Annotated[int, typer.Option("--to", help="The longest side.")] = 1024,
-    step: Annotated[int, typer.Option("--step", help="From one side to the next.")] = 64,
-    out: Annotated[Path, typer.Option("--out", help="Folder of table, heat map and JSON.")] = Path("matrix"),
-    again: Annotated[bool, typer.Option("--again", help="Forget what is there already.")] = False,
-) -> dict[str, Any]:
-    """Seconds of a picture by height and width, sizes that do not fit left grey; goes on where it ended."""
-    check_given(model=model, gpu=card)
-    check_run(last, first, steps, 1, vram, None)
-    check_side("step", step)
-    if first > last:
-        raise BadInputError(f"--from {first} is beyond --to {last}")
-    check_plots()
-    sides = range(first, last + 1, step)
-    asked = {"gpu": card, "vram": vram, "steps": steps, "policy": policy, "out": out, "again": again}
-    return {"model": model, "sides": sides, **asked}
-
-
 def published() -> dict[str, Any]:
     """Compare predicted times for an RTX 2070 with 169 published ones, for each of three policies."""
     return {}
@@ -303,74 +173,38 @@ def batches(
     return {"where": on, "workers": workers, "jobs": jobs, "pairs": pairs}
 
 
-def ladder_on_card() -> dict[str, Any]:
-    """Predict the ladders of both sources on their GPUs; nothing runs."""
-    return {}
-
-
-def first_steps(
-    model: Annotated[
-        list[str] | None, typer.Option("--model", "-m", help="sd15 or demo; may be repeated.", metavar="NAME")
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Processes of each kind.")] = 3,
-) -> dict[str, Any]:
-    """First steps of a process with a traced UNet: with nothing kept, another size's trace, and its own."""
-    check_names("--model", model or (), _TIMED)
-    check_count("--rounds", rounds, _MOST_PAIRS)
-    return {"models": model or _TIMED, "rounds": rounds}
-
-
-def phones() -> dict[str, Any]:
-    """Compare SD1.5's weights and intermediates with those published for phones, and GELU's reads and writes."""
-    return {}
-
-
-def winograd() -> dict[str, Any]:
-    """Winograd's convolutions: what they save, their error, their time here."""
-    return {}
-
-
-def finite() -> dict[str, Any]:
-    """Measure the cost of checking decoded values for NaN."""
-    return {}
-
-
-def smaller_unets(
-    student: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--student", help="Base, Small, Tiny, M1, M2 or M3; may be repeated. Left out: all.", metavar="NAME"
-        ),
-    ] = None,
-    size: Annotated[int, typer.Option(help="Of the picture whose passes are timed.")] = 512,
-    pairs: Annotated[int, typer.Option(help="Passes of each side.")] = 5,
-) -> dict[str, Any]:
-    """SD1.5's UNet with layers cut out: parameters, operations, activations, and passes beside the whole one's here."""
-    from .smaller_unets import STUDENTS
-
-    check_names("--student", student or (), [*STUDENTS])
-    check_side("size", size)
-    check_count("--pairs", pairs, _MOST_PAIRS)
-    return {"side": size, "pairs": pairs, "students": tuple(student or STUDENTS)}
-
-
-def storage() -> dict[str, Any]:
-    """Weights in 8 bits: how far they take the demo model's pictures, and its layers, off."""
-    return {}
-
-
-_OF_COMMANDS: dict[str, list[Any]] = {"batch": [batches], "unet": [smaller_unets]}
+_OF_COMMANDS: dict[str, list[Any]] = {"batch": [batches]}
 """Measurements of what the package may come without, by its command there."""
 
 doors.find()
 for _one in (
-    warmup, variance, steps, fit, same, max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans,
-    schedule, matrix, published, winograd, finite, ladder_on_card, first_steps, phones,
-    storage, todays_models, todays_memory, todays_blocks, rereading, half_products,
-    *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
+    max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans, schedule, published, todays_models,
+    todays_memory, *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
 ):  # fmt: skip
     app.command()(measurement(_one))
-app.command()(report)
+
+
+@app.command()
+def tables(
+    context: typer.Context,
+    name: Annotated[
+        list[str] | None,
+        typer.Argument(help="Tables by their names in benchmarks/; left out: all of them.", metavar="[NAME]..."),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(help="A table that would not be done by then keeps its date. Not for NAME.", min=0)
+    ] = 60,
+    out: Annotated[Path | None, typer.Option(help="Folder of the tables; left out: benchmarks/ of this clone.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Make the computed tables anew, one after the other; the same command resumes where it stopped."""
+    with measuring(debug):
+        from .computed import TABLES, make
+
+        check_names("NAME", name or (), [*TABLES])
+        program = context.find_root().command
+        for line in make(name or (), out or Path(__file__).parent, 60 * minutes, program):
+            typer.echo(line, err=True)
 
 
 @app.command()

@@ -20,8 +20,7 @@ from sd_lowvram.settings import Settings
 
 from .ladder import has_bfloat16, inputs, step
 from .models import demo_pipeline, random_pipeline
-from .pictures import facts
-from .tables import Sheet, pair_columns, written
+from .tables import Sheet, facts, pair_columns, written
 
 _LOSSLESS, _HALF, _DECODE = "lossless step", "step with bfloat16 allowed", "lossless decode"
 

@@ -29,8 +29,7 @@ from sd_lowvram.session import anatomy_of, attached
 from sd_lowvram.settings import Fidelity, Settings, knobs
 
 from .models import demo_pipeline, random_denoiser
-from .pictures import facts
-from .tables import Sheet, pair_columns, written
+from .tables import Sheet, facts, pair_columns, written
 
 SOURCES = {
     "B": "diffusers' page on memory and speed, TITAN RTX, 512x512, 50 steps: 9.50 s at first",
@@ -89,9 +88,7 @@ def _on_cpu(source: str, device: torch.device, large: bool) -> tuple[list[Ladder
         left["memory-efficient attention"] = "torch's attention on CPUs is of that kind from the first row on"
     else:
         found = [LadderRow("fp32", 1.0, inference=False), *half, LadderRow("inference mode", 2.49)]
-        left["fused kernels"] = (
-            "they are Triton's, for GPUs, where ladder-on-card foretells them; on a CPU torch.compile fuses the same"
-        )
+        left["fused kernels"] = "they are Triton's, for GPUs; on a CPU torch.compile fuses the same"
     found.append(LadderRow("fused QKV products", None, {}, "fused"))
     if large:
         found.append(LadderRow("packed weights", None, {"packed_weights": True}))

@@ -1,4 +1,4 @@
-"""Pipelines with random weights of full size, for measurements that need no download."""
+"""Pipelines that need no download: the demo model, and random weights of full size."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import torch
 
+from sd_lowvram.api import plan
 from sd_lowvram.checkpoints.architectures import architecture, build_components, pipeline_class, write_folder
 from sd_lowvram.checkpoints.load import load_pipeline
 from sd_lowvram.devices.info import dtype_on
+from sd_lowvram.errors import BudgetError
 
 _STEADY = ("beta_start", "beta_end", "beta_schedule", "prediction_type", "num_train_timesteps")
 
@@ -21,6 +23,15 @@ def demo_pipeline() -> Any:
     pipe: Any = load_pipeline(None, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def least_budget(pipe: Any, **asked: Any) -> int:
+    """The least bytes of a device with which a plan of what is ``asked`` is made, which was traced whole; a plan's
+    ``minimum_vram_bytes`` is traced in parts."""
+    try:
+        return plan(pipe, vram="1 B", **asked).minimum_vram_bytes
+    except BudgetError as refusal:
+        return refusal.needed_bytes
 
 
 def random_pipeline(model: str, device: torch.device) -> Any:

@@ -15,14 +15,15 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sd_lowvram.api import plan
 from sd_lowvram.devices.pairs import spread, timed
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.session import attached
 
-from .pictures import facts, least_budget, loaded, picture
-from .tables import BUSY, Row, Sheet, eight_bits, figure, filled, mib, trusted
+from .models import demo_pipeline, least_budget
+from .tables import BUSY, Row, Sheet, eight_bits, facts, figure, filled, mib, trusted
 from .trial import measure
 
 PLAIN = "diffusers"
@@ -77,19 +78,19 @@ def trial_run(name: str, size: int, steps: int) -> dict[str, Any]:
     """Pictures by one of them; the plain one is drawn at last, so that it is in none of the figures."""
     from sd_lowvram.planning.memory_profile import measured
 
-    picture(loaded(None), 64, 64, 1)  # libraries are imported, and kernels made
+    _picture(demo_pipeline(), 64, 1)  # libraries are imported, and kernels made
     gc.collect()
-    empty, pipe = _resident(), loaded(None)
+    empty, pipe = _resident(), demo_pipeline()
     with _running(name, pipe, size, steps):
         _forget_peak()
         times = []
         for _ in range(_RUNS):
-            timing, drawn = timed(functools.partial(picture, pipe, size, size, steps), torch.device("cpu"))
+            timing, drawn = timed(functools.partial(_picture, pipe, size, steps), torch.device("cpu"))
             times.append(timing)
         highest = _resident("VmHWM")
         with measured(pipe) as run:
-            picture(pipe, size, size, steps)
-    plain = picture(loaded(None), size, size, steps)
+            _picture(pipe, size, steps)
+    plain = _picture(demo_pipeline(), size, steps)
     apart = (eight_bits(drawn) - eight_bits(plain)).abs()
     seconds = [one.seconds for one in times]
     return {
@@ -101,6 +102,14 @@ def trial_run(name: str, size: int, steps: int) -> dict[str, Any]:
         "most": int(apart.max()),
         "differing": float((apart.amax(dim=0) > 0).float().mean()),
     }
+
+
+def _picture(pipe: Any, size: int, steps: int) -> Tensor:
+    """A picture (3, size, size) in [0, 1], on the CPU."""
+    noise = torch.Generator().manual_seed(1)
+    given = {"width": size, "height": size, "num_inference_steps": steps, "output_type": "pt"}
+    drawn: Tensor = pipe("a red apple", generator=noise, **given).images[0]
+    return drawn.float().cpu()
 
 
 @contextlib.contextmanager

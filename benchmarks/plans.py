@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 
-from sd_lowvram import progress
 from sd_lowvram.checkpoints.meta_model import meta_anatomy
 from sd_lowvram.devices.performance import profile
 from sd_lowvram.planning.request import request_for
@@ -17,7 +17,7 @@ from sd_lowvram.planning.search import PlanSearch
 from sd_lowvram.settings import Settings
 from sd_lowvram.units import GIB, MIB, format_size, format_time
 
-from .tables import Row, Sheet, written
+from .tables import Row, Sheet, filled
 
 BOUNDS = {
     ("sd15", 512): 320 * MIB,
@@ -33,17 +33,16 @@ BOUNDS = {
 
 
 def run(out: Path | None = None, card: str = "rtx2070", only: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The smallest candidate of every size of ``BOUNDS``; also into ``out`` as Markdown, and JSON beside it.
+    """The smallest candidate of every size of ``BOUNDS``; writes ``out`` and JSON, row by row.
 
     Args:
         only: models; empty: all.
     """
-    chosen = [(model, size) for model, size in BOUNDS if model in only or not only]
-    rows = [_row(model, size, card) for model, size in progress.counted("plans", chosen)]
-    return written({"card": profile(card).title, "rows": rows}, lines, out)
+    cases = [{"model": model, "size": size} for model, size in BOUNDS if model in only or not only]
+    return filled({"card": profile(card).title}, cases, functools.partial(_row, card), lines, out, "plans")
 
 
-def _row(model: str, size: int, card: str) -> dict[str, Any]:
+def _row(card: str, model: str, size: int) -> dict[str, Any]:
     start = time.process_time()
     anatomy = meta_anatomy(model, torch.float16)
     request = request_for(
@@ -52,8 +51,6 @@ def _row(model: str, size: int, card: str) -> dict[str, Any]:
     smallest = PlanSearch(anatomy, request, Settings(precision="fp16"), approximate=False).smallest()
     assert smallest is not None  # no bound on allocations was given
     return {
-        "model": model,
-        "size": size,
         "bound_bytes": BOUNDS[model, size],
         "minimum_peak_bytes": smallest.peak_bytes,
         "minimum_reserved_bytes": smallest.predicted.reserved_bytes,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd_lowvram import progress
+from sd_lowvram import __version__, progress
 from sd_lowvram.devices.info import default_device
 from sd_lowvram.errors import BadInputError
 from sd_lowvram.files.tables import table
@@ -51,6 +51,15 @@ def told_as(command: str) -> Iterator[None]:
         yield
     finally:
         _command.reset(before)
+
+
+def facts(model: str | None, **asked: Any) -> dict[str, Any]:
+    """Head of a report: versions, the kind of machine, the model (None: the demo model), and the request."""
+    device = default_device()
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}"
+    versions = {"sd_lowvram": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    about = {"device": card, "threads": torch.get_num_threads(), "model": model or "demo", "seed": 1}
+    return {**versions, **about, **asked}
 
 
 def origin() -> dict[str, Any]:
@@ -105,15 +114,27 @@ def origin_line(report: Report) -> str:
     """Sentence on the origin of ``report``."""
     made = report.get("made", {})
     where = ", ".join(
-        [made.get("date", _UNKNOWN), f"commit {made.get('commit', _UNKNOWN)}",
+        [made.get("date", _UNKNOWN), commit_words(made),
          f"processor or card {made.get('processor', _UNKNOWN)}", f"torch {made.get('torch', _UNKNOWN)}"]
     )  # fmt: skip
     own = made.get("own")
     load = " Whether the machine was busy was not recorded." if own is None else ""
     if own is not None and own < LEAST_OWN:
         load = f" The machine was busy: a thread had {own:.0%} of a processor."
-    before = "".join(f" Some rows: {one['date']}, commit {one['commit']}." for one in report.get("earlier", ()))
+    before = "".join(f" Some rows: {one['date']}, {commit_words(one)}." for one in report.get("earlier", ()))
     return f"*Made {where}, by `{made.get('command', _UNKNOWN)}`.{load}{before}*"
+
+
+def commit_words(made: Mapping[str, Any]) -> str:
+    """The commit of an origin in words."""
+    number: str = made.get("commit", _UNKNOWN)
+    changes = f" ({number[:-1]} and changes)" if number.endswith("+") else ""
+    return f"commit {number if is_recorded(number) else _UNKNOWN}{changes}"
+
+
+def is_recorded(number: str) -> bool:
+    """True if ``number`` is a commit that has all that was run: not with a plus (:func:`commit`), and not missing."""
+    return number != _UNKNOWN and not number.endswith("+")
 
 
 def whole(report: Report, lines: Lines) -> Iterator[str]:
@@ -173,8 +194,8 @@ def left_out(why: Mapping[str, str] | Sequence[str]) -> Iterator[str]:
 def filled(
     asked: Report, cases: Sequence[Row], measure: Callable[..., Row], lines: Lines, out: Path | None, what: str
 ) -> Report:
-    """A report with a row for each of ``cases``, which begins with the case; written row by row as they come, and those
-    that ``out`` has already are kept.
+    """A report with a row for each of ``cases``, which begins with the case and ends with when and of which commit the
+    row was computed; written row by row as they come. Rows that ``out`` has already are kept.
 
     Args:
         asked: what the report begins with.
@@ -186,13 +207,24 @@ def filled(
     """
     report = begun(asked, out)
     missing = [case for case in cases if not any(case.items() <= row.items() for row in report["rows"])]
-    if missing and "made" in report:
-        report["earlier"] = [*report.get("earlier", ()), report.pop("made")]
+    made = begin_rows(report) if missing else {}
     for case in progress.counted(what, missing):
-        report["rows"].append({**case, **measure(**case)})
+        report["rows"].append({**case, **measure(**case), "made": made})
         if out is not None:
             write_json(report, out.with_suffix(".json"))
-    return written(report, lines, out, None if missing else report.get("made"))
+    return written(report, lines, out, report.get("made", {}))
+
+
+def begin_rows(report: Report) -> dict[str, str]:
+    """Note in ``report`` that its next rows are computed now, and return when and of which commit that is; rows that
+    are there keep their origin."""
+    before, now = report.get("made"), origin()
+    stamp = {name: now[name] for name in ("date", "commit")}
+    if report["rows"] and not (before is not None and stamp.items() <= before.items()):
+        known = {name: (before or {}).get(name, _UNKNOWN) for name in stamp}
+        report["earlier"] = [*(one for one in report.get("earlier", ()) if one != before), before or known]
+    report["made"] = now
+    return stamp
 
 
 def begun(asked: Report, out: Path | None) -> Report:
@@ -218,7 +250,7 @@ def written(report: Report, lines: Lines, out: Path | None, made: Any = None) ->
     Args:
         made: its origin where it is another one: what was measured earlier is not of today.
     """
-    report = {**report, "made": made or origin()}
+    report = {**report, "made": origin() if made is None else made}
     if out is not None:
         write_json(report, out.with_suffix(".json"))
         write_whole(("\n".join(whole(report, lines)) + "\n").encode(), out)
@@ -238,11 +270,6 @@ def trusted(row: Mapping[str, Any], spread: str = "ratio_spread") -> bool:
 def figure(value: float, spread: float | None, form: str = "{:.3f}") -> str:
     """A cell: ``value`` with its spread in percent, where that is known."""
     return form.format(value) + ("" if spread is None else f" ± {spread:.0%}")
-
-
-def quiet(form: str) -> Callable[[Row], str]:
-    """A cell that is not told where the machine was busy."""
-    return lambda row: form.format_map(row) if trusted(row) else BUSY
 
 
 def mib(name: str, form: str = "{:.0f}", unknown: str = "") -> Callable[[Row], str]:

@@ -23,7 +23,7 @@ from sd_lowvram.devices.info import driver_version
 from sd_lowvram.devices.this_machine import rates_of
 from sd_lowvram.errors import BadInputError, OutputError
 
-from ..tables import commit
+from ..tables import commit, commit_words
 from . import attention, calibration, correctness, kernels, peaks, sizes, streaming, suite, todays, workspaces
 from .record import ResultRows
 
@@ -208,7 +208,7 @@ def tables(results: dict[str, Any]) -> Iterator[str]:
     for part in (part for part in PARTS if part in results):
         machine = results[part]["machine"]
         facts = [machine["name"], f"torch {machine['torch']}", f"diffusers {machine['diffusers']}", machine["date"]]
-        facts += [f"commit {machine['commit']}"] if "commit" in machine else []
+        facts.append(commit_words(machine))
         if machine.get("driver"):
             facts.insert(1, f"driver {machine['driver']}")
         yield from PARTS[part].module.lines(results[part])

@@ -14,8 +14,7 @@ from sd_lowvram.compat.private import free_matrix_workspaces
 from sd_lowvram.units import GIB, MIB
 
 from ..calls import timed_calls
-from ..models import random_pipeline
-from ..pictures import least_budget
+from ..models import least_budget, random_pipeline
 from ..tables import Columns, Row, mib, rows_table, yes
 from .record import Case, ResultRows, in_order, room_for, side_by_side
 

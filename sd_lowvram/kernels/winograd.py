@@ -77,24 +77,6 @@ def _coefficients(roots: list[Fraction]) -> list[Fraction]:
     return found
 
 
-@dataclass(frozen=True)
-class Gain:
-    """Ratios for tiles of one side: saved multiplications, bytes of the transformed data over those of the outputs, and
-    bytes of the transformed kernels over those of the kernels."""
-
-    operations: Fraction
-    intermediates: Fraction
-    weights: Fraction
-
-
-def gain(side: int) -> Gain:
-    """Ratios of F(``side``, 3), counted from its transforms."""
-    each = transforms(side)
-    products = len(each.data) ** 2
-    taps, outputs = len(each.kernel[0]) ** 2, len(each.output) ** 2
-    return Gain(Fraction(taps * outputs, products), Fraction(products, outputs), Fraction(products, taps))
-
-
 def transformed(weight: Tensor, side: int) -> Tensor:
     """A convolution's kernels (out, in, 3, 3) as `convolve` takes them, ((m + 2)^2, out, in), in their own type."""
     outputs, inputs = weight.shape[:2]

@@ -1,10 +1,11 @@
-"""Tables of figures come from committed JSON: rendered anew they are what is there."""
+"""Tables of figures come from committed JSON, rendered anew they are what is there; or they were made once."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,33 +14,27 @@ import comfyui_decodes
 import fault_table
 import pytest
 import webui_plans
+from typer.testing import CliRunner
 
 from benchmarks import (
     cards,
+    computed,
     end_to_end,
     fastest,
-    finite,
-    first_steps,
     gpu,
-    half_products,
     ladder,
-    ladder_on_card,
     max_size,
     peers,
-    phones,
     plans,
     published,
-    rereading,
     schedule,
-    smaller_unets,
-    storage,
     tables,
-    todays_blocks,
     todays_memory,
     todays_models,
     vae,
-    winograd,
 )
+from benchmarks.cli import app
+from sd_lowvram.errors import BadInputError
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,37 +45,28 @@ RENDERED: dict[str, Callable[[Any], Iterable[str]]] = {
     "end_to_end": end_to_end.lines,
     "fastest": fastest.lines,
     "faults": lambda values: fault_table.lines(values["rows"]),
-    "finite": finite.lines,
-    "first_steps": first_steps.lines,
-    "half_products": half_products.lines,
     "ladder_b": ladder.lines,
     "ladder_e": ladder.lines,
-    "ladder_on_card": ladder_on_card.lines,
-    "largest_demo": max_size.lines,
     "largest_rtx2070": max_size.lines,
     "measured/nvidia-h100-80gb-hbm3": gpu.lines,
     "measured/plans-on-h100": lambda values: _on_card("plans").lines(values),
     "peers": peers.lines,
-    "phones": phones.lines,
     "plans": plans.lines,
     "plans_on_card": lambda values: _on_card("plans").lines(values),
     "published": published.lines,
-    "rereading": rereading.lines,
     "schedule": schedule.lines,
     "simulated/simulated-gpu": lambda values: _on_card("bench").lines(values),
-    "storage": storage.lines,
-    "todays_blocks": todays_blocks.SHEET.lines,
     "todays_memory": todays_memory.lines,
     "todays_models": todays_models.lines,
     "todays_models_rtx2060": todays_models.lines,
-    "unets": smaller_unets.lines,
     "vae": vae.lines,
     "vae_flux": vae.lines,
     "vae_qwen_image": vae.lines,
     "webui_plans": webui_plans.lines,
-    "winograd": winograd.lines,
 }
 """By the file's name in benchmarks/."""
+ONCE = re.compile(r"\n\n\*Made once\. The script is `(benchmarks/[\w/]+\.py)` in commit ([0-9a-f]{7,})\.\*\n$")
+"""The end of a table whose script is no longer in the tree."""
 BY_PARTS = ("measured/", "simulated/")
 """Folders of tables that say part by part when and where they were made."""
 
@@ -105,18 +91,42 @@ def test_the_json_renders_the_committed_table(name: str) -> None:
     assert "\n".join(rendered) + "\n" == committed
 
 
-def test_every_table_of_measurements_is_rendered() -> None:
-    folder = ROOT / "benchmarks"
-    files = [*folder.glob("*.md"), *(one for place in BY_PARTS for one in (folder / place).glob("*.md"))]
-    assert {file.relative_to(folder).with_suffix("").as_posix() for file in files} == {*RENDERED}
+FOLDER = ROOT / "benchmarks"
+FILES = [*FOLDER.glob("*.md"), *(one for place in BY_PARTS for one in (FOLDER / place).glob("*.md"))]
+TEXTS = {file.relative_to(FOLDER).with_suffix("").as_posix(): file.read_text(encoding="utf-8") for file in FILES}
+MADE_ONCE = {name: found for name, text in TEXTS.items() if (found := ONCE.search(text))}
 
 
-@pytest.mark.parametrize("name", [name for name in RENDERED if not name.startswith(BY_PARTS)])
+def test_every_table_is_rendered_or_was_made_once() -> None:
+    assert {*TEXTS} == {*RENDERED, *MADE_ONCE} and not RENDERED.keys() & MADE_ONCE.keys()
+
+
+def in_history(*words: str) -> bool:
+    """Whether git has it; where there is no whole history, the test is skipped."""
+
+    def told(*asked: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *asked], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    try:
+        if told("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+            pytest.skip("the history is not here")
+    except OSError:
+        pytest.skip("git is not here")
+    return told(*words).returncode == 0
+
+
+@pytest.mark.parametrize("name", MADE_ONCE)
+def test_the_script_of_a_table_that_was_made_once_is_in_the_history(name: str) -> None:
+    script, number = MADE_ONCE[name].groups()
+    assert in_history("cat-file", "-e", f"{number}:{script}")
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if not name.startswith(BY_PARTS)])
 def test_every_table_says_when_where_and_how_it_was_made(name: str) -> None:
-    text = (ROOT / "benchmarks" / f"{name}.md").read_text(encoding="utf-8")
-    assert re.search(
-        r"\n\*Made 20\d\d-\d\d-\d\d, commit [0-9a-f]{7,}\+?, processor or card .+, torch .+, by `.+`\.", text
-    )
+    number = r"(?:([0-9a-f]{7,})|not recorded(?: \([0-9a-f]{7,} and changes\))?)"
+    made = rf"\n\*Made 20\d\d-\d\d-\d\d, commit {number}, processor or card .+, torch .+, by `.+`\."
+    found = re.search(made, TEXTS[name])
+    assert found is not None and (found[1] is None or in_history("merge-base", "--is-ancestor", found[1], "HEAD"))
 
 
 def test_times_of_a_simulated_card_are_in_no_table() -> None:
@@ -143,19 +153,78 @@ def test_every_table_of_figures_in_readme_and_docs_is_one_of_these() -> None:
         assert any(one in text for text in measured), one
 
 
-def test_rows_that_were_there_keep_when_they_were_made(tmp_path: Path) -> None:
+def filled(out: Path, *cases: int, broken: int | None = None) -> dict[str, Any]:
+    """A table with a row for each of ``cases``; one of them is interrupted."""
+
+    def found(case: int) -> dict[str, Any]:
+        if case == broken:
+            raise KeyboardInterrupt
+        return {"found": case}
+
     def lines(report: dict[str, Any]) -> Iterable[str]:
         return [str(row["found"]) for row in report["rows"]]
 
-    def made(*cases: int) -> dict[str, Any]:
-        each = [{"case": case} for case in cases]
-        return tables.filled({}, each, lambda case: {"found": case}, lines, out, "cases")
+    return tables.filled({}, [{"case": case} for case in cases], found, lines, out, "cases")
 
+
+def test_rows_that_were_there_keep_when_they_were_made(tmp_path: Path) -> None:
     out = tmp_path / "table.md"
-    earlier = made(1)
-    earlier["made"]["date"] = "2026-01-01"
+    earlier = filled(out, 1)
+    earlier["made"]["date"] = earlier["rows"][0]["made"]["date"] = "2026-01-01"
     out.with_suffix(".json").write_text(json.dumps(earlier))
-    assert made(1) == earlier and "Made 2026-01-01" in out.read_text(encoding="utf-8")
-    assert made(1, 2)["made"]["date"] != "2026-01-01"
+    assert filled(out, 1) == earlier and "Made 2026-01-01" in out.read_text(encoding="utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        filled(out, 1, 2, 3, broken=3)
+    whole = filled(out, 1, 2, 3)
+    assert whole["made"]["date"] != "2026-01-01" and whole["earlier"] == [earlier["made"]]
+    assert [row["made"]["date"] == "2026-01-01" for row in whole["rows"]] == [True, False, False]
     assert "Some rows: 2026-01-01, commit" in out.read_text(encoding="utf-8")
-    assert made(1, 2)["earlier"] == [earlier["made"]]
+    assert filled(out, 1, 2, 3) == whole
+
+
+def test_rows_that_do_not_say_when_they_were_made_are_not_of_today(tmp_path: Path) -> None:
+    out = tmp_path / "table.md"
+    rows = [{"case": 1, "found": 1}]
+    out.with_suffix(".json").write_text(json.dumps({"rows": rows}))
+    assert filled(out, 1) == {"rows": rows, "made": {}}
+    assert "*Made not recorded, commit not recorded," in out.read_text(encoding="utf-8")
+    out.with_suffix(".json").write_text(json.dumps({"rows": rows}))
+    assert filled(out, 1, 2)["earlier"] == [{"date": "not recorded", "commit": "not recorded"}]
+
+
+def test_computed_tables_are_made_anew_by_one_command_that_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, broken = [], [2048]
+
+    def row(card: str, model: str, size: int) -> dict[str, Any]:
+        if size in broken:
+            raise BadInputError("interrupted")
+        rows.append((model, size))
+        sizes = ("peak", "reserved", "vram", "ram")
+        return {
+            "bound_bytes": None, "host_bytes": 0, "seconds": 1.0, "searching_seconds": 0.1,
+            **{f"minimum_{name}_bytes": 1 for name in sizes},
+        }  # fmt: skip
+
+    def told(*words: str) -> str:
+        return CliRunner().invoke(app, ["tables", *words, "--out", str(tmp_path)]).output
+
+    monkeypatch.setattr(plans, "_row", row)
+    monkeypatch.setattr(computed, "TABLES", {"one": "plans --model sd21", "two": "plans --model sdxl"})
+    for module in (computed, tables):
+        monkeypatch.setattr(module, "commit", lambda: "abcdef1")
+    (tmp_path / "two.json").write_text('{"made": {"date": "2026-01-01", "seconds": 90}}')
+    assert "two, 2 of 2: stays of 2026-01-01" in told("--minutes", "1")
+    assert "one: python" not in told("one") and rows == [("sd21", 768)]
+    assert "one, 1 of 2: is of commit abcdef1" in told() and rows[1:] == [("sdxl", 1024)]
+    assert json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["made"]["date"] == "2026-01-01"
+    broken.clear()
+    told()
+    assert rows[2:] == [("sdxl", 2048), ("sdxl", 4096)] and not (tmp_path / "begun").exists()
+    text = (tmp_path / "two.md").read_text(encoding="utf-8")
+    assert (
+        "commit abcdef1" in text
+        and text.count("| sdxl |") == 3
+        and "by `python -m benchmarks plans --model sdxl`" in text
+    )

@@ -8,7 +8,6 @@ disk and ``resume`` makes that picture of them.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -196,15 +195,18 @@ def lines(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def main() -> int:
     """Write the table row by row; what is there already is not run again."""
-    from benchmarks.tables import told_as, written
+    from benchmarks.tables import begin_rows, begun, told_as, written
 
     file = ROOT / "benchmarks" / "faults.json"
-    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
-    for row in rows(known={(row["place"], row["fault"]) for row in found}):
-        found.append(row)
-        print(row["place"], row["fault"], row["exit_code"], row["outcome"], sep="\t", flush=True)
-        with told_as("make faults"):
-            written({"rows": found}, lambda report: lines(report["rows"]), file.with_suffix(".md"))
+    report = begun({}, file)
+    found: list[dict[str, Any]] = report["rows"]
+    with told_as("make faults"):
+        made: dict[str, str] = {}
+        for row in rows(known={(row["place"], row["fault"]) for row in found}):
+            made = made or begin_rows(report)
+            found.append({**row, "made": made})
+            print(row["place"], row["fault"], row["exit_code"], row["outcome"], sep="\t", flush=True)
+            written(report, lambda report: lines(report["rows"]), file.with_suffix(".md"), report["made"])
     return any(row["outcome"] not in (SAME, RESUMED) for row in found)
 
 

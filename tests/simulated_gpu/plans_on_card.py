@@ -181,7 +181,7 @@ def on_card(simulated: Any, case: Case, **fixed: Any) -> Row:
 def _on_card(simulated: Any, case: Case, fixed: dict[str, Any]) -> Row:
     import torch
 
-    from benchmarks.pictures import least_budget
+    from benchmarks.models import least_budget
     from sd_lowvram import Settings, optimize, plan, restore
     from sd_lowvram.devices.this_machine import overhead_of
 
@@ -318,18 +318,20 @@ def main() -> int:
     card()
     from on_card import Simulated
 
-    from benchmarks.tables import told_as, written
+    from benchmarks.tables import begin_rows, begun, told_as, written
 
-    simulated = Simulated()
-    rows: list[list[Any]] = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else []
-    for case in [*sorted(drawn(), key=lambda case: (case.model, case.way)), *LISTED]:
-        if list(case) in [row[: len(case)] for row in rows]:
-            continue
-        row = on_card(simulated, case)
-        rows.append([*case, *(round(figure / MIB) for figure in row[:4]), row.ran])
-        print(*rows[-1], flush=True)
-        with told_as("PYTHONPATH=.:tests/support .venv-gpu/bin/python tests/simulated_gpu/plans_on_card.py"):
-            written({"rows": rows}, lines, FILE.with_suffix(".md"))
+    simulated, report = Simulated(), begun({}, FILE)
+    rows: list[list[Any]] = report["rows"]
+    cases = [*sorted(drawn(), key=lambda case: (case.model, case.way)), *LISTED]
+    missing = [case for case in cases if list(case) not in [row[: len(case)] for row in rows]]
+    with told_as("PYTHONPATH=.:tests/support .venv-gpu/bin/python tests/simulated_gpu/plans_on_card.py"):
+        if missing:
+            begin_rows(report)
+        for case in missing:
+            row = on_card(simulated, case)
+            rows.append([*case, *(round(figure / MIB) for figure in row[:4]), row.ran])
+            print(*rows[-1], flush=True)
+            written(report, lines, FILE.with_suffix(".md"), report["made"])
     return 0 if all(row[-1] for row in rows) else 1
 
 

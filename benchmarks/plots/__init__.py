@@ -1,1 +1,0 @@
-"""Charts of measurements, one a file."""

@@ -1,1 +1,0 @@
-"""A page on this machine: measurements, charts, and claims that they confirm or refute."""
