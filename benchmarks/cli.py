@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from sd_lowvram import doors
 from sd_lowvram.checkpoints.architectures import NAMES
 from sd_lowvram.commands.one_line import OneLine
 from sd_lowvram.commands.streams import tell
@@ -98,19 +97,6 @@ def ladder(
     return {"source": of, "model": model, "size": size, "pairs": pairs}
 
 
-def fastest(
-    model: Timed = "sd15",
-    pairs: Pairs = 15,
-    decode_pairs: Annotated[int, typer.Option("--decode-pairs", help="Decodes of each side.")] = 3,
-    compiled: Annotated[bool, typer.Option("--compiled", help="What takes minutes to compile, too.")] = False,
-) -> dict[str, Any]:
-    """A guided step at 256x256 and a decode at 512x512 as fast as they get here, beside diffusers as it is."""
-    check_names("--model", [model], _TIMED)
-    check_count("--pairs", pairs, _MOST_PAIRS)
-    check_count("--decode-pairs", decode_pairs, _MOST_PAIRS)
-    return {"model": model, "pairs": pairs, "decode_pairs": decode_pairs, "compiled": compiled}
-
-
 def vae(
     model: Annotated[
         str,
@@ -131,11 +117,6 @@ def end_to_end(
     check_names("--model", model or (), _TIMED)
     check_count("--budgets", budgets, _MOST_BUDGETS)
     return {"models": tuple(model or _TIMED), "budgets": budgets}
-
-
-def attention() -> dict[str, Any]:
-    """Every attention backend: error against float64, peak, time."""
-    return {}
 
 
 def plans(model: Architectures = None) -> dict[str, Any]:
@@ -160,26 +141,8 @@ def published() -> dict[str, Any]:
     return {}
 
 
-def batches(
-    on: Annotated[str, typer.Option("--on", help="local or ray.", metavar="WHERE")] = "local",
-    workers: Annotated[int, typer.Option(help="How many beside one; on a machine with cards at most as many.")] = 2,
-    jobs: Annotated[int, typer.Option(help="Pictures for each worker.")] = 16,
-    pairs: Annotated[int, typer.Option(help="Runs of each kind.")] = 3,
-) -> dict[str, Any]:
-    """Pictures a minute by several workers beside one, in pairs."""
-    check_names("--on", [on], ("local", "ray"))
-    for name, count, least in (("--workers", workers, 2), ("--jobs", jobs, 4), ("--pairs", pairs, 1)):
-        check_count(name, count, _MOST_PAIRS, least)
-    return {"where": on, "workers": workers, "jobs": jobs, "pairs": pairs}
-
-
-_OF_COMMANDS: dict[str, list[Any]] = {"batch": [batches]}
-"""Measurements of what the package may come without, by its command there."""
-
-doors.find()
 for _one in (
-    max_size, cards, peers, ladder, fastest, vae, end_to_end, attention, plans, schedule, published, todays_models,
-    todays_memory, *(_one for _name, _ones in _OF_COMMANDS.items() if _name in doors.COMMANDS for _one in _ones),
+    max_size, cards, peers, ladder, vae, end_to_end, plans, schedule, published, todays_models, todays_memory,
 ):  # fmt: skip
     app.command()(measurement(_one))
 

@@ -1,4 +1,4 @@
-"""``ladder`` and ``fastest`` in processes of their own, on the demo model."""
+"""``ladder`` in processes of its own, on the demo model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import sys
 from typing import Any
 
 import pytest
-
-from benchmarks.ladder import has_bfloat16
 
 
 def told(*arguments: str) -> Any:
@@ -40,13 +38,3 @@ def test_a_source_without_a_ladder_is_refused() -> None:
     command = [sys.executable, "-m", "benchmarks", "ladder", "--of", "Z"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2 and "--of" in ended.stderr and "Traceback" not in ended.stderr
-
-
-@pytest.mark.slow(25)
-def test_the_fastest_ways_beside_diffusers_own() -> None:
-    report = told("fastest", "--pairs", "1", "--decode-pairs", "1")
-    half = ["step with bfloat16 allowed"] if has_bfloat16() else []
-    parts = [(row["part"], row["name"]) for row in report["rows"]]
-    assert [part for part, _ in parts] == [*half, "lossless decode"]
-    assert report["rows"][-1]["error"] < 1e-4
-    assert "large enough" in report["left_out"]["packed weights"] and "--compiled" in report["left_out"]["compiled"]
