@@ -209,7 +209,7 @@ def test_an_error_in_a_run_names_no_path(server) -> None:
 
 def test_a_size_that_does_not_fit_is_refused_with_one_that_does(server) -> None:
     made = optimized(prompt(1024), budget="3400MB")
-    with pytest.raises(RunError, match=r"1024x1024 does not fit: it needs at least .* (\d+)x\1 fits in it"):
+    with pytest.raises(RunError, match=r"1024x1024 .* (\d+)x\1 "):
         server.run(made)
 
 

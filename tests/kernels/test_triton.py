@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,4 +78,4 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd_lowvram.kernels.triton.support._is_installed", lambda: False)
     assert "pip install triton" in (why_not(torch.device("cuda")) or "")
     monkeypatch.setattr(torch, "__version__", "2.1.2+cu121")
-    assert why_not(torch.device("cuda")) == "Triton's kernels need torch 2.4 or newer, this is 2.1.2+cu121"
+    assert re.search(r"torch 2\.4 .*2\.1\.2\+cu121", why_not(torch.device("cuda")) or "")

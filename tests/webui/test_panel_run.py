@@ -338,7 +338,8 @@ def test_what_does_not_fit_within_a_generation_is_left_out_and_told(
     assert sys.modules["modules.processing"].process_images(p) == "pictures"  # type: ignore[attr-defined]
     [refused] = p.scripts.failed
     assert refused.status_code == 422 and "1 MiB" in str(refused)
-    assert p.told == [f"sd-lowvram: 128x128 in this generation was refused: {refused}"]
+    (told,) = p.told
+    assert told.startswith("sd-lowvram: 128x128 ") and told.endswith(str(refused))
     assert p.extra_generation_params["Low VRAM refused"] == "128x128"
     assert "128 drawn" not in planned and len(kept[0]) == 1 and kept[1]
     assert not [*tmp_path.iterdir()] and state(host.sd_model) == before
@@ -487,8 +488,7 @@ def test_a_card_that_is_full_after_all_gets_a_leaner_plan(
     assert {one["attention"] for one in asked} == {"sliced"}  # and what the plan had chosen besides
     assert [one["park_skips"] for one in asked[:3]] == ["auto", "off", "auto"]
     told = capsys.readouterr().out
-    assert re.search(r"\[sd-lowvram\] unet.*1 GiB", told)
-    assert re.search(r"\[sd-lowvram\] unet.*1 GiB", told)
+    assert len(re.findall(r"\[sd-lowvram\] unet .* 1 GiB", told)) >= 2
     script.postprocess_batch(p, None, batch_number=0)
     assert p.extra_generation_params["Low VRAM ran out"] == "cache emptied + smaller strips"
     script.postprocess(p, None)
@@ -721,7 +721,7 @@ def test_of_forges_flux_the_decode_is_planned_and_said_to_be(host: Any, capsys: 
     assert p.init() == "begun" and not p.told
     told = capsys.readouterr().out
     assert estimate.DECODE_ONLY in told and "vae_exact 2" in told
-    assert f"keeps all {(weight_bytes(vae) + 4 * 513 * 1024) / (1 << 20):.1f} MiB of the model" in told
+    assert f" {(weight_bytes(vae) + 4 * 513 * 1024) / (1 << 20):.1f} MiB " in told
     with torch.no_grad():
         assert torch.allclose(vae.decode(latents), plain, rtol=1e-4, atol=1e-5)
     script.postprocess(p, None)
