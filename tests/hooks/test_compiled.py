@@ -75,7 +75,7 @@ def test_another_size_and_batch_are_compiled_once() -> None:
     pipe, start = tiny.tiniest(), compiled_graphs()
     # maps so small that torch's convolutions go the same way for all of them, which compiled code looks at
     plain = draw(pipe, 40), draw(pipe, 48), draw(pipe, 32, 2)
-    with attached(pipe, REGIONAL, device="cpu"):
+    with attached(pipe.unet, REGIONAL, device="cpu"):
         draw(pipe, 32)
         before = compiled_graphs()
         with logged(r"compile: \d+ pieces of code were compiled anew .*another size or batch"):

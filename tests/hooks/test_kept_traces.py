@@ -46,7 +46,7 @@ def passes(unet: Any, count: int = 3, size: int = 8, settings: Settings = TRACED
         return [unet(*given).sample for _ in range(count)]
 
 
-@pytest.mark.slow(25)
+@pytest.mark.slow(15)
 def test_another_process_does_not_trace_and_has_the_same_bits(folder: Path) -> None:
     def run(size: int) -> Any:
         command = [sys.executable, str(Path(__file__).with_name("traced_passes.py")), str(size)]
@@ -54,11 +54,11 @@ def test_another_process_does_not_trace_and_has_the_same_bits(folder: Path) -> N
         env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root, root / "tests" / "support")))}
         return json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
 
-    first, second, other = run(8), run(8), run(16)
-    assert (first["traced"], second["traced"], other["traced"]) == (1, 0, 1)
+    first, second = run(8), run(8)
+    assert (first["traced"], second["traced"]) == (1, 0)
     assert first["found"][1:] == second["found"][1:] and second["found"][0] == first["found"][1]
-    assert max(first["error"], second["error"], other["error"]) < 1e-5
-    assert len(list(folder.iterdir())) == 2
+    assert max(first["error"], second["error"]) < 1e-5
+    assert len(list(folder.iterdir())) == 1
     assert all(place.stat().st_size < 1 << 20 for place in folder.iterdir())
 
 

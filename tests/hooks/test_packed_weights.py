@@ -125,7 +125,8 @@ def test_compiled_blocks_take_them_and_share_their_code_as_before(unet: Any, mon
     convolve = packed.convolve
     monkeypatch.setattr(packed, "convolve", lambda x, copy, *more: ran.append(copy) or convolve(x, copy, *more))
     pieces = []
-    for more in ({}, {"packed_weights": True}):
+    for more, backend in (({}, "eager"), ({"packed_weights": True}, compiler.BACKEND)):  # both traced by dynamo
+        monkeypatch.setattr(compiler, "BACKEND", backend)
         compiler.forget()
         before = compiled_graphs()
         settings = Settings(compile="regional", channels_last=True, **more)

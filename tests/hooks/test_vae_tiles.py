@@ -65,10 +65,10 @@ def full_size_plain() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.slow(8)
-@pytest.mark.parametrize("kind", MAPS)
-def test_exact_on_a_full_size_autoencoder(kind: str) -> None:
+def test_exact_on_a_full_size_autoencoder() -> None:
+    """Of one map; the others on real pictures, below."""
     latents, plain, pixels, moments = full_size_plain()
-    with attached(full_size(), Settings(vae_tiles="exact", vae_map=kind, vae_strip_mib=1)), torch.no_grad():
+    with attached(full_size(), Settings(vae_tiles="exact", vae_map="parked", vae_strip_mib=1)), torch.no_grad():
         vae: Any = full_size()
         compare(vae.decode(latents).sample, plain)
         assert (vae.encode(pixels).latent_dist.parameters - moments).abs().max() <= 1e-4
