@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -33,7 +35,7 @@ def test_a_pipeline_of_a_few_kilobytes_is_planned_and_runs(vram: str | None) -> 
 def test_a_pipeline_of_a_few_kilobytes_streams(offload: str, split: bool | None) -> None:
     pipe = tiny.tiniest()
     expected = tiny.run(pipe)
-    fixed = Settings(offload=offload, split_layers=split)
+    fixed = dataclasses.replace(Settings.policy("diffusers-default"), offload=offload, split_layers=split)
     plan = sd_lowvram.optimize(pipe, vram="1GB", ram="1GB", width=64, height=64, settings=fixed)
     try:
         assert plan.settings.offload == offload
@@ -50,7 +52,7 @@ class Tripled(nn.Linear):
 
 
 def test_weights_that_cannot_be_streamed_as_asked_are_still_planned_on_the_device() -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     feed_forward = pipe.unet.mid_block.attentions[0].transformer_blocks[0].ff
     feed_forward.net[0].proj = Tripled(64, 512)
     expected = tiny.run(pipe)
@@ -70,7 +72,7 @@ def test_weights_that_cannot_be_streamed_as_asked_are_still_planned_on_the_devic
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    return tiny.pipeline("sd15")
+    return families.plain("sd15")
 
 
 def latents(seed: int = 0) -> Tensor:
@@ -118,7 +120,7 @@ def test_a_preset_decodes_and_encodes(pipe: Any) -> None:
 
 
 def test_a_preset_on_a_pipeline_without_an_autoencoder() -> None:
-    whole = tiny.pipeline("sd15")
+    whole = families.plain("sd15")
     pipe = type(whole)(**{**whole.components, "vae": None}, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
 
