@@ -17,7 +17,7 @@ from sd_lowvram.weights import all_tensors, weight_bytes
 
 @pytest.fixture
 def pipe() -> Any:
-    return tiny.pipeline("sd15")
+    return families.plain("sd15")
 
 
 def components(pipe: Any) -> list[Any]:
@@ -76,7 +76,7 @@ def test_what_was_there_before_is_counted_and_its_end_too(pipe: Any, offload: st
 def test_addresses_of_earlier_recordings_are_no_matter() -> None:
     """What was allocated in one recording and freed outside of any leaves its size with torch's profiler."""
     for _ in range(6):
-        pipe = tiny.pipeline("sd15")
+        pipe = families.plain("sd15")
         weights = weight_bytes(*components(pipe))
         settings = Settings(offload="component")
         with sd_lowvram.attached(pipe, settings, device="cpu"), sd_lowvram.measured(pipe) as run:
