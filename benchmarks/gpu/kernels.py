@@ -36,8 +36,6 @@ _LOSSLESS = frozenset({"as it is", "CUDA graphs"})
 _RUNS = 20
 _SLACK, _FLOOR = 1.5, 2e-7
 """An error is no worse than torch's own in the same type times the one, or the other, which is float32's rounding."""
-_SAMPLED = 256
-"""Rows of queries on which attention's error is taken: all scores in float64 are 2 GiB."""
 
 
 def run(device: torch.device, record: ResultRows) -> None:
@@ -90,10 +88,7 @@ def _beside(
 
 def _errors(reference: Callable[..., Tensor], given: tuple[Tensor, ...], *results: Tensor) -> list[float]:
     """Errors of ``results`` relative to ``reference`` in float64."""
-    wide = [one.double() for one in given]
-    if len(given) == 3 and given[0].shape[2] > _SAMPLED and given[0].dim() == given[1].dim() == 4:
-        wide[0], results = wide[0][:, :, :_SAMPLED], tuple(one[:, :, :_SAMPLED] for one in results)
-    exact = reference(*wide)
+    exact = reference(*(one.double() for one in given))
     return [float((one.double() - exact).norm() / exact.norm()) for one in results]
 
 

@@ -32,7 +32,6 @@ from ..kernels.attention import registry as kernels
 from ..kernels.attention.choice import choose_backend, unasked
 from ..kernels.attention.problem import Problem, has_bf16, planned_for, problem_of
 from ..kernels.attention.torch_kernels import TORCHS_ATTENTION, own_kernel, why_not
-from ..kernels.triton import support as triton
 from ..models.anatomy import Anatomy, Family, Site, layer
 from ..models.latents import dtype_of
 from ..patches import Patch, wrap
@@ -70,15 +69,12 @@ def attention(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
 
 
 def offers(target: Target) -> Iterator[Offer]:
-    """Offer registered backends first; then our kernel if it was measured to be faster; else a choice among torch's, if
-    it makes a difference."""
+    """Offer registered backends first; else a choice among torch's kernels, if it makes a difference."""
     anatomy = target.anatomy
     if not anatomy.attentions or target.fixed.attention is not None or target.fixed.deterministic:
         return
     for name in itertools.takewhile(lambda name: name != "sdpa", unasked(target.device)):
         yield Offer(OfferKind.ALWAYS, {"attention": name})
-    if target.is_faster(triton.ATTENTION):
-        yield Offer(OfferKind.ALWAYS, {"attention": "triton"})
     with planned_for(target.rates.bf16):
         if is_worth_choosing(anatomy, target.device):
             yield Offer(OfferKind.ALWAYS, {"attention": "sdpa"})

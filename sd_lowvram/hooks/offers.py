@@ -91,14 +91,14 @@ class Target:
         """Return True if each of these is known to be faster on the planned device; without names, everything measured.
 
         On this machine each was measured, at every shape. For a named GPU the time model decides: fused kernels move
-        fewer bytes with fewer launches, and recorded passes are launched once; attention kernels count as equal.
+        fewer bytes with fewer launches, and recorded passes are launched once.
         """
         if self.on_gpu and self.device.type != "cuda":
             return False
         if kernels and kernels != (RECORDED,) and triton.why_not(self.device):
             return False
         if not self.here:
-            return self.on_gpu and bool(kernels) and triton.ATTENTION not in kernels
+            return self.on_gpu and bool(kernels)
         gains = [gain for name, gain in kernel_gains(self.device).items() if name.startswith(kernels or "")]
         return bool(gains) and min(gains) > 1
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sd_lowvram import Settings, attached, trace
-from sd_lowvram.kernels.triton import attention, geglu, group_norm, strip, wide_attention
+from sd_lowvram.kernels.triton import geglu, group_norm, strip
 
 FUSED = Settings(fused_kernels=True)
 
@@ -27,10 +27,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(function.__name__)
         return function(*args, **kwargs)
 
-    for module, name in (
-        (group_norm, "group_norm"), (geglu, "geglu"), (strip, "activated_strip"), (attention, "fused_softmax"),
-        (wide_attention, "wide_softmax"),
-    ):  # fmt: skip
+    for module, name in ((group_norm, "group_norm"), (geglu, "geglu"), (strip, "activated_strip")):
         monkeypatch.setattr(module, name, functools.partial(counted, getattr(module, name)))
     return names
 
@@ -107,12 +104,6 @@ def test_gradients_and_autocast_take_the_models_own_layers(launched: list[str]) 
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
             predicted(unet)
     assert not launched
-
-
-def test_attention_by_triton(launched: list[str]) -> None:
-    unet = pipe().unet
-    check(unet, lambda: predicted(unet), Settings(attention="triton"))
-    assert set(launched) == {"fused_softmax"}
 
 
 def test_a_trace_sees_no_intermediates() -> None:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sd_lowvram.kernels.triton import attention, geglu, group_norm, strip, wide_attention
+from sd_lowvram.kernels.triton import geglu, group_norm, strip
 
-FLOATS = {"eps", "scale"}
+FLOATS = {"eps"}
 TILE = {"CHANNELS": 4, "PIXELS": 256}
-TORCHS = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def compiled(kernel: Any, kind: str, target: GPUTarget, pointers: dict[str, str], warps: int, **constants: Any) -> None:
@@ -32,7 +30,7 @@ def compiled(kernel: Any, kind: str, target: GPUTarget, pointers: dict[str, str]
 
 def main(architecture: int) -> None:
     target = GPUTarget("cuda", architecture, 32)
-    for kind, size in (("fp32", 4), ("fp16", 2), *((("bf16", 2),) if architecture >= 80 else ())):
+    for kind in ("fp32", "fp16", *(("bf16",) if architecture >= 80 else ())):
         at = f"*{kind}"
         norm = dict.fromkeys(("x", "out", "weight", "bias"), at) | {"partial": "*fp32"}
         compiled(group_norm._moments_kernel, kind, target, {"x": at, "partial": "*fp32"}, 4, **TILE)
@@ -41,17 +39,6 @@ def main(architecture: int) -> None:
         compiled(geglu._geglu_kernel, kind, target, {"product": at, "out": at}, 4, BLOCK=256)
         affine = {"x": at, "out": at, "scale": "*fp32", "shift": "*fp32"}
         compiled(strip._strip_kernel, kind, target, affine, 4, **TILE)
-        if kind not in TORCHS:
-            continue
-        tensors = dict.fromkeys(("q", "k", "v", "out", "mask"), at)
-        for width in (64, 256) if size == 2 else (256,):
-            rows, keys = attention._blocks(width, TORCHS[kind])
-            widths = {"WIDTH": width, "VALUES": width}
-            blocks = {"KIND": 2, "ROWS": rows, "KEYS": keys}
-            compiled(attention._attention_kernel, kind, target, tensors, 4, **blocks, **widths)
-        block = 16 if size == 4 else 32
-        blocks = {"KIND": 0, "ROWS": block, "KEYS": block, "PART": 64, "VALUES": 512}
-        compiled(wide_attention._wide_kernel, kind, target, tensors, 4, **blocks)
 
 
 main(int(sys.argv[1]))

@@ -11,10 +11,9 @@ import torch
 
 from sd_lowvram import Settings
 from sd_lowvram.checkpoints.architectures import architecture, build_components
-from sd_lowvram.devices.compiling import Compiling
 from sd_lowvram.devices.performance import THIS, Rates, profile
 from sd_lowvram.devices.this_machine import RECORDED
-from sd_lowvram.hooks import compiled, offers
+from sd_lowvram.hooks import offers
 from sd_lowvram.models import anatomy_of_components
 from sd_lowvram.planning import cost_model, search
 from sd_lowvram.planning.plan import Plan, Request
@@ -54,31 +53,6 @@ def test_a_named_card_has_the_kernels_and_the_recordings_that_the_time_model_fin
     assert found.predicted.seconds < slow.predicted.seconds and found.fidelity < Fidelity.APPROXIMATE
     assert any("doctor --calibrate" in reason for reason in found.reasons)
     assert not any("doctor --calibrate" in reason for reason in slow.reasons)
-
-
-ATTENTION = {"attention, 40": 1.2, "attention, 512": 1.1}
-
-
-def test_attention_that_was_measured_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = planned(monkeypatch, ATTENTION).settings
-    assert found.attention == "triton" and found.fused_kernels is None
-    assert planned(monkeypatch, {**ATTENTION, "attention, 80": 0.98}).settings.attention is None
-    assert planned(monkeypatch, ATTENTION, ELSEWHERE).settings.attention is None
-    assert planned(monkeypatch, {"group_norm": 1.4, "geglu": 1.1}).settings.attention is None
-
-
-def test_attention_that_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    for asked in (Settings(attention="sliced"), Settings(deterministic=True)):
-        assert planned(monkeypatch, ATTENTION, settings=asked).settings.attention == asked.attention
-
-
-def test_compiled_blocks_leave_our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler cannot look through it: plans with it are beside those that are compiled."""
-    for module in (cost_model, compiled):
-        monkeypatch.setattr(module, "compiling_of", lambda rates, device: Compiling(1.5, 0.001, 0.001))
-    monkeypatch.setattr(compiled.compiler, "why_not", lambda device: None)
-    found = planned(monkeypatch, ATTENTION).settings
-    assert found.compile == "regional" and found.attention is None
 
 
 def test_recording_that_was_measured_as_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from ... import doors
 from ...devices.info import dtype_on
 from ...errors import SettingsError
 from ...settings import Settings
-from . import by_triton, torch_kernels
+from . import torch_kernels
 from .backend import SCORE_BYTES, AttentionBackend
 from .bounded import fused_blocks, fused_softmax, sliced, sliced_blocks
 from .problem import Problem, problem_of
@@ -39,10 +39,13 @@ BACKENDS: dict[str, AttentionBackend] = {
     ),
     "fused-softmax": AttentionBackend(fused_softmax, label="exact, holds no score matrix"),
     "sliced": AttentionBackend(sliced, label="exact, by slices"),
-    "triton": AttentionBackend(by_triton.triton, by_triton.why_not, lambda problem: 0),
+    "triton": AttentionBackend(
+        functools.partial(torch_kernels.fused, None),
+        lambda problem: "its kernels were slower than torch's and are no longer here: use sdpa",
+    ),
     "cudnn": _torchs("cudnn", torch_kernels.cudnn_bytes),
 }
-"""Ours by their names in the settings."""
+"""Ours by their names in the settings. "triton" can be read, from what was saved with it, and not run."""
 
 
 def backends() -> dict[str, AttentionBackend]:

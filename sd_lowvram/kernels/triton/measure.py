@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 
 from ...devices.pairs import ratio
-from ..attention.by_triton import triton
-from ..attention.torch_kernels import fused
-from . import geglu, group_norm, strip, support
+from . import geglu, group_norm, strip
 
 _MAPS = {"denoise": (2, 320, 64, 64), "decode": (1, 128, 512, 512)}
 _LAYOUTS = (torch.contiguous_format, torch.channels_last)
 _TOKENS = (2, 4096, 2 * 1280)
 _STRIP, _BORDER = (1, 256, 64, 512), (1, 1, 1, 1)
-_HEADS = {40: (2, 8, 4096), 80: (2, 8, 1024), 64: (2, 10, 4096), 512: (1, 1, 4096)}
-"""Batch, heads and tokens by the heads' width: SD1.5's two largest, SDXL's, the autoencoder's middle."""
 
 Pair = tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]
 """A kernel, torch's own operators, and the tensors that both are given."""
@@ -47,11 +43,6 @@ def _strip(layout: torch.memory_format, device: torch.device, dtype: torch.dtype
     return ours, plain, (x, scale, shift)
 
 
-def _attending(width: int, device: torch.device, dtype: torch.dtype) -> Pair:
-    q, k, v = (_drawn(*_HEADS[width], width, device=device).to(dtype) for _ in range(3))
-    return triton, functools.partial(fused, None), (q, k, v)
-
-
 def _named(layout: torch.memory_format) -> str:
     return str(layout).removeprefix("torch.")
 
@@ -64,7 +55,6 @@ PAIRS: dict[str, Callable[[torch.device, torch.dtype], Pair]] = {
     },
     "geglu": _gated,
     **{f"strip, {_named(layout)}": functools.partial(_strip, layout) for layout in _LAYOUTS},
-    **{f"{support.ATTENTION}, {width}": functools.partial(_attending, width) for width in _HEADS},
 }
 """Functions that draw the compared pairs on a device in a type, by the names of :func:`gains`."""
 
