@@ -20,14 +20,13 @@ from torch import Tensor, nn
 
 from ..compat import autocast_dtype
 from ..errors import NoSiteError
-from ..kernels.winograd import convolve, transformed
+from ..kernels.winograd import SIDE, convolve, transformed
 from ..models.anatomy import Anatomy
 from ..patches import Answered, Patch, wrap
 from ..settings import Settings
 from ..weights import needs_graph
 from .offers import Offer, OfferKind, Target
 
-_TILE = 4
 _NARROWEST = 64
 """Channels, below which the products save no more than the transforms take."""
 _LEAST_TILES = 96
@@ -73,7 +72,7 @@ def _by_winograd(layer: nn.Module, original: Callable[..., Tensor], x: Tensor, *
 def _takes(x: Tensor) -> bool:
     if x.dim() != 4 or x.device.type != "cpu" or x.dtype != torch.float32 or autocast_dtype("cpu") is not None:
         return False
-    return x.shape[0] * (x.shape[2] // _TILE) * (x.shape[3] // _TILE) >= _LEAST_TILES
+    return x.shape[0] * (x.shape[2] // SIDE) * (x.shape[3] // SIDE) >= _LEAST_TILES
 
 
 def _convolution(
@@ -88,4 +87,4 @@ def _convolution(
     plain = weight.shape[2:] == (3, 3) and groups == 1 and padding in (1, (1, 1)) and stride in (1, (1, 1))
     if not plain or input.dtype != torch.float32 or weight.dtype != torch.float32:
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    return convolve(input, transformed(weight, _TILE), bias, _TILE)
+    return convolve(input, transformed(weight), bias)
