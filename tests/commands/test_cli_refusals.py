@@ -29,8 +29,8 @@ def light():
 
 
 BAD = [
-    (["--scheduler", "eulr"], 2, "did you mean euler?"),
-    (["--scheduler", "banana"], 2, ", ".join(SCHEDULERS)),
+    (["--scheduler", "eulr"], 2, "euler"),
+    (["--scheduler", "banana"], 2, re.escape(", ".join(SCHEDULERS))),
     (["--width", 0], 2, "positive multiple of 8"),
     (["--width", -64], 2, "positive multiple of 8"),
     (["--width", "wide"], 2, "--width"),
