@@ -33,6 +33,7 @@ help:
 	@echo 'make test-all                       those of measurements, smaller UNets and batches too, and rare ones that take long'
 	@echo 'make test-instruction-sets          what depends on kernels of processors, with those of other ones'
 	@echo 'make plans [PLANS=write]            compare the plans of full-size models with those of before, or store them'
+	@echo 'make wording                        store the sentences of errors, help and reports, after one has changed'
 	@echo 'make test-hosts                     in a real ComfyUI (COMFYUI_DIR=) and WebUI (WEBUI_DIR=)'
 	@echo 'make test-others                    diffusers own tests with our hooks attached (DIFFUSERS_DIR=)'
 	@echo 'make test-simulated-gpu             what runs on a CUDA card, on a simulated one: into the cache folder if need be, 5 GB'
@@ -86,9 +87,13 @@ test-instruction-sets: $(VENV)/.test
 		echo "$$least"; env $$least $(PYTEST) $(BY_KERNEL) || worst=1; done; exit $$worst
 
 # Full-size plans against tests/planning/baseline.json, some minutes on one core; PLANS=write stores those of now.
-.PHONY: plans
+.PHONY: plans wording
 plans: $(VENV)/.test
 	$(BIN)/python tests/support/plan_baseline.py $(PLANS)
+
+# Write each sentence of the code into tests/data/wording.json.
+wording: $(VENV)/.test
+	$(BIN)/python tests/support/wording.py
 
 # In real hosts: COMFYUI_DIR=... and WEBUI_DIR=..., with COMFYUI_PYTHON=... and WEBUI_PYTHON=... for theirs.
 test-hosts: $(VENV)/.test

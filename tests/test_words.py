@@ -7,6 +7,8 @@ import json
 import re
 from pathlib import Path
 
+import wording
+
 ROOT = Path(__file__).parents[1]
 WORDS = json.loads((ROOT / "tests" / "data" / "words.json").read_text(encoding="utf-8"))
 PACKAGES = ("sd_lowvram", "nodes", "webui_ext", "scripts", "benchmarks")
@@ -34,3 +36,10 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 def test_pages_have_none_of_the_words_that_no_longer_occur() -> None:
     pattern = re.compile(rf"\b({'|'.join(WORDS['words that no longer occur'])})\b", re.IGNORECASE)
     assert not {name: found for name, text in texts(PAGES).items() if (found := pattern.findall(text))}
+
+
+def test_sentences_are_those_of_the_snapshot() -> None:
+    """A sentence is stored once, so that tests of behaviour need not hold its words."""
+    now, stored = set(wording.sentences()), set(json.loads(wording.FILE.read_text(encoding="utf-8")))
+    whole = all((ROOT / "sd_lowvram" / part).is_dir() for part in ("batches", "unets"))
+    assert not (now ^ stored if whole else now - stored), "make wording stores the sentences of now"
