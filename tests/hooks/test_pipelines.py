@@ -1,18 +1,22 @@
-"""A user's own pipeline gives the same picture with and without the lossless hooks."""
+"""The same picture: each knob that claims it, on a pipeline of each kind of model; gradients: test_gradients.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
+import todays
 import torch
 from gradients import every_knob, named, tolerance
 
 import sd_lowvram
 from sd_lowvram import Settings, attached
+from sd_lowvram.errors import NoSiteError
 from sd_lowvram.hooks import feed_forward, residual_strips, transformer_chunks
 from sd_lowvram.settings import Fidelity, knobs
 from sd_lowvram.weights import all_tensors
@@ -50,7 +54,11 @@ TOGETHER = [
         offload="component",
     ),
 ]
-TASKS = ("", "Img2Img", "Inpaint")
+TASKS = [*((family, "") for family in tiny.FAMILIES), ("sd15", "Img2Img"), ("sdxl", "Inpaint")]
+KINDS: dict[str, Callable[[], Any]] = {"unet": lambda: families.plain("sd15"), "transformer": todays.z_image}
+"""The smallest pipeline of each kind of model; a transformer that is given both rows of a guided picture at once."""
+WITHOUT_SITE = {"transformer": ("residual_strips", "park_skips")}
+"""Knobs for which a kind of model has nothing to act on."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,17 +71,15 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def pipes() -> dict[tuple[str, str], tuple[Any, torch.Tensor]]:
-    """Every family's pipelines with their plain picture of two, made when first asked for."""
-    return {}
+@functools.cache
+def plain(kind: str) -> tuple[Any, torch.Tensor]:
+    """The pipeline of a kind of model, and its picture."""
+    pipe = KINDS[kind]()
+    return pipe, drawn(pipe)
 
 
-def plain(pipes: Any, family: str, task: str) -> tuple[Any, torch.Tensor]:
-    if (family, task) not in pipes:
-        pipe = tiny.pipeline(family, task)
-        pipes[family, task] = pipe, tiny.run(pipe, batch=3, size=72)
-    return pipes[family, task]
+def drawn(pipe: Any) -> torch.Tensor:
+    return todays.picture(pipe) if hasattr(pipe, "transformer") else tiny.run(pipe, batch=3, size=72)
 
 
 _CALLED = {"park_skips": "skip_parking"}
@@ -85,7 +91,7 @@ def check(pipe: Any, expected: torch.Tensor, settings: Settings) -> None:
     allowed = tolerance(settings)
     assert allowed is not None
     with attached(pipe, settings) as attachment:
-        picture = tiny.run(pipe, batch=3, size=72)
+        picture = drawn(pipe)
         wanted = {knob.hook_of(value) for _, knob, value in settings.decided()} - {""}
         acting = {_CALLED.get(hook, hook) for hook in attachment.sites}
         assert wanted <= acting
@@ -93,22 +99,26 @@ def check(pipe: Any, expected: torch.Tensor, settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("settings", [*LOSSLESS, *BY_SMALL_PIECES], ids=named)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_each_knob_that_claims_the_same_picture(pipes: Any, family: str, settings: Settings) -> None:
-    pipe, expected = plain(pipes, family, "")
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_knob_that_claims_the_same_picture(kind: str, settings: Settings) -> None:
+    pipe, expected = plain(kind)
     elsewhere = ELSEWHERE.get(named(settings))
-    if elsewhere is None:
+    if any(name in WITHOUT_SITE.get(kind, ()) for name, _, _ in settings.decided()):
+        with pytest.raises(NoSiteError), attached(pipe, settings):
+            pass
+    elif elsewhere is None:
         check(pipe, expected, settings)
+        assert torch.equal(drawn(pipe), expected)
     else:
         ((name, _, value),) = settings.decided()
         told = (Path(__file__).parents[1] / elsewhere).read_text()
         assert name in told and (value is True or f'"{value}"' in told)
 
 
-def test_a_knob_that_claims_too_much_fails(pipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_knob_that_claims_too_much_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is declared decides which cases there are, and what is asked of them."""
     assert ELSEWHERE.keys() <= set(map(named, LOSSLESS))
-    pipe, expected = plain(pipes, "sd15", "")
+    pipe, expected = plain("unet")
     told = {"merge_tokens": Fidelity.ROUNDING, "guidance_in_turn": Fidelity.BITWISE}
     for name, fidelity in told.items():
         monkeypatch.setitem(vars(knobs()[name]), "fidelity", fidelity)
@@ -119,13 +129,15 @@ def test_a_knob_that_claims_too_much_fails(pipes: Any, monkeypatch: pytest.Monke
             check(pipe, expected, settings)
 
 
-@pytest.mark.parametrize("settings", TOGETHER, ids=["smallest", "all"])
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_all_together(pipes: Any, family: str, task: str, settings: Settings) -> None:
-    pipe, expected = plain(pipes, family, task)
-    with attached(pipe, settings):
-        assert tiny.relative_error(tiny.run(pipe, batch=3, size=72), expected) < 1e-4
+@pytest.mark.parametrize(("family", "task"), TASKS)
+def test_all_together(family: str, task: str) -> None:
+    """With every level, block and attention of a family."""
+    pipe = tiny.pipeline(family, task)
+    expected = drawn(pipe)
+    for settings in TOGETHER:
+        with attached(pipe, settings):
+            assert tiny.relative_error(drawn(pipe), expected) < 1e-4
+    assert torch.equal(drawn(pipe), expected)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -136,19 +148,17 @@ def test_every_attention_is_hit(family: str) -> None:
     assert len(attachment.anatomy.residual_blocks) == tiny.RESIDUAL_BLOCKS[family]
 
 
-@pytest.mark.parametrize("offload", ["none", "component", "layer"])
-def test_offload_is_bitwise(offload: str) -> None:
-    pipe = tiny.pipeline("sd15")
-    for dtype in (torch.float32, torch.bfloat16):
-        pipe.to(dtype=dtype)
-        expected = tiny.run(pipe)
+def test_offload_is_bitwise_in_bf16() -> None:
+    pipe = families.plain("sd15").to(dtype=torch.bfloat16)
+    expected = tiny.run(pipe)
+    for offload in ("none", "component", "layer"):
         with attached(pipe, Settings(offload=offload)):
             assert torch.equal(tiny.run(pipe), expected)
 
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_component_offload_copies_nothing_back_that_did_not_change(changed: bool) -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     weights = dict(pipe.unet.named_parameters())
 
     def state() -> dict[str, tuple[int, int]]:
@@ -170,9 +180,8 @@ def test_component_offload_copies_nothing_back_that_did_not_change(changed: bool
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("fp16", 0.01), ("bf16", 0.05), ("autocast-bf16", 0.05)])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_narrower_types_stay_near(pipes: Any, family: str, precision: str, limit: float) -> None:
-    pipe, _ = plain(pipes, family, "")
+def test_narrower_types_stay_near(precision: str, limit: float) -> None:
+    pipe, _ = plain("unet")
     noise = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(5))  # drawn in fp16 it would be another
     expected = tiny.run(pipe, batch=2, latents=noise)
     with attached(pipe, Settings(precision=precision)):
@@ -184,7 +193,7 @@ def test_narrower_types_stay_near(pipes: Any, family: str, precision: str, limit
 
 
 def test_fp16_storage_computes_in_fp32() -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     pipe.to(dtype=torch.float16)
     half = tiny.run(pipe)
     with attached(pipe, Settings(precision="fp16-storage")):
@@ -196,7 +205,7 @@ def test_fp16_storage_computes_in_fp32() -> None:
 
 
 def test_force_upcast_is_obeyed() -> None:
-    pipe = tiny.pipeline("sdxl")
+    pipe = families.plain("sdxl", families.XL + "Pipeline")
     assert pipe.vae.config.force_upcast
     with attached(pipe, Settings(precision="fp16")):
         assert pipe.vae.dtype == torch.float32

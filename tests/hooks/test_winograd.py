@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -71,12 +73,13 @@ def test_the_same_picture(convolved: list[Any], monkeypatch: pytest.MonkeyPatch,
 
 @torch.no_grad()
 def test_a_whole_run(convolved: list[Any]) -> None:
-    pipe = tiny.pipeline("sd15")
+    pipe = families.plain("sd15")
     pipe.register_modules(vae=autoencoder())
     pipe.vae_scale_factor = 2
     size = {"size": 88}
     plain = tiny.run(pipe, **size)
-    optimize(pipe, vram="4GB", width=88, height=88, device="cpu", settings=WINOGRAD)
+    fixed = dataclasses.replace(Settings.policy("diffusers-default"), winograd=True)
+    optimize(pipe, vram="4GB", width=88, height=88, device="cpu", settings=fixed)
     ours = tiny.run(pipe, **size)
     assert convolved and tiny.relative_error(ours, plain) < 1e-3
     restore(pipe)
