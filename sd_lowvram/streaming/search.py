@@ -2,14 +2,13 @@
 
 Deep blocks hold most of the bytes and little of the work, so a step has a stretch in which copies cannot keep up. What
 counts is how much of it residents and a ring that is full when it begins can cover, and that the ring leaves room to
-copy one unit while another computes. A grid of residents and ring sizes comes near; exchanging residents does the rest.
+copy one unit while another computes. A grid of residents and ring sizes comes near; of few units every set is tried.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Collection, Sequence
 
 from ..errors import BudgetError
@@ -22,11 +21,8 @@ _FINE = MIB // 4
 """Bytes in which the least for activations and weights is looked for."""
 _RINGS = 16
 """Sizes of the ring in the grid, equally spaced in the budget."""
-_TRIALS = 300
-_PATIENCE = 120
-"""Trials without success after which the search ends."""
-_EXCHANGES = 0.6
-"""Share of the trials that exchange one resident for another; the others add and drop some."""
+_MOST_SETS = 256
+"""Sets of residents that are all tried."""
 _NEAR = 1.001
 """A step this close to the bound is not searched further."""
 
@@ -37,7 +33,7 @@ def best_schedule(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQ
     It is never slower than any of :data:`POLICIES`, and the same for the same arguments.
 
     Args:
-        near: end in a tenth of the time, with a schedule that may be a little slower.
+        near: leave out the search through all sets of few units; the schedule may be a little slower.
 
     Raises:
         BudgetError: the largest unit does not fit.
@@ -45,7 +41,7 @@ def best_schedule(units: Sequence[WeightGroup], device_bytes: int, copies: CopyQ
     search = _ScheduleSearch(units, device_bytes, copies)
     search.grid()
     if not near:
-        search.improve()
+        search.all_sets()
     return search.best
 
 
@@ -121,26 +117,12 @@ class _ScheduleSearch:
                 return
             self._try(self._taken(order, self.device_bytes - ring))
 
-    def improve(self) -> None:
-        """Exchange, add or drop residents by chance, and keep what is faster. The same chance every time.
-
-        Of few units every set of residents is tried instead.
-        """
-        if 2 ** len(self.streamable) <= _TRIALS:
+    def all_sets(self) -> None:
+        """Try every set of residents, if the units are few."""
+        if 2 ** len(self.streamable) <= _MOST_SETS:
             for count in range(len(self.streamable) + 1):
                 for chosen in itertools.combinations(self.streamable, count):
                     self._try(chosen)
-            return
-        chance, success = random.Random(0), 0
-        for trial in range(_TRIALS):
-            if self.seconds <= self.enough or not self.streamable or trial - success > _PATIENCE:
-                return
-            resident = set(self.best.resident)
-            if resident and chance.random() < _EXCHANGES:
-                resident ^= {chance.choice(sorted(resident)), chance.choice(self.streamable)}
-            else:
-                resident ^= {chance.choice(self.streamable) for _ in range(chance.choice((1, 3)))}
-            success = trial if self._try(resident) else success
 
     def _taken(self, order: Sequence[int], most: int) -> set[int]:
         """Units in ``order``, each that still fits into ``most`` bytes."""
@@ -151,17 +133,15 @@ class _ScheduleSearch:
                 left -= self.sizes[number]
         return taken
 
-    def _try(self, resident: Collection[int]) -> bool:
-        """Keep ``resident`` and make the rest of the budget the ring: whether that is faster than all before."""
+    def _try(self, resident: Collection[int]) -> None:
+        """Take ``resident``, with the rest of the budget as the ring, if that is faster than the best so far."""
         ring = self.device_bytes - sum(self.sizes[number] for number in resident)
         if ring < 0:
-            return False
+            return
         try:
             schedule = lay_out(self.units, resident, ring)
         except BudgetError:
-            return False
+            return
         seconds = simulate(self.units, schedule, self.copies)
-        if seconds >= self.seconds:
-            return False
-        self.best, self.seconds = schedule, seconds
-        return True
+        if seconds < self.seconds:
+            self.best, self.seconds = schedule, seconds

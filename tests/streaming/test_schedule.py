@@ -221,14 +221,14 @@ def test_of_few_units_the_search_finds_the_best_residents(units, share, copies):
 
 
 def test_of_more_units_the_search_comes_near_the_best_residents():
-    """The search goes by chance there, so the units are the same every time."""
+    """The grid alone acts there; the units are the same every time."""
     chance, times = random.Random(0), []
     for _ in range(12):
         units = [unit(chance.randint(1, 40), chance.random()) for _ in range(11)]
         room, copies = budget(units, chance.random()), CopyQueue(chance.uniform(5, 40) * K)
         found = simulate(units, best_schedule(units, room, copies), copies)
         times.append(found / best_of_all_residents(units, room, copies))
-    assert max(times) < 1.06 and sum(times) / len(times) < 1.02
+    assert max(times) < 1.13 and sum(times) / len(times) < 1.04
 
 
 @given(UNITS, st.floats(0, 1), COPIES)
