@@ -338,7 +338,7 @@ class StageCosts:
             kind: class of the result, made from its attributes.
             facts: everything that the result depends on, except component and device.
         """
-        processor = cpu_facts() if self._device.type == "cpu" else ()
+        processor: tuple[Any, ...] = cpu_facts() if self._device.type == "cpu" else ()
         key: tuple[Any, ...] = kind.__name__, component, facts, *processor
         if key not in self._known:
             place = place_of("traces", lambda: (*key, self._fake.fingerprint(component), self._device.type))
