@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import shlex
 import time
 from collections import Counter
@@ -233,7 +232,6 @@ def start_size(job: Job, images: dict[str, Any]) -> tuple[int | None, int | None
 
 def load(job: Job, path: Path) -> tuple[Any, torch.device]:
     """The pipeline for the task of ``job``, and where it computes."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
     from ..devices.support import check_measuring, device_of

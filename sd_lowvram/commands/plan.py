@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -198,7 +197,6 @@ def _rates(request: Any) -> dict[str, str]:
 
 def _request(asked: dict[str, Any]) -> tuple[Any, Any]:
     """The target and the request; facts on the machine are measured here."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
     from ..checkpoints.meta_model import meta_anatomy

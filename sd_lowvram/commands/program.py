@@ -24,6 +24,7 @@ def run(app: Callable[..., Any], name: str) -> None:
     # torch's profiler, which counts bytes for --memory-plot, is talkative.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     open_all()
     remember_interrupts()
     try:
