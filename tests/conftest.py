@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import tempfile
+import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,55 @@ def pytest_collection_finish() -> None:
     """Looking for cycles takes a tenth of the time: it is done seldom, and not among what is imported by now."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+@functools.cache
+def _leftovers() -> Any:
+    from leftovers import Leftovers
+
+    return Leftovers()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Any:
+    """A fixture of many tests may change the process for as long as it is there. It draws what it draws in a process of
+    its own, whichever test comes first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    from leftovers import seed
+
+    seed()
+    made = yield
+    _leftovers().refresh()
+    return made
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any]) -> None:
+    if fixturedef.scope != "function":
+        _leftovers().refresh()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leaves_nothing_as_file(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Warn, with its name, of a file whose tests or fixtures leave threads, hooks or patches of libraries."""
+    with _leftovers().of_file() as left:
+        yield
+    if left:
+        warnings.warn(f"the file {request.node.nodeid} left: {'; '.join(left)}", stacklevel=1)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail, by name, a test that leaves its process otherwise than it found it. Generators of the process may be drawn
+    from: they are set before each test."""
+    from leftovers import seed
+
+    seed()
+    with _leftovers().of_test(request.node.nodeid) as left:
+        yield
+        (request.node.funcargs or {}).clear()  # which pytest holds on to until after the last check of the file
+    if left:
+        pytest.fail(f"{request.node.nodeid} left: {'; '.join(left)}", pytrace=False)
 
 
 def longest_first(items: list[pytest.Item]) -> None:
