@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import random
 import tempfile
 import warnings
 from collections import Counter
@@ -26,6 +27,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+# Processes that share the tests take them in the same order.
+ORDER = os.environ.setdefault("SD_LOWVRAM_ORDER", str(random.randrange(1_000_000)))
 
 
 class ClosedDoor:
@@ -43,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     settings.register_profile("plain", deadline=None, print_blob=True)
     settings.load_profile("plain")
+
+
+def pytest_report_header() -> str:
+    return f"order: SD_LOWVRAM_ORDER={ORDER} repeats it, SD_LOWVRAM_ORDER=written is that of the files"
 
 
 def pytest_collection_finish() -> None:
@@ -100,18 +107,28 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"{request.node.nodeid} left: {'; '.join(left)}", pytrace=False)
 
 
-def longest_first(items: list[pytest.Item]) -> None:
-    """Files that take long begin first, so that processes that share the files end together."""
+def shuffle(items: list[pytest.Item]) -> None:
+    """Draw the order of the tests of each file, and of files that take about as long; the longest begin first, so that
+    processes that share the files end together."""
+    choice, written = random.Random(ORDER), ORDER == "written"
     seconds: Counter[Path] = Counter()
+    files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         seconds[item.path] += sum(marker.args[0] for marker in item.iter_markers("slow"))
-    items.sort(key=lambda item: -seconds[item.path])
+        files.setdefault(item.path, []).append(item)
+    for tests in files.values():
+        if not written and not any(item.get_closest_marker("in_order") for item in tests):
+            choice.shuffle(tests)
+    drawn = sorted(
+        files, key=lambda file: -seconds[file] if written else (-int(seconds[file]).bit_length(), choice.random())
+    )
+    items[:] = [item for file in drawn for item in files[file]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    longest_first(items)
+    shuffle(items)
 
     if not torch.cuda.is_available():
         for item in items:
@@ -130,3 +147,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("skipped")
     for reason, counts in sorted(folders.items(), key=lambda one: -sum(one[1].values())):
         terminalreporter.write_line(f"{sum(counts.values()):5}  {reason} ({', '.join(sorted(counts))})")
+    if {"failed", "error"} & terminalreporter.stats.keys():
+        terminalreporter.write_line(pytest_report_header())

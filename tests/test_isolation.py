@@ -1,12 +1,14 @@
-"""Tests leave their process as they found it."""
+"""Tests leave their process as they found it, and run in an order that is drawn anew."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +86,36 @@ def test_a_thread_and_hooks_that_stay_are_named_at_the_end_of_the_file(undone: l
             optimize(pipe, settings=Settings(attention="sliced"))
     assert not nothing
     assert left == ["thread waits of one", "hooks on a model that is still held, of another"]
+
+
+def test_the_order_is_drawn_by_a_seed_file_by_file(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules: Any = next(one for one in request.config.pluginmanager.get_plugins() if hasattr(one, "shuffle"))
+
+    def items(file: str, seconds: int, number: int, in_order: bool = False) -> list[Any]:
+        marks = [SimpleNamespace(args=[seconds])]
+        return [
+            SimpleNamespace(
+                path=Path(file),
+                place=place,
+                iter_markers=lambda _: marks,
+                get_closest_marker=lambda _: in_order or None,
+            )
+            for place in range(number)
+        ]
+
+    def order(seed: str) -> list[tuple[str, int]]:
+        drawn = [*items("a", 0, 20), *items("b", 0, 20), *items("long", 50, 3), *items("c", 0, 20, in_order=True)]
+        monkeypatch.setattr(rules, "ORDER", seed)
+        rules.shuffle(drawn)
+        return [(item.path.name, item.place) for item in drawn]
+
+    first, seeds = order("1"), list("123456")
+    assert order("1") == first and len({tuple(order(seed)) for seed in seeds}) == len(seeds)
+    for drawn in map(order, seeds):
+        names = [name for name, _ in drawn]
+        assert sorted(drawn) == sorted(first) and names[:3] == ["long"] * 3
+        assert sum(one != other for one, other in itertools.pairwise(names)) == 3
+        assert [place for name, place in drawn if name == "c"] == list(range(20))
+        assert [place for name, place in drawn if name == "a"] != list(range(20))

@@ -41,7 +41,7 @@ TITLES = {
     "LowVRAMReport": "Report (low VRAM)",
 }
 
-pytestmark = pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs")
+pytestmark = [pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs"), pytest.mark.in_order]
 
 CHUNKED = {
     "attention": "sdpa",

@@ -43,7 +43,7 @@ TODAY = {
 """Models that our hooks do not know, by the names that people know."""
 serves = pytest.mark.serves
 
-pytestmark = pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs")
+pytestmark = [pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs"), pytest.mark.in_order]
 
 
 def inside(script: str, *arguments: str) -> list[Any]:

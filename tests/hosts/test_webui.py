@@ -31,7 +31,7 @@ from webui_server import NAME, Made, RefusedError, Server, serving
 
 from webui_ext.arguments import arguments
 
-pytestmark = pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs")
+pytestmark = [pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs"), pytest.mark.in_order]
 
 only_a1111 = pytest.mark.skipif(KIND != "a1111", reason="Forge moves weights itself and has attention of its own")
 

@@ -16,7 +16,7 @@ from test_webui import HIRES, as_png, assert_same, only_a1111
 from webui_data import KIND, MODELS, PYTHON, WEBUI
 from webui_server import Server, serving
 
-pytestmark = pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs")
+pytestmark = [pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs"), pytest.mark.in_order]
 
 MIB = 1 << 20
 SIZE = {"width": 512, "height": 512}

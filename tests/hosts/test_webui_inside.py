@@ -18,7 +18,7 @@ from test_webui import as_png, assert_same, difference, running
 from webui_data import KIND, WEBUI
 from webui_server import Made, RefusedError, Server
 
-pytestmark = pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs")
+pytestmark = [pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs"), pytest.mark.in_order]
 
 LARGE = {"width": 512, "height": 512}
 NOTHING = {"patched": 0, "watched": False}

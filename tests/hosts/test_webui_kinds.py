@@ -16,7 +16,7 @@ from test_webui import as_png, assert_same, difference, only_a1111, running
 from webui_data import KIND, WEBUI
 from webui_server import Made, Server
 
-pytestmark = pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs")
+pytestmark = [pytest.mark.skipif(not WEBUI, reason="set WEBUI_DIR to a WebUI that runs"), pytest.mark.in_order]
 
 KINDS = ("inpaint", "instruct", "sd2", "sd2v") if KIND == "a1111" else ("inpaint",)
 SD2 = pytest.mark.serves("SD2.x, epsilon and v-prediction")

@@ -24,6 +24,8 @@ from sd_lowvram.session import anatomy_of, attachments
 from sd_lowvram.units import MIB
 from sd_lowvram.weights import all_tensors, weight_bytes
 
+pytestmark = pytest.mark.in_order  # each kind's pipeline is made once
+
 
 @dataclasses.dataclass
 class Case:

@@ -23,7 +23,7 @@ from sd_lowvram.checkpoints.architectures import build_components
 from sd_lowvram.checkpoints.single_file_names import unet_state
 from sd_lowvram.unets.prune import cut_of_kind, pruned
 
-pytestmark = pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs")
+pytestmark = [pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_DIR to a ComfyUI that runs"), pytest.mark.in_order]
 SMALL = "sd-lowvram-test-base.safetensors"
 started = test_comfyui.server
 __all__ = ["host", "started"]
