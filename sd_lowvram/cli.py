@@ -25,7 +25,6 @@ app = typer.Typer(
     help='Stable Diffusion in the memory that you have. Begin with: sd-lowvram generate "a red apple"',
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.command(epilog=examples(GENERATE))(generate)
 app.command()(resume)
@@ -59,7 +58,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

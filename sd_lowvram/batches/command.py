@@ -25,31 +25,31 @@ def batch(
                                          "file with one prompt a line.", metavar="JOBS")],
     out: Annotated[Path, option("--out", text="Folder for pictures, journal and contact sheet.", panel=RUN)],
     job: Job,
-    retry: Annotated[int, option("--retry", text="How often a job that failed is tried again.", panel=RUN)] = 0,
+    retry: Annotated[int, option("--retry", text="How often a failed job is tried again.", panel=RUN)] = 0,
     stop_on_error: Annotated[
-        bool, option("--stop-on-error", text="Begin no more jobs after one that failed.", panel=RUN)
+        bool, option("--stop-on-error", text="Stop after a failed job.", panel=RUN)
     ] = False,
     latents_every: Annotated[
         str,
-        option("--latents-every", text='How often the job under way is saved, from which it goes on when the batch is '
-               'run again: "30s", "5min", "10steps", or never; before the decode it always is.', panel=RUN,
+        option("--latents-every", text='How often the latents of a running job are saved, from which the same command '
+               'continues: "30s", "5min", "10steps" or never. They are always saved before the decode.', panel=RUN,
                metavar="INTERVAL"),
     ] = "1min",
     on: Annotated[
         str | None,
-        option("--on", text="local: one process a graphics card of this machine. ray: a Ray cluster on this machine "
-               "alone. ray://HOST: one that is there. Left out: this process.", panel=RUN, metavar="WHERE"),
+        option("--on", text="local: one process for each GPU of this machine. ray: a Ray cluster on this machine "
+               "alone. ray://HOST: an existing cluster. Left out: this process.", panel=RUN, metavar="WHERE"),
     ] = None,
     workers: Annotated[
-        int | None, option("--workers", text="With --on: how many paint at a time; left out: one a card.", panel=RUN)
+        int | None, option("--workers", text="With --on: number of workers; left out: one for each GPU.", panel=RUN)
     ] = None,
-    dry_run: Annotated[bool, option("--dry-run", text="Check and plan; make nothing.", panel=RUN)] = False,
+    dry_run: Annotated[bool, option("--dry-run", text="Check and plan; draw nothing.", panel=RUN)] = False,
     as_json: Annotated[bool, option("--json", text="Print one JSON object and nothing else.", panel=RUN)] = False,
     quiet: Annotated[bool, option("--quiet", "-q", text="Print only the files' names.", panel=RUN)] = False,
     debug: Annotated[bool, option("--debug", text="Show the traceback of an error.", panel=RUN)] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Make the pictures of a file of jobs; run again, it goes on.
+    """Make the pictures of a file of jobs; the same command continues an interrupted batch.
 
     All other options are those of generate, for jobs that do not state them.
     """
@@ -69,7 +69,7 @@ def _check(retry: int, on: str | None, workers: int | None, device: str | None) 
     check_count("--retry", retry, _MOST_TIMES, least=0)
     if on is None:
         if workers is not None:
-            raise BadInputError(f"--workers {workers} needs --on, which says where they are: --on local, for example")
+            raise BadInputError(f"--workers {workers} needs --on, the place of the workers: --on local, for example")
         return
     places = ("local", "ray", *doors.CREWS)
     if on not in places and not (on.startswith("ray://") and len(on) > len("ray://")):

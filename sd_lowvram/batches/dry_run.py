@@ -65,16 +65,14 @@ def _plan(job: Job, width: int | None, height: int | None, pictures: int) -> dic
 
 def _show(rows: Sequence[dict[str, Any]], counts: dict[str, Any]) -> None:
     console = Console()
-    table = Table("jobs", "first line", "size", "batch", "steps", "peak", "time for all")
+    table = Table("jobs", "first line", "size", "batch", "steps", "peak", "total time")
     for row in rows:
         size = f"{row['width'] or '?'}x{row['height'] or '?'}"
         took = (format_size(row["peak_bytes"]), format_time(row["seconds"])) if not row["refused"] else ("too much", "")
         table.add_row(*map(str, (len(row["lines"]), row["lines"][0], size, row["batch"], row["steps"], *took)))
     console.print(table)
     done = f", {counts['done']} of them done" if counts["done"] else ""
-    console.print(
-        f"{counts['jobs']} jobs{done}; {format_time(counts['seconds'])} for the others on one device like this"
-    )
+    console.print(f"{counts['jobs']} jobs{done}; {format_time(counts['seconds'])} for the rest on one device like this")
     for row in rows:
         if row["refused"]:
             console.print(f"line {row['lines'][0]}: {row['refused']}", highlight=False, markup=False)

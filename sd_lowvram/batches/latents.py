@@ -81,10 +81,10 @@ def begun(place: JobLatents, job: Job, images: dict[str, Any], device: torch.dev
         saved = read_saved(path)
         before = job_of(path, saved, {"model": job.model})
     except BadInputError as error:
-        happened(__name__, f"it was begun anew: {error}")
+        happened(__name__, f"it was started again: {error}")
         return None
     if not _is_same(job, before[0], saved, images, device):
-        happened(__name__, "it was begun anew: its latents are of another run")
+        happened(__name__, "it was started again: its latents are of another run")
         return None
     others = "" if saved.about.get("libraries") == libraries() else " of other versions of torch or diffusers"
     happened(__name__, f"it went on from step {saved.about['step']} of {saved.about['steps']}{others}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..commands.exit_codes import internal_error
 from ..commands.inputs import Job
 from ..commands.streams import note
 from ..errors import BadInputError, LowVRAMError
@@ -234,7 +235,7 @@ class Actors:
             self._greet(name)
             return [(name, Lost(f"its worker {name} ended"))]
         except errors.RayTaskError as error:
-            reason = f"a fault of sd-lowvram, please report it ({str(error)[-200:]})"
+            reason = internal_error(str(error)[-200:])
             return [(name, Failed(LowVRAMError.exit_code, reason))] if given else self._without(name, reason)
         except errors.RayError:
             time.sleep(_PAUSE)  # it is being started again
@@ -278,7 +279,7 @@ class Actors:
         if self._ready:
             self._alone_since = time.monotonic()
         elif self._alone_since is not None and time.monotonic() - self._alone_since > _PATIENCE:
-            note(f"no worker is there yet: the cluster has no room with {self._needs}; waiting for some")
+            note(f"no worker has started yet: the cluster has no free {self._needs}; waiting")
             self._alone_since = None
 
 

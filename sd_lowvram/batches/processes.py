@@ -88,7 +88,7 @@ class Processes:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         if not worker.ready:  # it would do so again
             if not self._workers:
-                raise LowVRAMError(f"the worker {name} ended {how} while it started: sd-lowvram doctor may tell why")
+                raise LowVRAMError(f"the worker {name} ended {how} while it started: sd-lowvram doctor may show why")
             return []
         self._start(name)
         return [(name, Lost(f"its worker {name} ended {how}"))] if worker.busy else []
@@ -139,7 +139,7 @@ def places(wanted: int | None) -> dict[str, dict[str, str]]:
         threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_of(count))}
         return {f"cpu-{number}": threads for number in range(1, count + 1)}
     if wanted is not None and wanted > len(cards):
-        raise BadInputError(f"--workers {wanted} is more than the graphics cards that are here, {len(cards)}")
+        raise BadInputError(f"--workers {wanted} is more than the GPUs of this machine, {len(cards)}")
     return {f"gpu-{card}": {"CUDA_VISIBLE_DEVICES": card} for card in cards[:wanted]}
 
 

@@ -77,11 +77,9 @@ def _model_of(path: Path, hosted: Hosted, asked: dict[str, Any]) -> Path:
     """Path of the autoencoder."""
     given = asked.get("model") or hosted.autoencoder
     if given is None:
-        raise BadInputError(
-            f"{path} does not tell where its autoencoder is: give the checkpoint, or the VAE's own file, with --model"
-        )
+        raise BadInputError(f"{path} does not name its VAE: give the checkpoint, or the VAE's own file, with --model")
     if "\0" in given or not os.path.exists(given):  # False, where pathlib raises for a name that is too long
-        raise BadInputError(f"the autoencoder of {path} is not at {given!r} any more: give its place with --model")
+        raise BadInputError(f"the autoencoder of {path} is not at {given!r} any more: name its path with --model")
     return Path(given)
 
 

@@ -19,9 +19,9 @@ def doctor(
         bool,
         typer.Option(
             "--calibrate",
-            help="Measure this machine anew and remember it: matrix rates at Stable Diffusion's shapes, copies, what a "
-            "GPU holds besides tensors. Plans do so by themselves the first time, in some seconds; a busy machine "
-            "measures too slow. What torch.compile gains is measured here alone, which takes minutes.",
+            help="Measure this machine again and store the result for plans: speed of computing and copying, and the "
+            "memory that the GPU's driver and libraries use. The first plan measures in some seconds; only this option "
+            "also measures the gain of torch.compile, which takes minutes. Close other programs first.",
         ),
     ] = False,
     model: Annotated[
@@ -29,14 +29,14 @@ def doctor(
         typer.Option(
             "--model",
             "-m",
-            help="A model's folder or file, of whose disk the speed is told; left out: the current folder's.",
+            help="A model's folder or file, to show the speed of its disk; left out: the current folder.",
             metavar="PATH",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Tell what this machine has, what runs here and what is missing."""
+    """Show what this machine has, what runs here and what is missing."""
     with exit_on_error(debug):
         check_given(model=model)
         where = Path(model or ".").resolve()
@@ -72,9 +72,7 @@ def _show(found: dict[str, Any]) -> None:
     machine.add_row("RAM", f"{format_size(ram['free'])} of {format_size(ram['total'])} free")
     disk = found["disk"]
     rate = (
-        "not measured: nothing here is read past the system's cache"
-        if disk["rate"] is None
-        else described(disk["rate"])
+        "not measured: this system has no reads without its cache" if disk["rate"] is None else described(disk["rate"])
     )
     machine.add_row("disk", f"{rate}, of {disk['path']}")
     machine.add_row("torch", found["torch"])
@@ -86,7 +84,7 @@ def _show(found: dict[str, Any]) -> None:
         for row in found["attention"]:
             runs = "yes" if row["runs"] else f"no: {row['reason']}"
             table.add_row(
-                row["name"], runs, {True: "yes", False: "[red]no[/red]", None: "not probed"}[row["deterministic"]]
+                row["name"], runs, {True: "yes", False: "[red]no[/red]", None: "not tested"}[row["deterministic"]]
             )
         console.print(table)
     if "calibration" in found:
@@ -103,27 +101,27 @@ def _calibration(measured: dict[str, Any]) -> Any:
     from ..units import format_size
 
     rates, overhead = measured["rates"], measured["overhead"]
-    told = rates["source"].removeprefix("measured here")
-    table = Table("measured", rates["title"], title="", caption=told.removeprefix(" ") or None)
+    source = rates["source"].removeprefix("measured here")
+    table = Table("measured", rates["title"], title="", caption=source.removeprefix(" ") or None)
     table.add_row("matrix work, 32 bits", f"{rates['float_flops'] / 1e9:.4g} GFLOP/s")
     table.add_row("matrix work, 16 bits", f"{rates['half_flops'] / 1e9:.4g} GFLOP/s")
     if rates["wide_flops"]:
-        table.add_row("the same, as transformers have it", f"{rates['wide_flops'] / 1e9:.4g} GFLOP/s")
+        table.add_row("matrix work, 16 bits, sizes of transformers", f"{rates['wide_flops'] / 1e9:.4g} GFLOP/s")
     table.add_row("memory", f"{rates['bandwidth'] / 1e9:.3g} GB/s")
-    table.add_row("copies from host memory", f"{rates['copy_bandwidth'] / 1e9:.3g} GB/s")
+    table.add_row("copies from RAM to the GPU", f"{rates['copy_bandwidth'] / 1e9:.3g} GB/s")
     table.add_row("weights from a mapped file", f"{rates['reading'] / 1e9:.3g} GB/s")
-    table.add_row("its kernels, brought channels last", f"{rates['reordering'] / 1e9:.3g} GB/s")
+    table.add_row("its convolutions, copied to channels last", f"{rates['reordering'] / 1e9:.3g} GB/s")
     if rates["packing"]:
-        table.add_row("weights brought in order", f"{rates['packing'] / 1e9:.3g} GB/s")
-    table.add_row("each operator besides", f"{rates['launch_seconds'] * 1e6:.3g} us")
+        table.add_row("weights, copied into the kernels' order", f"{rates['packing'] / 1e9:.3g} GB/s")
+    table.add_row("starting an operation", f"{rates['launch_seconds'] * 1e6:.3g} us")
     for name, ratio in measured["kernels"].items():
         table.add_row(name, f"{ratio:.2f} times as fast as torch's operators")
     compiling = measured["compile"]
     if compiling:
         table.add_row("compiled", f"{compiling['gain']:.2f} times as fast, channels last")
-        table.add_row("a kind of block, until compiled", f"{compiling['first_seconds']:.1f} s")
-        table.add_row("and found again by a later run", f"{compiling['again_seconds']:.1f} s")
+        table.add_row("compiling a kind of block", f"{compiling['first_seconds']:.1f} s")
+        table.add_row("loading it in a later run", f"{compiling['again_seconds']:.1f} s")
     for name, title in (("context_bytes", "context"), ("matrix_bytes", "cuBLAS"), ("convolution_bytes", "cuDNN")):
         if overhead:
-            table.add_row(f"held by {title}", format_size(overhead[name]))
+            table.add_row(f"memory of {title}", format_size(overhead[name]))
     return table

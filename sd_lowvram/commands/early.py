@@ -52,8 +52,8 @@ def check_floor(
     least = _NARROWEST * batch * elements
     if least > budget:
         raise BudgetError(
-            f"{format_size(budget)} cannot hold {width}x{height}: one map of the denoising alone is "
-            f"{format_size(least)}; sd-lowvram plan tells what the whole run takes",
+            f"{format_size(budget)} cannot hold {width}x{height}: a single intermediate result of a step is "
+            f"{format_size(least)}; sd-lowvram plan shows what the whole run needs",
             needed_bytes=least,
             stage="denoise",
         )

@@ -17,15 +17,15 @@ from ..devices.info import default_device, gpus, host_memory
 from ..devices.support import support_of, support_of_system
 
 _PACKAGES = {
-    "psutil": ("host memory is only guessed", "pip install psutil"),
-    "pynvml": ("free graphics memory is read from torch alone", "pip install nvidia-ml-py"),
+    "psutil": ("free RAM is only guessed", "pip install psutil"),
+    "pynvml": ("free VRAM is read from torch, which may not see other programs", "pip install nvidia-ml-py"),
     "diffusers": ("no picture can be made here", 'pip install "sd-lowvram[standalone]"'),
     "transformers": ("no prompt can be read", 'pip install "sd-lowvram[standalone]"'),
     "accelerate": ("models load slower and in more memory", 'pip install "sd-lowvram[standalone]"'),
     "matplotlib": ("no plots", 'pip install "sd-lowvram[plots]"'),
 }
 _SPILLS = (
-    "this driver lends the GPU host memory when its own is full: a run that is too large does not stop, it crawls; "
+    "this driver uses RAM when VRAM is full: a run that is too large becomes very slow instead of stopping; "
     'in the NVIDIA control panel set "CUDA - Sysmem Fallback Policy" to "Prefer No Sysmem Fallback"'
 )
 
@@ -146,7 +146,7 @@ def _warnings(found: list[Any]) -> list[str]:
 def _missing_parts(device: Any) -> list[dict[str, str]]:
     missing = []
     if device.type == "cpu" and shutil.which("nvidia-smi"):
-        remedy = "install the build of torch for your CUDA version (pytorch.org tells the command)"
+        remedy = "install the build of torch for your CUDA version (pytorch.org shows the command)"
         missing.append({"what": "CUDA in torch", "effect": "the NVIDIA GPU is not used", "remedy": remedy})
     if not (DEMO / "model_index.json").is_file():
         effect, remedy = "generate needs --model", "install sd-lowvram again"

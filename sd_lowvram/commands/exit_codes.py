@@ -1,4 +1,4 @@
-"""Turns errors into a sentence and an exit code: 2 bad input, 3 a budget, 130 interrupted, 1 a fault of ours."""
+"""Turns errors into a sentence and an exit code: 2 bad input, 3 a budget, 130 interrupted, 1 an internal error."""
 
 from __future__ import annotations
 
@@ -44,16 +44,21 @@ def code_and_message(error: Exception) -> tuple[int, str]:
     if isinstance(error, LowVRAMError):
         return error.exit_code, as_typed(str(error))
     if host_ran_out(error):
-        return BUDGET, f"host memory is full: give a smaller --ram or picture ({error})"
+        return BUDGET, f"RAM is full: give a smaller --ram or picture ({error})"
     if isinstance(error, OSError):
         what = "the output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
         return BadInputError.exit_code, f"{what}: {error.strerror or error}"
     if ran_out(error):
-        return BUDGET, "the device ran out of memory: give a smaller --vram, so that the plan leaves more free"
+        return BUDGET, "the GPU ran out of memory: give a smaller --vram, so that the plan leaves more free"
     if unfit := _unfit(error):
         return BadInputError.exit_code, unfit
     what = f"{type(error).__name__}: {error}"
-    return OURS, f"a fault of sd-lowvram, please report it ({what}); --debug shows where"
+    return OURS, f"{internal_error(what)}; --debug shows where"
+
+
+def internal_error(what: str) -> str:
+    """Sentence on ``what`` went wrong inside this program."""
+    return f"internal error of sd-lowvram, please report it ({what})"
 
 
 def _unfit(error: BaseException | None) -> str:

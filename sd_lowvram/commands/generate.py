@@ -29,8 +29,8 @@ def generate(
         str,
         option(
             "--latents-every",
-            text='How often a run is saved so that "resume" can go on with it: "30s", "5min", '
-            '"10steps", or never; before the decode it always is.',
+            text='How often the latents are saved, from which "resume" continues an interrupted run: "30s", '
+            '"5min", "10steps" or never. They are always saved before the decode.',
             panel=RUN,
             rare=True,
             metavar="INTERVAL",
@@ -38,21 +38,20 @@ def generate(
     ] = "1min",
     keep_latents: Annotated[
         bool,
-        option("--keep-latents", text="Leave the latents beside the picture when it is there.", panel=RUN, rare=True),
+        option("--keep-latents", text="Keep the saved latents when the picture is done.", panel=RUN, rare=True),
     ] = False,
     preview: Annotated[
         int | None,
         option(
             "--preview",
-            text="Show what the picture is about to be after every so many steps, in NAME.preview.png beside it, which "
-            "goes when the picture is there.",
+            text="Write a preview every N steps to NAME.preview.png (deleted at the end).",
             panel=RUN,
             rare=True,
-            metavar="STEPS",
+            metavar="N",
         ),
     ] = None,
     list_things: Annotated[
-        bool, option("--list-things", text="List what the demo model knows, and make nothing.", panel=RUN)
+        bool, option("--list-things", text="List the things that the demo model can draw, and exit.", panel=RUN)
     ] = False,
     as_json: Annotated[
         bool, option("--json", text="Print one JSON object and nothing else.", panel=RUN, rare=True)
@@ -82,7 +81,7 @@ def check_prompt_given(context: typer.Context) -> None:
     """Raise BadInputError where the command line has no prompt: an empty one is another thing."""
     source = context.get_parameter_source("prompt")
     if source is None or source.name == "DEFAULT":
-        raise BadInputError(f"missing argument 'prompt'; {context.command_path} --help tells more")
+        raise BadInputError(f"missing argument 'prompt'; {context.command_path} --help shows all options")
 
 
 def print_result(result: dict[str, Any], as_json: bool, quiet: bool) -> None:
@@ -101,9 +100,9 @@ def print_result(result: dict[str, Any], as_json: bool, quiet: bool) -> None:
 
 
 def _peak(result: dict[str, Any]) -> str:
-    """The peak of the budget: as planned, and beside it as measured where the device tells it."""
-    told = peak_of_budget(result["plan"])
+    """The peak of the budget as planned, then as measured if the device reports it."""
+    planned = peak_of_budget(result["plan"])
     host = result["plan"]["predicted"]["host_bytes"]
-    besides = f", {format_size(host)} in host memory" if host else ""
+    ram = f", {format_size(host)} of RAM" if host else ""
     measured = result["measured"]
-    return f"{told}{besides}" + (f" ({format_size(measured['peak_bytes'])} measured)" if measured else ", as planned")
+    return f"{planned}{ram}" + (f" ({format_size(measured['peak_bytes'])} measured)" if measured else ", as planned")

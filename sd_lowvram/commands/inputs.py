@@ -22,6 +22,7 @@ LARGEST_SEED = 2**64 - 1
 DEMO_GUIDANCE, USUAL_GUIDANCE = 4.0, 7.5
 PICTURE, MEMORY, RUN = "Picture", "Memory", "Run"
 _NAMES = ", ".join(SCHEDULERS)
+RAM = "RAM that sd-lowvram may use, in addition to the system and other programs; left out: what is free."
 
 
 def option(*names: str, text: str, panel: str, metavar: str | None = None, rare: bool = False) -> Any:
@@ -37,62 +38,65 @@ class Job:
     prompt: Annotated[str, typer.Argument(help="What the picture shows.", metavar="PROMPT", show_default=False)] = ""
     model: Annotated[
         str | None,
-        option("--model", "-m", text="Diffusers folder, or .safetensors file of SD1.x, SD2.x, SDXL; left out: the "
-               "demo model. ComfyUI's split files: see --transformer in --help-all.", panel=PICTURE, metavar="PATH"),
+        option("--model", "-m", text="Diffusers folder, or .safetensors file of SD1.x, SD2.x or SDXL; left out: the "
+               "demo model. For ComfyUI's split files see --transformer in --help-all.", panel=PICTURE, metavar="PATH"),
     ] = None
     transformer: Annotated[
         Path | None,
-        option("--transformer", text="In place of --model: ComfyUI's file of a transformer, .gguf too, beside "
-               "--text-encoder, --vae and --tokenizer.", panel=PICTURE, rare=True, metavar="FILE"),
+        option("--transformer", text="In place of --model: ComfyUI's file of a transformer (.safetensors or .gguf), "
+               "together with --text-encoder, --vae and --tokenizer.", panel=PICTURE, rare=True, metavar="FILE"),
     ] = None
     text_encoder: Annotated[
         list[Path] | None,
-        option("--text-encoder", text="File of its text encoder; once for each.", panel=PICTURE, rare=True,
-               metavar="FILE"),
+        option("--text-encoder", text="File of a text encoder of --transformer; once for each.", panel=PICTURE,
+               rare=True, metavar="FILE"),
     ] = None
     vae: Annotated[
-        Path | None, option("--vae", text="File of its autoencoder.", panel=PICTURE, rare=True, metavar="FILE")
+        Path | None, option("--vae", text="File of the VAE of --transformer.", panel=PICTURE, rare=True, metavar="FILE")
     ] = None
     tokenizer: Annotated[
         Path | None,
-        option("--tokenizer", text="Folder of its tokenizer, T5's or Qwen's, which such files do not hold.",
+        option("--tokenizer", text="Folder of the tokenizer of --transformer (T5's or Qwen's), which its files lack.",
                panel=PICTURE, rare=True, metavar="FOLDER"),
     ] = None
     output: Annotated[
         str | None,
-        option("--output", "-o", text="PNG file, overwritten if there; or a folder. Left out: a new name in outputs/.",
+        option("--output", "-o", text="PNG file (overwritten if there) or folder; left out: a new name in outputs/.",
                 panel=PICTURE, metavar="PATH"),
     ] = None
-    negative: Annotated[str, option("--negative", text="What it does not show.", panel=PICTURE)] = ""
-    width: Annotated[int | None, option("--width", text="In pixels; left out: the model's own.", panel=PICTURE)] = None
+    negative: Annotated[str, option("--negative", text="What the picture does not show.", panel=PICTURE)] = ""
+    width: Annotated[
+        int | None, option("--width", text="Width in pixels; left out: the model's own.", panel=PICTURE)
+    ] = None
     height: Annotated[
-        int | None, option("--height", text="In pixels; left out: the model's own.", panel=PICTURE)
+        int | None, option("--height", text="Height in pixels; left out: the model's own.", panel=PICTURE)
     ] = None
     steps: Annotated[int, option("--steps", text=f"Denoising steps, up to {MOST_STEPS}.", panel=PICTURE)] = 30
     seed: Annotated[
         int | None,
-        option("--seed", text="Same seed, same picture, on every device; pictures of a batch count on from it. "
+        option("--seed", text="The same seed gives the same picture; each further picture of a batch adds 1. "
                "Left out: random.", panel=PICTURE),
     ] = None
     guidance: Annotated[
         float | None,
-        option("--guidance", text=f"How strictly to follow the prompt; left out: {USUAL_GUIDANCE} (demo model: "
-                f"{DEMO_GUIDANCE}), of a transformer its pipeline's own.", panel=PICTURE),
+        option("--guidance", text=f"How closely to follow the prompt; left out: {USUAL_GUIDANCE} (demo model: "
+                f"{DEMO_GUIDANCE}; FLUX, SD3 and the like: the model's own).", panel=PICTURE),
     ] = None
     scheduler: Annotated[
         str | None,
-        option("--scheduler", text=f"Left out: the model's own. One of {_NAMES}.", panel=PICTURE, rare=True,
+        option("--scheduler", text=f"Sampler; left out: the model's own. One of {_NAMES}.", panel=PICTURE, rare=True,
                metavar="NAME"),
     ] = None
-    batch: Annotated[int, option("--batch", text="Pictures at a time.", panel=PICTURE, rare=True)] = 1
+    batch: Annotated[int, option("--batch", text="Pictures made at the same time.", panel=PICTURE, rare=True)] = 1
     init_image: Annotated[
         Path | None,
-        option("--init-image", text="Picture to start from; its size is kept unless --width or --height is given.",
+        option("--init-image", text="Picture to start from, in its own size unless --width or --height is given.",
                 panel=PICTURE, metavar="FILE"),
     ] = None
     strength: Annotated[
         float | None,
-        option("--strength", text="How much of it changes, up to 1; left out: 0.75, with a mask 1.", panel=PICTURE),
+        option("--strength", text="How much of --init-image changes, up to 1; left out: 0.75, with --mask 1.",
+               panel=PICTURE),
     ] = None
     mask: Annotated[
         Path | None,
@@ -100,16 +104,17 @@ class Job:
     ] = None
     prediction: Annotated[
         str | None,
-        option("--prediction", text="What a single file of SD2.x predicts, epsilon or v_prediction; left out: "
+        option("--prediction", text="What a single file of SD2.x predicts: epsilon or v_prediction; left out: "
                "guessed from its weights.", panel=PICTURE, rare=True),
     ] = None
     vram: Annotated[
         str | None,
-        option("--vram", text='Budget on the device, "4GB"; left out: what is free.', panel=MEMORY, metavar="SIZE"),
+        option("--vram", text='VRAM that sd-lowvram may use, such as "4GB"; left out: what is free.', panel=MEMORY,
+               metavar="SIZE"),
     ] = None
     ram: Annotated[
         str | None,
-        option("--ram", text="Budget in host memory; left out: what is free.", panel=MEMORY, rare=True, metavar="SIZE"),
+        option("--ram", text=RAM, panel=MEMORY, rare=True, metavar="SIZE"),
     ] = None
     approximate: Annotated[
         bool, option("--approximate", text="Allow settings that change the picture.", panel=MEMORY)
@@ -119,8 +124,8 @@ class Job:
     ] = None
     memory_plot: Annotated[
         Path | None,
-        option("--memory-plot", text="Draw the memory of each stage, planned and measured, into this PNG file; on a "
-               "CPU this slows small models a little.", panel=MEMORY, rare=True, metavar="FILE"),
+        option("--memory-plot", text="Draw the memory of each stage, planned and measured, into this PNG file; slows "
+               "small models on a CPU a little.", panel=MEMORY, rare=True, metavar="FILE"),
     ] = None
     device: Annotated[
         str | None,

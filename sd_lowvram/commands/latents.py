@@ -90,7 +90,7 @@ def pictures_from(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def job_of(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Job, list[Path]]:
-    """The run that ``saved`` in ``path`` tells of, and its pictures, which belong beside ``path``.
+    """The run that ``saved`` in ``path`` describes, and its pictures, which belong next to ``path``.
 
     Args:
         asked: fields of the job that are others now, and its precision if that is. With another budget or precision the
@@ -103,8 +103,8 @@ def job_of(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Job, list[P
     written_by = about.get("version")
     if written_by != __version__:
         raise BadInputError(
-            f"{path} was written by sd-lowvram {written_by}, and this is {__version__}, which may compute other bits: "
-            "go on with that version"
+            f"{path} was written by sd-lowvram {written_by}, and this is {__version__}, which may differ by rounding: "
+            "use that version"
         )
     try:
         values = {name: _value(name, value) for name, value in about["job"].items()}
@@ -116,14 +116,14 @@ def job_of(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Job, list[P
         job = check_job(dataclasses.replace(Job(**values, settings=settings), **others))
         files = [path.parent / name for name in about["files"] if Path(name).name == name and name.endswith(".png")]
         if len(files) != job.batch or type(about["step"]) is not int or type(about["steps"]) is not int:
-            raise ValueError("it does not tell of its pictures and steps")
+            raise ValueError("it does not name its pictures and steps")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise BadInputError(f"{path} tells of no run that can be made: {error}") from error
+        raise BadInputError(f"{path} does not describe a run that can be made: {error}") from error
     where = model_path(job.model)
     if not os.path.exists(where):  # False, where pathlib raises for a name that is too long
-        raise BadInputError(f"the model of {path} is not at {where} any more: give its place with --model")
+        raise BadInputError(f"the model of {path} is not at {where} any more: name its path with --model")
     if fingerprint(where) != about.get("model"):
-        raise BadInputError(f"{path} is of a run of another model than {where} is now: give that one with --model")
+        raise BadInputError(f"{path} is of a run of another model than {where}: name the right one with --model")
     return job, files
 
 

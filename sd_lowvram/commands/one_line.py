@@ -21,7 +21,7 @@ _KINDS = {"integer": "a whole number", "number": "a number", "float": "a number"
 
 
 class OneLine(TyperGroup):
-    """The program's commands, whose errors are told in one line and not in the library's boxes."""
+    """The program's commands, whose errors are one line each, without the library's boxes."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of the commands in the order in which people meet them; those of batches and unets last."""
@@ -59,7 +59,7 @@ def sentence(error: Any, typed: list[str]) -> str:
     """Sentence on ``error`` in the words ``typed``, with the command for help."""
     command = getattr(getattr(error, "ctx", None), "command_path", "sd-lowvram")
     message = _of_value(error, typed) or " ".join(error.format_message().split()).rstrip(".")
-    return f"{message[:1].lower()}{message[1:]}; {command} --help tells more"
+    return f"{message[:1].lower()}{message[1:]}; {command} --help shows all options"
 
 
 def _of_value(error: Any, typed: list[str]) -> str | None:

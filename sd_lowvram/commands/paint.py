@@ -165,7 +165,7 @@ def _latents_told(path: Path) -> Iterator[None]:
             yield
     except BaseException:
         if path.exists():
-            note(f"the latents are in {path}: sd-lowvram resume {shlex.quote(str(path))} goes on from there")
+            note(f"the latents are in {path}: sd-lowvram resume {shlex.quote(str(path))} continues from there")
         raise
 
 

@@ -19,7 +19,7 @@ from ..policies.named import HELP, POLICIES
 from ..settings import Settings
 from .early import check_floor
 from .exit_codes import exit_on_error
-from .inputs import split_or
+from .inputs import RAM, split_or
 from .interrupts import heed_interrupts
 from .knobs import with_knobs
 from .values import MOST_STEPS, check_count, check_given, check_run, checked_settings
@@ -37,52 +37,55 @@ def plan(
     ] = None,
     transformer: Annotated[
         Path | None,
-        typer.Option(hidden=True, metavar="FILE", help="In place of --model: the file of a transformer, beside "
-                     "--text-encoder, --vae and --tokenizer."),
+        typer.Option(hidden=True, metavar="FILE", help="In place of --model: the file of a transformer, together "
+                     "with --text-encoder, --vae and --tokenizer."),
     ] = None,
     text_encoder: Annotated[
-        list[Path] | None, typer.Option(hidden=True, metavar="FILE", help="File of its text encoder; once for each.")
+        list[Path] | None, typer.Option(hidden=True, metavar="FILE", help="File of a text encoder; once for each.")
     ] = None,
-    vae: Annotated[Path | None, typer.Option(hidden=True, metavar="FILE", help="File of its autoencoder.")] = None,
+    vae: Annotated[Path | None, typer.Option(hidden=True, metavar="FILE", help="File of the VAE.")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(hidden=True, metavar="FOLDER", help="Folder of its tokenizer.")
+        Path | None, typer.Option(hidden=True, metavar="FOLDER", help="Folder of the tokenizer.")
     ] = None,
-    width: Annotated[int | None, typer.Option(help="In pixels; left out: the model's own.")] = None,
-    height: Annotated[int | None, typer.Option(help="In pixels; left out: the model's own.")] = None,
-    batch: Annotated[int, typer.Option(help="Pictures at a time.")] = 1,
+    width: Annotated[int | None, typer.Option(help="Width in pixels; left out: the model's own.")] = None,
+    height: Annotated[int | None, typer.Option(help="Height in pixels; left out: the model's own.")] = None,
+    batch: Annotated[int, typer.Option(help="Pictures made at the same time.")] = 1,
     steps: Annotated[int, typer.Option(help=f"Denoising steps, for the time; up to {MOST_STEPS}.")] = 30,
-    pictures: Annotated[int, typer.Option(hidden=True, help="In all: for many it may pay to compile the model.")] = 1,
-    guidance: Annotated[bool, typer.Option(hidden=True, help="Whether guidance doubles the batch.")] = True,
+    pictures: Annotated[
+        int, typer.Option(hidden=True, help="Pictures in all: compiling the model pays only for many.")
+    ] = 1,
+    guidance: Annotated[bool, typer.Option(hidden=True, help="Guidance, which doubles the batch.")] = True,
     vram: Annotated[
         str | None,
-        typer.Option(help='Budget, "4GB"; left out: the card named by --gpu, else what is free.', metavar="SIZE"),
+        typer.Option(help='VRAM that may be used, such as "4GB"; left out: all of --gpu, else what is free.',
+                     metavar="SIZE"),
     ] = None,
     ram: Annotated[
-        str | None, typer.Option(help="Budget in host memory; left out: what is free.", metavar="SIZE")
+        str | None, typer.Option(help=RAM, metavar="SIZE")
     ] = None,
     disk: Annotated[
         str | None,
-        typer.Option(help=f"Disk under the model, for what --ram cannot hold of it: {', '.join(DISKS)} or MB/s; left "
-                     "out: as measured here, and nvme for another card.", metavar="NAME|MB/s"),
+        typer.Option(help=f"Speed of the model's disk, from which weights beyond --ram are read: {', '.join(DISKS)} "
+                     "or MB/s; left out: as measured here, or nvme with --gpu.", metavar="NAME|MB/s"),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Plan for another card, such as rtx2070, or for one with its maker's figures, such as "
+        typer.Option(help="Plan for another GPU, such as rtx2070, or for its maker's figures, such as "
                      "8GB,20TFLOPS,448GB/s: memory, fp32 arithmetic, bandwidth.", metavar="NAME|FIGURES"),
     ] = None,
     max_size: Annotated[
-        bool, typer.Option("--max-size", help="Tell the largest square and 16:9 pictures that fit.")
+        bool, typer.Option("--max-size", help="Find the largest square and 16:9 pictures that fit.")
     ] = False,
     policy: Annotated[str | None, typer.Option(help=HELP, metavar="NAME", hidden=True)] = None,
     list_policies: Annotated[
-        bool, typer.Option("--list-policies", help="Tell what --policy stands for, and plan nothing.")
+        bool, typer.Option("--list-policies", help="List the programs that --policy can imitate, and exit.")
     ] = False,
     approximate: Annotated[bool, typer.Option("--approximate", help="Allow settings that change the picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", hidden=True, help="Show the traceback of an error.")] = False,
     settings: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Tell whether a picture fits, its peak, its time and its settings; nothing runs."""
+    """Show whether a picture fits, its peak, its time and its settings; nothing runs."""
     with exit_on_error(debug):
         if list_policies:
             _show_policies(as_json)
@@ -120,8 +123,8 @@ def plan(
 def _show_policies(as_json: bool) -> None:
     """Print what each policy stands for, and where our knobs are not what the program does."""
     if as_json:
-        told = {name: {"stands_for": one.stands_for, "deviates": one.deviates} for name, one in POLICIES.items()}
-        print(json.dumps(told, indent=2))
+        listed = {name: {"stands_for": one.stands_for, "deviates": one.deviates} for name, one in POLICIES.items()}
+        print(json.dumps(listed, indent=2))
         return
     for name, one in POLICIES.items():
         print(f"{name}: {one.stands_for}")

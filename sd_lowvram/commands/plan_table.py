@@ -31,9 +31,7 @@ def show(console: Console, plan: dict[str, Any]) -> None:
 def show_sizes(console: Console, plans: dict[str, Any]) -> None:
     """The largest size of every ratio."""
     some = next(plan for plan in plans.values() if plan)
-    table = Table(
-        "", "largest size", "peak", "in host memory", "time", title=f"in {format_size(some['request']['vram'])}"
-    )
+    table = Table("", "largest size", "peak", "RAM", "time", title=f"in {format_size(some['request']['vram'])}")
     for name, plan in plans.items():
         if plan is None:
             table.add_row(name, "none fits", "", "", "")
@@ -43,5 +41,5 @@ def show_sizes(console: Console, plans: dict[str, Any]) -> None:
         needed = format_size(predicted["peak_bytes"] + predicted["overhead_bytes"])
         table.add_row(name, size, needed, format_size(predicted["host_bytes"]), format_time(predicted["seconds"]))
     console.print(table)
-    console.print(f"peaks with the driver's share; {some['request']['steps']} steps", highlight=False)
+    console.print(f"peaks include the driver's share; {some['request']['steps']} steps", highlight=False)
     console.print(f"rates: {some['rates']}", style="dim", highlight=False)

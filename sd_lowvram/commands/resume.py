@@ -1,4 +1,4 @@
-"""``sd-lowvram resume``: runs that were ended go on from their latents."""
+"""``sd-lowvram resume``: continue interrupted runs from their saved latents."""
 
 from __future__ import annotations
 
@@ -20,37 +20,44 @@ if TYPE_CHECKING:
 def resume(
     target: Annotated[
         Path,
-        typer.Argument(metavar="FILE|FOLDER", help=f"Latents that a run has left (*{ENDING}), or a folder with such."),
+        typer.Argument(metavar="FILE|FOLDER", help=f"Saved latents of a run (*{ENDING}), or a folder of them."),
     ],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Where the run's model is now.", metavar="PATH")
+        str | None,
+        typer.Option("--model", "-m", help="Where the model of the run is now, if it was moved.", metavar="PATH"),
     ] = None,
     vram: Annotated[
         str | None,
         typer.Option(
             "--vram",
-            help="Another budget than the run had, with another plan; the picture's last bits may then be others.",
+            help="Another VRAM budget than the run had; the picture may then differ by rounding.",
             metavar="SIZE",
         ),
     ] = None,
-    ram: Annotated[str | None, typer.Option("--ram", help="The same for host memory.", metavar="SIZE")] = None,
+    ram: Annotated[
+        str | None, typer.Option("--ram", help="Another RAM budget than the run had.", metavar="SIZE")
+    ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
             "--precision",
-            help="Another number type than the run had: fp32 or bf16 where its own is too narrow (NaN).",
+            help="Another number type than the run had: fp32 or bf16 help against NaN.",
             metavar="NAME",
         ),
     ] = None,
-    keep_latents: Annotated[bool, typer.Option("--keep-latents", help="Leave the latents there.")] = False,
+    keep_latents: Annotated[
+        bool, typer.Option("--keep-latents", help="Keep the saved latents when the picture is done.")
+    ] = False,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Load a .ckpt whose source you trust.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object for each run and nothing else.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the files' names.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Go on with a run that was ended, from the latents that it left.
+    """Resume an interrupted run from its saved latents.
 
-    The picture is that of an unbroken run. Latents that ComfyUI or a WebUI has saved are decoded.
+    The picture is that of a run without interruption. Latents that ComfyUI or a WebUI saved are decoded.
     """
     with exit_on_error(debug):
         check_given(model=model, vram=vram, ram=ram, precision=precision)
@@ -82,7 +89,7 @@ def _gone_on(path: Path, asked: dict[str, Any], keep: bool, console: Console) ->
     done, steps = saved.about["step"], saved.about["steps"]
     console.print(f"{path}: {done} of {steps} steps are done", highlight=False)
     if saved.about.get("libraries") != libraries():
-        note(f"{path} was written beside other versions of torch or diffusers: the picture's last bits may be others")
+        note(f"{path} was written with other versions of torch or diffusers: the picture may differ by rounding")
     precaution = Precaution(keep=keep, place=path, start=saved, retyped="precision" in asked)
     return finished(job, pictures_from(saved.tensors), files, console, precaution)
 
@@ -92,5 +99,5 @@ def _files(target: Path) -> list[Path]:
         return [target]
     found = sorted(target.glob(f"*{ENDING}"))
     if not found:
-        raise BadInputError(f"{target} holds no latents of a run that was ended (*{ENDING})")
+        raise BadInputError(f"{target} holds no saved latents (*{ENDING})")
     return found

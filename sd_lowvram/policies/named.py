@@ -152,7 +152,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-HELP = "Do as another program does, to compare; plan --list-policies names them."
+HELP = "Imitate another program, for comparison; plan --list-policies lists them."
 """Help text of the option."""
 
 
@@ -172,7 +172,7 @@ def check_policy(name: str | None, device_type: str) -> None:
     if name is not None and policy(name).own and device_type == "cpu":
         raise BadInputError(
             f"--policy {name} needs an accelerator: diffusers moves weights to a GPU by it, and this runs on the CPU. "
-            "Choose another policy, or foretell it: sd-lowvram plan --policy "
+            "Choose another policy, or predict it: sd-lowvram plan --policy "
             f"{name} --gpu rtx2070"
         )
 

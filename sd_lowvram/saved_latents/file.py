@@ -64,7 +64,7 @@ def read_saved(path: Path) -> Saved:
             raise BadInputError(f"{path} is damaged: its checksum is of other bytes; an older copy of it may be whole")
         about = json.loads(header.metadata["run"])
         if not isinstance(about, dict):
-            raise ValueError("it tells of no run")
+            raise ValueError("it does not describe a run")
         import safetensors.torch
 
         return Saved(about, safetensors.torch.load_file(path))

@@ -76,7 +76,7 @@ def hosted_of(path: Path, saved: Saved) -> Hosted:
     if latents is None or latents.ndim != 4 or 0 in latents.shape or not latents.is_floating_point():
         raise BadInputError(f"{path} holds no latents (pictures, channels, height, width) that can be decoded")
     if not isinstance(host, str) or not isinstance(autoencoder, str | None) or not _are_texts(texts, len(latents)):
-        raise BadInputError(f"{path} does not tell which pictures its latents are")
+        raise BadInputError(f"{path} does not say which pictures its latents are")
     return Hosted(host, latents, autoencoder, texts or [{}] * len(latents))
 
 

@@ -86,7 +86,9 @@ class Keeper:
         if self._start is not None:
             done, steps = self._start.about["step"], self._start.about["steps"]
             if not step <= done <= steps == self._pipe.num_timesteps:
-                raise BadInputError(f"{self._safety.path} tells of {done} of {steps} steps, and the run has others")
+                raise BadInputError(
+                    f"{self._safety.path} is at step {done} of {steps}, and the run has {self._pipe.num_timesteps}"
+                )
             if step < done:
                 return values
             values = {**values, "latents": self._restored(self._start, values["latents"])}
@@ -118,7 +120,7 @@ class Keeper:
             write_saved(self._packed(moment), self._safety.path)
             self._held = moment.step
         except UnkeptStateError as error:
-            self._tell(f"of {type(self._pipe.scheduler).__name__}, which cannot go on exactly: {error}")
+            self._tell(f"of {type(self._pipe.scheduler).__name__}, which cannot be resumed exactly: {error}")
         except OSError as error:
             self._tell(f"to {self._safety.path}: {error.strerror or error}")
         self._written = (moment.step, time.monotonic())
@@ -151,7 +153,7 @@ class Keeper:
         """
         path, scheduler, kept = self._safety.path, self._pipe.scheduler, start.about.get("scheduler")
         if not isinstance(kept, dict) or not isinstance(kept.get("state"), dict):
-            raise BadInputError(f"{path} does not tell what its scheduler remembers")
+            raise BadInputError(f"{path} lacks the state of its scheduler")
         if (kept.get("class"), kept.get("config")) != (type(scheduler).__name__, configuration(scheduler)):
             raise BadInputError(f"{path} is of a run by {kept.get('class')}, and the model's scheduler is another now")
         try:

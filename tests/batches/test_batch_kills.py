@@ -118,4 +118,4 @@ def test_latents_of_another_run_are_left_alone(forked, tmp_path):
             latents.write_bytes(latents.read_bytes()[:-1])
         done = forked(IN_A_JOB, 0 if harm == "damaged" else 3, *command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "it was begun anew: " in done.stderr and (tmp_path / "calls").read_text() == "4\n"
+    assert "it was started again: " in done.stderr and (tmp_path / "calls").read_text() == "4\n"

@@ -115,6 +115,13 @@ def test_help_shows_what_people_use_and_help_all_the_rest(here, monkeypatch):
 OPTIONS = re.compile(r"^│ (--[a-z-]+)", re.MULTILINE)
 
 
+def test_a_shell_completes_commands(here, monkeypatch):
+    words = {"_SD_LOWVRAM_COMPLETE": "complete_bash", "COMP_WORDS": "sd-lowvram ge", "COMP_CWORD": "1"}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    assert here().stdout == "generate\n"
+
+
 def test_policies_are_listed(here):
     told = here("plan", "--list-policies")
     assert told.exit_code == 0 and [line.partition(":")[0] for line in told.stdout.splitlines() if line[0] != " "] == [

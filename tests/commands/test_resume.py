@@ -157,7 +157,7 @@ def test_what_does_not_go_on_is_told_by_name(forked, tmp_path):
         (("out.latents.safetensors", "--model", "other"), "is of a run of another model than other is now"),
         (("newer.latents.safetensors",), "was written by sd-lowvram 9.9, and this is"),
         (("cut.latents.safetensors",), "truncated"),
-        (("empty",), "holds no latents of a run that was ended"),
+        (("empty",), "holds no saved latents"),
         (("absent",), "cannot be read"),
         (("out.latents.safetensors", "--vram", "2 bananas"), "2 bananas"),
     ):

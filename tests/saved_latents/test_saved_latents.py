@@ -177,7 +177,7 @@ def test_other_runs_are_refused(pipes, tmp_path):
     short = Saved(saved.about, {**saved.tensors, "latents": saved.tensors["latents"][:1]})
     with pytest.raises(BadInputError, match="latents of another size"):
         run(pipe, tmp_path / "x", start=short)
-    with pytest.raises(BadInputError, match=r"9.*9 steps"):
+    with pytest.raises(BadInputError, match="9 of 9"):
         run(pipe, tmp_path / "x", start=Saved({**saved.about, "step": 9, "steps": 9}, saved.tensors))
     evil = {**saved.about["scheduler"], "state": {"step": 1}}
     with pytest.raises(BadInputError, match="a name of the scheduler's own"):
