@@ -15,19 +15,21 @@ from .optimising import CATEGORY
 from .report_text import verdict
 from .saving import HIDDEN, Workflow, saved_first
 
-_LATENTS = "LATENT", {"tooltip": "what the sampler gives"}
+_LATENTS = "LATENT", {"tooltip": "the latents from the sampler"}
 _PIXELS = "IMAGE", {"tooltip": "the pictures to start from"}
 
 
 class LowVRAMVAEDecode:
     """LATENT to IMAGE."""
 
-    DESCRIPTION = "Decodes latents exactly, in bounded memory: no seams, no colour shift, the stock untiled picture."
+    DESCRIPTION = (
+        "Decodes latents exactly, within a budget: the picture of the stock VAE Decode, without seams or colour shift."
+    )
     CATEGORY = CATEGORY
     FUNCTION = "decode"
     RETURN_TYPES = ("IMAGE", "LOWVRAM_PLAN")
     RETURN_NAMES = ("IMAGE", "plan")
-    OUTPUT_TOOLTIPS = ("the pictures", "what was planned and measured: for Report")
+    OUTPUT_TOOLTIPS = ("the pictures", "the plan, and the measured run: for Report")
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -62,12 +64,12 @@ class LowVRAMVAEDecode:
 class LowVRAMVAEEncode:
     """IMAGE to LATENT."""
 
-    DESCRIPTION = "Encodes a picture exactly, in bounded memory: the stock untiled latents."
+    DESCRIPTION = "Encodes a picture exactly, within a budget: the latents of the stock VAE Encode."
     CATEGORY = CATEGORY
     FUNCTION = "encode"
     RETURN_TYPES = ("LATENT", "LOWVRAM_PLAN")
     RETURN_NAMES = ("LATENT", "plan")
-    OUTPUT_TOOLTIPS = ("the latents, for a sampler", "what was planned and measured: for Report")
+    OUTPUT_TOOLTIPS = ("the latents, for a sampler", "the plan, and the measured run: for Report")
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:

@@ -353,8 +353,8 @@ class Denoiser:
         watched = [name for name in TOKEN_PATCHES if (options.get("patches") or {}).get(name)]
         if watched and (settings.guidance_in_turn or settings.transformer_chunks):
             self.record.warn(
-                f"another node ({', '.join(watched)}) sees whole batches of tokens: transformers run undivided for it, "
-                "and may take more than was planned"
+                f"another node ({', '.join(watched)}) needs whole batches: transformers run undivided for it, and may "
+                "need more memory than planned"
             )
 
     def _prepared(self, unet: Any, settings: Settings) -> Attachment:

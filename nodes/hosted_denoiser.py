@@ -41,10 +41,10 @@ class HostedDenoiser(Denoiser):
         plain = dataclasses.replace(node_request, settings=Settings())
         super().__init__(traced.anatomy, plain, device, record, vae)
         self._traced = traced
-        record.say(f"{traced.name} runs as ComfyUI runs it; the budget bounds its weights beside what a step takes")
+        record.say(f"{traced.name} runs as in ComfyUI; the budget limits the weights in VRAM")
         asked = [knob.label for _, knob, _ in node_request.settings.of_stage("denoise").decided() if _acts(knob)]
         if asked:
-            record.say(f"not for {traced.name}, which has none of the layers: {', '.join(asked)}")
+            record.say(f"without effect on {traced.name}, as it has no layers for them: {', '.join(asked)}")
 
     def foresee_pixels(self, width: int, height: int, batch: int) -> None:
         try:
@@ -69,7 +69,7 @@ class HostedDenoiser(Denoiser):
         self._traced.given = given_by(getattr(guider, "conds", {}))
         try:
             if noise.dim() not in (4, 5):
-                raise PlanningError(f"latents of {tuple(noise.shape)} are no pictures")
+                raise PlanningError(f"latents of {tuple(noise.shape)} are not pictures")
             self._foresee_together(*self._sampled(guider, noise))
         except BudgetError:
             pass  # said with the sizes that fit
@@ -104,10 +104,10 @@ class HostedDenoiser(Denoiser):
     def _untold(self, error: PlanningError) -> None:
         cause = error.__cause__ or error
         of_values = "DataDependent" in type(cause).__name__
-        why = "its code hangs on values" if of_values else str(cause).splitlines()[0][:200]
+        why = "its code depends on the values of tensors" if of_values else str(cause).splitlines()[0][:200]
         self.record.untold = (
-            f"not foretold: a step of {self._traced.name} cannot be traced ({why}). ComfyUI is asked for its own "
-            "estimate of a step, and the budget bounds the weights beside it"
+            f"no prediction: a step of {self._traced.name} cannot be traced ({why}). ComfyUI's own estimate of a step "
+            "is used, and the budget limits the weights in VRAM"
         )
         self.record.plans.pop("denoise", None)
 
@@ -140,7 +140,7 @@ class HostedDenoiser(Denoiser):
             width, height, _ = self._pixels(shape)
             self.record.warn(
                 f"another node calls the model with {shape[0]} x {width}x{height} at a time, more than was planned: "
-                f"that may take more memory than was foretold, and {self._traced.name} cannot be divided"
+                f"that may need more memory than predicted, and {self._traced.name} cannot be divided"
             )
         elif self._pixels(shape) == _piece(self._forecast):
             if _piece(self._planned) != _piece(self._forecast):

@@ -1,6 +1,6 @@
 """Inputs generated from the knobs of ``sd_lowvram.settings``: one that is added there appears here by itself.
 
-A node asks for what only the user can know; the knobs all stand in Low VRAM Settings, by what of a run they touch.
+A node asks only for facts that the user alone knows. Low VRAM Settings has all knobs, grouped by the part of a run.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ BUDGET = (
     {
         "default": "",
         "placeholder": "4GB",
-        "tooltip": 'memory of the card that may be used, such as "4GB" or "3.5 GiB"; empty: what is free',
+        "tooltip": 'VRAM that may be used, such as "4GB" or "3.5 GiB"; empty: all that is free',
     },
 )
 BUDGET_OF_VAE = (
     "STRING",
     {
         **BUDGET[1],
-        "tooltip": f"{BUDGET[1]['tooltip'].split(';')[0]}; empty: what Low VRAM was given, else what is free",
+        "tooltip": f"{BUDGET[1]['tooltip'].split(';')[0]}; empty: the budget of Low VRAM, or all that is free",
     },
 )
-MODEL = ("MODEL", {"tooltip": "a model, as its loader or a LoRA gives it"})
-VAE = ("VAE", {"tooltip": "the VAE of SD1.x, SD2.x, SDXL, SD3, FLUX.1 or a model that shares one of theirs"})
-SETTINGS = ("LOWVRAM_SETTINGS", {"tooltip": "of Low VRAM Settings; without it the plan chooses"})
-BATCH = ("INT", {"default": 1, "min": 1, "max": 4096, "tooltip": "pictures at a time; guidance doubles them inside"})
+MODEL = ("MODEL", {"tooltip": "the model from its loader or a LoRA"})
+VAE = ("VAE", {"tooltip": "a VAE of SD1.x, SD2.x, SDXL, SD3, FLUX, Qwen-Image, Wan or a model that uses one of these"})
+SETTINGS = ("LOWVRAM_SETTINGS", {"tooltip": "from Low VRAM Settings; not connected: the plan chooses"})
+BATCH = ("INT", {"default": 1, "min": 1, "max": 4096, "tooltip": "pictures made at the same time"})
 STEPS = (
     "INT",
-    {"default": DEFAULT_STEPS, "min": 1, "max": 10000, "tooltip": "of the sampler: times are told for them"},
+    {"default": DEFAULT_STEPS, "min": 1, "max": 10000, "tooltip": "steps of the sampler, for the predicted time"},
 )
 
 SAVE_LATENTS = (
@@ -49,15 +49,15 @@ SAVE_LATENTS = (
     {
         "default": CHOICES[0],
         "display_name": "Picture · Save latents first",
-        "tooltip": "by VAE Decode (low VRAM): in a file in the output folder, until they are decoded or to keep; "
-        "sd-lowvram resume FILE decodes them",
+        "tooltip": "VAE Decode (low VRAM) saves the latents to the output folder before it decodes them, until they "
+        "are decoded or for good; sd-lowvram resume FILE decodes them",
     },
 )
 
 
 def side(what: str) -> tuple[str, dict[str, Any]]:
     """The input for a picture's width or height."""
-    help = f"{what} of the picture in pixels; 0: the size that the model was made for"
+    help = f"{what} of the picture in pixels; 0: the model's own size"
     return "INT", {"default": 0, "min": 0, "max": _LONGEST_SIDE, "step": 8, "tooltip": help}
 
 
@@ -100,26 +100,26 @@ def _group(knob: Knob) -> str:
 
 
 _DIVIDE_TOKENS = ("transformer_chunks", "guidance_in_turn")
-_UNDIVIDED = "; transformers that ToMe, HyperTile or the like watch stay undivided, and see both halves of guidance"
+_UNDIVIDED = "; does nothing in transformers that ToMe, HyperTile or a similar node changes"
 
 
 def _input(knob: Knob) -> tuple[Any, dict[str, Any]]:
-    unit = f" in {knob.unit}" if knob.unit else ""
-    help = f"{knob.label}{unit}: {knob.help} ({_fidelity(knob)}){_UNDIVIDED if knob.hook in _DIVIDE_TOKENS else ''}"
+    help = f"{knob.help} ({_fidelity(knob)}){_UNDIVIDED if knob.hook in _DIVIDE_TOKENS else ''}"
     label = f"{_group(knob)} · {knob.label}" + (f" ({knob.unit})" if knob.unit else "")
     if knob.type is int:
-        told = f"{help}; 0: left to the plan"
-        return "INT", {"default": 0, "min": 0, "max": knob.maximum, "display_name": label, "tooltip": told}
+        number = {"default": 0, "min": 0, "max": knob.maximum}
+        return "INT", {**number, "display_name": label, "tooltip": f"{help}; 0: the plan chooses"}
     choices = knob.choices or tuple(_SWITCH)
     words = [AUTO, *(choice for choice in choices if choice != AUTO)]
-    return words, {"default": AUTO, "display_name": label, "tooltip": f"{help}; auto: left to the plan"}
+    return words, {"default": AUTO, "display_name": label, "tooltip": f"{help}; auto: the plan chooses"}
 
 
 def _fidelity(knob: Knob) -> str:
     if not isinstance(knob.fidelity, Mapping):
-        return str(knob.fidelity)
+        return knob.fidelity.words
     farther = [choice for choice in knob.choices if not knob.fidelity[choice].lossless]
-    return f"{Fidelity.ROUNDING}, {', '.join(farther)} {Fidelity.APPROXIMATE}" if farther else str(Fidelity.ROUNDING)
+    most = max(knob.fidelity_of(choice) for choice in knob.choices if choice not in farther).words
+    return f"{most}, {', '.join(farther)} {Fidelity.APPROXIMATE.words}" if farther else most
 
 
 def settings_of(values: Mapping[str, Any]) -> Settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..sd_lowvram.errors import BudgetError
+from ..sd_lowvram.knob import FIDELITIES
 from . import host
 from .autoencoder import optimized_vae
 from .inputs import BUDGET, MODEL, SAVE_LATENTS, SETTINGS, VAE, checked_budget, knob_inputs, settings_of
@@ -21,8 +22,8 @@ class LowVRAM:
     """MODEL and VAE within a budget; all else in the workflow stays stock."""
 
     DESCRIPTION = (
-        "Makes model and VAE run within a memory budget, with the same picture (to rounding). The fastest settings "
-        "that fit are planned for the model's own size, and anew for the size that comes to the sampler."
+        "Keeps model and VAE within a VRAM budget, with the same picture. Uses the fastest settings that fit the "
+        "picture's size, and shows peak and time before the run."
     )
     CATEGORY = CATEGORY
     FUNCTION = "optimize"
@@ -30,8 +31,8 @@ class LowVRAM:
     RETURN_NAMES = ("model", "vae", "plan")
     OUTPUT_TOOLTIPS = (
         "the model for the sampler, or for nodes that patch it",
-        "the VAE, with which VAE Decode and VAE Encode run exactly, in bounded memory",
-        "what was planned and, after the run, measured: for Report",
+        "the VAE; VAE Decode and VAE Encode then run exactly, within the budget",
+        "the plan, and the measured run: for Report",
     )
 
     @classmethod
@@ -61,22 +62,23 @@ class LowVRAM:
             try:
                 made_vae = optimized_vae(vae, node_request, record)
             except UnservedVAEError as error:
-                record.say(f"the VAE passes through as it is, and is not counted: {error}")
+                record.say(f"the VAE passes through unchanged, and the budget does not count it: {error}")
             made = optimized_model(model, node_request, record, made_vae)
             try:
                 foresee_sampling(made)
-                told = verdict(record)
+                shown = verdict(record)
             except BudgetError as error:  # the sampler may come with a smaller size
-                told = f"does not fit at the model's own size: {error}"
-        return {"ui": {"text": [told]}, "result": (made, made_vae, record)}
+                shown = f"does not fit at the model's own size: {error}"
+        return {"ui": {"text": [shown]}, "result": (made, made_vae, record)}
 
 
 class LowVRAMSettings:
     """Settings that the plan would choose, for Low VRAM, Plan and the nodes of the VAE."""
 
     DESCRIPTION = (
-        "For what you want to decide yourself; all else is left to the plan. Of the picture as a whole, of each step "
-        "of the sampler, of decoding and encoding, and what is faster and makes another picture."
+        "Settings that you want to choose yourself; the plan chooses the rest. Groups: memory of the whole run, steps "
+        "of the sampler, faster with another picture, decoding and encoding. Each tooltip says what happens to the "
+        f"picture. {FIDELITIES[0].upper()}{FIDELITIES[1:]}."
     )
     CATEGORY = CATEGORY
     FUNCTION = "choose"

@@ -10,7 +10,7 @@ from . import host
 from .loading import beside_weights
 from .node_request import PlanRecord, attachable
 
-_PARTS = {"denoise": ("model", "a step"), "decode": ("VAE", "the decode"), "encode": ("VAE", "the encode")}
+_PARTS = {"denoise": ("model", "a step"), "decode": ("VAE", "decoding"), "encode": ("VAE", "encoding")}
 
 
 def verdict(record: PlanRecord, *stages: str) -> str:
@@ -33,14 +33,14 @@ def verdict(record: PlanRecord, *stages: str) -> str:
         first = f"{'more than is free' if stated and free < needed else 'fits'}: {first}"
         first += f". Only {format_size(free)} are free" if stated else ""
     else:
-        first = f"above the budget: {first}, with the settings that take least"
+        first = f"above the budget: {first}, with the settings that need least"
         first += ". ComfyUI keeps all weights loaded on this device" if whole else ""
     accounts = _accounts(record, stage_of(plan, name), plan.request.device.type == "cpu", whole)
     return "\n".join([first, *accounts, *standing])
 
 
 def warn_above(record: PlanRecord, stage: str) -> None:
-    """Say that the plan of ``stage`` is above its budget, where it is: the host keeps weights whatever is asked."""
+    """Warn if the plan of ``stage`` is above its budget: the host keeps weights whatever is requested."""
     plan = record.plans[stage]
     if not fits(plan, stage):
         record.warn(f"{stage} {plan.request.width}x{plan.request.height} is {verdict(record, stage)}")
@@ -51,7 +51,7 @@ def needed_bytes(plan: Plan, name: str) -> int:
 
 
 def room_for_weights(plan: Plan, name: str) -> int:
-    """Bytes of the budget beside what a stage takes besides weights: all that the host keeps of models is within."""
+    """Bytes that the budget leaves for weights after all else that a stage needs."""
     return plan.request.vram - plan.predicted.overhead_bytes - beside_weights(stage_of(plan, name))
 
 
@@ -60,19 +60,20 @@ def fits(plan: Plan, name: str) -> bool:
 
 
 def _accounts(record: PlanRecord, stage: StagePlan, on_cpu: bool, whole: bool) -> Iterator[str]:
-    """Lines on the bytes of ``stage`` that the budget counts, and on others."""
+    """Lines on the bytes of ``stage`` that the budget counts, and on the rest."""
     part, work = _PARTS[stage.name]
-    yield f"counted: {part} {format_size(stage.weights_bytes)}, {work} {format_size(stage.activation_bytes)}"
+    sizes = f"{part} {format_size(stage.weights_bytes)}, intermediate results {format_size(stage.activation_bytes)}"
+    yield f"largest moment: {work} ({sizes})"
     passing = stage.host_bytes - stage.parked_bytes
     if not on_cpu and host.loads_freely() and passing:
-        yield f"bounded: the other {format_size(passing)} of the {part} are copied in for {work}, by dynamic VRAM"
-    others = host.others_beside(record.model_of(stage.name))
-    told = [f"{kind} {format_size(size)}" for kind, size in others.items()]
-    if told:
-        does = "keeps loaded" if whole else "unloads where it needs room"
-        yield f"not counted: {', '.join(told)}, which ComfyUI {does}"
+        yield f"limited: dynamic VRAM copies in the remaining {format_size(passing)} of the {part} for {work}"
+    loaded = host.others_beside(record.model_of(stage.name))
+    if loaded:
+        does = "does not unload them on this device" if whole else "unloads them when it needs memory"
+        shown = ", ".join(f"{kind} {format_size(size)}" for kind, size in loaded.items())
+        yield f"also loaded: {shown}; ComfyUI {does}"
     if on_cpu and stage.host_bytes:
-        yield f"not counted: {format_size(stage.host_bytes)} that are parked, in the same memory on a CPU"
+        yield f"also needed: {format_size(stage.host_bytes)} for parked results, in the same memory on a CPU"
 
 
 def _of(part: int, whole: int) -> str:
@@ -118,7 +119,7 @@ def run_line(record: PlanRecord, calls: int) -> str:
     """A sampling in one line."""
     plan = record.plans["denoise"]
     took = measured_step(record)
-    seconds = "" if took is None else f" of {format_time(took)} ({format_time(seconds_a_step(record))} foretold)"
+    seconds = "" if took is None else f" of {format_time(took)} ({format_time(seconds_a_step(record))} predicted)"
     return (
         f"{_sampled(record)}, {calls} calls of the model, {len(record.step_seconds)} steps"
         f"{seconds}, planned {_of(needed_bytes(plan, 'denoise'), plan.request.vram)}"
@@ -146,27 +147,27 @@ def report_text(record: PlanRecord) -> str:
     lines = [
         verdict(record),
         f"{_sampled(record)}, batch {request.batch}, budget {format_size(request.vram)}",
-        f"{'':<9}{'peak':>10}{'measured':>10}{'weights':>10}{'kept':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
+        f"{'':<9}{'peak':>10}{'measured':>10}{'weights':>10}{'loaded':>10}{'host':>10}{'seconds':>9}{'measured':>10}",
     ]
     for name, plan in record.plans.items():
         stage = stage_of(plan, name)
         sizes = (stage.peak_bytes, peaks.get(name), stage.weights_bytes, record.kept.get(name), stage.host_bytes)
         figures = "".join(f"{'-' if size is None else format_size(size):>10}" for size in sizes)
-        foretold = seconds_a_step(record) if name == "denoise" else stage.seconds
+        predicted = seconds_a_step(record) if name == "denoise" else stage.seconds
         took = measured_step(record) if name == "denoise" else record.seconds.get(name)
         row = "a step" if name == "denoise" else name
-        lines.append(f"{row:<9}{figures}{_seconds(foretold):>9}{_seconds(took):>10}")
+        lines.append(f"{row:<9}{figures}{_seconds(predicted):>9}{_seconds(took):>10}")
     if record.step_seconds:
-        foretold = sum(record.step_calls) * _seconds_a_call(record)
-        whole = f"{format_time(sum(record.step_seconds))} measured, {format_time(foretold)} foretold"
+        predicted = sum(record.step_calls) * _seconds_a_call(record)
+        whole = f"{format_time(sum(record.step_seconds))} measured, {format_time(predicted)} predicted"
         lines.append(f"{len(record.step_seconds)} steps ran: {whole}")
     if peaks and request.device.type == "cpu":
         both = (f"{name} {format_size(stage_of(plan, name).held_bytes)}" for name, plan in record.plans.items())
-        lines.append(f"on a CPU device and host are measured together: planned {', '.join(both)}")
+        lines.append(f"on a CPU, VRAM and RAM are the same memory, measured together: planned {', '.join(both)}")
     lines += [f"{name}: {_choices(plan, name)}" for name, plan in record.plans.items()]
     for name, bound in record.bounds.items():
-        kept = format_size(record.kept.get(name, 0))
-        lines.append(f"{name}: dynamic VRAM was bounded to {format_size(bound)} of weights and kept {kept}")
+        loaded = format_size(record.kept.get(name, 0))
+        lines.append(f"{name}: dynamic VRAM was limited to {format_size(bound)} of weights and loaded {loaded}")
     if record.sites:
         lines.append("sites: " + ", ".join(f"{name} {count}" for name, count in sorted(record.sites.items())))
     return "\n".join([*lines, *record.notes])
@@ -191,4 +192,4 @@ def stage_of(plan: Plan, name: str) -> StagePlan:
 def _choices(plan: Plan, name: str) -> str:
     attached = {knob: value for knob, _, value in attachable(plan.settings).of_stage(name).decided()}
     decided = {**attached, **stage_of(plan, name).choice}
-    return ", ".join(f"{knob} {value}" for knob, value in decided.items() if value is not None) or "as it is"
+    return ", ".join(f"{knob} {value}" for knob, value in decided.items() if value is not None) or "unchanged"

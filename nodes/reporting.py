@@ -25,16 +25,16 @@ from .report_text import measured_peaks, report_text, stage_of
 from .sampling import foresee_sampling, optimized_model
 
 _NO_PLAN = (
-    "nothing to report: no plan came. Where Low VRAM is bypassed the run was ComfyUI's own; else connect the plan of "
-    "Low VRAM to this node"
+    "nothing to report: there is no plan. If Low VRAM is bypassed, the run was ComfyUI's own; otherwise connect the "
+    "plan of Low VRAM to this node"
 )
-_TOOLTIPS = ("what the node shows, as text", "the memory of every stage as a picture, the budget a line across it")
+_TOOLTIPS = ("the text that the node shows", "a plot of the memory of each stage, with the budget as a line")
 
 
 class LowVRAMPlan:
     """The plan of a MODEL and a VAE for a size, before anything runs."""
 
-    DESCRIPTION = "Foretells for a size and a budget what each stage takes, and draws it. Nothing is run."
+    DESCRIPTION = "Predicts memory and time of each stage for a size and a budget, and draws them. Nothing runs."
     CATEGORY = CATEGORY
     FUNCTION = "plan"
     OUTPUT_NODE = True
@@ -83,7 +83,7 @@ class LowVRAMPlan:
             try:
                 plan_autoencoder(vae, node_request, record, record.plans["denoise"].request)
             except UnservedVAEError as error:
-                record.say(f"the decode is not foretold: {error}")
+                record.say(f"the decode is not predicted: {error}")
         return _shown(record)
 
 
@@ -91,7 +91,7 @@ class LowVRAMReport:
     """Measured against predicted, after the run."""
 
     DESCRIPTION = (
-        "Compares what each stage took with what its plan foretold. Connect the finished pictures: it runs then."
+        "Compares memory and time of each stage with the plan. Connect the finished pictures, so that it runs last."
     )
     CATEGORY = CATEGORY
     FUNCTION = "report"
@@ -102,8 +102,8 @@ class LowVRAMReport:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        plan = "LOWVRAM_PLAN", {"tooltip": "of the Low VRAM that the sampler's model went through"}
-        after = "IMAGE", {"tooltip": "the pictures of the run, so that the report comes after it"}
+        plan = "LOWVRAM_PLAN", {"tooltip": "the plan of the Low VRAM node before the sampler"}
+        after = "IMAGE", {"tooltip": "the finished pictures, so that the report comes last"}
         return {"required": {"images": after}, "optional": {"plan": plan}}
 
     def report(self, images: Tensor, plan: PlanRecord | None = None) -> dict[str, Any]:

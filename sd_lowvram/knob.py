@@ -29,8 +29,20 @@ class Fidelity(enum.IntEnum):
         return self.name.lower()
 
     @property
+    def words(self) -> str:
+        """The fidelity in the words that people read; ``FIDELITIES`` explains them."""
+        return ("identical", "identical up to rounding", "approximate")[self]
+
+    @property
     def lossless(self) -> bool:
         return self <= Fidelity.ROUNDING
+
+
+FIDELITIES = (
+    "identical: the same bits as without the setting; identical up to rounding: the same computation in another order, "
+    "which nobody sees; approximate: another picture, used only if you allow it"
+)
+"""The explanation of ``Fidelity.words``."""
 
 
 class Act(enum.Enum):

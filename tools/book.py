@@ -39,9 +39,9 @@ def knobs_page() -> Iterator[str]:
     )
     yield ""
     yield (
-        "Fidelity is against the model as you loaded it. *bitwise*: the same bits. *rounding*: the same arithmetic in "
-        "another order or a wider type. *approximate*: another picture, however close; no plan takes such a setting "
-        "unless you ask."
+        "Fidelity compares with the model as you loaded it. *identical*: the same bits. *identical up to rounding*: "
+        "the same arithmetic in another order or a wider type. *approximate*: another picture, however close; no plan "
+        "uses such a setting unless you ask."
     )
     for name, knob in knobs().items():
         number = f"up to {knob.maximum} {knob.unit}".strip()

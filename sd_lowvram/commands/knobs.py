@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ..knob import FIDELITIES
 from ..settings import Fidelity, Knob, knobs
 
 Command = Callable[..., Any]
-_PANEL = "Optimisations (left out: chosen by the plan)"
+_PANEL = "Optimisations (left out: the plan chooses)"
 
 
 def command_line_knobs() -> dict[str, Knob]:
@@ -34,14 +35,14 @@ def _values(**given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name != _HELP_ALL}
 
 
-def _tell_everything(context: typer.Context, wanted: bool) -> None:
+def _show_everything(context: typer.Context, wanted: bool) -> None:
     if not wanted:
         return
     passed_over = [one for one in context.command.params if getattr(one, "hidden", False)]
     try:
         for one in passed_over:
             one.hidden = False  # type: ignore[attr-defined]
-        print(context.get_help(), end="")
+        print(f"{context.get_help()}\n Optimisations are {FIDELITIES}.")
     finally:
         for one in passed_over:
             one.hidden = True  # type: ignore[attr-defined]
@@ -51,7 +52,7 @@ def _tell_everything(context: typer.Context, wanted: bool) -> None:
 _HELP_ALL = "help_all"
 _EVERYTHING = Annotated[
     bool,
-    typer.Option("--help-all", callback=_tell_everything, is_eager=True, help="Show every option and exit."),
+    typer.Option("--help-all", callback=_show_everything, is_eager=True, help="Show every option and exit."),
 ]
 
 
@@ -101,8 +102,10 @@ def _annotation(name: str, knob: Knob) -> Any:
 def fidelity_words(knob: Knob) -> str:
     """Words for the fidelity of the knob."""
     if not isinstance(knob.fidelity, Mapping):
-        return str(knob.fidelity)
+        return knob.fidelity.words
     lossless = [choice for choice in knob.choices if knob.fidelity[choice].lossless]
     if not lossless:
-        return str(Fidelity.APPROXIMATE)
-    return f"approximate, except {', '.join(lossless)}" if len(lossless) < len(knob.choices) else "lossless"
+        return Fidelity.APPROXIMATE.words
+    if len(lossless) < len(knob.choices):
+        return f"{Fidelity.APPROXIMATE.words}, except {', '.join(lossless)}"
+    return max(knob.fidelity.values()).words

@@ -1,4 +1,4 @@
-"""Into which parts the denoiser's calls are divided, and what waits in host memory."""
+"""Parts into which the denoiser's calls are divided, and data that waits in host memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .declaring import BITWISE, DENOISE, IN_BLOCKS, ROUNDING, STATEFUL, declared
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationsKnobs:
-    """Into which parts the denoiser's calls are divided, and what waits in host memory."""
+    """Parts into which the denoiser's calls are divided, and data that waits in host memory."""
 
     feed_forward_chunks: int | None = declared(
         place=12,
-        label="Feed-forward in parts",
-        help="work through the model's widest layers in this many parts; less memory for large pictures",
-        when="large pictures, where the widest layers are the peak; a little time",
+        label="Widest layers in parts",
+        help="compute the model's widest layers in this many parts; less memory for large pictures",
+        when="large pictures, if the widest layers are the peak; a little time",
         maximum=1024,
         fidelity=ROUNDING,
         stages=DENOISE,
@@ -27,8 +27,8 @@ class ActivationsKnobs:
     residual_strips: int | None = declared(
         place=13,
         label="Convolutions in strips",
-        help="work through the model's convolutions in this many strips of the picture; less memory for large pictures",
-        when="large pictures, where convolutions are the peak; some time for the rows that strips share",
+        help="compute the model's convolutions in this many strips of the picture; less memory for large pictures",
+        when="large pictures, if convolutions are the peak; some time for the rows that strips share",
         maximum=1024,
         fidelity=ROUNDING,
         stages=DENOISE,
@@ -39,8 +39,8 @@ class ActivationsKnobs:
     transformer_chunks: int | None = declared(
         place=14,
         label="Transformers in parts",
-        help="work through the model's transformers in this many parts of the picture; less memory for large pictures",
-        when="large pictures, where transformers are the peak; a little time",
+        help="compute the model's transformers in this many parts of the picture; less memory for large pictures",
+        when="large pictures, if transformers are the peak; a little time",
         maximum=1024,
         fidelity=ROUNDING,
         stages=DENOISE,
@@ -51,9 +51,9 @@ class ActivationsKnobs:
     park_skips: bool | None = declared(
         place=15,
         label="Wait in RAM",
-        help="activations that the model needs only later (skip connections) wait in RAM; with guidance in turn, so do "
-        "those of the half that is not being computed",
-        when="large pictures; host memory and copies, most of which hide under the compute",
+        help="move intermediate results that the model needs only later (skip connections) to RAM; with guidance in "
+        "turn also those of the half that is not being computed",
+        when="large pictures; RAM, and copies that mostly run while the GPU works",
         fidelity=BITWISE,
         stages=DENOISE,
         hook="skip_parking",
@@ -63,10 +63,8 @@ class ActivationsKnobs:
     guidance_in_turn: bool | None = declared(
         place=16,
         label="Guidance in turn",
-        help="prompt and negative prompt one after the other inside the model, so that only one takes memory for "
-        "the picture",
-        when="wherever guidance doubles the batch; halves that are too small for the card take longer than both "
-        "at once",
+        help="compute prompt and negative prompt one after the other, so that only one of them needs memory",
+        when="wherever guidance doubles the batch; halves that are too small for the GPU take longer than both at once",
         fidelity=ROUNDING,
         stages=DENOISE,
         hook="guidance_in_turn",
@@ -75,9 +73,9 @@ class ActivationsKnobs:
     )
     largest_mib: int | None = declared(
         place=20,
-        label="Largest piece",
-        help="take no more memory than this in one piece, for cards that have such a limit",
-        when="cards and drivers that refuse large pieces; smaller strips and parts, which take longer",
+        label="Largest piece of memory",
+        help="use no more memory than this in one piece, for GPUs that have such a limit",
+        when="GPUs and drivers that refuse large pieces; smaller strips and parts, which take longer",
         maximum=1048576,
         unit="MiB",
         fidelity=BITWISE,

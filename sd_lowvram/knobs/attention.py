@@ -15,9 +15,9 @@ class AttentionKnobs:
     attention: str | None = declared(
         place=1,
         label="Attention",
-        help="how parts of the picture look at each other: sdpa takes the fastest kernel for the size and the "
-        "card; sliced and fused-softmax bound the memory that this takes",
-        when="large pictures, where the scores are the peak; sliced takes more time, fused-softmax more still",
+        help="way to compute attention, in which all parts of the picture see each other: sdpa picks the fastest "
+        "kernel; sliced and fused-softmax limit its memory",
+        when="large pictures, if attention is the peak; sliced takes more time, fused-softmax even more",
         choices=("sdpa", "flash", "efficient", "xformers", "fused-softmax", "sliced", "triton", "cudnn"),
         fidelity=ROUNDING,
         stages=ATTENDING,
@@ -28,8 +28,8 @@ class AttentionKnobs:
     attention_mib: int | None = declared(
         place=2,
         label="Memory for attention",
-        help="the most that sliced and fused-softmax take for attention at once",
-        when="where sliced or fused-softmax still take too much; the less, the slower",
+        help="most memory that sliced and fused-softmax use for attention at once; less is slower",
+        when="if sliced or fused-softmax still use too much; less is slower",
         maximum=65536,
         unit="MiB",
         fidelity=ROUNDING,
@@ -37,9 +37,9 @@ class AttentionKnobs:
     )
     deterministic: bool | None = declared(
         place=3,
-        label="Deterministic",
-        help="same seed, same picture to the last bit, run after run: only attention that proved it on this machine",
-        when="where pictures are compared bit by bit; a slower kernel where the fastest does not repeat its bits",
+        label="Same bits in every run",
+        help="the same seed gives the same bits in every run: only attention that proved it on this machine",
+        when="if pictures are compared bit by bit; a slower kernel if the fastest does not repeat its bits",
         fidelity=ROUNDING,
         stages=ATTENDING,
         hook="attention",
@@ -48,10 +48,10 @@ class AttentionKnobs:
     )
     merge_tokens: int | None = declared(
         place=24,
-        label="Merge alike",
-        help="let up to so much of the picture's parts that are alike go through self-attention as one; "
-        "the more, the faster and the farther from the picture",
-        when="large pictures, whose self-attention takes most of the time; another picture",
+        label="Merge similar parts, up to",
+        help="compute similar parts of the picture together in self-attention, up to this share of it; more is faster "
+        "and farther from the original picture",
+        when="large pictures, if self-attention takes most of the time; another picture",
         maximum=75,
         unit="%",
         fidelity=APPROXIMATE,

@@ -16,7 +16,7 @@ class AutoencoderKnobs:
         place=6,
         label="Decode one by one",
         help="decode and encode the pictures of a batch one after the other",
-        when="batches; each picture is decoded by itself, which takes somewhat longer",
+        when="batches; one after the other takes somewhat longer",
         fidelity=ROUNDING,
         stages=AUTOENCODER,
         hook="vae_slices",
@@ -25,10 +25,10 @@ class AutoencoderKnobs:
     vae_tiles: str | None = declared(
         place=7,
         label="Decode in parts",
-        help="exact: strips that know the whole picture, no seam and no colour shift; fast: overlapping tiles, "
-        "blended, which may show",
-        when="large pictures, whose decode is the peak; exact takes little time while its map is held, fast "
-        "less and changes tone and seams",
+        help="exact: strips that fit together without seams or colour shift; fast: overlapping tiles, blended, "
+        "which may show",
+        when="large pictures, if the decode is the peak; exact takes little time while the unfinished picture is held, "
+        "fast takes less, changes tones and leaves seams",
         choices=("off", "exact", "fast"),
         fidelity={"off": BITWISE, "exact": ROUNDING, "fast": APPROXIMATE},
         stages=AUTOENCODER,
@@ -37,10 +37,10 @@ class AutoencoderKnobs:
     )
     vae_map: str | None = declared(
         place=8,
-        label="Decoding waits",
-        help="where the unfinished picture waits while exact strips are made: held on the card, parked in RAM, "
-        "or recomputed, which takes no memory and more time",
-        when="held halves the plain peak, parked takes host memory and copies, recomputed several times the time",
+        label="Unfinished picture",
+        help="place of the unfinished picture while exact strips are made: held in VRAM, parked in RAM, or recomputed, "
+        "which needs no memory and more time",
+        when="held halves the plain peak, parked needs RAM and copies, recomputed takes several times as long",
         choices=("held", "parked", "recomputed"),
         fidelity=ROUNDING,
         stages=AUTOENCODER,
@@ -48,8 +48,8 @@ class AutoencoderKnobs:
     vae_strip_mib: int | None = declared(
         place=9,
         label="Memory for a strip",
-        help="how much of the picture is decoded at once by exact strips",
-        when="where a strip is the peak; the smaller, the more often layers are called",
+        help="memory for one exact strip of the decode; less is slower",
+        when="if a strip is the peak; less memory means more strips, which take longer",
         maximum=1024,
         unit="MiB",
         fidelity=ROUNDING,
@@ -58,9 +58,8 @@ class AutoencoderKnobs:
     decoder_device: str | None = declared(
         place=10,
         label="Decode on",
-        help="what makes the finished picture: the card (gpu), the processor (cpu), or the processor only where "
-        "the card cannot hold it (auto)",
-        when="where the decode fits no other way; a processor takes many times as long",
+        help="decode on the GPU (gpu), on the processor (cpu), or on the processor only if VRAM is too small (auto)",
+        when="if the decode fits no other way; a processor takes many times as long",
         choices=("gpu", "cpu", "auto"),
         fidelity=ROUNDING,
         stages=AUTOENCODER,
@@ -70,8 +69,8 @@ class AutoencoderKnobs:
     )
     winograd: bool | None = declared(
         place=28,
-        label="Winograd convolutions",
-        help="make and read pictures with fewer multiplications, on a processor: faster on most, and only in fp32",
+        label="Fewer multiplications (Winograd)",
+        help="decode and encode with fewer multiplications on a processor, in fp32; faster on most",
         when="decodes on a processor in fp32; memory for the transformed strips",
         fidelity=ROUNDING,
         stages=AUTOENCODER,

@@ -25,8 +25,8 @@ class SpeedKnobs:
     inference_mode: bool | None = declared(
         place=5,
         label="Inference mode",
-        help="run the model without what only training needs",
-        when="always, unless gradients are wanted; it costs nothing",
+        help="run the model without the records that only training needs",
+        when="always, unless you need gradients; costs nothing",
         fidelity=BITWISE,
         surfaces=NOT_COMFYUI,
         hook="inference_mode",
@@ -34,8 +34,8 @@ class SpeedKnobs:
     fused_kernels: bool | None = declared(
         place=21,
         label="Fused kernels",
-        help="norms together with their activations in one pass over the picture, by kernels in Triton (NVIDIA)",
-        when="NVIDIA cards, where `doctor --calibrate` measured a gain; compiling once",
+        help="compute several small operations in one pass over the picture, with Triton (NVIDIA GPUs)",
+        when="NVIDIA GPUs on which `doctor --calibrate` measured a gain; compiling once",
         fidelity=ROUNDING,
         stages=("denoise", *AUTOENCODER),
         hook="fused_kernels",
@@ -44,13 +44,12 @@ class SpeedKnobs:
     )
     deep_cache: int | None = declared(
         place=22,
-        label="Deep features every",
-        help="compute the model's deep layers only every so many steps and use their results again between; "
-        "the more, the faster and the farther from the picture",
-        when="many steps of a sampler; another picture, and memory for what is kept",
+        label="Reuse deep features every N steps",
+        help="compute the model's deep layers only every N steps and reuse their results in between; more is faster "
+        "and farther from the original picture",
+        when="samplers with many steps; another picture, and memory for the stored results",
         minimum=2,
         maximum=100,
-        unit="steps",
         fidelity=APPROXIMATE,
         stages=DENOISE,
         hook="deep_cache",
@@ -60,9 +59,10 @@ class SpeedKnobs:
     )
     deep_cache_branch: int | None = declared(
         place=23,
-        label="Layers between deep features",
-        help="how many of the model's outer layers run at every step; more come nearer to the picture and take longer",
-        when="with deep_cache; the more, the nearer and the slower",
+        label="Outer layers in every step",
+        help="number of outer layers that run in every step while deep features are reused; more is slower and closer "
+        "to the original picture",
+        when="with deep_cache; more is closer and slower",
         minimum=0,
         maximum=100,
         fidelity=APPROXIMATE,
@@ -71,8 +71,8 @@ class SpeedKnobs:
     compile: str | None = declared(
         place=25,
         label="Compile",
-        help="have torch.compile make code for each kind of block (regional) or for the model as one (whole): the "
-        "first picture takes longer, all others are made faster",
+        help="compile the model with torch.compile, by kinds of blocks (regional) or as one (whole): the first picture "
+        "takes longer, later ones are faster",
         when="many pictures of one size; a warm-up of seconds to minutes, and a C++ compiler or Triton",
         choices=("off", "regional", "whole"),
         fidelity=dict.fromkeys(("regional", "whole"), ROUNDING) | {"off": BITWISE},
@@ -87,9 +87,9 @@ class SpeedKnobs:
     traced: bool | None = declared(
         place=26,
         label="Traced",
-        help="have torch write down once what the model does, keep that in the cache folder, and run it without "
+        help="record the model's operations once for each size, store them in the cache folder, and run them without "
         "Python; needs no compiler",
-        when="small pictures, where Python is the slower part; a pass to write down for each size, once",
+        when="small pictures, if Python is the slower part; one pass to record for each size",
         fidelity=ROUNDING,
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a traced pass would not call
         stages=DENOISE,
@@ -103,9 +103,9 @@ class SpeedKnobs:
     cuda_graphs: bool | None = declared(
         place=29,
         label="CUDA graphs",
-        help="record what the model does on an NVIDIA card once and replay it: faster where starting each operation "
+        help="record the model's operations on an NVIDIA GPU once and replay them: faster if starting an operation "
         "takes longer than the operation",
-        when="small pictures on fast cards, where launching takes longer than computing; memory for the recordings",
+        when="small pictures on fast GPUs, if launching takes longer than computing; memory for the recordings",
         fidelity=BITWISE,
         surfaces=("cli",),  # the hosts' own code acts between its layers, which a recorded pass would not call
         stages=DENOISE,

@@ -17,11 +17,11 @@ class WeightsKnobs:
     precision: str | None = declared(
         place=0,
         label="Precision",
-        help="how finely numbers are kept: fp16 and bf16 take half the memory of fp32; fp16-storage keeps half "
-        "the memory and computes in fp32 (GTX 16xx); autocast-fp16 and autocast-bf16 are slower than fp16 and bf16; "
-        "fp16-products makes a transformer's products in fp16 but where they overflow, and all else in fp32 (RTX 20xx)",
-        when="on a card that is too small or too slow for fp32; a narrower type is another picture, a wider "
-        "one more memory",
+        help="number type: fp16 and bf16 use half the memory of fp32; fp16-storage uses half the memory and computes "
+        "in fp32 (GTX 16xx); autocast-fp16 and autocast-bf16 are slower than fp16 and bf16; fp16-products computes a "
+        "transformer's products in fp16, unless they overflow, and the rest in fp32 (RTX 20xx)",
+        when="on a GPU that is too small or too slow for fp32; a narrower type gives another picture, a wider one "
+        "needs more memory",
         choices=_PRECISIONS,
         fidelity=dict.fromkeys(_PRECISIONS, APPROXIMATE) | {"fp32": ROUNDING},
         surfaces=NOT_COMFYUI,
@@ -32,8 +32,8 @@ class WeightsKnobs:
     channels_last: bool | None = declared(
         place=4,
         label="Channels last",
-        help="another layout of the picture in memory; faster on recent cards and processors",
-        when="nearly always on a GPU; weights are copied once into the other order",
+        help="another order of numbers in memory; faster on recent GPUs and processors",
+        when="nearly always on a GPU; weights are copied once into that order",
         fidelity=ROUNDING,
         surfaces=NOT_COMFYUI,
         stages=ATTENDING,
@@ -42,12 +42,10 @@ class WeightsKnobs:
     )
     offload: str | None = declared(
         place=11,
-        label="Model on the card",
-        help="how much of the model is on the card at once: all of it (none), one of its models (component), "
-        "half a UNet (halves), as much as weights_mib says while the rest comes when needed (blocks), or "
-        "one layer (layer)",
-        when="models larger than the budget; little time where copies hide under the compute, and host memory "
-        "for the weights",
+        label="Model in VRAM",
+        help="part of the model that is in VRAM at once: all of it (none), one of its models (component), half a UNet "
+        "(halves), the amount set below (blocks), or one layer (layer); the rest is loaded from RAM when it is needed",
+        when="models larger than the budget; little time if copies run while the GPU works, and RAM for the weights",
         choices=("none", "component", "layer", "halves", "blocks"),
         fidelity=BITWISE,
         surfaces=NOT_COMFYUI,
@@ -57,10 +55,9 @@ class WeightsKnobs:
     )
     weights_mib: int | None = declared(
         place=17,
-        label="Keep of the model on the card",
-        help="keep this much of the model on the card and fetch the rest from RAM when it is needed; the less, "
-        "the slower",
-        when="a budget below the model's size; copies, which hide where the work before them takes as long",
+        label="Model in VRAM, up to",
+        help="hold this much of the model in VRAM and load the rest from RAM when it is needed; less is slower",
+        when="a budget below the model's size; copies, which cost no time if the work before them takes as long",
         maximum=1048576,
         unit="MiB",
         fidelity=BITWISE,
@@ -70,7 +67,7 @@ class WeightsKnobs:
     split_layers: bool | None = declared(
         place=18,
         label="Split layers",
-        help="fetch layers in parts where they are larger than the room for them",
+        help="load a layer in parts if it is larger than the memory set aside for it",
         when="budgets below the largest layer; more, smaller copies",
         fidelity=ROUNDING,
         surfaces=NOT_COMFYUI,
@@ -78,8 +75,8 @@ class WeightsKnobs:
     weight_storage: str | None = declared(
         place=19,
         label="Model in 8 bits",
-        help="keep the model in 8 bits, half the memory of fp16, and widen each layer when it is used",
-        when="models whose weights are too large for card and bus; another picture, and time to widen each layer",
+        help="store the model in 8 bits, half the memory of fp16, and convert each layer when it is used",
+        when="models whose weights are too large for GPU and bus; another picture, and time to convert each layer",
         choices=("fp8", "int8"),
         fidelity=APPROXIMATE,
         surfaces=NOT_COMFYUI,
@@ -90,9 +87,9 @@ class WeightsKnobs:
     )
     packed_weights: bool | None = declared(
         place=27,
-        label="Keep weights in order",
-        help="on a processor, also keep large weights in the order that its kernels read, into which they are else "
-        "copied at every step; faster for small pictures, and more memory",
+        label="Weights in the processor's order",
+        help="on a processor, also store large weights in the order in which they are read, instead of copying them in "
+        "every step; faster for small pictures, needs more memory",
         when="processors and small pictures; a second copy of large weights",
         fidelity=ROUNDING,
         surfaces=NOT_COMFYUI,

@@ -334,9 +334,9 @@ def test_below_what_fits_a_plan_does_less_and_says_so(server) -> None:
     planned = [float(size) if unit == "MiB" else 1024 * float(size) for size, unit in rows]
     assert planned == sorted(planned, reverse=True), planned
     for line in told["12"], told["20"]:
-        assert line[1].startswith("counted: ") and "CLIP" in line[2]
-    assert told["12"][1].startswith("counted: model 3.2") and re.search("VAE 319 MiB.*ComfyUI", told["12"][2])
-    assert told["20"][0].startswith("above the budget: ") and "counted: VAE 319 MiB" in told["20"][1]
+        assert line[1].startswith("largest moment: ") and "CLIP" in line[2]
+    assert "model 3.2" in told["12"][1] and re.search("VAE 319 MiB.*ComfyUI", told["12"][2])
+    assert told["20"][0].startswith("above the budget: ") and "VAE 319 MiB" in told["20"][1]
     assert server.lines("sd-lowvram: decode .* is above the budget: .* of 290 MiB")
     pictures = server.pictures(entry)
     assert all((far(pictures["7"], pictures[number]) <= 1).mean() >= 0.999 for number in ("209", "319"))

@@ -420,11 +420,12 @@ def test_what_the_budget_counts_and_what_lies_beside_it_is_named(pack, model, va
     stage = next(one for one in record.plans["denoise"].stages if one.name == "denoise")
     sizes = [sys.modules[pack.__name__ + ".sd_lowvram.units"].format_size(size)
              for size in (stage.weights_bytes, stage.activation_bytes)]  # fmt: skip
-    assert first.startswith("fits: ") and counted == f"counted: model {sizes[0]}, a step {sizes[1]}"
-    assert "CLIP 3.0 MiB, VAE " in others[0] and others[0].endswith("which ComfyUI keeps loaded")
-    assert others[1].endswith("that are parked, in the same memory on a CPU")
+    assert first.startswith("fits: ")
+    assert counted == f"largest moment: a step (model {sizes[0]}, intermediate results {sizes[1]})"
+    assert "CLIP 3.0 MiB, VAE " in others[0] and others[0].endswith("ComfyUI does not unload them on this device")
+    assert others[1].endswith("for parked results, in the same memory on a CPU")
     decode = pack.NODE_CLASS_MAPPINGS["LowVRAMVAEDecode"]().decode({"samples": LATENTS}, vae, "1GB")
-    assert "counted: VAE " in decode["ui"]["text"][0] and "CLIP 3.0 MiB, " in decode["ui"]["text"][0]
+    assert "largest moment: decoding (VAE " in decode["ui"]["text"][0] and "CLIP 3.0 MiB, " in decode["ui"]["text"][0]
     del clip
 
 
@@ -817,7 +818,7 @@ def test_the_report_tells_the_run_that_was(pack, model, vae) -> None:
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(("a step", "decode "))}
     assert len(record.step_seconds) == 2 and rows["a"][-1] != "-" and rows["decode"][-1] != "-"
     assert float(rows["a"][-1]) == pytest.approx(record.step_seconds[1], abs=0.006)  # the first warms up
-    assert record.kept == {"denoise": model.loaded_size(), "decode": 0} and "kept" in text
+    assert record.kept == {"denoise": model.loaded_size(), "decode": 0} and "loaded" in text
 
 
 @pytest.mark.parametrize("reported", [False, True])
@@ -846,7 +847,7 @@ def test_a_run_is_one_line_in_the_log(pack, model, vae, caplog) -> None:
         pixels = made.decode(Guider(mine, TEXT).sample(NOISE))
         pack.NODE_CLASS_MAPPINGS["LowVRAMReport"]().report(pixels, record)
     (line,) = [one.message for one in caplog.records if "sd-lowvram" in one.message]
-    assert re.match("sd-lowvram: 64x64, 2 calls .*2 steps ", line) and " foretold), planned " in line
+    assert re.match("sd-lowvram: 64x64, 2 calls .*2 steps ", line) and " predicted), planned " in line
 
 
 @pytest.fixture

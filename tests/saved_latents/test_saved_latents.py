@@ -157,7 +157,7 @@ def test_what_cannot_be_written_is_told_and_the_run_goes_on(pipes, tmp_path):
     whole = run(pipe, tmp_path / "x")
     set_scheduler(pipe, "euler")
     pipe.scheduler.noise_sampler = object()
-    with logged("EulerDiscreteScheduler, which cannot go on exactly: its noise_sampler") as told:
+    with logged("EulerDiscreteScheduler, which cannot be resumed exactly: its noise_sampler") as told:
         assert torch.equal(run(pipe, tmp_path / "y", interval=Interval(None, 1)), whole)
     assert sum("cannot be saved" in one for one in told) == 1 and not (tmp_path / "y").exists()
     set_scheduler(pipe, "euler")
