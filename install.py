@@ -1,7 +1,7 @@
-"""Looks what this Python has, tells what is missing, and installs nothing.
+"""Print which packages are missing; install nothing.
 
-AUTOMATIC1111 runs it at every start, ComfyUI-Manager after a clone; what both bring themselves is enough. What one can
-do without it tells once.
+AUTOMATIC1111 runs this file at every start, ComfyUI-Manager after a clone. The packages of both hosts are enough. A
+missing optional package is reported once.
 """
 
 import contextlib
@@ -9,13 +9,13 @@ import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
-TOLD = Path(__file__).with_name(".install-told")
-"""Remembers what was told last."""
+REPORTED = Path(__file__).with_name(".install-told")
+"""File with the packages that were reported last."""
 
 NEEDED = {"torch": "torch", "safetensors": "safetensors"}
 USED = {
-    "psutil": ("psutil", "host memory is read from the system, where it says"),
-    "pynvml": ("nvidia-ml-py", "free graphics memory is read from torch, which may not see other programs"),
+    "psutil": ("psutil", "free RAM is read from the system, if possible"),
+    "pynvml": ("nvidia-ml-py", "free VRAM is read from torch, which may not see other programs"),
 }
 
 
@@ -26,7 +26,7 @@ def missing(modules: Iterable[str]) -> list[str]:
 
 def main() -> None:
     for name in missing(NEEDED):
-        print(f"sd-lowvram: {NEEDED[name]} is missing, and nothing works without it (pip install {NEEDED[name]})")
+        print(f"sd-lowvram: {NEEDED[name]} is missing, and sd-lowvram needs it (pip install {NEEDED[name]})")
     optional = missing(USED)
     if news(optional):
         for name in optional:
@@ -35,12 +35,12 @@ def main() -> None:
 
 
 def news(names: list[str]) -> bool:
-    """Whether this is not what was told at the last start; remembers it."""
+    """True if ``names`` differ from the last start's; they are stored."""
     text = " ".join(names)
-    if TOLD.is_file() and TOLD.read_text() == text:
+    if REPORTED.is_file() and REPORTED.read_text() == text:
         return False
-    with contextlib.suppress(OSError):  # a folder that cannot be written to hears it again
-        TOLD.write_text(text)
+    with contextlib.suppress(OSError):  # a folder that cannot be written to gets it again
+        REPORTED.write_text(text)
     return True
 
 

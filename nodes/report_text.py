@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ..sd_lowvram.planning.plan import Plan, StagePlan
+from ..sd_lowvram.settings import knobs
 from ..sd_lowvram.units import GIB, MIB, format_size, format_time
 from . import host
 from .loading import beside_weights
@@ -192,4 +194,9 @@ def stage_of(plan: Plan, name: str) -> StagePlan:
 def _choices(plan: Plan, name: str) -> str:
     attached = {knob: value for knob, _, value in attachable(plan.settings).of_stage(name).decided()}
     decided = {**attached, **stage_of(plan, name).choice}
-    return ", ".join(f"{knob} {value}" for knob, value in decided.items() if value is not None) or "unchanged"
+    named = (f"{knobs()[name].label}: {_shown(value)}" for name, value in decided.items() if value is not None)
+    return ", ".join(named) or "unchanged"
+
+
+def _shown(value: Any) -> str:
+    return "on" if value is True else "off" if value is False else str(value)

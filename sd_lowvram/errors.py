@@ -21,9 +21,13 @@ _CODE = (
 
 
 def _without_code(text: str) -> str:
+    """``text`` with settings as controls show them: their labels, and values without Python."""
     for code, words in _CODE:
         text = code.sub(words, text)
-    return text
+    from .settings import knobs
+
+    labels = {name: knob.label for name, knob in knobs().items() if "_" in name}
+    return re.sub(rf"(?<![\w-])({'|'.join(labels)})\b", lambda found: f'"{labels[found[1]]}"', text)
 
 
 class LowVRAMError(Exception):
@@ -130,8 +134,7 @@ class PlanningError(LowVRAMError):
     def __init__(self, message: str) -> None:
         super().__init__(
             message,
-            plainly="this model cannot be planned as it is: take off what other extensions have set on it, or load it "
-            "anew",
+            plainly="this model cannot be planned as it is: take off the changes of other extensions, or load it again",
         )
 
 

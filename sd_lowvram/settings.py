@@ -129,7 +129,7 @@ def stated(settings: Settings | None) -> Settings:
         return settings or Settings()
     named = settings if isinstance(settings, Mapping) and settings else {"offload": "layer"}
     instead = ", ".join(f"{name}={value!r}" for name, value in named.items())
-    raise SettingsError(f"settings {settings!r} are no Settings: give sd_lowvram.Settings({instead})")
+    raise SettingsError(f"expected Settings, got {settings!r}: give sd_lowvram.Settings({instead})")
 
 
 def _with_registered(declared: Any) -> Any:

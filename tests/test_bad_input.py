@@ -37,9 +37,9 @@ DEVICES: list[tuple[Any, str]] = [
     ("cuda:99", "device 'cuda:99' cannot be used .*: cpu always can"),
 ]
 SETTINGS: list[tuple[Any, str]] = [
-    ({"weights_mib": 4}, r"settings {'weights_mib': 4} are no Settings: give sd_lowvram.Settings\(weights_mib=4\)"),
-    ({}, "settings {} are no Settings: give"),
-    ("fast", "settings 'fast' are no Settings: give"),
+    ({"weights_mib": 4}, r"expected Settings, got {'weights_mib': 4}: give sd_lowvram.Settings\(weights_mib=4\)"),
+    ({}, "expected Settings, got {}: give"),
+    ("fast", "expected Settings, got 'fast': give"),
 ]
 NUMBERS: list[tuple[str, Any, str]] = [
     *(("steps", value, f"steps {value!r} must be a whole number of at least 1") for value in (-1, 0, 1.5, "3", True)),

@@ -60,7 +60,7 @@ _CODE = re.compile(
 _TO_PROGRAMMERS = {
     "api.py": "restore() what it was optimized with first",
     "session.py": "restore() takes what was given to optimize()",
-    "settings.py": "are no Settings",
+    "settings.py": "expected Settings, got",
     "device_io.py": "hidden from trace()",
     "followed.py": "call backward()",
     "calls_diffusers.py": "projection's clip_embeds",

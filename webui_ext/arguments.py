@@ -68,7 +68,8 @@ class Argument:
         if self.kind == "number" and number is not None and 0 <= number <= self.maximum and number == int(number):
             return int(number)
         takes = {"choice": f"one of {', '.join(self.choices)}", "number": f"a whole number from 0 to {self.maximum}"}
-        raise BadInputError(f"{self.name}={value!r} is not {takes.get(self.kind, 'true or false')}")
+        message = f"{self.name}={value!r} is not {takes.get(self.kind, 'true or false')}"
+        raise BadInputError(message, plainly=message.replace("=", " ", 1))
 
     def setting(self, value: Any) -> Any:
         """The value of the knob that a checked ``value`` stands for; None: undecided."""
@@ -78,14 +79,14 @@ class Argument:
 
 
 _OWN = (
-    Argument("enabled", "Enable", "make the pictures that start here within the budget", "switch", False),
-    Argument("vram", "Memory on the card", 'such as "4GB" or "3.5 GiB"; empty: what is free now', "size", ""),
-    Argument("ram", "Memory in RAM", "for what waits outside the card; empty: what is free now", "size", ""),
+    Argument("enabled", "Enable", "make pictures within the budget", "switch", False),
+    Argument("vram", "VRAM", 'such as "4GB" or "3.5 GiB"; empty: all that is free now', "size", ""),
+    Argument("ram", "RAM", "for what does not fit in VRAM; empty: all that is free now", "size", ""),
     Argument(
         "preset",
         "Preset",
-        "exact: changes as little as the budget allows; exact and fastest: also what is only faster; smallest: the "
-        "least memory, however slow. All give the same picture",
+        "exact: changes only what the budget requires; exact and fastest: also uses faster ways that need no less "
+        "memory; smallest: the least memory, however slow. All give the same picture",
         "choice",
         PRESETS[0],
         PRESETS,
@@ -95,7 +96,8 @@ _OWN = (
 _SAVING = Argument(
     "save_latents",
     "Save latents first",
-    "in a file beside the pictures, until these are there, or to keep: sd-lowvram resume FILE decodes it",
+    "writes the latents to a file in the output folder before they are decoded, until the pictures are done or for "
+    "good; sd-lowvram resume FILE decodes them",
     "choice",
     CHOICES[0],
     CHOICES,
@@ -121,8 +123,8 @@ def _of_knob(name: str, knob: Knob) -> Argument:
         return Argument(name, label, f"{knob.help}; 0: automatic", "number", 0, maximum=knob.maximum, knob=True)
     choices = knob.choices or ("on", "off")
     changing = [one for one in knob.choices if one != AUTO and not knob.fidelity_of(one).lossless]
-    told = f"{knob.help}; {', '.join(changing)}: another picture, however close" if changing else knob.help
-    return Argument(name, label, told, "choice", AUTO, (AUTO, *(one for one in choices if one != AUTO)), knob=True)
+    help = f"{knob.help}; {', '.join(changing)}: another picture, however close" if changing else knob.help
+    return Argument(name, label, help, "choice", AUTO, (AUTO, *(one for one in choices if one != AUTO)), knob=True)
 
 
 def read(values: Sequence[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

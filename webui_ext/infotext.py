@@ -17,7 +17,7 @@ RAN_OUT = f"{TITLE} ran out"
 """The entry of a picture whose run was short of memory: what it gave up."""
 REFUSED = f"{TITLE} refused"
 """The entry of a picture in whose generation another picture did not fit: its size."""
-NOT_KEPT = {f"{TITLE} budget": "not kept by the WebUI"}
+NOT_KEPT = {f"{TITLE} budget": "exceeded by the WebUI"}
 """The entry of a picture whose run took more than the budget, as the host decided."""
 _MARK = " | "
 

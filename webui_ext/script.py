@@ -110,7 +110,7 @@ def _begin(p: Any, chosen: Mapping[str, Any]) -> None:
         p.comment(f"{NAME}: {decides}")
         p.extra_generation_params.update(infotext.NOT_KEPT)
     if host.moves_weights(model) and any(chosen[name] not in ("auto", 0) for name in host.WEIGHTS):
-        p.comment(f"{NAME}: this WebUI moves the weights itself; the settings for weights have no effect")
+        p.comment(f"{NAME}: this WebUI moves the model itself; the settings for the model in VRAM have no effect")
 
 
 def _foresee_refiner(p: Any, chosen: Mapping[str, Any], picture: Generation) -> None:

@@ -227,8 +227,8 @@ def check_folder_formats(folder: Path) -> None:
                 check_formats(file, header, "or give the whole model as one file with --model")
                 if has_scales(header):
                     raise CheckpointError(
-                        f"{file} holds weights of 8 bits with scales beside them, which a diffusers folder cannot "
-                        "state: get the folder in fp16 or bf16, or the model as one .safetensors file"
+                        f"{file} holds weights of 8 bits with separate scales, which a diffusers folder cannot "
+                        "describe: get the folder in fp16 or bf16, or the model as one .safetensors file"
                     )
 
 

@@ -31,7 +31,7 @@ _TABLE = "split.json"
 """The name of the file that holds the paths of the parts; only folders that are laid out here have it."""
 
 _LONGEST_NAME = 60
-_AGAIN = "give the files of the model again (--transformer and the others)"
+_AGAIN = "name the files of the model again, with --transformer and the options of its parts"
 
 _FLUX_SCALE = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
 _CLIP, _PROJECTED = "CLIPTextModel", "CLIPTextModelWithProjection"

@@ -145,7 +145,7 @@ def _ask_nvml(question: Callable[[Any], _Answer]) -> _Answer | None:
         pynvml.nvmlInit()
         return question(pynvml)
     except ImportError:
-        _warn_missing("nvidia-ml-py", "free graphics memory is read from torch, which may not see other programs")
+        _warn_missing("nvidia-ml-py", "free VRAM is read from torch, which may not see other programs")
     except Exception:
         pass
     return None
@@ -238,7 +238,7 @@ def _machine_memory() -> Memory:
         memory = psutil.virtual_memory()
         return Memory(int(memory.total), int(memory.available))
     except ImportError:
-        _warn_missing("psutil", "host memory is read from the system, where it says")
+        _warn_missing("psutil", "free RAM is read from the system, if possible")
     kib = _table(Path("/proc/meminfo"))
     total = kib.get("MemTotal:", 8 << 20) << 10
     return Memory(total, min(total, kib.get("MemAvailable:", 4 << 20) << 10))

@@ -35,33 +35,33 @@ class Support:
     measures: bool = True
 
 
-_CPU = Support("CPU", TESTED, "every test runs on CPUs, where RAM takes the place of the card's memory")
+_CPU = Support("CPU", TESTED, "every test runs on CPUs, with RAM in place of VRAM")
 _CUDA = Support(
     "NVIDIA GPU",
     SIMULATED,
-    "run for fifteen minutes on an H100: same bits, peaks as foretold; tested on a simulated card",
+    "run for half an hour on an H100: same bits, peaks as predicted; otherwise tested on a simulated GPU",
 )
 _ROCM = Support(
     "AMD GPU (ROCm)",
     UNTESTED,
-    "the same code as for NVIDIA; activations wait in pageable memory, so copies are slower",
+    "the same code as for NVIDIA; what waits in RAM is copied more slowly",
 )
 _MPS = Support(
     "Apple GPU (mps)",
     UNTESTED,
-    "plans and hooks are meant to work; weights are not streamed (host and GPU share one memory), runs not recorded",
+    "plans and hooks should work; weights are not streamed, as host and GPU share one memory",
     streams=False,
     measures=False,
 )
 _XPU = Support(
     "Intel GPU (xpu)",
     UNTESTED,
-    "plans and hooks are meant to work; weights are not streamed (that takes CUDA's streams), runs not recorded",
+    "plans and hooks should work; weights are not streamed, as that needs CUDA",
     streams=False,
     measures=False,
 )
-_WINDOWS = Support("Windows", UNTESTED, "the driver may lend the GPU host memory, and runs crawl then")
-_MACOS = Support("macOS", UNTESTED, "meant to work as Linux does")
+_WINDOWS = Support("Windows", UNTESTED, "the driver may use RAM as VRAM, and runs become very slow")
+_MACOS = Support("macOS", UNTESTED, "should work like Linux")
 
 
 def support_of(device: torch.device) -> Support:
@@ -125,4 +125,4 @@ def check_streaming(device: torch.device, offload: str | None) -> None:
 def check_measuring(device: torch.device) -> None:
     """Raise BadInputError unless a run's memory on ``device`` can be recorded."""
     if not support_of(device).measures:
-        raise BadInputError(f"runs on {device.type} are not recorded: CUDA and CPUs tell what was allocated")
+        raise BadInputError(f"runs on {device.type} are not recorded: only CUDA and CPUs report what was allocated")

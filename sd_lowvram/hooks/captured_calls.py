@@ -132,7 +132,7 @@ class CapturedCalls(abc.ABC):
         """Return True if calls of the model can be captured; drop captures from before it changed."""
         facts = _facts_of(self._model)
         if facts is None:
-            self._refuse(f"something of others listens to its layers, which a {self.done} call would not call")
+            self._refuse(f"a foreign hook is on its layers, which a {self.done} call would not call")
             return False
         if facts != self._facts:
             if self._replays:
@@ -149,7 +149,7 @@ class CapturedCalls(abc.ABC):
             self._replays[kind] = self.capture(call)
         except RuntimeError as error:
             # nothing that is cached can be given up while kernels are recorded
-            return "there is no room for it" if ran_out(error) else " ".join(str(error).split())[:200]
+            return "no memory is left for it" if ran_out(error) else " ".join(str(error).split())[:200]
         return None
 
     def _refuse(self, why: str) -> None:

@@ -94,7 +94,7 @@ def kept(place: Path, model: nn.Module) -> tuple[Callable[..., Any], Any] | None
         return function, loaded_spec(facts["spec"])
     except Exception as error:  # whatever a damaged file leads torch to
         why = " ".join(str(error).split())[:100] or type(error).__name__
-        happened(__name__, f"traced: what was kept of this model cannot be used ({why}). It is traced anew")
+        happened(__name__, f"traced: the stored trace of this model cannot be used ({why}). It is traced again")
         return None
 
 

@@ -25,12 +25,12 @@ class OfferKind(enum.Enum):
     """Way in which an offer is combined with other offers."""
 
     ALWAYS = "in every run in which nothing excludes it"
-    WEIGHTS = "one way among others to keep the weights"
-    WHOLE = "for a whole run, or not, with weights kept in any way"
-    LADDER = "from its level on, with what others offer up to that level"
-    INSTEAD = "one way among others to run a stage, in the tier of its level"
+    WEIGHTS = "one of several ways to store the weights"
+    WHOLE = "for a whole run, or not, with weights stored in any way"
+    LADDER = "from its level on, with the offers of other knobs up to that level"
+    INSTEAD = "one of several ways to run a stage, in the tier of its level"
     BESIDE = "with any way to run a stage, or not"
-    LATE = "in place of others in a stage of its level, where the budget costs time"
+    LATE = "in place of other knobs in a stage of its level, if the budget costs time"
 
 
 @dataclass(frozen=True)

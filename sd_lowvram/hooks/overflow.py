@@ -138,7 +138,7 @@ class OverflowCheck:
         if self._again:
             happened(__name__, f"{self._stage}: {_strips(self._again)} computed anew, being no numbers")
         if self._widened:
-            kept = ", and its maps from there on kept in bfloat16" if self._kept_in != self._dtype else ""
+            kept = ", and its maps from there on stored in bfloat16" if self._kept_in != self._dtype else ""
             warnings.warn(
                 f"{self._stage}: the autoencoder overflowed in float16: {_strips(self._widened)} computed in "
                 f"float32{kept}. It is faster loaded in float32 or bfloat16",

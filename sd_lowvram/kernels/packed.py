@@ -22,7 +22,7 @@ from ..memory.fake_mode import active_fake_mode
 def why_not(device: torch.device) -> str | None:
     """The reason why weights cannot be stored so on ``device``; None if they can."""
     if device.type != "cpu":
-        return f"weights are kept in the order of a CPU's kernels, and the device is {device.type}"
+        return f"weights are stored in the order of a CPU's kernels, and the device is {device.type}"
     there = all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_convolution_weight", "_convolution_pointwise"))
     if not torch.backends.mkldnn.is_available() or not there:
         return f"torch {torch.__version__} has no oneDNN here, whose order of weights it is"

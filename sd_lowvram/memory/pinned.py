@@ -88,7 +88,7 @@ def pinned_empty(nbytes: int) -> Tensor | None:
 
 def _pinned_pages(size: int, nbytes: int) -> Tensor | None:
     if size > pinnable_bytes():
-        _tell(f"more than {PINNED_SHARE:.0%} of the host's memory that other programs leave would be locked", size)
+        _tell(f"more than {PINNED_SHARE:.0%} of the RAM that other programs leave would be locked", size)
         return None
     try:
         pages = _Pages(-1, size, **_PRIVATE)
@@ -180,5 +180,5 @@ def _tell(why: str, size: int) -> None:
         happened(
             __name__,
             f"{format_size(size)} of host memory are not page-locked ({why}): copies between them and the GPU no "
-            "longer run beside the compute",
+            "longer run while it computes",
         )

@@ -313,7 +313,7 @@ class StageCosts:
             shape, kind = self._shape, type(self._anatomy.components[name]).__name__
             what = f"{name} ({kind}) cannot be planned for {shape.width}x{shape.height}, batch {shape.batch}"
             told = " ".join(f"{type(error).__name__}: {error}".split())
-            advice = "take off what others have set on the model, or load it anew"
+            advice = "take off the hooks of other tools, or load the model again"
             raise PlanningError(f"{what}, as it raises {told}: {advice}") from error
 
     @functools.cached_property

@@ -320,8 +320,8 @@ class Stream:
             if other in self._there:
                 if self._busy[other] > 0:
                     raise LowVRAMError(
-                        f"{self._layout.blocks[number].name} runs inside {self._layout.blocks[other].name}, and there "
-                        "is no room for both: give more weights_mib"
+                        f"{self._layout.blocks[number].name} runs inside {self._layout.blocks[other].name}, and the "
+                        "budget cannot hold both: give more weights_mib"
                     )
                 self._take_back(other)
                 self._there.discard(other)

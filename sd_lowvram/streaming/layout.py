@@ -343,7 +343,7 @@ def _buffer_error(room: int, parts: Blocks, otherwise: str) -> BudgetError:
     """The error for a buffer that does not hold what stays plus the largest block."""
     least, largest = _least(parts), max(parts.streamed, key=lambda block: block.bytes)
     return BudgetError(
-        f"{format_size(room)} of weights on the device leave no room for {largest.name}, which has "
+        f"{format_size(room)} of weights on the device are too few for {largest.name}, which has "
         f"{format_size(largest.bytes)}: give {format_least(least)} or more{otherwise}",
         needed_bytes=least,
         stage=largest.name,

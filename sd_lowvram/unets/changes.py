@@ -81,7 +81,9 @@ def changed(unet: Any, changes: BlockChanges, whole: Mapping[str, Tensor], relat
             weights |= _experts(path, module, _layer(weights, path), inherited, generator)
     missing = {name: empty for name, empty in made.state_dict().items() if name not in weights}
     if changes.regions is not None and not missing:
-        raise BadInputError(f"{' and '.join(blocks)} have no self-attention that regions could divide: name others")
+        raise BadInputError(
+            f"{' and '.join(blocks)} have no self-attention that regions could divide: name other blocks"
+        )
     device = next(iter(weights.values())).device
     weights |= {name: torch.zeros_like(empty, device=device) for name, empty in missing.items()}
     made.load_state_dict(weights, assign=True)

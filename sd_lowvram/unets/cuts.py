@@ -51,7 +51,7 @@ def recorded(config: Mapping[str, Any]) -> tuple[list[int], Cut]:
     here = whole(config)
     same = [[len(kept) for kept in side] for side in (cut.down, cut.up)]
     if same != [[len(kept) for kept in side] for side in (here.down, here.up)] or len(layers) < len(down):
-        raise CheckpointError(f"the UNet's configuration is damaged: {KEPT} tells of other layers than it has")
+        raise CheckpointError(f"the UNet's configuration is damaged: {KEPT} lists other layers than it has")
     return layers, cut
 
 

@@ -186,7 +186,7 @@ def _beyond(lora: Any, layer: Layer) -> str:
     numbered = f"{'input' if side == 'down' else 'output'} block number {number} of a checkpoint"
     which = numbered if block == _BEYOND else _called(layer)
     return (
-        f"{_told(lora)} changes {which}, which this UNet does not have, and nothing tells that it was cut: make the "
+        f"{_told(lora)} changes {which}, which this UNet does not have, and no note says that it was cut: make the "
         "cut again with `unet prune`, which notes it, or take a LoRA of this very model"
     )
 

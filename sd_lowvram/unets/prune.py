@@ -116,8 +116,8 @@ def _check_path(full: Cut, cut: Cut) -> None:
             raise BadInputError(f"{names[0]}.0 cannot be cut: it alone takes the map of the block before it")
         if {0, full.up[gone + across][-1]} - {*above}:
             raise BadInputError(
-                f"the first and the last layer of {names[1]} cannot be cut: they alone take the maps of the blocks "
-                "beside it"
+                f"the first and the last layer of {names[1]} cannot be cut: only they take the maps of the "
+                "neighbouring blocks"
             )
 
 

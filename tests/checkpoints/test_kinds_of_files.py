@@ -160,7 +160,7 @@ def test_a_folder_with_scales_is_refused(made: Any, tmp_path: Path) -> None:
     state = load_file(file)
     save_file(state | {"text_model.encoder.layers.0.mlp.fc1.scale_weight": torch.ones(())}, file, {"format": "pt"})
     for read in (load_pipeline, lambda path: configuration(str(path))):
-        with pytest.raises(CheckpointError, match="scales beside them"):
+        with pytest.raises(CheckpointError, match="separate scales"):
             read(tmp_path)
 
 

@@ -83,7 +83,7 @@ def test_a_damaged_file_is_traced_anew_and_said(folder: Path, followed: list[Any
     middle = data.index(b"aten::") if b"aten::" in data else data.index(b"torch.")
     changed = data[:middle] + bytes(byte ^ 1 for byte in data[middle : middle + 8]) + data[middle + 8 :]
     place.write_bytes({"cut": data[: len(data) // 2], "changed": changed, "empty": b"", "no archive": b"{}"}[damage])
-    with logged("what was kept of this model cannot be used .*traced anew"):
+    with logged("the stored trace of this model cannot be used .*traced again"):
         found = passes(tiny.tiniest().unet)
     assert len(followed) == 2 and torch.equal(found[-1], expected[-1])
     with nothing_logged():
@@ -98,7 +98,7 @@ def test_another_torch_is_said_and_traced_anew(
         then.setattr(kept_traces, "versions", lambda: {"torch": "2.0.9"})
         then.setattr(kept_traces, "code_digest", lambda: "of 2.0.9")
         passes(tiny.tiniest().unet)
-    with logged("cannot be used .it is of torch 2.0.9.*It is traced anew"):
+    with logged("cannot be used .it is of torch 2.0.9.*It is traced again"):
         passes(tiny.tiniest().unet)
     assert len(followed) == 2 and len(list(folder.iterdir())) == 1
     monkeypatch.setattr(kept_traces, "code_digest", lambda: "of other code")

@@ -91,7 +91,7 @@ def test_what_cannot_be_traced_runs_as_it_is(followed: list[Any], monkeypatch: p
 def test_a_listener_inside_and_autocast_are_heeded(followed: list[Any]) -> None:
     pipe, seen = tiny.tiniest(), list[int]()
     hook = pipe.unet.mid_block.register_forward_hook(lambda *_: seen.append(1))
-    with attached(pipe, TRACED, device="cpu"), logged("listens to its layers"):
+    with attached(pipe, TRACED, device="cpu"), logged("a foreign hook is on its layers"):
         draw(pipe)
     assert len(seen) == 4 and not followed
     hook.remove()

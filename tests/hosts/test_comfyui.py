@@ -292,7 +292,7 @@ def test_the_vae_nodes_keep_the_picture(server, decoded) -> None:
     for number in ("8019", "9019"):  # encoded, and decoded by the stock node
         assert (far(decoded["7019"], decoded[number]) <= 1).mean() >= 0.999
     (line,) = (line for line in server.report.splitlines() if line.startswith("decode: "))
-    assert "vae_tiles exact" in line and "vae_map parked" in line
+    assert "Decode in parts: exact" in line and "Unfinished picture: parked" in line
 
 
 def test_latents_are_saved_first_and_decoded_without_the_host(server, stock) -> None:

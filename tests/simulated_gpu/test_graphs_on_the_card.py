@@ -125,7 +125,7 @@ def test_a_listener_inside_is_called_at_every_step(gpu: Any, pipe: Any) -> None:
     sd_lowvram.optimize(pipe, vram="8GB", settings=GRAPHS, **SIZE)
     seen.clear()
     replays = gpu.card.replays
-    with logged("listens to its layers"):
+    with logged("a foreign hook is on its layers"):
         assert torch.equal(run(pipe), wanted)
     assert len(seen) == STEPS and gpu.card.replays == replays
     sd_lowvram.restore(pipe)

@@ -223,7 +223,7 @@ def test_no_more_than_a_share_of_the_host_is_locked(gpu: Any, before: int, monke
     monkeypatch.setattr(pinned, "_told", set())
     monkeypatch.setattr(pinned, "host_memory", lambda: Memory(64 * MIB, 64 * MIB))
     tensor = torch.rand(5 * MIB, device=GPU)
-    with PINNED_BUFFERS.keep(), logged("more than 50% of the host's memory"):
+    with PINNED_BUFFERS.keep(), logged("more than 50% of the RAM"):
         maps = [park(tensor) for _ in range(3)]
         assert gpu.card.pinned - before == tensor.nbytes
         assert all(torch.equal(fetch(one), tensor) for one in maps)

@@ -213,7 +213,7 @@ def test_what_calls_the_own_model_leaves_the_others_turns(pack: Any, models: Any
         call = {"input": NOISE, "timestep": sigma, "c": {**NOTHING, "transformer_options": {"sample_sigmas": SIGMAS}}}
         made.model_options["model_function_wrapper"](own.apply, call)
     assert log == ["full 8", "full 4", "around", "full 2", "around", "full 1", "around", "full 0.5"]
-    with pytest.raises(ValueError, match="does not tell its sigmas"):
+    with pytest.raises(ValueError, match="does not pass its sigmas"):
         made.through("apply_model", own.call, own.model)(NOISE, SIGMAS[:1], None, None, None, {})
 
 

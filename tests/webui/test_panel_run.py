@@ -382,7 +382,7 @@ def test_forge_is_asked_for_less_and_keeps_its_weights(host: Any, script: Any) -
     p = generation()
     script.process(p, {"enabled": True, "weights_mib": 100})
     assert (base.memory_required((1, 4, 8, 8)), vae.memory_used_decode((1,), None)) == (5, 3)
-    assert p.told and "moves the weights itself" in p.told[0]
+    assert p.told and "moves the model itself" in p.told[0]
     script.postprocess(p, None)
     assert base.memory_required((1, 4, 8, 8)) == 1e9
 
@@ -672,7 +672,7 @@ KEPT = [
     # MiB that are free on the card, and those of the model that stay there: the UNet has 12.3 of 18.9, the text 4 more
     (1100, 22.9, "keeps all 22.9 MiB of the model"),
     (1024 + 14, 12.3, "keeps one part of the model at a time"),
-    (1024 + 4, 4, "keeps some layers, and the others come for their call"),
+    (1024 + 4, 4, "keeps some layers and loads the rest"),
 ]
 
 

@@ -43,7 +43,7 @@ def check_single_file(parts: Mapping[str, Any]) -> None:
         raise BadInputError(f"this model is SDXL, and single files are written of SD1.x and SD2.x: {_INSTEAD}")
     if name is None:
         raise BadInputError(
-            "single files are told apart by the width of their text, 768 for SD1.x and 1024 for SD2.x, and this "
+            "single files are recognised by the width of their text, 768 for SD1.x and 1024 for SD2.x, and this "
             f"model's is {unet['cross_attention_dim']}: {_INSTEAD}"
         )
     if unet["in_channels"] not in (4, 9):
@@ -70,7 +70,7 @@ def _check_alike(part: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
         if not key.startswith("_") and _plain(ours.get(key)) != _plain(usual):
             raise BadInputError(
                 f"{key} of this model's {part} is {ours.get(key)}, and whoever loads a single file takes {usual}, "
-                f"since the file does not tell it: {_INSTEAD}"
+                f"since the file does not store it: {_INSTEAD}"
             )
 
 

@@ -22,7 +22,7 @@ def distil(
     data: Annotated[
         Path,
         typer.Option(
-            help="Folder of pictures; the .txt file beside each has its captions, one a line.", metavar="FOLDER"
+            help="Folder of pictures; a .txt file of the same name has the captions, one a line.", metavar="FOLDER"
         ),
     ],
     out: Annotated[

@@ -29,7 +29,7 @@ def evaluate(
     data: Annotated[
         Path,
         typer.Option(
-            help="Folder of pictures; the .txt file beside each has its captions, one a line.", metavar="FOLDER"
+            help="Folder of pictures; a .txt file of the same name has the captions, one a line.", metavar="FOLDER"
         ),
     ],
     teacher: Annotated[
@@ -42,7 +42,7 @@ def evaluate(
     steps: Annotated[int, typer.Option(min=1, help="Steps of each picture.")] = 25,
     guidance: Annotated[float, typer.Option(help="Guidance scale of each picture.")] = 4.0,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first picture; the others count on from it.")
+        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first picture; each further picture adds 1.")
     ] = 0,
     pairs: Annotated[int, typer.Option(min=1, help="How many guided steps of each model are timed, in turn.")] = 15,
     semantic: Annotated[

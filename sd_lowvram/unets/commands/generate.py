@@ -45,7 +45,7 @@ def generate(
         option(
             "--schedule",
             text='UNets that take the steps in turn, "small:10,full:15": full is the model\'s own, --unet names the '
-            "others.",
+            "rest.",
             panel=PICTURE,
             metavar="NAME:STEPS,...",
         ),

@@ -52,7 +52,7 @@ def analyse(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Foretell the times for this card, such as rtx2070; left out: they are measured on this CPU (float32)."
+            help="Predict the times for this GPU, such as rtx2070; left out: measure them on this CPU (float32)."
         ),
     ] = None,
     plot: Annotated[
@@ -85,7 +85,7 @@ def analyse(
             from ...files.whole import write_whole
             from ..analysis_plot import analysis_png
 
-            write_whole(analysis_png(taken, _title(model), "foretold" if rates else "measured"), plot)
+            write_whole(analysis_png(taken, _title(model), "predicted" if rates else "measured"), plot)
         told = {"units": [asdict(unit) for unit in taken], **totals(taken), "seconds": _seconds(taken)}
         _tell(told, _lines(taken), as_json)
 
@@ -103,9 +103,7 @@ def prune(
     drop: Annotated[
         list[str] | None, typer.Option(help="A block or a layer to cut: mid, dn3, dn0.1, up3.1; may be repeated.")
     ] = None,
-    keep: Annotated[
-        list[str] | None, typer.Option(help="A layer to keep; all others are cut. May be repeated.")
-    ] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="A layer to keep; the rest is cut. May be repeated.")] = None,
     experts: Annotated[
         int,
         typer.Option(

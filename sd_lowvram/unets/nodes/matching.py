@@ -61,6 +61,6 @@ def _check_deep_cache(model: ModelPatcher, turns: Sequence[Turn]) -> None:
     again = len({*names}) < len(names)
     if again and any(wrapper.settings.deep_cache is not None for wrapper in wrappers_of(model)):
         raise BadInputError(
-            "deep_cache and a schedule in which a model has more than one turn exclude each other: its features are "
-            "those of many steps before; set deep_cache to 0 in Low VRAM Settings, or give each model one turn"
+            "deep_cache cannot go with a schedule in which a model has more than one turn: its features would be those "
+            "of many steps before; set deep_cache to 0 in Low VRAM Settings, or give each model one turn"
         )

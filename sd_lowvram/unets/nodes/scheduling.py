@@ -18,8 +18,8 @@ class LowVRAMUNetSchedule:
     """MODEL and a smaller MODEL, which take the steps of a run in turn."""
 
     DESCRIPTION = (
-        "A smaller model takes some of the steps of a run, the whole one the others, within one sampling: after A-SDM, "
-        "which finds the small one first best. Draws another picture than either alone."
+        "A smaller model runs some steps of a sampling, the full model the rest. After A-SDM, which begins with the "
+        "small model. Draws another picture than either model alone."
     )
     CATEGORY = CATEGORY
     FUNCTION = "schedule"
@@ -33,15 +33,15 @@ class LowVRAMUNetSchedule:
             "required": {
                 "model": (
                     "MODEL",
-                    {"tooltip": "the whole model, called full in the schedule; guidance is its own"},
+                    {"tooltip": "the full model, called full in the schedule; guidance is taken from it"},
                 ),
-                _SMALL: ("MODEL", {"tooltip": "one that was cut from it, called small in the schedule"}),
+                _SMALL: ("MODEL", {"tooltip": "a model that was cut from it, called small in the schedule"}),
                 "schedule": (
                     "STRING",
                     {
                         "default": _DEFAULT,
-                        "tooltip": "who takes how many steps, one after the other: small:10,full:15. Together they are "
-                        "the steps that the sampler runs",
+                        "tooltip": "the models and their numbers of steps, in order: small:10,full:15. The sum must be "
+                        "the number of steps that the sampler runs",
                     },
                 ),
             }

@@ -163,7 +163,7 @@ class _ModelSwitch:
     def _is_own(self, sigma: Tensor, told: dict[str, Any]) -> bool:
         if "sample_sigmas" not in told:
             raise BadInputError(
-                "what samples here does not tell its sigmas, by which a schedule goes: take KSampler or SamplerCustom"
+                "this sampler does not pass its sigmas, which a schedule needs: use KSampler or SamplerCustom"
             )
         return self._of_step[_step(sigma, told["sample_sigmas"])] == OWN
 
