@@ -36,7 +36,7 @@ LEAST_OWN = 0.8
 """Share of the time that the measuring thread must have had a processor, or its seconds are other programs'."""
 MOST_SPREAD = 0.25
 """Half the distance of the quartiles over the median: figures that scatter more are not told."""
-BUSY = "not told: busy"
+BUSY = "omitted: the machine was busy"
 _SPIN_SECONDS = 0.2
 _UNKNOWN = "not recorded"
 
