@@ -64,9 +64,9 @@ def test_decoded_by_the_autoencoder_of(vae, tmp_path, kind) -> None:
     [
         ({"autoencoder": None}, "with --model"),
         ({"autoencoder": "/nowhere/a.safetensors"}, "'/nowhere/a.safetensors'"),
-        ({"autoencoder": 3}, "does not tell which pictures"),
-        ({"texts": [{"parameters": "one"}]}, "does not tell which pictures"),
-        ({"texts": [{"other": "x"}, {}]}, "does not tell which pictures"),
+        ({"autoencoder": 3}, "does not say which pictures"),
+        ({"texts": [{"parameters": "one"}]}, "does not say which pictures"),
+        ({"texts": [{"other": "x"}, {}]}, "does not say which pictures"),
         ({"latents": torch.zeros(3)}, "holds no latents"),
         ({"latents": torch.zeros(1, 4, 1, 4096)}, "no side above"),
     ],
