@@ -62,7 +62,7 @@ def bounded(patcher: Any, room: int, told: Callable[[int], None], warn: Callable
             size = InRange.pages(free)
             weights.set_watermark(size)
         except RuntimeError as error:  # a bound is no reason to fail the host's load
-            warn(f"dynamic VRAM refused to bound the weights ({error}): they may take all VRAM that is free")
+            warn(f"dynamic VRAM refused to limit the weights ({error}): they may use all free VRAM")
             return
         told(size)
 
@@ -80,17 +80,16 @@ def _open(weights: Any, warn: Callable[[str], None]) -> None:
     try:
         weights.set_watermark(weights.max_size)
     except RuntimeError as error:
-        warn(f"dynamic VRAM refused to take back the bound of the weights ({error}): their next load does")
+        warn(f"dynamic VRAM refused to lift the limit of the weights ({error}): their next load does")
         with contextlib.suppress(RuntimeError):
             weights.prioritize()
 
 
 def _kept_by_others(patcher: Any, room: int, ranges: list[Any]) -> int:
-    """Bytes of other models on the card of ``patcher``: of those that run with it all, of those that wait what is left
-    after they have made room for it.
+    """Bytes held by other models on this GPU: running ones in full, idle ones after eviction.
 
     Args:
-        ranges: those of which pages were freed are put in.
+        ranges: gets the ranges of which pages were freed.
     """
     from comfy import model_management as host
 

@@ -115,8 +115,9 @@ class Settings(WeightsKnobs, AttentionKnobs, AutoencoderKnobs, ActivationsKnobs,
 
 
 class Preset(Settings):
-    """Knobs chosen together for any target. Those that find nothing to act on in the one at hand are left out, where
-    single ones raise NoSiteError; so it is with a copy in which some are changed."""
+    """Knobs chosen together for any target.
+
+    A preset skips knobs without a site; plain Settings raise NoSiteError. dataclasses.replace keeps the class."""
 
 
 def stated(settings: Settings | None) -> Settings:

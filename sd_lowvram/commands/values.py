@@ -100,9 +100,8 @@ def check_side(name: str, value: int | None) -> None:
     raise BadInputError(f"--{name} {value} is no multiple of 8: {near}")
 
 
-class _ItsOwnLength(io.FileIO):
-    """A file of which no more can be asked for than there is: the lengths that stand in it are not taken at their word,
-    where Python would make room for all that is asked for."""
+class BoundedFile(io.FileIO):
+    """Clamp read(size) to the file's length, so that a forged chunk size allocates nothing."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         left = max(0, os.fstat(self.fileno()).st_size - self.tell())
@@ -144,7 +143,7 @@ def open_picture(path: Path, option: str, mode: str = "RGB") -> Image:
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for, and a device never ends
             raise BadInputError(f"{option} {path} cannot be opened: it is no regular file")
-        with _ItsOwnLength(path) as bounded, Image.open(bounded) as file:
+        with BoundedFile(path) as bounded, Image.open(bounded) as file:
             _check_pixels(file, path, option)
             return ImageOps.exif_transpose(file).convert(mode)
     except BadInputError:

@@ -38,13 +38,13 @@ def temporary_beside(path: Path) -> Iterator[tuple[Any, Path]]:
 
 def write_whole(data: bytes, path: Path) -> None:
     """Write ``data`` to ``path`` atomically: a crash or power cut leaves the old contents or the new."""
-    with appearing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(data)
 
 
 @contextlib.contextmanager
-def appearing(path: Path) -> Iterator[Path]:
-    """Yield the name of an empty temporary file; rename it to ``path`` on success."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary file; rename it to ``path`` on success."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary_beside(path) as (file, temporary):
         yield temporary

@@ -176,9 +176,9 @@ def _in_code(
     return result
 
 
-def _how(conv: nn.Conv2d) -> packed.How:
+def _how(conv: nn.Conv2d) -> packed.ConvParams:
     padding, stride, dilation = (tuple(map(int, of_side)) for of_side in (conv.padding, conv.stride, conv.dilation))
-    return packed.How(padding, stride, dilation, conv.groups)
+    return packed.ConvParams(padding, stride, dilation, conv.groups)
 
 
 def _takes(x: Tensor, weight: Tensor) -> bool:

@@ -22,8 +22,9 @@ Span = tuple[int, int]
 
 
 def spans(total: int, pieces: int, least: int) -> list[Span]:
-    """Start and stop of at most ``pieces`` equal pieces of ``total``, none but the last smaller than ``least``; in a
-    larger total no piece is smaller, so that what a piece needs never falls."""
+    """Start and stop of at most ``pieces`` equal pieces of ``total``, none but the last smaller than ``least``.
+
+    Piece size grows with the total, so that peak memory is monotonic in image size."""
     size = max(least, -(-total // pieces))
     return [(start, min(start + size, total)) for start in range(0, total, size)]
 

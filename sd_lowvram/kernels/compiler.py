@@ -61,8 +61,8 @@ def _lacks_on_cpu() -> str | None:
 
 @functools.lru_cache(maxsize=512)
 def compiled_apart(function: Callable[..., Any], facts: Any) -> Callable[..., Any]:
-    """``function`` compiled by torch, one for each ``facts``: what is compiled for one is not looked through for
-    another, and what others compile of the same function is not touched."""
+    """Compile a private copy of ``function`` for each ``facts``, so that Dynamo's guard lists stay short and code that
+    users compile is untouched."""
     name = f"{function.__name__}_{abs(hash((function.__qualname__, facts)))}"
     code = function.__code__.replace(co_name=name)
     own = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
@@ -72,7 +72,7 @@ def compiled_apart(function: Callable[..., Any], facts: Any) -> Callable[..., An
 
 
 def forget() -> None:
-    """Give up what was compiled in this process; its files stay."""
+    """Drop what was compiled in this process; its files stay."""
     compiled_apart.cache_clear()
     reset_compiler()
 

@@ -29,7 +29,7 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-class How(NamedTuple):
+class ConvParams(NamedTuple):
     """Parameters of a convolution in addition to its weights."""
 
     padding: Sequence[int]
@@ -38,7 +38,7 @@ class How(NamedTuple):
     groups: int
 
 
-def pack(weight: Tensor, how: How, shape: Sequence[int]) -> Tensor:
+def pack(weight: Tensor, how: ConvParams, shape: Sequence[int]) -> Tensor:
     """A copy of ``weight`` in the order of the kernel that takes maps of ``shape``."""
     if active_fake_mode(weight) is not None:
         return torch.empty_like(weight)
@@ -73,7 +73,7 @@ def provide_operator() -> None:
         if copy is None:
             result = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
         else:
-            result = convolve(x, copy, bias, How(*how))
+            result = convolve(x, copy, bias, ConvParams(*how))
         return result.contiguous(memory_format=torch.channels_last)
 
     def fake(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
@@ -89,7 +89,7 @@ def provide_operator() -> None:
 _NAME = "sd_lowvram::convolve_kept"
 
 
-def convolve(x: Tensor, packed: Tensor, bias: Tensor | None, how: How) -> Tensor:
+def convolve(x: Tensor, packed: Tensor, bias: Tensor | None, how: ConvParams) -> Tensor:
     """The convolution of a map (N, C, H, W) with a weight from :func:`pack`; it comes channels last."""
     result: Tensor = torch.ops.mkldnn._convolution_pointwise(x, packed, bias, *how, "none", [], "")
     return result

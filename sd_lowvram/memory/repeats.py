@@ -86,9 +86,11 @@ def standing_for(pieces: Sequence[Piece], order: Sequence[int]) -> Iterator[Piec
 
 
 def representative_pieces(pieces: Sequence[Piece], like: Tensor) -> Iterator[Piece]:
-    """Yield the pieces of a loop to run: while tracing the first (allocates), the second (stands for the middle) and
-    the
-    last, unless ``like`` numbers them."""
+    """While tracing, run the first piece (allocates), the second (stands for the middle) and the last; otherwise all.
+
+    Args:
+        like: a tensor of the loop, fake while tracing.
+    """
     if len(pieces) < 4 or not (isinstance(like, FakeTensor) or like.is_meta):
         return iter(pieces)
     return standing_for([*pieces[:2], pieces[-1]], [0] + [1] * (len(pieces) - 2) + [2])

@@ -119,7 +119,7 @@ class Pricing:
         if stage.repeats:
             step, timing = self.step(stage, settings), self.timing(stage, settings)
             ring, follows = self._buffers(step.device_bytes), bool(step.peak_bytes)
-            # of a first step: all weights, and what is read ahead
+            # the traced step is the first, so it also copies the residents
             once = short.copied_bytes + step.streamed_bytes + step.device_bytes
             most = once + beyond / self._times(stage) * self.request.rates.copy_bandwidth
         whole = self.costs(stage, traced, timing, most)
@@ -187,7 +187,7 @@ class Pricing:
         locked = waiting if on_host.pinned_bytes is None else min(waiting, on_host.pinned_bytes)
         locked, unlocked = (locked, waiting - locked) if locks and not stays else (0, 0)
         widened = weights[stage.component] if stays and self._arithmetic(stage.component, settings).overflows else 0
-        held = max(0, widened - cost.activation_bytes)  # of a type too narrow, until all are in the wider one
+        held = max(0, widened - cost.activation_bytes)  # fp16 and fp32 copies coexist until the last tensor is widened
         recorded = bool(settings.cuda_graphs) and stage.component == self.anatomy.denoiser
         plain = self._once(stage, settings, cost, recorded)
         plain *= self._computed(stage, settings, cost) / self._gain(stage, settings)
@@ -199,10 +199,14 @@ class Pricing:
                 cost.recorded_bytes if recorded else cost.reserved_bytes if streamed else cost.repeated_bytes
             )
             + held
-            + self._beside
+            + self._pipeline_bytes
             + (self._scattered if stage.repeats or stage.name == "decode" else 0)
             + self._buffers(step.device_bytes if step else here, *beside)
-            + (self._beside + self.request.overhead.matrix_bytes if recorded else self._left_of_recordings(settings)),
+            + (
+                self._pipeline_bytes + self.request.overhead.matrix_bytes
+                if recorded
+                else self._left_of_recordings(settings)
+            ),
             weights_bytes=here + resident,
             activation_bytes=cost.activation_bytes,
             host_bytes=on_host.host_bytes + cost.host_peak_bytes,
@@ -292,7 +296,7 @@ class Pricing:
         return segment(self.request.overhead.matrix_bytes) if settings.cuda_graphs else 0
 
     @functools.cached_property
-    def _beside(self) -> int:
+    def _pipeline_bytes(self) -> int:
         """Segments for prompt embeddings (1 MiB) and four fp32 latents, which a pipeline holds during a stage."""
         pixels = math.prod(latent_size(self.anatomy, self.request.shape)) * self.request.batch
         latents = 4 * latent_channels(self.anatomy) * pixels
@@ -483,8 +487,8 @@ class Pricing:
         brought = once.staying_bytes if isinstance(once, Step) else weights[stage.component]
         read = min(read, brought)
         copying = copies.seconds(brought, read, min(read, from_disk))
-        # A whole component is brought once a run, or whenever its turn comes, and dropped. Of streamed weights what
-        # stays is brought once, and of a stage that runs once so is all else.
+        # Component offload reloads per step only if a ControlNet alternates with the UNet; otherwise weights cross the
+        # bus once.
         again = settings.offload == "component" and stage.repeats and CONTROL in self.anatomy.components
         return seconds + (self._times(stage) if again else 1) * copying
 

@@ -62,7 +62,11 @@ def ladder(chosen: Settings, fixed: Settings, of_host: bool) -> Iterator[tuple[s
 
 
 def without_closed(settings: Settings, before: Settings) -> Settings:
-    """``settings`` without what was closed to the search and says nothing; ``before``: what was chosen then."""
+    """Drop knobs that were pinned only to freeze the search and still hold their default.
+
+    Args:
+        before: the settings before the search was frozen.
+    """
     exact = settings.vae_tiles == "exact"
     said_nothing = [
         knob

@@ -150,7 +150,7 @@ class PlanSearch:
     def _faster(self, ways: Iterable[Iterator[Candidate]], best: Candidate | None) -> Candidate | None:
         """The fastest run of ``ways``, each of which goes from the fastest on, that fits; ``best`` if none is faster.
 
-        In digits that sums of the same times in another order share.
+        Times are rounded to 9 digits: float sums depend on order, and ties must stay ties.
         """
         for run in heapq.merge(*ways, key=lambda run: float(f"{run.seconds:.9g}")):
             if best is not None and run.seconds >= _WORTH_A_TRACE * best.seconds:

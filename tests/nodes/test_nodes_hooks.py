@@ -582,8 +582,8 @@ def test_a_host_without_a_compiler_gets_no_option(pack, model, monkeypatch) -> N
 @pytest.mark.parametrize(
     ("refuses", "said"),
     [
-        (lambda size: size < Range.max_size, "refused to bound the weights (VBAR set_watermark failed)"),
-        (lambda size: size == Range.max_size, "refused to take back the bound of the weights"),
+        (lambda size: size < Range.max_size, "refused to limit the weights (VBAR set_watermark failed)"),
+        (lambda size: size == Range.max_size, "refused to lift the limit of the weights"),
     ],
     ids=["bound", "opening"],
 )

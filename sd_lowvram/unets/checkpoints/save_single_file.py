@@ -15,7 +15,7 @@ from ...checkpoints.architectures import build_components
 from ...checkpoints.inspection import CheckpointKind, single_file_config
 from ...checkpoints.single_file_names import single_file_state
 from ...errors import BadInputError
-from ...files.whole import appearing
+from ...files.whole import atomic_write
 from .unet_layout import KEPT, NOTED, configured, layout_of
 
 _FREE = {
@@ -97,5 +97,5 @@ def save_single_file(pipe: Any, file: Path) -> None:
     metadata = {"format": "pt", "modelspec.prediction_type": predicts}
     if note := pipe.unet.config.get(KEPT):
         metadata[NOTED] = json.dumps(note)
-    with appearing(file) as temporary:
+    with atomic_write(file) as temporary:
         save_file(state, temporary, metadata)
