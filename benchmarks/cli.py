@@ -199,5 +199,5 @@ def gpu(
         if lacking:
             typer.echo(f"no time was left for {lacking} rows: the same command goes on with them", err=True)
         if failed := failures(results):
-            tell(f"{failed} tests failed: {written} tells which, and why")
+            tell(f"{failed} tests failed: {written} says which, and why")
             raise SystemExit(1)

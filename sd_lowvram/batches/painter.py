@@ -141,7 +141,7 @@ class Painter:
             try:
                 return self._attach(dataclasses.replace(job, settings=before.settings), pictures, console)
             except BudgetError:
-                happened(__name__, "its plan does not fit any more; with another plan it may differ by rounding")
+                happened(__name__, "its plan does not fit any more; with another plan the picture may not be identical")
         return self._attach(job, pictures, console)
 
     def _attach(self, job: Job, pictures: int, console: Console) -> None:

@@ -103,8 +103,8 @@ def job_of(path: Path, saved: Saved, asked: dict[str, Any]) -> tuple[Job, list[P
     written_by = about.get("version")
     if written_by != __version__:
         raise BadInputError(
-            f"{path} was written by sd-lowvram {written_by}, and this is {__version__}, which may differ by rounding: "
-            "use that version"
+            f"{path} was written by sd-lowvram {written_by}, and this is {__version__}, with which the picture may not "
+            "be identical: use that version"
         )
     try:
         values = {name: _value(name, value) for name, value in about["job"].items()}

@@ -30,7 +30,7 @@ def resume(
         str | None,
         typer.Option(
             "--vram",
-            help="Another VRAM budget than the run had; the picture may then differ by rounding.",
+            help="Another VRAM budget than the run had; the picture is then identical up to rounding.",
             metavar="SIZE",
         ),
     ] = None,
@@ -89,7 +89,7 @@ def _gone_on(path: Path, asked: dict[str, Any], keep: bool, console: Console) ->
     done, steps = saved.about["step"], saved.about["steps"]
     console.print(f"{path}: {done} of {steps} steps are done", highlight=False)
     if saved.about.get("libraries") != libraries():
-        note(f"{path} was written with other versions of torch or diffusers: the picture may differ by rounding")
+        note(f"{path} was written with other versions of torch or diffusers: the picture may not be identical")
     precaution = Precaution(keep=keep, place=path, start=saved, retyped="precision" in asked)
     return finished(job, pictures_from(saved.tensors), files, console, precaution)
 

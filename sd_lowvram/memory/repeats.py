@@ -86,7 +86,7 @@ def standing_for(pieces: Sequence[Piece], order: Sequence[int]) -> Iterator[Piec
 
 
 def representative_pieces(pieces: Sequence[Piece], like: Tensor) -> Iterator[Piece]:
-    """While tracing, run the first piece (allocates), the second (stands for the middle) and the last; otherwise all.
+    """Yield the first piece (allocates), the second (stands for the middle) and the last while tracing, otherwise all.
 
     Args:
         like: a tensor of the loop, fake while tracing.

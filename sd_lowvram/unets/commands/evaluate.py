@@ -17,7 +17,7 @@ from .unet import Debug, Json, empty_unet, unet
 
 _PUBLISHED = (
     "FID, inception and CLIP score: torchmetrics'; FID from the training pictures. Papers have the first two of "
-    "thousands of pictures; of few they tell little."
+    "thousands of pictures; of few they mean little."
 )
 
 
