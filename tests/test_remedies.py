@@ -376,7 +376,7 @@ def test_a_card_without_a_profile() -> None:
 
 ELSEWHERE = {
     "needs at least": "test_remedies.py",
-    "host memory cannot hold": "test_remedies.py",
+    "of RAM cannot hold": "test_remedies.py",
     "expected Settings, got": "test_bad_input.py",
     "is no device": "test_bad_input.py",
     "is unknown: choose one of {}, or cuda:1": "test_bad_input.py",

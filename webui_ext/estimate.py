@@ -32,7 +32,7 @@ DECODE_ONLY = Reason(Kind.DECODE_ONLY, host=HOST)
 BESIDE = Reason(Kind.TILES_UNUSED, other="Tiled VAE")
 DECODES_BESIDE = Reason(Kind.TILES_DECODE, other="Tiled VAE")
 
-_VERDICTS = ("unknown", "fits", "not kept", "does not fit", "unusable")
+_VERDICTS = ("unknown", "fits", "over budget", "does not fit", "unusable")
 """Verdicts from the best to the worst."""
 
 
@@ -105,7 +105,7 @@ def sentence(make: Callable[[], Plan], size: str) -> Told:
     about += f"{steps} step{'s' if steps != 1 else ''}" if whole else "the decode"
     if decides and decides.values["over_budget"]:
         more = f"takes more than {budget}"
-        return _told("not kept", more, "; ".join([f"{size} {more}, {about}", *_chosen(plan)]))
+        return _told("over budget", more, "; ".join([f"{size} {more}, {about}", *_chosen(plan)]))
     total = format_size(predicted.reserved_bytes + predicted.overhead_bytes)
     fits = f"{size} fits into {budget}" if decides else f"{size} fits: {total} of {budget}"
     head = f"fits into {budget}" if decides else f"fits, {_of(total, budget)}"
@@ -160,7 +160,7 @@ def _told(verdict: str, head: str, text: str) -> Told:
     return Told(verdict, f'<span {marked}">{html.escape(head)}</span>' if head else "", line)
 
 
-WAITS = _told("unknown", "waits for the picture under way", f"{TITLE}: waits for the picture under way")
+WAITS = _told("unknown", "waits for the running picture", f"{TITLE}: waits for the running picture")
 """Texts while a generation has the host's queue."""
 
 

@@ -40,7 +40,7 @@ def budget_error(request: Request, smallest: Candidate, leanest: Candidate | Non
         )
     work = _work(request, leanest.stages)
     return BudgetError(
-        f"{format_size(request.ram)} of host memory cannot hold what waits there for {work} with "
+        f"{format_size(request.ram)} of RAM cannot hold what waits there for {work} with "
         f"{format_size(request.vram)} on the device: at least {format_least(leanest.host_bytes)} is needed",
         needed_bytes=leanest.host_bytes,
         stage="host",
@@ -89,7 +89,7 @@ def why_not(stage: StagePlan, others: list[StagePlan], request: Request, largest
     if needed > request.vram:
         return f"{name} needs {format_size(needed)}"
     if nearest.host_bytes > request.ram:
-        return f"{name} needs {format_size(nearest.host_bytes)} of host memory"
+        return f"{name} needs {format_size(nearest.host_bytes)} of RAM"
     return f"{name} is faster here and slower in the stages that share its settings"
 
 

@@ -6,10 +6,11 @@ import html
 from collections.abc import Iterator
 from typing import Any
 
+from ..knob import Fidelity
 from ..units import LONG, format_share, format_size, format_time
 from .wording import Kind, Reason, beside_peak, described
 
-HEADS = ("stage", "peak", "weights", "in host memory", "time")
+HEADS = ("stage", "peak", "weights", "RAM", "time")
 
 _WEIGHTS, _ACTIVATIONS, _BUDGET = "#4276ad", "#8fb4d9", "#d6384a"
 """Colours that are visible on light and on dark pages."""
@@ -52,7 +53,8 @@ def peak_of_budget(plan: dict[str, Any]) -> str:
 
 def verdict(plan: dict[str, Any]) -> str:
     """Peak, time and fidelity in one line."""
-    return f"{peak_of_budget(plan)}, {format_time(plan['predicted']['seconds'])}, {plan['fidelity']}"
+    picture = f"picture {Fidelity[plan['fidelity'].upper()].words}"
+    return f"{peak_of_budget(plan)}, {format_time(plan['predicted']['seconds'])}, {picture}"
 
 
 def is_slow(plan: dict[str, Any]) -> bool:

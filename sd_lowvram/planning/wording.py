@@ -17,10 +17,10 @@ _SHOWN_WAIT = 0.02
 
 BRIEFLY: dict[str, dict[Any, str]] = {
     "offload": {
-        "component": "one part of the model on the card at a time",
-        "halves": "half of the model on the card at a time",
-        "blocks": "part of the model stays on the card, the rest comes when needed",
-        "layer": "one layer of the model on the card at a time, the slowest way",
+        "component": "one part of the model in VRAM at a time",
+        "halves": "half of the model in VRAM at a time",
+        "blocks": "part of the model stays in VRAM, the rest is loaded when needed",
+        "layer": "one layer of the model in VRAM at a time, the slowest way",
     },
     "vae_tiles": {"exact": "decoded in exact strips"},
     "decoder_device": {"cpu": "decoded on the processor"},
@@ -100,7 +100,7 @@ def described(choice: dict[str, Any]) -> str:
 
 def shortage_text(where: str, of_host: bool, device: str, needed_bytes: int) -> str:
     """The beginning of a sentence on a call that ran out of memory."""
-    kind = "host memory" if of_host else "memory"
+    kind = "RAM" if of_host else "memory"
     return f"{where} ran out of {kind} on {device} with a plan of {format_size(needed_bytes)}"
 
 
@@ -110,8 +110,8 @@ def _peak(needed_bytes: int, vram: int, stage: str) -> str:
 
 def _streamed(weights_bytes: int, slowdown: float) -> str:
     return (
-        f"{format_size(weights_bytes)} of weights on the device at a time, the rest streamed under the "
-        f"compute: a step takes {slowdown:.2f} times as long"
+        f"{format_size(weights_bytes)} of weights on the device at a time, the rest streamed while it "
+        f"computes: a step takes {slowdown:.2f} times as long"
     )
 
 
@@ -121,17 +121,17 @@ def _one_layer(slowdown: float | None) -> str:
 
 
 def _page_locked(locked_bytes: int, unlocked_bytes: int, seconds: float) -> str:
-    locked = f"{format_size(locked_bytes)} of host memory page-locked for copies"
+    locked = f"{format_size(locked_bytes)} of RAM page-locked for copies"
     if not unlocked_bytes:
         return locked
-    rest = f"{format_size(unlocked_bytes)} of weights are not and are read when they are copied"
+    rest = f"{format_size(unlocked_bytes)} of weights are not, and are read when they are copied"
     return f"{locked}; {rest}" + (f", {format_time(seconds)} of the run" if seconds > 0 else ", at no cost in time")
 
 
 def _from_disk(ram: int, disk: float, disk_bytes: int, calls: int, step_seconds: float, wait_seconds: float) -> str:
     waits = wait_seconds > _SHOWN_WAIT * step_seconds
     read = (
-        f"{format_size(ram)} of host memory and {described_disk(disk)}: {format_time(step_seconds)} a step"
+        f"{format_size(ram)} of RAM and {described_disk(disk)}: {format_time(step_seconds)} a step"
         f"{f', {format_time(wait_seconds)} of it waiting for' if waits else ' under'} the "
         f"{format_size(disk_bytes)} that it reads from the disk"
     )
@@ -140,7 +140,7 @@ def _from_disk(ram: int, disk: float, disk_bytes: int, calls: int, step_seconds:
 
 
 def _exact_strips(vae_map: str | None) -> str:
-    return "decoding by exact strips" + (f", the feature map {vae_map}" if vae_map else "")
+    return "decoding in exact strips" + (f", the unfinished picture {vae_map}" if vae_map else "")
 
 
 def _compiled(needed_bytes: int, vram: int, gain: float) -> str:
@@ -154,7 +154,7 @@ def _recorded(needed_bytes: int, vram: int) -> str:
 
 def _packed(needed_bytes: int, vram: int) -> str:
     left = format_size(vram - needed_bytes)
-    return f"{left} left beside large weights that are kept in the order of the CPU's kernels, too"
+    return f"{left} left: large weights are also stored in the order of the CPU's kernels"
 
 
 def _slow(seconds: float, card: str, percent: int, stage: str) -> str:
@@ -171,24 +171,24 @@ def _more_memory(needed_bytes: int, faster_seconds: float, seconds: float) -> st
 def _not_planned(weights_bytes: int, offload: str) -> str:
     places = {"none": "on the device", "component": "one model's at a time on the device"}
     return (
-        f"weights {format_size(weights_bytes)}, {places.get(offload, 'streamed')}; activations of this model are "
-        "traced when a call is given (sd_lowvram.trace): they are not in the peak, nor its compute in the time"
+        f"weights {format_size(weights_bytes)}, {places.get(offload, 'streamed')}; the calls of this model are "
+        "unknown: only weights are counted, no activations and no time; sd_lowvram.trace() counts those of a call"
     )
 
 
 def _smallest(least_vram: int, least_ram: int) -> str:
     least = (format_least(least_vram), format_least(least_ram))
-    return f"the smallest budget that works is about {least[0]}, with {least[1]} in host memory"
+    return f"the smallest budget that works is about {least[0]}, with {least[1]} of RAM"
 
 
 def _ran_again(where: str, of_host: bool, device: str, needed_bytes: int) -> str:
     begin = shortage_text(where, of_host, device, needed_bytes)
-    return f"{begin}: what was cached is given up, and it runs again as before"
+    return f"{begin}: cached memory is freed, and it runs again as before"
 
 
 def _ran_leaner(where: str, of_host: bool, device: str, needed_bytes: int, leaner_bytes: int, step: str) -> str:
     begin = shortage_text(where, of_host, device, needed_bytes)
-    return f"{begin}: it goes on with one of {format_size(leaner_bytes)} ({step})"
+    return f"{begin}: it continues with one of {format_size(leaner_bytes)} ({step})"
 
 
 def _host_decides(
@@ -197,18 +197,18 @@ def _host_decides(
     kept = {
         "all": f"keeps all {format_size(model_bytes)} of the model",
         "one part": "keeps one part of the model at a time",
-        "some layers": "keeps some layers, and the others come for their call",
+        "some layers": "keeps some layers and loads the rest when they are needed",
     }
     over = ", more than this budget" if over_budget else ""
     return (
-        f"{host} itself decides what stays on the card: with {format_size(free_bytes)} free it {kept[keeps]}, and this "
-        f"takes {format_size(needed_bytes)}{over}"
+        f"{host} itself decides what stays in VRAM: with {format_size(free_bytes)} free it {kept[keeps]}, and this "
+        f"needs {format_size(needed_bytes)}{over}"
     )
 
 
 _SENTENCES: dict[Kind, Callable[..., str]] = {
     Kind.PEAK: _peak,
-    Kind.ONE_COMPONENT: lambda: "one component's weights on the device at a time",
+    Kind.ONE_COMPONENT: lambda: "one model's weights on the device at a time",
     Kind.STREAMED: _streamed,
     Kind.ONE_LAYER: _one_layer,
     Kind.PAGE_LOCKED: _page_locked,
@@ -218,16 +218,16 @@ _SENTENCES: dict[Kind, Callable[..., str]] = {
     Kind.COMPILED: _compiled,
     Kind.RECORDED: _recorded,
     Kind.BY_TIME_MODEL: lambda: (
-        "by the time model: on the card itself fused kernels and recorded passes are taken once `sd-lowvram doctor "
-        "--calibrate` has measured them to be faster there"
+        "by the time model: fused kernels and recorded passes are used on this GPU once `sd-lowvram doctor "
+        "--calibrate` has measured that they are faster there"
     ),
     Kind.HALF_PRODUCTS: lambda: (
-        "products in fp16, all else in float32: another picture; what overflows is found in the first step and made "
-        "in float32, and in the time is what earlier runs have found"
+        "products in fp16, all else in float32: another picture; products that overflow are found in the first step "
+        "and computed in float32; the time includes those that earlier runs have found"
     ),
     Kind.PACKED: _packed,
     Kind.ATTENTION_UNKNOWN: lambda: (
-        "what cuDNN's attention holds beside tensors is not in the peak: `doctor --calibrate` on the card tells"
+        "the workspace of cuDNN's attention is not in the peak: `doctor --calibrate` on the GPU measures it"
     ),
     Kind.SLOW: _slow,
     Kind.MORE_MEMORY: _more_memory,
@@ -237,9 +237,9 @@ _SENTENCES: dict[Kind, Callable[..., str]] = {
     Kind.RAN_LEANER: _ran_leaner,
     Kind.HOST_FETCHES: lambda host: f"{host} fetches layers of the model as it needs them",
     Kind.HOST_DECIDES: _host_decides,
-    Kind.DECODE_ONLY: lambda host: f"the decode is exact and within the budget, the steps run as {host} has them",
+    Kind.DECODE_ONLY: lambda host: f"the decode is exact and within the budget, the steps run as in {host}",
     Kind.TILES_UNUSED: lambda other: (
-        f"{other}, which is on too, has nothing to do: the decode is exact and within the budget as it is"
+        f"{other}, which is on too, has nothing to do: the decode is already exact and within the budget"
     ),
     Kind.TILES_DECODE: lambda other: (
         f"{other}, which is on too, decodes in its own tiles, which changes the picture: turn it off"

@@ -46,7 +46,7 @@ def test_a_leaner_plan_draws_the_same_picture_and_says_so(tmp_path: Path) -> Non
     again, made = drawn(tmp_path / "again.png", 2)
     assert "ran out of memory" not in plain.stderr
     assert again.stderr.count("unet ran out of memory on cpu") == 2
-    assert "it runs again as before" in again.stderr and "it goes on with one of" in again.stderr
+    assert "it runs again as before" in again.stderr and "it continues with one of" in again.stderr
     assert np.abs(made - wanted).max() <= 1
     told = [Image.open(tmp_path / f"{name}.png").text["parameters"] for name in ("plain", "again")]
     assert "Low VRAM ran out" not in told[0]

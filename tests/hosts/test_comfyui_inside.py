@@ -215,7 +215,7 @@ def test_the_compiler_is_off_where_hooks_act_in_layers(dynamic, kind, hooked) ->
 
 
 @pytest.mark.skipif(not AIMDO, reason="set COMFYUI_AIMDO to the folder of comfy_aimdo 0.6.0 or later")
-@pytest.mark.parametrize(("refused", "said"), [("bound", "to bound the weights"), ("opening", "to take back the")])
+@pytest.mark.parametrize(("refused", "said"), [("bound", "to limit the weights"), ("opening", "to lift the limit")])
 def test_a_refused_bound_is_told(dynamic, refused, said) -> None:
     """Its pages stay or become open: ``test_nothing_of_the_bound_is_left``."""
     assert [said in note for note in dynamic[f"{refused} refused"]] == [True]

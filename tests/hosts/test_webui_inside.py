@@ -96,7 +96,7 @@ def test_the_line_says_at_once_that_a_picture_is_under_way(server: Server) -> No
         while not re.search(r"^\[inside\] 256x256", server.told(), re.MULTILINE):
             assert not made.done()
         new = {**ON, "txt2img_width": 192, "txt2img_height": 320}
-        assert "waits for the picture under way" in line.ask(line.first, **new) and not made.done()
+        assert "waits for the running picture" in line.ask(line.first, **new) and not made.done()
         assert "192x320 fits" in line.ask(line.second, **new) and made.done()
 
 
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_left_out_and_the_picture_comes(server: Server, dat
 
 
 def test_another_tiled_vae_has_nothing_to_do_and_the_line_says_so(server: Server) -> None:
-    told = "Tiled VAE, which is on too, has nothing to do: the decode is exact and within the budget as it is"
+    told = "Tiled VAE, which is on too, has nothing to do: the decode is already exact and within the budget"
     plain, line = server.make(), Line(server)
     assert told in line.ask(line.first, **ON, **{"t2i-tiles": True}) and told not in line.ask(line.first, **ON)
     assert not numpy.array_equal(make(server, tiled=True).picture, plain.picture)

@@ -50,7 +50,7 @@ def test_any_pipeline_streams(make: Callable[[], Any], picture: Callable[[Any], 
             assert torch.equal(picture(pipe), expected)
         assert run.peak_bytes > plan.predicted.peak_bytes  # activations come on top
         kept = {"none": "on the device", "component": "one model's at a time on the device"}.get(way, "streamed")
-        assert plan.reasons[-1].startswith(f"weights {format_size(size)}, {kept}; activations of this model are traced")
+        assert plan.reasons[-1].startswith(f"weights {format_size(size)}, {kept}; the calls of this model are unknown")
         (denoise,) = (stage for stage in plan.stages if stage.name == "denoise")
         assert denoise.component == "transformer" and denoise.activation_bytes == 0
         held[way] = denoise.weights_bytes

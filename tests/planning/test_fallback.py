@@ -93,7 +93,7 @@ def test_the_next_leaner_plan_is_tried_with_the_same_latents(pipe: Any, expected
     first = sd_lowvram.optimize(pipe, vram="1GB", **SIZE)
     hook, frames = fails(PARTS[component](pipe), lambda: len(frames) < 2)
     try:
-        with logged(f"{component} ran out of memory on cpu with a plan of .*it goes on with"):
+        with logged(f"{component} ran out of memory on cpu with a plan of .*it continues with"):
             picture = tiny.run(pipe)
     finally:
         hook.remove()

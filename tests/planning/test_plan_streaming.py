@@ -68,7 +68,7 @@ def test_between_layers_and_components_it_streams_blocks(anatomy: Any) -> None:
     assert plan.settings.offload == "blocks" and plan.settings.weights_mib is not None
     assert component.predicted.seconds * 0.9 < plan.predicted.seconds < layer.predicted.seconds
     assert 1 <= denoising(plan).slowdown < denoising(layer).slowdown
-    assert any("streamed under the compute" in reason for reason in plan.reasons)
+    assert any("streamed while it computes" in reason for reason in plan.reasons)
     assert plan.timing is not None and "timing" not in plan.as_dict()
     assert denoising(plan).weights_bytes <= plan.settings.weights_mib * MIB
 

@@ -180,7 +180,7 @@ def test_a_host_of_less_than_planned_leaves_weights_in_their_file(
     sd_lowvram.restore(small)
     assert first.minimum_ram_bytes < first.predicted.host_bytes - lacking
     host_of(first.predicted.host_bytes - lacking)
-    with logged(rf"{where} ran out of host memory on cuda.*\(weights from their file\)"):
+    with logged(rf"{where} ran out of RAM on cuda.*\(weights from their file\)"):
         sd_lowvram.optimize(small, **planned)
         made = tiny.run(small, size=SIZE).cpu()
     plan = attachments(small)[0].plan

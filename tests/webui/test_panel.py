@@ -121,8 +121,8 @@ def test_while_a_picture_is_drawn_the_line_says_so_at_once(monkeypatch: pytest.M
     turn, told = threading.Lock(), []
     turn.acquire()  # a generation is under way
     at_once = estimate.answer("tab", "drawn", turn, lambda: "never")
-    assert at_once is not None and "waits for the picture under way" in at_once.line
-    assert "waits for the picture under way" in at_once.head and "#c00" not in at_once.line
+    assert at_once is not None and "waits for the running picture" in at_once.line
+    assert "waits for the running picture" in at_once.head and "#c00" not in at_once.line
     second = threading.Thread(
         target=lambda: told.append(estimate.answer("tab", "drawn", turn, lambda: "the plan", patient=True))
     )
@@ -231,7 +231,7 @@ def planned(peak: int, vram: int, *reasons: Reason) -> Any:
 def test_the_line_names_what_was_chosen() -> None:
     told = estimate.sentence(lambda: planned(3 << 30, 4 << 30), "512x512").line
     assert re.search("512x512.*3 GiB.*4 GiB.*2.*20 steps", told)
-    assert "part of the model stays on the card, the rest comes when needed; decoded in exact strips" in told
+    assert "part of the model stays in VRAM, the rest is loaded when needed; decoded in exact strips" in told
 
 
 @pytest.mark.parametrize(

@@ -688,12 +688,12 @@ def test_what_forge_decides_is_told_and_held_against_the_budget(
     chosen, picture = {"vram": "4GB"}, importlib.import_module("webui_ext.picture").Generation(64, 64, 1, 2)
     plan = foretold(model, chosen, picture)  # of 1 GiB, half of it weights
     takes = (1 << 29) + int(kept * (1 << 20))
-    for vram, verdict in ((takes + (1 << 20), "fits"), (takes - (1 << 20), "not kept")):
+    for vram, verdict in ((takes + (1 << 20), "fits"), (takes - (1 << 20), "over budget")):
         asked = dataclasses.replace(plan, request=dataclasses.replace(plan.request, vram=vram))
         decision = loading.decision(model, loading.host.anatomy(model), asked)
         asked = dataclasses.replace(asked, reasons=(decision,))
         told = estimate.sentence(lambda asked=asked: asked, "64x64").line
-        assert says in told and f'data-verdict="{verdict}"' in told and "one part of the model on the card" not in told
+        assert says in told and f'data-verdict="{verdict}"' in told and "one part of the model in VRAM" not in told
 
 
 class FluxTransformer(torch.nn.Module):
@@ -808,7 +808,7 @@ def test_the_page_is_told_at_once_that_a_picture_is_under_way_and_then_the_verdi
     sys.modules["modules.sd_models"].model_data.sd_model = host.sd_model  # type: ignore[attr-defined]
     with turn:
         line, head = first["fn"](*shown(page))
-    assert "waits for the picture under way" in line and "waits for the picture under way" in head
+    assert "waits for the running picture" in line and "waits for the running picture" in head
     line, head = second["fn"](*shown(page))
     assert re.search("64x64.*1 GiB.*8 GiB", line) and "fits, 1 of 8 GiB" in head
 
@@ -821,7 +821,7 @@ def shown(page: Any, tiled: bool = False, **values: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "says"), [("auto", "has nothing to do: the decode is exact"), ("off", "turn it off")]
+    ("chosen", "says"), [("auto", "has nothing to do: the decode is already exact"), ("off", "turn it off")]
 )
 def test_another_extensions_tiled_vae_beside_ours_is_told(
     page: Any, host: Any, monkeypatch: pytest.MonkeyPatch, chosen: str, says: str
@@ -863,7 +863,7 @@ def test_where_tiled_vae_is_on_ours_decodes_and_says_so(host: Any, capsys: Any, 
     host.cmd_opts = SimpleNamespace()
     sys.modules["modules.processing"].process_images(p)  # type: ignore[attr-defined]
     assert not p.scripts.failed and torch.allclose(drawn[0], plain, rtol=1e-4, atol=1e-5)
-    told = "Tiled VAE, which is on too, has nothing to do: the decode is exact and within the budget as it is"
+    told = "Tiled VAE, which is on too, has nothing to do: the decode is already exact and within the budget"
     assert told in capsys.readouterr().out and set(p.told) == {f"sd-lowvram: {told}"}
 
 
