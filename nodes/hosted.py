@@ -141,7 +141,7 @@ def anatomy_of_hosted(model: ModelPatcher, conditions: Conditions) -> Anatomy:
     base, unet = model.model, model.get_model_object("diffusion_model")
     latents = getattr(base, "latent_format", None)
     if latents is None or not hasattr(base, "extra_conds"):
-        raise BadInputError(f"{name_of(base)} is no model that ComfyUI's samplers run")
+        raise BadInputError(f"{name_of(base)} is not a model that ComfyUI's samplers run")
     scale = _scale(latents)
     config = {
         "latent_scale": scale,

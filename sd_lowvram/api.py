@@ -334,7 +334,7 @@ def _autoencoder(target: Any) -> Anatomy:
     """The anatomy of the autoencoder that ``target`` is, or that it holds."""
     vae = anatomy_of(target).vae
     if vae is None:
-        raise BadInputError(f"{type(target).__name__} is no autoencoder")
+        raise BadInputError(f"{type(target).__name__} is not an autoencoder")
     return anatomy_of(vae)
 
 

@@ -31,8 +31,8 @@ DEVICES: list[tuple[Any, str]] = [
     ("cpu:x", "device 'cpu:x' is unknown"),
     ("meta", "device 'meta' is unknown"),
     (torch.device("meta"), "device 'meta' is unknown"),
-    (3, "device 3 is no device: give its name"),
-    (True, "device True is no device"),
+    (3, "device 3 is not a device: give its name"),
+    (True, "device True is not a device"),
     *([] if torch.cuda.is_available() else [("cuda", "device 'cuda' cannot be used .*: cpu always can")]),
     ("cuda:99", "device 'cuda:99' cannot be used .*: cpu always can"),
 ]

@@ -91,7 +91,7 @@ def test_what_is_offloaded_by_others(pipe: Any) -> None:
         assert torch.equal(tiny.run(other, steps=1), tiny.run(pipe, steps=1))
     group = tiny.pipeline("sd15")
     group.unet.enable_group_offload(onload_device=CPU, offload_type="leaf_level")
-    with pytest.raises(ConflictError, match="load it anew"):
+    with pytest.raises(ConflictError, match="load it again"):
         sd_lowvram.plan(group, **PLENTY)
 
 
@@ -378,7 +378,7 @@ ELSEWHERE = {
     "needs at least": "test_remedies.py",
     "of RAM cannot hold": "test_remedies.py",
     "expected Settings, got": "test_bad_input.py",
-    "is no device": "test_bad_input.py",
+    "is not a device": "test_bad_input.py",
     "is unknown: choose one of {}, or cuda:1": "test_bad_input.py",
     "merge_tokens cannot go with": "test_doors.py",
     "hidden from trace": "streaming/test_threads.py",
@@ -387,10 +387,10 @@ ELSEWHERE = {
     "is for transformers, and": "hooks/test_half_products.py",
     "(set_attn_processor) and backend": "hooks/test_attention_of_transformers.py",
     "in float32 too: its weights": "hooks/test_half_products.py",
-    "is no interval": "saved_latents/test_saved_latents.py",
+    "is not an interval": "saved_latents/test_saved_latents.py",
     "or a number of MB/s": "devices/test_disk.py",
     "needs a generator": "saved_latents/test_resumable.py",
-    "cannot go on from saved latents": "saved_latents/test_resumable.py",
+    "cannot resume from saved latents": "saved_latents/test_resumable.py",
     "Load the model in a wider type": "commands/test_resume.py",
     "weights are not streamed to": "devices/test_device_support.py",
     "holds no model": "models/test_support.py",

@@ -81,7 +81,7 @@ def check_place(folder: Path) -> None:
         BadInputError: ``folder`` is not a folder. OutputError: it cannot be written, or the disk is full.
     """
     if folder.exists() and not folder.is_dir():
-        raise BadInputError(f"--out {folder} is no folder: give one, or a new name")
+        raise BadInputError(f"--out {folder} is not a folder: give one, or a new name")
     try:
         check_writable(folder / "a.png", 1 << 20)
     except OutputError as error:

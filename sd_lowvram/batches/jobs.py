@@ -133,7 +133,7 @@ def _text(path: Path) -> str:
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):  # a pipe could be read once only, and the batch may have to go on
-            raise BadInputError(f"{path} cannot be read: it is no regular file")
+            raise BadInputError(f"{path} cannot be read: it is not a regular file")
         if about.st_size > _LARGEST_FILE:
             size, most = format_size(about.st_size), format_size(_LARGEST_FILE)
             raise BadInputError(f"{path} has {size}, and a file of jobs at most {most}: split it")
@@ -179,7 +179,7 @@ def _table(path: Path, text: str) -> Iterator[Row]:
             else:
                 yield line, {name: cell for name, cell in zip(header, cells, strict=False) if cell.strip()}
     except csv.Error as error:
-        raise BadInputError(f"{path}, line {reader.line_num}: it is no CSV that can be read ({error})") from error
+        raise BadInputError(f"{path}, line {reader.line_num}: it is not a CSV that can be read ({error})") from error
 
 
 def _check_header(path: Path, line: int, header: list[str]) -> None:
@@ -202,7 +202,7 @@ def _objects(path: Path, text: str) -> Iterator[Row]:
             yield line, _without_repeats(json.loads(one, object_pairs_hook=_Pairs))
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())[:_SHOWN]
-            raise BadInputError(f"{path}, line {line}: it is no JSON object that can be read ({reason})") from error
+            raise BadInputError(f"{path}, line {line}: it is not a JSON object that can be read ({reason})") from error
 
 
 class _Pairs(list[tuple[str, Any]]):
@@ -211,7 +211,7 @@ class _Pairs(list[tuple[str, Any]]):
 
 def _without_repeats(found: Any) -> dict[str, Any]:
     if not isinstance(found, _Pairs):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     table = dict(found)
     if len(table) != len(found):
         raise ValueError("a name stands there twice")
@@ -245,10 +245,10 @@ def _column(written: str) -> str:
     if name == "memory_plot":
         raise BadInputError("the column memory_plot is of generate alone: one picture's memory is drawn there")
     if name in SPLIT:
-        raise BadInputError(f"{name} is no column: it is given once, to batch itself")
+        raise BadInputError(f"{name} is not a column: it is given once, to batch itself")
     near = difflib.get_close_matches(name, columns(), 1)
     guess = f" (did you mean {near[0]}?)" if near else "; sd-lowvram generate --help-all lists them"
-    raise BadInputError(f"the column {written[:_SHOWN]!r} is no option of generate{guess}")
+    raise BadInputError(f"the column {written[:_SHOWN]!r} is not an option of generate{guess}")
 
 
 def _value(name: str, raw: Any) -> Any:

@@ -127,7 +127,7 @@ class Journal:
         tables = self._rows.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if tables and (ours != _OURS or version != _VERSION):
             raise BadInputError(
-                f"{self._path} is no journal of this version of sd-lowvram: move it away, or give another --out"
+                f"{self._path} is not a journal of this version of sd-lowvram: move it away, or give another --out"
             )
         if not tables:
             for statement in _TABLES.split(";"):
@@ -304,7 +304,7 @@ def finished(folder: Path) -> tuple[set[str], list[dict[str, Any]]]:
         with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=1)) as rows:
             return {row[0] for row in rows.execute("SELECT key FROM jobs WHERE state = 'done'")}, _summary(rows)
     except sqlite3.Error as error:
-        why = "the batch itself makes it anew of the pictures that are there"
+        why = "the batch itself makes a new one from the pictures that are there"
         why = why if is_damaged(error) else "another batch may be at work in it"
         raise BadInputError(f"{path} cannot be read now ({error}): {why}") from error
 

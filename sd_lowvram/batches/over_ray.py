@@ -175,7 +175,7 @@ class Actors:
         try:
             answered, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=_PATIENCE)
         except Exception as error:
-            raise LowVRAMError(f"the Ray cluster has gone ({error}): the same command goes on from here") from error
+            raise LowVRAMError(f"the Ray cluster has gone ({error}): the same command continues from here") from error
         found: list[tuple[str, Outcome]] = []
         for reference in answered:
             found += self._answer(reference, self._pending.pop(reference))

@@ -77,7 +77,7 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
     with _damage_told(wanted.out), contextlib.closing(Journal(wanted.out)) as journal:
         sweep(wanted.out)  # nobody else is at work here: the journal is this process's
         if journal.set_aside is not None:
-            note(f"{wanted.out / JOURNAL} was damaged and lies in {journal.set_aside.name}: a new one is begun")
+            note(f"{wanted.out / JOURNAL} was damaged and lies in {journal.set_aside.name}: a new one is started")
         entries, changes = journal.take_up(tasks)
         _tell_changes(changes, wanted.jobs, len(tasks) - len(entries))
         progress = Progress(entries, len(tasks) - len(entries))
@@ -94,7 +94,7 @@ def run(tasks: Sequence[Task], wanted: Wanted) -> int:
                         retries=wanted.retries, stop_on_error=wanted.stop_on_error,
                     )  # fmt: skip
         except KeyboardInterrupt:
-            note(f"{progress.state}; the same command goes on from here")
+            note(f"{progress.state}; the same command continues from here")
             raise
         finally:
             tidy(wanted.out)

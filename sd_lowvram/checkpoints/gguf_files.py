@@ -147,7 +147,7 @@ def read_gguf(path: Path) -> list[_Tensor]:
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):
-            raise CheckpointError(f"{path} cannot be read: it is no regular file")
+            raise CheckpointError(f"{path} cannot be read: it is not a regular file")
         with (
             open(path, "rb") as file,
             mmap.mmap(file.fileno(), min(about.st_size, _LARGEST_HEADER), access=mmap.ACCESS_READ) as data,
@@ -231,7 +231,7 @@ class _Reader:
         self._pass_over(kind)
         if name == b"general.alignment":
             if kind != _UINT32:
-                raise ValueError("general.alignment is no 32-bit number")
+                raise ValueError("general.alignment is not a 32-bit number")
             self._alignment = struct.unpack_from("<I", self._data, at)[0]
             if self._alignment.bit_count() != 1:
                 raise ValueError(f"general.alignment is {self._alignment}, no power of two")
@@ -270,7 +270,7 @@ class _Reader:
         block, taken = GGML_QUANT_SIZES[kind]
         last = shape[-1] if shape else 1
         if last % block:
-            raise ValueError(f"{name[:60]!r} has rows of {last}, which are no blocks of {block}")
+            raise ValueError(f"{name[:60]!r} has rows of {last}, which are not blocks of {block}")
         stored = (*shape[:-1], last // block * taken)
         first = begin + offset
         end = first + math.prod(stored)

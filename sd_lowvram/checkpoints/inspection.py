@@ -151,7 +151,7 @@ def folder_configuration(path: Path) -> dict[str, Any]:
         options = {name: value for name, value in plain.items() if not name.startswith("_")}
         return found | {"pipeline": pipeline_prefix(path), "options": options}
     if "unet" not in found:
-        raise CheckpointError(f"{path} is no diffusers folder: it has no config.json of a unet or a transformer")
+        raise CheckpointError(f"{path} is not a diffusers folder: it has no config.json of a unet or a transformer")
     return found
 
 
@@ -188,7 +188,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     file = folder / "model_index.json"
     if not file.is_file():
         inside = ", ".join(sorted(part.name for part in folder.iterdir())[:5]) or "nothing"
-        raise CheckpointError(f"{folder} is no diffusers folder: it has no model_index.json (it holds {inside})")
+        raise CheckpointError(f"{folder} is not a diffusers folder: it has no model_index.json (it holds {inside})")
     return _read_table(file)
 
 
@@ -196,7 +196,7 @@ def _read_table(file: Path) -> dict[str, Any]:
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(table, dict):
-            raise ValueError("it is no table")
+            raise ValueError("it is not a table")
         return table
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
@@ -269,7 +269,7 @@ def is_pickle(path: Path, allowed: bool) -> bool:
     if not allowed:
         raise CheckpointError(f"{path} cannot be loaded: {_NO_PICKLE}")
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path} cannot be read: it is no regular file")
+        raise CheckpointError(f"{path} cannot be read: it is not a regular file")
     return True
 
 
@@ -342,7 +342,7 @@ def detect(header: Header, path: Path, values: Callable[[str], list[float]]) -> 
     if not first:
         looks = describe(header)
         remedy = f": {_PARTS}" if looks in _OF_PARTS else ""
-        raise CheckpointError(f"{path} is no SD1.x, SD2.x or SDXL checkpoint: it looks like {looks}{remedy}")
+        raise CheckpointError(f"{path} is not an SD1.x, SD2.x or SDXL checkpoint: it looks like {looks}{remedy}")
     blocks = (f"{UNET}input_blocks.{i}.1.transformer_blocks.0.attn2.to_k.weight" for i in (1, 2, 3, 4))
     context = next((header.shape(name)[-1] for name in blocks if header.shape(name)), 0)
     parts = {

@@ -34,7 +34,7 @@ def load_autoencoder(path: Path, dtype: torch.dtype) -> nn.Module:
             folder: nn.Module = load_folder_part(part, "diffusers", "AutoencoderKL", dtype)
         return folder
     if path.suffix.lower() != ".safetensors":
-        raise CheckpointError(f"{path} is no .safetensors file: give one, or a diffusers folder, with --model")
+        raise CheckpointError(f"{path} is not a .safetensors file: give one, or a diffusers folder, with --model")
     header = read_header(path)
     check_formats(path, header, "or in fp16")
     config = _configuration(path, header.tensors)

@@ -55,15 +55,17 @@ def read_header(path: Path) -> Header:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and a device never ends
-            raise CheckpointError(f"{path} cannot be read: it is no regular file")
+            raise CheckpointError(f"{path} cannot be read: it is not a regular file")
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8:
-                raise CheckpointError(f"{path} is truncated: {size} bytes are no .safetensors file; download it again")
+                raise CheckpointError(
+                    f"{path} is truncated: {size} bytes are not a .safetensors file; download it again"
+                )
             if length > _LARGEST_HEADER:
-                raise CheckpointError(f"{path} is no .safetensors file: it announces a header of {length} bytes")
+                raise CheckpointError(f"{path} is not a .safetensors file: it announces a header of {length} bytes")
             if 8 + length > size:
                 raise CheckpointError(
                     f"{path} is truncated: its header needs {format_size(8 + length)} and the file has "
@@ -105,7 +107,9 @@ def _parse(path: Path, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, s
         tensors = {name: _entry(entry) for name, entry in raw.items()}
         return tensors, {str(key): str(value) for key, value in metadata.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no .safetensors file: its header cannot be understood ({error})") from error
+        raise CheckpointError(
+            f"{path} is not a .safetensors file: its header cannot be understood ({error})"
+        ) from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _told(path: Path, header: Header) -> Iterator[dict[str, Any]]:
                     file.seek(header.data_offset + entry.begin)
                     yield dict(json.loads(file.read(entry.end - entry.begin)))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: what it says of its weights is no table ({error})") from error
+        raise CheckpointError(f"{path} cannot be read: what it says of its weights is not a table ({error})") from error
 
 
 def weight_of(name: str) -> str:

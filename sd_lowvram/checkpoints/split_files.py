@@ -159,7 +159,7 @@ def _texts(model: SplitFile, family: _Family, found: list[SplitFile]) -> dict[st
         left.remove(one)
         made[name] = replace(one, config=one.config | ({"architectures": [made_as]} if made_as else {}))
     if left:
-        raise CheckpointError(f"{left[0].path}, a {left[0].kind}, is no part of {model.path}, a {family.prefix}")
+        raise CheckpointError(f"{left[0].path}, a {left[0].kind}, is not part of {model.path}, a {family.prefix}")
     told = {name: one.config for name, one in made.items()}
     for name, width in family.widths.items():
         if model.config[name] != width(told):
@@ -187,7 +187,7 @@ def _tokenizers(family: _Family, folder: Path | None, texts: Mapping[str, SplitF
         )
     known = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.json")
     if not any((folder / name).is_file() for name in known):
-        raise BadInputError(f"--tokenizer {folder} is no folder of a tokenizer: it has none of {', '.join(known)}")
+        raise BadInputError(f"--tokenizer {folder} is not a folder of a tokenizer: it has none of {', '.join(known)}")
     check_tokenizer_files(folder, next(one.config for one in texts.values() if one.kind != "clip"))
     return {
         name: None if kind == "clip" else folder.resolve() for name, (kind, _) in zip(names, family.texts, strict=True)

@@ -157,7 +157,9 @@ def split_files_in(path: Path, role: str) -> list[SplitFile]:
         other = next((one[0][0] for other in _known().prefixes if (one := _layouts_in(shapes, other))), None)
         what = f"{_KINDS[other.kind].title}, a {other.role}" if other else described(header)
         served = ", ".join(dict.fromkeys(_KINDS[one.kind].title for one in _known().layouts if one.role == role))
-        raise CheckpointError(f"{path} is no {role} that is served: it looks like {what}. Served are those of {served}")
+        raise CheckpointError(
+            f"{path} is not a {role} that is served: it looks like {what}. Served are those of {served}"
+        )
     return [_read(path, shapes, layout, prefix, blocks) for layout, prefix in found]
 
 

@@ -217,7 +217,7 @@ def split_or(
 def _checked_strength(job: Job) -> float | None:
     if job.init_image is None:
         if job.mask is not None:
-            raise BadInputError(f"--mask {job.mask} needs --init-image, the picture of which a part is painted anew")
+            raise BadInputError(f"--mask {job.mask} needs --init-image, the picture of which a part is repainted")
         if job.strength is not None:
             raise BadInputError(f"--strength {job.strength:g} needs --init-image, the picture that is changed so much")
         return None

@@ -84,7 +84,7 @@ def pictures_from(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     for name, tensor in found.items():
         if str(tensor.dtype) != "torch.uint8" or 0 in tensor.shape or [*tensor.shape[2:]] != _COLOURS[name]:
             raise BadInputError(
-                f"what was saved as the run's {name} is no picture: {tuple(tensor.shape)}, {tensor.dtype}"
+                f"what was saved as the run's {name} is not a picture: {tuple(tensor.shape)}, {tensor.dtype}"
             )
     return {name: Image.fromarray(tensor.numpy()) for name, tensor in found.items()}
 

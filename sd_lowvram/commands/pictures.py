@@ -74,12 +74,12 @@ def check_writable(path: Path, size: int) -> None:
     """Make sure that a file of ``size`` bytes can be written to ``path`` now; nothing is left behind, no folder either.
 
     Raises:
-        OutputError: the folder cannot be made or written to, the disk is full, or ``path`` is no regular file.
+        OutputError: the folder cannot be made or written to, the disk is full, or ``path`` is not a regular file.
     """
     try:
         with _folder_for_now(path.parent):
             if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-                raise OutputError(f"the output {path} is no regular file: give the name of a .png file")
+                raise OutputError(f"the output {path} is not a regular file: give the name of a .png file")
             free = shutil.disk_usage(path.parent).free
             if free < size:
                 raise OutputError(_full(path, size, free))

@@ -34,7 +34,7 @@ def check_text(option: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise BadInputError(
-            f"{option} {text!r} is not UTF-8: type it anew, or convert the file that it is from"
+            f"{option} {text!r} is not UTF-8: type it again, or convert the file that it is from"
         ) from None
 
 
@@ -97,7 +97,7 @@ def check_side(name: str, value: int | None) -> None:
         raise BadInputError(f"--{name} {value} is more than {LARGEST_SIDE} pixels, the longest side that is served")
     below, above = value - value % 8, value - value % 8 + 8
     near = f"{below} and {above} are nearest" if below else f"{above} is nearest"
-    raise BadInputError(f"--{name} {value} is no multiple of 8: {near}")
+    raise BadInputError(f"--{name} {value} is not a multiple of 8: {near}")
 
 
 class BoundedFile(io.FileIO):
@@ -142,12 +142,12 @@ def open_picture(path: Path, option: str, mode: str = "RGB") -> Image:
 
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for, and a device never ends
-            raise BadInputError(f"{option} {path} cannot be opened: it is no regular file")
+            raise BadInputError(f"{option} {path} cannot be opened: it is not a regular file")
         with BoundedFile(path) as bounded, Image.open(bounded) as file:
             _check_pixels(file, path, option)
             return ImageOps.exif_transpose(file).convert(mode)
     except BadInputError:
         raise
     except Exception as error:  # PIL raises whatever the damaged part of a file provokes
-        reason = getattr(error, "strerror", None) or "it is no picture that can be read"
+        reason = getattr(error, "strerror", None) or "it is not a picture that can be read"
         raise BadInputError(f"{option} {path} cannot be opened: {reason}") from error

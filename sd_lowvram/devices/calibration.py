@@ -104,7 +104,7 @@ def _source(others: float) -> str:
         return "measured here"
     return (
         f"measured here while other programs took {others:.0%} of the processors, so perhaps too slow: "
-        "sd-lowvram doctor --calibrate measures anew"
+        "sd-lowvram doctor --calibrate measures again"
     )
 
 

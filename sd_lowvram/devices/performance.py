@@ -305,7 +305,7 @@ def _stated_card(text: str) -> Rates:
     rates.sort()
     if (len(sizes), len(memory)) != (1, 1) or len(rates) not in (1, 2) or not rates[0] > 0 < memory[0]:
         raise BadInputError(
-            f"--gpu {text[:60]!r} must state memory, arithmetic and bandwidth of a card, each more than zero: write "
+            f"--gpu {text[:60]!r} must state memory, arithmetic and bandwidth of a GPU, each more than zero: write "
             f'"{_EXAMPLE}", or "8GB,20TFLOPS,81TFLOPS,448GB/s" with that of fp16 matrix work'
         )
     said = f"{format_size(sizes[0])}, {' and '.join(f'{rate:g}' for rate in rates)} TFLOPS, {memory[0]:g} GB/s"

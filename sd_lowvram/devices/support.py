@@ -102,7 +102,7 @@ def device_of(given: torch.device | str | None, what: str = "device") -> torch.d
     if given is None:
         return default_device()
     if not isinstance(given, (str, torch.device)):
-        raise BadInputError(f'{what} {given!r} is no device: give its name, "cuda:0" or "cpu" for example')
+        raise BadInputError(f'{what} {given!r} is not a device: give its name, "cuda:0" or "cpu" for example')
     check_device_name(str(given), what)
     device = torch.device(given)
     try:

@@ -160,7 +160,7 @@ class _Kinds:
             shapes = tuple(leaf.shape for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
             why = "its layers have changed, as by a LoRA" if shapes in self._shapes else "for another size or batch"
             seconds = time.perf_counter() - start
-            happened(__name__, f"compile: {fresh} pieces of code were compiled anew in {seconds:.0f} s: {why}")
+            happened(__name__, f"compile: {fresh} pieces of code were compiled again in {seconds:.0f} s: {why}")
         if self._met:
             self._shapes.add(tuple(leaf.shape for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)))
         return result

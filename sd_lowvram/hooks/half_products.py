@@ -94,8 +94,8 @@ class HalfProducts:
                 self._looks = False
         if not _all_finite(made):
             raise NotFiniteError(
-                f"{self._name}: what it makes is no numbers (NaN or infinity) in float32 too: its weights, or what it "
-                "is given, are damaged; load it again"
+                f"{self._name}: its output has NaN or infinity in float32 too: its weights or its input are "
+                "damaged; load it again"
             )
         if found := self.wide - known:  # not so where a fault of the machine has passed
             remember(self.place, sorted(self.wide))

@@ -129,14 +129,14 @@ class OverflowCheck:
         half = self._dtype == torch.float16
         wide, first = (" in float32 too", "load it in float32 (--precision fp32), or ") if half else ("", "load ")
         return NotFiniteError(
-            f"{self._stage}: {what} of a map are no numbers (NaN or infinity){wide}: the autoencoder's "
+            f"{self._stage}: {what} of a map are NaN or infinity{wide}: the autoencoder's "
             f"weights are damaged, too large for their type, or not made for this model; {first}another one"
         )
 
     def tell(self) -> None:
         """Tell what was done again."""
         if self._again:
-            happened(__name__, f"{self._stage}: {_strips(self._again)} computed anew, being no numbers")
+            happened(__name__, f"{self._stage}: {_strips(self._again)} computed again, because of NaN or infinity")
         if self._widened:
             kept = ", and its maps from there on stored in bfloat16" if self._kept_in != self._dtype else ""
             warnings.warn(

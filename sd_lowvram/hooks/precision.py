@@ -72,7 +72,7 @@ def precision(anatomy: Anatomy, settings: Settings, device: torch.device) -> Ite
         )
     if kind.startswith("autocast-"):
         warnings.warn(
-            f"precision={kind!r} is slower than {wanted!r}, as weights are cast anew in every call, and holds them as "
+            f"precision={kind!r} is slower than {wanted!r}, as weights are cast again in every call, and holds them as "
             "wide as they are",
             stacklevel=2,
         )

@@ -143,9 +143,9 @@ def run_causal(steps: Sequence[CausalStep], x: Tensor, settings: Settings, stage
     made = _StripPass(steps, settings, stage)(x)
     if not isinstance(x, FakeTensor) and not is_finite(made):
         if not is_finite(x):
-            raise NotFiniteError(f"{stage}: what it is given holds values that are no numbers (NaN or infinity)")
+            raise NotFiniteError(f"{stage}: its input has NaN or infinity")
         raise NotFiniteError(
-            f"{stage}: what the autoencoder made of {tuple(x.shape)} in {x.dtype} is no numbers (NaN or infinity): "
+            f"{stage}: the autoencoder's output for {tuple(x.shape)} in {x.dtype} has NaN or infinity: "
             "load it in float32 or bfloat16 (--precision fp32 or bf16), or another one if it is"
         )
     return made

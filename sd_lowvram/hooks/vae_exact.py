@@ -151,7 +151,7 @@ def run_exact(steps: Sequence[Step], x: Tensor, settings: Settings, stage: str =
 
 def _check(stage: str, x: Tensor) -> None:
     if not is_finite(x):
-        raise NotFiniteError(f"{stage}: what it is given holds values that are no numbers (NaN or infinity)")
+        raise NotFiniteError(f"{stage}: its input has NaN or infinity")
 
 
 class _Overwritten:

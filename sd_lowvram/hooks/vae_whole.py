@@ -50,7 +50,7 @@ def _looked_at(
     steps = dissect(vae)  # at each call, as a LoRA may have been loaded since
     if steps is None:
         raise NotFiniteError(
-            f"{stage}: what {type(vae).__name__} made of {tuple(x.shape)} in {x.dtype} is no numbers (NaN or infinity)"
+            f"{stage}: the output of {type(vae).__name__} for {tuple(x.shape)} in {x.dtype} has NaN or infinity"
             ": load it in float32 or bfloat16 (--precision fp32 or bf16)"
         )
     return run_exact(steps.decoder if stage == "decode" else steps.encoder, x, settings, stage)

@@ -61,7 +61,7 @@ def install(name: str, path: Path) -> tuple[Path, str]:
     checkout = _PACKAGE.parent
     source = checkout if (checkout / host.parts[0]).exists() else _PACKAGE / "data" / _DATA
     if not (source / host.parts[0]).exists():
-        raise BadInputError(f"this installation of sd-lowvram carries no adapters ({source}): install the wheel anew")
+        raise BadInputError(f"this installation of sd-lowvram carries no adapters ({source}): install the wheel again")
     if os.path.lexists(place):
         if place.resolve() == source.resolve():
             return place, "there already"
@@ -105,10 +105,12 @@ def _checked(name: str, path: Path) -> Host:
     if host is None:
         raise BadInputError(f"host {name!r} is unknown: choose one of {', '.join(HOSTS)}")
     if not path.is_dir():
-        raise BadInputError(f"{path} is no folder: give the one that {host.title} is in")
+        raise BadInputError(f"{path} is not a folder: give the one that {host.title} is in")
     missing = [sign for sign in host.signs if not (path / sign).exists()]
     if missing:
-        raise BadInputError(f"{path} is no {host.title}: it has no {', '.join(missing)}; give the folder that has them")
+        raise BadInputError(
+            f"{path} does not look like {host.title}: it has no {', '.join(missing)}; give the folder that has them"
+        )
     return host
 
 

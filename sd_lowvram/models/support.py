@@ -54,7 +54,7 @@ def check_casting(parts: Mapping[str, nn.Module]) -> None:
         if "layerwise_casting" in diffusers_hooks(part):
             raise ConflictError(
                 f"{name} has diffusers' layerwise casting on (enable_layerwise_casting), which no plan follows: load "
-                "it anew without, and ask for weight_storage='fp8', which does the same",
+                "it again without, and ask for weight_storage='fp8', which does the same",
                 plainly=f"{name} changes the type of its weights in every layer already: load it without that",
             )
 
@@ -71,7 +71,7 @@ def check_moved(parts: Mapping[str, nn.Module]) -> None:
             )
         if "group_offloading" in diffusers_hooks(part):
             raise ConflictError(
-                f"{name} is offloaded by diffusers in groups already, which it cannot undo: load it anew, without "
+                f"{name} is offloaded by diffusers in groups already, which it cannot undo: load it again, without "
                 "enable_group_offload()",
                 plainly=_MOVED.format(name),
             )

@@ -41,7 +41,7 @@ _HOST_IS_SHORT: _Opened = (
     ("smaller strips", _STRIPS),
     ("fewer parked maps", _MAPS),
     ("larger ring", _WEIGHTS),
-    ("decoder on the card", _DECODER),
+    ("decoder on the GPU", _DECODER),
 )
 
 _CLOSED: dict[str, Any] = {"park_skips": False, "vae_map": "held", "decoder_device": "gpu"}

@@ -29,7 +29,7 @@ def parse_interval(text: str, what: str) -> Interval:
     match = _WRITTEN.fullmatch(text)
     count, unit = (float(match[1]), match[2]) if match else (0, "")
     if count <= 0 or (unit.startswith("step") and count != int(count)):
-        raise BadInputError(f'{what} {text!r} is no interval: write it like "30s", "5min" or "10steps", or never')
+        raise BadInputError(f'{what} {text!r} is not an interval: write it like "30s", "5min" or "10steps", or never')
     if unit.startswith("step"):
         return Interval(None, int(count))
     return Interval(count * (60 if unit == "min" else 1))

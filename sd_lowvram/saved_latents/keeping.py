@@ -168,7 +168,7 @@ class Keeper:
             for generator, before in zip(self._generators, states, strict=True):
                 generator.set_state(before)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise BadInputError(f"{path} does not hold what its run needs to go on ({error})") from error
+            raise BadInputError(f"{path} lacks what its run needs to continue ({error})") from error
         vars(scheduler).update(state)
         return saved
 
@@ -191,7 +191,7 @@ def not_finite(step: int, steps: int, saved: Path | None = None) -> NotFiniteErr
     if saved is None:
         return NotFiniteError(f"{told}. Load the model in a wider type: --precision fp32 or bf16")
     resume = f"sd-lowvram resume {shlex.quote(str(saved))} --precision fp32"
-    return NotFiniteError(f"{told}; the latents of step {step - 1} are in {saved}: {resume} goes on in a wider type")
+    return NotFiniteError(f"{told}; the latents of step {step - 1} are in {saved}: {resume} continues in a wider type")
 
 
 @contextlib.contextmanager

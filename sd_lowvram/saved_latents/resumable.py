@@ -49,8 +49,8 @@ def resumable(pipe: Any, path: str | os.PathLike[str], *, every: str = "1min") -
     taken = inspect.signature(pipe.__call__).parameters if callable(pipe) else {}
     if denoiser_of(pipe) is None or not {"generator", _CALLBACK, _NEEDED} <= taken.keys():
         raise BadInputError(
-            f"{type(pipe).__name__} cannot go on from saved latents: that takes a pipeline of diffusers with a UNet or "
-            f"a transformer, whose call takes generator and {_CALLBACK}, as StableDiffusionPipeline does"
+            f"{type(pipe).__name__} cannot resume from saved latents: that takes a pipeline of diffusers with a UNet "
+            f"or a transformer, whose call takes generator and {_CALLBACK}, as StableDiffusionPipeline does"
         )
     return functools.partial(_called, pipe, Path(path), parse_interval(every, "every"))
 
@@ -60,7 +60,7 @@ def _called(pipe: Any, path: Path, interval: Interval, *args: Any, **kwargs: Any
     given = arguments.arguments.get("generator")
     if not given:
         raise BadInputError(
-            "a call that shall go on later needs a generator: give generator=torch.Generator().manual_seed(1), with a "
+            "a call that can be resumed needs a generator: give generator=torch.Generator().manual_seed(1), with a "
             "seed of yours"
         )
     start = read_saved(path) if path.exists() else None
@@ -114,7 +114,8 @@ class _Compare:
         if others:
             shown = ", ".join(others[:8]) + (", ..." if len(others) > 8 else "")
             warnings.warn(
-                f"{self._path} is of another call (what differs: {shown}): this one begins anew and takes its place",
+                f"{self._path} is of another call (what differs: {shown}): this one starts from the beginning and "
+                "replaces it",
                 stacklevel=2,
             )
             self._keeper.begin_anew()

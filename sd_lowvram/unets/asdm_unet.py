@@ -79,13 +79,13 @@ def check_changes(experts: Any, regions: Any, blocks: Any = ()) -> None:
     """Raise BadInputError unless these are a number of experts, the side of a region or None, and names."""
     if type(experts) is not int or not 1 <= experts <= MOST_EXPERTS:
         raise BadInputError(
-            f"experts {experts!r} is no number of experts: 1 is the plain convolution, 2 to {MOST_EXPERTS} are mixed"
+            f"experts {experts!r} is not a number of experts: 1 is the plain convolution, 2 to {MOST_EXPERTS} are mixed"
         )
     if regions is not None and (type(regions) is not int or regions < 1):
-        raise BadInputError(f"regions {regions!r} is no side of a region: give the tokens of a side, 16 or 32")
+        raise BadInputError(f"regions {regions!r} is not a side of a region: give the tokens of a side, 16 or 32")
     if not isinstance(blocks, (list, tuple)) or not all(isinstance(name, str) for name in blocks):
         raise BadInputError(
-            f"changed_blocks {blocks!r} is no list of blocks: give their names, dn0 and up3 for example"
+            f"changed_blocks {blocks!r} is not a list of blocks: give their names, dn0 and up3 for example"
         )
 
 

@@ -304,7 +304,7 @@ def _gone_on(file: Path, identity: dict[str, Any], steps: int, training: _Traini
     with contextlib.suppress(Exception):  # any other file
         state = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not {"course", "student", "optimizer", "average", "step"} <= state.keys():
-        raise CheckpointError(f"{file} is no checkpoint of distil: remove it, or name another --out")
+        raise CheckpointError(f"{file} is not a checkpoint of distil: remove it, or name another --out")
     for name, value in identity.items():
         if state["course"].get(name) != value:
             raise BadInputError(

@@ -40,7 +40,8 @@ def check_unet(unet: Any) -> None:
 
     if not is_unet(unet):
         raise BadInputError(
-            f"{type(unet).__name__} is no UNet of SD1.x, SD2.x or SDXL as diffusers builds them: its layers are unknown"
+            f"{type(unet).__name__} is not a UNet of SD1.x, SD2.x or SDXL as diffusers builds them: its layers are "
+            "unknown"
         )
 
 

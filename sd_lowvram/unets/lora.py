@@ -72,7 +72,7 @@ def lora_for(unet: Any, lora: Mapping[str, Tensor] | str | Path) -> dict[str, Te
     check_unet(unet)
     given = _read(lora) if isinstance(lora, (str, Path)) else dict(lora)
     if not any(mark in name for name in given for mark in _TENSORS):
-        raise BadInputError(f"{_told(lora)} is no LoRA: none of its {len(given)} tensors is called as theirs are")
+        raise BadInputError(f"{_told(lora)} is not a LoRA: none of its {len(given)} tensors is called as theirs are")
     layers, cut = recorded(unet.config)
     new_places, numbers = _places(layers, cut), _Numbers(layers, cut)
     found: dict[str, Tensor] = {}

@@ -32,7 +32,7 @@ def captioned_pictures(folder: Path) -> list[Captioned]:
         BadInputError: not a folder, no pictures, or a picture without a caption.
     """
     if not folder.is_dir():
-        raise BadInputError(f"{folder} is no folder of pictures")
+        raise BadInputError(f"{folder} is not a folder of pictures")
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
     if not files:
         raise BadInputError(f"{folder} has no pictures ({', '.join(_SUFFIXES)})")

@@ -153,14 +153,14 @@ BAD = [
     (
         "a.csv",
         "prompt,widht\nx,512\n",
-        "a.csv, line 1: the column 'widht' is no option of generate (did you mean width?)",
+        "a.csv, line 1: the column 'widht' is not an option of generate (did you mean width?)",
     ),
     ("a.csv", "prompt,width\nx,512\ny,wide\n", "a.csv, line 3: width 'wide' must be a whole number"),
-    ("a.csv", 'prompt,width\n"x\ny",512\nz,513\n', "a.csv, line 4: --width 513 is no multiple of 8: 512 and 520"),
+    ("a.csv", 'prompt,width\n"x\ny",512\nz,513\n', "a.csv, line 4: --width 513 is not a multiple of 8: 512 and 520"),
     (
         "a.csv",
         "prompt,width\nx,1\ny,2\nz,512\n",
-        "line 2: --width 1 is no multiple of 8: 8 is nearest (and wrong too: line 3)",
+        "line 2: --width 1 is not a multiple of 8: 8 is nearest (and wrong too: line 3)",
     ),
     ("a.csv", "prompt\na, b\n", 'a.csv, line 2: 2 values for 1 columns; put a prompt that holds a comma in "quotes"'),
     ("a.csv", "seed\n1\n", "line 1: the first line names the columns, and none of them is prompt"),
@@ -174,12 +174,12 @@ BAD = [
     ("a.csv", "prompt,init_image\na,none.png\n", "line 2: --init-image none.png cannot be opened: No such file"),
     ("a.csv", "prompt,model\na,none\n", "line 2: there is no model at none"),
     ("a.csv", "prompt,vram\na,1KB\n", "line 2: 1 KiB cannot hold 128x128"),
-    ("a.csv", 'prompt\n"a\n', "it is no CSV that can be read"),
+    ("a.csv", 'prompt\n"a\n', "it is not a CSV that can be read"),
     ("a.csv", "prompt,width\n,512\n", "line 2: it has no prompt"),
     ("a.csv", b"prompt\na\n\xff\n", "a.csv, line 3: it is not UTF-8"),
     ("a.csv", "", "a.csv holds no jobs"),
-    ("a.jsonl", '{"prompt": "a"}\n{"prompt": \n', "a.jsonl, line 2: it is no JSON object that can be read"),
-    ("a.jsonl", "[1]\n", "line 1: it is no JSON object that can be read (it is no object)"),
+    ("a.jsonl", '{"prompt": "a"}\n{"prompt": \n', "a.jsonl, line 2: it is not a JSON object that can be read"),
+    ("a.jsonl", "[1]\n", "line 1: it is not a JSON object that can be read (it is not an object)"),
     ("a.jsonl", '{"prompt": "a", "prompt": "b"}\n', "a name stands there twice"),
     ("a.jsonl", '{"prompt": "a", "steps": [1]}\n', "line 1: steps '[1]' must be a whole number"),
     ("a.jsonl", '{"prompt": "a", "steps": true}\n', "line 1: steps 'True' must be a whole number"),
@@ -485,7 +485,7 @@ def test_a_damaged_journal_is_made_anew_of_the_pictures(tmp_path):
     pages = journal.read_bytes()
     journal.write_bytes(pages[:8192] + b"\xaa" * (len(pages) - 8192))
     looked = call("batch", "jobs.csv", "--out", "out", "--dry-run", *SMALL, folder=tmp_path)
-    assert looked.returncode == 2 and "the batch itself makes it anew" in looked.stderr
+    assert looked.returncode == 2 and "the batch itself makes a new one" in looked.stderr
     (out / "two-1.png").unlink()
     (out / "two-2.png").unlink()
     again = batch("--json")

@@ -29,10 +29,10 @@ def test_help_lists_the_names(forks: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["banana"], "no such command 'banana'; python -m benchmarks --help tells more"),
+        (["banana"], "no such command 'banana'; python -m benchmarks --help shows all options"),
         (["plans", "--model", "banana"], "--model 'banana' is unknown: choose one of sd15"),
         (["end-to-end", "--budgets", "0"], "--budgets 0 must be at least 1"),
-        (["schedule", "--width", "7"], "--width 7 is no multiple of 8"),
+        (["schedule", "--width", "7"], "--width 7 is not a multiple of 8"),
     ],
 )
 def test_bad_words_in_one_line(forks: Any, tmp_path: Path, words: list[str], message: str) -> None:

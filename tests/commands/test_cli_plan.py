@@ -129,7 +129,7 @@ def test_a_checkpoint_is_planned_from_its_header(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt").touch()
     with pytest.raises(CheckpointError, match="pickle"):
         meta_anatomy(str(tmp_path / "model.ckpt"), torch.float16)
-    with pytest.raises(CheckpointError, match="no diffusers folder"):
+    with pytest.raises(CheckpointError, match="not a diffusers folder"):
         meta_anatomy(str(tmp_path), torch.float16)
 
 

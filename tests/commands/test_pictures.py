@@ -118,7 +118,7 @@ def test_check_finds_what_cannot_work(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="cannot be written"):
         check_writable(tmp_path / "file" / "a.png", 1000)
-    with pytest.raises(OutputError, match="no regular file"):
+    with pytest.raises(OutputError, match="not a regular file"):
         check_writable(tmp_path, 1000)
     with pytest.raises(OutputError, match=r"free and .* needed"):
         check_writable(tmp_path / "a.png", 1 << 60)

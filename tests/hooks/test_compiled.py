@@ -78,7 +78,7 @@ def test_another_size_and_batch_are_compiled_once() -> None:
     with attached(pipe.unet, REGIONAL, device="cpu"):
         draw(pipe, 32)
         before = compiled_graphs()
-        with logged(r"compile: \d+ pieces of code were compiled anew .*another size or batch"):
+        with logged(r"compile: \d+ pieces of code were compiled again .*another size or batch"):
             assert tiny.relative_error(draw(pipe, 40), plain[0]) < 1e-5
         again = compiled_graphs()
         assert again <= before + before - start, "each once"

@@ -135,5 +135,5 @@ def test_what_cannot_be_used_is_refused_before_a_step(pipe, tmp_path):
     assert path.read_bytes() == b"something of somebody's"
     with pytest.raises(BadInputError, match="UNet2DConditionModel"):
         sd_lowvram.resumable(pipe.unet, path)
-    with pytest.raises(BadInputError, match="is no interval"):
+    with pytest.raises(BadInputError, match="is not an interval"):
         sd_lowvram.resumable(pipe, path, every="5 h")

@@ -147,7 +147,7 @@ def test_how_often(pipes, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("typed", ["", "5", "0s", "1.5 steps", "-1min", "5 h", "nan s"])
 def test_no_interval(typed):
-    with pytest.raises(BadInputError, match="is no interval"):
+    with pytest.raises(BadInputError, match="is not an interval"):
         parse_interval(typed, "--latents-every")
 
 

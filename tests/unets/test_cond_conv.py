@@ -332,12 +332,12 @@ def test_changed_models_are_not_cut_again(ground: Path) -> None:
 @pytest.mark.parametrize("value", [0, "many", None, 1.5, True, 65, 10**30])
 def test_a_configuration_that_makes_no_sense_is_told(value: Any, ground: Path) -> None:
     config = json.loads((ground / "model" / "unet" / "config.json").read_text(encoding="utf-8"))
-    with pytest.raises(BadInputError, match="is no number of experts"):
+    with pytest.raises(BadInputError, match="is not a number of experts"):
         build_components({"unet": {**config, "experts": value}}, device="meta")
 
 
 @pytest.mark.parametrize("value", [None, 5, [5], "dn0", {"dn0": 1}])
 def test_names_that_are_none_are_told(value: Any, ground: Path) -> None:
     config = json.loads((ground / "model" / "unet" / "config.json").read_text(encoding="utf-8"))
-    with pytest.raises(BadInputError, match="is no list of blocks"):
+    with pytest.raises(BadInputError, match="is not a list of blocks"):
         build_components({"unet": {**config, "changed_blocks": value}}, device="meta")

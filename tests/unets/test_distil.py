@@ -150,7 +150,7 @@ def test_clean_latents_come_back_from_the_true_output(prediction: str) -> None:
         (["--semantic", "huge"], "'huge' .*efficientnet, vgg16"),
         (["--blocks", "9"], "UNet has 4"),
         (["--rate", "0"], "0 and 1"),
-        (["--data", "/dev/null"], "is no folder of pictures"),
+        (["--data", "/dev/null"], "is not a folder of pictures"),
         (["--out", "/"], "is there already"),
     ],
 )
@@ -170,4 +170,4 @@ def test_a_checkpoint_of_another_course_is_refused(ground: Path) -> None:
     assert run.exit_code == 2 and "was made with teacher" in " ".join(run.output.split())
     (ground / "other.training.pt").write_bytes(b"not a checkpoint")
     run = CliRunner().invoke(app, asked(ground, "other", steps=2))
-    assert run.exit_code == 2 and "is no checkpoint of distil" in " ".join(run.output.split())
+    assert run.exit_code == 2 and "is not a checkpoint of distil" in " ".join(run.output.split())

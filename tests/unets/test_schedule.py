@@ -173,7 +173,7 @@ def test_each_unet_keeps_its_plan_also_a_leaner_one(pipe: Any, monkeypatch: pyte
         ([("own", True)], 1, "at least 1"),
         ([("other", 1)], 1, "cross_attention_dim.*192"),
         ([("own", 2), ("small", 2)], 5, "4 .*5"),
-        ([("text", 1)], 1, "is no UNet"),
+        ([("text", 1)], 1, "is not a UNet"),
     ],
 )
 def test_bad_schedules_are_refused(pipe: Any, parts: list[Any], steps: int, message: str) -> None:

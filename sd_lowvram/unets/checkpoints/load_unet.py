@@ -56,7 +56,7 @@ def _table(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(table, dict):
-        raise CheckpointError(f"{file} cannot be read: it is no table")
+        raise CheckpointError(f"{file} cannot be read: it is not a table")
     return table
 
 

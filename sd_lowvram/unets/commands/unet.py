@@ -76,7 +76,7 @@ def analyse(
         _check_sides(width, height)
         _check_plot(plot)
         if dry_run and gpu is None:
-            raise BadInputError("--dry-run measures no times: name a card with --gpu, rtx2070 for example")
+            raise BadInputError("--dry-run measures no times: name a GPU with --gpu, rtx2070 for example")
         console = Console(stderr=True)
         loaded = empty_unet(model) if rates else nn.Module.float(_loaded(model, console).unet)  # as a CPU runs it
         with Bars(console, not as_json).running():
@@ -270,7 +270,7 @@ def _changes(experts: int, regions: int | None, blocks: Sequence[str]) -> BlockC
     if experts < 1:
         raise BadInputError(f"--experts {experts} leaves no convolution: 1 is the plain one, 2 and more are mixed")
     if regions is not None and regions < 1:
-        raise BadInputError(f"--regions {regions} is no side of a region: give its tokens, 16 or 32 for example")
+        raise BadInputError(f"--regions {regions} is not a side of a region: give its tokens, 16 or 32 for example")
     if experts == 1 and regions is None:
         if blocks:
             raise BadInputError("--changed names blocks, and nothing is to change there: give --experts or --regions")
