@@ -796,7 +796,7 @@ def test_plan_and_report(pack, model, vae) -> None:
     text, plot = shown["result"]
     assert text.startswith("fits: ") and "4 GiB" in text and "20 steps" in text
     assert shown["ui"]["text"] == [text] and "denoise: " in text and "decode: " in text
-    assert "residual_strips 4" in text and "park_skips True" in text
+    assert "Convolutions in strips: 4" in text and "Wait in RAM: on" in text
     assert plot.dim() == 4 and plot.shape[-1] == 3 and 0 <= plot.min() < plot.max() <= 1
     mine, made, record = shown_and_given(pack, model, vae, **CHUNKED)[1]
     pixels = made.decode(Guider(mine, TEXT).sample(NOISE))
