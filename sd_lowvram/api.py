@@ -52,7 +52,7 @@ def plan(
     """The fastest settings that fit, with their predicted peak; attaches nothing, and runs nothing.
 
     Args:
-        target: as for :func:`optimize`, and so are all others.
+        target: as for :func:`optimize`, like all arguments.
 
     Returns:
         Settings and their predicted bytes by stage, seconds, the gain of more memory, and reasons.
@@ -83,36 +83,35 @@ def optimize(
 ) -> Plan:
     """Make ``target`` run within a budget, in the fastest way that fits; use it afterwards as before.
 
-    What an earlier call attached to the same target is taken off first. :func:`restore` takes everything off. A larger
-    picture than planned (a hires fix), or a call with another UNet, autoencoder, text encoder or ControlNet than
-    planned (``pipe.unet = other``), is planned anew before its first step, or refused there. A call that runs out of
-    memory all the same is made again: as before once what was cached is given up, then with smaller strips, parked
-    maps, a smaller ring, and the decoder on the CPU, never with approximate settings; warnings and the plan's
-    ``fallback_steps`` tell of it.
+    Hooks of an earlier call on the same target are taken off first; :func:`restore` takes all of them off. A larger
+    picture than planned (a hires fix), or a call with another UNet, autoencoder, text encoder or ControlNet
+    (``pipe.unet = other``), is re-planned before its first step, or refused. A call that runs out of memory is
+    repeated: unchanged after cached memory is freed, then with smaller strips, parked maps, a smaller ring, and the
+    decoder on the CPU, never with approximate settings. Warnings and the plan's ``fallback_steps`` name these steps.
 
     Args:
-        target: a diffusers pipeline of SD1.x, SD2.x, SDXL or FLUX.1, or its denoiser, vae or text encoder. Any other
-            pipeline or module where ``settings`` fix ``offload``: its weights are placed so and counted, its calls are
-            not planned, and the plan's reasons say so.
-        vram: the budget on the device, as people write it: "4GB", "3.5 GiB", 4096 (MiB). None: what is free now.
-        ram: the budget for what waits in host memory. None: what is free now.
-        width: of the picture in pixels. None: the model's own.
-        height: of the picture in pixels. None: the model's own.
-        batch: pictures at a time; guidance doubles it inside.
-        steps: of denoising, for the time.
-        pictures: that will be made in all: for many of them it pays to compile the model, for one it may not.
-        guided: whether the target is called with guidance where it guides by itself: not so a distilled model
-            (Z-Image-Turbo by ``guidance_scale=0``), whose step is planned for half the rows, or calls, then.
-        device: where to compute. None: a GPU when there is one, else the CPU.
+        target: a diffusers pipeline of SD1.x, SD2.x, SDXL, SD3, FLUX.1, FLUX.2 Klein, Z-Image, Chroma, Qwen-Image or
+            Krea 2, or its denoiser, vae or text encoder. Any other pipeline or module if ``settings`` fix ``offload``:
+            its weights are placed and counted, and its calls are not planned.
+        vram: budget on the device: "4GB", "3.5 GiB", 4096 (MiB). None: what is free now.
+        ram: budget in host memory, for weights and activations that are not on the device. None: what is free now.
+        width: width of the picture in pixels. None: the model's own.
+        height: height of the picture in pixels. None: the model's own.
+        batch: pictures at a time, without the doubling by guidance.
+        steps: denoising steps, for the predicted time.
+        pictures: number of pictures in all; compiling the model pays only for many.
+        guided: False for a call without guidance, such as Z-Image-Turbo's with ``guidance_scale=0``; its step is
+            planned for half the rows or calls.
+        device: device that computes. None: a GPU if there is one, else the CPU.
         settings: knobs that are fixed; the rest is chosen.
-        approximate: whether settings that change the picture may be chosen too.
+        approximate: True to allow settings that change the picture.
 
     Returns:
-        The plan that is attached. Its ``fidelity`` says how near the picture stays to that of the model as it was
-        loaded: ``bitwise`` or ``rounding`` unless ``approximate`` or ``settings`` allow more.
+        The attached plan. Its ``fidelity`` compares the picture with that of the model as it was loaded: ``BITWISE``
+        (identical) or ``ROUNDING`` (identical up to rounding), unless ``approximate`` or ``settings`` allow more.
 
     Raises:
-        BudgetError: nothing fits; its message tells the smallest budget that does.
+        BudgetError: nothing fits; the message names the smallest budget that works.
         BadInputError: a target, size, number, device or budget that cannot be used.
         NoSiteError, ConflictError: see :func:`attached`.
     """
@@ -233,7 +232,7 @@ def max_size(
     """The largest pictures that fit; takes up to a minute the first time.
 
     Args:
-        target: as for :func:`optimize`, and so are all others.
+        target: as for :func:`optimize`, like all arguments.
 
     Returns:
         The plans of the largest "square" and "16:9" pictures, whose ``request`` has their size in pixels; None where

@@ -64,6 +64,13 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (ROOT / "sd_lowvram" / "py.typed").is_file()
 
 
+def test_the_help_of_optimize_names_the_models_that_are_served() -> None:
+    from sd_lowvram import optimize
+    from sd_lowvram.models.support import WHOLE
+
+    assert WHOLE.replace(" and ", " or ") in " ".join((optimize.__doc__ or "").split())
+
+
 def test_the_page_of_knobs_is_made_of_their_declarations(book: Any) -> None:
     _, *told = "\n".join(book.knobs_page()).split("\n## ")
     assert [one.partition("\n")[0] for one in told] == list(knobs())
