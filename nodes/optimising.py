@@ -78,7 +78,7 @@ class LowVRAMSettings:
     DESCRIPTION = (
         "Settings that you want to choose yourself; the plan chooses the rest. Groups: memory of the whole run, steps "
         "of the sampler, faster with another picture, decoding and encoding. Each tooltip says what happens to the "
-        f"picture. {FIDELITIES[0].upper()}{FIDELITIES[1:]}."
+        f"picture. {FIDELITIES}"
     )
     CATEGORY = CATEGORY
     FUNCTION = "choose"

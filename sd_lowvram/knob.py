@@ -39,8 +39,8 @@ class Fidelity(enum.IntEnum):
 
 
 FIDELITIES = (
-    "identical: the same bits as without the setting; identical up to rounding: the same computation in another order, "
-    "which nobody sees; approximate: another picture, used only if you allow it"
+    "Identical: the same bits as without the setting. Identical up to rounding: the same computation in another order, "
+    "which nobody sees. Approximate: another picture, used only if you allow it."
 )
 """The explanation of ``Fidelity.words``."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -42,7 +44,10 @@ def _show_everything(context: typer.Context, wanted: bool) -> None:
     try:
         for one in passed_over:
             one.hidden = False  # type: ignore[attr-defined]
-        print(f"{context.get_help()}\n Optimisations are {FIDELITIES}.")
+        columns = shutil.get_terminal_size().columns
+        print(
+            context.get_help(), textwrap.fill(FIDELITIES, columns, initial_indent=" ", subsequent_indent=" "), sep="\n"
+        )
     finally:
         for one in passed_over:
             one.hidden = True  # type: ignore[attr-defined]
