@@ -6,6 +6,7 @@ Every message names the error, the value that was given, and what would work.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 _LONGEST = 1500
@@ -24,10 +25,13 @@ def _without_code(text: str) -> str:
     """``text`` with settings as controls show them: their labels, and values without Python."""
     for code, words in _CODE:
         text = code.sub(words, text)
-    from .settings import knobs
+    return re.sub(r"(?<![\w-])[a-z]+(?:_[a-z]+)+\b", _label_of, text)
 
-    labels = {name: knob.label for name, knob in knobs().items() if "_" in name}
-    return re.sub(rf"(?<![\w-])({'|'.join(labels)})\b", lambda found: f'"{labels[found[1]]}"', text)
+
+def _label_of(name: re.Match[str]) -> str:
+    """The label of a setting in quotes; any other name as it is."""
+    label = LowVRAMError.labels.get(name[0])
+    return f'"{label}"' if label else name[0]
 
 
 class LowVRAMError(Exception):
@@ -40,6 +44,7 @@ class LowVRAMError(Exception):
 
     exit_code = 1
     spoken_plainly: ClassVar[bool] = False
+    labels: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, message: str = "", *, plainly: str = "") -> None:
         super().__init__(message)
@@ -52,9 +57,14 @@ class LowVRAMError(Exception):
         return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
-def speak_plainly(plain: bool = True) -> None:
-    """Leave Python out of the sentences of all errors from now on: for programs whose users paint."""
+def speak_plainly(plain: bool = True, labels: Mapping[str, str] | None = None) -> None:
+    """Leave Python out of the sentences of all errors from now on: for programs whose users paint.
+
+    Args:
+        labels: labels of settings by name, as the program's controls show them.
+    """
     LowVRAMError.spoken_plainly = plain
+    LowVRAMError.labels = labels or {}
 
 
 class BadInputError(LowVRAMError, ValueError):

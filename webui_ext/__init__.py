@@ -11,10 +11,11 @@ def register() -> None:
     from modules import script_callbacks
 
     from sd_lowvram.errors import speak_plainly
+    from sd_lowvram.settings import knobs
 
     from . import grid, optimizers, options, run
 
-    speak_plainly()
+    speak_plainly(labels={name: knob.label for name, knob in knobs().items()})
     script_callbacks.on_ui_settings(options.add_options)
     script_callbacks.on_before_ui(grid.add_axes)
     script_callbacks.on_script_unloaded(run.end)

@@ -108,6 +108,7 @@ pack = import_pack(Path({str(folder)!r}))
 assert pack.NODE_CLASS_MAPPINGS
 errors = sys.modules[pack.__name__ + ".sd_lowvram.errors"]
 assert str(errors.LowVRAMError("offload='layer': use Settings(offload='none')")) == "offload layer: use offload none"
+assert str(errors.LowVRAMError("leave vae_tiles to the plan")) == 'leave "Decode in parts" to the plan'
 import nodes, utils, scripts
 assert nodes.OWNER == utils.OWNER == scripts.OWNER == "host"
 assert sys.path == before
