@@ -130,7 +130,7 @@ def test_what_somebody_else_put_there_stays(host) -> None:
     ("arguments", "word"),
     [
         (["comfyui", "{empty}"], "main.py, nodes.py, comfy"),
-        (["webui", "{empty}/none"], "is no folder"),
+        (["webui", "{empty}/none"], "is not a folder"),
         (["gimp", "{empty}"], "comfyui, webui"),
     ],
 )
