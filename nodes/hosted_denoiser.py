@@ -44,7 +44,7 @@ class HostedDenoiser(Denoiser):
         record.say(f"{traced.name} runs as in ComfyUI; the budget limits the weights in VRAM")
         asked = [knob.label for _, knob, _ in node_request.settings.of_stage("denoise").decided() if _acts(knob)]
         if asked:
-            record.say(f"without effect on {traced.name}, as it has no layers for them: {', '.join(asked)}")
+            record.say(f"without effect, as {traced.name} runs unchanged: {', '.join(asked)}")
 
     def foresee_pixels(self, width: int, height: int, batch: int) -> None:
         try:
