@@ -10,6 +10,7 @@ from ..devices.performance import THIS
 from ..errors import BudgetError
 from ..hooks.compiled import is_compiled
 from ..models.calls import TEXT_STAGE
+from ..settings import Settings
 from ..units import LONG, format_least, format_size
 from .plan import Candidate, StagePlan
 from .request import Request
@@ -160,6 +161,11 @@ def _on_speed(request: Request, best: Candidate, compiling: Compiling | None) ->
         yield Reason(Kind.PACKED, **budget)
     if chosen.attention == "cudnn" and request.overhead.attention_share is None:
         yield Reason(Kind.ATTENTION_UNKNOWN)
+
+
+def not_planned(weights_bytes: int, settings: Settings) -> Reason:
+    """The reason on models whose call signature is unknown: only weights are counted."""
+    return Reason(Kind.NOT_PLANNED, weights_bytes=weights_bytes, offload=settings.offload or "")
 
 
 def _from_disk(request: Request, stage: StagePlan, disk: float) -> Reason:

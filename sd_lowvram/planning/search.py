@@ -30,9 +30,9 @@ from ..units import MIB
 from .cost_model import Pricing
 from .options import Choice, Group, WeightPlacement, groups, weight_ways
 from .plan import Candidate, Plan, StagePlan
-from .reasons import budget_error, reasons, too_large, why_not
+from .reasons import budget_error, not_planned, reasons, too_large, why_not
 from .request import DEFAULT_STEPS, Request
-from .wording import Kind, Reason
+from .wording import Reason
 
 __all__ = ["DEFAULT_STEPS", "Plan", "Request", "StagePlan", "make_plan"]
 
@@ -368,8 +368,7 @@ class PlanSearch:
     def unknown(self, best: Candidate) -> Iterator[Reason]:
         """The reason on models whose call signature is unknown: only weights are counted."""
         if not self.pricing.anatomy.family.known:
-            weights_bytes = self.pricing.weights_bytes(best.settings)
-            yield Reason(Kind.NOT_PLANNED, weights_bytes=weights_bytes, offload=best.settings.offload or "")
+            yield not_planned(self.pricing.weights_bytes(best.settings), best.settings)
 
     def timing(self, best: Candidate) -> StepTiming | None:
         """Times of a step's modules, if weights are streamed."""

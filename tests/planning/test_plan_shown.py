@@ -27,7 +27,9 @@ def test_repr_is_one_line_with_size_peak_budget_time_and_fidelity(plan: sd_lowvr
     told = repr(plan)
     assert "\n" not in told and len(told) < 160
     peak = format_size(plan.predicted.peak_bytes)
-    assert re.fullmatch(rf"<Plan 64x64, batch 1, \d+ steps: peak {peak}.* of 64 MiB, .* s, {plan.fidelity}>", told)
+    assert re.fullmatch(
+        rf"<Plan 64x64, batch 1, \d+ steps: peak {peak}.* of 64 MiB, .* s, picture {plan.fidelity.words}>", told
+    )
 
 
 def test_print_is_the_table_of_the_command_line_on_a_page(plan: sd_lowvram.Plan) -> None:
